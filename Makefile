@@ -1,0 +1,54 @@
+# Everything a newcomer needs: make train, make test. Everything a change needs: make check test.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+READY := $(VENV)/.ready
+export OMP_NUM_THREADS ?= 1
+SAMPLE := out/sample
+
+.PHONY: help setup train test test-all check fix smoke clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+setup: $(READY) ## make .venv and install the tested versions into it
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "Python 3.10 or newer is needed; make PYTHON=python3.12 setup"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
+
+train: $(READY) ## train the tiny model on this Python's own library: under 5 minutes on two CPU cores
+	@$(BIN)/python examples/stdlib_corpus.py $(SAMPLE)/stdlib.jsonl
+	@bash run_accelerate.sh --model tiny --data_path $(SAMPLE)/stdlib.jsonl --out_dir $(SAMPLE)/run \
+	  --cache_dir $(SAMPLE)/cache --max_steps 300 --batch_size 16 --learning_rate 2e-3 \
+	  --save_interval 50 --eval_interval 100
+	@$(BIN)/minimind generate --checkpoint $(SAMPLE)/run --prompt 'def ' --max_new_tokens 80
+	@echo
+	@echo "The checkpoint is under $(SAMPLE)/run/checkpoints. Three things to try next:"
+	@echo "  1. ask it something else     .venv/bin/minimind generate --checkpoint $(SAMPLE)/run --prompt 'import '"
+	@echo "  2. train on your own text    bash run_accelerate.sh --model tiny --data_path TEXT.jsonl --out_dir out/mine"
+	@echo "  3. see where the time goes   the same with --profile, or with \"stage\": 3 in configs/ds_config.json"
+
+test: $(READY) ## everything that fits in minutes on two cores
+	$(BIN)/python -m pytest
+
+test-all: $(READY) ## the long runs too
+	$(BIN)/python -m pytest --long
+
+check: $(READY) ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+fix: $(READY) ## mend what can be mended by machine
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+smoke: $(READY) ## two processes, killed and resumed, compared step by step
+	$(BIN)/python -m pytest tests/distributed -k 'kill or resume'
+
+clean: ## forget the sample run
+	rm -rf $(SAMPLE)

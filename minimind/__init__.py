@@ -1,0 +1,1 @@
+"""MiniMind pretraining on DeepSpeed: text in, a trained decoder and its checkpoints out."""

@@ -1,0 +1,90 @@
+"""`minimind SUB`: what is done with a run beside training it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from minimind.errors import RunError, UsageError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands."""
+    parser = _Parser(prog="minimind", description="Tools for runs of train_pretrain.py.")
+    subs = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    generate = subs.add_parser("generate", help="text from a checkpoint", allow_abbrev=False)
+    generate.add_argument(
+        "--checkpoint", required=True, help="a run's out_dir, or a step_ directory"
+    )
+    generate.add_argument("--prompt", default="", help="text to continue (default: a new document)")
+    generate.add_argument("--max_new_tokens", type=_at_least(1), default=100)
+    generate.add_argument(
+        "--temperature", type=_at_least(0.0), default=0.8, help="0: always the likeliest token"
+    )
+    generate.add_argument(
+        "--top_p", type=_share, default=0.9, help="draw from the likeliest tokens of this mass"
+    )
+    generate.add_argument("--seed", type=_at_least(0), default=42)
+    generate.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def _at_least(bound: float) -> type:
+    kind = type(bound)
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not value >= bound:
+            raise argparse.ArgumentTypeError(f"{text} is below {bound}")
+        return value
+
+    number.__name__ = "whole number" if kind is int else "number"
+    return number  # type: ignore[return-value]
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
+    return value
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    """Print the prompt and its continuation; which checkpoint, and how fast, on stderr."""
+    from minimind.generate import Sampling, generate, load_checkpoint  # imports torch
+
+    model, tokenizer, path = load_checkpoint(args.checkpoint)
+    how = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
+    text, speed = generate(model, tokenizer, args.prompt, how)
+    print(text)
+    print(f"[{path}, {speed:.0f} tokens/s]", file=sys.stderr)
+
+
+COMMANDS = {"generate": run_generate}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; its exit status."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        args = build_parser().parse_args(words)
+        COMMANDS[args.command](args)
+    except Exception as error:  # the one place that turns an ending into a line and a status
+        if "--debug" in words or not isinstance(error, RunError):
+            traceback.print_exception(error)
+        code = getattr(error, "code", RunError.code)
+        print(f"minimind: error[{code}]: {error}", file=sys.stderr)
+        return getattr(error, "status", RunError.status)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

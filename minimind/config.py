@@ -1,0 +1,212 @@
+"""What a run is asked to do: one field per flag, and where each value came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from minimind.errors import UsageError
+
+PROJECT = Path(__file__).resolve().parent.parent
+DEFAULT_DATA = "dataset/pretrain_hq.jsonl"
+DEFAULT_DEEPSPEED_CONFIG = PROJECT / "configs" / "ds_config.json"
+
+
+def flag(help: str, default: Any, group: str, **limits: Any) -> Any:
+    """A dataclass field that is also a command-line flag; `help` says counted over what."""
+    return field(default=default, metadata={"group": group, "help": help, **limits})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything the command line can say. A step is an optimizer step, over all processes."""
+
+    epochs: int | None = flag(
+        "passes over the training rows (1 unless --max_steps is given; with both, the first"
+        " reached ends)",
+        None,
+        "length",
+        at_least=1,
+    )
+    max_steps: int | None = flag(
+        "optimizer steps in all, counted from step 0 of the run", None, "length", at_least=1
+    )
+    stop_at_step: int | None = flag(
+        "save and exit 75 at this step, as a preemption would; the schedule is untouched",
+        None,
+        "length",
+        at_least=1,
+    )
+    batch_size: int = flag("rows in one micro-batch of one process", 8, "length", at_least=1)
+    accumulation_steps: int = flag(
+        "micro-batches per optimizer step of one process", 1, "length", at_least=1
+    )
+    seed: int = flag("seeds the weights, the row order and every step", 42, "length", at_least=0)
+    deterministic: bool = flag("use deterministic kernels only", False, "length")
+
+    learning_rate: float = flag("peak learning rate", 5e-4, "optimizer", above=0.0)
+    min_lr_ratio: float = flag(
+        "learning rate at the end, as a share of the peak",
+        0.1,
+        "optimizer",
+        at_least=0.0,
+        at_most=1.0,
+    )
+    warmup_steps: int | None = flag(
+        "optimizer steps of linear warm-up (default: 5 % of all steps, at most 100)",
+        None,
+        "optimizer",
+        at_least=0,
+    )
+    schedule: str = flag(
+        "shape of the decay after warm-up",
+        "cosine",
+        "optimizer",
+        choices=("cosine", "linear", "constant"),
+    )
+    weight_decay: float = flag(
+        "AdamW weight decay of matrices (norms are not decayed)", 0.1, "optimizer", at_least=0.0
+    )
+    beta1: float = flag("AdamW first-moment decay", 0.9, "optimizer", at_least=0.0, below=1.0)
+    beta2: float = flag("AdamW second-moment decay", 0.95, "optimizer", at_least=0.0, below=1.0)
+    grad_clip: float = flag(
+        "largest global gradient norm; 0 switches clipping off", 1.0, "optimizer", at_least=0.0
+    )
+    dtype: str = flag(
+        "precision of the forward and backward pass; the optimizer's weights are float32",
+        "bfloat16",
+        "optimizer",
+        choices=("bfloat16", "float16", "float32"),
+    )
+
+    model: str | None = flag(
+        "preset (configs/models/*.yaml) or a YAML file; the shape flags override it", None, "model"
+    )
+    dim: int = flag("width of the residual stream", 512, "model", at_least=1)
+    n_layers: int = flag("decoder blocks", 8, "model", at_least=1)
+    n_heads: int = flag("query heads", 8, "model", at_least=1)
+    n_kv_heads: int = flag(
+        "key/value heads, shared by groups of query heads", 2, "model", at_least=1
+    )
+    hidden_dim: int | None = flag(
+        "width of the feed-forward (default: 8/3 dim, up to a multiple of 64)",
+        None,
+        "model",
+        at_least=1,
+    )
+    max_seq_len: int = flag(
+        "positions per row that are trained on; a row holds one token more",
+        512,
+        "model",
+        at_least=1,
+    )
+    vocab_size: int = flag(
+        "pieces of the tokenizer trained on the data when --tokenizer is not given",
+        6400,
+        "model",
+        at_least=512,
+        at_most=2**31,
+    )
+    rope_theta: float = flag("base of the rotary frequencies", 1e6, "model", above=0.0)
+    use_flash_attn: bool = flag(
+        "torch's fused attention; off: the reference written out", True, "model"
+    )
+
+    data_path: tuple[str, ...] = flag(
+        ".jsonl or .txt files, or directories of them", (DEFAULT_DATA,), "data"
+    )
+    tokenizer: str | None = flag(
+        "SentencePiece .model file, or a directory that has tokenizer.model", None, "data"
+    )
+    val_fraction: float = flag(
+        "share of the documents held out for validation, chosen by hash",
+        0.01,
+        "data",
+        at_least=0.0,
+        below=1.0,
+    )
+    max_document_bytes: int = flag(
+        "longest document accepted, in UTF-8 bytes", 64 * 2**20, "data", at_least=1
+    )
+    cache_dir: str = flag(
+        "where tokenizers and token shards are kept, keyed by content", "~/.cache/minimind", "data"
+    )
+
+    out_dir: str = flag("metrics, configuration and checkpoints of this run", "out", "output")
+    resume: str = flag(
+        "auto: the newest valid checkpoint in out_dir; none: start over; or a checkpoint's path",
+        "auto",
+        "output",
+    )
+    save_interval: int = flag(
+        "optimizer steps between checkpoints; the last step is always saved",
+        1000,
+        "output",
+        at_least=1,
+    )
+    keep_last: int = flag("checkpoints kept", 2, "output", at_least=1)
+    eval_interval: int = flag(
+        "optimizer steps between validations; the last step is always validated",
+        500,
+        "output",
+        at_least=1,
+    )
+    eval_rows: int = flag(
+        "held-out rows per validation, over all processes; 0 switches it off",
+        64,
+        "output",
+        at_least=0,
+    )
+    log_interval: int = flag("optimizer steps between step lines", 10, "output", at_least=1)
+    profile: bool = flag("print where each step's time went", False, "output")
+    profile_interval: int = flag("optimizer steps between profile tables", 10, "output", at_least=1)
+
+    deepspeed_config: str = flag(
+        "DeepSpeed JSON; its 'auto' values are filled from these flags",
+        str(DEFAULT_DEEPSPEED_CONFIG),
+        "engine",
+    )
+    device: str = flag(
+        "auto takes the GPUs where there are any", "auto", "engine", choices=("auto", "cpu", "cuda")
+    )
+    dist_timeout: int = flag(
+        "seconds a rank waits for another before it gives up", 120, "engine", at_least=1
+    )
+    debug: bool = flag("show tracebacks and the launcher's own log", False, "engine")
+    config: str | None = flag(
+        "YAML file of flag names and values; flags given beside it win", None, "engine"
+    )
+
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def is_explicit(self, name: str) -> bool:
+        """Whether the value was asked for on the command line or in --config."""
+        return self.sources[name].startswith(("--", "config "))
+
+    def with_values(self, source: str, **values: Any) -> RunConfig:
+        """The same run with these values, remembered as coming from `source`."""
+        return replace(self, **values, sources={**self.sources, **dict.fromkeys(values, source)})
+
+
+FLAGS = {f.name: f for f in fields(RunConfig) if f.metadata}
+
+
+def check(run: RunConfig) -> None:
+    """Nothing, or a UsageError about fields that do not fit one another."""
+    if run.dim % run.n_heads:
+        raise UsageError(
+            f"dim = {run.dim} ({run.sources['dim']}) is not divisible by n_heads ="
+            f" {run.n_heads} ({run.sources['n_heads']}); change one of them"
+        )
+    if run.dim // run.n_heads % 2:
+        raise UsageError(
+            f"dim / n_heads = {run.dim // run.n_heads} is odd, and rotary positions need"
+            f" pairs of channels; change dim ({run.dim}) or n_heads ({run.n_heads})"
+        )
+    if run.n_heads % run.n_kv_heads:
+        raise UsageError(
+            f"n_heads = {run.n_heads} ({run.sources['n_heads']}) is not divisible by"
+            f" n_kv_heads = {run.n_kv_heads} ({run.sources['n_kv_heads']}); change one"
+        )

@@ -1,0 +1,84 @@
+"""The ways a run can end, each with the exit status a shell sees.
+
+A `RunError` is something its reader can mend, told in one sentence: the field, the value, where it
+came from, and the way out after a semicolon. Anything else that escapes is a bug of ours: 70.
+"""
+
+from __future__ import annotations
+
+
+class RunError(Exception):
+    """An ending that is told in one line instead of a traceback."""
+
+    code = "E_INTERNAL"
+    status = 70
+
+    def __init__(self, message: str, cause_rank: int | None = None) -> None:
+        super().__init__(message)
+        self.cause_rank = cause_rank  # set when all ranks raise what only one of them met
+
+
+class UsageError(RunError):
+    """The command line or a configuration file asks for something that cannot be."""
+
+    code = "E_USAGE"
+    status = 2
+
+
+class DataError(RunError):
+    """The text, the tokenizer or the prepared tokens cannot be trained on."""
+
+    code = "E_DATA"
+    status = 3
+
+
+class CheckpointError(RunError):
+    """No checkpoint can be used, or the one there is belongs to another run."""
+
+    code = "E_CHECKPOINT"
+    status = 4
+
+
+class StorageError(RunError):
+    """A file cannot be written: disk full, read-only, or not there."""
+
+    code = "E_STORAGE"
+    status = 5
+
+
+class NumericError(RunError):
+    """The loss or the gradient is no longer a number."""
+
+    code = "E_NONFINITE"
+    status = 6
+
+
+class PeerError(RunError):
+    """Another rank died, hung or left."""
+
+    code = "E_PEER"
+    status = 7
+
+
+class LockedError(RunError):
+    """Another run is writing to the same out_dir."""
+
+    code = "E_LOCKED"
+    status = 8
+
+
+class RendezvousError(RunError):
+    """The ranks could not find one another."""
+
+    code = "E_RENDEZVOUS"
+    status = 9
+
+
+PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: saved; run the same command again
+
+
+def one_line(program: str, error: BaseException, rank: int = 0, step: int = 0) -> str:
+    """`PROGRAM: error[E_NAME] rank=R step=S: what; what to do`, always one line."""
+    code = getattr(error, "code", RunError.code)
+    what = " ".join(str(error).split()) or type(error).__name__
+    return f"{program}: error[{code}] rank={rank} step={step}: {what}"

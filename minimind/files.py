@@ -1,0 +1,51 @@
+"""Files that survive a power cut, and what is in them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write and fsync; the name is only safe once its directory is synced too."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """fsync of a file somebody else wrote."""
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """fsync of the names in a directory: what makes a rename in it last."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file's content."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def canonical_json(value: Any) -> bytes:
+    """One spelling for equal values: sorted keys, no spaces; what fingerprints are taken of."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def fingerprint(value: Any) -> str:
+    """Sha256 hex digest of a JSON value's canonical form."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()

@@ -1,0 +1,84 @@
+"""The numbers that determine the shape of a model."""
+
+from typing import Any, ClassVar
+
+from transformers import PretrainedConfig
+
+
+class MiniMindConfig(PretrainedConfig):
+    """The shape of one model; dim, n_layers and the other short names read and construct it too."""
+
+    model_type = "minimind"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    attribute_map: ClassVar[dict[str, str]] = {
+        "dim": "hidden_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "n_kv_heads": "num_key_value_heads",
+        "hidden_dim": "intermediate_size",
+        "max_seq_len": "max_position_embeddings",
+    }
+
+    def __init__(
+        self,
+        vocab_size: int = 6400,
+        hidden_size: int = 512,
+        intermediate_size: int | None = None,
+        num_hidden_layers: int = 8,
+        num_attention_heads: int = 8,
+        num_key_value_heads: int = 2,
+        max_position_embeddings: int = 512,
+        rms_norm_eps: float = 1e-5,
+        rope_theta: float = 1e6,
+        use_flash_attn: bool = True,
+        tie_word_embeddings: bool = True,
+        bos_token_id: int | None = 1,
+        eos_token_id: int | None = 2,
+        pad_token_id: int | None = 3,
+        **kwargs: Any,
+    ):
+        for foreign in ("rope_parameters", "rope_scaling"):
+            if kwargs.pop(foreign, None) is not None:
+                raise ValueError(f"{foreign} is not read by MiniMind: give rope_theta instead.")
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.max_position_embeddings = max_position_embeddings
+        self.rms_norm_eps = rms_norm_eps
+        self.rope_theta = rope_theta
+        self.use_flash_attn = use_flash_attn
+        self.tie_word_embeddings = tie_word_embeddings
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
+        super().__init__(**kwargs)
+        _check_shape(self)
+        if self.intermediate_size is None:
+            self.intermediate_size = 64 * -(-8 * self.hidden_size // (3 * 64))
+
+    @property
+    def head_dim(self) -> int:
+        """Channels per head."""
+        return self.hidden_size // self.num_attention_heads
+
+
+def _check_shape(config: MiniMindConfig) -> None:
+    width, heads, kv_heads = (
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+    )
+    if width % heads:
+        raise ValueError(f"hidden_size={width} cannot be divided by num_attention_heads={heads}.")
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_attention_heads={heads} cannot be divided by num_key_value_heads={kv_heads}."
+        )
+    if config.head_dim % 2:
+        raise ValueError(
+            f"head_dim={config.head_dim} (hidden_size={width} / num_attention_heads={heads})"
+            " must be even: rotary position turns pairs of channels."
+        )

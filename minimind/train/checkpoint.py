@@ -1,0 +1,201 @@
+"""Checkpoint directories: written aside, published by one rename, verified before they are read.
+
+    out_dir/checkpoints/step_00000042/
+        shard-R-of-N.safetensors   what rank R of N owned: fp32 weights and Adam moments
+        buffers.safetensors        persistent buffers
+        state.json                 shapes, optimizer step, DeepSpeed's counters
+        config.json tokenizer.model ds_config.resolved.json   what generate and a reader need
+        manifest.json              written last: every file's size and sha256, and what the run was
+
+A directory under its final name is complete by construction. Nothing in it is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minimind.errors import CheckpointError
+from minimind.files import canonical_json, fingerprint, sha256_of, sync_directory, write_durably
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+NAME = re.compile(r"step_(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A checkpoint that is not used, the file that gave it away, and why."""
+
+    path: Path
+    file: str
+    reason: str
+
+
+def step_directory(root: Path, step: int) -> Path:
+    """`root/step_00000042`; names sort as steps do."""
+    return root / f"step_{step:08d}"
+
+
+def candidates(root: Path) -> list[Path]:
+    """Published checkpoints under `root`, newest step first; never judged by their times."""
+    found = [p for p in root.glob("step_*") if NAME.fullmatch(p.name) and p.is_dir()]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")), reverse=True)
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """`name`, `bytes` and `sha256` as the manifest lists them."""
+    return {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def write_manifest(directory: Path, facts: dict[str, Any], files: list[dict[str, Any]]) -> None:
+    """Write `manifest.json`, which ends with the sha256 of its own canonical form."""
+    manifest = {"format": FORMAT, **facts, "files": sorted(files, key=lambda f: f["name"])}
+    manifest["sha256"] = fingerprint(manifest)
+    write_durably(directory / MANIFEST, json.dumps(manifest, indent=1).encode())
+    sync_directory(directory)
+
+
+def publish(tmp: Path, final: Path) -> None:
+    """Give a finished directory its name, so that it lasts; whatever had the name steps aside."""
+    if final.exists():
+        final.rename(_free_name(final.with_name(f"rejected-{final.name}")))
+    tmp.rename(final)
+    sync_directory(final.parent)
+
+
+def _free_name(path: Path) -> Path:
+    free, n = path, 1
+    while free.exists():
+        n += 1
+        free = path.with_name(f"{path.name}-{n}")
+    return free
+
+
+def retire(root: Path, keep_last: int) -> None:
+    """Delete all but the newest checkpoints; renamed first, so that none is ever half there."""
+    for old in candidates(root)[keep_last:]:
+        doomed = _free_name(old.with_name(f"{old.name}.tmp-retired"))
+        old.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def sweep(root: Path) -> None:
+    """Delete what earlier processes left unfinished."""
+    for left in root.glob("step_*.tmp-*"):
+        shutil.rmtree(left)
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest, its own hash and the file names in it checked; CheckpointError otherwise."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError("is not JSON") from error
+    if not isinstance(manifest, dict) or "sha256" not in manifest:
+        raise CheckpointError("is no manifest")
+    body = {key: value for key, value in manifest.items() if key != "sha256"}
+    if fingerprint(body) != manifest["sha256"]:
+        raise CheckpointError("does not match its own sha256")
+    if body.get("format") != FORMAT:
+        raise CheckpointError(f"has format {body.get('format')}, this version reads {FORMAT}")
+    for entry in body["files"]:
+        if Path(entry["name"]).name != entry["name"] or entry["name"] in (".", ".."):
+            raise CheckpointError(f"names a file outside the checkpoint: {entry['name']!r}")
+    return manifest
+
+
+def verify(directory: Path, part: int = 0, of: int = 1) -> Rejected | None:
+    """What is wrong with a checkpoint, or None; `part` of `of` ranks hashes its share of files."""
+    try:
+        manifest = read_manifest(directory)
+    except CheckpointError as error:
+        return Rejected(directory, MANIFEST, str(error))
+    for entry in manifest["files"][part::of]:
+        path = directory / entry["name"]
+        if path.is_symlink() or not path.is_file():
+            return Rejected(directory, entry["name"], "is missing")
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            return Rejected(directory, entry["name"], f"is {size} of {entry['bytes']} bytes")
+        if sha256_of(path) != entry["sha256"]:
+            return Rejected(directory, entry["name"], "does not match its sha256")
+    return None
+
+
+Verify = Callable[[Path], Rejected | None]
+
+
+def choose(resume: str, root: Path, check: Verify) -> tuple[Path | None, list[Rejected]]:
+    """The checkpoint to resume from (None: start at step 0) and those passed over.
+
+    A damaged one is passed over for the next older; when all are damaged, or the one that was
+    asked for is, a CheckpointError: never a silent step 0. `check` verifies, agreed by all ranks.
+    """
+    if resume == "none":
+        return None, []
+    path = Path(resume)
+    if resume != "auto" and not (path / "checkpoints").is_dir():
+        if not path.is_dir():
+            raise CheckpointError(
+                f"--resume {resume}: no such directory; name a step_ directory, or use auto"
+            )
+        if bad := check(path):
+            raise CheckpointError(
+                f"--resume {resume}: {bad.file} {bad.reason}; use --resume auto for the newest"
+                " valid one"
+            )
+        return path, []
+    rejected = []
+    for candidate in candidates(root if resume == "auto" else path / "checkpoints"):
+        bad = check(candidate)
+        if bad is None:
+            return candidate, rejected
+        rejected.append(bad)
+    if rejected:
+        told = "; ".join(f"{r.path.name}: {r.file} {r.reason}" for r in rejected)
+        raise CheckpointError(
+            f"no checkpoint in {root} can be used ({told}); restore one, or start over with"
+            " --resume none"
+        )
+    if resume != "auto":
+        raise CheckpointError(f"--resume {resume}: holds no checkpoint; use --resume auto or none")
+    return None, []
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """`name: old -> new` for every fact of a run's identity that changed."""
+    lines = []
+    for group in sorted({*saved, *now}):
+        old, new = saved.get(group, {}), now.get(group, {})
+        for key in sorted({*old, *new}):
+            before, after = old.get(key), new.get(key)
+            if canonical_json(before) != canonical_json(after):
+                lines.append(f"{group}.{key}: {before} -> {after}")
+    return lines
+
+
+def require_same_run(directory: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Nothing, or a CheckpointError with the table of what differs."""
+    if changed := differences(saved, now):
+        raise CheckpointError(
+            f"{directory} belongs to another run ({'; '.join(changed)}); give the old values back,"
+            " or another --out_dir"
+        )
+
+
+def set_aside(root: Path) -> Path | None:
+    """Rename a checkpoints folder that a fresh start must not mix with; its new name."""
+    if not root.is_dir() or not any(root.iterdir()):
+        return None
+    aside = _free_name(root.with_name(f"{root.name}-before"))
+    os.rename(root, aside)
+    return aside

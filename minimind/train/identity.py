@@ -1,0 +1,80 @@
+"""What makes a run this run: the facts in its checkpoints, its code and its libraries."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from minimind.config import PROJECT, RunConfig
+from minimind.data.order import Order
+from minimind.data.prepare import Prepared
+from minimind.train.engine import Engine
+from minimind.train.schedule import Schedule
+
+
+def facts(
+    run: RunConfig, prepared: Prepared, schedule: Schedule, order: Order, engine: Engine
+) -> dict[str, Any]:
+    """What a checkpoint's manifest says of the run; `identity` may not change on resume."""
+    identity = {
+        "batch": {"rows_per_step": order.rows_per_step, "max_seq_len": run.max_seq_len},
+        "schedule": {
+            "shape": schedule.shape,
+            "total_steps": schedule.total_steps,
+            "warmup_steps": schedule.warmup_steps,
+            "min_lr_ratio": schedule.min_ratio,
+        },
+        "lr": {
+            "learning_rate": run.learning_rate,
+            "weight_decay": run.weight_decay,
+            "betas": [run.beta1, run.beta2],
+            "grad_clip": run.grad_clip,
+        },
+        "data": {"sha256": prepared.manifest["fingerprint"], "rows": order.n_rows},
+        "tokenizer": {"sha256": prepared.tokenizer.fingerprint},
+        "model": {
+            "dim": run.dim,
+            "n_layers": run.n_layers,
+            "n_heads": run.n_heads,
+            "n_kv_heads": run.n_kv_heads,
+            "hidden_dim": engine.model.config.intermediate_size,
+            "vocab_size": run.vocab_size,
+            "rope_theta": run.rope_theta,
+        },
+        "dtype": {"dtype": run.dtype},
+        "seed": {"seed": run.seed},
+    }
+    return {
+        "identity": identity,
+        "world_size": engine.world_size,
+        "zero_stage": engine.resolved.zero_stage,
+        "dtype": run.dtype,
+        "configuration": engine.resolved.config,
+        "sources": engine.resolved.sources,
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python's, ours, and those of the libraries that decide the numbers."""
+    found = {"python": platform.python_version()}
+    for name in ("minimind", "torch", "accelerate", "deepspeed", "transformers", "sentencepiece"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # our own package, run from a checkout
+            found[name] = "not installed"
+    return found
+
+
+def source_commit() -> str:
+    """The git commit of the code that runs, or the package version outside a checkout."""
+    if not (PROJECT / ".git").exists():
+        return versions()["minimind"]
+    asked = ["git", "-C", str(PROJECT), "rev-parse", "HEAD"]
+    try:
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return versions()["minimind"]
+    return answer.stdout.strip() or versions()["minimind"]

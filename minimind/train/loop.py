@@ -1,0 +1,127 @@
+"""The training loop, and nothing else."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from minimind.config import RunConfig
+from minimind.data.batches import Batches
+from minimind.errors import PREEMPTED
+from minimind.process import Progress, StopRequest
+from minimind.train.engine import Engine, StepResult
+from minimind.train.evaluate import HeldOut, evaluate
+from minimind.train.profile import PhaseClock
+from minimind.train.report import Report
+from minimind.train.saver import Saver
+from minimind.train.schedule import Schedule
+from minimind.train.state import TrainState, is_due
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What the loop works with, each built by the script."""
+
+    run: RunConfig
+    schedule: Schedule
+    engine: Engine
+    batches: Batches
+    held_out: HeldOut
+    saver: Saver
+    report: Report
+    stop: StopRequest
+    progress: Progress
+
+
+def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
+    """Take optimizer steps from `state` to the end; the last state, exit status and reason.
+
+    One pass is one optimizer step of all ranks. Every rank runs every line: saving, evaluating
+    and reporting are collective, so none of them may hide behind "if rank 0".
+    """
+    run, engine, last = desk.run, desk.engine, desk.schedule.total_steps
+    clock = PhaseClock(engine.device)
+    desk.report.begin(state.step)
+    while state.step < last:
+        desk.progress.step = state.step
+        seed_step(run.seed, state.step, engine.rank)
+        clock.begin()
+        micro_batches = desk.batches.at(state.step)  # fetch
+        lr = desk.schedule.lr_at(state.step)
+        result = engine.step(micro_batches, lr, clock)  # step
+        state = state.after(desk.batches.tokens_per_step)  # advance
+        stopping = engine.any_rank(bool(desk.stop.reason)) or state.step == run.stop_at_step
+        if is_due(state.step, run.log_interval, last):
+            report_step(desk, state, result, lr, clock)
+        if run.profile and is_due(state.step, run.profile_interval, last):
+            desk.report.profile(state.step)
+        if is_due(state.step, run.eval_interval, last) and len(desk.held_out.rows):
+            report_evaluation(desk, state)
+        if is_due(state.step, run.save_interval, last) or stopping:
+            report_save(desk, state)
+        if stopping and state.step < last:
+            return state, PREEMPTED, f"stopped by {desk.stop.reason or 'request'}, saved"
+    return state, 0, "done"
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Reseed torch for one step, so that no random state needs to be kept in a checkpoint."""
+    torch.manual_seed((seed * 1_000_003 + step) * 4_099 + rank)
+
+
+def report_step(
+    desk: Desk, state: TrainState, result: StepResult, lr: float, clock: PhaseClock
+) -> None:
+    """The step line: the loss of this very step over all ranks, and the times since the last."""
+    steps = clock.take()
+    loss, count = desk.engine.sum_over_ranks([float(result.loss_sum), float(result.tokens)])
+    norm = None if result.grad_norm is None else float(result.grad_norm)
+    first = (state.step - 1) * desk.batches.order.rows_per_step
+    desk.report.step(
+        {
+            "step": state.step,
+            "loss": loss / count,
+            "lr": lr,
+            "grad_norm": norm,
+            "clipped": norm is not None and 0 < desk.run.grad_clip < norm,
+            "skipped": result.skipped_so_far,
+            "tokens": state.tokens,
+            "rows": [first, first + desk.batches.order.rows_per_step],
+        },
+        steps,
+        len(steps) * desk.batches.tokens_per_step,
+    )
+
+
+def report_evaluation(desk: Desk, state: TrainState) -> None:
+    """Validate, and tell."""
+    started = time.perf_counter()
+    engine = desk.engine
+    found = evaluate(
+        engine.loss_of,
+        engine.sum_over_ranks,
+        desk.held_out,
+        desk.run.batch_size,
+        engine.rank,
+        engine.world_size,
+    )
+    desk.report.event("eval", step=state.step, **found)
+    desk.report.say(
+        f"step {state.step}: validation loss {found['val_loss']:.4f},"
+        f" perplexity {found['val_ppl']:.1f}, {found['val_bpb']:.3f} bits per byte"
+    )
+    desk.report.pause("evaluate", (time.perf_counter() - started) * 1e3)
+
+
+def report_save(desk: Desk, state: TrainState) -> Path:
+    """Save, and tell once it lasts."""
+    saved = desk.saver.save(state)
+    desk.report.event("checkpoint_saved", **saved)
+    desk.report.say(
+        f"step {state.step}: checkpoint {saved['path']} ({saved['bytes'] / 2**20:.1f} MiB)"
+    )
+    desk.report.pause("checkpoint", saved["stall_ms"])
+    return Path(saved["path"])

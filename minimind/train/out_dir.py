@@ -1,0 +1,61 @@
+"""The folder a run writes to: claimed by one run at a time, and what lies in it for a reader."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from minimind.config import RunConfig
+from minimind.errors import LockedError, StorageError
+from minimind.files import write_durably
+
+END = "...\n"  # how YAML ends a document that is a bare value
+
+
+def claim(out_dir: Path) -> IO[str]:
+    """The open lock file; held until it is closed or its process dies.
+
+    A LockedError names the holder. flock, not a pid file: a killed run leaves nothing to clear.
+    """
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        lock = open(out_dir / ".lock", "a+", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(
+            f"out_dir {out_dir}: {error.strerror}; give an --out_dir that can be written"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        holder = lock.read().strip() or "another run"
+        lock.close()
+        raise LockedError(
+            f"out_dir {out_dir} is in use by {holder}; wait for it, or give another --out_dir"
+        ) from error
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+    lock.flush()
+    return lock
+
+
+def write_reference(out_dir: Path, run: RunConfig, deepspeed: dict[str, Any]) -> None:
+    """`config.yaml`, with which `--config` repeats the run, and `ds_config.resolved.json`."""
+    flags = asdict(run)
+    sources = flags.pop("sources")
+    lines = ["# Every value in force in this run, and where it came from."]
+    for name, value in flags.items():
+        if value is None or name == "config":
+            continue
+        value = list(value) if isinstance(value, tuple) else value
+        text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True)
+        lines.append(f"{name}: {text.removesuffix(END).strip()}  # {sources[name]}")
+    write_durably(out_dir / "config.yaml", ("\n".join(lines) + "\n").encode())
+    write_durably(out_dir / "ds_config.resolved.json", json.dumps(deepspeed, indent=2).encode())

@@ -1,0 +1,141 @@
+"""What a run tells: metrics.jsonl for programs, a bar or lines for people. Rank 0 alone speaks."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from minimind.train.profile import mean_ms, profile_table
+
+
+class Metrics:
+    """Appends one JSON object a line to metrics.jsonl; nothing is ever rewritten."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab")
+        if path.stat().st_size:
+            with open(path, "rb") as written:
+                written.seek(-1, 2)
+                if written.read(1) != b"\n":  # torn by a crash: close the line, keep the next whole
+                    self._file.write(b"\n")
+
+    def write(self, event: str, **facts: Any) -> None:
+        """Append one event, flushed; numbers in full precision, non-finite ones as null."""
+        line = {"event": event, "time": time.time(), **_finite(facts)}
+        self._file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
+        self._file.flush()
+
+    def close(self) -> None:
+        """Nothing more will be written."""
+        self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Report:
+    """Rank 0's voice. Other ranks hold one too, and stay silent."""
+
+    def __init__(
+        self, out_dir: Path, is_speaker: bool, total_steps: int, device: torch.device
+    ) -> None:
+        self._metrics = Metrics(out_dir / "metrics.jsonl") if is_speaker else None
+        self._is_speaker = is_speaker
+        self._device = device
+        self._total = total_steps
+        self._bar: tqdm | None = None
+        self._since = time.perf_counter()
+        self._interval: list[dict[str, float]] = []  # steps since the last profile table
+        self._pauses: dict[str, float] = {}  # ms between those steps, by cause
+
+    def say(self, text: str) -> None:
+        """Print for people, past the progress bar."""
+        if self._is_speaker:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def event(self, name: str, **facts: Any) -> None:
+        """Append to metrics.jsonl."""
+        if self._metrics:
+            self._metrics.write(name, **facts)
+
+    def begin(self, step: int) -> None:
+        """Show the bar from `step` on (terminals only) and start the clock of tokens/s."""
+        self._since = time.perf_counter()
+        if self._is_speaker and sys.stderr.isatty():
+            self._bar = tqdm(total=self._total, initial=step, unit="step", dynamic_ncols=True)
+
+    def step(self, line: dict[str, Any], steps: list[dict[str, float]], tokens: int) -> None:
+        """One `step` event; `steps`: phase times since the last, `tokens`: what they trained."""
+        now = time.perf_counter()
+        speed = tokens / max(1e-9, now - self._since)
+        self._since = now
+        self._interval += steps
+        line = {
+            **line,
+            **mean_ms(steps),
+            "comm_ms": None,
+            "tokens_per_second": speed,
+            "mfu": None,
+            "memory_mib": self._memory_mib(),
+        }
+        self.event("step", **line)
+        shown = f"loss {line['loss']:.4f}  lr {line['lr']:.2e}  {speed:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.set_postfix_str(shown, refresh=False)
+            self._bar.update(line["step"] - self._bar.n)
+        else:
+            left = (self._total - line["step"]) * line["step_ms"] / 1e3
+            self.say(f"step {line['step']}/{self._total}  {shown}  left {_duration(left)}")
+
+    def pause(self, cause: str, milliseconds: float) -> None:
+        """Time spent between steps, which no step is charged for."""
+        self._pauses[cause] = self._pauses.get(cause, 0.0) + milliseconds
+        self._since += milliseconds / 1e3
+
+    def profile(self, step: int) -> None:
+        """The table of where the time since the last one went, and the same as an event."""
+        if not self._interval:
+            return
+        self.say(f"profile, {len(self._interval)} steps up to step {step}:")
+        self.say(profile_table(self._interval, self._pauses))
+        pauses = {f"{cause}_ms": spent for cause, spent in self._pauses.items()}
+        self.event(
+            "profile", step=step, steps=len(self._interval), **mean_ms(self._interval), **pauses
+        )
+        self._interval, self._pauses = [], {}
+
+    def close(self) -> None:
+        """Leave the terminal as it was; nothing more will be recorded."""
+        if self._metrics:
+            self._metrics.close()
+            self._metrics = None
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _memory_mib(self) -> float:
+        """Peak of this process: device memory on a GPU, resident memory on a CPU."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) / 2**20
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

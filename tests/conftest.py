@@ -1,0 +1,123 @@
+"""A small corpus, and real runs through run_accelerate.sh with two gloo processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Small enough that a launch costs more than the training.
+SHAPE = "--dim 64 --n_layers 2 --n_heads 4 --n_kv_heads 2 --max_seq_len 64 --vocab_size 600"
+PACE = (
+    "--batch_size 2 --accumulation_steps 2 --max_steps 20 --log_interval 1 --device cpu"
+    " --learning_rate 2e-3 --val_fraction 0.05"
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="also run what takes minutes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--long"):
+        kept = [item for item in items if "long" not in item.keywords]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+def sentences(seed: int, documents: int) -> list[str]:
+    """Documents with something to learn: a small vocabulary, each word's follower half certain."""
+    draw = random.Random(seed)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(80)]
+    words += ["春眠", "不覺", "曉處", "處聞", "啼鳥", "夜來", "風雨", "聲花"]
+    after = {word: draw.choices(words, k=2) for word in words}
+    texts = []
+    for _ in range(documents):
+        word, line = draw.choice(words), []
+        for _ in range(draw.randint(30, 120)):
+            line.append(word)
+            word = draw.choice(after[word]) if draw.random() < 0.9 else draw.choice(words)
+        texts.append(" ".join(line) + ".\n")
+    return texts
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "text.jsonl"
+    lines = (json.dumps({"text": text}, ensure_ascii=False) for text in sentences(1, 400))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: its exit status, what it printed, and what it recorded."""
+
+    out_dir: Path
+    status: int
+    stdout: str
+    stderr: str
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        path = self.out_dir / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [line for line in lines if line["event"] == name]
+
+    def curve(self) -> list[tuple[Any, ...]]:
+        """What has to be equal bit for bit in an unbroken and a resumed run."""
+        names = ("step", "loss", "lr", "grad_norm", "tokens", "rows")
+        return [tuple(map(repr, (line[n] for n in names))) for line in self.events("step")]
+
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.events("step")]
+
+
+class Launcher:
+    """Starts run_accelerate.sh on the small corpus, one cache for all."""
+
+    def __init__(self, corpus: Path, cache: Path) -> None:
+        self.corpus = corpus
+        self.cache = cache
+
+    def command(self, out_dir: Path, flags: str) -> list[str]:
+        given = f"{SHAPE} {PACE} {flags}".split()
+        places = ["--data_path", str(self.corpus), "--cache_dir", str(self.cache)]
+        return ["bash", str(ROOT / "run_accelerate.sh"), *places, "--out_dir", str(out_dir), *given]
+
+    @staticmethod
+    def environment(processes: int = 2) -> dict[str, str]:
+        return {**os.environ, "NUM_PROCESSES": str(processes), "OMP_NUM_THREADS": "1"}
+
+    def run(self, out_dir: Path, flags: str = "", processes: int = 2, **options: Any) -> Run:
+        done = subprocess.run(
+            self.command(out_dir, flags),
+            env=self.environment(processes),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            **options,
+        )
+        return Run(out_dir, done.returncode, done.stdout, done.stderr)
+
+    def start(self, out_dir: Path, flags: str = "", processes: int = 2) -> subprocess.Popen[str]:
+        """A run in a process group of its own, to be killed."""
+        return subprocess.Popen(
+            self.command(out_dir, flags),
+            env=self.environment(processes),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+
+@pytest.fixture(scope="session")
+def launch(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    return Launcher(corpus, tmp_path_factory.mktemp("cache"))

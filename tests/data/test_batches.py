@@ -1,0 +1,91 @@
+"""Micro-batches against rows read directly, and one split of a step against another."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from minimind.data.batches import Batches, held_out_rows
+from minimind.data.order import Order
+from minimind.data.shards import ShardWriter, TokenShards
+
+ROW = 5
+
+
+@pytest.fixture
+def shards(tmp_path):
+    with ShardWriter(tmp_path, "train", np.dtype("<u2"), 37) as writer:
+        writer.add(np.arange(503))
+        made = writer.close()
+    manifest = {"dtype": "uint16", "splits": {"train": {"shards": made}}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    return TokenShards(tmp_path, "train")
+
+
+@pytest.fixture
+def batches(shards):
+    made = []
+
+    def make(micro_batch_rows, rank=0, world_size=1, reader=shards):
+        order = Order(shards.rows(ROW), 8, seed=1)
+        made.append(Batches(reader, order, ROW, micro_batch_rows, rank, world_size, pin=False))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_micro_batches_are_the_rows_of_the_order(shards, batches):
+    reader = batches(2)
+    for step in (0, 1, 2, 7, 3, 3, 30, 31):  # read ahead, back, twice, and far away
+        micro_batches = reader.at(step)
+        assert [tuple(m.shape) for m in micro_batches] == [(2, ROW)] * 4
+        assert {m.dtype for m in micro_batches} == {torch.int64}
+        direct = shards.read_rows(reader.order.rows_for(step, 0, 1), ROW)
+        np.testing.assert_array_equal(torch.cat(micro_batches).numpy(), direct)
+    assert reader.tokens_per_step == 8 * (ROW - 1)
+
+
+def test_one_rank_and_two_ranks_read_the_same_rows(batches):
+    alone, two = batches(2), [batches(2, rank, 2) for rank in range(2)]
+    for step in range(25):
+        shared = [m for reader in two for m in reader.at(step)]
+        assert len(shared) == 4
+        assert all(map(torch.equal, alone.at(step), shared))
+
+
+def test_a_failed_read_surfaces_where_its_step_is_asked_for(shards, batches):
+    class Failing:
+        def read_rows(self, indices, row_tokens):
+            if threading.current_thread() is threading.main_thread() or len(seen) == 1:
+                raise OSError("disk gone")
+            seen.append(indices)
+            return shards.read_rows(indices, row_tokens)
+
+    seen = []
+    reader = batches(2, reader=Failing())
+    reader.at(0)
+    with pytest.raises(OSError, match="disk gone"):
+        reader.at(1)
+
+
+def test_a_step_that_is_no_whole_number_of_micro_batches_is_refused(batches):
+    for micro_batch_rows, world_size in [(3, 1), (8, 2)]:
+        with pytest.raises(ValueError, match="micro-batches"):
+            batches(micro_batch_rows, 0, world_size)
+
+
+def test_held_out_rows_are_the_first_ones(shards):
+    assert held_out_rows(shards, 3, ROW).tolist() == [0, 1, 2]
+    assert len(held_out_rows(shards, 1000, ROW)) == 100
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pins memory for a CUDA device")
+def test_pinned_micro_batches_are_pinned(shards):
+    reader = Batches(shards, Order(100, 8, 1), ROW, 2, 0, 1, pin=True)
+    assert all(micro_batch.is_pinned() for micro_batch in reader.at(0))
+    reader.close()

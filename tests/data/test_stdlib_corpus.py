@@ -1,0 +1,29 @@
+"""The example corpus against itself: the same interpreter writes the same bytes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from minimind.data.documents import find_files, read_documents
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "stdlib_corpus.py"
+
+
+def write(path, megabytes="1"):
+    command = [sys.executable, str(SCRIPT), str(path), "--max_megabytes", megabytes]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_corpus_is_the_same_every_time_and_readable(tmp_path):
+    first, second = tmp_path / "a.jsonl", tmp_path / "new" / "b.jsonl"
+    told = write(first)
+    write(second)
+    assert first.read_bytes() == second.read_bytes()
+    before = first.stat()
+    assert write(first) == told
+    assert first.stat().st_mtime_ns == before.st_mtime_ns
+    assert [path.name for path in second.parent.iterdir()] == ["b.jsonl"]
+    documents = list(read_documents(find_files([first])[0], 64_000))
+    assert told == f"{len(documents)} documents, {before.st_size / 1e6:.1f} MB, {first}\n"
+    assert 0.8e6 < before.st_size <= 1e6
+    assert any("import " in document for document in documents)

@@ -1,0 +1,284 @@
+"""Real two-process runs through run_accelerate.sh, compared with one another step by step.
+
+Hardware: two CPU cores. Command: pytest tests/distributed. Starting a run costs far more than its
+twenty small steps, so each run is started once and looked at by several tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from minimind.config import DEFAULT_DEEPSPEED_CONFIG
+from tests.conftest import Launcher, Run
+
+pytestmark = pytest.mark.launch
+FP32 = "--dtype float32"
+LONGER = "--max_steps 60 --save_interval 6"  # long enough to be killed in the middle
+
+
+@pytest.fixture(scope="session")
+def unbroken(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """bf16, ZeRO-2, two processes, saved and validated on the way."""
+    out_dir = tmp_path_factory.mktemp("unbroken") / "out"
+    return launch.run(out_dir, f"{LONGER} --eval_interval 30 --profile --profile_interval 24")
+
+
+@pytest.fixture(scope="session")
+def fp32(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The yardstick of the equivalences: fp32, ZeRO-2, two processes of two micro-batches."""
+    out_dir = tmp_path_factory.mktemp("fp32") / "out"
+    return launch.run(out_dir, f"{FP32} --save_interval 9 --keep_last 3")
+
+
+def config_of_stage(stage: int, directory: Path) -> Path:
+    """The shipped DeepSpeed file with another stage, and nothing else, in it."""
+    shipped = DEFAULT_DEEPSPEED_CONFIG.read_text()
+    assert shipped.count('"stage": 2') == 1
+    path = directory / f"stage{stage}.json"
+    path.write_text(shipped.replace('"stage": 2', f'"stage": {stage}'))
+    return path
+
+
+def largest_relative_difference(one: list[float], other: list[float]) -> float:
+    assert len(one) == len(other) == 20
+    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_run_ends_well_and_says_what_ran(unbroken: Run):
+    assert unbroken.status == 0, unbroken.stderr
+    (start,) = unbroken.events("run_start")
+    assert start["backend"] == "deepspeed"
+    assert (start["zero_stage"], start["world_size"], start["step"]) == (2, 2, 0)
+    assert (start["dtype"], start["device"], start["resume_from"]) == ("bfloat16", "cpu", None)
+    assert start["tokens_per_step"] == 2 * 2 * 2 * 64
+    assert start["total_steps"] == 60
+    (end,) = unbroken.events("exit")
+    assert (end["status"], end["step"]) == (0, 60)
+
+
+def test_pos_cis_is_complex64_on_every_rank_under_bf16(unbroken: Run):
+    (start,) = unbroken.events("run_start")
+    assert start["rotary"] == ["torch.complex64"] * 2
+
+
+def test_the_loss_falls(unbroken: Run):
+    losses = unbroken.losses()
+    assert len(losses) == 60
+    assert sum(losses[-3:]) / 3 < losses[0] - 0.5
+
+
+def test_the_rate_of_every_step_is_the_schedules(unbroken: Run):
+    from minimind.train.schedule import Schedule
+
+    planned = Schedule("cosine", 2e-3, 0.1, 3, 60)
+    assert [s["lr"] for s in unbroken.events("step")] == [planned.lr_at(i) for i in range(60)]
+
+
+def test_rows_and_tokens_count_on(unbroken: Run):
+    for number, step in enumerate(unbroken.events("step"), 1):
+        assert step["step"] == number
+        assert step["rows"] == [(number - 1) * 8, number * 8]
+        assert step["tokens"] == number * 8 * 64
+
+
+def test_the_four_phases_are_the_step(unbroken: Run):
+    for step in unbroken.events("step"):
+        parts = [step[f"{p}_ms"] for p in ("data", "forward", "backward", "optimizer")]
+        assert min(parts) > 0
+        assert sum(parts) == pytest.approx(step["step_ms"])
+        assert step["tokens_per_second"] > 0
+        assert step["memory_mib"] > 0
+
+
+def test_profiling_prints_a_table_and_records_the_same(unbroken: Run):
+    assert unbroken.stdout.count("phase") == 3
+    assert [p["step"] for p in unbroken.events("profile")] == [24, 48, 60]
+    assert all(p["forward_ms"] > 0 for p in unbroken.events("profile"))
+    assert unbroken.events("profile")[0]["checkpoint_ms"] > 0
+
+
+def test_validation_counts_every_target_once(unbroken: Run):
+    found = unbroken.events("eval")
+    assert [e["step"] for e in found] == [30, 60]
+    assert found[1]["val_loss"] < found[0]["val_loss"]
+    assert found[0]["tokens"] % 64 == 0
+    assert found[0]["val_bpb"] > 0
+
+
+def test_every_resolved_value_is_printed_with_its_source_and_kept(unbroken: Run):
+    resolved = json.loads((unbroken.out_dir / "ds_config.resolved.json").read_text())
+    assert "auto" not in json.dumps(resolved)
+    assert resolved["train_batch_size"] == 8
+    for told in ("gradient_accumulation_steps", "--accumulation_steps", "grad_clip (default)"):
+        assert told in unbroken.stdout
+    assert "batch_size: 2  # --batch_size" in (unbroken.out_dir / "config.yaml").read_text()
+
+
+def test_checkpoints_are_complete_pruned_and_verify(unbroken: Run):
+    from minimind.train.checkpoint import candidates, read_manifest, verify
+
+    found = candidates(unbroken.out_dir / "checkpoints")
+    assert [p.name for p in found] == ["step_00000060", "step_00000054"]
+    assert [e["step"] for e in unbroken.events("checkpoint_saved")] == list(range(6, 61, 6))
+    assert verify(found[0]) is None
+    manifest = read_manifest(found[0])
+    assert (manifest["step"], manifest["world_size"], manifest["zero_stage"]) == (60, 2, 2)
+    names = {entry["name"] for entry in manifest["files"]}
+    assert {"shard-0-of-2.safetensors", "shard-1-of-2.safetensors", "state.json"} <= names
+    assert not list((unbroken.out_dir / "checkpoints").glob("*.tmp-*"))
+
+
+def test_text_is_generated_from_a_checkpoint(unbroken: Run, capsys: pytest.CaptureFixture[str]):
+    from minimind.cli import main
+
+    ask = ["generate", "--checkpoint", str(unbroken.out_dir), "--prompt", "春眠", "--seed", "1"]
+    assert main([*ask, "--max_new_tokens", "12"]) == 0
+    told = capsys.readouterr()
+    assert told.out.startswith("春眠")
+    assert "step_00000060" in told.err
+
+
+@pytest.fixture(scope="session", params=[0, 1, 3])
+def other_stage(
+    request: pytest.FixtureRequest, launch: Launcher, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, Path, Run]:
+    """The yardstick again, with another stage in the DeepSpeed JSON and nothing else changed."""
+    directory = tmp_path_factory.mktemp(f"stage{request.param}")
+    config = config_of_stage(request.param, directory)
+    flags = f"{FP32} --deepspeed_config {config} --save_interval 9 --keep_last 3"
+    return request.param, config, launch.run(directory / "out", flags)
+
+
+def test_another_stage_in_the_json_alone_gives_the_same_losses(
+    other_stage: tuple[int, Path, Run], fp32: Run
+):
+    stage, _, other = other_stage
+    assert other.status == 0, other.stderr
+    assert other.events("run_start")[0]["zero_stage"] == stage
+    assert largest_relative_difference(other.losses(), fp32.losses()) < 2e-6
+    norms = [s["grad_norm"] for s in fp32.events("step")]
+    assert [s["grad_norm"] for s in other.events("step")] == pytest.approx(norms, rel=1e-4)
+
+
+def test_every_stage_resumes_bit_for_bit_in_fp32(
+    other_stage: tuple[int, Path, Run], launch: Launcher, tmp_path: Path
+):
+    _, config, whole = other_stage
+    saved = whole.out_dir / "checkpoints" / "step_00000009"
+    resumed = launch.run(tmp_path, f"{FP32} --deepspeed_config {config} --resume {saved}")
+    assert resumed.status == 0, resumed.stderr
+    assert resumed.curve() == whole.curve()[9:]
+
+
+def test_one_process_of_four_is_two_of_two(launch: Launcher, fp32: Run, tmp_path: Path):
+    one = launch.run(tmp_path, f"{FP32} --accumulation_steps 4", processes=1)
+    assert one.status == 0, one.stderr
+    assert one.events("run_start")[0]["world_size"] == 1
+    assert largest_relative_difference(one.losses(), fp32.losses()) < 2e-6
+    assert [s["rows"] for s in one.events("step")] == [s["rows"] for s in fp32.events("step")]
+
+
+def kill_after(launch: Launcher, out_dir: Path, flags: str, ready: str) -> None:
+    """Start a run and kill -9 its whole process group once metrics.jsonl holds `ready`."""
+    started = launch.start(out_dir, flags)
+    metrics = out_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and ready in metrics.read_text()):
+        assert started.poll() is None, started.communicate()
+        assert time.monotonic() < deadline, "the run never got that far"
+        time.sleep(0.01)
+    os.killpg(started.pid, signal.SIGKILL)
+    started.communicate()
+
+
+def test_killed_and_started_again_it_repeats_the_unbroken_run_bit_for_bit(
+    launch: Launcher, unbroken: Run, tmp_path: Path
+):
+    flags = f"{LONGER} --eval_interval 30"
+    kill_after(launch, tmp_path, flags, '"step": 8,')
+    resumed = launch.run(tmp_path, flags)
+    assert resumed.status == 0, resumed.stderr
+    first, second = resumed.events("run_start")
+    assert first["step"] == 0
+    assert second["step"] in range(6, 60, 6)
+    assert second["resume_from"].endswith(f"step_{second['step']:08d}")
+    expected = dict(zip(range(1, 61), unbroken.curve(), strict=True))
+    for line in resumed.curve():
+        assert line == expected[int(line[0])]
+    assert {int(line[0]) for line in resumed.curve()} == set(range(1, 61))
+    assert resumed.events("eval")[-1]["val_loss"] == unbroken.events("eval")[-1]["val_loss"]
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.long), 3])
+def test_a_stopped_run_goes_on_bit_for_bit_in_bf16(stage: int, launch: Launcher, tmp_path: Path):
+    """Stage 2 is the test above; stage 1 has the same wrapper."""
+    config = config_of_stage(stage, tmp_path)
+    flags = f"--deepspeed_config {config} --save_interval 9 --keep_last 3"
+    whole = launch.run(tmp_path / "whole", flags)
+    assert whole.status == 0, whole.stderr
+    saved = whole.out_dir / "checkpoints" / "step_00000009"
+    resumed = launch.run(tmp_path / "resumed", f"{flags} --resume {saved}")
+    assert resumed.status == 0, resumed.stderr
+    assert resumed.curve() == whole.curve()[9:]
+
+
+def test_stop_at_step_saves_answers_75_and_the_same_command_goes_on(
+    launch: Launcher, fp32: Run, tmp_path: Path
+):
+    flags = f"{FP32} --save_interval 100 --stop_at_step 7"
+    stopped = launch.run(tmp_path, flags)
+    assert stopped.status == 75, stopped.stderr
+    assert stopped.events("exit")[-1]["status"] == 75
+    assert "run the same command again" in stopped.stdout
+    resumed = launch.run(tmp_path, flags)
+    assert resumed.status == 0, resumed.stderr
+    assert resumed.curve() == fp32.curve()
+
+
+def test_a_checkpoint_goes_on_at_another_world_size_and_stage(
+    launch: Launcher, fp32: Run, tmp_path: Path
+):
+    config = config_of_stage(3, tmp_path)
+    saved = fp32.out_dir / "checkpoints" / "step_00000009"
+    resumed = launch.run(
+        tmp_path / "out",
+        f"{FP32} --accumulation_steps 4 --deepspeed_config {config} --resume {saved}",
+        processes=1,
+    )
+    assert resumed.status == 0, resumed.stderr
+    (reshard,) = resumed.events("checkpoint_resharded")
+    assert reshard["from"] == {"world_size": 2, "zero_stage": 2}
+    assert reshard["to"] == {"world_size": 1, "zero_stage": 3}
+    for after, unbroken in zip(resumed.losses(), fp32.losses()[9:], strict=True):
+        assert after == pytest.approx(unbroken, rel=2e-6)
+
+
+def test_a_stop_signal_saves_and_answers_75(launch: Launcher, tmp_path: Path):
+    started = launch.start(tmp_path, "--max_steps 4000")
+    metrics = tmp_path / "metrics.jsonl"
+    while not (metrics.exists() and '"step": 3,' in metrics.read_text()):
+        assert started.poll() is None, started.communicate()
+        time.sleep(0.01)
+    os.kill(started.pid, signal.SIGUSR1)
+    _, told = started.communicate(timeout=60)
+    stopped = Run(tmp_path, started.returncode, "", told)
+    assert stopped.status == 75, told
+    (saved,) = stopped.events("checkpoint_saved")
+    assert saved["step"] == stopped.events("exit")[0]["step"]
+    assert "Traceback" not in told
+
+
+def test_a_changed_run_is_refused_with_a_table_of_the_differences(launch: Launcher, fp32: Run):
+    changed = launch.run(fp32.out_dir, f"{FP32} --learning_rate 1e-3 --seed 7")
+    assert changed.status == 4
+    assert "error[E_CHECKPOINT] rank=0 step=0" in changed.stderr
+    assert "lr.learning_rate: 0.002 -> 0.001" in changed.stderr
+    assert "seed.seed: 42 -> 7" in changed.stderr
+    assert "Traceback" not in changed.stderr
+    assert len([line for line in changed.stderr.splitlines() if "error[" in line]) == 1

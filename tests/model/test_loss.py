@@ -1,0 +1,76 @@
+"""Loss sum and count against torch's own cross-entropy in float64.
+
+Shape letters: B rows, T positions, V vocabulary.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minimind.model.loss import IGNORED, next_token_loss
+
+B, T, V = 3, 7, 50
+
+
+@pytest.fixture
+def logits_BTV() -> Tensor:
+    return 5 * torch.randn(B, T, V, generator=torch.manual_seed(0))
+
+
+@pytest.fixture
+def targets_BT() -> Tensor:
+    return torch.randint(V, (B, T), generator=torch.manual_seed(1))
+
+
+def expected_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    return F.cross_entropy(
+        logits_BTV.double().view(-1, V), targets_BT.view(-1), reduction="sum", ignore_index=IGNORED
+    )
+
+
+def test_sum_equals_cross_entropy_in_float64(logits_BTV: Tensor, targets_BT: Tensor):
+    loss_sum, count = next_token_loss(logits_BTV, targets_BT)
+    assert loss_sum.dtype == torch.float32
+    assert loss_sum.shape == count.shape == ()
+    assert count == B * T
+    torch.testing.assert_close(
+        loss_sum.double(), expected_sum(logits_BTV, targets_BT), rtol=1e-6, atol=0
+    )
+
+
+def test_ignored_targets_enter_neither_sum_nor_count(logits_BTV: Tensor, targets_BT: Tensor):
+    targets_BT[0, :4] = IGNORED
+    targets_BT[2, 6] = IGNORED
+    loss_sum, count = next_token_loss(logits_BTV, targets_BT)
+    assert count == B * T - 5
+    torch.testing.assert_close(
+        loss_sum.double(), expected_sum(logits_BTV, targets_BT), rtol=1e-6, atol=0
+    )
+
+
+def test_another_ignored_index_can_be_named(logits_BTV: Tensor, targets_BT: Tensor):
+    as_usual = next_token_loss(logits_BTV, targets_BT.masked_fill(targets_BT == 3, IGNORED))
+    assert next_token_loss(logits_BTV, targets_BT, ignore_index=3) == as_usual
+
+
+def test_all_targets_ignored_gives_zero_sum_count_and_gradients(logits_BTV: Tensor):
+    logits_BTV.requires_grad_()
+    loss_sum, count = next_token_loss(logits_BTV, torch.full((B, T), IGNORED))
+    loss_sum.backward()
+    assert loss_sum == 0
+    assert count == 0
+    assert logits_BTV.grad is not None
+    assert torch.equal(logits_BTV.grad, torch.zeros(B, T, V))
+
+
+def test_bf16_logits_are_summed_in_fp32(logits_BTV: Tensor, targets_BT: Tensor):
+    low = logits_BTV.bfloat16()
+    loss_sum, _ = next_token_loss(low, targets_BT)
+    assert loss_sum.dtype == torch.float32
+    torch.testing.assert_close(loss_sum.double(), expected_sum(low, targets_BT), rtol=1e-6, atol=0)
+
+
+def test_targets_of_another_shape_are_refused(logits_BTV: Tensor, targets_BT: Tensor):
+    with pytest.raises(ValueError, match=r"targets of shape \(3, 6\) do not fit"):
+        next_token_loss(logits_BTV, targets_BT[:, 1:])

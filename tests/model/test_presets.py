@@ -1,0 +1,35 @@
+"""Every preset under configs/models against the model it builds, on the meta device."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+
+FOLDER = Path(__file__).resolve().parents[2] / "configs" / "models"
+PRESETS = sorted(FOLDER.glob("*.yaml"))
+PARAMETERS = {"tiny": 2_361_024, "26m": 25_829_888, "104m": 104_030_976, "0.4b": 361_038_848}
+KEYS = {
+    "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "max_seq_len", "vocab_size",
+    "rope_theta",
+}  # fmt: skip
+
+
+def test_every_preset_has_an_expected_count():
+    assert {path.stem for path in PRESETS} == set(PARAMETERS)
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_preset_builds_the_number_of_parameters_its_first_line_states(path: Path):
+    text = path.read_text(encoding="utf-8")
+    shape = yaml.safe_load(text)
+    assert set(shape) <= KEYS
+    with torch.device("meta"):
+        model = MiniMindForCausalLM(MiniMindConfig(**shape))
+    parameters = sum(weight.numel() for weight in model.parameters())
+    assert parameters == PARAMETERS[path.stem]
+    assert text.startswith(f"# {parameters:,} parameters")
+    for key, value in shape.items():
+        assert getattr(model.config, key) == value

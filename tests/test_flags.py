@@ -1,0 +1,125 @@
+"""Command lines, --config files and presets against the fields and sources they should give."""
+
+import pytest
+
+from minimind.config import FLAGS
+from minimind.errors import UsageError
+from minimind.flags import build_parser, parse_flags
+
+SEED_LINE = (
+    "--epochs 3 --batch_size 24 --learning_rate 2e-4 --dtype bfloat16 --accumulation_steps 32"
+    " --grad_clip 1.0 --log_interval 100 --save_interval 10000 --dim 1024 --n_layers 32"
+    " --max_seq_len 1024 --use_flash_attn --profile --profile_interval 10"
+)
+
+
+def parse(line: str, **environ: str):
+    return parse_flags(line.split(), environ)
+
+
+def test_the_seed_documents_line_means_what_it_says():
+    run = parse(SEED_LINE)
+    assert (run.epochs, run.batch_size, run.accumulation_steps) == (3, 24, 32)
+    assert (run.learning_rate, run.dtype, run.grad_clip) == (2e-4, "bfloat16", 1.0)
+    assert (run.log_interval, run.save_interval, run.profile_interval) == (100, 10000, 10)
+    assert (run.dim, run.n_layers, run.max_seq_len) == (1024, 32, 1024)
+    assert run.use_flash_attn is True
+    assert run.profile is True
+    assert run.is_explicit("dim")
+    assert not run.is_explicit("n_heads")
+
+
+def test_hyphens_and_underscores_are_the_same_flag_and_the_last_one_wins():
+    run = parse("--batch-size 3 --batch_size=5 --no-use-flash-attn --learning-rate=1e-3")
+    assert (run.batch_size, run.use_flash_attn, run.learning_rate) == (5, False, 1e-3)
+
+
+def test_a_flag_beats_the_config_file_which_beats_the_preset_which_beats_the_default(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: 26m\nn_layers: 6\nbatch_size: 3\n")
+    run = parse(f"--config {file} --batch_size 7")
+    assert (run.batch_size, run.sources["batch_size"]) == (7, "--batch_size")
+    assert (run.n_layers, run.sources["n_layers"]) == (6, f"config {file}")
+    assert (run.dim, run.sources["dim"]) == (512, "model 26m")
+    assert (run.seed, run.sources["seed"]) == (42, "default")
+
+
+def test_shape_flags_override_a_preset():
+    run = parse("--n_layers 2 --model tiny")
+    assert (run.n_layers, run.dim) == (2, 192)
+
+
+def test_a_preset_may_be_a_file_of_ones_own(tmp_path):
+    shape = tmp_path / "mine.yaml"
+    shape.write_text("dim: 96\nn_heads: 4\n")
+    assert parse(f"--model {shape}").dim == 96
+
+
+def test_every_flag_is_in_the_help_under_a_group():
+    text = build_parser().format_help()
+    for name, spec in FLAGS.items():
+        assert f"--{name}" in text
+        assert spec.metadata["help"]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--batch_sise 4", ["--batch_sise", "did you mean --batch_size?"]),
+        ("--batch 4", ["unknown flag --batch"]),
+        ("--xyzzy", ["--xyzzy", "--help"]),
+        ("stray", ["'stray'"]),
+        ("--dim 10x", ["dim", "'10x'", "--dim", "whole number"]),
+        ("--dim 1.5", ["dim", "'1.5'", "whole number"]),
+        ("--learning_rate nan", ["learning_rate", "'nan'", "finite"]),
+        ("--learning_rate 0", ["learning_rate = 0.0", "above 0"]),
+        ("--batch_size 0", ["batch_size = 0", "at least 1"]),
+        ("--batch_size -3", ["batch_size = -3", "at least 1"]),
+        ("--val_fraction 1", ["val_fraction = 1.0", "below 1"]),
+        ("--dtype fp8", ["dtype = fp8", "bfloat16, float16, float32"]),
+        ("--model huge", ["huge", "Presets: 0.4b, 104m, 26m, tiny"]),
+        ("--model tyni", ["did you mean tiny?"]),
+        ("--dim 100 --n_heads 8", ["dim = 100 (--dim)", "n_heads = 8 (--n_heads)"]),
+        ("--dim 24 --n_heads 8", ["odd", "dim (24)"]),
+        ("--n_heads 8 --n_kv_heads 3", ["n_heads = 8", "n_kv_heads = 3 (--n_kv_heads)"]),
+        ("--dim", ["expected one argument"]),
+        ("--config no.yaml", ["no.yaml", "No such file"]),
+        ("--vocab_size 100", ["vocab_size = 100", "at least 512"]),
+    ],
+)
+def test_a_mistake_is_told_with_field_value_and_source(line, told):
+    with pytest.raises(UsageError) as caught:
+        parse(line)
+    for words in told:
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("dim: 64\n  n_heads: 4\n", ["run.yaml:2:10"]),
+        ("dim: [1\n", ["run.yaml:2:1"]),
+        ("- dim\n", ["list", "name: value"]),
+        ("dmi: 64\n", ["'dmi'", "did you mean dim?"]),
+        ("config: other.yaml\n", ["'config'"]),
+        ("dim: wide\n", ["'wide'", "config"]),
+        ("profile: 3\n", ["profile", "true or false"]),
+        ("", ["NoneType"]),
+    ],
+)
+def test_a_mistake_in_a_config_file_names_the_place(tmp_path, content, told):
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    with pytest.raises(UsageError) as caught:
+        parse(f"--config {file}")
+    for words in told:
+        assert words in str(caught.value)
+
+
+def test_the_accelerate_files_deepspeed_path_is_found_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = parse("", ACCELERATE_DEEPSPEED_CONFIG_FILE="configs/ds_config.json")
+    assert run.deepspeed_config.endswith("/configs/ds_config.json")
+    assert run.sources["deepspeed_config"] == "the Accelerate YAML"
+    run = parse("--deepspeed_config x.json", ACCELERATE_DEEPSPEED_CONFIG_FILE="y.json")
+    assert run.deepspeed_config == "x.json"
