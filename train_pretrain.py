@@ -57,4 +57,8 @@ def tell(error: Exception, progress: Progress, debug: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    ended = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A failed rank must not wait, in some library's clean-up, for peers that wait for it.
+    os._exit(ended) if ended else sys.exit(0)

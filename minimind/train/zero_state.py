@@ -197,22 +197,27 @@ def _nothing() -> None:
     pass
 
 
-COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def counters(engine: Any) -> dict[str, Any]:
-    """What DeepSpeed counts, and its fp16 loss scaler where there is one; plain numbers."""
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    """What DeepSpeed counts, and the state of its loss scaler in fp16; plain numbers."""
+    scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
     kept = {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)}
     return {**{name: getattr(engine, name) for name in COUNTERS}, "loss_scaler": kept}
 
 
 def restore_counters(engine: Any, saved: dict[str, Any]) -> None:
-    """Set what `counters` returned."""
+    """Set what `counters` returned.
+
+    Micro-batches are counted anew from the steps: by their number DeepSpeed knows when a window is
+    whole, and another split of the same global batch has another number of them.
+    """
     for name in COUNTERS:
         setattr(engine, name, saved[name])
-    for name, value in saved["loss_scaler"].items():
+    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+    for name, value in saved["loss_scaler"].items() if engine.fp16_enabled() else ():
         setattr(engine.optimizer.loss_scaler, name, value)
 
 

@@ -241,20 +241,22 @@ def test_stop_at_step_saves_answers_75_and_the_same_command_goes_on(
     assert resumed.curve() == fp32.curve()
 
 
+@pytest.mark.parametrize(("processes", "accumulation", "stage"), [(1, 4, 3), (4, 1, 0)])
 def test_a_checkpoint_goes_on_at_another_world_size_and_stage(
-    launch: Launcher, fp32: Run, tmp_path: Path
+    processes: int, accumulation: int, stage: int, launch: Launcher, fp32: Run, tmp_path: Path
 ):
-    config = config_of_stage(3, tmp_path)
+    """Saved after an odd number of steps: the windows of micro-batches must begin anew."""
+    config = config_of_stage(stage, tmp_path)
     saved = fp32.out_dir / "checkpoints" / "step_00000009"
     resumed = launch.run(
         tmp_path / "out",
-        f"{FP32} --accumulation_steps 4 --deepspeed_config {config} --resume {saved}",
-        processes=1,
+        f"{FP32} --accumulation_steps {accumulation} --deepspeed_config {config} --resume {saved}",
+        processes=processes,
     )
     assert resumed.status == 0, resumed.stderr
     (reshard,) = resumed.events("checkpoint_resharded")
     assert reshard["from"] == {"world_size": 2, "zero_stage": 2}
-    assert reshard["to"] == {"world_size": 1, "zero_stage": 3}
+    assert reshard["to"] == {"world_size": processes, "zero_stage": stage}
     for after, unbroken in zip(resumed.losses(), fp32.losses()[9:], strict=True):
         assert after == pytest.approx(unbroken, rel=2e-6)
 
