@@ -23,8 +23,8 @@ $(READY): pyproject.toml constraints.txt
 train: $(READY) ## train the tiny model on this Python's own library: under 5 minutes on two CPU cores
 	@$(BIN)/python examples/stdlib_corpus.py $(SAMPLE)/stdlib.jsonl
 	@bash run_accelerate.sh --model tiny --data_path $(SAMPLE)/stdlib.jsonl --out_dir $(SAMPLE)/run \
-	  --cache_dir $(SAMPLE)/cache --max_steps 300 --batch_size 16 --learning_rate 2e-3 \
-	  --save_interval 50 --eval_interval 100
+	  --cache_dir $(SAMPLE)/cache --max_steps 400 --batch_size 8 --learning_rate 3e-3 \
+	  --save_interval 100 --eval_interval 200
 	@$(BIN)/minimind generate --checkpoint $(SAMPLE)/run --prompt 'def ' --max_new_tokens 80
 	@echo
 	@echo "The checkpoint is under $(SAMPLE)/run/checkpoints. Three things to try next:"

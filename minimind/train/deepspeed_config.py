@@ -172,6 +172,7 @@ def _filled(run: RunConfig, world_size: int, device: str) -> dict[str, tuple[Any
 
     width = run.dim
     block = 12 * width**2  # dim x dim, the usual choice, is 64 all-reduces a step for tiny
+    overlap = device == "cuda" and world_size > 1
     torch_adam = device == "cpu" or run.deterministic
     return {
         "train_micro_batch_size_per_gpu": (run.batch_size, by("batch_size")),
@@ -185,8 +186,8 @@ def _filled(run: RunConfig, world_size: int, device: str) -> dict[str, tuple[Any
         "fp16.enabled": (run.dtype == "float16", by("dtype")),
         "zero_optimization.stage": (0, "DeepSpeed's default: no stage is named"),
         "zero_optimization.overlap_comm": (
-            device == "cuda" and world_size > 1,
-            "derived: several GPUs",
+            overlap,
+            "derived: several GPUs" if overlap else "derived: not several GPUs",
         ),
         "zero_optimization.reduce_bucket_size": (block, "derived: 12 x dim x dim, about a block"),
         "zero_optimization.allgather_bucket_size": (

@@ -99,7 +99,7 @@ class Report:
             self._bar.update(line["step"] - self._bar.n)
         else:
             left = (self._total - line["step"]) * line["step_ms"] / 1e3
-            self.say(f"step {line['step']}/{self._total}  {shown}  left {_duration(left)}")
+            self.say(f"step {line['step']}/{self._total}  {shown}  ETA {_duration(left)}")
 
     def pause(self, cause: str, milliseconds: float) -> None:
         """Time spent between steps, which no step is charged for."""

@@ -1,0 +1,54 @@
+"""What README.md says against what is there: the folder tree, the flags, the make targets."""
+
+import re
+from pathlib import Path
+
+from minimind.config import FLAGS
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def files_of_the_tree() -> set[str]:
+    """Paths in the block under 'The folders are the pipeline', by indentation."""
+    block = README.split("## The folders are the pipeline")[1].split("```")[1]
+    found, parents = set(), []
+    for line in filter(str.strip, block.splitlines()):
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        parents[depth:] = [name.rstrip("/")]
+        if not name.endswith("/"):
+            found.add("/".join(parents))
+    return found
+
+
+def test_the_tree_lists_every_module_and_nothing_that_is_not_there():
+    listed = files_of_the_tree()
+    assert {name for name in listed if not (ROOT / name).is_file()} == set()
+    modules = {str(p.relative_to(ROOT)) for p in (ROOT / "minimind").rglob("*.py")}
+    assert {name for name in modules if not name.endswith("__init__.py")} <= listed
+
+
+def test_every_flag_named_exists():
+    beside = {
+        "help",
+        "checkpoint",
+        "prompt",
+        "max_new_tokens",
+    }  # of minimind generate, and argparse
+    for name in re.findall(r"--([a-z][a-z_0-9]+)", README):
+        assert name in FLAGS or name in beside, name
+
+
+def test_every_make_target_named_exists():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"make ([a-z-]+) ", README)) <= targets
+
+
+def test_the_exit_statuses_are_the_errors_own():
+    from minimind import errors
+
+    kinds = [k for k in vars(errors).values() if isinstance(k, type)]
+    known = {0, errors.PREEMPTED, *(k.status for k in kinds if issubclass(k, errors.RunError))}
+    told = README.split("The exit status says how a run ended:")[1].split("run the same command")[0]
+    assert {int(n) for n in re.findall(r"\b(\d+) [a-z]", told)} <= known
