@@ -28,10 +28,9 @@ LAYERS = [
         "minimind.train.tensor_files",
         "minimind.train.checkpoint",
         "minimind.train.out_dir",
-        "minimind.train.evaluate",
     },
     {"minimind.train.engine", "minimind.train.report"},
-    {"minimind.train.saver", "minimind.train.identity"},
+    {"minimind.train.saver", "minimind.train.evaluate", "minimind.train.identity"},
     {"minimind.generate"},
     {"minimind.train.loop"},
     {"minimind.train.pretrain"},
@@ -133,7 +132,7 @@ def test_modules_and_functions_fit_a_screen():
             if isinstance(node, ast.FunctionDef):
                 size = (node.end_lineno or 0) - node.lineno + 1
                 assert size <= 60, f"{name}.{node.name} has {size} lines"
-    assert modules()["minimind.train.loop"].count("\n") <= 140
+    assert modules()["minimind.train.loop"].count("\n") < 120
 
 
 def test_no_module_is_called_after_nothing():

@@ -146,6 +146,10 @@ class Engine:
         """The model inside the engine."""
         return self.deepspeed.module
 
+    def seed(self, step: int) -> None:
+        """Reseed torch for one step, so that no random state needs to be in a checkpoint."""
+        torch.manual_seed((self.resolved.run.seed * 1_000_003 + step) * 4_099 + self.rank)
+
     def step(
         self, micro_batches: Sequence[torch.Tensor], lr: float, clock: PhaseClock
     ) -> StepResult:

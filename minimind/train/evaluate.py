@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 
 from minimind.data.shards import TokenShards
 from minimind.model.loss import IGNORED
+from minimind.train.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -31,28 +31,21 @@ class HeldOut:
         return batch
 
 
-def evaluate(
-    loss_of: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-    total: Callable[[list[float]], list[float]],
-    held_out: HeldOut,
-    batch_rows: int,
-    rank: int,
-    world_size: int,
-) -> dict[str, float]:
+def evaluate(engine: Engine, held_out: HeldOut, batch_rows: int) -> dict[str, float]:
     """`val_loss` (nats per token), `val_ppl`, `val_bpb` (bits per byte of text) and `tokens`.
 
     Every rank runs the same number of forward passes, the last ones perhaps on rows of ignored
-    targets: under ZeRO-3 a forward pass is collective. `total` sums a list over the ranks.
-    Bits per byte do not depend on the tokenizer, so runs with different ones can be compared.
+    targets: under ZeRO-3 a forward pass is collective. Bits per byte do not depend on the
+    tokenizer, so runs with different ones can be compared.
     """
     sums = [0.0, 0.0, 0.0]
-    for start in range(0, len(held_out.rows), batch_rows * world_size):
-        rows = held_out.batch(start + rank * batch_rows, batch_rows)
-        loss, count = loss_of(torch.from_numpy(rows))
+    for start in range(0, len(held_out.rows), batch_rows * engine.world_size):
+        rows = held_out.batch(start + engine.rank * batch_rows, batch_rows)
+        loss, count = engine.loss_of(torch.from_numpy(rows))
         targets = rows[:, 1:]
         text_bytes = held_out.piece_bytes[targets[targets != IGNORED]].sum()
         sums = [sums[0] + float(loss), sums[1] + float(count), sums[2] + float(text_bytes)]
-    loss, tokens, text_bytes = total(sums)
+    loss, tokens, text_bytes = engine.sum_over_ranks(sums)
     mean = loss / max(1.0, tokens)
     return {
         "val_loss": mean,

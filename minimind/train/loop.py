@@ -6,8 +6,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from minimind.config import RunConfig
 from minimind.data.batches import Batches
 from minimind.errors import PREEMPTED
@@ -47,7 +45,7 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
     desk.report.begin(state.step)
     while state.step < last:
         desk.progress.step = state.step
-        seed_step(run.seed, state.step, engine.rank)
+        engine.seed(state.step)
         clock.begin()
         micro_batches = desk.batches.at(state.step)  # fetch
         lr = desk.schedule.lr_at(state.step)
@@ -65,11 +63,6 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
         if stopping and state.step < last:
             return state, PREEMPTED, f"stopped by {desk.stop.reason or 'request'}, saved"
     return state, 0, "done"
-
-
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Reseed torch for one step, so that no random state needs to be kept in a checkpoint."""
-    torch.manual_seed((seed * 1_000_003 + step) * 4_099 + rank)
 
 
 def report_step(
@@ -99,15 +92,7 @@ def report_step(
 def report_evaluation(desk: Desk, state: TrainState) -> None:
     """Validate, and tell."""
     started = time.perf_counter()
-    engine = desk.engine
-    found = evaluate(
-        engine.loss_of,
-        engine.sum_over_ranks,
-        desk.held_out,
-        desk.run.batch_size,
-        engine.rank,
-        engine.world_size,
-    )
+    found = evaluate(desk.engine, desk.held_out, desk.run.batch_size)
     desk.report.event("eval", step=state.step, **found)
     desk.report.say(
         f"step {state.step}: validation loss {found['val_loss']:.4f},"

@@ -1,0 +1,62 @@
+"""Validation sums against ones computed by hand, for one and for several ranks."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from minimind.model.loss import IGNORED
+from minimind.train.evaluate import HeldOut, evaluate
+
+ROW = 5
+
+
+class Rows:
+    """Held-out rows of consecutive numbers, standing in for token shards."""
+
+    def read_rows(self, indices, row_tokens):
+        return np.asarray(indices)[:, None] * row_tokens + np.arange(row_tokens)
+
+
+class Ranks:
+    """An engine whose loss is the sum of the targets; keeps what each rank added."""
+
+    def __init__(self, rank, world_size):
+        self.rank, self.world_size = rank, world_size
+        self.sums, self.passes = [], 0
+
+    def loss_of(self, rows):
+        self.passes += 1
+        kept = rows[:, 1:][rows[:, 1:] != IGNORED]
+        return kept.sum().float(), torch.tensor(kept.numel())
+
+    def sum_over_ranks(self, sums):
+        self.sums = sums
+        return sums
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("n_rows", [1, 7, 8, 9])
+def test_every_row_counts_once_whatever_the_number_of_ranks(world_size, n_rows):
+    bytes_of = np.full(100, 3, dtype=np.int32)
+    held_out = HeldOut(Rows(), np.arange(n_rows), ROW, bytes_of)  # type: ignore[arg-type]
+    ranks = [Ranks(rank, world_size) for rank in range(world_size)]
+    for rank in ranks:
+        evaluate(rank, held_out, 2)  # type: ignore[arg-type]
+    loss, tokens, text_bytes = (
+        sum(column) for column in zip(*(r.sums for r in ranks), strict=True)
+    )
+    expected = sum(row * ROW + k for row in range(n_rows) for k in range(1, ROW))
+    assert (loss, tokens, text_bytes) == (expected, n_rows * 4, n_rows * 4 * 3)
+    assert len({r.passes for r in ranks}) == 1  # a forward pass is collective under ZeRO-3
+
+
+def test_perplexity_and_bits_per_byte_follow_from_the_sums():
+    bytes_of = np.full(100, 2, dtype=np.int32)
+    held_out = HeldOut(Rows(), np.arange(1), ROW, bytes_of)  # type: ignore[arg-type]
+    found = evaluate(Ranks(0, 1), held_out, 2)  # type: ignore[arg-type]
+    assert found["val_loss"] == (1 + 2 + 3 + 4) / 4
+    assert found["val_ppl"] == pytest.approx(math.exp(2.5))
+    assert found["val_bpb"] == pytest.approx(10 / math.log(2) / 8)
+    assert found["tokens"] == 4
