@@ -76,4 +76,7 @@ def generate(model: Any, tokenizer: Tokenizer, prompt: str, how: Sampling) -> tu
         )
     new = [int(i) for i in out[0, len(ids) :] if int(i) != tokenizer.eos_id]
     speed = (out.shape[1] - len(ids)) / (time.perf_counter() - started)
-    return prompt + tokenizer.decode(new), speed
+    text = tokenizer.decode(new)
+    if len(new) == how.max_new_tokens:  # perhaps cut within the bytes of one character
+        text = text.rstrip("\ufffd")
+    return prompt + text, speed

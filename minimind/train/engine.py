@@ -85,7 +85,9 @@ def build_engine(resolved: Resolved, model: MiniMindForCausalLM, device: str) ->
     from accelerate.utils import DeepSpeedPlugin, DummyOptim, InitProcessGroupKwargs
 
     deepspeed.ops.__dict__["__compatible_ops__"] = _without_shared_memory_op(deepspeed.ops)
-    torch.use_deterministic_algorithms(run.deterministic)
+    if run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for it
+        torch.use_deterministic_algorithms(True)
     backend = "nccl" if device == "cuda" else "gloo"
     timeout = timedelta(seconds=run.dist_timeout)
     try:
