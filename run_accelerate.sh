@@ -65,6 +65,12 @@ print(probe.getsockname()[1])' "$port" 2>/dev/null); then
   exit 9
 fi
 
+config=${CONFIG_FILE:-$here/configs/accelerate_config.yaml}
+if [[ ! -f $config || ! -r $config ]]; then
+  echo "run_accelerate.sh: CONFIG_FILE=$config is no readable file; name an Accelerate YAML" >&2
+  exit 2
+fi
+
 scratch=$(mktemp -d)
 trap 'rm -rf -- "$scratch"' EXIT
 export MINIMIND_STATUS_FILE=$scratch/status MINIMIND_SCRIPT_PID=$$ MINIMIND_STDERR_ON_STDIN=1
@@ -74,7 +80,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 # The launcher's own traceback and failure table go to a file; the workers get the real stderr back
 # through descriptor 0, the only one that reaches them (minimind/process.py).
 accelerate launch \
-  --config_file "${CONFIG_FILE:-$here/configs/accelerate_config.yaml}" \
+  --config_file "$config" \
   --num_processes "$processes" --main_process_port "$port" \
   "$here/train_pretrain.py" "$@" 0>&2 2>"$scratch/launcher.log" &
 launcher=$!

@@ -27,8 +27,7 @@ def main(argv: list[str]) -> int:
         )  # imports torch, so only after the flags are read
 
         status = pretrain(run, stop, progress)
-        if status:
-            claim_status(status, progress.rank)
+        claim_status(status, progress.rank)
         return status
     except Exception as error:  # the one place that turns an ending into a line and a status
         return tell(error, progress, debug="--debug" in argv)
