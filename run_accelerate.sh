@@ -28,7 +28,8 @@ fi
 # Flags this script has to know as well.
 cpu=0 debug=0 previous=
 for word in "$@"; do
-  [[ $word == --device=cpu || ($previous == --device && $word == cpu) ]] && cpu=1
+  [[ $previous == --device ]] && word=--device=$word
+  [[ $word == --device=* ]] && cpu=$([[ $word == *=cpu ]] && echo 1 || echo 0)
   [[ $word == --debug ]] && debug=1
   [[ $word == --help || $word == -h ]] && exec python "$here/train_pretrain.py" --help
   previous=$word
@@ -42,7 +43,7 @@ if [[ $cpu -eq 0 ]]; then
     gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)
   fi
 fi
-[[ $gpus -eq 0 ]] && export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
+[[ $gpus -eq 0 ]] && export DS_ACCELERATOR=cpu
 processes=${NUM_PROCESSES:-$((gpus > 0 ? gpus : 2))}
 if ! [[ $processes =~ ^[1-9][0-9]*$ ]]; then
   echo "run_accelerate.sh: NUM_PROCESSES=$processes is not a positive whole number; change it" >&2
@@ -95,7 +96,7 @@ stop() {
   fi
 }
 trap stop TERM USR1
-trap : INT
+trap stopping=1 INT
 
 code=0
 wait "$launcher" || code=$?
@@ -106,6 +107,8 @@ done
 
 if [[ -s $MINIMIND_STATUS_FILE ]]; then
   read -r code _ <"$MINIMIND_STATUS_FILE"
+elif [[ $stopping -eq 1 ]]; then
+  code=75 # stopped before the first step: there was nothing to save
 elif [[ $code -ne 0 ]]; then
   debug=1 # nobody took the blame, so the launcher's log is all there is
   code=70

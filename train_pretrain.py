@@ -4,29 +4,27 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 
 from minimind.errors import RunError, one_line
 from minimind.flags import parse_flags
-from minimind.process import Progress, StopRequest, claim_status, take_back_stderr, watch_launchers
-
-PROGRAM = "train_pretrain"
+from minimind.metrics import Metrics
+from minimind.process import Progress, claim_status, take_back_stderr, watch_launchers
 
 
 def main(argv: list[str]) -> int:
     """The exit status of the run that `argv` asks for."""
     take_back_stderr()
     watch_launchers()
-    stop = StopRequest()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for a Ctrl-C before the loop
     progress = Progress(rank=int(os.environ.get("RANK", "0")))
     try:
         run = parse_flags(argv, os.environ)
-        from minimind.train.pretrain import (
-            pretrain,
-        )  # imports torch, so only after the flags are read
+        from minimind.train.pretrain import pretrain  # imports torch: after the flags are read
 
-        status = pretrain(run, stop, progress)
+        status = pretrain(run, progress)
         claim_status(status, progress.rank)
         return status
     except Exception as error:  # the one place that turns an ending into a line and a status
@@ -35,24 +33,22 @@ def main(argv: list[str]) -> int:
 
 def tell(error: Exception, progress: Progress, debug: bool) -> int:
     """Print the one line, record the end in metrics.jsonl, and return the exit status."""
-    status = error.status if isinstance(error, RunError) else RunError.status
-    cause = error.cause_rank if isinstance(error, RunError) else None
-    first = cause if cause not in (None, progress.rank) else claim_status(status, progress.rank)
+    told = error if isinstance(error, RunError) else RunError(str(error) or type(error).__name__)
+    cause = told.cause_rank if told.cause_rank is not None else progress.rank
+    first = cause if cause != progress.rank else claim_status(told.status, progress.rank)
     if first != progress.rank:
         if progress.out_dir:  # before that all ranks meet the same mistake, and one has told it
-            print(f"{PROGRAM}: stopped because rank {first} failed", file=sys.stderr)
-        return status
-    if debug or not isinstance(error, RunError):
+            print(f"train_pretrain: stopped because rank {first} failed", file=sys.stderr)
+        return told.status
+    if debug or told is not error:
         traceback.print_exception(error)
-    print(one_line(PROGRAM, error, progress.rank, progress.step), file=sys.stderr, flush=True)
+    line = one_line("train_pretrain", told, progress.rank, progress.step)
+    print(line, file=sys.stderr, flush=True)
     if progress.out_dir:
-        from minimind.train.report import Metrics
-
-        code = getattr(error, "code", RunError.code)
         metrics = Metrics(progress.out_dir / "metrics.jsonl")
-        metrics.write("exit", code=code, status=status, reason=str(error), step=progress.step)
-        metrics.close()
-    return status
+        end = {"code": told.code, "status": told.status, "reason": str(told)}
+        metrics.write("exit", **end, step=progress.step)
+    return told.status
 
 
 if __name__ == "__main__":

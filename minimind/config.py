@@ -43,7 +43,13 @@ class RunConfig:
     accumulation_steps: int = flag(
         "micro-batches per optimizer step of one process", 1, "length", at_least=1
     )
-    seed: int = flag("seeds the weights, the row order and every step", 42, "length", at_least=0)
+    seed: int = flag(
+        "seeds the weights, the row order and every step",
+        42,
+        "length",
+        at_least=0,
+        at_most=2**32 - 1,
+    )
     deterministic: bool = flag("use deterministic kernels only", False, "length")
 
     learning_rate: float = flag("peak learning rate", 5e-4, "optimizer", above=0.0)
@@ -183,7 +189,7 @@ class RunConfig:
 
     def is_explicit(self, name: str) -> bool:
         """Whether the value was asked for on the command line or in --config."""
-        return self.sources[name].startswith(("--", "config "))
+        return self.sources[name].startswith("--")
 
     def with_values(self, source: str, **values: Any) -> RunConfig:
         """The same run with these values, remembered as coming from `source`."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from minimind.errors import StorageError
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -15,6 +19,25 @@ def write_durably(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace a file in one go: a reader finds the old content or the new, never a part."""
+    draft = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        write_durably(draft, content)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def storing(what: str, remedy: str) -> Iterator[None]:
+    """Turn an OSError inside into a StorageError: `what: why; remedy`."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{what}: {error.strerror or error}; {remedy}") from error
 
 
 def sync_file(path: Path) -> None:

@@ -97,7 +97,7 @@ def parse_flags(argv: Sequence[str], environ: Mapping[str, str]) -> RunConfig:
     _known(from_file, given.get("config"))
     if preset := given.get("model", from_file.get("model")):
         take(load_preset(str(preset)), f"model {preset}")
-    take(from_file, f"config {given.get('config')}")
+    take(from_file, f"--config {given.get('config')}")
     take(given, "--{name}")
     run = RunConfig(**values, sources=sources)
     check(run)

@@ -12,7 +12,7 @@ import torch
 from minimind.data.tokenizer import Tokenizer
 from minimind.errors import CheckpointError, UsageError
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.train.checkpoint import choose, verify
+from minimind.train.checkpoint import candidates, newest_valid, verify
 from minimind.train.saver import load_weights
 
 
@@ -32,13 +32,14 @@ def load_checkpoint(place: str) -> tuple[MiniMindForCausalLM, Tokenizer, Path]:
     A run directory gives its newest valid checkpoint. Hashes are verified before anything is read;
     neither DeepSpeed nor the number of processes that trained it is needed.
     """
-    if not Path(place).is_dir():
+    root = Path(place) / "checkpoints"
+    found = candidates(root) if root.is_dir() else [Path(place)]
+    if not Path(place).is_dir() or not found:
         raise CheckpointError(
-            f"--checkpoint {place}: no such directory; name a run's --out_dir or a step_ directory"
+            f"--checkpoint {place}: holds no checkpoint; name a run's out_dir or a step_ directory"
         )
-    path, _ = choose(place, Path(place), verify)
-    if path is None:
-        raise CheckpointError(f"--checkpoint {place}: holds no checkpoint; train first")
+    path, _ = newest_valid(found, verify)
+    assert path is not None
     model = MiniMindForCausalLM(MiniMindConfig.from_json_file(path / "config.json"))
     missing, unexpected = model.load_state_dict(load_weights(path), strict=False)
     tied = set(missing) <= {"lm_head.weight"} and model.config.tie_word_embeddings

@@ -15,7 +15,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A module may import modules of its own layer and of those before it. First match by prefix wins.
 LAYERS = [
-    {"minimind.errors", "minimind.config", "minimind.files", "minimind.process"},
+    {
+        "minimind.errors",
+        "minimind.config",
+        "minimind.files",
+        "minimind.process",
+        "minimind.metrics",
+    },
     {"minimind.flags"},
     {"minimind.data", "minimind.model"},
     {

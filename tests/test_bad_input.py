@@ -19,10 +19,6 @@ from minimind.train.pretrain import pretrain
 from tests.conftest import SHAPE, Launcher
 
 
-class NoStop:
-    reason = ""
-
-
 @pytest.fixture
 def told(monkeypatch, tmp_path, corpus):
     """Runs rank 0 of two up to its first mistake, and gives that back."""
@@ -35,7 +31,7 @@ def told(monkeypatch, tmp_path, corpus):
         data = "" if "--data_path" in flags else f"--data_path {corpus}"
         asked = parse_flags(f"{SHAPE} {places} {data} {flags}".split(), {})
         with pytest.raises(RunError) as caught:
-            pretrain(asked, NoStop(), Progress())  # type: ignore[arg-type]
+            pretrain(asked, Progress())
         return caught.value
 
     return run

@@ -39,7 +39,7 @@ def test_a_flag_beats_the_config_file_which_beats_the_preset_which_beats_the_def
     file.write_text("model: 26m\nn_layers: 6\nbatch_size: 3\n")
     run = parse(f"--config {file} --batch_size 7")
     assert (run.batch_size, run.sources["batch_size"]) == (7, "--batch_size")
-    assert (run.n_layers, run.sources["n_layers"]) == (6, f"config {file}")
+    assert (run.n_layers, run.sources["n_layers"]) == (6, f"--config {file}")
     assert (run.dim, run.sources["dim"]) == (512, "model 26m")
     assert (run.seed, run.sources["seed"]) == (42, "default")
 

@@ -9,8 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from minimind.errors import StorageError
-from minimind.files import sync_directory
+from minimind.files import storing, sync_directory
 
 
 def build_once(directory: Path, build: Callable[[Path], None]) -> None:
@@ -23,17 +22,12 @@ def build_once(directory: Path, build: Callable[[Path], None]) -> None:
     """
     if directory.is_dir():
         return
-    try:
+    with storing(f"{directory}: cannot be written", "free space or give another --cache_dir"):
         directory.parent.mkdir(parents=True, exist_ok=True)
         with open(directory.with_name(f"{directory.name}.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not directory.is_dir():
                 _build(directory, build)
-    except OSError as error:
-        raise StorageError(
-            f"{directory}: cannot be written ({error.strerror or error});"
-            " free space or give another --cache_dir"
-        ) from error
 
 
 def _build(directory: Path, build: Callable[[Path], None]) -> None:

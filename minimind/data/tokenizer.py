@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,8 +18,8 @@ import numpy as np
 import sentencepiece
 
 from minimind.data.sample import sample
-from minimind.errors import DataError, StorageError, UsageError
-from minimind.files import write_durably
+from minimind.errors import DataError, UsageError
+from minimind.files import storing, write_whole
 
 MODEL_NAME = "tokenizer.model"
 SMALLEST_VOCABULARY = 512
@@ -133,14 +132,9 @@ class Tokenizer:
     def save(self, directory: str | Path) -> None:
         """Write `tokenizer.model`, whole or not at all."""
         directory = Path(directory)
-        try:
+        with storing(f"{directory}: cannot write the tokenizer", "free space, or mend the path"):
             directory.mkdir(parents=True, exist_ok=True)
-            _write_whole(directory / MODEL_NAME, self._model)
-        except OSError as error:
-            raise StorageError(
-                f"{directory}: cannot write the tokenizer ({error.strerror});"
-                " free space or name another directory"
-            ) from error
+            write_whole(directory / MODEL_NAME, self._model)
 
     def _ids(self, holds: Callable[[int], bool]) -> list[int]:
         return [i for i in range(self.vocab_size) if holds(i)]
@@ -169,7 +163,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     if isinstance(model, int):  # so many pieces at most: the text is too small for more
         model = _train(sentences, vocab_size, fillers=vocab_size - model)
     assert isinstance(model, bytes), f"{model} pieces instead of {vocab_size}"
-    _write_whole(path, model)
+    write_whole(path, model)
 
 
 def alphabet(passages: Iterable[str], room: int) -> set[str]:
@@ -250,12 +244,3 @@ def _unescape(text: str) -> str:
     """The text itself. A U+2581 here is a space that a given model has no piece for."""
     text = text.replace(SPACE_SIGN, " ")
     return ESCAPED.sub(lambda found: found.group(1) or SPACE_SIGN, text)
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    draft = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        write_durably(draft, content)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)

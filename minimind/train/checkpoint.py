@@ -13,7 +13,6 @@ A directory under its final name is complete by construction. Nothing in it is e
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -65,7 +64,7 @@ def write_manifest(directory: Path, facts: dict[str, Any], files: list[dict[str,
 def publish(tmp: Path, final: Path) -> None:
     """Give a finished directory its name, so that it lasts; whatever had the name steps aside."""
     if final.exists():
-        final.rename(_free_name(final.with_name(f"rejected-{final.name}")))
+        set_aside(final, "rejected")
     tmp.rename(final)
     sync_directory(final.parent)
 
@@ -78,8 +77,16 @@ def _free_name(path: Path) -> Path:
     return free
 
 
+def set_aside(path: Path, why: str) -> None:
+    """Rename a checkpoint to `WHY-step_...`: kept, but never chosen, counted or written over."""
+    path.rename(_free_name(path.with_name(f"{why}-{path.name}")))
+
+
 def retire(root: Path, keep_last: int) -> None:
-    """Delete all but the newest checkpoints; renamed first, so that none is ever half there."""
+    """Delete all but the newest checkpoints; renamed first, so that none is ever half there.
+
+    Safe only where no bad or abandoned one is among them, which resuming sees to.
+    """
     for old in candidates(root)[keep_last:]:
         doomed = _free_name(old.with_name(f"{old.name}.tmp-retired"))
         old.rename(doomed)
@@ -131,43 +138,25 @@ def verify(directory: Path, part: int = 0, of: int = 1) -> Rejected | None:
     return None
 
 
-Verify = Callable[[Path], Rejected | None]
+def newest_valid(
+    found: list[Path], check: Callable[[Path], Rejected | None]
+) -> tuple[Path | None, list[Rejected]]:
+    """The first of `found` that `check` finds nothing wrong with, and those passed over.
 
-
-def choose(resume: str, root: Path, check: Verify) -> tuple[Path | None, list[Rejected]]:
-    """The checkpoint to resume from (None: start at step 0) and those passed over.
-
-    A damaged one is passed over for the next older; when all are damaged, or the one that was
-    asked for is, a CheckpointError: never a silent step 0. `check` verifies, agreed by all ranks.
+    None when there is none at all; when all are damaged a CheckpointError: never a silent step 0.
     """
-    if resume == "none":
-        return None, []
-    path = Path(resume)
-    if resume != "auto" and not (path / "checkpoints").is_dir():
-        if not path.is_dir():
-            raise CheckpointError(
-                f"--resume {resume}: no such directory; name a step_ directory, or use auto"
-            )
-        if bad := check(path):
-            raise CheckpointError(
-                f"--resume {resume}: {bad.file} {bad.reason}; use --resume auto for the newest"
-                " valid one"
-            )
-        return path, []
     rejected = []
-    for candidate in candidates(root if resume == "auto" else path / "checkpoints"):
-        bad = check(candidate)
+    for path in found:
+        bad = check(path)
         if bad is None:
-            return candidate, rejected
+            return path, rejected
         rejected.append(bad)
     if rejected:
         told = "; ".join(f"{r.path.name}: {r.file} {r.reason}" for r in rejected)
         raise CheckpointError(
-            f"no checkpoint in {root} can be used ({told}); restore one, or start over with"
-            " --resume none"
+            f"no checkpoint in {found[0].parent} can be used ({told});"
+            " restore one, or start afresh in another folder"
         )
-    if resume != "auto":
-        raise CheckpointError(f"--resume {resume}: holds no checkpoint; use --resume auto or none")
     return None, []
 
 
@@ -192,10 +181,8 @@ def require_same_run(directory: Path, saved: dict[str, Any], now: dict[str, Any]
         )
 
 
-def set_aside(root: Path) -> Path | None:
-    """Rename a checkpoints folder that a fresh start must not mix with; its new name."""
-    if not root.is_dir() or not any(root.iterdir()):
-        return None
-    aside = _free_name(root.with_name(f"{root.name}-before"))
-    os.rename(root, aside)
-    return aside
+def start_over(root: Path) -> None:
+    """Rename a checkpoints folder that a fresh start must not mix with, and make an empty one."""
+    if root.is_dir() and any(root.iterdir()):
+        root.rename(_free_name(root.with_name(f"{root.name}-before")))
+        root.mkdir()

@@ -14,6 +14,7 @@ from typing import Any
 
 from minimind.config import RunConfig
 from minimind.errors import UsageError
+from minimind.flags import convert
 
 AUTO = "auto"
 MISSING = object()
@@ -80,6 +81,7 @@ def resolve(
             f"{path}: scheduler: the learning rate is set by --schedule, --warmup_steps and"
             " --min_lr_ratio; remove the block"
         )
+    _require_objects(config, path)
     run = _adopt_dtype(config, path, run)
     problems: list[str] = []
     for key, name in FLAG_OF.items():
@@ -92,11 +94,13 @@ def resolve(
             run = _adopt(run, name, literal, f"{path}: optimizer.params.betas", problems)
     if problems:
         raise UsageError("; ".join(problems))
-    filled = _filled(run, world_size, device)
+    stage = _get(config, "zero_optimization.stage")
+    filled = _filled(run, world_size, device, 0 if stage in (MISSING, AUTO) else stage)
     sources = {key: path for key in leaves(config)}
+    always = ALWAYS + (ADAM if _get(config, "optimizer.type") in ("Adam", "AdamW") else ())
     for key, (value, source) in filled.items():
         literal = _get(config, key)
-        wanted = literal == AUTO or (literal is MISSING and key in ALWAYS)
+        wanted = literal == AUTO or (literal is MISSING and key in always)
         if wanted:
             _set(config, key, value)
             sources[key] = source
@@ -123,13 +127,27 @@ ALWAYS = (
 )
 
 
+# Likewise, once a file names Adam at all.
+ADAM = tuple(f"optimizer.params.{name}" for name in ("lr", "betas", "weight_decay", "torch_adam"))
+OBJECTS = ("bf16", "fp16", "zero_optimization", "optimizer", "optimizer.params")
+
+
+def _require_objects(config: Mapping[str, Any], path: str) -> None:
+    for key in OBJECTS:
+        value = _get(config, key)
+        if value is not MISSING and not isinstance(value, dict):
+            raise UsageError(f"{path}: {key} is {json.dumps(value)}, not an object; write {{...}}")
+
+
 def _adopt(run: RunConfig, name: str, literal: Any, where: str, problems: list[str]) -> RunConfig:
     """The run with `literal` as its `name`, unless a typed flag says otherwise."""
     current = getattr(run, name)
-    if isinstance(literal, bool) or not isinstance(literal, int | float):
-        problems.append(f'{where} is {json.dumps(literal)}, not a number; write one or "auto"')
+    try:
+        value = convert(name, literal, where)
+    except UsageError as error:
+        problems.append(str(error))
         return run
-    if literal == current:
+    if value == current:
         return run
     if run.is_explicit(name):
         problems.append(
@@ -137,7 +155,7 @@ def _adopt(run: RunConfig, name: str, literal: Any, where: str, problems: list[s
             f' or write "auto" in the file'
         )
         return run
-    return run.with_values(where, **{name: type(current)(literal)})
+    return run.with_values(where, **{name: value})
 
 
 def _adopt_dtype(config: Mapping[str, Any], path: str, run: RunConfig) -> RunConfig:
@@ -164,7 +182,7 @@ def _adopt_dtype(config: Mapping[str, Any], path: str, run: RunConfig) -> RunCon
 DTYPE_BLOCKS = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-def _filled(run: RunConfig, world_size: int, device: str) -> dict[str, tuple[Any, str]]:
+def _filled(run: RunConfig, world_size: int, device: str, stage: Any) -> dict[str, tuple[Any, str]]:
     """What each "auto" becomes, and why."""
 
     def by(name: str) -> str:
@@ -173,7 +191,8 @@ def _filled(run: RunConfig, world_size: int, device: str) -> dict[str, tuple[Any
     width = run.dim
     block = 12 * width**2  # dim x dim, the usual choice, is 64 all-reduces a step for tiny
     overlap = device == "cuda" and world_size > 1
-    torch_adam = device == "cpu" or run.deterministic
+    # DeepSpeed's fused AdamW has no checkpoint adapter where the optimizer is not partitioned.
+    torch_adam = device == "cpu" or run.deterministic or stage == 0
     return {
         "train_micro_batch_size_per_gpu": (run.batch_size, by("batch_size")),
         "gradient_accumulation_steps": (run.accumulation_steps, by("accumulation_steps")),
@@ -205,7 +224,9 @@ def _filled(run: RunConfig, world_size: int, device: str) -> dict[str, tuple[Any
         "optimizer.params.weight_decay": (run.weight_decay, by("weight_decay")),
         "optimizer.params.torch_adam": (
             torch_adam,
-            "derived: CPU or --deterministic" if torch_adam else "derived: GPU, fused AdamW",
+            "derived: CPU, --deterministic or stage 0"
+            if torch_adam
+            else "derived: GPU, fused AdamW",
         ),
     }
 

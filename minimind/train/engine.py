@@ -13,7 +13,8 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -42,6 +43,7 @@ class StepResult:
     loss_sum: torch.Tensor
     tokens: torch.Tensor
     grad_norm: float | torch.Tensor | None
+    lr: float  # as the optimizer had it
     skipped_so_far: int  # steps DeepSpeed dropped since step 0 for a non-finite gradient
 
 
@@ -75,6 +77,7 @@ def build_engine(resolved: Resolved, model: MiniMindForCausalLM, device: str) ->
     run = resolved.run
     if device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is first imported
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # also where there are GPUs
     # The YAML's deepspeed fields were read by our resolver; left set, Accelerate raises over them.
     os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
     _quiet("DeepSpeed", "accelerate")
@@ -104,6 +107,7 @@ def build_engine(resolved: Resolved, model: MiniMindForCausalLM, device: str) ->
             f"Accelerate counts {accelerator.num_processes} processes, the process group"
             f" {dist.get_world_size()}; every rank would read the same rows"
         )
+    assert accelerator.device.type == device, f"asked for {device}, got {accelerator.device}"
     parameters = sum(p.numel() for p in model.parameters())
     groups = parameter_groups(model, run.weight_decay)
     named = "optimizer" in resolved.config
@@ -126,6 +130,24 @@ def _quiet(*names: str) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+# What gloo and c10d say when the other end of a connection is gone or silent.
+LOST = ("Connection closed", "Connection reset", "Broken pipe", "imed out", "remote process exited")
+
+
+@contextmanager
+def _peers() -> Iterator[None]:
+    """Turn the end of a peer, which the libraries tell as a RuntimeError, into a PeerError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or any(words in str(error) for words in LOST):
+            reason = str(error).splitlines()[0]
+            raise PeerError(
+                f"another rank is gone or does not answer ({reason}); run the same command again"
+            ) from error
+        raise
+
+
 class Engine:
     """Takes optimizer steps over all ranks, and answers what the others may not ask DeepSpeed."""
 
@@ -141,7 +163,8 @@ class Engine:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         # Small facts travel over gloo, so that agreeing on them never waits for the GPU.
-        self._control: Any = dist.new_group(backend="gloo")
+        patience = timedelta(seconds=resolved.run.dist_timeout)
+        self._control: Any = dist.new_group(backend="gloo", timeout=patience)
 
     @property
     def model(self) -> MiniMindForCausalLM:
@@ -150,7 +173,8 @@ class Engine:
 
     def seed(self, step: int) -> None:
         """Reseed torch for one step, so that no random state needs to be in a checkpoint."""
-        torch.manual_seed((self.resolved.run.seed * 1_000_003 + step) * 4_099 + self.rank)
+        mixed = (self.resolved.run.seed * 1_000_003 + step) * 4_099 + self.rank
+        torch.manual_seed(mixed % 2**63)
 
     def step(
         self, micro_batches: Sequence[torch.Tensor], lr: float, clock: PhaseClock
@@ -169,27 +193,30 @@ class Engine:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         tokens = torch.zeros((), dtype=torch.int64, device=self.device)
         norm = None
-        for rows in micro_batches:
-            rows = rows.to(self.device, non_blocking=True)
-            clock.mark("data")
-            loss, count = self._loss(rows)
-            clock.mark("forward")
-            engine.backward(loss / count)
-            clock.mark("backward")
-            if engine.is_gradient_accumulation_boundary():
-                norm = self._norm_of_replicated_gradients()
-            engine.step()
-            clock.mark("optimizer")
-            loss_sum += loss.detach()
-            tokens += count
+        with _peers():
+            for rows in micro_batches:
+                rows = rows.to(self.device, non_blocking=True)
+                clock.mark("data")
+                loss, count = self._loss(rows)
+                clock.mark("forward")
+                engine.backward(loss / count)
+                clock.mark("backward")
+                if engine.is_gradient_accumulation_boundary():
+                    norm = self._norm_of_replicated_gradients()
+                engine.step()
+                clock.mark("optimizer")
+                loss_sum += loss.detach()
+                tokens += count
         norm = norm if norm is not None else engine.get_global_grad_norm()
-        return StepResult(loss_sum, tokens, norm, engine.skipped_steps)
+        used = engine.optimizer.param_groups[0]["lr"]
+        return StepResult(loss_sum, tokens, norm, used, engine.skipped_steps)
 
     @torch.no_grad()
     def loss_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(summed loss, target count) of rows (B, T + 1) without training on them."""
         self.deepspeed.eval()
-        return self._loss(rows.to(self.device))
+        with _peers():
+            return self._loss(rows.to(self.device))
 
     def _loss(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = rows[:, :-1].clamp(min=0)  # a row of ignored targets still needs real inputs
@@ -207,7 +234,8 @@ class Engine:
     def sum_over_ranks(self, numbers: list[float]) -> list[float]:
         """Element by element, in float64, the same on every rank."""
         total = torch.tensor(numbers, dtype=torch.float64)
-        self._agree(lambda: dist.all_reduce(total, group=self._control))
+        with _peers():
+            dist.all_reduce(total, group=self._control)
         return total.tolist()
 
     def any_rank(self, answer: bool) -> bool:
@@ -217,18 +245,14 @@ class Engine:
     def gather(self, value: Any) -> list[Any]:
         """The JSON-like values of all ranks, by rank, on every rank."""
         values: list[Any] = [None] * self.world_size
-        self._agree(lambda: dist.all_gather_object(values, value, group=self._control))
+        with _peers():
+            dist.all_gather_object(values, value, group=self._control)
         return values
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self._agree(lambda: dist.barrier(group=self._control))
-
-    def _agree(self, collective: Any) -> None:
-        try:
-            collective()
-        except RuntimeError as error:
-            raise PeerError(f"a rank is gone or does not answer ({error})") from error
+        with _peers():
+            dist.barrier(group=self._control)
 
     def close(self) -> None:
         """Leave the process group; the engine is of no use afterwards."""

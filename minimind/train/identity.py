@@ -31,6 +31,7 @@ def facts(
             "weight_decay": run.weight_decay,
             "betas": [run.beta1, run.beta2],
             "grad_clip": run.grad_clip,
+            "optimizer": engine.resolved.config.get("optimizer", {}).get("type", "AdamW"),
         },
         "data": {"sha256": prepared.manifest["fingerprint"], "rows": order.n_rows},
         "tokenizer": {"sha256": prepared.tokenizer.fingerprint},

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from minimind.config import RunConfig
 from minimind.data.batches import Batches
@@ -48,13 +48,16 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
         engine.seed(state.step)
         clock.begin()
         micro_batches = desk.batches.at(state.step)  # fetch
-        lr = desk.schedule.lr_at(state.step)
-        result = engine.step(micro_batches, lr, clock)  # step
+        result = engine.step(micro_batches, desk.schedule.lr_at(state.step), clock)  # step
         state = state.after(desk.batches.tokens_per_step)  # advance
         stopping = engine.any_rank(bool(desk.stop.reason)) or state.step == run.stop_at_step
-        if is_due(state.step, run.log_interval, last):
-            report_step(desk, state, result, lr, clock)
-        if run.profile and is_due(state.step, run.profile_interval, last):
+        logging = is_due(state.step, run.log_interval, last)
+        profiling = run.profile and is_due(state.step, run.profile_interval, last)
+        if logging or profiling:
+            desk.report.took(clock.take())
+        if logging:
+            report_step(desk, state, result)
+        if profiling:
             desk.report.profile(state.step)
         if is_due(state.step, run.eval_interval, last) and len(desk.held_out.rows):
             report_evaluation(desk, state)
@@ -65,27 +68,23 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
     return state, 0, "done"
 
 
-def report_step(
-    desk: Desk, state: TrainState, result: StepResult, lr: float, clock: PhaseClock
-) -> None:
+def report_step(desk: Desk, state: TrainState, result: StepResult) -> None:
     """The step line: the loss of this very step over all ranks, and the times since the last."""
-    steps = clock.take()
     loss, count = desk.engine.sum_over_ranks([float(result.loss_sum), float(result.tokens)])
     norm = None if result.grad_norm is None else float(result.grad_norm)
-    first = (state.step - 1) * desk.batches.order.rows_per_step
+    rows = desk.batches.order.positions(state.step - 1)
     desk.report.step(
         {
             "step": state.step,
             "loss": loss / count,
-            "lr": lr,
+            "lr": result.lr,
             "grad_norm": norm,
-            "clipped": norm is not None and 0 < desk.run.grad_clip < norm,
+            "clipped": norm is not None and 0 < desk.run.grad_clip < norm < math.inf,
             "skipped": result.skipped_so_far,
             "tokens": state.tokens,
-            "rows": [first, first + desk.batches.order.rows_per_step],
+            "rows": [rows.start, rows.stop],
         },
-        steps,
-        len(steps) * desk.batches.tokens_per_step,
+        desk.batches.tokens_per_step,
     )
 
 
@@ -101,7 +100,7 @@ def report_evaluation(desk: Desk, state: TrainState) -> None:
     desk.report.pause("evaluate", (time.perf_counter() - started) * 1e3)
 
 
-def report_save(desk: Desk, state: TrainState) -> Path:
+def report_save(desk: Desk, state: TrainState) -> None:
     """Save, and tell once it lasts."""
     saved = desk.saver.save(state)
     desk.report.event("checkpoint_saved", **saved)
@@ -109,4 +108,3 @@ def report_save(desk: Desk, state: TrainState) -> Path:
         f"step {state.step}: checkpoint {saved['path']} ({saved['bytes'] / 2**20:.1f} MiB)"
     )
     desk.report.pause("checkpoint", saved["stall_ms"])
-    return Path(saved["path"])

@@ -13,8 +13,8 @@ from typing import IO, Any
 import yaml
 
 from minimind.config import RunConfig
-from minimind.errors import LockedError, StorageError
-from minimind.files import write_durably
+from minimind.errors import LockedError
+from minimind.files import storing, write_whole
 
 END = "...\n"  # how YAML ends a document that is a bare value
 
@@ -24,13 +24,9 @@ def claim(out_dir: Path) -> IO[str]:
 
     A LockedError names the holder. flock, not a pid file: a killed run leaves nothing to clear.
     """
-    try:
+    with storing(f"out_dir {out_dir}", "give an --out_dir that can be written"):
         out_dir.mkdir(parents=True, exist_ok=True)
         lock = open(out_dir / ".lock", "a+", encoding="utf-8")
-    except OSError as error:
-        raise StorageError(
-            f"out_dir {out_dir}: {error.strerror}; give an --out_dir that can be written"
-        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -57,5 +53,5 @@ def write_reference(out_dir: Path, run: RunConfig, deepspeed: dict[str, Any]) ->
         value = list(value) if isinstance(value, tuple) else value
         text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True)
         lines.append(f"{name}: {text.removesuffix(END).strip()}  # {sources[name]}")
-    write_durably(out_dir / "config.yaml", ("\n".join(lines) + "\n").encode())
-    write_durably(out_dir / "ds_config.resolved.json", json.dumps(deepspeed, indent=2).encode())
+    write_whole(out_dir / "config.yaml", ("\n".join(lines) + "\n").encode())
+    write_whole(out_dir / "ds_config.resolved.json", json.dumps(deepspeed, indent=2).encode())

@@ -13,6 +13,7 @@ from minimind.data.order import Order
 from minimind.data.prepare import Prepared, prepare
 from minimind.data.tokenizer import Tokenizer
 from minimind.errors import DataError, UsageError
+from minimind.files import storing
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.process import Progress, StopRequest
 from minimind.train.deepspeed_config import Resolved, read_deepspeed_json, resolve
@@ -27,7 +28,7 @@ from minimind.train.schedule import Schedule, plan_schedule
 from minimind.train.state import TrainState
 
 
-def pretrain(run: RunConfig, stop: StopRequest, progress: Progress) -> int:
+def pretrain(run: RunConfig, progress: Progress) -> int:
     """Train `run` to its end or to a request to stop; 0 or 75."""
     rank, world_size = launched_world()
     device = choose_device(run)
@@ -45,11 +46,16 @@ def pretrain(run: RunConfig, stop: StopRequest, progress: Progress) -> int:
     lock = claim(out_dir) if rank == 0 else None
     progress.out_dir = out_dir
     torch.manual_seed(run.seed)
-    engine = build_engine(resolved, MiniMindForCausalLM(model_config(run)), device)
-    report = Report(out_dir, engine.rank == 0, schedule.total_steps, engine.device)
-    if engine.rank == 0:
-        write_reference(out_dir, run, resolved.config)
-        prepared.tokenizer.save(out_dir / "tokenizer")
+    model = MiniMindForCausalLM(model_config(run, prepared.tokenizer))
+    engine = build_engine(resolved, model, device)
+    with storing(str(out_dir), "mend its rights, or give another --out_dir"):
+        report = Report(
+            out_dir,
+            schedule.total_steps,
+            engine.device,
+            is_speaker=engine.rank == 0,
+            is_profiling=run.profile,
+        )
     desk = Desk(
         run=run,
         schedule=schedule,
@@ -64,11 +70,15 @@ def pretrain(run: RunConfig, stop: StopRequest, progress: Progress) -> int:
             texts(run, prepared, engine),
         ),
         report=report,
-        stop=stop,
+        stop=StopRequest(),
         progress=progress,
     )
     report.say(f"resolved DeepSpeed configuration:\n{resolved.table()}")
     state = start(desk, prepared)
+    if engine.rank == 0:
+        with storing(str(out_dir), "free some space, or give another --out_dir"):
+            write_reference(out_dir, run, resolved.config)
+        prepared.tokenizer.save(out_dir / "tokenizer")
     state, status, reason = train(desk, state)
     finish(desk, state, status, reason)
     if lock:
@@ -125,8 +135,8 @@ def plan(run: RunConfig, prepared: Prepared, world_size: int) -> tuple[Order, Sc
     return order, plan_schedule(run, order.steps_per_epoch)
 
 
-def model_config(run: RunConfig) -> MiniMindConfig:
-    """The decoder that the shape flags describe."""
+def model_config(run: RunConfig, tokenizer: Tokenizer) -> MiniMindConfig:
+    """The decoder that the shape flags describe, with the tokenizer's special ids."""
     return MiniMindConfig(
         vocab_size=run.vocab_size,
         hidden_size=run.dim,
@@ -137,6 +147,9 @@ def model_config(run: RunConfig) -> MiniMindConfig:
         max_position_embeddings=run.max_seq_len,
         rope_theta=run.rope_theta,
         use_flash_attn=run.use_flash_attn,
+        bos_token_id=tokenizer.bos_id if tokenizer.bos_id >= 0 else None,
+        eos_token_id=tokenizer.eos_id,
+        pad_token_id=tokenizer.pad_id,
     )
 
 
@@ -219,7 +232,8 @@ def opening(desk: Desk, prepared: Prepared, state: TrainState, path: Path | None
         [
             f"backend deepspeed, ZeRO stage {engine.resolved.zero_stage}, {run.dtype}, on"
             f" {engine.world_size} x {engine.device.type}",
-            f"model    {engine.parameters:,} parameters, vocabulary {run.vocab_size}",
+            f"model    {engine.parameters:,} parameters, vocabulary {run.vocab_size}"
+            f" ({prepared.tokenizer.unused} of it unused)",
             f"data     {len(prepared.train):,} training tokens in {order.n_rows:,} rows of"
             f" {run.max_seq_len + 1}; {len(desk.held_out.rows)} rows held out for validation",
             f"step     {run.batch_size} rows x {run.accumulation_steps} micro-batches x"

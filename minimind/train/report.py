@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import resource
 import sys
 import time
@@ -13,52 +11,30 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from minimind.metrics import Metrics
 from minimind.train.profile import mean_ms, profile_table
-
-
-class Metrics:
-    """Appends one JSON object a line to metrics.jsonl; nothing is ever rewritten."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "ab")
-        if path.stat().st_size:
-            with open(path, "rb") as written:
-                written.seek(-1, 2)
-                if written.read(1) != b"\n":  # torn by a crash: close the line, keep the next whole
-                    self._file.write(b"\n")
-
-    def write(self, event: str, **facts: Any) -> None:
-        """Append one event, flushed; numbers in full precision, non-finite ones as null."""
-        line = {"event": event, "time": time.time(), **_finite(facts)}
-        self._file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
-        self._file.flush()
-
-    def close(self) -> None:
-        """Nothing more will be written."""
-        self._file.close()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Report:
     """Rank 0's voice. Other ranks hold one too, and stay silent."""
 
     def __init__(
-        self, out_dir: Path, is_speaker: bool, total_steps: int, device: torch.device
+        self,
+        out_dir: Path,
+        total_steps: int,
+        device: torch.device,
+        is_speaker: bool,
+        is_profiling: bool,
     ) -> None:
         self._metrics = Metrics(out_dir / "metrics.jsonl") if is_speaker else None
         self._is_speaker = is_speaker
+        self._is_profiling = is_profiling
         self._device = device
         self._total = total_steps
         self._bar: tqdm | None = None
         self._since = time.perf_counter()
-        self._interval: list[dict[str, float]] = []  # steps since the last profile table
+        self._since_line: list[dict[str, float]] = []  # phase times of the steps since then
+        self._since_table: list[dict[str, float]] = []
         self._pauses: dict[str, float] = {}  # ms between those steps, by cause
 
     def say(self, text: str) -> None:
@@ -78,12 +54,18 @@ class Report:
         if self._is_speaker and sys.stderr.isatty():
             self._bar = tqdm(total=self._total, initial=step, unit="step", dynamic_ncols=True)
 
-    def step(self, line: dict[str, Any], steps: list[dict[str, float]], tokens: int) -> None:
-        """One `step` event; `steps`: phase times since the last, `tokens`: what they trained."""
+    def took(self, steps: list[dict[str, float]]) -> None:
+        """Take note of the phase times of some steps."""
+        if self._is_speaker:
+            self._since_line += steps
+            self._since_table += steps if self._is_profiling else []
+
+    def step(self, line: dict[str, Any], tokens_per_step: int) -> None:
+        """One `step` event, with the phase times since the last one."""
         now = time.perf_counter()
-        speed = tokens / max(1e-9, now - self._since)
+        steps, self._since_line = self._since_line, []
+        speed = len(steps) * tokens_per_step / max(1e-9, now - self._since)
         self._since = now
-        self._interval += steps
         line = {
             **line,
             **mean_ms(steps),
@@ -108,15 +90,13 @@ class Report:
 
     def profile(self, step: int) -> None:
         """The table of where the time since the last one went, and the same as an event."""
-        if not self._interval:
+        steps, self._since_table = self._since_table, []
+        pauses, self._pauses = self._pauses, {}
+        if not self._is_speaker:
             return
-        self.say(f"profile, {len(self._interval)} steps up to step {step}:")
-        self.say(profile_table(self._interval, self._pauses))
-        pauses = {f"{cause}_ms": spent for cause, spent in self._pauses.items()}
-        self.event(
-            "profile", step=step, steps=len(self._interval), **mean_ms(self._interval), **pauses
-        )
-        self._interval, self._pauses = [], {}
+        self.say(f"profile, {len(steps)} steps up to step {step}:\n{profile_table(steps, pauses)}")
+        told = {f"{cause}_ms": spent for cause, spent in pauses.items()}
+        self.event("profile", step=step, steps=len(steps), **mean_ms(steps), **told)
 
     def close(self) -> None:
         """Leave the terminal as it was; nothing more will be recorded."""

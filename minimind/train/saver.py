@@ -6,23 +6,26 @@ import json
 import secrets
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from minimind.errors import CheckpointError, RunError, StorageError
-from minimind.files import sync_file, write_durably
+from minimind.files import sync_directory, write_durably
 from minimind.train.checkpoint import (
     Rejected,
-    choose,
+    candidates,
     describe_file,
+    newest_valid,
     publish,
     read_manifest,
     require_same_run,
     retire,
     set_aside,
+    start_over,
     step_directory,
     sweep,
     verify,
@@ -30,8 +33,10 @@ from minimind.train.checkpoint import (
 )
 from minimind.train.engine import Engine
 from minimind.train.state import TrainState
-from minimind.train.tensor_files import RunFiles, shard_name, write_runs
+from minimind.train.tensor_files import RunFiles, shard_name, write_runs, write_tensors
 from minimind.train.zero_state import counters, restore_counters, zero_state
+
+BUFFERS = "buffers.safetensors"
 
 
 class Saver:
@@ -56,24 +61,24 @@ class Saver:
     def save(self, state: TrainState) -> dict[str, Any]:
         """Publish `state` and return the `checkpoint_saved` event; durable when it returns."""
         started = time.perf_counter()
-        engine, final = self.engine, step_directory(self.root, state.step)
+        final = step_directory(self.root, state.step)
         tmp = final.with_name(f"{final.name}.tmp-{self._run_id}")
-        files = self._together("writing", tmp, lambda: self._write_own_files(tmp, state))
-        facts = {**self.facts, "step": state.step, "tokens": state.tokens}
-
-        def finish() -> None:
-            if engine.rank == 0:
-                write_manifest(tmp, facts, [entry for part in files for entry in part])
-                publish(tmp, final)
-                retire(self.root, self.keep_last)
-
-        self._together("publishing", tmp, finish)
+        try:
+            files = self._together(lambda: self._write_own_files(tmp, state))
+            entries = [entry for part in files for entry in part]
+            facts = {**self.facts, "step": state.step, "tokens": state.tokens}
+            self._on_rank_0(lambda: write_manifest(tmp, facts, entries))
+            self._on_rank_0(lambda: publish(tmp, final))
+        except RunError:
+            if self.engine.rank == 0:
+                shutil.rmtree(tmp, ignore_errors=True)
+            raise
+        self._on_rank_0(lambda: retire(self.root, self.keep_last))
         seconds = time.perf_counter() - started
-        size = sum(entry["bytes"] for part in files for entry in part)
         return {
             "step": state.step,
             "path": str(final),
-            "bytes": size,
+            "bytes": sum(entry["bytes"] for entry in entries),
             "stall_ms": seconds * 1e3,
             "seconds": seconds,
         }
@@ -86,9 +91,7 @@ class Saver:
         write_runs(shard, held.runs(engine.rank, engine.world_size))
         written = [shard]
         if engine.rank == 0:
-            buffers = tmp / "buffers.safetensors"
-            save_file(_persistent_buffers(engine.model), buffers)
-            sync_file(buffers)
+            write_tensors(tmp / BUFFERS, _persistent_buffers(engine.model))
             about = {
                 "parameters": _shapes(engine.model),
                 "optimizer_step": held.optimizer_step(),
@@ -97,68 +100,95 @@ class Saver:
             texts = {**self.texts, "state.json": json.dumps(about, indent=1).encode()}
             for name, content in texts.items():
                 write_durably(tmp / name, content)
-            written += [buffers, *(tmp / name for name in texts)]
+            written += [tmp / BUFFERS, *(tmp / name for name in texts)]
         return [describe_file(path) for path in written]
 
-    def _together(self, doing: str, tmp: Path, work: Any) -> list[Any]:
-        """What `work` returned on each rank; when one failed to write, all stop for that reason."""
-        outcome: Any = None
-        problem = None
+    def _together(self, work: Callable[[], Any]) -> list[Any]:
+        """What `work` returned on each rank; where it failed on one, all raise the same error."""
+        outcome, problem = None, None
         try:
             outcome = work()
         except OSError as error:
-            problem = f"{doing} {tmp}: {error.strerror}; free some space or mend the path"
+            where = error.filename or self.root
+            told = f"{where}: {error.strerror or error}; free some space, or mend the path"
+            problem = (StorageError, told)
+        except RunError as error:
+            problem = (type(error), str(error))
         outcomes = self.engine.gather((outcome, problem))
-        for rank, (_, told) in enumerate(outcomes):
-            if told:
-                if self.engine.rank == 0:
-                    shutil.rmtree(tmp, ignore_errors=True)
-                raise StorageError(told, cause_rank=rank)
+        for rank, (_, found) in enumerate(outcomes):
+            if found:
+                kind, told = found
+                raise kind(told, cause_rank=rank)
         return [outcome for outcome, _ in outcomes]
 
+    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
+        """What `work` returned on rank 0, on every rank."""
+        return self._together(lambda: work() if self.engine.rank == 0 else None)[0]
+
     def resume(self, asked: str) -> tuple[TrainState, Path | None, list[Rejected], dict[str, Any]]:
-        """The state to go on from, where it was found, what was passed over, and its manifest."""
-        if self.engine.rank == 0:
-            self.root.mkdir(parents=True, exist_ok=True)
-            if asked == "none" and set_aside(self.root):
-                self.root.mkdir()
-            sweep(self.root)
-        self.engine.barrier()
-        try:
-            path, rejected = choose(asked, self.root, self._verify_together)
-            if path is None:
-                return TrainState(), None, rejected, {}
-            manifest = read_manifest(path)
-            require_same_run(path, manifest["identity"], self.facts["identity"])
-        except CheckpointError as error:
-            error.cause_rank = 0  # all ranks came to it; one tells
-            raise
+        """The state to go on from, where it was found, what was passed over, and its manifest.
+
+        Checkpoints of `root` that are damaged, or newer than the one resumed from, step aside:
+        the first must not be counted among those kept, the second belong to a course abandoned.
+        """
+        found = self._on_rank_0(lambda: self._candidates(asked))
+        path, rejected = newest_valid(found, self._verify_together)
+        if path is None:
+            return TrainState(), None, rejected, {}
+        manifest = self._on_rank_0(lambda: read_manifest(path))
+        self._together(lambda: require_same_run(path, manifest["identity"], self.facts["identity"]))
         self._load(path, manifest)
+        self._on_rank_0(lambda: self._step_aside(manifest["step"], {bad.path for bad in rejected}))
         return TrainState(manifest["step"], manifest["tokens"]), path, rejected, manifest
+
+    def _candidates(self, asked: str) -> list[Path]:
+        """The checkpoints that `--resume` may mean, best first; leftovers are swept on the way."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        sweep(self.root)
+        sync_directory(self.root.parent)
+        if asked == "none":
+            start_over(self.root)
+            return []
+        if asked == "auto":
+            return candidates(self.root)
+        path = Path(asked)
+        if (path / "checkpoints").is_dir():
+            path = path / "checkpoints"
+            if not candidates(path):
+                raise CheckpointError(f"--resume {asked}: holds no checkpoint; use auto or none")
+            return candidates(path)
+        if not path.is_dir():
+            raise CheckpointError(f"--resume {asked}: no such directory; name a step_ directory")
+        return [path]
+
+    def _step_aside(self, step: int, rejected: set[Path]) -> None:
+        for path in candidates(self.root):
+            if path in rejected:
+                set_aside(path, "rejected")
+            elif path.name > step_directory(self.root, step).name:
+                set_aside(path, "abandoned")
 
     def _verify_together(self, path: Path) -> Rejected | None:
         """The first fault any rank found, each having hashed its share of the files."""
-        found = verify(path, self.engine.rank, self.engine.world_size)
-        return next((bad for bad in self.engine.gather(found) if bad), None)
+        engine = self.engine
+        found = self._together(lambda: verify(path, engine.rank, engine.world_size))
+        return next((bad for bad in found if bad), None)
 
     def _load(self, path: Path, manifest: dict[str, Any]) -> None:
         engine = self.engine
-        about = json.loads((path / "state.json").read_bytes())
+        about = self._on_rank_0(lambda: json.loads((path / "state.json").read_bytes()))
         if about["parameters"] != _shapes(engine.model):
-            raise CheckpointError(
-                f"{path}: its parameters are not this model's; use another --out_dir"
-            )
-        problem: RunError | None = None
-        try:
-            runs = RunFiles(path, manifest["world_size"])
-            zero_state(engine.deepspeed).load(runs.read, about["optimizer_step"])
-        except CheckpointError as error:
-            problem = error
-        if told := next((str(p) for p in engine.gather(problem and str(problem)) if p), None):
-            raise CheckpointError(told) from problem
-        own = dict(engine.model.named_buffers())
-        for name, value in load_file(path / "buffers.safetensors").items():
-            own[name].copy_(value)
+            raise CheckpointError(f"{path}: has other parameters than this model", cause_rank=0)
+        held = zero_state(engine.deepspeed)
+
+        def fill() -> None:
+            held.fill(RunFiles(path, manifest["world_size"]).read, about["optimizer_step"])
+            own = dict(engine.model.named_buffers())
+            for name, value in load_file(path / BUFFERS).items():
+                own[name].copy_(value)
+
+        self._together(fill)
+        held.refresh()
         restore_counters(engine.deepspeed, about["deepspeed"])
 
 

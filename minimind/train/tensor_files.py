@@ -6,17 +6,19 @@ any stretch of any parameter and gets just those bytes.
 
 from __future__ import annotations
 
+import errno
 import os
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors import SafetensorError, numpy, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from minimind.errors import CheckpointError
+from minimind.errors import CheckpointError, NumericError
 from minimind.files import sync_file
 
 
@@ -25,9 +27,33 @@ def shard_name(rank: int, world_size: int) -> str:
     return f"shard-{rank}-of-{world_size}.safetensors"
 
 
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors to `path` and fsync it; an OSError when that cannot be."""
+    with _durable(path):
+        save_file({key: tensor.cpu() for key, tensor in tensors.items()}, path)
+
+
 def write_runs(path: Path, runs: Iterable[tuple[str, Tensor]]) -> None:
-    """Write float32 runs to `path` and fsync it."""
-    save_file({key: run.cpu().numpy() for key, run in runs}, path)
+    """Write 1-D float32 runs under their keys; a NumericError before any that is not finite."""
+    arrays = {}  # numpy's views may share memory, which safetensors refuses of tensors
+    for key, run in runs:
+        if not torch.isfinite(run).all():
+            kind, parameter, _ = key.split("|")
+            raise NumericError(
+                f"{kind} of {parameter} is no longer finite, so nothing is saved; go back to the"
+                " last checkpoint with a lower --learning_rate or --grad_clip"
+            )
+        arrays[key] = run.cpu().numpy()
+    with _durable(path):
+        numpy.save_file(arrays, path)
+
+
+@contextmanager
+def _durable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:  # how it tells of a full disk
+        raise OSError(errno.EIO, str(error)) from error
     os.chmod(path, 0o644)  # safetensors writes 0600, which a colleague could not resume from
     sync_file(path)
 

@@ -77,8 +77,11 @@ class ZeroState:
         steps = [int(s["step"]) for s in self.base.state.values() if "step" in s]
         return max(steps, default=None)
 
-    def load(self, read: Callable[[str, str, int, int], Tensor], step: int | None) -> None:
-        """Fill every fragment from `read(kind, parameter, start, length)`, then the weights."""
+    def fill(self, read: Callable[[str, str, int, int], Tensor], step: int | None) -> None:
+        """Fill every fragment from `read(kind, parameter, start, length)`.
+
+        No rank waits for another here; `refresh`, which puts it into force, is collective.
+        """
         self.prepare()
         for owner in {id(f.owner): f.owner for f in self.fragments}.values():
             owner.detach().zero_()  # padding between fragments, uninitialised at stage 3
@@ -89,12 +92,13 @@ class ZeroState:
             f.view(f.owner).copy_(read(MASTER, f.name, f.start, f.length))
             for kind in MOMENTS if step is not None else ():
                 f.view(self.base.state[f.owner][kind]).copy_(read(kind, f.name, f.start, f.length))
-        self.refresh()
 
     def _fresh_moments(self, owner: Tensor, step: int) -> dict[str, Any]:
         moments = {k: torch.zeros_like(owner, memory_format=torch.preserve_format) for k in MOMENTS}
         if type(self.base).__module__.startswith("torch."):
-            return {"step": torch.tensor(float(step)), **moments}
+            on_device = self.base.defaults.get("fused") or self.base.defaults.get("capturable")
+            place = owner.device if on_device else torch.device("cpu")
+            return {"step": torch.tensor(float(step), device=place), **moments}
         for group in self.base.param_groups:
             group["step"] = step
         return {"step": step, **moments}

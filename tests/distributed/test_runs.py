@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG
@@ -184,16 +186,21 @@ def test_one_process_of_four_is_two_of_two(launch: Launcher, fp32: Run, tmp_path
     assert [s["rows"] for s in one.events("step")] == [s["rows"] for s in fp32.events("step")]
 
 
-def kill_after(launch: Launcher, out_dir: Path, flags: str, ready: str) -> None:
-    """Start a run and kill -9 its whole process group once metrics.jsonl holds `ready`."""
-    started = launch.start(out_dir, flags)
+def wait_for(started: subprocess.Popen[str], out_dir: Path, words: str) -> None:
+    """Until metrics.jsonl holds `words`."""
     metrics = out_dir / "metrics.jsonl"
     deadline = time.monotonic() + 120
-    while not (metrics.exists() and ready in metrics.read_text()):
+    while not (metrics.exists() and words in metrics.read_text()):
         assert started.poll() is None, started.communicate()
         assert time.monotonic() < deadline, "the run never got that far"
         time.sleep(0.01)
-    os.killpg(started.pid, signal.SIGKILL)
+
+
+def kill_all(started: subprocess.Popen[str]) -> None:
+    """kill -9 of the script, the launcher and the workers, which torch puts in other groups."""
+    family = [*psutil.Process(started.pid).children(recursive=True), psutil.Process(started.pid)]
+    for process in family:
+        process.kill()
     started.communicate()
 
 
@@ -201,7 +208,9 @@ def test_killed_and_started_again_it_repeats_the_unbroken_run_bit_for_bit(
     launch: Launcher, unbroken: Run, tmp_path: Path
 ):
     flags = f"{LONGER} --eval_interval 30"
-    kill_after(launch, tmp_path, flags, '"step": 8,')
+    started = launch.start(tmp_path, flags)
+    wait_for(started, tmp_path, '"step": 8,')
+    kill_all(started)
     resumed = launch.run(tmp_path, flags)
     assert resumed.status == 0, resumed.stderr
     first, second = resumed.events("run_start")
@@ -261,18 +270,24 @@ def test_a_checkpoint_goes_on_at_another_world_size_and_stage(
         assert after == pytest.approx(unbroken, rel=2e-6)
 
 
-def test_a_stop_signal_saves_and_answers_75(launch: Launcher, tmp_path: Path):
-    started = launch.start(tmp_path, "--max_steps 4000")
-    metrics = tmp_path / "metrics.jsonl"
-    while not (metrics.exists() and '"step": 3,' in metrics.read_text()):
-        assert started.poll() is None, started.communicate()
-        time.sleep(0.01)
+def test_a_stop_signal_saves_and_answers_75_and_meanwhile_nobody_else_gets_in(
+    launch: Launcher, tmp_path: Path
+):
+    """Also: tables come at their own interval, between step lines that are further apart."""
+    flags = "--max_steps 9000 --log_interval 4 --profile --profile_interval 2"
+    started = launch.start(tmp_path, flags)
+    wait_for(started, tmp_path, '"step": 4,')
+    intruder = launch.run(tmp_path, flags, processes=1)
+    assert intruder.status == 8
+    assert "in use by process" in intruder.stderr
     os.kill(started.pid, signal.SIGUSR1)
     _, told = started.communicate(timeout=60)
     stopped = Run(tmp_path, started.returncode, "", told)
     assert stopped.status == 75, told
     (saved,) = stopped.events("checkpoint_saved")
-    assert saved["step"] == stopped.events("exit")[0]["step"]
+    assert saved["step"] == stopped.events("exit")[-1]["step"]
+    assert [p["step"] for p in stopped.events("profile")[:3]] == [2, 4, 6]
+    assert [s["step"] for s in stopped.events("step")[:2]] == [4, 8]
     assert "Traceback" not in told
 
 

@@ -12,14 +12,15 @@ from minimind.errors import CheckpointError
 from minimind.files import fingerprint
 from minimind.train.checkpoint import (
     candidates,
-    choose,
     describe_file,
     differences,
+    newest_valid,
     publish,
     read_manifest,
     require_same_run,
     retire,
     set_aside,
+    start_over,
     step_directory,
     sweep,
     verify,
@@ -42,13 +43,13 @@ def test_a_published_checkpoint_verifies_and_the_newest_is_chosen(tmp_path):
     saved(tmp_path, 9)
     newest = saved(tmp_path, 100)
     assert verify(newest) is None
-    assert choose("auto", tmp_path, verify) == (newest, [])
+    assert newest_valid(candidates(tmp_path), verify) == (newest, [])
     assert [p.name for p in candidates(tmp_path)] == ["step_00000100", "step_00000009"]
 
 
 def test_the_newest_is_the_highest_number_also_past_eight_digits(tmp_path):
     saved(tmp_path, 99_999_999)
-    assert choose("auto", tmp_path, verify)[0] != saved(tmp_path, 100_000_000).with_name("x")
+    saved(tmp_path, 100_000_000)
     assert candidates(tmp_path)[0].name == "step_100000000"
 
 
@@ -74,7 +75,7 @@ def damage_bit(file: Path) -> None:
 def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(tmp_path, name, harm, told):
     older, newer = saved(tmp_path, 1), saved(tmp_path, 2)
     harm(newer / name)
-    chosen, rejected = choose("auto", tmp_path, verify)
+    chosen, rejected = newest_valid(candidates(tmp_path), verify)
     assert chosen == older
     (bad,) = rejected
     assert (bad.path, bad.file) == (newer, name)
@@ -86,25 +87,11 @@ def test_when_all_are_damaged_nothing_starts_at_step_0(tmp_path):
     for step in (1, 2):
         damage_bit(saved(tmp_path, step) / "shard.bin")
     with pytest.raises(CheckpointError, match=r"step_00000002.*step_00000001"):
-        choose("auto", tmp_path, verify)
+        newest_valid(candidates(tmp_path), verify)
 
 
-def test_an_empty_folder_is_a_fresh_start_but_a_named_path_is_not(tmp_path):
-    assert choose("auto", tmp_path, verify) == (None, [])
-    assert choose("none", tmp_path, verify) == (None, [])
-    with pytest.raises(CheckpointError, match="no such directory"):
-        choose(str(tmp_path / "gone"), tmp_path, verify)
-    (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        choose(str(tmp_path), tmp_path, verify)
-
-
-def test_a_named_checkpoint_that_is_damaged_is_not_replaced_by_another(tmp_path):
-    saved(tmp_path, 1)
-    bad = saved(tmp_path, 2)
-    damage_bit(bad / "shard.bin")
-    with pytest.raises(CheckpointError, match=r"shard\.bin"):
-        choose(str(bad), tmp_path, verify)
+def test_an_empty_folder_is_a_fresh_start(tmp_path):
+    assert newest_valid(candidates(tmp_path), verify) == (None, [])
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", ".."])
@@ -140,11 +127,18 @@ def test_the_newest_are_kept_and_a_taken_name_is_moved_aside(tmp_path):
 
 def test_a_fresh_start_moves_old_checkpoints_aside_without_deleting_any(tmp_path):
     root = tmp_path / "checkpoints"
-    saved(root, 1)
-    assert set_aside(root) == tmp_path / "checkpoints-before"
-    saved(root, 1)
-    assert set_aside(root) == tmp_path / "checkpoints-before-2"
-    assert set_aside(root) is None
+    for aside in ("checkpoints-before", "checkpoints-before-2"):
+        saved(root, 1)
+        start_over(root)
+        assert (tmp_path / aside / "step_00000001").is_dir()
+        assert list(root.iterdir()) == []
+
+
+def test_what_steps_aside_is_kept_but_no_candidate(tmp_path):
+    for aside in ("rejected-step_00000001", "rejected-step_00000001-2"):
+        set_aside(saved(tmp_path, 1), "rejected")
+        assert (tmp_path / aside / "manifest.json").is_file()
+    assert candidates(tmp_path) == []
 
 
 def test_differences_name_old_and_new():

@@ -71,6 +71,37 @@ def test_numbers_deepspeed_has_defaults_for_are_written_even_when_the_file_omits
     assert found["bf16"]["enabled"] is True
 
 
+def test_an_adam_block_without_numbers_gets_the_flags():
+    bare = {"optimizer": {"type": "AdamW"}}
+    params = resolved("--beta2 0.8 --weight_decay 0", config=bare).config["optimizer"]["params"]
+    assert params == {"lr": 5e-4, "betas": [0.9, 0.8], "weight_decay": 0.0, "torch_adam": True}
+
+
+@pytest.mark.parametrize(
+    ("line", "stage", "device", "torch_adam"),
+    [
+        ("", 2, "cpu", True),
+        ("", 2, "cuda", False),
+        ("--deterministic", 2, "cuda", True),
+        ("", 0, "cuda", True),
+    ],
+)
+def test_which_adamw_follows_device_determinism_and_stage(line, stage, device, torch_adam):
+    config = with_value("zero_optimization.stage", stage)
+    found = resolved(line, config=config, device=device).config
+    assert found["optimizer"]["params"]["torch_adam"] is torch_adam
+
+
+def test_communication_overlaps_on_several_gpus_only():
+    def overlap(world_size, device):
+        found = resolved(world_size=world_size, device=device).config
+        return found["zero_optimization"]["overlap_comm"]
+
+    assert overlap(2, "cuda") is True
+    assert overlap(1, "cuda") is False
+    assert overlap(2, "cpu") is False
+
+
 def test_a_literal_wins_over_a_default_and_becomes_the_runs_number():
     found = resolved(config=with_value("train_micro_batch_size_per_gpu", 4))
     assert found.run.batch_size == 4
@@ -99,7 +130,11 @@ def test_a_literal_equal_to_the_flag_is_no_conflict():
         ("zero_optimization.stage", 4, "", ["stage is 4", "0, 1, 2 or 3"]),
         ("zero_optimization.stage", "auto", "--grad_clip 1", None),
         ("optimizer.params.momentum", "auto", "", ["optimizer.params.momentum"]),
-        ("gradient_clipping", "big", "", ["gradient_clipping", '"big"']),
+        ("gradient_clipping", "big", "", ["gradient_clipping", "'big'", "finite number"]),
+        ("gradient_clipping", -1, "", ["grad_clip = -1.0 (ds.json: gradient_clipping)"]),
+        ("gradient_accumulation_steps", 2.5, "", ["2.5", "whole number"]),
+        ("zero_optimization", 3, "", ["zero_optimization is 3", "object"]),
+        ("bf16", None, "", ["bf16 is null", "object"]),
         ("scheduler", {"type": "WarmupLR"}, "", ["scheduler", "--schedule"]),
         ("fp16.enabled", True, "", ["float16", "GPU"]),
     ],

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from minimind.metrics import Metrics
 from minimind.train.profile import PHASES, PhaseClock, mean_ms, profile_table
-from minimind.train.report import Metrics
 
 
 def test_every_moment_of_a_step_is_charged_to_one_phase():

@@ -1,0 +1,39 @@
+"""metrics.jsonl: what a run did, one JSON object a line, for programs to read."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Metrics:
+    """Appends one JSON object a line to metrics.jsonl; nothing is ever rewritten."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab")
+        if path.stat().st_size:
+            with open(path, "rb") as written:
+                written.seek(-1, 2)
+                if written.read(1) != b"\n":  # torn by a crash: close the line, keep the next whole
+                    self._file.write(b"\n")
+
+    def write(self, event: str, **facts: Any) -> None:
+        """Append one event, flushed; numbers in full precision, non-finite ones as null."""
+        line = {"event": event, "time": time.time(), **_finite(facts)}
+        self._file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
+        self._file.flush()
+
+    def close(self) -> None:
+        """Nothing more will be written."""
+        self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,223 @@
+"""Saving and resuming in process: what goes in comes out, and what goes wrong is told by all ranks.
+
+The engine is a stand-in with a plain AdamW, which is what DeepSpeed leaves at stage 0 in fp32; the
+other wrappers are resumed by real runs in tests/distributed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minimind.errors import CheckpointError, NumericError, StorageError
+from minimind.flags import parse_flags
+from minimind.train import saver as saver_module
+from minimind.train.checkpoint import candidates, verify
+from minimind.train.optimizer import adamw, parameter_groups
+from minimind.train.saver import Saver, load_weights
+from minimind.train.state import TrainState
+
+FACTS = {"identity": {"seed": {"seed": 1}}, "world_size": 1, "zero_stage": 0, "dtype": "float32"}
+
+
+class Model(nn.Module):
+    """A matrix, a vector that is not decayed, and a persistent buffer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.matrix = nn.Parameter(torch.randn(5, 3))
+        self.gain = nn.Parameter(torch.randn(3))
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("table", torch.ones(2, dtype=torch.complex64), persistent=False)
+
+
+class Engine:
+    """One rank, or one of several whose gathers bring a failure of rank 1."""
+
+    def __init__(self, seed: int, other: Any = None) -> None:
+        self.model = Model(seed)
+        run = parse_flags(["--learning_rate", "0.1", "--beta2", "0.9"], {})
+        self.optimizer = adamw(parameter_groups(self.model, 0.1), run)
+        self.deepspeed = SimpleNamespace(
+            module=self.model,
+            optimizer=self.optimizer,
+            fp16_enabled=lambda: False,
+            gradient_accumulation_steps=lambda: 4,
+            global_steps=0,
+            global_samples=0,
+            micro_steps=0,
+            skipped_steps=0,
+        )
+        self.rank, self.world_size = 0, 1
+        self.other = other
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] if self.other is None else [value, self.other]
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            (self.model.matrix.sum() ** 2 + (self.model.gain**3).sum()).backward()
+            self.optimizer.step()
+            self.model.get_buffer("seen").add_(1)
+            self.deepspeed.global_steps += 1
+            self.deepspeed.skipped_steps += 2
+
+
+def saver(engine: Engine, root: Any, keep_last: int = 2, **facts: Any) -> Saver:
+    return Saver(engine, root, keep_last, {**FACTS, **facts}, {})  # type: ignore[arg-type]
+
+
+def test_a_resumed_engine_goes_on_as_the_saved_one(tmp_path):
+    root = tmp_path / "checkpoints"
+    first = Engine(1)
+    first.train(3)
+    saver(first, root).resume("auto")
+    saved = saver(first, root).save(TrainState(3, 300))
+    assert saved["bytes"] > 0
+    second = Engine(2)
+    state, path, rejected, _ = saver(second, root).resume("auto")
+    assert (state, rejected) == (TrainState(3, 300), [])
+    assert str(path) == saved["path"]
+    assert second.deepspeed.micro_steps == 12
+    assert second.deepspeed.skipped_steps == 6
+    for engine in (first, second):
+        engine.train(4)
+    for name, value in first.model.state_dict().items():
+        assert torch.equal(second.model.state_dict()[name], value), name
+    for key, value in load_weights(candidates(root)[0]).items():
+        assert value.shape == first.model.state_dict()[key].shape
+
+
+def test_a_save_before_the_first_step_resumes_without_moments(tmp_path):
+    first, second = Engine(1), Engine(2)
+    saver(first, tmp_path).save(TrainState())
+    second.train(2)  # leaves moments that must go
+    saver(second, tmp_path).resume("auto")
+    first.train(1)
+    second.train(1)
+    assert torch.equal(first.model.matrix, second.model.matrix)
+
+
+def test_files_are_readable_by_others_and_hold_no_table_that_the_shape_determines(tmp_path):
+    saver(Engine(1), tmp_path).save(TrainState(1, 1))
+    (path,) = candidates(tmp_path)
+    assert verify(path) is None
+    for file in path.iterdir():
+        assert file.stat().st_mode & 0o044 == 0o044
+    assert "table" not in (path / "buffers.safetensors").read_bytes().decode("latin1")
+    assert json.loads((path / "state.json").read_text())["parameters"]["matrix"] == [5, 3]
+
+
+def test_damaged_and_abandoned_checkpoints_step_aside_and_the_new_one_stays(tmp_path):
+    engine = Engine(1)
+    keeper = saver(engine, tmp_path, keep_last=1)
+    for step in (100, 200):
+        saver(engine, tmp_path).save(TrainState(step, 0))
+    shard = tmp_path / "step_00000200" / "shard-0-of-1.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    state, *_ = keeper.resume("auto")
+    assert state.step == 100
+    assert (tmp_path / "rejected-step_00000200").is_dir()
+    keeper.save(TrainState(110, 0))
+    assert [p.name for p in candidates(tmp_path)] == ["step_00000110"]
+
+
+def test_what_is_newer_than_a_named_checkpoint_is_abandoned(tmp_path):
+    engine = Engine(1)
+    for step in (100, 200):
+        saver(engine, tmp_path).save(TrainState(step, 0))
+    saver(engine, tmp_path).resume(str(tmp_path / "step_00000100"))
+    assert (tmp_path / "abandoned-step_00000200").is_dir()
+    assert [p.name for p in candidates(tmp_path)] == ["step_00000100"]
+
+
+def test_none_starts_over_and_keeps_the_old_ones(tmp_path):
+    root = tmp_path / "checkpoints"
+    saver(Engine(1), root).save(TrainState(5, 0))
+    assert saver(Engine(1), root).resume("none")[0] == TrainState()
+    assert (tmp_path / "checkpoints-before" / "step_00000005").is_dir()
+    assert candidates(root) == []
+
+
+def test_an_unpublished_save_is_swept_at_the_next_start(tmp_path):
+    (tmp_path / "step_00000007.tmp-dead").mkdir()
+    assert saver(Engine(1), tmp_path).resume("auto")[0] == TrainState()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"), [("nowhere", "no such directory"), ("empty", "holds no checkpoint")]
+)
+def test_a_named_checkpoint_that_is_not_there_is_an_error(tmp_path, asked, told):
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=told):
+        saver(Engine(1), tmp_path / "run").resume(str(tmp_path / asked))
+
+
+def test_another_run_is_refused_with_what_changed(tmp_path):
+    saver(Engine(1), tmp_path).save(TrainState(1, 0))
+    with pytest.raises(CheckpointError, match=r"seed\.seed: 1 -> 2") as caught:
+        saver(Engine(1), tmp_path, identity={"seed": {"seed": 2}}).resume("auto")
+    assert caught.value.cause_rank == 0
+
+
+def test_weights_that_are_no_longer_finite_are_never_published(tmp_path):
+    engine = Engine(1)
+    with torch.no_grad():
+        engine.model.gain[1] = float("nan")
+    with pytest.raises(NumericError, match="fp32 of gain"):
+        saver(engine, tmp_path).save(TrainState(1, 0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(saver_module, "write_durably", full)
+    with pytest.raises(StorageError, match=r"state\.json: No space left"):
+        saver(Engine(1), tmp_path).save(TrainState(1, 0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_cannot_write_is_named_to_all(tmp_path):
+    engine = Engine(1)
+    keeper = saver(engine, tmp_path)
+    engine.other = (None, (StorageError, "disk of rank 1"))
+    with pytest.raises(StorageError, match="disk of rank 1") as caught:
+        keeper.save(TrainState(1, 0))
+    assert caught.value.cause_rank == 1
+
+
+def test_an_optimizer_or_wrapper_without_an_adapter_is_refused_by_name(tmp_path):
+    engine = Engine(1)
+    engine.deepspeed.optimizer = torch.optim.SGD(engine.model.parameters())
+    with pytest.raises(CheckpointError, match="SGD"):
+        saver(engine, tmp_path)
+    engine.deepspeed.optimizer = SimpleNamespace(optimizer=engine.optimizer)
+    with pytest.raises(CheckpointError, match="SimpleNamespace"):
+        saver(engine, tmp_path)
+
+
+def test_replicated_state_is_shared_out_without_gap_or_overlap():
+    from minimind.train.zero_state import Fragment
+
+    whole = Fragment("w", 0, 11, torch.arange(11.0), 0)
+    parts = [whole.share(rank, 4) for rank in range(4)]
+    assert torch.cat([p.view(p.owner) for p in parts]).tolist() == list(range(11))
+    assert [p.start for p in parts] == [p.offset for p in parts]
+
+
+def test_matrices_are_decayed_and_gains_are_not():
+    decayed, plain = parameter_groups(Model(1), 0.3)
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
+    assert [p.ndim for p in decayed["params"]] == [2]
+    assert [p.ndim for p in plain["params"]] == [1]
