@@ -6,7 +6,6 @@ engine: no DeepSpeed, no accumulation in the engine, no clipping or decay but wh
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.train.saver import load_weights
 from minimind.train.schedule import Schedule
 from tests.conftest import Launcher, Run
-from tests.distributed.test_runs import fp32, unbroken  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.launch
 
@@ -56,14 +54,12 @@ def trained_by_hand(corpus: Path, cache: Path, steps: int) -> tuple[list[float],
         for group in optimizer.param_groups:
             group["lr"] = schedule.lr_at(step)
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses, norms, model.state_dict()
 
 
 def test_losses_norms_and_weights_are_those_of_a_plain_loop(
-    corpus: Path,
-    launch: Launcher,
-    fp32: Run,  # noqa: F811 - the fixture
+    corpus: Path, launch: Launcher, fp32: Run
 ):
     losses, norms, weights = trained_by_hand(corpus, launch.cache, 20)
     assert fp32.losses() == pytest.approx(losses, rel=2e-6)
@@ -75,9 +71,8 @@ def test_losses_norms_and_weights_are_those_of_a_plain_loop(
         torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-5)
 
 
-def test_bits_per_byte_follow_from_the_loss_and_the_text(unbroken: Run):  # noqa: F811
+def test_bits_per_byte_follow_from_the_loss_and_the_text(unbroken: Run):
     """bpb x bytes = loss x tokens / ln 2; a piece stands for one byte at the least."""
     last = unbroken.events("eval")[-1]
     bytes_per_token = last["val_loss"] / 0.6931471805599453 / last["val_bpb"]
     assert 1.0 < bytes_per_token < 12.0
-    assert json.dumps(last["val_ppl"])

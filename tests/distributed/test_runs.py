@@ -16,35 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from minimind.config import DEFAULT_DEEPSPEED_CONFIG
 from tests.conftest import Launcher, Run
+from tests.distributed.conftest import FP32, LONGER, config_of_stage
 
 pytestmark = pytest.mark.launch
-FP32 = "--dtype float32"
-LONGER = "--max_steps 60 --save_interval 6"  # long enough to be killed in the middle
-
-
-@pytest.fixture(scope="session")
-def unbroken(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """bf16, ZeRO-2, two processes, saved and validated on the way."""
-    out_dir = tmp_path_factory.mktemp("unbroken") / "out"
-    return launch.run(out_dir, f"{LONGER} --eval_interval 30 --profile --profile_interval 24")
-
-
-@pytest.fixture(scope="session")
-def fp32(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The yardstick of the equivalences: fp32, ZeRO-2, two processes of two micro-batches."""
-    out_dir = tmp_path_factory.mktemp("fp32") / "out"
-    return launch.run(out_dir, f"{FP32} --save_interval 9 --keep_last 3")
-
-
-def config_of_stage(stage: int, directory: Path) -> Path:
-    """The shipped DeepSpeed file with another stage, and nothing else, in it."""
-    shipped = DEFAULT_DEEPSPEED_CONFIG.read_text()
-    assert shipped.count('"stage": 2') == 1
-    path = directory / f"stage{stage}.json"
-    path.write_text(shipped.replace('"stage": 2', f'"stage": {stage}'))
-    return path
 
 
 def largest_relative_difference(one: list[float], other: list[float]) -> float:
@@ -146,17 +121,6 @@ def test_text_is_generated_from_a_checkpoint(unbroken: Run, capsys: pytest.Captu
     assert "step_00000060" in told.err
 
 
-@pytest.fixture(scope="session", params=[0, 1, 3])
-def other_stage(
-    request: pytest.FixtureRequest, launch: Launcher, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[int, Path, Run]:
-    """The yardstick again, with another stage in the DeepSpeed JSON and nothing else changed."""
-    directory = tmp_path_factory.mktemp(f"stage{request.param}")
-    config = config_of_stage(request.param, directory)
-    flags = f"{FP32} --deepspeed_config {config} --save_interval 9 --keep_last 3"
-    return request.param, config, launch.run(directory / "out", flags)
-
-
 def test_another_stage_in_the_json_alone_gives_the_same_losses(
     other_stage: tuple[int, Path, Run], fp32: Run
 ):
@@ -204,18 +168,22 @@ def kill_all(started: subprocess.Popen[str]) -> None:
     started.communicate()
 
 
-def test_killed_and_started_again_it_repeats_the_unbroken_run_bit_for_bit(
+def test_killed_stopped_and_started_again_it_repeats_the_unbroken_run_bit_for_bit(
     launch: Launcher, unbroken: Run, tmp_path: Path
 ):
     flags = f"{LONGER} --eval_interval 30"
     started = launch.start(tmp_path, flags)
     wait_for(started, tmp_path, '"step": 8,')
     kill_all(started)
-    resumed = launch.run(tmp_path, flags)
+    stopped = launch.run(tmp_path, f"{flags} --stop_at_step 57")
+    assert stopped.status == 75, stopped.stderr
+    assert stopped.events("exit")[-1]["status"] == 75
+    assert "run the same command again" in stopped.stdout
+    resumed = launch.run(tmp_path, f"{flags} --stop_at_step 57")
     assert resumed.status == 0, resumed.stderr
-    first, second = resumed.events("run_start")
-    assert first["step"] == 0
-    assert second["step"] in range(6, 60, 6)
+    first, second, third = resumed.events("run_start")
+    assert (first["step"], third["step"]) == (0, 57)
+    assert second["step"] in range(6, 57, 6)
     assert second["resume_from"].endswith(f"step_{second['step']:08d}")
     expected = dict(zip(range(1, 61), unbroken.curve(), strict=True))
     for line in resumed.curve():
@@ -224,9 +192,11 @@ def test_killed_and_started_again_it_repeats_the_unbroken_run_bit_for_bit(
     assert resumed.events("eval")[-1]["val_loss"] == unbroken.events("eval")[-1]["val_loss"]
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.long), 3]
+)
 def test_a_stopped_run_goes_on_bit_for_bit_in_bf16(stage: int, launch: Launcher, tmp_path: Path):
-    """Stage 2 is the test above; stage 1 has the same wrapper."""
+    """Stage 2 is the test above; stage 1 has its wrapper, stage 0 is also in test_zero_state."""
     config = config_of_stage(stage, tmp_path)
     flags = f"--deepspeed_config {config} --save_interval 9 --keep_last 3"
     whole = launch.run(tmp_path / "whole", flags)
@@ -235,19 +205,6 @@ def test_a_stopped_run_goes_on_bit_for_bit_in_bf16(stage: int, launch: Launcher,
     resumed = launch.run(tmp_path / "resumed", f"{flags} --resume {saved}")
     assert resumed.status == 0, resumed.stderr
     assert resumed.curve() == whole.curve()[9:]
-
-
-def test_stop_at_step_saves_answers_75_and_the_same_command_goes_on(
-    launch: Launcher, fp32: Run, tmp_path: Path
-):
-    flags = f"{FP32} --save_interval 100 --stop_at_step 7"
-    stopped = launch.run(tmp_path, flags)
-    assert stopped.status == 75, stopped.stderr
-    assert stopped.events("exit")[-1]["status"] == 75
-    assert "run the same command again" in stopped.stdout
-    resumed = launch.run(tmp_path, flags)
-    assert resumed.status == 0, resumed.stderr
-    assert resumed.curve() == fp32.curve()
 
 
 @pytest.mark.parametrize(("processes", "accumulation", "stage"), [(1, 4, 3), (4, 1, 0)])

@@ -1,0 +1,47 @@
+"""Runs that several tests look at: started once, because starting costs more than training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from minimind.config import DEFAULT_DEEPSPEED_CONFIG
+from tests.conftest import Launcher, Run
+
+FP32 = "--dtype float32"
+LONGER = "--max_steps 60 --save_interval 6"  # long enough to be killed in the middle
+
+
+@pytest.fixture(scope="session")
+def unbroken(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """bf16, ZeRO-2, two processes, saved and validated on the way."""
+    out_dir = tmp_path_factory.mktemp("unbroken") / "out"
+    return launch.run(out_dir, f"{LONGER} --eval_interval 30 --profile --profile_interval 24")
+
+
+@pytest.fixture(scope="session")
+def fp32(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The yardstick of the equivalences: fp32, ZeRO-2, two processes of two micro-batches."""
+    out_dir = tmp_path_factory.mktemp("fp32") / "out"
+    return launch.run(out_dir, f"{FP32} --save_interval 9 --keep_last 3")
+
+
+def config_of_stage(stage: int, directory: Path) -> Path:
+    """The shipped DeepSpeed file with another stage, and nothing else, in it."""
+    shipped = DEFAULT_DEEPSPEED_CONFIG.read_text()
+    assert shipped.count('"stage": 2') == 1
+    path = directory / f"stage{stage}.json"
+    path.write_text(shipped.replace('"stage": 2', f'"stage": {stage}'))
+    return path
+
+
+@pytest.fixture(scope="session", params=[0, 1, 3])
+def other_stage(
+    request: pytest.FixtureRequest, launch: Launcher, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, Path, Run]:
+    """The yardstick again, with another stage in the DeepSpeed JSON and nothing else changed."""
+    directory = tmp_path_factory.mktemp(f"stage{request.param}")
+    config = config_of_stage(request.param, directory)
+    flags = f"{FP32} --deepspeed_config {config} --save_interval 9 --keep_last 3"
+    return request.param, config, launch.run(directory / "out", flags)
