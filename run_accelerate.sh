@@ -53,7 +53,7 @@ cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
 
 port=${MAIN_PORT:-0}
-if ! [[ $port =~ ^[0-9]{1,5}$ ]]; then
+if ! [[ $port =~ ^[0-9]{1,5}$ && $((10#$port)) -le 65535 ]]; then
   echo "run_accelerate.sh: MAIN_PORT=$port is not a port number; unset it for a free port" >&2
   exit 2
 fi
@@ -71,6 +71,18 @@ if [[ ! -f $config || ! -r $config ]]; then
   echo "run_accelerate.sh: CONFIG_FILE=$config is no readable file; name an Accelerate YAML" >&2
   exit 2
 fi
+python - "$here" "$config" <<'PY' || exit 2
+import sys
+
+sys.path.insert(0, sys.argv[1])
+from minimind.errors import UsageError, one_line
+from minimind.flags import load_yaml
+
+try:
+    load_yaml(sys.argv[2], "CONFIG_FILE")
+except UsageError as error:
+    sys.exit(one_line("run_accelerate.sh", error))
+PY
 
 scratch=$(mktemp -d)
 trap 'rm -rf -- "$scratch"' EXIT
@@ -80,23 +92,29 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
 # The launcher's own traceback and failure table go to a file; the workers get the real stderr back
 # through descriptor 0, the only one that reaches them (minimind/process.py).
+# A process group of its own keeps the terminal's Ctrl-C from it: this script decides what it is told.
+set -m
 accelerate launch \
   --config_file "$config" \
   --num_processes "$processes" --main_process_port "$port" \
   "$here/train_pretrain.py" "$@" 0>&2 2>"$scratch/launcher.log" &
 launcher=$!
+set +m
 
-# torchrun hands TERM on to the workers, and they save; it knows nothing of USR1. Once is enough: a
-# second signal would interrupt torchrun while it waits for them. Ctrl-C reaches everybody by itself.
+# Whatever asks this script to stop, torchrun is told TERM, once: it hands that on to the workers,
+# and they save, while a second one would interrupt its waiting for them. Workers end by themselves
+# soon after a launcher that is killed, so a second Ctrl-C does that.
 stopping=0
 stop() {
-  if [[ $stopping -eq 0 ]]; then
-    stopping=1
+  stopping=$((stopping + 1))
+  if [[ $stopping -eq 1 ]]; then
     kill -TERM "$launcher" 2>/dev/null || true
+  elif [[ $1 == INT ]]; then
+    kill -KILL "$launcher" 2>/dev/null || true
   fi
 }
-trap stop TERM USR1
-trap stopping=1 INT
+trap 'stop TERM' TERM USR1
+trap 'stop INT' INT
 
 code=0
 wait "$launcher" || code=$?
@@ -107,8 +125,9 @@ done
 
 if [[ -s $MINIMIND_STATUS_FILE ]]; then
   read -r code _ <"$MINIMIND_STATUS_FILE"
-elif [[ $stopping -eq 1 ]]; then
-  code=75 # stopped before the first step: there was nothing to save
+elif [[ $stopping -gt 0 ]]; then
+  code=75
+  echo "run_accelerate.sh: stopped before the first step or by force; run it again to go on" >&2
 elif [[ $code -ne 0 ]]; then
   debug=1 # nobody took the blame, so the launcher's log is all there is
   code=70

@@ -63,8 +63,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _help(spec: Any) -> str:
     default = spec.default
-    known = default is not None and default is not MISSING and not isinstance(default, bool)
+    known = default is not None and default is not MISSING
     shown = " ".join(default) if isinstance(default, tuple) else default
+    shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else shown
     told = spec.metadata["help"] + (f" (default: {shown})" if known else "")
     return told.replace("%", "%%")  # argparse formats it
 
@@ -109,7 +110,7 @@ def _given(argv: Sequence[str]) -> dict[str, Any]:
     for word in unknown:
         if word.startswith("-") and len(word) > 1:
             name = word.split("=")[0]
-            raise UsageError(f"unknown flag {name}; {_nearest(name, [f'--{n}' for n in FLAGS])}")
+            raise UsageError(f"unknown flag {name}; {nearest(name, [f'--{n}' for n in FLAGS])}")
     if unknown:
         raise UsageError(f"unexpected argument {unknown[0]!r}; values follow a --flag")
     return vars(namespace)
@@ -129,7 +130,8 @@ def _beside_project(path: str) -> str:
     return path if Path(path).exists() or Path(path).is_absolute() else str(PROJECT / path)
 
 
-def _nearest(name: str, names: Sequence[str]) -> str:
+def nearest(name: str, names: Sequence[str]) -> str:
+    """What to do about a name that is not among `names`: the closest one, if any is close."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else "--help lists every flag"
 
@@ -137,7 +139,7 @@ def _nearest(name: str, names: Sequence[str]) -> str:
 def _known(found: Mapping[str, Any], where: str | None) -> None:
     for name in found:
         if name not in FLAGS or name == "config":
-            raise UsageError(f"unknown key {name!r} in {where}; {_nearest(name, list(FLAGS))}")
+            raise UsageError(f"unknown key {name!r} in {where}; {nearest(name, list(FLAGS))}")
 
 
 def load_yaml(path: str, source: str) -> dict[str, Any]:
@@ -156,9 +158,8 @@ def load_yaml(path: str, source: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise UsageError(f"{path}: {error}; mend the YAML") from error
     if not isinstance(found, dict):
-        raise UsageError(
-            f"{path}: holds {type(found).__name__}, not `name: value` lines; write those"
-        )
+        held = "nothing" if found is None else type(found).__name__
+        raise UsageError(f"{path}: holds {held}, not `name: value` lines; write those")
     return found
 
 
@@ -170,13 +171,13 @@ def load_preset(name: str) -> dict[str, Any]:
         path = Path(name)
     if not path.is_file():
         raise UsageError(
-            f"--model {name}: no such preset or file; {_nearest(name, known)}"
+            f"--model {name}: no such preset or file; {nearest(name, known)}"
             f" Presets: {', '.join(known)}"
         )
     shape = load_yaml(str(path), "--model")
     for key in shape:
         if key not in SHAPE:
-            raise UsageError(f"{path}: {key!r} is no shape field; {_nearest(key, SHAPE)}")
+            raise UsageError(f"{path}: {key!r} is no shape field; {nearest(key, SHAPE)}")
     return shape
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +39,10 @@ def load_checkpoint(place: str) -> tuple[MiniMindForCausalLM, Tokenizer, Path]:
         raise CheckpointError(
             f"--checkpoint {place}: holds no checkpoint; name a run's out_dir or a step_ directory"
         )
-    path, _ = newest_valid(found, verify)
+    path, rejected = newest_valid(found, verify)
     assert path is not None
+    for bad in rejected:
+        print(f"{bad.path} is passed over: {bad.file} {bad.reason}", file=sys.stderr)
     model = MiniMindForCausalLM(MiniMindConfig.from_json_file(path / "config.json"))
     missing, unexpected = model.load_state_dict(load_weights(path), strict=False)
     tied = set(missing) <= {"lm_head.weight"} and model.config.tie_word_embeddings

@@ -76,8 +76,6 @@ class StopRequest:
             signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.reason:
-            os._exit(128 + number)  # a second Ctrl-C means now
         self.reason = signal.Signals(number).name
 
 
@@ -89,17 +87,16 @@ def claim_status(status: int, rank: int) -> int:
     path = os.environ.get(STATUS_FILE)
     if not path:
         return rank
+    draft = f"{path}.{rank}"
     try:
-        with open(path, "x", encoding="ascii") as file:
+        with open(draft, "w", encoding="ascii") as file:
             file.write(f"{status} {rank}\n")
+        os.link(draft, path)  # the first one wins, and nobody sees it half written
     except FileExistsError:
-        return _claimed_by(path, rank)
+        with open(path, encoding="ascii") as file:
+            return int(file.read().split()[1])
+    except FileNotFoundError:  # the script was ended by force: nobody is left to read it
+        return rank
     except OSError as error:
         print(f"cannot record the exit status in {path}: {error.strerror}", file=sys.stderr)
     return rank
-
-
-def _claimed_by(path: str, default: int) -> int:
-    with open(path, encoding="ascii") as file:
-        words = file.read().split()
-    return int(words[1]) if len(words) == 2 else default

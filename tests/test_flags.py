@@ -104,7 +104,7 @@ def test_a_mistake_is_told_with_field_value_and_source(line, told):
         ("config: other.yaml\n", ["'config'"]),
         ("dim: wide\n", ["'wide'", "config"]),
         ("profile: 3\n", ["profile", "true or false"]),
-        ("", ["NoneType"]),
+        ("", ["holds nothing"]),
     ],
 )
 def test_a_mistake_in_a_config_file_names_the_place(tmp_path, content, told):

@@ -177,7 +177,7 @@ def require_same_run(directory: Path, saved: dict[str, Any], now: dict[str, Any]
     if changed := differences(saved, now):
         raise CheckpointError(
             f"{directory} belongs to another run ({'; '.join(changed)}); give the old values back,"
-            " or another --out_dir"
+            " or start afresh in another --out_dir"
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from minimind.config import RunConfig
 from minimind.errors import UsageError
-from minimind.flags import convert
+from minimind.flags import convert, nearest
 
 AUTO = "auto"
 MISSING = object()
@@ -129,6 +129,20 @@ ALWAYS = (
 
 # Likewise, once a file names Adam at all.
 ADAM = tuple(f"optimizer.params.{name}" for name in ("lr", "betas", "weight_decay", "torch_adam"))
+ADAM_PARAMS = (
+    *(
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "amsgrad",
+        "maximize",
+        "foreach",
+        "fused",
+        "capturable",
+    ),
+    *("torch_adam", "adam_w_mode", "bias_correction", "fp32_optimizer_states"),
+)
 OBJECTS = ("bf16", "fp16", "zero_optimization", "optimizer", "optimizer.params")
 
 
@@ -235,6 +249,9 @@ def _check(
     config: Mapping[str, Any], path: str, run: RunConfig, world_size: int, device: str
 ) -> None:
     """Nothing, or a UsageError: an "auto" nobody fills, a stage or a batch that cannot be."""
+    for name in config.get("optimizer", {}).get("params", {}):
+        if config["optimizer"].get("type") in ("Adam", "AdamW") and name not in ADAM_PARAMS:
+            raise UsageError(f"{path}: optimizer.params.{name}: {nearest(name, ADAM_PARAMS)}")
     left = [key for key, value in leaves(config).items() if value == AUTO]
     if left:
         raise UsageError(f'{path}: nothing fills "auto" of {", ".join(left)}; write a value there')

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import warnings
 from collections.abc import Iterator, Sequence
@@ -86,6 +87,8 @@ def build_engine(resolved: Resolved, model: MiniMindForCausalLM, device: str) ->
     import accelerate
     import deepspeed
     from accelerate.utils import DeepSpeedPlugin, DummyOptim, InitProcessGroupKwargs
+    from deepspeed.runtime.config import DeepSpeedConfigError
+    from pydantic import ValidationError
 
     deepspeed.ops.__dict__["__compatible_ops__"] = _without_shared_memory_op(deepspeed.ops)
     if run.deterministic:
@@ -112,8 +115,19 @@ def build_engine(resolved: Resolved, model: MiniMindForCausalLM, device: str) ->
     groups = parameter_groups(model, run.weight_decay)
     named = "optimizer" in resolved.config
     optimizer = DummyOptim(groups, lr=run.learning_rate) if named else adamw(groups, run)
-    prepared, _ = accelerator.prepare(model, optimizer)
+    try:
+        prepared, _ = accelerator.prepare(model, optimizer)
+    except (ValidationError, DeepSpeedConfigError) as error:  # its own check of nested sections
+        raise UsageError(f"{run.deepspeed_config}: {_first_fault(error)}; mend it there") from error
     return Engine(prepared, resolved, accelerator.device, parameters)
+
+
+def _first_fault(error: Exception) -> str:
+    """`section.key: what` of a pydantic error; the first line of any other."""
+    faults = getattr(error, "errors", list)()
+    if not faults:
+        return str(error).splitlines()[0]
+    return f"{'.'.join(map(str, faults[0]['loc']))}: {faults[0]['msg']}"
 
 
 def _without_shared_memory_op(ops: Any) -> dict[str, bool]:
@@ -141,7 +155,7 @@ def _peers() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or any(words in str(error) for words in LOST):
-            reason = str(error).splitlines()[0]
+            reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
             raise PeerError(
                 f"another rank is gone or does not answer ({reason}); run the same command again"
             ) from error

@@ -43,6 +43,8 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
     run, engine, last = desk.run, desk.engine, desk.schedule.total_steps
     clock = PhaseClock(engine.device)
     desk.report.begin(state.step)
+    if state.step == last and not desk.saver.has(last):  # finished elsewhere, resumed into here
+        report_save(desk, state)
     while state.step < last:
         desk.progress.step = state.step
         engine.seed(state.step)
@@ -57,14 +59,14 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
             desk.report.took(clock.take())
         if logging:
             report_step(desk, state, result)
-        if profiling:
-            desk.report.profile(state.step)
         if is_due(state.step, run.eval_interval, last) and len(desk.held_out.rows):
             report_evaluation(desk, state)
         if is_due(state.step, run.save_interval, last) or stopping:
             report_save(desk, state)
+        if profiling:
+            desk.report.profile(state.step)
         if stopping and state.step < last:
-            return state, PREEMPTED, f"stopped by {desk.stop.reason or 'request'}, saved"
+            return state, PREEMPTED, "stopped on request, saved"
     return state, 0, "done"
 
 

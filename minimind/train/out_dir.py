@@ -16,6 +16,7 @@ from minimind.config import RunConfig
 from minimind.errors import LockedError
 from minimind.files import storing, write_whole
 
+ONCE = ("config", "resume", "stop_at_step")  # asked of one start, not of the run
 END = "...\n"  # how YAML ends a document that is a bare value
 
 
@@ -46,9 +47,9 @@ def write_reference(out_dir: Path, run: RunConfig, deepspeed: dict[str, Any]) ->
     """`config.yaml`, with which `--config` repeats the run, and `ds_config.resolved.json`."""
     flags = asdict(run)
     sources = flags.pop("sources")
-    lines = ["# Every value in force in this run, and where it came from."]
+    lines = ["# The flags of this run; --config reads them back. Behind each: where it came from."]
     for name, value in flags.items():
-        if value is None or name == "config":
+        if value is None or name in ONCE:
             continue
         value = list(value) if isinstance(value, tuple) else value
         text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -37,13 +39,15 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     resolve(
         document, run.deepspeed_config, run, world_size, device
     )  # tell mistakes before the work
+    out_dir = Path(run.out_dir)
+    lock = claim(out_dir) if rank == 0 and out_dir.exists() else None  # before the long work
     prepared = prepare_data(run)
     run = with_tokenizer(run, prepared.tokenizer)
     resolved = resolve(document, run.deepspeed_config, run, world_size, device)
     run = resolved.run
     order, schedule = plan(run, prepared, world_size)
-    out_dir = Path(run.out_dir)
-    lock = claim(out_dir) if rank == 0 else None
+    if rank == 0 and lock is None:
+        lock = claim(out_dir)
     progress.out_dir = out_dir
     torch.manual_seed(run.seed)
     model = MiniMindForCausalLM(model_config(run, prepared.tokenizer))
@@ -255,9 +259,11 @@ def finish(desk: Desk, state: TrainState, status: int, reason: str) -> None:
     if status:
         desk.report.say(f"{reason} at step {state.step}; run the same command again to go on")
     else:
+        command = os.path.relpath(Path(sys.executable).parent / "minimind")
+        place = shlex.quote(desk.run.out_dir)
         desk.report.say(
             f"done: {state.step} steps, {state.tokens:,} tokens; try\n"
-            f"  minimind generate --checkpoint {desk.run.out_dir} --prompt ..."
+            f'  {command} generate --checkpoint {place} --prompt "..."'
         )
     sys.stdout.flush()
     desk.engine.barrier()

@@ -14,6 +14,8 @@ from tqdm import tqdm
 from minimind.metrics import Metrics
 from minimind.train.profile import mean_ms, profile_table
 
+PAUSES: tuple[str, ...] = ("evaluate", "checkpoint")
+
 
 class Report:
     """Rank 0's voice. Other ranks hold one too, and stay silent."""
@@ -35,7 +37,8 @@ class Report:
         self._since = time.perf_counter()
         self._since_line: list[dict[str, float]] = []  # phase times of the steps since then
         self._since_table: list[dict[str, float]] = []
-        self._pauses: dict[str, float] = {}  # ms between those steps, by cause
+        self._pauses: dict[str, float] = {}  # ms between the steps of a table, by cause
+        self._between_lines: dict[str, float] = {cause: 0.0 for cause in PAUSES}
 
     def say(self, text: str) -> None:
         """Print for people, past the progress bar."""
@@ -64,11 +67,13 @@ class Report:
         """One `step` event, with the phase times since the last one."""
         now = time.perf_counter()
         steps, self._since_line = self._since_line, []
+        between, self._between_lines = self._between_lines, {cause: 0.0 for cause in PAUSES}
         speed = len(steps) * tokens_per_step / max(1e-9, now - self._since)
         self._since = now
         line = {
             **line,
             **mean_ms(steps),
+            **{f"{cause}_ms": spent / max(1, len(steps)) for cause, spent in between.items()},
             "comm_ms": None,
             "tokens_per_second": speed,
             "mfu": None,
@@ -86,6 +91,7 @@ class Report:
     def pause(self, cause: str, milliseconds: float) -> None:
         """Time spent between steps, which no step is charged for."""
         self._pauses[cause] = self._pauses.get(cause, 0.0) + milliseconds
+        self._between_lines[cause] += milliseconds
         self._since += milliseconds / 1e3
 
     def profile(self, step: int) -> None:

@@ -58,6 +58,10 @@ class Saver:
         self._run_id = engine.gather(secrets.token_hex(4))[0]
         zero_state(engine.deepspeed)  # an engine that cannot be saved is refused now, not at step N
 
+    def has(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is published here, as rank 0 sees it."""
+        return self._on_rank_0(lambda: step_directory(self.root, step).is_dir())
+
     def save(self, state: TrainState) -> dict[str, Any]:
         """Publish `state` and return the `checkpoint_saved` event; durable when it returns."""
         started = time.perf_counter()
