@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from minimind.errors import RunError, UsageError
@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _at_least(bound: float) -> type:
+def _at_least(bound: float) -> Callable[[str], float]:
     kind = type(bound)
 
     def number(text: str) -> float:
@@ -47,7 +47,7 @@ def _at_least(bound: float) -> type:
         return value
 
     number.__name__ = "whole number" if kind is int else "number"
-    return number  # type: ignore[return-value]
+    return number
 
 
 def _share(text: str) -> float:

@@ -36,9 +36,7 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     device = choose_device(run)
     require_default_data(run)
     document = read_deepspeed_json(run.deepspeed_config)
-    resolve(
-        document, run.deepspeed_config, run, world_size, device
-    )  # tell mistakes before the work
+    resolve(document, run.deepspeed_config, run, world_size, device)  # mistakes before the work
     out_dir = Path(run.out_dir)
     lock = claim(out_dir) if rank == 0 and out_dir.exists() else None  # before the long work
     prepared = prepare_data(run)
@@ -52,6 +50,30 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     torch.manual_seed(run.seed)
     model = MiniMindForCausalLM(model_config(run, prepared.tokenizer))
     engine = build_engine(resolved, model, device)
+    desk = build_desk(run, prepared, order, schedule, engine, progress)
+    desk.report.say(f"resolved DeepSpeed configuration:\n{resolved.table()}")
+    state = start(desk, prepared)
+    if engine.rank == 0:
+        with storing(str(out_dir), "free some space, or give another --out_dir"):
+            write_reference(out_dir, run, resolved.config)
+        prepared.tokenizer.save(out_dir / "tokenizer")
+    state, status, reason = train(desk, state)
+    finish(desk, state, status, reason)
+    if lock:
+        lock.close()
+    return status
+
+
+def build_desk(
+    run: RunConfig,
+    prepared: Prepared,
+    order: Order,
+    schedule: Schedule,
+    engine: Engine,
+    progress: Progress,
+) -> Desk:
+    """What the loop works with; from here on a request to stop is remembered."""
+    out_dir = Path(run.out_dir)
     with storing(str(out_dir), "mend its rights, or give another --out_dir"):
         report = Report(
             out_dir,
@@ -60,7 +82,7 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
             is_speaker=engine.rank == 0,
             is_profiling=run.profile,
         )
-    desk = Desk(
+    return Desk(
         run=run,
         schedule=schedule,
         engine=engine,
@@ -77,17 +99,6 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
         stop=StopRequest(),
         progress=progress,
     )
-    report.say(f"resolved DeepSpeed configuration:\n{resolved.table()}")
-    state = start(desk, prepared)
-    if engine.rank == 0:
-        with storing(str(out_dir), "free some space, or give another --out_dir"):
-            write_reference(out_dir, run, resolved.config)
-        prepared.tokenizer.save(out_dir / "tokenizer")
-    state, status, reason = train(desk, state)
-    finish(desk, state, status, reason)
-    if lock:
-        lock.close()
-    return status
 
 
 def require_default_data(run: RunConfig) -> None:
