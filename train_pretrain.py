@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 
 from minimind.errors import RunError, one_line
 from minimind.flags import parse_flags
@@ -42,12 +43,11 @@ def tell(error: Exception, progress: Progress, debug: bool) -> int:
         return told.status
     if debug or told is not error:
         traceback.print_exception(error)
-    line = one_line("train_pretrain", told, progress.rank, progress.step)
-    print(line, file=sys.stderr, flush=True)
-    if progress.out_dir:
-        metrics = Metrics(progress.out_dir / "metrics.jsonl")
-        end = {"code": told.code, "status": told.status, "reason": str(told)}
-        metrics.write("exit", **end, step=progress.step)
+    print(one_line("train_pretrain", told, progress.rank, progress.step), file=sys.stderr)
+    end = {"code": told.code, "status": told.status, "reason": str(told), "step": progress.step}
+    with suppress(OSError):  # where the disk is full, the line above has to do
+        if progress.out_dir:
+            Metrics(progress.out_dir / "metrics.jsonl").write("exit", **end)
     return told.status
 
 

@@ -66,8 +66,8 @@ class Progress:
 class StopRequest:
     """Remembers that this process was asked to stop; the loop looks after every step.
 
-    Made when the loop begins. Until then a signal ends the process at once, as it should: there is
-    nothing to save, and a handler in Python would not run while a rank waits for its peers.
+    Made once the engine stands. Until then a signal ends the process at once, as it should: there
+    is nothing to save, and a handler in Python would not run while a rank waits for its peers.
     """
 
     def __init__(self) -> None:

@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.errors import DataError, LockedError, RunError, StorageError, UsageError
+from minimind.errors import (
+    CheckpointError,
+    DataError,
+    LockedError,
+    RunError,
+    StorageError,
+    UsageError,
+)
 from minimind.flags import parse_flags
 from minimind.process import Progress
 from minimind.train.out_dir import claim
@@ -110,6 +117,13 @@ def test_an_out_dir_that_cannot_be_written_is_a_storage_error(told, tmp_path):
     error = told("")
     assert isinstance(error, StorageError)
     assert str(tmp_path / "out") in str(error)
+
+
+def test_a_checkpoint_that_is_not_there_is_told_before_anything_is_written(told, tmp_path):
+    error = told("--resume nowhere")
+    assert isinstance(error, CheckpointError)
+    assert "nowhere: no such directory" in str(error)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_out_dir_in_use_names_its_holder(told, tmp_path):

@@ -119,14 +119,18 @@ def build_engine(resolved: Resolved, model: MiniMindForCausalLM, device: str) ->
         prepared, _ = accelerator.prepare(model, optimizer)
     except (ValidationError, DeepSpeedConfigError) as error:  # its own check of nested sections
         raise UsageError(f"{run.deepspeed_config}: {_first_fault(error)}; mend it there") from error
+    except TypeError as error:  # the optimizer's own check of its parameters
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise UsageError(f"{run.deepspeed_config}: optimizer.params: {error}; mend it") from error
     return Engine(prepared, resolved, accelerator.device, parameters)
 
 
 def _first_fault(error: Exception) -> str:
-    """`section.key: what` of a pydantic error; the first line of any other."""
+    """`key: what` of a pydantic error, the key as seen from its section; else its text."""
     faults = getattr(error, "errors", list)()
     if not faults:
-        return str(error).splitlines()[0]
+        return " ".join(str(error).split())
     return f"{'.'.join(map(str, faults[0]['loc']))}: {faults[0]['msg']}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -14,7 +15,7 @@ from minimind.data.batches import Batches, held_out_rows
 from minimind.data.order import Order
 from minimind.data.prepare import Prepared, prepare
 from minimind.data.tokenizer import Tokenizer
-from minimind.errors import DataError, UsageError
+from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.files import storing
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.process import Progress, StopRequest
@@ -35,6 +36,7 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     rank, world_size = launched_world()
     device = choose_device(run)
     require_default_data(run)
+    require_resume_path(run)
     document = read_deepspeed_json(run.deepspeed_config)
     resolve(document, run.deepspeed_config, run, world_size, device)  # mistakes before the work
     out_dir = Path(run.out_dir)
@@ -108,6 +110,12 @@ def require_default_data(run: RunConfig) -> None:
             f"no --data_path was given and {DEFAULT_DATA} is not here; give some text, for example:"
             " bash run_accelerate.sh --model tiny --data_path my_text.jsonl --out_dir out/mine"
         )
+
+
+def require_resume_path(run: RunConfig) -> None:
+    """Nothing, or a CheckpointError, told before anything is written, for a path not there."""
+    if run.resume not in ("auto", "none") and not Path(run.resume).is_dir():
+        raise CheckpointError(f"--resume {run.resume}: no such directory; name a step_ directory")
 
 
 def prepare_data(run: RunConfig) -> Prepared:
@@ -191,6 +199,7 @@ def held_out_of(run: RunConfig, prepared: Prepared) -> HeldOut:
 def texts(run: RunConfig, prepared: Prepared, engine: Engine) -> dict[str, bytes]:
     """Small files beside the tensors: enough to generate from a checkpoint alone."""
     return {
+        "ds_config.resolved.json": json.dumps(engine.resolved.config, indent=2).encode(),
         "config.json": engine.model.config.to_json_string().encode(),
         "tokenizer.model": prepared.tokenizer.path.read_bytes(),
     }

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from minimind.files import storing
 from minimind.metrics import Metrics
 from minimind.train.profile import mean_ms, profile_table
 
@@ -49,7 +50,8 @@ class Report:
     def event(self, name: str, **facts: Any) -> None:
         """Append to metrics.jsonl."""
         if self._metrics:
-            self._metrics.write(name, **facts)
+            with storing("metrics.jsonl", "free some space, or mend the path of --out_dir"):
+                self._metrics.write(name, **facts)
 
     def begin(self, step: int) -> None:
         """Show the bar from `step` on (terminals only) and start the clock of tokens/s."""

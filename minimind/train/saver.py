@@ -161,15 +161,13 @@ class Saver:
             if not candidates(path):
                 raise CheckpointError(f"--resume {asked}: holds no checkpoint; use auto or none")
             return candidates(path)
-        if not path.is_dir():
-            raise CheckpointError(f"--resume {asked}: no such directory; name a step_ directory")
         return [path]
 
     def _step_aside(self, step: int, rejected: set[Path]) -> None:
         for path in candidates(self.root):
             if path in rejected:
                 set_aside(path, "rejected")
-            elif path.name > step_directory(self.root, step).name:
+            elif int(path.name.removeprefix("step_")) > step:
                 set_aside(path, "abandoned")
 
     def _verify_together(self, path: Path) -> Rejected | None:

@@ -154,7 +154,7 @@ def test_an_unpublished_save_is_swept_at_the_next_start(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"), [("nowhere", "no such directory"), ("empty", "holds no checkpoint")]
+    ("asked", "told"), [("nowhere", "cannot be read"), ("empty", "holds no checkpoint")]
 )
 def test_a_named_checkpoint_that_is_not_there_is_an_error(tmp_path, asked, told):
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
