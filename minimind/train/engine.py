@@ -87,8 +87,6 @@ def build_engine(resolved: Resolved, model: MiniMindForCausalLM, device: str) ->
     import accelerate
     import deepspeed
     from accelerate.utils import DeepSpeedPlugin, DummyOptim, InitProcessGroupKwargs
-    from deepspeed.runtime.config import DeepSpeedConfigError
-    from pydantic import ValidationError
 
     deepspeed.ops.__dict__["__compatible_ops__"] = _without_shared_memory_op(deepspeed.ops)
     if run.deterministic:
@@ -115,15 +113,23 @@ def build_engine(resolved: Resolved, model: MiniMindForCausalLM, device: str) ->
     groups = parameter_groups(model, run.weight_decay)
     named = "optimizer" in resolved.config
     optimizer = DummyOptim(groups, lr=run.learning_rate) if named else adamw(groups, run)
+    prepared = _prepared(accelerator, model, optimizer, run.deepspeed_config)
+    return Engine(prepared, resolved, accelerator.device, parameters)
+
+
+def _prepared(accelerator: Any, model: Any, optimizer: Any, path: str) -> Any:
+    """The DeepSpeed engine; what DeepSpeed or the optimizer refuse in `path` is a UsageError."""
+    from deepspeed.runtime.config import DeepSpeedConfigError
+    from pydantic import ValidationError
+
     try:
-        prepared, _ = accelerator.prepare(model, optimizer)
+        return accelerator.prepare(model, optimizer)[0]
     except (ValidationError, DeepSpeedConfigError) as error:  # its own check of nested sections
-        raise UsageError(f"{run.deepspeed_config}: {_first_fault(error)}; mend it there") from error
+        raise UsageError(f"{path}: {_first_fault(error)}; mend it there") from error
     except TypeError as error:  # the optimizer's own check of its parameters
         if "unexpected keyword argument" not in str(error):
             raise
-        raise UsageError(f"{run.deepspeed_config}: optimizer.params: {error}; mend it") from error
-    return Engine(prepared, resolved, accelerator.device, parameters)
+        raise UsageError(f"{path}: optimizer.params: {error}; mend it") from error
 
 
 def _first_fault(error: Exception) -> str:
