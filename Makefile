@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 SAMPLE := out/sample
 
-.PHONY: help setup train test test-all check fix smoke clean
+.PHONY: help setup train test test-all check fix smoke matrix clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -49,6 +49,9 @@ fix: $(READY) ## mend what can be mended by machine
 
 smoke: $(READY) ## two processes, killed and resumed, compared step by step
 	$(BIN)/python -m pytest tests/distributed -k 'kill or resume'
+
+matrix: $(READY) ## ZeRO stage x dtype x accumulation x processes: do all curves agree? 6 minutes
+	$(BIN)/python -m tests.distributed.matrix
 
 clean: ## forget the sample run
 	rm -rf $(SAMPLE)

@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for a Ctrl-C before the loop
     progress = Progress(rank=int(os.environ.get("RANK", "0")))
     try:
-        run = parse_flags(argv, os.environ)
+        run = parse_flags(argv)
         from minimind.train.pretrain import pretrain  # imports torch: after the flags are read
 
         status = pretrain(run, progress)

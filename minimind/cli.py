@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from minimind.errors import RunError, UsageError
 
@@ -34,7 +35,30 @@ def build_parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--seed", type=_at_least(0), default=42)
     generate.add_argument("--debug", action="store_true", help="show tracebacks")
+    _add_plan(subs)
     return parser
+
+
+def _add_plan(subs: Any) -> None:
+    plan = subs.add_parser(
+        "plan",
+        help="what fits: memory, communication and FLOPs of every ZeRO stage",
+        description="Memory, communication and FLOPs of every ZeRO stage, and which one fits."
+        " Takes the flags of train_pretrain.py too (--model, --dim, --batch_size, --dtype,"
+        " --deepspeed_config, ...), of the same names and limits.",
+        allow_abbrev=False,
+    )
+    plan.add_argument(
+        "--gpus", "--world_size", "--world-size", type=_at_least(1), default=1, help="processes"
+    )
+    plan.add_argument(
+        "--memory", type=_bytes, help="of one GPU: 24GiB, 24GB (10^9 bytes), 80G (as GiB), 512MiB"
+    )
+    plan.add_argument(
+        "--peak_tflops", "--peak-tflops", type=_positive, help="of one GPU in --dtype, dense"
+    )
+    plan.add_argument("--mfu", type=_share, default=0.4, help="share of the peak that is reached")
+    plan.add_argument("--tokens", type=_positive, help="tokens to train on, say 1e9")
 
 
 def _at_least(bound: float) -> Callable[[str], float]:
@@ -57,6 +81,22 @@ def _share(text: str) -> float:
     return value
 
 
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and finite")
+    return value
+
+
+def _bytes(text: str) -> int:
+    """Bytes of `24GiB`, `24GB` or `24G`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT])(i?B)?", text.strip(), re.IGNORECASE)
+    if not found or float(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount such as 24GiB, 80G or 512MiB")
+    base = 1000 if (found[3] or "").lower() == "b" else 1024
+    return int(float(found[1]) * base ** ("KMGT".index(found[2].upper()) + 1))
+
+
 def run_generate(args: argparse.Namespace) -> None:
     """Print the prompt and its continuation; which checkpoint, and how fast, on stderr."""
     from minimind.generate import Sampling, generate, load_checkpoint  # imports torch
@@ -68,14 +108,26 @@ def run_generate(args: argparse.Namespace) -> None:
     print(f"[{path}, {speed:.0f} tokens/s]", file=sys.stderr)
 
 
-COMMANDS = {"generate": run_generate}
+def run_plan(args: argparse.Namespace) -> None:
+    """Print what every ZeRO stage would need, and what to type."""
+    from minimind.plan import Machine, plan
+
+    machine = Machine(args.gpus, args.memory, args.peak_tflops, args.mfu, args.tokens)
+    print(plan(args.run_flags, machine))
+
+
+COMMANDS = {"generate": run_generate, "plan": run_plan}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; its exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        args = build_parser().parse_args(words)
+        args, args.run_flags = build_parser().parse_known_args(words)
+        if args.run_flags and args.command != "plan":
+            raise UsageError(
+                f"unknown argument {args.run_flags[0]}; see minimind {args.command} --help"
+            )
         COMMANDS[args.command](args)
     except Exception as error:  # the one place that turns an ending into a line and a status
         if "--debug" in words or not isinstance(error, RunError):

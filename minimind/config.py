@@ -39,7 +39,17 @@ class RunConfig:
         "length",
         at_least=1,
     )
-    batch_size: int = flag("rows in one micro-batch of one process", 8, "length", at_least=1)
+    batch_size: int = flag(
+        "rows in one micro-batch of one process (with --split_batches: of all processes together)",
+        8,
+        "length",
+        at_least=1,
+    )
+    split_batches: bool = flag(
+        "count --batch_size over all processes, so that more of them do not change the step",
+        False,
+        "length",
+    )
     accumulation_steps: int = flag(
         "micro-batches per optimizer step of one process", 1, "length", at_least=1
     )
@@ -169,9 +179,10 @@ class RunConfig:
     profile: bool = flag("print where each step's time went", False, "output")
     profile_interval: int = flag("optimizer steps between profile tables", 10, "output", at_least=1)
 
-    deepspeed_config: str = flag(
-        "DeepSpeed JSON; its 'auto' values are filled from these flags",
-        str(DEFAULT_DEEPSPEED_CONFIG),
+    deepspeed_config: str | None = flag(
+        "DeepSpeed JSON, its 'auto' values filled from these flags; none: train without DeepSpeed"
+        " (default: what `accelerate launch` was told)",
+        None,
         "engine",
     )
     device: str = flag(
@@ -179,6 +190,15 @@ class RunConfig:
     )
     dist_timeout: int = flag(
         "seconds a rank waits for another before it gives up", 120, "engine", at_least=1
+    )
+    local_rank: int | None = flag(
+        "appended by the deepspeed launcher; the environment says the same",
+        None,
+        "engine",
+        at_least=0,
+    )
+    dry_run: bool = flag(
+        "print what every number would be and what it would cost, and end", False, "engine"
     )
     debug: bool = flag("show tracebacks and the launcher's own log", False, "engine")
     config: str | None = flag(
@@ -188,8 +208,23 @@ class RunConfig:
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def is_explicit(self, name: str) -> bool:
-        """Whether the value was asked for on the command line or in --config."""
-        return self.sources[name].startswith("--")
+        """Whether somebody asked for the value, so that another one contradicts it.
+
+        On the command line, in --config, in train(...) or in the Accelerate YAML: everywhere but
+        in our defaults and presets.
+        """
+        return not self.sources[name].startswith(("default", "model "))
+
+    def micro_batch_rows(self, world_size: int) -> int:
+        """Rows in one micro-batch of one process; a UsageError where they cannot be shared out."""
+        if not self.split_batches:
+            return self.batch_size
+        if self.batch_size % world_size:
+            raise UsageError(
+                f"batch_size = {self.batch_size} ({self.sources['batch_size']}) cannot be split"
+                f" over {world_size} processes (--split_batches); make it a multiple of them"
+            )
+        return self.batch_size // world_size
 
     def with_values(self, source: str, **values: Any) -> RunConfig:
         """The same run with these values, remembered as coming from `source`."""
@@ -201,6 +236,11 @@ FLAGS = {f.name: f for f in fields(RunConfig) if f.metadata}
 
 def check(run: RunConfig) -> None:
     """Nothing, or a UsageError about fields that do not fit one another."""
+    if run.max_steps and run.warmup_steps and run.warmup_steps > run.max_steps:
+        raise UsageError(
+            f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}) is more than"
+            f" max_steps = {run.max_steps} ({run.sources['max_steps']}); lower it, or train longer"
+        )
     if run.dim % run.n_heads:
         raise UsageError(
             f"dim = {run.dim} ({run.sources['dim']}) is not divisible by n_heads ="

@@ -1,7 +1,7 @@
 """The command line, --config files and model presets -> one `RunConfig`, every value with a source.
 
 Precedence: a flag on the command line > `--config FILE.yaml` > the model preset > the default.
-(The DeepSpeed file takes its place between the last two; see train/deepspeed_config.py.)
+(The Accelerate and DeepSpeed files come before the default; see train/literals.py.)
 Standard library and PyYAML only, so that a mistake is told before torch is imported.
 """
 
@@ -81,9 +81,14 @@ def _kind(spec: Any) -> str:
     return spec.type.split(" ")[0].split("[")[0]
 
 
-def parse_flags(argv: Sequence[str], environ: Mapping[str, str]) -> RunConfig:
+def parse_flags(argv: Sequence[str]) -> RunConfig:
     """The run that `argv` asks for, every field with its source; raises UsageError."""
-    given = _given(argv)
+    return run_of(_given(argv), "--{name}")
+
+
+def run_of(given: Mapping[str, Any], source: str) -> RunConfig:
+    """The run with these flags by name, `source` saying how they were given; raises UsageError."""
+    _known(given, "the arguments")
     values: dict[str, Any] = {}
     sources = dict.fromkeys(FLAGS, "default")
 
@@ -92,14 +97,14 @@ def parse_flags(argv: Sequence[str], environ: Mapping[str, str]) -> RunConfig:
             source = source_of.format(name=name)
             values[name], sources[name] = convert(name, raw, source), source
 
-    if path := environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):  # set by `accelerate launch`
-        take({"deepspeed_config": _beside_project(path)}, "the Accelerate YAML")
     from_file = load_yaml(given["config"], "--config") if "config" in given else {}
     _known(from_file, given.get("config"))
+    if "config" in from_file:
+        raise UsageError(f"'config' in {given['config']}: a file names no other; remove it")
     if preset := given.get("model", from_file.get("model")):
         take(load_preset(str(preset)), f"model {preset}")
     take(from_file, f"--config {given.get('config')}")
-    take(given, "--{name}")
+    take(given, source)
     run = RunConfig(**values, sources=sources)
     check(run)
     return run
@@ -125,28 +130,37 @@ def _underscored(word: str) -> str:
     return f"--{switch}{name.removeprefix(switch).replace('-', '_')}{equals}{value}"
 
 
-def _beside_project(path: str) -> str:
-    """A path of accelerate_config.yaml: as seen from here, else from the project's top folder."""
-    return path if Path(path).exists() or Path(path).is_absolute() else str(PROJECT / path)
-
-
 def nearest(name: str, names: Sequence[str]) -> str:
     """What to do about a name that is not among `names`: the closest one, if any is close."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else "--help lists every flag"
 
 
 def _known(found: Mapping[str, Any], where: str | None) -> None:
     for name in found:
-        if name not in FLAGS or name == "config":
+        if name not in FLAGS:
             raise UsageError(f"unknown key {name!r} in {where}; {nearest(name, list(FLAGS))}")
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's, but a key written twice is an error: it would let the last one win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                told = f"{name} is written twice"
+                raise yaml.MarkedYAMLError(problem=told, problem_mark=key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
 
 
 def load_yaml(path: str, source: str) -> dict[str, Any]:
     """The mapping in a YAML file; `source` says in an error who named the file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-        found = yaml.safe_load(text)
+        found = yaml.load(text, _Loader)
     except OSError as error:
         raise UsageError(f"{source} {path}: {error.strerror}; give a readable YAML file") from error
     except UnicodeDecodeError as error:
@@ -155,7 +169,7 @@ def load_yaml(path: str, source: str) -> dict[str, Any]:
         mark = error.problem_mark
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
         raise UsageError(f"{where}: {error.problem}; mend the YAML there") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a 30th of February, for one
         raise UsageError(f"{path}: {error}; mend the YAML") from error
     if not isinstance(found, dict):
         held = "nothing" if found is None else type(found).__name__
@@ -189,7 +203,7 @@ def convert(name: str, raw: Any, source: str) -> Any:
         return None
     try:
         value = _CONVERSIONS[kind](raw)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"{name} = {raw!r} ({source}) is not {_WORDS[kind]}; give one") from error
     _within_limits(name, value, source, spec.metadata)
     return value

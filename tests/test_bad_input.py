@@ -36,7 +36,7 @@ def told(monkeypatch, tmp_path, corpus):
     def run(flags: str) -> RunError:
         places = f"--cache_dir {tmp_path / 'cache'} --out_dir {tmp_path / 'out'} --device cpu"
         data = "" if "--data_path" in flags else f"--data_path {corpus}"
-        asked = parse_flags(f"{SHAPE} {places} {data} {flags}".split(), {})
+        asked = parse_flags(f"{SHAPE} {places} {data} {flags}".split())
         with pytest.raises(RunError) as caught:
             pretrain(asked, Progress())
         return caught.value

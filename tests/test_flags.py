@@ -4,7 +4,7 @@ import pytest
 
 from minimind.config import FLAGS
 from minimind.errors import UsageError
-from minimind.flags import build_parser, parse_flags
+from minimind.flags import build_parser, parse_flags, run_of
 
 SEED_LINE = (
     "--epochs 3 --batch_size 24 --learning_rate 2e-4 --dtype bfloat16 --accumulation_steps 32"
@@ -13,8 +13,8 @@ SEED_LINE = (
 )
 
 
-def parse(line: str, **environ: str):
-    return parse_flags(line.split(), environ)
+def parse(line: str):
+    return parse_flags(line.split())
 
 
 def test_the_seed_documents_line_means_what_it_says():
@@ -116,10 +116,30 @@ def test_a_mistake_in_a_config_file_names_the_place(tmp_path, content, told):
         assert words in str(caught.value)
 
 
-def test_the_accelerate_files_deepspeed_path_is_found_from_any_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run = parse("", ACCELERATE_DEEPSPEED_CONFIG_FILE="configs/ds_config.json")
-    assert run.deepspeed_config.endswith("/configs/ds_config.json")
-    assert run.sources["deepspeed_config"] == "the Accelerate YAML"
-    run = parse("--deepspeed_config x.json", ACCELERATE_DEEPSPEED_CONFIG_FILE="y.json")
-    assert run.deepspeed_config == "x.json"
+def test_split_batches_shares_the_batch_out_or_says_that_it_cannot():
+    run = parse("--batch_size 6 --split_batches")
+    assert (run.micro_batch_rows(2), run.micro_batch_rows(3)) == (3, 2)
+    assert parse("--batch_size 6").micro_batch_rows(4) == 6
+    with pytest.raises(UsageError, match=r"batch_size = 6 \(--batch_size\) cannot be split over 4"):
+        run.micro_batch_rows(4)
+
+
+def test_a_warm_up_longer_than_the_run_is_told_before_any_data_is_read():
+    with pytest.raises(UsageError, match=r"warmup_steps = 9 .* max_steps = 5"):
+        parse("--warmup_steps 9 --max_steps 5")
+
+
+def test_what_the_deepspeed_launcher_appends_is_accepted():
+    assert parse("--local_rank=1").local_rank == 1
+    assert parse("--local-rank 0").local_rank == 0
+
+
+def test_flags_by_keyword_are_told_as_such():
+    run = run_of({"batch_size": 3, "data_path": "a.jsonl"}, "train({name}=...)")
+    assert (run.batch_size, run.data_path) == (3, ("a.jsonl",))
+    assert run.sources["batch_size"] == "train(batch_size=...)"
+    assert run.is_explicit("batch_size")
+    with pytest.raises(UsageError, match="did you mean batch_size"):
+        run_of({"batch_sise": 3}, "train({name}=...)")
+    with pytest.raises(UsageError, match=r"train\(batch_size=...\)"):
+        run_of({"batch_size": 0}, "train({name}=...)")

@@ -35,7 +35,15 @@ def test_every_flag_named_exists():
         "checkpoint",
         "prompt",
         "max_new_tokens",
-    }  # of minimind generate, and argparse
+        "gpus",
+        "memory",
+        "tokens",
+        "peak_tflops",
+        "batch_sise",  # a mistake shown
+        "deepspeed_config_file",
+        "use_deepspeed",
+        "multi_gpu",
+    }  # of minimind generate and plan, argparse, and accelerate launch
     for name in re.findall(r"--([a-z][a-z_0-9]+)", README):
         assert name in FLAGS or name in beside, name
 

@@ -1,0 +1,35 @@
+"""The training of a run, and `minimind.train(...)`, which is this package called as a function.
+
+Notebooks know a run by that name, and `import minimind.train.loop` has to go on working: hence a
+module that can be called. Nothing heavy is imported before the call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+
+class _CallableModule(ModuleType):
+    def __call__(self, flags: Mapping[str, Any] | None = None, **more: Any) -> int:
+        """0 when the run is done, 75 when it stopped on request and saved itself.
+
+        Keywords, and the keys of `flags`, are the flags of train_pretrain.py: `train(model="tiny",
+        data_path=["text.jsonl"], deepspeed_config="configs/ds_config.json")`. Under
+        `notebook_launcher` every process calls it: `notebook_launcher(minimind.train, (flags,),
+        num_processes=2)`. Raises a RunError where train_pretrain.py would print one.
+        """
+        import os
+
+        from minimind.flags import run_of
+        from minimind.process import Progress
+        from minimind.train.pretrain import pretrain
+
+        run = run_of({**(flags or {}), **more}, "train({name}=...)")
+        return pretrain(run, Progress(rank=int(os.environ.get("RANK", "0"))))
+
+
+sys.modules[__name__].__class__ = _CallableModule
+__qualname__ = "train"  # torch's launcher asks a function for it

@@ -3,7 +3,7 @@
     out_dir/checkpoints/step_00000042/
         shard-R-of-N.safetensors   what rank R of N owned: fp32 weights and Adam moments
         buffers.safetensors        persistent buffers
-        state.json                 shapes, optimizer step, DeepSpeed's counters
+        state.json                 shapes, optimizer step, the engine's counters
         config.json tokenizer.model ds_config.resolved.json   what generate and a reader need
         manifest.json              written last: every file's size and sha256, and what the run was
 
@@ -23,7 +23,7 @@ from typing import Any
 from minimind.errors import CheckpointError
 from minimind.files import canonical_json, fingerprint, sha256_of, sync_directory, write_durably
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_(\d{8,})")
 

@@ -1,37 +1,51 @@
 """The DeepSpeed JSON with every "auto" filled from the run, and the source of each value.
 
-Pure: no deepspeed import. A literal that contradicts a flag somebody typed is an error naming both;
-a literal against a mere default wins and becomes the run's own number. Nothing is left "auto".
+Pure: no deepspeed import. A closed world: a key that DeepSpeed does not read, a literal against a
+number somebody asked for, or an "auto" nobody fills is a fault, and all faults are told together.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from minimind.config import RunConfig
 from minimind.errors import UsageError
-from minimind.flags import convert, nearest
-
-AUTO = "auto"
-MISSING = object()
+from minimind.launch import Launch
+from minimind.train import deepspeed_schema
+from minimind.train.autos import autos, never_left_out
+from minimind.train.combinations import combination_faults
+from minimind.train.literals import AUTO, MISSING, adopt_file, adopt_yaml_fields, get, put
+from minimind.train.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """What DeepSpeed is given, the run whose numbers it agrees with, and who set each value."""
+    """What the engine is made of, the run whose numbers it agrees with, and who set each value."""
 
-    config: dict[str, Any]
     run: RunConfig
-    sources: dict[str, str]
+    backend: str  # deepspeed, ddp or single
+    config: dict[str, Any] = field(default_factory=dict)  # for DeepSpeed; else empty
+    sources: dict[str, str] = field(default_factory=dict)
 
     @property
-    def zero_stage(self) -> int:
-        """The ZeRO stage in force."""
-        return int(self.config["zero_optimization"]["stage"])
+    def zero_stage(self) -> int | None:
+        """The ZeRO stage in force; None without DeepSpeed."""
+        return int(self.config["zero_optimization"]["stage"]) if self.config else None
+
+    @property
+    def scheduler(self) -> str | None:
+        """The type of DeepSpeed's scheduler where one sets the learning rate, else None."""
+        return self.config.get("scheduler", {}).get("type")
+
+    @property
+    def optimizer(self) -> str:
+        """The name of the optimizer: the file's, else torch's AdamW."""
+        written = self.config.get("optimizer", {}).get("type")
+        return deepspeed_schema.optimizer_name(written) or "AdamW"
 
     def table(self) -> str:
         """One line per value: key path, value, source."""
@@ -44,7 +58,8 @@ class Resolved:
 def read_deepspeed_json(path: str) -> dict[str, Any]:
     """The JSON object in `path`; a UsageError with line and column when it is none."""
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        config = json.loads(text, object_pairs_hook=_without_repeats)
     except OSError as error:
         raise UsageError(
             f"--deepspeed_config {path}: {error.strerror}; name a DeepSpeed JSON file"
@@ -55,9 +70,22 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
         raise UsageError(
             f"{path}:{error.lineno}:{error.colno}: {error.msg}; mend the JSON there"
         ) from error
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+        raise UsageError(f"{path}: {error}; mend the JSON") from error
+    except KeyError as error:
+        raise UsageError(f"{path}: {error.args[0]} is written twice; remove one") from error
     if not isinstance(config, dict):
         raise UsageError(f"{path}: holds {type(config).__name__}, not a JSON object; write one")
     return config
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:  # the json module would let the last one win
+            raise KeyError(key)
+        found[key] = value
+    return found
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -72,224 +100,74 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def resolve(
-    written: Mapping[str, Any], path: str, run: RunConfig, world_size: int, device: str
+    written: Mapping[str, Any],
+    path: str,
+    run: RunConfig,
+    world_size: int,
+    device: str,
+    schedule: Schedule | None = None,
+    launch: Launch | None = None,
 ) -> Resolved:
-    """`written` (read from `path`) and `run` made to agree, for so many processes on `device`."""
+    """`written` (read from `path`) and `run` made to agree, for so many processes on `device`.
+
+    Without `schedule` (before the data is read) a run of unknown length counts as one step beyond
+    its warm-up. Raises a UsageError of every fault found.
+    """
     config: dict[str, Any] = json.loads(json.dumps(written))
-    if "scheduler" in config:
-        raise UsageError(
-            f"{path}: scheduler: the learning rate is set by --schedule, --warmup_steps and"
-            " --min_lr_ratio; remove the block"
-        )
-    _require_objects(config, path)
-    run = _adopt_dtype(config, path, run)
-    problems: list[str] = []
-    for key, name in FLAG_OF.items():
-        literal = _get(config, key)
-        if literal is not MISSING and literal != AUTO:
-            run = _adopt(run, name, literal, f"{path}: {key}", problems)
-    betas = _get(config, "optimizer.params.betas")
-    if isinstance(betas, list) and len(betas) == 2:
-        for name, literal in zip(("beta1", "beta2"), betas, strict=True):
-            run = _adopt(run, name, literal, f"{path}: optimizer.params.betas", problems)
-    if problems:
-        raise UsageError("; ".join(problems))
-    stage = _get(config, "zero_optimization.stage")
-    filled = _filled(run, world_size, device, 0 if stage in (MISSING, AUTO) else stage)
-    sources = {key: path for key in leaves(config)}
-    always = ALWAYS + (ADAM if _get(config, "optimizer.type") in ("Adam", "AdamW") else ())
-    for key, (value, source) in filled.items():
-        literal = _get(config, key)
-        wanted = literal == AUTO or (literal is MISSING and key in always)
-        if wanted:
-            _set(config, key, value)
-            sources[key] = source
-    _check(config, path, run, world_size, device)
-    return Resolved(config, run, {key: sources[key] for key in leaves(config)})
+    faults: list[str] = []
+    from_yaml = adopt_yaml_fields(config, path, launch, faults) if launch else {}
+    faults += deepspeed_schema.faults(config, path)
+    found = {key: get(config, key) for key in OBJECTS}
+    odd = {k: v for k, v in found.items() if v is not MISSING and not isinstance(v, dict)}
+    odd = {k: v for k, v in odd.items() if v is not None or "offload" not in k}  # null is none
+    if odd:  # what follows looks into these
+        told = [
+            f"{path}: {k} is {json.dumps(v)}, not an object; write {{...}}" for k, v in odd.items()
+        ]
+        raise fault_error(faults + told)
+    run = adopt_file(config, path, run, world_size, faults)
+    sources = {key: path for key in leaves(config)} | from_yaml
+    _fill(config, sources, run, world_size, device, schedule)
+    faults += _left(config, path)
+    faults += combination_faults(config, path, run, world_size, device, sources)
+    if faults:
+        raise fault_error(faults)
+    return Resolved(run, "deepspeed", config, {key: sources[key] for key in leaves(config)})
 
 
-FLAG_OF = {
-    "train_micro_batch_size_per_gpu": "batch_size",
-    "gradient_accumulation_steps": "accumulation_steps",
-    "gradient_clipping": "grad_clip",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.weight_decay": "weight_decay",
-}
-# DeepSpeed has a default of its own for each of these (clipping: 1.0), so they are always written.
-ALWAYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "bf16.enabled",
-    "fp16.enabled",
-    "zero_optimization.stage",
-)
+def fault_error(faults: list[str]) -> UsageError:
+    """All of them as one error, numbered where there are several."""
+    unique = list(dict.fromkeys(faults))
+    if len(unique) == 1:
+        return UsageError(unique[0])
+    numbered = " ".join(f"({n}) {fault}." for n, fault in enumerate(unique, 1))
+    return UsageError(f"{len(unique)} faults: {numbered}")
 
 
-# Likewise, once a file names Adam at all.
-ADAM = tuple(f"optimizer.params.{name}" for name in ("lr", "betas", "weight_decay", "torch_adam"))
-ADAM_PARAMS = (
-    *(
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "amsgrad",
-        "maximize",
-        "foreach",
-        "fused",
-        "capturable",
-    ),
-    *("torch_adam", "adam_w_mode", "bias_correction", "fp32_optimizer_states"),
-)
-OBJECTS = ("bf16", "fp16", "zero_optimization", "optimizer", "optimizer.params")
+OBJECTS = ("bf16", "fp16", "zero_optimization", "optimizer", "optimizer.params", "scheduler")
+OBJECTS += ("scheduler.params", "zero_optimization.offload_optimizer")
+OBJECTS += ("zero_optimization.offload_param",)
 
 
-def _require_objects(config: Mapping[str, Any], path: str) -> None:
-    for key in OBJECTS:
-        value = _get(config, key)
-        if value is not MISSING and not isinstance(value, dict):
-            raise UsageError(f"{path}: {key} is {json.dumps(value)}, not an object; write {{...}}")
-
-
-def _adopt(run: RunConfig, name: str, literal: Any, where: str, problems: list[str]) -> RunConfig:
-    """The run with `literal` as its `name`, unless a typed flag says otherwise."""
-    current = getattr(run, name)
-    try:
-        value = convert(name, literal, where)
-    except UsageError as error:
-        problems.append(str(error))
-        return run
-    if value == current:
-        return run
-    if run.is_explicit(name):
-        problems.append(
-            f"{where} is {literal} but {run.sources[name]} says {name} = {current}; drop the flag,"
-            f' or write "auto" in the file'
-        )
-        return run
-    return run.with_values(where, **{name: value})
-
-
-def _adopt_dtype(config: Mapping[str, Any], path: str, run: RunConfig) -> RunConfig:
-    """The run in the precision the file's bf16 / fp16 blocks spell out, if they do."""
-    asked = {name: _get(config, f"{key}.enabled") for key, name in DTYPE_BLOCKS.items()}
-    on = [name for name, value in asked.items() if value is True]
-    if len(on) > 1:
-        raise UsageError(f"{path}: bf16.enabled and fp16.enabled are both true; turn one off")
-    if not on and asked.get(run.dtype) is not False:
-        return run
-    dtype = on[0] if on else "float32"
-    if dtype == run.dtype:
-        return run
-    key = next(k for k, name in DTYPE_BLOCKS.items() if name in (dtype, run.dtype))
-    where = f"{path}: {key}.enabled"
-    if run.is_explicit("dtype"):
-        raise UsageError(
-            f"{where} is {json.dumps(asked[DTYPE_BLOCKS[key]])} but {run.sources['dtype']} says"
-            f' dtype = {run.dtype}; drop the flag, or write "auto" in the file'
-        )
-    return run.with_values(where, dtype=dtype)
-
-
-DTYPE_BLOCKS = {"bf16": "bfloat16", "fp16": "float16"}
-
-
-def _filled(run: RunConfig, world_size: int, device: str, stage: Any) -> dict[str, tuple[Any, str]]:
-    """What each "auto" becomes, and why."""
-
-    def by(name: str) -> str:
-        return f"{name} ({run.sources[name]})"
-
-    width = run.dim
-    block = 12 * width**2  # dim x dim, the usual choice, is 64 all-reduces a step for tiny
-    overlap = device == "cuda" and world_size > 1
-    # DeepSpeed's fused AdamW has no checkpoint adapter where the optimizer is not partitioned.
-    torch_adam = device == "cpu" or run.deterministic or stage == 0
-    return {
-        "train_micro_batch_size_per_gpu": (run.batch_size, by("batch_size")),
-        "gradient_accumulation_steps": (run.accumulation_steps, by("accumulation_steps")),
-        "train_batch_size": (
-            run.batch_size * run.accumulation_steps * world_size,
-            f"derived: batch_size x accumulation_steps x {world_size} processes",
-        ),
-        "gradient_clipping": (run.grad_clip, by("grad_clip")),
-        "bf16.enabled": (run.dtype == "bfloat16", by("dtype")),
-        "fp16.enabled": (run.dtype == "float16", by("dtype")),
-        "zero_optimization.stage": (0, "DeepSpeed's default: no stage is named"),
-        "zero_optimization.overlap_comm": (
-            overlap,
-            "derived: several GPUs" if overlap else "derived: not several GPUs",
-        ),
-        "zero_optimization.reduce_bucket_size": (block, "derived: 12 x dim x dim, about a block"),
-        "zero_optimization.allgather_bucket_size": (
-            block,
-            "derived: 12 x dim x dim, about a block",
-        ),
-        "zero_optimization.stage3_prefetch_bucket_size": (
-            width**2 * 9 // 10,
-            "derived: 0.9 x dim x dim",
-        ),
-        "zero_optimization.stage3_param_persistence_threshold": (width * 10, "derived: 10 x dim"),
-        "optimizer.params.lr": (run.learning_rate, by("learning_rate")),
-        "optimizer.params.betas": ([run.beta1, run.beta2], "beta1, beta2"),
-        "optimizer.params.eps": (1e-8, "AdamW's default"),
-        "optimizer.params.weight_decay": (run.weight_decay, by("weight_decay")),
-        "optimizer.params.torch_adam": (
-            torch_adam,
-            "derived: CPU, --deterministic or stage 0"
-            if torch_adam
-            else "derived: GPU, fused AdamW",
-        ),
-    }
-
-
-def _check(
-    config: Mapping[str, Any], path: str, run: RunConfig, world_size: int, device: str
+def _fill(
+    config: dict[str, Any],
+    sources: dict[str, str],
+    run: RunConfig,
+    world_size: int,
+    device: str,
+    schedule: Schedule | None,
 ) -> None:
-    """Nothing, or a UsageError: an "auto" nobody fills, a stage or a batch that cannot be."""
-    for name in config.get("optimizer", {}).get("params", {}):
-        if config["optimizer"].get("type") in ("Adam", "AdamW") and name not in ADAM_PARAMS:
-            raise UsageError(f"{path}: optimizer.params.{name}: {nearest(name, ADAM_PARAMS)}")
-    left = [key for key, value in leaves(config).items() if value == AUTO]
-    if left:
-        raise UsageError(f'{path}: nothing fills "auto" of {", ".join(left)}; write a value there')
-    stage = _get(config, "zero_optimization.stage")
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise UsageError(
-            f"{path}: zero_optimization.stage is {json.dumps(stage)}; write 0, 1, 2 or 3"
-        )
-    rows = run.batch_size * run.accumulation_steps * world_size
-    if config["train_batch_size"] != rows:
-        raise UsageError(
-            f"{path}: train_batch_size is {config['train_batch_size']}, but {run.batch_size} rows x"
-            f" {run.accumulation_steps} micro-batches x {world_size} processes = {rows}; write"
-            ' "auto" there, or change --batch_size or --accumulation_steps'
-        )
-    if run.dtype == "float16" and device == "cpu":
-        raise UsageError(
-            f"dtype = float16 ({run.sources['dtype']}) needs a GPU; use bfloat16 or float32 here"
-        )
-    if run.dtype == "float16" and stage == 0:
-        raise UsageError(
-            "dtype = float16 trains wrongly at ZeRO stage 0 in DeepSpeed 0.19.8 (gradients are"
-            f" unscaled that were never scaled); use bfloat16, or stage 1 to 3 in {path}"
-        )
+    """Write into `config` what is "auto" or must not be left out, and its source."""
+    needed = never_left_out(config)
+    for key, (value, source) in autos(config, run, world_size, device, schedule).items():
+        literal = get(config, key)
+        if literal == AUTO or (literal is MISSING and key in needed):
+            put(config, key, value)
+            sources[key] = source
 
 
-def _get(config: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted path, or `MISSING`."""
-    value: Any = config
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return MISSING
-        value = value[part]
-    return value
-
-
-def _set(config: dict[str, Any], key: str, value: Any) -> None:
-    *parents, last = key.split(".")
-    for part in parents:
-        config = config.setdefault(part, {})
-    config[last] = value
+def _left(config: Mapping[str, Any], path: str) -> list[str]:
+    keys = [key for key, value in leaves(config).items() if value == AUTO]
+    return (
+        [f'{path}: nothing fills "auto" of {", ".join(keys)}; write a value there'] if keys else []
+    )

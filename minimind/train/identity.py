@@ -21,7 +21,7 @@ def facts(
     identity = {
         "batch": {"rows_per_step": order.rows_per_step, "max_seq_len": run.max_seq_len},
         "schedule": {
-            "shape": schedule.shape,
+            "shape": engine.resolved.config.get("scheduler", schedule.shape),
             "total_steps": schedule.total_steps,
             "warmup_steps": schedule.warmup_steps,
             "min_lr_ratio": schedule.min_ratio,
@@ -31,7 +31,7 @@ def facts(
             "weight_decay": run.weight_decay,
             "betas": [run.beta1, run.beta2],
             "grad_clip": run.grad_clip,
-            "optimizer": engine.resolved.config.get("optimizer", {}).get("type", "AdamW"),
+            "optimizer": engine.resolved.optimizer,
         },
         "data": {"sha256": prepared.manifest["fingerprint"], "rows": order.n_rows},
         "tokenizer": {"sha256": prepared.tokenizer.fingerprint},

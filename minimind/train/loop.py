@@ -93,7 +93,7 @@ def report_step(desk: Desk, state: TrainState, result: StepResult) -> None:
 def report_evaluation(desk: Desk, state: TrainState) -> None:
     """Validate, and tell."""
     started = time.perf_counter()
-    found = evaluate(desk.engine, desk.held_out, desk.run.batch_size)
+    found = evaluate(desk.engine, desk.held_out, desk.run.micro_batch_rows(desk.engine.world_size))
     desk.report.event("eval", step=state.step, **found)
     desk.report.say(
         f"step {state.step}: validation loss {found['val_loss']:.4f},"

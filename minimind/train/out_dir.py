@@ -16,7 +16,13 @@ from minimind.config import RunConfig
 from minimind.errors import LockedError
 from minimind.files import storing, write_whole
 
-ONCE = ("config", "resume", "stop_at_step")  # asked of one start, not of the run
+ONCE = (
+    "config",
+    "resume",
+    "stop_at_step",
+    "local_rank",
+    "dry_run",
+)  # asked of one start, not of the run
 END = "...\n"  # how YAML ends a document that is a bare value
 
 

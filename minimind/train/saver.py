@@ -34,7 +34,6 @@ from minimind.train.checkpoint import (
 from minimind.train.engine import Engine
 from minimind.train.state import TrainState
 from minimind.train.tensor_files import RunFiles, shard_name, write_runs, write_tensors
-from minimind.train.zero_state import counters, restore_counters, zero_state
 
 BUFFERS = "buffers.safetensors"
 
@@ -56,7 +55,7 @@ class Saver:
         self.facts = facts  # goes into the manifest; facts["identity"] may not change on resume
         self.texts = texts  # small files kept beside the tensors, by name
         self._run_id = engine.gather(secrets.token_hex(4))[0]
-        zero_state(engine.deepspeed)  # an engine that cannot be saved is refused now, not at step N
+        engine.backend.state()  # an engine that cannot be saved is refused now, not at step N
 
     def has(self, step: int) -> bool:
         """Whether a checkpoint of `step` is published here, as rank 0 sees it."""
@@ -90,7 +89,7 @@ class Saver:
     def _write_own_files(self, tmp: Path, state: TrainState) -> list[dict[str, Any]]:
         engine = self.engine
         tmp.mkdir(parents=True, exist_ok=True)
-        held = zero_state(engine.deepspeed)
+        held = engine.backend.state()
         shard = tmp / shard_name(engine.rank, engine.world_size)
         write_runs(shard, held.runs(engine.rank, engine.world_size))
         written = [shard]
@@ -99,7 +98,7 @@ class Saver:
             about = {
                 "parameters": _shapes(engine.model),
                 "optimizer_step": held.optimizer_step(),
-                "deepspeed": counters(engine.deepspeed),
+                "counters": engine.backend.counters(),
             }
             texts = {**self.texts, "state.json": json.dumps(about, indent=1).encode()}
             for name, content in texts.items():
@@ -181,7 +180,7 @@ class Saver:
         about = self._on_rank_0(lambda: json.loads((path / "state.json").read_bytes()))
         if about["parameters"] != _shapes(engine.model):
             raise CheckpointError(f"{path}: has other parameters than this model", cause_rank=0)
-        held = zero_state(engine.deepspeed)
+        held = engine.backend.state()
 
         def fill() -> None:
             held.fill(RunFiles(path, manifest["world_size"]).read, about["optimizer_step"])
@@ -191,7 +190,7 @@ class Saver:
 
         self._together(fill)
         held.refresh()
-        restore_counters(engine.deepspeed, about["deepspeed"])
+        engine.backend.restore_counters(about["counters"])
 
 
 def _shapes(model: torch.nn.Module) -> dict[str, list[int]]:

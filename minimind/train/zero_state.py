@@ -19,8 +19,13 @@ from torch import Tensor
 
 from minimind.errors import CheckpointError
 
-MASTER, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
-KNOWN_OPTIMIZERS = ("Adam", "AdamW", "FusedAdam")
+MASTER, ADAM = "fp32", ("exp_avg", "exp_avg_sq")
+# What each optimizer remembers of every weight.
+MOMENTS = {
+    **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"), ADAM),
+    **dict.fromkeys(("FusedLion", "DeepSpeedCPULion"), ("exp_avg",)),
+    "SGD": ("momentum_buffer",),
+}
 
 
 @dataclass(frozen=True)
@@ -67,14 +72,21 @@ class ZeroState:
             if not part.length:
                 continue
             yield f"{MASTER}|{part.name}|{part.start}", part.view(part.owner)
-            for kind in MOMENTS:
-                if kind in self.base.state.get(part.owner, {}):
-                    moment = self.base.state[part.owner][kind]
+            for kind in self.kinds:
+                moment = self.base.state.get(part.owner, {}).get(kind)
+                if moment is not None:
                     yield f"{kind}|{part.name}|{part.start}", part.view(moment)
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The moments that the base optimizer keeps."""
+        name = type(self.base).__name__
+        has_none = name == "SGD" and not any(g["momentum"] for g in self.base.param_groups)
+        return () if has_none else MOMENTS[name]
+
     def optimizer_step(self) -> int | None:
-        """Updates the base optimizer has counted; None before the first."""
-        steps = [int(s["step"]) for s in self.base.state.values() if "step" in s]
+        """Updates the base optimizer has counted (SGD: 0, it counts none); None before any."""
+        steps = [int(s.get("step", 0)) for s in self.base.state.values() if s]
         return max(steps, default=None)
 
     def fill(self, read: Callable[[str, str, int, int], Tensor], step: int | None) -> None:
@@ -90,11 +102,14 @@ class ZeroState:
                 self.base.state[owner] = self._fresh_moments(owner, step)
         for f in self.fragments:
             f.view(f.owner).copy_(read(MASTER, f.name, f.start, f.length))
-            for kind in MOMENTS if step is not None else ():
+            for kind in self.kinds if step is not None else ():
                 f.view(self.base.state[f.owner][kind]).copy_(read(kind, f.name, f.start, f.length))
 
     def _fresh_moments(self, owner: Tensor, step: int) -> dict[str, Any]:
-        moments = {k: torch.zeros_like(owner, memory_format=torch.preserve_format) for k in MOMENTS}
+        keep = torch.preserve_format
+        moments = {k: torch.zeros_like(owner, memory_format=keep) for k in self.kinds}
+        if type(self.base).__name__ == "SGD":
+            return moments
         if type(self.base).__module__.startswith("torch."):
             on_device = self.base.defaults.get("fused") or self.base.defaults.get("capturable")
             place = owner.device if on_device else torch.device("cpu")
@@ -105,13 +120,16 @@ class ZeroState:
 
 
 def zero_state(engine: Any) -> ZeroState:
-    """This rank's part of a DeepSpeed engine's state; a CheckpointError names an unknown one."""
+    """This rank's part of an engine's state; a CheckpointError names an unknown optimizer.
+
+    `engine` has the module and the optimizer: DeepSpeed's engine, or a plain backend.
+    """
     wrapper = engine.optimizer
     base = getattr(wrapper, "optimizer", wrapper)
-    if type(base).__name__ not in KNOWN_OPTIMIZERS:
+    if type(base).__name__ not in MOMENTS:
         raise CheckpointError(
-            f"no checkpoints of the optimizer {type(base).__name__} yet; use AdamW in the DeepSpeed"
-            " file"
+            f"no checkpoints of the optimizer {type(base).__name__} yet; name Adam, AdamW, Lion or"
+            " SGD in the DeepSpeed file"
         )
     adapter = ADAPTERS.get(type(wrapper).__name__)
     if adapter is None:
@@ -170,7 +188,7 @@ def _sharded_weights(engine: Any, base: Any, names: dict[Any, str]) -> ZeroState
 
 
 def _replicated_masters(engine: Any, base: Any, names: dict[Any, str]) -> ZeroState:
-    """Stage 0 in bf16: a full fp32 copy beside each parameter, on every rank."""
+    """Stage 0 or no DeepSpeed, in bf16: a full fp32 copy beside each parameter, on every rank."""
     z = engine.optimizer
     pairs = [
         (low, master)
@@ -201,33 +219,9 @@ def _nothing() -> None:
     pass
 
 
-COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-def counters(engine: Any) -> dict[str, Any]:
-    """What DeepSpeed counts, and the state of its loss scaler in fp16; plain numbers."""
-    scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
-    kept = {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)}
-    return {**{name: getattr(engine, name) for name in COUNTERS}, "loss_scaler": kept}
-
-
-def restore_counters(engine: Any, saved: dict[str, Any]) -> None:
-    """Set what `counters` returned.
-
-    Micro-batches are counted anew from the steps: by their number DeepSpeed knows when a window is
-    whole, and another split of the same global batch has another number of them.
-    """
-    for name in COUNTERS:
-        setattr(engine, name, saved[name])
-    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
-    for name, value in saved["loss_scaler"].items() if engine.fp16_enabled() else ():
-        setattr(engine.optimizer.loss_scaler, name, value)
-
-
 ADAPTERS = {
     "DeepSpeedZeroOptimizer": _partitioned,
     "DeepSpeedZeroOptimizer_Stage3": _sharded_weights,
-    "FP16_UnfusedOptimizer": _replicated_masters,
-    **dict.fromkeys(("Adam", "AdamW"), _plain),
+    **dict.fromkeys(("FP16_UnfusedOptimizer", "MasterWeights"), _replicated_masters),
+    **dict.fromkeys(("Adam", "AdamW", "SGD"), _plain),
 }

@@ -13,6 +13,11 @@ FP32 = "--dtype float32"
 LONGER = "--max_steps 60 --save_interval 6"  # long enough to be killed in the middle
 
 
+def largest_relative_difference(one: list[float], other: list[float]) -> float:
+    assert len(one) == len(other) == 20
+    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
+
+
 @pytest.fixture(scope="session")
 def unbroken(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """bf16, ZeRO-2, two processes, saved and validated on the way."""

@@ -17,14 +17,9 @@ import psutil
 import pytest
 
 from tests.conftest import Launcher, Run
-from tests.distributed.conftest import FP32, LONGER, config_of_stage
+from tests.distributed.conftest import FP32, LONGER, config_of_stage, largest_relative_difference
 
 pytestmark = pytest.mark.launch
-
-
-def largest_relative_difference(one: list[float], other: list[float]) -> float:
-    assert len(one) == len(other) == 20
-    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
 
 
 def test_a_run_ends_well_and_says_what_ran(unbroken: Run):
@@ -152,6 +147,22 @@ def test_one_process_of_four_is_two_of_two(launch: Launcher, fp32: Run, tmp_path
     assert [s["rows"] for s in one.events("step")] == [s["rows"] for s in fp32.events("step")]
 
 
+def test_ddp_is_deepspeed_and_split_batches_counts_over_all_processes(
+    launch: Launcher, fp32: Run, tmp_path: Path
+):
+    flags = f"{FP32} --deepspeed_config none --split_batches --batch_size 4"
+    ddp = launch.run(tmp_path, flags)
+    assert ddp.status == 0, ddp.stderr
+    (start,) = ddp.events("run_start")
+    assert (start["backend"], start["zero_stage"], start["world_size"]) == ("ddp", None, 2)
+    assert "2 rows x 2 micro-batches x 2 processes = 8 rows, 512 tokens" in ddp.stdout
+    assert largest_relative_difference(ddp.losses(), fp32.losses()) < 2e-6
+    for name in ("lr", "rows", "tokens"):
+        assert [s[name] for s in ddp.events("step")] == [s[name] for s in fp32.events("step")]
+    norms = [s["grad_norm"] for s in fp32.events("step")]
+    assert [s["grad_norm"] for s in ddp.events("step")] == pytest.approx(norms, rel=1e-4)
+
+
 def wait_for(started: subprocess.Popen[str], out_dir: Path, words: str) -> None:
     """Until metrics.jsonl holds `words`."""
     metrics = out_dir / "metrics.jsonl"
@@ -209,12 +220,22 @@ def test_a_stopped_run_goes_on_bit_for_bit_in_bf16(stage: int, launch: Launcher,
     assert resumed.curve() == whole.curve()[9:]
 
 
-@pytest.mark.parametrize(("processes", "accumulation", "stage"), [(1, 4, 3), (4, 1, 0)])
+@pytest.mark.parametrize(
+    ("processes", "accumulation", "stage"), [(1, 4, 3), (4, 1, 0), (2, 2, None)]
+)
 def test_a_checkpoint_goes_on_at_another_world_size_and_stage(
-    processes: int, accumulation: int, stage: int, launch: Launcher, fp32: Run, tmp_path: Path
+    processes: int,
+    accumulation: int,
+    stage: int | None,
+    launch: Launcher,
+    fp32: Run,
+    tmp_path: Path,
 ):
-    """Saved after an odd number of steps: the windows of micro-batches must begin anew."""
-    config = config_of_stage(stage, tmp_path)
+    """Saved after an odd number of steps: the windows of micro-batches must begin anew.
+
+    Stage None is without DeepSpeed.
+    """
+    config = "none" if stage is None else config_of_stage(stage, tmp_path)
     saved = fp32.out_dir / "checkpoints" / "step_00000009"
     resumed = launch.run(
         tmp_path / "out",

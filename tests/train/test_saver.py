@@ -18,6 +18,7 @@ from torch import nn
 from minimind.errors import CheckpointError, NumericError, StorageError
 from minimind.flags import parse_flags
 from minimind.train import saver as saver_module
+from minimind.train.backends import DeepSpeedBackend
 from minimind.train.checkpoint import candidates, verify
 from minimind.train.optimizer import adamw, parameter_groups
 from minimind.train.saver import Saver, load_weights
@@ -43,18 +44,21 @@ class Engine:
 
     def __init__(self, seed: int, other: Any = None) -> None:
         self.model = Model(seed)
-        run = parse_flags(["--learning_rate", "0.1", "--beta2", "0.9"], {})
+        run = parse_flags(["--learning_rate", "0.1", "--beta2", "0.9"])
         self.optimizer = adamw(parameter_groups(self.model, 0.1), run)
         self.deepspeed = SimpleNamespace(
             module=self.model,
             optimizer=self.optimizer,
             fp16_enabled=lambda: False,
             gradient_accumulation_steps=lambda: 4,
+            train_batch_size=lambda: 8,
+            lr_scheduler=None,
             global_steps=0,
             global_samples=0,
             micro_steps=0,
             skipped_steps=0,
         )
+        self.backend = DeepSpeedBackend(self.deepspeed)
         self.rank, self.world_size = 0, 1
         self.other = other
 
@@ -199,8 +203,8 @@ def test_a_rank_that_cannot_write_is_named_to_all(tmp_path):
 
 def test_an_optimizer_or_wrapper_without_an_adapter_is_refused_by_name(tmp_path):
     engine = Engine(1)
-    engine.deepspeed.optimizer = torch.optim.SGD(engine.model.parameters())
-    with pytest.raises(CheckpointError, match="SGD"):
+    engine.deepspeed.optimizer = torch.optim.RMSprop(engine.model.parameters())
+    with pytest.raises(CheckpointError, match="RMSprop"):
         saver(engine, tmp_path)
     engine.deepspeed.optimizer = SimpleNamespace(optimizer=engine.optimizer)
     with pytest.raises(CheckpointError, match="SimpleNamespace"):

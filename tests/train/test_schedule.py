@@ -11,7 +11,7 @@ from minimind.train.state import TrainState, is_due
 
 
 def planned(line: str, steps_per_epoch: int) -> Schedule:
-    return plan_schedule(parse_flags(line.split(), {}), steps_per_epoch)
+    return plan_schedule(parse_flags(line.split()), steps_per_epoch)
 
 
 @pytest.mark.parametrize("shape", ["cosine", "linear"])

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from minimind.train.zero_state import counters, restore_counters, zero_state
+from minimind.train.backends import DeepSpeedBackend
+from minimind.train.zero_state import zero_state
 
 
 class FP16_UnfusedOptimizer:
@@ -20,6 +21,10 @@ class FP16_UnfusedOptimizer:
         self.fp16_groups = [list(model.parameters())]
         self.fp32_groups = [[p.detach().clone().float() for p in model.parameters()]]
         self.optimizer = torch.optim.AdamW(self.fp32_groups[0], lr=0.1)
+
+    def refresh_fp32_params(self) -> None:
+        for low, master in zip(self.fp16_groups[0], self.fp32_groups[0], strict=True):
+            master.data.copy_(low.data)
 
     def step(self) -> None:
         for master in self.fp32_groups[0]:
@@ -37,6 +42,8 @@ def engine(seed: int, fp16: bool = False) -> SimpleNamespace:
         optimizer=FP16_UnfusedOptimizer(model),
         fp16_enabled=lambda: fp16,
         gradient_accumulation_steps=lambda: 3,
+        train_batch_size=lambda: 10,
+        lr_scheduler=None,
         global_steps=7,
         global_samples=70,
         micro_steps=0,
@@ -90,7 +97,7 @@ def test_padding_is_zeroed_before_fragments_are_filled():
 def test_counters_come_back_and_micro_batches_are_counted_anew():
     source, target = engine(1), engine(2)
     target.global_steps = target.skipped_steps = 0
-    restore_counters(target, counters(source))
+    DeepSpeedBackend(target).restore_counters(DeepSpeedBackend(source).counters())
     assert (target.global_steps, target.skipped_steps, target.global_samples) == (7, 2, 70)
     assert target.micro_steps == 21
 
@@ -99,6 +106,6 @@ def test_the_loss_scale_of_fp16_comes_back():
     source, target = engine(1, fp16=True), engine(2, fp16=True)
     source.optimizer.loss_scaler = SimpleNamespace(cur_scale=1024.0, cur_iter=5)
     target.optimizer.loss_scaler = SimpleNamespace(cur_scale=65536.0, cur_iter=0)
-    restore_counters(target, counters(source))
+    DeepSpeedBackend(target).restore_counters(DeepSpeedBackend(source).counters())
     assert target.optimizer.loss_scaler.cur_scale == 1024.0
     assert target.optimizer.loss_scaler.cur_iter == 5

@@ -1,0 +1,143 @@
+"""What the launcher says, read from the environment that every launcher sets. Nothing is imported.
+
+`accelerate launch` hands its YAML on as ACCELERATE_* variables and nothing else; torchrun, the
+deepspeed launcher and notebook_launcher say no more than who this process is among how many.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minimind.config import PROJECT
+from minimind.errors import RendezvousError, UsageError
+
+# The fields of an Accelerate YAML's deepspeed_config that say something a DeepSpeed JSON says too.
+YAML_FIELDS = {
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("zero_stage", "zero_optimization.stage"),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (
+        "offload_optimizer_device",
+        "zero_optimization.offload_optimizer.device",
+    ),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": (
+        "offload_param_device",
+        "zero_optimization.offload_param.device",
+    ),
+}
+YAML_FLAGS = {
+    "ACCELERATE_MIXED_PRECISION": ("mixed_precision", "dtype"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("gradient_accumulation_steps", "accumulation_steps"),
+    "ACCELERATE_GRADIENT_CLIPPING": ("gradient_clipping", "grad_clip"),
+    "ACCELERATE_USE_CPU": ("use_cpu", "device"),
+}
+MEANT = {"bf16": "bfloat16", "fp16": "float16", "true": "cpu"}
+UNSAID = ("", "no", "none", "auto", "false")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Who this process is, and what the Accelerate YAML or `accelerate launch` asked for."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1  # on this host
+    uses_deepspeed: bool = False
+    deepspeed_config: str | None = None
+    flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # name: (value, YAML field)
+    deepspeed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)  # JSON key: likewise
+
+
+def read_launch(environ: Mapping[str, str]) -> Launch:
+    """What `environ` says; a process started by hand is rank 0 of 1."""
+    world_size = _number(environ, "WORLD_SIZE", 1)
+    local = _number(environ, "LOCAL_WORLD_SIZE", _number(environ, "LOCAL_SIZE", world_size))
+    backend = environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if backend.lower() not in UNSAID:
+        raise UsageError(
+            f"dynamo_backend = {backend} (the Accelerate YAML) compiles the model behind this"
+            " program's back; remove it there"
+        )
+    for engine in ("FSDP", "MEGATRON_LM"):
+        if environ.get(f"ACCELERATE_USE_{engine}", "").lower() == "true":
+            raise UsageError(
+                f"distributed_type = {engine} (the Accelerate YAML) is not supported; write"
+                " DEEPSPEED there, with a ZeRO stage for what it does"
+            )
+    uses_deepspeed = environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+    path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") if uses_deepspeed else "none"
+    zero = _said(environ, YAML_FIELDS) if uses_deepspeed else {}
+    return Launch(
+        rank=_number(environ, "RANK", 0),
+        world_size=world_size,
+        local_world_size=local,
+        uses_deepspeed=uses_deepspeed,
+        deepspeed_config=None if path.lower() in UNSAID else _beside_project(path),
+        flags=_said(environ, YAML_FLAGS),
+        deepspeed=zero,
+    )
+
+
+def _said(
+    environ: Mapping[str, str], names: Mapping[str, tuple[str, str]]
+) -> dict[str, tuple[Any, str]]:
+    found: dict[str, tuple[Any, str]] = {}
+    for variable, (of_yaml, ours) in names.items():
+        value: Any = environ.get(variable, "").strip().lower()
+        if value not in UNSAID:
+            value = MEANT.get(value, value)
+            is_number = ours.endswith("stage")
+            found[ours] = (int(value) if is_number and value.isdecimal() else value, of_yaml)
+    return found
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    value = environ.get(name, str(default))
+    if not value.isdecimal():
+        raise RendezvousError(f"{name}={value} in the environment is no whole number; unset it")
+    return int(value)
+
+
+def _beside_project(path: str) -> str:
+    """A path of accelerate_config.yaml: as seen from here, else from the project's top folder."""
+    return path if Path(path).exists() or Path(path).is_absolute() else str(PROJECT / path)
+
+
+def require_engaged(launch: Launch, launcher: Sequence[str]) -> None:
+    """Nothing, or a UsageError when `accelerate launch` drops the DeepSpeed file it was given.
+
+    Without --use_deepspeed it passes over --deepspeed_config_file in silence, and trains plain DDP.
+    `launcher` is the command line of the process above this one.
+    """
+    words = [word.replace("-", "_").split("=") for word in launcher]
+    if launch.uses_deepspeed or not any("accelerate" in word[0] for word in words[:3]):
+        return
+    if any(word[0] == "__deepspeed_config_file" for word in words):
+        raise UsageError(
+            "--deepspeed_config_file was given to `accelerate launch` without --use_deepspeed, and"
+            " it drops it; add --use_deepspeed (and remove --multi_gpu), or give"
+            " --deepspeed_config PATH behind train_pretrain.py"
+        )
+
+
+def parent_command() -> list[str]:
+    """The command line of the process that started this one; empty where there is no /proc."""
+    try:
+        raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return raw.decode(errors="replace").split("\0")
+
+
+def join_by_hand(environ: MutableMapping[str, str]) -> None:
+    """Complete what a process of its own lacks to be rank 0 of 1 in a process group."""
+    if environ.get("WORLD_SIZE", "1") == "1" and "MASTER_PORT" not in environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            environ["MASTER_PORT"] = str(free.getsockname()[1])
+        environ["MASTER_ADDR"] = "127.0.0.1"
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        environ.setdefault(name, value)

@@ -1,0 +1,166 @@
+"""What a run is built from, each part a function of the configuration and the parts before it."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from pathlib import Path
+
+from minimind.config import DEFAULT_DATA, RunConfig
+from minimind.data.batches import Batches, held_out_rows
+from minimind.data.order import Order
+from minimind.data.prepare import Prepared, prepare
+from minimind.data.tokenizer import Tokenizer
+from minimind.errors import CheckpointError, DataError, StorageError, UsageError
+from minimind.files import storing
+from minimind.model.configuration import MiniMindConfig
+from minimind.plan import plan_text
+from minimind.train.deepspeed_config import Resolved, fault_error
+from minimind.train.engine import Engine, section_faults
+from minimind.train.evaluate import HeldOut
+from minimind.train.schedule import Schedule, plan_schedule
+from minimind.train.setup import Setup, flags_table, resolved_table
+
+
+def require_known_sections(resolved: Resolved, setup: Setup) -> None:
+    """Nothing, or a UsageError with all that DeepSpeed refuses inside the sections of its file."""
+    faults = section_faults(resolved.config, setup.path, setup.device)
+    if faults:
+        raise fault_error(faults)
+
+
+def require_default_data(run: RunConfig) -> None:
+    """Nothing, or a UsageError with an example when no data was named and none is there."""
+    if run.data_path == (DEFAULT_DATA,) and not Path(DEFAULT_DATA).exists():
+        raise UsageError(
+            f"no --data_path was given and {DEFAULT_DATA} is not here; give some text, for example:"
+            " bash run_accelerate.sh --model tiny --data_path my_text.jsonl --out_dir out/mine"
+        )
+
+
+def require_resume_path(run: RunConfig) -> None:
+    """Nothing, or a CheckpointError, told before anything is written, for a path not there."""
+    if run.resume not in ("auto", "none") and not Path(run.resume).is_dir():
+        raise CheckpointError(f"--resume {run.resume}: no such directory; name a step_ directory")
+
+
+def prepare_data(run: RunConfig) -> Prepared:
+    """The run's text as token shards, from the cache when they are there."""
+    return prepare(
+        run.data_path,
+        tokenizer_path=run.tokenizer,
+        vocab_size=run.vocab_size,
+        val_fraction=run.val_fraction,
+        max_document_bytes=run.max_document_bytes,
+        cache_dir=Path(run.cache_dir).expanduser(),
+        progress=True,
+    )
+
+
+def with_tokenizer(run: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+    """The run with the vocabulary of a tokenizer that was given; a UsageError if a flag differs."""
+    if run.tokenizer is None or tokenizer.vocab_size == run.vocab_size:
+        return run
+    if run.is_explicit("vocab_size"):
+        raise UsageError(
+            f"vocab_size = {run.vocab_size} ({run.sources['vocab_size']}), but --tokenizer"
+            f" {run.tokenizer} has {tokenizer.vocab_size} pieces; drop one of the two"
+        )
+    return run.with_values(f"tokenizer {run.tokenizer}", vocab_size=tokenizer.vocab_size)
+
+
+def plan(run: RunConfig, prepared: Prepared, world_size: int) -> tuple[Order, Schedule]:
+    """Which rows each step reads and how many steps there are; a DataError for too little text."""
+    micro_batch = run.micro_batch_rows(world_size)
+    rows_per_step = micro_batch * run.accumulation_steps * world_size
+    n_rows = prepared.train.rows(run.max_seq_len + 1)
+    if n_rows < rows_per_step:
+        raise DataError(
+            f"{' '.join(run.data_path)}: {len(prepared.train):,} training tokens make {n_rows} rows"
+            f" of {run.max_seq_len + 1}, fewer than the {rows_per_step} of one step"
+            f" ({micro_batch} x {run.accumulation_steps} x {world_size} processes); add text, or"
+            " lower --batch_size, --accumulation_steps or --max_seq_len"
+        )
+    order = Order(n_rows, rows_per_step, run.seed)
+    return order, plan_schedule(run, order.steps_per_epoch)
+
+
+def require_same_files(engine: Engine, out_dir: Path, prepared: Prepared) -> None:
+    """Nothing, or the same error on every rank where hosts see another out_dir or other text.
+
+    Rank 0 leaves a file that all the others have to find. A StorageError or DataError names hosts.
+    """
+    mark = out_dir / f".probe-{engine.gather(secrets.token_hex(8))[0]}"
+    if engine.rank == 0:
+        with storing(str(out_dir), "mend its rights, or give another --out_dir"):
+            mark.touch()
+    engine.barrier()
+    text = prepared.manifest["fingerprint"], prepared.tokenizer.fingerprint
+    found = engine.gather((socket.gethostname(), mark.exists(), text))
+    if engine.rank == 0:
+        mark.unlink(missing_ok=True)
+    blind = sorted({host for host, sees, _ in found if not sees})
+    if blind:
+        raise StorageError(
+            f"out_dir {out_dir} is another folder on {', '.join(blind)} than on {found[0][0]};"
+            " give one on a file system that all hosts share",
+            cause_rank=0,
+        )
+    strangers = sorted({host for host, _, theirs in found if theirs != found[0][2]})
+    if strangers:
+        raise DataError(
+            f"--data_path or --tokenizer is other text on {', '.join(strangers)} than on"
+            f" {found[0][0]}; give all hosts the same files",
+            cause_rank=0,
+        )
+
+
+def model_config(run: RunConfig, tokenizer: Tokenizer) -> MiniMindConfig:
+    """The decoder that the shape flags describe, with the tokenizer's special ids."""
+    return MiniMindConfig(
+        vocab_size=run.vocab_size,
+        hidden_size=run.dim,
+        intermediate_size=run.hidden_dim,
+        num_hidden_layers=run.n_layers,
+        num_attention_heads=run.n_heads,
+        num_key_value_heads=run.n_kv_heads,
+        max_position_embeddings=run.max_seq_len,
+        rope_theta=run.rope_theta,
+        use_flash_attn=run.use_flash_attn,
+        bos_token_id=tokenizer.bos_id if tokenizer.bos_id >= 0 else None,
+        eos_token_id=tokenizer.eos_id,
+        pad_token_id=tokenizer.pad_id,
+    )
+
+
+def batches_of(run: RunConfig, prepared: Prepared, order: Order, engine: Engine) -> Batches:
+    """This rank's micro-batches by step."""
+    return Batches(
+        prepared.train,
+        order,
+        run.max_seq_len + 1,
+        run.micro_batch_rows(engine.world_size),
+        engine.rank,
+        engine.world_size,
+        pin=engine.device.type == "cuda",
+    )
+
+
+def held_out_of(run: RunConfig, prepared: Prepared) -> HeldOut:
+    """The rows every validation reads."""
+    row_tokens = run.max_seq_len + 1
+    rows = held_out_rows(prepared.val, run.eval_rows, row_tokens)
+    return HeldOut(prepared.val, rows, row_tokens, prepared.tokenizer.piece_bytes())
+
+
+def dry_run_text(setup: Setup, resolved: Resolved) -> str:
+    """What the run would be, and what it would cost, as far as that is known without the text."""
+    run = resolved.run
+    if run.tokenizer:
+        run = with_tokenizer(run, Tokenizer(run.tokenizer))
+    tables = [f"flags:\n{flags_table(run)}"]
+    if resolved.config:
+        tables.append(resolved_table(resolved))
+    world_size = setup.launch.world_size
+    costs = plan_text(run, world_size, resolved.config, device=setup.device)
+    return "\n\n".join([*tables, costs])

@@ -1,0 +1,197 @@
+"""What cannot be trained, though each value alone is right: told before any work, all together.
+
+DeepSpeed 0.19.8 refuses some of these itself, late and with a traceback, passes over others in
+silence, and trains a few of them wrongly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from minimind.config import RunConfig
+from minimind.train.autos import offloads
+from minimind.train.literals import BATCH, MISSING, get
+
+ZERO = "zero_optimization."
+# Each would make the rows a rank reads, or the gradient's mean, another than what is printed.
+NOT_OURS = {
+    "managed_gradient_accumulation": (False, "accumulation is counted by DeepSpeed here"),
+    "gradient_allreduce_op": ("sum", "the loss is a mean over all processes"),
+    "tensor_parallel.autotp_size": (1, "every process reads rows of its own"),
+    "sequence_parallel_size": (1, "every process reads rows of its own"),
+    "data_parallel_size": (1, "the launcher says how many processes there are"),
+    "expert_parallel.enabled": (True, "the model has no experts"),
+    "hybrid_engine.enabled": (True, "nothing is generated while training"),
+    "data_efficiency.enabled": (True, "rows are chosen by the data order"),
+    "autotuning.enabled": (True, "`minimind plan` says what fits"),
+}
+# DeepSpeed divides by the first kind, and refuses or believes a negative one of the second.
+LEAST = {
+    "above": (
+        "steps_per_print gradient_predivide_factor scheduler.params.cycle_first_step_size"
+        " scheduler.params.lr_range_test_step_size",
+        "above 0",
+    ),
+    "at_least": (
+        "optimizer.params.eps scheduler.params.warmup_min_lr scheduler.params.cycle_min_lr",
+        "0 or above",
+    ),
+}
+
+
+def combination_faults(
+    config: Mapping[str, Any],
+    path: str,
+    run: RunConfig,
+    world_size: int,
+    device: str,
+    sources: Mapping[str, str],
+) -> list[str]:
+    """One sentence for each combination in a filled `config` that cannot be."""
+    stage = get(config, f"{ZERO}stage")
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        where = sources.get(f"{ZERO}stage", path)
+        return [f"{where}: zero_optimization.stage is {json.dumps(stage)}; write 0, 1, 2 or 3"]
+    found = _batch(config, run, world_size) + _precision(config, run, device, stage)
+    found += (
+        _stage(config, stage, sources)
+        + _reduction(config, stage)
+        + _scheduler(config, run)
+        + _least(config)
+        + _not_ours(config)
+    )
+    return [f"{path}: {fault}" for fault in found]
+
+
+def _batch(config: Mapping[str, Any], run: RunConfig, world_size: int) -> list[str]:
+    rows = run.micro_batch_rows(world_size)
+    in_step = rows * run.accumulation_steps * world_size
+    literal = config[BATCH]
+    if literal == in_step or not isinstance(literal, int | None):  # the schema tells of its type
+        return []
+    return [
+        f"{BATCH} is {json.dumps(config[BATCH])}, but {rows} rows ({run.sources['batch_size']}) x"
+        f" {run.accumulation_steps} micro-batches ({run.sources['accumulation_steps']}) x"
+        f' {world_size} processes = {in_step}; write "auto" there, or change --batch_size or'
+        " --accumulation_steps"
+    ]
+
+
+def _precision(config: Mapping[str, Any], run: RunConfig, device: str, stage: int) -> list[str]:
+    found, told = [], f"dtype = {run.dtype} ({run.sources['dtype']})"
+    if run.dtype == "float16" and device == "cpu":
+        found.append(f"{told} needs a GPU; use bfloat16 or float32 here")
+    elif run.dtype == "float16" and stage == 0:
+        found.append(
+            f"{told} trains wrongly at ZeRO stage 0 in DeepSpeed 0.19.8 (gradients are unscaled"
+            " that were never scaled); use bfloat16, or stage 1 to 3"
+        )
+    if get(config, "torch_autocast.enabled") is True:
+        found.append("torch_autocast.enabled is true, a second precision beside --dtype; remove it")
+    accumulated = get(config, "data_types.grad_accum_dtype")
+    if accumulated == "fp32" and run.dtype == "bfloat16" and stage in (0, 1):
+        found.append(
+            f"data_types.grad_accum_dtype is fp32 in bfloat16 at stage {stage}, for which there are"
+            " no checkpoints; use stage 2 or 3"
+        )
+    return found
+
+
+def _stage(config: Mapping[str, Any], stage: int, sources: Mapping[str, str]) -> list[str]:
+    """Options that the stage has nothing for, or that DeepSpeed refuses there."""
+    found = []
+    for what, least in (("optimizer", 1), ("param", 3)):
+        name = f"{ZERO}offload_{what}"
+        if offloads(config, what) and stage < least:
+            where = sources.get(f"{name}.device", "not a text")
+            found.append(
+                f"{name} ({where}) needs stage {least} or above and stage is"
+                f" {stage} ({sources[f'{ZERO}stage']}); change one"
+            )
+        elif get(config, f"{name}.device") == "nvme":
+            found.append(
+                f'{name}.device is "nvme" ({sources[f"{name}.device"]}), of which there are no'
+                ' checkpoints; write "cpu"'
+            )
+    return found
+
+
+def _reduction(config: Mapping[str, Any], stage: int) -> list[str]:
+    """Ways of reducing gradients that go with some stages only."""
+    found = []
+    ratio = get(config, f"{ZERO}offload_optimizer.ratio")
+    if ratio not in (MISSING, 1, 1.0) and stage != 3:
+        found.append(f"{ZERO}offload_optimizer.ratio = {ratio} needs stage 3; remove it")
+    if get(config, f"{ZERO}compute_grad_norm") is False and stage in (0, 3):
+        found.append(f"{ZERO}compute_grad_norm is false, which stage {stage} refuses; remove it")
+    if stage >= 2 and get(config, f"{ZERO}reduce_scatter") in (MISSING, True):
+        if get(config, "gradient_predivide_factor") not in (MISSING, 1, 1.0):
+            found.append(
+                "gradient_predivide_factor is refused beside reduce_scatter at stage"
+                f' {stage}; remove it, or write "reduce_scatter": false'
+            )
+        if get(config, "prescale_gradients") is True:
+            found.append(
+                f"prescale_gradients is refused beside reduce_scatter at stage {stage}; remove it,"
+                ' or write "reduce_scatter": false'
+            )
+    if stage == 3 and get(config, f"{ZERO}round_robin_gradients") is True:
+        found.append(
+            f"{ZERO}round_robin_gradients is for stages 1 and 2, and stage is 3; remove it"
+        )
+    for block in ("bf16", "fp16"):
+        if get(config, f"{block}.{block}_master_weights_and_grads") is True:
+            found.append(
+                f"{block}.{block}_master_weights_and_grads gives up the fp32 weights, which every"
+                " checkpoint holds; remove it"
+            )
+    return found
+
+
+def _scheduler(config: Mapping[str, Any], run: RunConfig) -> list[str]:
+    found = []
+    warmup, total = (get(config, f"scheduler.params.{n}_num_steps") for n in ("warmup", "total"))
+    if isinstance(warmup, int) and warmup < 2:
+        found.append(
+            f"scheduler.params.warmup_num_steps = {warmup}, and DeepSpeed's schedulers warm up over"
+            " 2 steps at least; write 2 or more"
+        )
+    elif warmup == 2 and run.is_explicit("warmup_steps") and run.warmup_steps in (0, 1):
+        found.append(
+            f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}), and DeepSpeed's"
+            " schedulers warm up over 2 steps at least; raise it, or remove the scheduler block"
+        )
+    total = run.max_steps if total is MISSING else total
+    if isinstance(warmup, int) and isinstance(total, int) and total < warmup:
+        length = run.sources["max_steps"] if total == run.max_steps else "the steps of the run"
+        found.append(
+            f"scheduler.params.total_num_steps = {total} ({length}) is less than warmup_num_steps ="
+            f" {warmup} ({run.sources['warmup_steps']}); lower the warm-up, or train longer"
+        )
+    return found
+
+
+def _least(config: Mapping[str, Any]) -> list[str]:
+    """Numbers below what DeepSpeed divides by, or trains rightly with."""
+    found = []
+    for bound, (keys, words) in LEAST.items():
+        for key in keys.split():
+            value = get(config, key)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                if value < 0 or (bound == "above" and value == 0):
+                    found.append(f"{key} is {json.dumps(value)}, not {words}; change it")
+    return found
+
+
+def _not_ours(config: Mapping[str, Any]) -> list[str]:
+    found = []
+    for key, (value, why) in NOT_OURS.items():
+        literal = get(config, key)
+        if literal is MISSING or literal is None:
+            continue
+        is_size = isinstance(value, int) and not isinstance(value, bool)
+        if literal != value if is_size else literal == value:
+            found.append(f"{key} is {json.dumps(literal)}, but {why}; remove it")
+    return found

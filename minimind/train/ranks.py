@@ -1,0 +1,73 @@
+"""The ranks of a run: how they agree on small facts, and what it means when one falls silent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minimind.errors import PeerError
+
+# What gloo and c10d say when the other end of a connection is gone or silent.
+LOST = (
+    *("Connection closed", "Connection reset", "Connection refused", "Broken pipe"),
+    *("Timed out waiting", "timed out", "Read timeout", "remote process exited"),
+)
+
+
+@contextmanager
+def lost_peers() -> Iterator[None]:
+    """Turn the end of a peer, which the libraries tell as a RuntimeError, into a PeerError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or any(words in str(error) for words in LOST):
+            reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
+            raise PeerError(
+                f"another rank is gone or does not answer ({reason}); run the same command again"
+            ) from error
+        raise
+
+
+class Ranks:
+    """This rank among the others of the process group, which must stand."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        # Small facts travel over gloo, so that agreeing on them never waits for the GPU.
+        with lost_peers():
+            self._control: Any = dist.new_group(backend="gloo", timeout=timeout)
+
+    def sum_over_ranks(self, numbers: list[float]) -> list[float]:
+        """Element by element, in float64, the same on every rank."""
+        total = torch.tensor(numbers, dtype=torch.float64)
+        with lost_peers():
+            dist.all_reduce(total, group=self._control)
+        return total.tolist()
+
+    def any_rank(self, answer: bool) -> bool:
+        """Whether any rank says yes; every rank must ask."""
+        return self.sum_over_ranks([float(answer)])[0] > 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank, on every rank; anything that can be pickled."""
+        values: list[Any] = [None] * self.world_size
+        with lost_peers():
+            dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        with lost_peers():
+            dist.barrier(group=self._control)
+
+    def close(self) -> None:
+        """Leave the process group; whatever stands on it is of no use afterwards."""
+        if dist.is_initialized():
+            dist.destroy_process_group()

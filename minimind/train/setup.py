@@ -1,0 +1,119 @@
+"""Which backend is in force, by which file and on what device; asked before any work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from minimind.config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig
+from minimind.errors import UsageError
+from minimind.launch import Launch, parent_command, require_engaged
+from minimind.train.deepspeed_config import Resolved, fault_error, read_deepspeed_json, resolve
+from minimind.train.literals import AUTO, adopt_launch, put
+from minimind.train.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run as asked for by flags and launcher, and the DeepSpeed JSON as written."""
+
+    run: RunConfig
+    launch: Launch
+    device: str
+    backend: str  # deepspeed, ddp or single
+    document: Mapping[str, Any]
+    path: str
+
+    def with_run(self, run: RunConfig) -> Setup:
+        """The same for a run of which more is known."""
+        return replace(self, run=run)
+
+    def resolve(self, schedule: Schedule | None = None) -> Resolved:
+        """Flags, files and launcher made to agree; a UsageError tells every fault."""
+        world_size = self.launch.world_size
+        if self.backend != "deepspeed":
+            self.run.micro_batch_rows(world_size)  # raises where they cannot be shared out
+            return Resolved(self.run, self.backend)
+        return resolve(
+            self.document, self.path, self.run, world_size, self.device, schedule, self.launch
+        )
+
+
+def read_setup(run: RunConfig, launch: Launch) -> Setup:
+    """What flags and launcher ask for; a UsageError where they contradict one another.
+
+    DeepSpeed is in force when a file is named, by flag or in the Accelerate YAML, or when
+    `accelerate launch` was told to use it; the shipped file then stands in for one.
+    """
+    faults: list[str] = []
+    run = adopt_launch(run, launch, faults)
+    if faults:
+        raise fault_error(faults)
+    device = choose_device(run, launch)
+    path = run.deepspeed_config
+    if path is None:
+        require_engaged(launch, parent_command())
+    if path == "none" or (path is None and not launch.uses_deepspeed):
+        backend = "ddp" if launch.world_size > 1 else "single"
+        if run.dtype == "float16" and device == "cpu":
+            told = run.sources["dtype"]
+            raise UsageError(f"dtype = float16 ({told}) needs a GPU; use bfloat16 or float32 here")
+        return Setup(run, launch, device, backend, {}, "none")
+    if path is not None:
+        return Setup(run, launch, device, "deepspeed", read_deepspeed_json(path), path)
+    shipped = str(DEFAULT_DEEPSPEED_CONFIG)
+    document = read_deepspeed_json(shipped)
+    if "zero_optimization.stage" in launch.deepspeed:  # else 2, which is Accelerate's default too
+        put(document, "zero_optimization.stage", AUTO)
+    return Setup(run, launch, device, "deepspeed", document, shipped)
+
+
+def choose_device(run: RunConfig, launch: Launch) -> str:
+    """`cuda` or `cpu`; a UsageError when there are too few GPUs for what was asked."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if run.device == "cuda" and not gpus:
+        raise UsageError(
+            f"device = cuda ({run.sources['device']}), but torch sees no GPU here; use --device cpu"
+        )
+    if run.device == "cpu" or not gpus:
+        return "cpu"
+    if launch.local_world_size > gpus:
+        raise UsageError(
+            f"{launch.local_world_size} processes were started here and {gpus} GPUs are visible;"
+            f" start {gpus} (NUM_PROCESSES={gpus} bash run_accelerate.sh ...), or use --device cpu"
+        )
+    return "cuda"
+
+
+def idle_gpus(device: str, launch: Launch) -> str:
+    """What to type when more GPUs are visible than processes were started; else nothing."""
+    gpus = torch.cuda.device_count()
+    if device == "cpu" or gpus <= launch.local_world_size:
+        return ""
+    return (
+        f"warning: {gpus} GPUs are visible, {launch.local_world_size} of them are used; type"
+        f" NUM_PROCESSES={gpus} bash run_accelerate.sh ... (torchrun --nproc_per_node {gpus} ...),"
+        " or hide the others with CUDA_VISIBLE_DEVICES"
+    )
+
+
+def flags_table(run: RunConfig) -> str:
+    """One line per flag that has a value: name, value, source."""
+    values = {name: getattr(run, name) for name in FLAGS}
+    rows = [(name, _shown(value)) for name, value in values.items() if value is not None]
+    wide, broad = (max(len(row[n]) for row in rows) for n in (0, 1))
+    return "\n".join(f"  {n:<{wide}}  {v:<{min(broad, 40)}}  {run.sources[n]}" for n, v in rows)
+
+
+def _shown(value: Any) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def resolved_table(resolved: Resolved) -> str:
+    """Every value the engine is given, and its source."""
+    if resolved.config:
+        return f"resolved DeepSpeed configuration:\n{resolved.table()}"
+    return f"resolved configuration, without DeepSpeed:\n{flags_table(resolved.run)}"

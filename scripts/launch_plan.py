@@ -1,0 +1,184 @@
+"""What run_accelerate.sh launches: its CONFIG_FILE and environment, checked, as one YAML.
+
+Called as `launch_plan.py TARGET DEVICE`. Writes TARGET for `accelerate launch`, and prints the
+variables that the script has to export, as NAME=VALUE lines. Nothing slow is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+PROJECT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(PROJECT))  # also where the package is not installed
+from minimind.errors import RendezvousError, RunError, UsageError, one_line  # noqa: E402
+from minimind.flags import load_yaml, nearest  # noqa: E402
+
+TYPES = ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU", "NO")
+
+
+class Asked:
+    """What was asked for, and by whom: the environment, and behind it the YAML."""
+
+    def __init__(self, document: Mapping[str, Any], path: str, environ: Mapping[str, str]) -> None:
+        self.document = document
+        self.path = path
+        self.environ = environ
+        self.overridden: list[str] = []
+
+    def text(self, variable: str, field: str) -> tuple[str, str]:
+        """(value, who gave it); empty where nobody did."""
+        value = self.environ.get(variable, "")
+        found = self.document.get(field)
+        literal = "" if found in (None, "auto", -1) else str(found)  # torchrun counts for `auto`
+        if value and literal and value != literal:
+            self.overridden.append(
+                f"{variable}={value} overrides {field}: {literal} of {self.path}"
+            )
+        return (value, variable) if value else (literal, f"{field} in {self.path}")
+
+    def number(self, variable: str, field: str, allowed: range) -> int | None:
+        """The same as one of the `allowed` whole numbers; a UsageError says who gave another."""
+        value, giver = self.text(variable, field)
+        if value and not (value.isdecimal() and int(value) in allowed):
+            raise UsageError(
+                f"{giver} is {value}, not a whole number from {allowed[0]} to {allowed[-1]};"
+                " change it"
+            )
+        return int(value) if value else None
+
+
+def backend_of(asked: Asked) -> str:
+    """The distributed_type; a UsageError for a YAML that we cannot launch as it says."""
+    found, path = asked.document, asked.path
+    for name in found:
+        if name not in fields():
+            raise UsageError(f"{path}: unknown key {name!r}; {nearest(str(name), fields())}")
+    kind = found.get("distributed_type", "missing")
+    kind = "NO" if kind is False else kind  # how YAML reads a bare NO
+    if kind not in TYPES:
+        raise UsageError(f"{path}: distributed_type is {kind}; write one of {', '.join(TYPES)}")
+    if kind != "DEEPSPEED" and found.get("deepspeed_config"):
+        raise UsageError(
+            f"{path}: distributed_type {kind} passes over deepspeed_config; write DEEPSPEED, or"
+            " remove deepspeed_config"
+        )
+    return kind
+
+
+def fields() -> list[str]:
+    """The keys Accelerate knows, off its source: it refuses others in a traceback."""
+    spec = find_spec("accelerate")
+    assert spec is not None  # run_accelerate.sh has looked for it
+    source = Path(str(spec.origin)).parent / "commands" / "config" / "config_args.py"
+    classes = [n for n in ast.parse(source.read_text()).body if isinstance(n, ast.ClassDef)]
+    lines = [line for n in classes if n.name in ("BaseConfig", "ClusterConfig") for line in n.body]
+    named = [line.target for line in lines if isinstance(line, ast.AnnAssign)]
+    return [n.id for n in named if isinstance(n, ast.Name)] + ["fp16", "dynamo_backend"]
+
+
+def plan(asked: Asked, gpus: int) -> dict[str, Any]:
+    """The YAML to launch: every number of processes, hosts and ports known, port 0 = a free one."""
+    kind = backend_of(asked)
+    each = 1 if kind == "NO" else gpus or 2
+    machines = asked.number("NUM_MACHINES", "num_machines", range(1, 10_001)) or 1
+    given = asked.number("NUM_PROCESSES", "num_processes", range(1, 1_000_001))
+    processes = given or each * machines
+    if processes % machines:
+        raise UsageError(
+            f"NUM_PROCESSES is {processes}, over all hosts, and NUM_MACHINES is {machines}, which"
+            " does not divide it; change one"
+        )
+    rank = asked.number("MACHINE_RANK", "machine_rank", range(machines))
+    ip = asked.text("MAIN_IP", "main_process_ip")[0]
+    port = asked.number("MAIN_PORT", "main_process_port", range(65_536))
+    needed = {"MACHINE_RANK": rank is not None, "MAIN_IP": ip, "MAIN_PORT": port}
+    missing = " and ".join(name for name, said in needed.items() if not said)
+    if machines > 1 and missing:
+        raise UsageError(f"NUM_MACHINES is {machines}, which needs {missing}; set it on every host")
+    kept = {key: value for key, value in asked.document.items() if key != "gpu_ids"}
+    return {
+        "same_network": True,  # else torchrun is told of a rendezvous service
+        **kept,
+        # For MULTI_CPU, NO and use_cpu Accelerate starts one process and hands it no signals; all
+        # that MULTI_GPU means to it is to start torchrun.
+        "distributed_type": "DEEPSPEED" if kind == "DEEPSPEED" else "MULTI_GPU",
+        "use_cpu": False,
+        "num_processes": processes,
+        "num_machines": machines,
+        "machine_rank": rank or 0,
+        "main_process_ip": ip or None,
+        "main_process_port": port or 0,
+    }
+
+
+def count_gpus(visible: str | None) -> int:
+    """The GPUs torch will see: those of CUDA_VISIBLE_DEVICES up to a -1, or all."""
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",")]
+        seen = [name.isdecimal() or name.startswith(("GPU-", "MIG-")) for name in names]
+        return [*seen, False].index(False)
+    try:
+        told = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True).stdout
+    except OSError:
+        return 0
+    return sum(line.startswith("GPU") for line in told.splitlines())
+
+
+def free_port(port: int) -> int:
+    """`port`, or a free one for 0: bound and released."""
+    try:
+        with socket.socket() as probe:
+            probe.bind(("", port))
+            return probe.getsockname()[1]
+    except OSError as error:
+        raise RendezvousError(f"MAIN_PORT={port}: {error.strerror}; choose another") from error
+
+
+def main(target: str, device: str) -> dict[str, Any]:
+    """Write the YAML to `target`; what the script exports."""
+    path = os.environ.get("CONFIG_FILE") or str(PROJECT / "configs" / "accelerate_config.yaml")
+    asked = Asked(load_yaml(path, "CONFIG_FILE"), path, os.environ)
+    exports: dict[str, Any] = {}
+    if (
+        asked.document.get("use_cpu") is True
+        or asked.document.get("distributed_type") == "MULTI_CPU"
+    ):
+        exports["device"] = "cpu"
+        device = "cpu" if device == "auto" else device
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None and (ids := asked.document.get("gpu_ids") or "all") != "all":
+        visible = exports["CUDA_VISIBLE_DEVICES"] = str(ids)
+    gpus = 0 if device == "cpu" else count_gpus(visible)
+    if not gpus:
+        exports["DS_ACCELERATOR"] = "cpu"
+    launched = plan(asked, gpus)
+    if launched["machine_rank"] == 0:  # the others will connect to it
+        launched["main_process_port"] = free_port(launched["main_process_port"])
+    Path(target).write_text(yaml.safe_dump(launched), encoding="utf-8")
+    for told in asked.overridden:
+        print(f"run_accelerate.sh: {told}", file=sys.stderr)
+    if not os.environ.get("OMP_NUM_THREADS"):
+        affinity = getattr(os, "sched_getaffinity", None)
+        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+        here = launched["num_processes"] // launched["num_machines"]
+        exports["OMP_NUM_THREADS"] = max(1, cores // here)
+    return exports
+
+
+if __name__ == "__main__":
+    try:
+        for name, value in main(*sys.argv[1:]).items():
+            print(f"{name}={value}")
+    except RunError as error:
+        print(one_line("run_accelerate.sh", error), file=sys.stderr)
+        sys.exit(error.status)

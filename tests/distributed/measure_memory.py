@@ -1,0 +1,153 @@
+"""Worker of test_memory.py: how many bytes of tensors each process holds in a step, and sends.
+
+Usage: torchrun ... measure_memory.py OUT.json STAGE,DTYPE,ACCUMULATION ...     (STAGE None: DDP)
+Engines are built one after another. In the last of three steps (moments exist from the second on)
+every live tensor is looked at whenever a gradient is made, a collective called, an update begun.
+Storages count once. Left out are integers (the batch), complex numbers (pos_cis) and what has a
+grad_fn (activations, which tests/train/test_costs.py measures).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for every engine)
+
+from minimind.config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.flags import SHAPE, parse_flags
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.train.deepspeed_config import Resolved, read_deepspeed_json, resolve
+from minimind.train.engine import build_engine
+from minimind.train.profile import PhaseClock
+
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+
+
+def inner_parts(engine: Any) -> tuple[Any, Any]:
+    """(DeepSpeed's engine or a plain backend, the optimizer it steps): the only look inside."""
+    deepspeed = getattr(engine.backend, "engine", None)
+    if deepspeed is None:
+        return engine.backend, engine.backend.torch_optimizer
+    return deepspeed, getattr(deepspeed.optimizer, "optimizer", deepspeed.optimizer)
+
+
+def held() -> int:
+    """Bytes of the floating-point storages that are no activations."""
+    sizes: dict[int, int] = {}
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.Tensor):  # isinstance would wake lazy proxies
+            grad = found.grad if found.is_leaf else None
+            for tensor in (found, grad, getattr(found, "ds_tensor", None)):
+                if tensor is None or tensor.grad_fn or not tensor.is_floating_point():
+                    continue
+                if tensor.device.type != "meta":
+                    storage = tensor.untyped_storage()
+                    sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+class Watch:
+    """The most that was held while it was on, and the bytes that went through collectives."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.most = 0
+        self.through: Counter[str] = Counter()
+        for name in COLLECTIVES:
+            setattr(dist, name, self._watched(getattr(dist, name), name))
+
+    def start(self) -> None:
+        self.is_on, self.most = True, 0
+        self.through.clear()
+
+    def look(self, *_: Any) -> None:
+        if self.is_on:
+            self.most = max(self.most, held())
+
+    def before(self, owner: Any, method: str) -> None:
+        """Look whenever `owner.method` is about to run."""
+        real = getattr(owner, method)
+
+        def call(*args: Any, **options: Any) -> Any:
+            self.look()
+            return real(*args, **options)
+
+        setattr(owner, method, call)
+
+    def _watched(self, collective: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            self.look()
+            if self.is_on:  # of input and output the larger: the whole of what is shared
+                tensors = [a for a in (*args, *options.values()) if torch.is_tensor(a)]
+                self.through[name] += max(t.nbytes for t in tensors)
+            return collective(*args, **options)
+
+        return call
+
+
+def measure(watch: Watch, stage: int | None, dtype: str, accumulation: int) -> dict[str, Any]:
+    """One engine and three steps, of which the third is watched."""
+    # Or every engine gets the plugin of the first.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    gc.collect()
+    gc.freeze()  # what is there by now is neither looked at nor counted
+    words = f"--model tiny --batch_size 1 --max_steps 3 --device cpu --dtype {dtype}"
+    run = parse_flags(f"{words} --accumulation_steps {accumulation}".split())
+    written = read_deepspeed_json(str(DEFAULT_DEEPSPEED_CONFIG))
+    written["zero_optimization"]["stage"] = stage or 0
+    resolved = resolve(written, "measured.json", run, int(os.environ["WORLD_SIZE"]), "cpu")
+    zero = resolved.config["zero_optimization"]
+    resolved = Resolved(run, "ddp") if stage is None else resolved
+    shape = {name: getattr(run, name) for name in SHAPE if name != "rope_theta"}
+    model = MiniMindForCausalLM(MiniMindConfig(**shape))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(watch.look)
+    engine = build_engine(resolved, model, "cpu")
+    deepspeed, optimizer = inner_parts(engine)
+    watch.before(deepspeed, "update" if stage is None else "step")
+    watch.before(optimizer, "step")
+    for step in range(3):
+        rows = torch.randint(run.vocab_size, (accumulation, 1, run.max_seq_len + 1))
+        clock = PhaseClock(torch.device("cpu"))
+        clock.begin()
+        if step == 2:
+            watch.start()
+        engine.step(list(rows), 1e-3, clock)
+        watch.look()
+    watch.is_on = False
+    return {
+        "of": [stage, dtype, accumulation],
+        "held": engine.gather(watch.most),
+        "through": dict(watch.through),
+        "reduce_bucket": zero["reduce_bucket_size"],
+        "overlap": zero["overlap_comm"],
+    }
+
+
+def main() -> None:
+    """Measure every `stage,dtype,accumulation` of the command line; rank 0 writes the list."""
+    import_module("deepspeed")  # its many objects are frozen with the others
+    watch = Watch()
+    found = []
+    for words in sys.argv[2:]:
+        stage, dtype, accumulation = words.split(",")
+        number = None if stage == "None" else int(stage)
+        found.append(measure(watch, number, dtype, int(accumulation)))
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)  # several engines share one process group: none of them may take it down
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The clipping in force is the flag's: one step of SGD at rate 1 moves the weights by that norm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from minimind.config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.data.tokenizer import Tokenizer
+from minimind.flags import parse_flags
+from minimind.model.decoder import MiniMindForCausalLM
+from minimind.train.build import model_config
+from minimind.train.checkpoint import candidates
+from minimind.train.saver import load_weights
+from tests.conftest import SHAPE, Launcher
+
+pytestmark = pytest.mark.launch
+ONE_STEP = "--dtype float32 --max_steps 1 --learning_rate 1 --schedule constant --weight_decay 0"
+
+
+def test_one_step_moves_the_weights_by_exactly_the_clipping_norm(launch: Launcher, tmp_path: Path):
+    written = json.loads(DEFAULT_DEEPSPEED_CONFIG.read_text())
+    written["optimizer"] = {"type": "SGD", "params": {"lr": "auto"}}
+    config = tmp_path / "sgd.json"
+    config.write_text(json.dumps(written))
+    out = tmp_path / "out"
+    run = launch.run(out, f"{ONE_STEP} --grad_clip 0.25 --deepspeed_config {config}")
+    assert run.status == 0, run.stderr
+    (step,) = run.events("step")
+    assert step["clipped"]
+    assert step["grad_norm"] > 0.25
+    torch.manual_seed(42)
+    model = MiniMindForCausalLM(
+        model_config(parse_flags(SHAPE.split()), Tokenizer(out / "tokenizer"))
+    )
+    after = load_weights(candidates(out / "checkpoints")[0])
+    moved = [(after[name] - p.detach()).double() for name, p in model.named_parameters()]
+    assert float(torch.cat([m.flatten() for m in moved]).norm()) == pytest.approx(0.25, rel=1e-5)

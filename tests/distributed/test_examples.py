@@ -1,0 +1,74 @@
+"""Every file of configs/deepspeed trains, and all of those with our schedule to the same losses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from minimind.errors import UsageError
+from minimind.flags import parse_flags
+from minimind.train.deepspeed_config import read_deepspeed_json, resolve
+from tests.conftest import PACE, ROOT, SHAPE, Launcher, Run
+from tests.distributed.conftest import FP32, largest_relative_difference
+
+EXAMPLES = {path.stem: path for path in sorted((ROOT / "configs" / "deepspeed").glob("*.json"))}
+OWN_RATES = {"warmup_cosine"}
+
+
+def run_alone(launch: Launcher, out_dir: Path, flags: str) -> Run:
+    """One process started by hand."""
+    command = [sys.executable, str(ROOT / "train_pretrain.py"), "--data_path", str(launch.corpus)]
+    places = ["--cache_dir", str(launch.cache), "--out_dir", str(out_dir)]
+    words = f"{SHAPE} {PACE} --accumulation_steps 4 {FP32} {flags}".split()
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *places, *words], env=environ, capture_output=True, text=True, timeout=300
+    )
+    return Run(out_dir, done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def trained(launch: Launcher, fp32: Run, tmp_path_factory: pytest.TempPathFactory):
+    """The run of each example by name, and `single` without DeepSpeed; two at a time."""
+    root = tmp_path_factory.mktemp("examples")
+    flags = {name: f"--deepspeed_config {path}" for name, path in EXAMPLES.items()}
+    with ThreadPoolExecutor(2) as pool:
+        started = {
+            name: pool.submit(run_alone, launch, root / name, line)
+            for name, line in {**flags, "single": ""}.items()
+        }
+    return {name: run.result() for name, run in started.items()}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", sorted({*EXAMPLES, "single"}))
+def test_an_example_trains_as_the_shipped_file_does(name: str, trained: dict[str, Run], fp32: Run):
+    run = trained[name]
+    assert run.status == 0, run.stderr
+    backend = "single" if name == "single" else "deepspeed"
+    (start,) = run.events("run_start")
+    assert (start["backend"], start["world_size"]) == (backend, 1)
+    rates = [s["lr"] for s in run.events("step")]
+    if name in OWN_RATES:
+        assert "rate     DeepSpeed's WarmupCosineLR" in run.stdout
+        assert rates[:2] == [0.0, 0.0]
+        assert max(rates) <= 2e-3
+        return
+    assert largest_relative_difference(run.losses(), fp32.losses()) < 2e-6
+    assert rates == [s["lr"] for s in fp32.events("step")]
+
+
+def test_fp16_is_resolved_for_a_gpu_with_its_loss_scaling():
+    written = read_deepspeed_json(str(EXAMPLES["fp16"]))
+    run = parse_flags(["--dtype", "float16"])
+    found = resolve(written, "fp16.json", run, 2, "cuda").config
+    assert found["fp16"]["enabled"] is True
+    assert found["fp16"]["initial_scale_power"] == 16
+    assert found["bf16"]["enabled"] is False
+    with pytest.raises(UsageError, match="needs a GPU"):
+        resolve(written, "fp16.json", run, 2, "cpu")

@@ -1,0 +1,335 @@
+"""The same run under every launcher, with two CPU processes, against run_accelerate.sh's.
+
+Flags and data are those of the fp32 yardstick: DeepSpeed gives its curve bit for bit, DDP within
+rounding. Below, without any training: what run_accelerate.sh makes of a YAML and the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from minimind.config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.errors import UsageError
+from scripts.launch_plan import Asked, count_gpus, fields, plan
+from tests.conftest import ROOT, Launcher, Run
+from tests.distributed.conftest import FP32
+
+SCRIPT = str(ROOT / "train_pretrain.py")
+SHIPPED = ROOT / "configs" / "accelerate_config.yaml"
+NAMED = ["--deepspeed_config", str(DEFAULT_DEEPSPEED_CONFIG)]
+NOTEBOOK = """
+import sys
+import minimind
+from accelerate import notebook_launcher
+
+words = sys.argv[2:]
+flags = {flag.removeprefix("--"): value for flag, value in zip(words[::2], words[1::2])}
+notebook_launcher(minimind.train, (flags,), num_processes=2, use_port=sys.argv[1])
+"""
+# What stands before the flags of train_pretrain.py, and what behind; PORT is a free one.
+COMMANDS: dict[str, tuple[str, list[str]]] = {
+    "accelerate-yaml": (
+        f"accelerate launch --config_file {SHIPPED} --num_processes 2 --main_process_port PORT"
+        f" {SCRIPT}",
+        [],
+    ),
+    "accelerate-flags": (
+        f"accelerate launch --use_deepspeed --deepspeed_config_file {DEFAULT_DEEPSPEED_CONFIG}"
+        f" --num_machines 1 --num_processes 2 --main_process_port PORT {SCRIPT}",
+        [],
+    ),
+    "torchrun": (f"torchrun --standalone --nproc_per_node 2 {SCRIPT}", NAMED),
+    "torchrun-ddp": (f"torchrun --standalone --nproc_per_node 2 {SCRIPT}", []),
+    "deepspeed": (f"deepspeed --num_gpus 2 --master_port PORT {SCRIPT}", NAMED),
+    "notebook": ("python -c NOTEBOOK PORT", NAMED),
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def words(command: str, flags: Sequence[str]) -> list[str]:
+    fill = {"PORT": str(free_port()), "NOTEBOOK": NOTEBOOK}
+    found = [fill.get(word, word) for word in command.split()]
+    return [str(Path(sys.executable).with_name(found[0])), *found[1:], *flags]
+
+
+def flags_of(launch: Launcher, out_dir: Path) -> list[str]:
+    return launch.command(out_dir, f"{FP32} --save_interval 9 --keep_last 3")[2:]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This environment, less what would speak to the launch script."""
+    said = ("NUM_PROCESSES", "NUM_MACHINES", "MACHINE_RANK", "MAIN_IP", "MAIN_PORT", "CONFIG_FILE")
+    kept = {name: value for name, value in os.environ.items() if name not in said}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", **more}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_launcher_gives_the_same_run(name: str, launch: Launcher, fp32: Run, tmp_path: Path):
+    command, behind = COMMANDS[name]
+    done = subprocess.run(
+        words(command, [*flags_of(launch, tmp_path), *behind]),
+        # The deepspeed launcher counts devices before it starts anything.
+        env=environment(**{"DS_ACCELERATOR": "cpu"} if name == "deepspeed" else {}),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+    )
+    run = Run(tmp_path, done.returncode, done.stdout, done.stderr)
+    assert run.status == 0, run.stderr
+    (start,) = run.events("run_start")
+    backend = "ddp" if name == "torchrun-ddp" else "deepspeed"
+    assert (start["backend"], start["world_size"]) == (backend, 2)
+    assert f"backend {backend}" in run.stdout
+    if backend == "deepspeed":
+        assert run.curve() == fp32.curve()
+    assert run.losses() == pytest.approx(fp32.losses(), rel=2e-6)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("how", ["by hand", "two hosts"])
+def test_two_starts_of_one_process_are_a_world_of_two(
+    how: str, launch: Launcher, fp32: Run, tmp_path: Path
+):
+    """RANK and its kin set by hand; and run_accelerate.sh as on each of two hosts."""
+    port, flags = str(free_port()), flags_of(launch, tmp_path)
+    if how == "by hand":
+        told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        starts = [{**told, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+        command = [sys.executable, SCRIPT, *flags, *NAMED]
+    else:
+        told = {"NUM_MACHINES": "2", "NUM_PROCESSES": "2"}
+        told |= {"MAIN_IP": "127.0.0.1", "MAIN_PORT": port}
+        starts = [{**told, "MACHINE_RANK": rank} for rank in ("1", "0")]
+        command = ["bash", str(ROOT / "run_accelerate.sh"), *flags]
+    started = [subprocess.Popen(command, env=environment(**start)) for start in starts]
+    assert [start.wait(timeout=300) for start in started] == [0, 0]
+    run = Run(tmp_path, 0, "", "")
+    (start,) = run.events("run_start")
+    assert (start["backend"], start["world_size"]) == ("deepspeed", 2)
+    assert run.curve() == fp32.curve()
+
+
+# run_accelerate.sh and its plan, up to where `accelerate launch` would start.
+
+DEEPSPEED = {"distributed_type": "DEEPSPEED"}
+
+
+def planned(document: dict[str, Any], gpus: int = 0, **environ: str) -> dict[str, Any]:
+    return plan(Asked(document, "a.yaml", environ), gpus)
+
+
+@pytest.mark.parametrize(
+    ("document", "gpus", "environ", "processes"),
+    [
+        (DEEPSPEED, 0, {}, 2),
+        (DEEPSPEED, 4, {}, 4),
+        ({**DEEPSPEED, "num_processes": "auto"}, 4, {}, 4),
+        ({**DEEPSPEED, "num_processes": 3}, 4, {}, 3),
+        ({**DEEPSPEED, "num_processes": 3}, 4, {"NUM_PROCESSES": "1"}, 1),
+        ({"distributed_type": "MULTI_CPU"}, 0, {}, 2),
+        ({"distributed_type": False}, 4, {}, 1),  # a bare NO
+        ({"distributed_type": "NO"}, 0, {"NUM_PROCESSES": "2"}, 2),
+    ],
+)
+def test_processes_come_from_the_environment_then_the_yaml_then_the_gpus(
+    document, gpus, environ, processes
+):
+    launched = planned(document, gpus, **environ)
+    assert launched["num_processes"] == processes
+    assert launched["main_process_port"] == 0
+    deepspeed = document["distributed_type"] == "DEEPSPEED"
+    assert launched["distributed_type"] == ("DEEPSPEED" if deepspeed else "MULTI_GPU")
+
+
+def test_a_literal_that_the_environment_overrides_is_told():
+    asked = Asked({**DEEPSPEED, "num_processes": 3}, "a.yaml", {"NUM_PROCESSES": "2"})
+    plan(asked, 0)
+    assert asked.overridden == ["NUM_PROCESSES=2 overrides num_processes: 3 of a.yaml"]
+
+
+def test_processes_count_over_all_hosts():
+    host = {"MACHINE_RANK": "1", "MAIN_IP": "10.0.0.1", "MAIN_PORT": "29500"}
+    launched = planned(DEEPSPEED, 4, NUM_MACHINES="2", **host)
+    assert (launched["num_processes"], launched["machine_rank"]) == (8, 1)
+    of_yaml = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "a"}
+    launched = planned({**DEEPSPEED, **of_yaml, "main_process_port": 29500}, 4)
+    assert (launched["num_processes"], launched["main_process_ip"]) == (8, "a")
+
+
+HOSTS = {"NUM_MACHINES": "2", "MACHINE_RANK": "0", "MAIN_IP": "a", "MAIN_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("document", "environ", "told"),
+    [
+        (DEEPSPEED, {"NUM_PROCESSES": "0"}, "NUM_PROCESSES is 0, not a whole number from 1"),
+        ({**DEEPSPEED, "num_processes": "two"}, {}, "num_processes in a.yaml is two"),
+        (DEEPSPEED, {"MAIN_PORT": "65536"}, "MAIN_PORT is 65536"),
+        (DEEPSPEED, {**HOSTS, "NUM_PROCESSES": "3"}, "NUM_PROCESSES is 3, over all hosts"),
+        (DEEPSPEED, {**HOSTS, "MACHINE_RANK": "2"}, "MACHINE_RANK is 2, not a whole number from 0"),
+        (DEEPSPEED, {**HOSTS, "MACHINE_RANK": ""}, "needs MACHINE_RANK; set it on every host"),
+        (DEEPSPEED, {"NUM_MACHINES": "2", "MACHINE_RANK": "0"}, "needs MAIN_IP and MAIN_PORT"),
+        ({"distributed_type": "FSDP"}, {}, "a.yaml: distributed_type is FSDP; write one of"),
+        ({}, {}, "distributed_type is missing"),
+        ({**DEEPSPEED, "num_procesess": 2}, {}, "'num_procesess'; did you mean num_processes?"),
+        ({"distributed_type": "MULTI_GPU", "deepspeed_config": {"a": 1}}, {}, "passes over"),
+    ],
+)
+def test_a_number_or_type_that_cannot_be_is_told_with_its_giver(document, environ, told):
+    with pytest.raises(UsageError) as caught:
+        planned(document, **environ)
+    assert told in str(caught.value)
+    assert "; " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [("", 0), ("0", 1), ("0,1", 2), ("0,-1,2", 1), ("GPU-8a,MIG-7b", 2), ("NoDevFiles", 0)],
+)
+def test_visible_gpus_are_counted_as_torch_does(visible: str, gpus: int):
+    assert count_gpus(visible) == gpus
+
+
+def test_the_known_fields_are_accelerates():
+    from accelerate.commands.config.config_args import ClusterConfig  # noqa: TID251
+
+    assert set(fields()) - {"fp16", "dynamo_backend"} == set(ClusterConfig.__dataclass_fields__)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., Run]:
+    """run_accelerate.sh with an `accelerate` that prints its arguments and the YAML it got."""
+    stub = tmp_path / "bin" / "accelerate"
+    stub.parent.mkdir()
+    told = "omp=$OMP_NUM_THREADS ds=$DS_ACCELERATOR gpus=$CUDA_VISIBLE_DEVICES"
+    stub.write_text(f'#!/bin/sh\necho "$@" "{told}"\ncat "$3"\n')
+    stub.chmod(0o755)
+
+    def run(*flags: str, **more: str) -> Run:
+        environ = environment(**{"VIRTUAL_ENV": "here", "CUDA_VISIBLE_DEVICES": "", **more})
+        environ = {name: value for name, value in environ.items() if value != "unset"}
+        environ["PATH"] = f"{stub.parent}{os.pathsep}{environ['PATH']}"
+        command = ["bash", str(ROOT / "run_accelerate.sh"), *(flags or ["--seed", "1"])]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=tmp_path)
+        return Run(tmp_path, done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+def handed_on(run: Run) -> tuple[str, dict[str, Any]]:
+    """(the command line of `accelerate`, the YAML it was given)."""
+    assert run.status == 0, run.stderr
+    line, _, document = run.stdout.partition("\n")
+    return line, yaml.safe_load(document)
+
+
+def test_the_shipped_yaml_is_launched_on_a_free_port(script):
+    line, launched = handed_on(script())
+    assert line.endswith("train_pretrain.py --seed 1 omp=1 ds=cpu gpus=")
+    assert (launched["distributed_type"], launched["num_processes"]) == ("DEEPSPEED", 2)
+    assert 1024 <= launched["main_process_port"] <= 65535
+
+
+@pytest.mark.parametrize(
+    "lines", ["distributed_type: MULTI_CPU", "distributed_type: 'NO'\nuse_cpu: true"]
+)
+def test_a_yaml_for_the_cpu_means_device_cpu(script, tmp_path: Path, lines: str):
+    (tmp_path / "a.yaml").write_text(f"{lines}\n")
+    line, launched = handed_on(script(CONFIG_FILE=str(tmp_path / "a.yaml"), NUM_PROCESSES="1"))
+    assert "train_pretrain.py --device=cpu --seed 1" in line
+    # The type under which Accelerate starts torchrun, which hands on signals.
+    assert (launched["distributed_type"], launched["use_cpu"]) == ("MULTI_GPU", False)
+
+
+def test_gpus_named_in_the_yaml_are_those_visible_unless_the_environment_says(
+    script, tmp_path: Path
+):
+    path = tmp_path / "a.yaml"
+    path.write_text("distributed_type: DEEPSPEED\ngpu_ids: 0,1,2\n")
+    line, launched = handed_on(script(CONFIG_FILE=str(path), CUDA_VISIBLE_DEVICES="unset"))
+    assert (launched["num_processes"], line[-10:]) == (3, "gpus=0,1,2")
+    line, launched = handed_on(script(CONFIG_FILE=str(path), CUDA_VISIBLE_DEVICES="3"))
+    assert (launched["num_processes"], line[-6:]) == (1, "gpus=3")
+    assert "gpu_ids" not in launched
+
+
+def test_a_taken_port_is_9_and_another_hosts_port_is_not_probed(script):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        port = str(taken.getsockname()[1])
+        refused = script(MAIN_PORT=port)
+        assert refused.status == 9
+        assert f"MAIN_PORT={port}" in refused.stderr
+        hosts = {"NUM_MACHINES": "2", "MAIN_IP": "10.0.0.1", "MAIN_PORT": port}
+        _, launched = handed_on(script(**hosts, MACHINE_RANK="1"))
+    assert launched["main_process_port"] == int(port)
+
+
+def test_a_config_file_that_cannot_be_is_one_line_and_2(script, tmp_path: Path):
+    for path in ("gone.yaml", "fsdp.yaml"):
+        (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\n")
+        refused = script(CONFIG_FILE=str(tmp_path / path))
+        assert refused.status == 2
+        (line,) = refused.stderr.splitlines()
+        assert line.startswith("run_accelerate.sh: error[E_USAGE]")
+        assert path in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_before_the_launch_answers_75(script, tmp_path: Path, number: signal.Signals):
+    """A `python` of ours, where the checks start, signals the script that waits for it."""
+    stub = tmp_path / "bin" / "python"
+    stub.write_text(f'#!/bin/sh\nkill -{number} $PPID\nexec "{sys.executable}" "$@"\n')
+    stub.chmod(0o755)
+    stopped = script()
+    assert stopped.status == 75
+    assert stopped.stderr == (
+        "run_accelerate.sh: stopped before the first step; run it again to go on\n"
+    )
+    assert stopped.stdout == ""
+
+
+def test_the_slurm_script_starts_one_task_a_node_and_queues_a_saved_run_again(tmp_path: Path):
+    """With an `srun` that runs the task for node 0 and 1, and a launch script that says 75."""
+    (tmp_path / "run_accelerate.sh").write_text(
+        'echo "$NUM_MACHINES $MACHINE_RANK $MAIN_IP $MAIN_PORT $1 $2" >>started; exit 75\n'
+    )
+    stubs = {
+        "srun": 'while [ "$1" != bash ]; do shift; done\n'
+        'SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@"; code=$?; wait; exit $code',
+        "scontrol": '[ "$1" = show ] && printf "node7\\nnode8\\n" || echo "$@" >>queued',
+    }
+    for name, body in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    told = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "node[7-8]"}
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "slurm.sbatch"), "--out_dir", "out/a b"],
+        env={**environment(**told), "PATH": path},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 75
+    assert sorted((tmp_path / "started").read_text().splitlines()) == [
+        "2 0 node7 24567 --out_dir out/a b",
+        "2 1 node7 24567 --out_dir out/a b",
+    ]
+    assert (tmp_path / "queued").read_text() == "requeue 1234567\n"

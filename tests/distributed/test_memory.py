@@ -1,0 +1,71 @@
+"""The plan's arithmetic against two real gloo processes: bytes held and bytes communicated.
+
+DDP and all four stages in both precisions are measured in one launch, by measure_memory.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minimind.flags import parse_flags
+from minimind.plan import shape_of
+from minimind.train.costs import Setup, bytes_sent, memory
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.launch
+TINY = shape_of(parse_flags(["--model", "tiny"]))
+# Stage 3 comes last: it replaces torch's linear function in the whole process.
+CASES = [
+    (stage, dtype, accumulation)
+    for stage, accumulation in ((None, 1), (0, 1), (1, 1), (2, 1), (2, 2), (3, 1))
+    for dtype in ("bfloat16", "float32")
+]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], dict[str, Any]]:
+    out = tmp_path_factory.mktemp("memory") / "held.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*launcher, "-m", "tests.distributed.measure_memory", str(out)]
+        + [f"{stage},{dtype},{accumulation}" for stage, dtype, accumulation in CASES],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return {tuple(found["of"]): found for found in json.loads(Path(out).read_text())}
+
+
+def setup_of_case(case: tuple[int | None, str, int], found: dict[str, Any]) -> Setup:
+    stage, dtype, accumulation = case
+    bucket, overlap = found["reduce_bucket"], found["overlap"]
+    return Setup(stage, 2, dtype, 1, accumulation, bucket, overlap, device="cpu")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_state_held_is_as_predicted(measured, case):
+    """Weights, optimizer, gradients, buffers: the larger of backward and update, within 5 %."""
+    held = memory(TINY, setup_of_case(case, measured[case]))
+    predicted = held.weights + held.optimizer + max(held.gradients + held.buffers, held.update)
+    assert max(measured[case]["held"]) == pytest.approx(predicted, rel=0.05)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c[0] is not None], ids=str)
+def test_the_bytes_sent_are_as_predicted(measured, case):
+    """An all-reduce of S bytes sends, of two processes by each, S; the other two S / 2.
+
+    What DDP's own C++ sends cannot be watched from here.
+    """
+    through = measured[case]["through"]
+    sent = sum(size * (1 if name == "all_reduce" else 0.5) for name, size in through.items())
+    assert sent == pytest.approx(bytes_sent(TINY, setup_of_case(case, measured[case])), rel=0.01)

@@ -1,0 +1,127 @@
+"""What the launcher's environment says, and which backend it puts in force."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minimind.config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.errors import RendezvousError, UsageError
+from minimind.flags import parse_flags
+from minimind.launch import Launch, join_by_hand, read_launch, require_engaged
+from minimind.train.setup import choose_device, idle_gpus, read_setup
+
+SHIPPED = str(DEFAULT_DEEPSPEED_CONFIG)
+TWO = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+ENGAGED = {**TWO, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": "no"}
+FROM_YAML = {**ENGAGED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "configs/ds_config.json"}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch):
+    """The setup of flags under a launcher's environment, started by a shell."""
+    monkeypatch.setattr("minimind.train.setup.parent_command", lambda: ["bash"])
+
+    def of(line: str, environ: dict[str, str]):
+        return read_setup(parse_flags(f"--device cpu {line}".split()), read_launch(environ))
+
+    return of
+
+
+def test_a_process_started_by_hand_is_rank_0_of_1():
+    assert read_launch({}) == Launch()
+
+
+def test_every_launchers_variables_are_read():
+    assert (read_launch(TWO).rank, read_launch(TWO).world_size) == (1, 2)
+    deepspeed = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_SIZE": "2"}
+    assert read_launch(deepspeed).local_world_size == 2
+    with pytest.raises(RendezvousError, match="RANK=one"):
+        read_launch({"RANK": "one"})
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "backend"),
+    [
+        ("", {}, "single"),
+        ("", TWO, "ddp"),
+        (f"--deepspeed_config {SHIPPED}", {}, "deepspeed"),
+        (f"--deepspeed_config {SHIPPED}", TWO, "deepspeed"),
+        ("", ENGAGED, "deepspeed"),
+        ("", FROM_YAML, "deepspeed"),
+        ("--deepspeed_config none", FROM_YAML, "ddp"),
+    ],
+)
+def test_deepspeed_is_in_force_when_a_file_is_named_or_the_launcher_says_so(
+    asked, line, environ, backend
+):
+    assert asked(line, environ).backend == backend
+    assert asked(line, environ).resolve().backend == backend
+
+
+def test_the_yamls_path_is_found_from_any_directory_and_the_flag_wins(asked, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = asked("", FROM_YAML)
+    assert (found.path, found.run.sources["deepspeed_config"]) == (SHIPPED, "the Accelerate YAML")
+    mine = tmp_path / "mine.json"
+    mine.write_text('{"zero_optimization": {"stage": 3}}')
+    assert asked(f"--deepspeed_config {mine}", FROM_YAML).resolve().zero_stage == 3
+
+
+def test_zero_fields_of_the_yaml_alone_fill_the_shipped_file(asked):
+    fields = {
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
+        "ACCELERATE_MIXED_PRECISION": "no",
+    }
+    found = asked("", {**ENGAGED, **fields}).resolve()
+    assert found.zero_stage == 3
+    assert found.config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    assert found.config["gradient_accumulation_steps"] == 4
+    assert found.config["gradient_clipping"] == 0.5
+    assert found.sources["zero_optimization.stage"] == "the Accelerate YAML: zero_stage"
+    assert "gradient_clipping" in found.run.sources["grad_clip"]
+    assert asked("", ENGAGED).resolve().zero_stage == 2  # Accelerate's own default
+
+
+def test_the_seed_layout_mixed_precision_beside_a_deepspeed_file_works(asked):
+    found = asked("", {**FROM_YAML, "ACCELERATE_MIXED_PRECISION": "bf16"}).resolve()
+    assert found.run.dtype == "bfloat16"
+    assert found.run.sources["dtype"] == "the Accelerate YAML: mixed_precision"
+    assert found.config["bf16"]["enabled"] is True
+    with pytest.raises(UsageError, match=r"mixed_precision is bfloat16 but --dtype says"):
+        asked("--dtype float32", {**FROM_YAML, "ACCELERATE_MIXED_PRECISION": "bf16"})
+
+
+def test_a_deepspeed_file_that_accelerate_launch_drops_is_told():
+    words = "python /bin/accelerate launch --multi_gpu --deepspeed_config_file x.json t.py".split()
+    with pytest.raises(UsageError, match="--use_deepspeed"):
+        require_engaged(Launch(world_size=2), words)
+    require_engaged(Launch(uses_deepspeed=True), words)
+    require_engaged(Launch(), ["bash", "run.sh", "--deepspeed_config_file"])
+
+
+def test_too_few_gpus_are_refused_and_too_many_are_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    run = parse_flags([])
+    assert choose_device(run, Launch(world_size=8, local_world_size=4)) == "cuda"
+    assert "NUM_PROCESSES=4" in idle_gpus("cuda", Launch(world_size=2, local_world_size=2))
+    assert idle_gpus("cuda", Launch(world_size=8, local_world_size=4)) == ""
+    assert idle_gpus("cpu", Launch()) == ""
+    with pytest.raises(UsageError, match="8 processes were started here and 4 GPUs are visible"):
+        choose_device(run, Launch(world_size=8, local_world_size=8))
+    assert choose_device(parse_flags(["--device", "cpu"]), Launch(local_world_size=8)) == "cpu"
+
+
+def test_one_process_alone_gets_a_port_and_several_keep_theirs():
+    alone: dict[str, str] = {}
+    join_by_hand(alone)
+    assert (alone["RANK"], alone["WORLD_SIZE"], alone["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
+    given = {**TWO, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    before = dict(given)
+    join_by_hand(given)
+    assert given == before

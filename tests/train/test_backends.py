@@ -1,0 +1,155 @@
+"""The backends without DeepSpeed: what DDP sends, what it waits for, and the weights it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from minimind.flags import parse_flags
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.train.backends import PlainBackend, prepare_for_ddp, unused_parameters
+from minimind.train.deepspeed_config import Resolved
+from minimind.train.engine import Engine, build_engine
+from minimind.train.optimizer import adamw, parameter_groups
+from minimind.train.profile import PhaseClock
+
+TINY = MiniMindConfig(
+    vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+)
+ROWS = torch.arange(2 * 9).view(2, 9) % 96
+
+
+class WithIdleHead(MiniMindForCausalLM):
+    """A model with a parameter that its forward pass never touches."""
+
+    def __init__(self, config: MiniMindConfig) -> None:
+        super().__init__(config)
+        self.idle = nn.Linear(4, 4, bias=False)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, not listed)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def sent_by_ddp(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Every tensor that DDP broadcasts, at its construction and in a forward pass."""
+    sent: list[torch.Tensor] = []
+    broadcast: Any = getattr(dist, "_broadcast_coalesced")  # noqa: B009 (not listed by torch)
+
+    def record(group: Any, tensors: list[torch.Tensor], *more: Any) -> None:
+        sent.extend(tensors)
+        broadcast(group, tensors, *more)
+
+    monkeypatch.setattr(dist, "_broadcast_coalesced", record)
+    wrapped = DistributedDataParallel(module)
+    sent.extend(wrapped.modules_buffers)  # what every forward pass synchronises
+    return sent
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: torch.compile(m, backend="eager")])
+def test_ddp_never_sends_pos_cis_which_nccl_would_refuse(wrap, group, monkeypatch):
+    module = wrap(MiniMindForCausalLM(TINY))
+    names = [name for name, buffer in module.named_buffers() if buffer.is_complex()]
+    assert len(names) == 1
+    assert names[0].endswith("model.pos_cis")
+    prepare_for_ddp(module)
+    sent = sent_by_ddp(module, monkeypatch)
+    assert len(sent) >= len(list(module.parameters()))
+    assert not [tensor for tensor in sent if tensor.is_complex()]
+
+
+def test_without_our_hand_ddp_would_send_it(group, monkeypatch):
+    model = MiniMindForCausalLM(TINY)
+    model._ddp_params_and_buffers_to_ignore = []  # type: ignore[misc] (shadows the class's list)
+    assert [t for t in sent_by_ddp(model, monkeypatch) if t.is_complex()]
+
+
+def test_the_model_alone_tells_ddp_too(group, monkeypatch):
+    assert not [t for t in sent_by_ddp(MiniMindForCausalLM(TINY), monkeypatch) if t.is_complex()]
+
+
+def test_unused_parameters_are_found_and_leave_no_gradient_behind():
+    model = WithIdleHead(TINY)
+    assert unused_parameters(model) == ["idle.weight"]
+    assert all(p.grad is None for p in model.parameters())
+    assert unused_parameters(MiniMindForCausalLM(TINY)) == []
+
+
+def engine_of(model: MiniMindForCausalLM, monkeypatch: pytest.MonkeyPatch, line: str) -> Engine:
+    """One rank that takes itself for one of a DDP group."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**alone, "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    return build_engine(Resolved(parse_flags(line.split()), "ddp"), model, "cpu")
+
+
+@pytest.mark.parametrize(("model", "needs"), [(MiniMindForCausalLM, False), (WithIdleHead, True)])
+def test_ddp_searches_for_unused_parameters_only_where_there_are_some(model, needs, monkeypatch):
+    engine = engine_of(model(TINY), monkeypatch, "--accumulation_steps 2")
+    try:
+        forward: Any = engine.backend.forward
+        assert isinstance(forward, DistributedDataParallel)
+        assert forward.find_unused_parameters is needs
+        clock = PhaseClock(torch.device("cpu"))
+        for _ in range(2):  # DDP complains of missing gradients in the second
+            clock.begin()
+            assert engine.step([ROWS, ROWS], 1e-3, clock).grad_norm is not None
+    finally:
+        engine.close()
+
+
+def plain(line: str) -> tuple[PlainBackend, MiniMindForCausalLM]:
+    run = parse_flags(line.split())
+    torch.manual_seed(1)
+    model = MiniMindForCausalLM(TINY).to(getattr(torch, run.dtype))
+    groups = parameter_groups(model, run.weight_decay)
+    return PlainBackend(model, model, Resolved(run, "single"), groups), model
+
+
+def test_bf16_weights_are_the_rounded_fp32_ones_of_a_plain_adamw():
+    backend, model = plain("--dtype bfloat16 --grad_clip 0")
+    groups = parameter_groups(model, 0.1)
+    copies = [
+        {**group, "params": [p.detach().float().requires_grad_() for p in group["params"]]}
+        for group in groups
+    ]
+    reference = adamw(copies, parse_flags([]))
+    backend.begin(5e-4)
+    model(input_ids=ROWS).logits.float().sum().backward()
+    pairs = [
+        (p, copy)
+        for group, copied in zip(groups, copies, strict=True)
+        for p, copy in zip(group["params"], copied["params"], strict=True)
+    ]
+    for p, copy in pairs:
+        assert p.grad is not None
+        copy.grad = p.grad.float()
+    backend.update(is_last=True)
+    reference.step()
+    for p, copy in pairs:
+        assert torch.equal(p, copy.bfloat16())
+        assert p.grad is None
+
+
+def test_gradients_are_clipped_to_the_flags_norm():
+    backend, model = plain("--dtype float32 --grad_clip 0.25 --weight_decay 0")
+    groups = [{"params": [p]} for p in model.parameters()]
+    backend.torch_optimizer = torch.optim.SGD(groups, lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    backend.begin(1.0)
+    model(input_ids=ROWS).logits.pow(2).sum().backward()
+    norm = backend.update(is_last=True)
+    assert norm is not None
+    assert float(norm) > 0.25
+    moved = [(p - b).detach().double() for p, b in zip(model.parameters(), before, strict=True)]
+    assert float(torch.cat([m.flatten() for m in moved]).norm()) == pytest.approx(0.25, rel=1e-5)

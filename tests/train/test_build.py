@@ -1,0 +1,57 @@
+"""What is asked of all ranks once they have met: do they see the same files?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from minimind.errors import DataError, StorageError
+from minimind.train.build import require_same_files
+
+PREPARED: Any = SimpleNamespace(
+    manifest={"fingerprint": "text"}, tokenizer=SimpleNamespace(fingerprint="pieces")
+)
+
+
+class TwoHosts:
+    """Rank 0 here, rank 1 on a host that answers what it is told to."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, sees: bool, text: tuple[str, str]) -> None:
+        self.theirs = ("node2", sees, text)
+        self.found_here: list[bool] = []
+
+    def gather(self, value: Any) -> list[Any]:
+        if isinstance(value, str):
+            return [value, "other"]
+        self.found_here.append(value[1])
+        return [("node1", *value[1:]), self.theirs]
+
+    def barrier(self) -> None:
+        pass
+
+
+def check(out_dir: Path, sees: bool = True, text: tuple[str, str] = ("text", "pieces")) -> None:
+    engine = TwoHosts(sees, text)
+    require_same_files(engine, out_dir, PREPARED)  # type: ignore[arg-type] (a stand-in)
+    assert engine.found_here == [True]
+
+
+def test_hosts_that_share_everything_pass_and_nothing_is_left_behind(tmp_path):
+    check(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_host_with_another_out_dir_is_named(tmp_path):
+    with pytest.raises(StorageError, match="another folder on node2 than on node1"):
+        check(tmp_path, sees=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_host_with_other_text_is_named(tmp_path):
+    with pytest.raises(DataError, match="other text on node2 than on node1"):
+        check(tmp_path, text=("text", "other pieces"))

@@ -1,0 +1,215 @@
+"""The closest right configuration to each refusal is taken, and a refusal is told once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from minimind.config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.errors import UsageError
+from minimind.flags import parse_flags
+from minimind.launch import Launch, read_launch
+from minimind.train.deepspeed_config import Resolved, resolve
+from minimind.train.literals import put
+
+ENGAGED = {"RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"}
+OFFLOAD = {"device": "cpu"}
+ZERO = "zero_optimization."
+
+
+def resolved(
+    line: str, edits: dict[str, Any], device: str = "cpu", launch: Launch | None = None
+) -> Resolved:
+    """The shipped file with these edits, for two processes."""
+    config = json.loads(DEFAULT_DEEPSPEED_CONFIG.read_text())
+    for key, value in edits.items():
+        put(config, key, value)
+    return resolve(config, "ds.json", parse_flags(line.split()), 2, device, launch=launch)
+
+
+def scheduler(kind: str, **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": kind, "params": params}}
+
+
+# right, wrong by one change, and the word of the refusal
+PAIRS = {
+    "optimizer offload from stage 1": (
+        {f"{ZERO}stage": 1, f"{ZERO}offload_optimizer": OFFLOAD},
+        {f"{ZERO}stage": 0, f"{ZERO}offload_optimizer": OFFLOAD},
+        "offload_optimizer",
+    ),
+    "optimizer offload at stage 2": (
+        {f"{ZERO}offload_optimizer": OFFLOAD},
+        {f"{ZERO}offload_optimizer": {"device": "nvme"}},
+        "nvme",
+    ),
+    "no offload at stage 0": (
+        {f"{ZERO}stage": 0, f"{ZERO}offload_optimizer": {"device": "none"}},
+        {f"{ZERO}stage": 0, f"{ZERO}offload_optimizer": OFFLOAD},
+        "needs stage 1",
+    ),
+    "offload of nothing": (
+        {f"{ZERO}offload_optimizer": None},
+        {f"{ZERO}offload_optimizer": "cpu"},
+        "offload_optimizer is",
+    ),
+    "parameter offload at stage 3": (
+        {f"{ZERO}stage": 3, f"{ZERO}offload_param": OFFLOAD},
+        {f"{ZERO}stage": 2, f"{ZERO}offload_param": OFFLOAD},
+        "needs stage 3",
+    ),
+    "offload ratio at stage 3": (
+        {f"{ZERO}stage": 3, f"{ZERO}offload_optimizer": {**OFFLOAD, "ratio": 0.5}},
+        {f"{ZERO}stage": 2, f"{ZERO}offload_optimizer": {**OFFLOAD, "ratio": 0.5}},
+        "ratio",
+    ),
+    "predivision without reduce_scatter": (
+        {"gradient_predivide_factor": 2.0, f"{ZERO}reduce_scatter": False},
+        {"gradient_predivide_factor": 2.0},
+        "gradient_predivide_factor",
+    ),
+    "predivision at stage 1": (
+        {"gradient_predivide_factor": 2.0, f"{ZERO}stage": 1},
+        {"gradient_predivide_factor": 2.0, f"{ZERO}stage": 3},
+        "gradient_predivide_factor",
+    ),
+    "predivision by one": (
+        {"gradient_predivide_factor": 1.0},
+        {"gradient_predivide_factor": 1.5},
+        "gradient_predivide_factor",
+    ),
+    "prescaling at stage 1": (
+        {"prescale_gradients": True, f"{ZERO}stage": 1},
+        {"prescale_gradients": True},
+        "prescale_gradients",
+    ),
+    "no gradient norm at stage 2": (
+        {f"{ZERO}compute_grad_norm": False},
+        {f"{ZERO}compute_grad_norm": False, f"{ZERO}stage": 3},
+        "compute_grad_norm",
+    ),
+    "round robin at stage 2": (
+        {f"{ZERO}round_robin_gradients": True},
+        {f"{ZERO}round_robin_gradients": True, f"{ZERO}stage": 3},
+        "round_robin",
+    ),
+    "fp32 accumulation at stage 2": (
+        {"data_types.grad_accum_dtype": "fp32"},
+        {"data_types.grad_accum_dtype": "fp32", f"{ZERO}stage": 1},
+        "grad_accum_dtype",
+    ),
+    "total as long as the warm-up": (
+        scheduler("WarmupDecayLR", warmup_num_steps=10, total_num_steps=10),
+        scheduler("WarmupDecayLR", warmup_num_steps=10, total_num_steps=9),
+        "less than",
+    ),
+    "warm-up of two steps": (
+        scheduler("WarmupLR", warmup_num_steps=2),
+        scheduler("WarmupLR", warmup_num_steps=1),
+        "2 steps at least",
+    ),
+    "both precisions off": (
+        {"bf16.enabled": False, "fp16.enabled": False},
+        {"bf16.enabled": True, "fp16.enabled": True},
+        "both true",
+    ),
+    "masters in fp32": (
+        {"bf16.bf16_master_weights_and_grads": False},
+        {"bf16.bf16_master_weights_and_grads": True},
+        "master_weights",
+    ),
+    "switched off": (
+        {"data_efficiency.enabled": False, "torch_autocast.enabled": False},
+        {"data_efficiency.enabled": True, "torch_autocast.enabled": False},
+        "data_efficiency",
+    ),
+    "sizes of one": (
+        {"sequence_parallel_size": 1, "tensor_parallel.autotp_size": 1, "data_parallel_size": 1},
+        {"sequence_parallel_size": 2, "tensor_parallel.autotp_size": 1, "data_parallel_size": 1},
+        "sequence_parallel_size",
+    ),
+    "mean of gradients": (
+        {"gradient_allreduce_op": "mean"},
+        {"gradient_allreduce_op": "sum"},
+        "gradient_allreduce_op",
+    ),
+    "batch of two factors": (
+        {
+            "train_batch_size": 16,
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+        },
+        {
+            "train_batch_size": 32,
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+        },
+        "train_batch_size is 32",
+    ),
+}
+
+
+@pytest.mark.parametrize(("right", "wrong", "word"), PAIRS.values(), ids=PAIRS.keys())
+def test_the_closest_right_one_is_taken(right: dict[str, Any], wrong: dict[str, Any], word: str):
+    assert resolved("", right).backend == "deepspeed"
+    with pytest.raises(UsageError) as caught:
+        resolved("", wrong)
+    assert word in str(caught.value)
+    assert "faults:" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "total", "batch_size", "accumulation_steps"),
+    [
+        ("", 64, 8, 4),  # accumulation is open, and comes first
+        ("--batch_size 4", 64, 4, 8),
+        ("--accumulation_steps 2", 64, 16, 2),
+        ("", 6, 3, 1),  # 6 is no multiple of the 8 x 2 rows of a micro-batch
+        ("--batch_size 4 --accumulation_steps 2", 16, 4, 2),
+        ("--split_batches --batch_size 4", 64, 4, 16),
+    ],
+)
+def test_a_batch_in_the_file_settles_the_factor_that_nobody_gave(
+    line: str, total: int, batch_size: int, accumulation_steps: int
+):
+    found = resolved(line, {"train_batch_size": total})
+    assert (found.run.batch_size, found.run.accumulation_steps) == (batch_size, accumulation_steps)
+    assert found.config["train_batch_size"] == total
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+@pytest.mark.parametrize("line", ["", "--warmup_steps 5", "--max_steps 30", "--epochs 2"])
+def test_a_scheduler_is_taken_before_the_length_of_the_run_is_known(kind: str, line: str):
+    assert resolved(line, scheduler(kind)).scheduler == kind
+
+
+def test_a_warm_up_as_long_as_max_steps_is_taken():
+    found = resolved("--max_steps 10", scheduler("WarmupLR", warmup_num_steps=10))
+    assert (found.run.warmup_steps, found.run.max_steps) == (10, 10)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_float16_is_taken_on_a_gpu_from_stage_1(stage: int):
+    found = resolved("--dtype float16", {f"{ZERO}stage": stage}, device="cuda")
+    assert found.config["fp16"]["enabled"] is True
+
+
+def test_a_precision_of_the_file_names_its_own_block():
+    found = resolved("", {"fp16.enabled": True}, device="cuda").run
+    assert (found.dtype, found.sources["dtype"]) == ("float16", "ds.json: fp16.enabled")
+    found = resolved("", {"bf16.enabled": False}).run
+    assert (found.dtype, found.sources["dtype"]) == ("float32", "ds.json: bf16.enabled")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_stage_of_the_file_is_no_conflict_with_accelerates_default(stage: int):
+    launch = read_launch(ENGAGED)
+    assert resolved("", {f"{ZERO}stage": stage}, launch=launch).zero_stage == stage
+
+
+def test_an_accelerate_yaml_that_says_the_same_is_no_conflict():
+    said = {"DEEPSPEED_ZERO_STAGE": "3", "MIXED_PRECISION": "bf16", "GRADIENT_CLIPPING": "none"}
+    launch = read_launch({**ENGAGED, **{f"ACCELERATE_{k}": v for k, v in said.items()}})
+    assert resolved("--dtype bfloat16", {f"{ZERO}stage": 3}, launch=launch).zero_stage == 3

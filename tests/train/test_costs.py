@@ -1,0 +1,169 @@
+"""The arithmetic of costs.py against the real model, torch's own allocator and numbers by hand.
+
+The state under DeepSpeed is measured in tests/distributed/test_memory.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from minimind.flags import PRESETS, parse_flags
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.loss import next_token_loss
+from minimind.plan import shape_of
+from minimind.train.costs import (
+    Setup,
+    Shape,
+    activation_bytes,
+    bytes_sent,
+    flops_per_token,
+    memory,
+    seconds,
+)
+
+SMALL = Shape(64, 2, 4, 2, 192, 600, 32)
+ONE_STEP = Setup(stage=2, world_size=4, dtype="bfloat16", rows=2)
+
+
+def model_of(shape: Shape) -> MiniMindForCausalLM:
+    return MiniMindForCausalLM(
+        MiniMindConfig(
+            dim=shape.dim,
+            n_layers=shape.n_layers,
+            n_heads=shape.n_heads,
+            n_kv_heads=shape.n_kv_heads,
+            hidden_dim=shape.hidden_dim,
+            vocab_size=shape.vocab_size,
+            max_seq_len=shape.max_seq_len,
+            tie_word_embeddings=shape.is_tied,
+            use_flash_attn=shape.use_flash_attn,
+        )
+    )
+
+
+SHAPES = {path.stem: shape_of(parse_flags(["--model", path.stem])) for path in PRESETS.glob("*")}
+SHAPES |= {
+    "small": SMALL,
+    "untied": replace(SMALL, is_tied=False),
+    "no sharing": replace(SMALL, n_kv_heads=4, dim=72, hidden_dim=71),
+    "default hidden_dim": shape_of(parse_flags("--dim 200 --n_heads 10 --n_layers 3".split())),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_parameters_are_those_of_the_model(shape: Shape):
+    with torch.device("meta"):
+        model = model_of(shape)
+    numbers = {name: weight.numel() for name, weight in model.named_parameters()}
+    assert shape.parameters == sum(numbers.values())
+    assert shape.layer == sum(n for name, n in numbers.items() if ".layers.0." in name)
+    assert shape.norms == sum(n for name, n in numbers.items() if "norm" in name)
+    embedding = sum(n for name, n in numbers.items() if "embed" in name or "lm_head" in name)
+    assert shape.embedding == embedding
+    assert shape.largest == max(numbers.values())
+
+
+def allocated_at_most(model: MiniMindForCausalLM, rows: torch.Tensor) -> int:
+    """Peak bytes that torch's CPU allocator gave out in one forward and backward pass."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        loss, count = next_token_loss(model(input_ids=rows[:, :-1]).logits, rows[:, 1:])
+        (loss / count).backward()
+    results: Any = profiler.profiler
+    events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
+    total = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        total += event.nbytes()
+        peak = max(peak, total)
+    return peak
+
+
+@pytest.mark.parametrize("attention", ["flash", "reference"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(replace(SMALL, max_seq_len=128, vocab_size=2000), id="mostly loss"),
+        pytest.param(replace(SMALL, max_seq_len=128, n_layers=6, n_heads=8), id="mostly blocks"),
+    ],
+)
+def test_activations_are_what_the_allocator_gives_out(shape: Shape, dtype: str, attention: str):
+    shape = replace(shape, use_flash_attn=attention == "flash")
+    model: Any = model_of(shape).to(getattr(torch, dtype))
+    setup = Setup(2, 1, dtype, rows=4, device="cpu")
+    rows = torch.randint(shape.vocab_size, (4, shape.max_seq_len + 1))
+    assert allocated_at_most(model, rows) == pytest.approx(activation_bytes(shape, setup), rel=0.02)
+
+
+def test_flops_of_a_token_by_hand():
+    """Six FLOPs per multiplying weight; 12 x layers x dim x T for the attention's products."""
+    block = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 192
+    assert flops_per_token(SMALL) == 6 * (2 * block + 64 * 600) + 12 * 2 * 64 * 32
+    assert flops_per_token(replace(SMALL, is_tied=False)) == flops_per_token(SMALL)
+    assert flops_per_token(SHAPES["0.4b"]) == pytest.approx(2569e6, rel=1e-3)
+
+
+def test_seconds_are_flops_over_the_speed_reached():
+    per_second = 2 * 1e12 * 0.5
+    assert seconds(SMALL, 1e6, 2, 1.0, 0.5) == 1e6 * flops_per_token(SMALL) / per_second
+
+
+@pytest.mark.parametrize(
+    ("stage", "micro_batches", "passes"),
+    [(0, 4, 2), (1, 4, 3), (2, 1, 3), (2, 4, 9), (3, 1, 2), (3, 4, 8)],
+)
+def test_bytes_sent_in_passes_over_the_weights(stage: int, micro_batches: int, passes: int):
+    setup = replace(ONE_STEP, stage=stage, accumulation_steps=micro_batches)
+    assert bytes_sent(SMALL, setup) == 2 * passes * SMALL.parameters * 3 // 4
+    assert bytes_sent(SMALL, replace(setup, world_size=1)) == 0
+
+
+def test_ddp_sends_its_gradients_once():
+    setup = replace(ONE_STEP, stage=None, accumulation_steps=4)
+    assert bytes_sent(SMALL, setup) == 2 * 2 * SMALL.parameters * 3 // 4
+
+
+def test_stage_3_gathers_twice_what_it_cannot_keep():
+    large = replace(SHAPES["0.4b"], n_layers=200)
+    setup = replace(ONE_STEP, stage=3)
+    kept = 5 * 10**8
+    passes = 2 * large.parameters + (large.parameters - kept)
+    assert bytes_sent(large, setup) == 2 * passes * 3 // 4
+
+
+def test_states_are_those_of_the_zero_paper():
+    """Table 1 of Rajbhandari et al.: 16 P at stage 0, and what is left as N grows."""
+    p = SMALL.parameters
+    whole = memory(SMALL, replace(ONE_STEP, stage=0))
+    assert whole.weights + whole.gradients + whole.optimizer == 16 * p
+    for stage, left in ((1, 2), (2, 2), (3, 0)):
+        held = memory(SMALL, replace(ONE_STEP, stage=stage, world_size=10**9, overlap=True))
+        assert held.weights + held.optimizer + held.gradients == pytest.approx(left * p, abs=99)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offloading_moves_the_optimizer_to_the_host(stage: int):
+    here = replace(ONE_STEP, stage=stage)
+    held, off = memory(SMALL, here), memory(SMALL, replace(here, offload_optimizer=True))
+    assert (held.host, off.optimizer) == (0, 0)
+    assert off.host > held.optimizer
+    assert off.total < held.total
+
+
+def test_offloading_the_weights_leaves_none_on_the_device():
+    here = replace(ONE_STEP, stage=3, offload_optimizer=True)
+    held, off = memory(SMALL, here), memory(SMALL, replace(here, offload_param=True))
+    assert off.weights == 0
+    assert off.host - held.host == held.weights
+
+
+def test_the_peak_is_the_larger_of_backward_and_update():
+    held = memory(SMALL, ONE_STEP)
+    backward = held.gradients + held.buffers + held.activations
+    assert held.total == held.weights + held.optimizer + backward
+    alone = replace(held, activations=0, update=backward)
+    assert alone.total == held.weights + held.optimizer + backward

@@ -1,0 +1,298 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minimind.config import PROJECT
+from minimind.train import deepspeed_schema as schema
+from minimind.train.deepspeed_schema import faults, optimizer_name
+
+# Run by another process: importing DeepSpeed warns, and picks a device for good.
+SURVEY = r"""
+import inspect, json
+from pathlib import Path
+import torch
+import deepspeed
+from deepspeed.ops import adagrad, adam, lamb, lion
+from deepspeed.runtime import config, lr_schedules
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+class Asked(dict):
+    '''Remembers every name that it was asked for.'''
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self.names = set()
+    def __getitem__(self, name):
+        self.names.add(name)
+        return super().__getitem__(name)
+    def get(self, name, default=None):
+        self.names.add(name)
+        return super().get(name, default)
+    def __contains__(self, name):
+        self.names.add(name)
+        return super().__contains__(name)
+    def keys(self):  # for `name in config.keys()`
+        return self
+    def __copy__(self):
+        return self
+
+top, old = Asked(train_batch_size=1), Asked(train_batch_size=1, zero_optimization=True)
+sections = dict.fromkeys(("activation_checkpointing", "aio", "checkpoint", "data_types"))
+sections |= dict.fromkeys(("flops_profiler", "timers", "torch_autocast", "optimizer", "scheduler"))
+sections = {name: Asked(type="x") for name in sections}
+del sections["torch_autocast"]["type"]
+sections["torch_autocast"].update(dtype="bf16", lower_precision_safe_modules=[])
+for written in (top, old, Asked(train_batch_size=1, **sections)):
+    config.DeepSpeedConfig(written)
+
+def takes(*classes):
+    found = {}
+    for one in classes:
+        for name, spec in list(inspect.signature(one.__init__).parameters.items())[2:]:
+            found[name] = "auto" if spec.default is spec.empty else spec.default
+    return found
+
+optim = torch.optim
+muon = DeepSpeedEngine._MUON_HALF_KEYS + DeepSpeedEngine._ADAM_HALF_KEYS
+fused = takes(adam.FusedAdam, adam.DeepSpeedCPUAdam)
+print("SURVEY" + json.dumps({
+    "version": deepspeed.__version__,
+    "top": sorted(top.names | old.names),
+    "sections": {name: sorted(block.names) for name, block in sections.items()},
+    "source": Path(deepspeed.__file__).read_text(),
+    "removed": [*config._REMOVED_TOP_LEVEL_CONFIG_KEYS]
+        + [f"zero_optimization.{name}" for name in config._REMOVED_ZERO_CONFIG_KEYS],
+    "zero": [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()],
+    "by_name": config.DEEPSPEED_OPTIMIZERS,
+    "torch": [n for n, one in vars(optim).items() if isinstance(one, type)],
+    "optimizers": {
+        "Adam": takes(optim.Adam, optim.AdamW) | fused,
+        "AdamW": takes(optim.AdamW) | fused,
+        "Adagrad": takes(optim.Adagrad, adagrad.DeepSpeedCPUAdagrad),
+        "Lamb": takes(lamb.FusedLamb),
+        "Lion": takes(lion.FusedLion, lion.DeepSpeedCPULion),
+        "Muon": dict.fromkeys(muon, "auto"),
+        **{n: takes(one) for n, one in vars(optim).items()
+           if isinstance(one, type) and n not in ("Adam", "AdamW", "Adagrad", "Muon", "Optimizer")},
+    },
+    "schedulers": {n: takes(getattr(lr_schedules, n)) for n in lr_schedules.VALID_LR_SCHEDULES},
+}))
+"""
+POPPED = {"torch_adam", "adam_w_mode", "fp32_optimizer_states"}  # by the engine, from Adam and Muon
+
+
+@pytest.fixture(scope="module")
+def survey():
+    done = subprocess.run(
+        [sys.executable, "-c", SURVEY],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.rpartition("SURVEY")[2])
+
+
+def test_the_tables_are_of_the_installed_version(survey):
+    assert survey["version"].split("+")[0] == schema.VERSION
+
+
+def test_every_top_level_key_that_deepspeed_reads_is_known_and_no_other(survey):
+    elsewhere = {"sequence_parallel_size", "data_parallel_size"}  # read by deepspeed.initialize
+    for name in elsewhere:
+        assert f'config["{name}"]' in survey["source"]
+    removed = {name for name in schema.REMOVED if "." not in name}
+    assert set(survey["top"]) | elsewhere == set(schema.TOP_LEVEL) | removed
+    assert not removed & set(schema.TOP_LEVEL)
+
+
+def test_every_section_without_a_model_lists_the_keys_that_deepspeed_reads(survey):
+    assert survey["sections"].keys() == schema.SECTIONS.keys()
+    for name, read in survey["sections"].items():
+        assert set(read) == set(schema.SECTIONS[name]), name
+
+
+def test_every_key_that_deepspeed_refuses_as_removed_is_refused_here(survey):
+    assert set(survey["removed"]) <= set(schema.REMOVED)
+
+
+def test_keys_sent_to_zero_optimization_exist_there(survey):
+    sent = {name for name, home in schema.HOME.items() if home == "zero_optimization"}
+    assert sent <= set(survey["zero"])
+
+
+def test_every_optimizer_type_is_taken_or_refused_for_a_reason(survey):
+    known = {name.lower() for name in (*schema.OPTIMIZERS, *schema.REFUSED_OPTIMIZERS)}
+    built = {*survey["by_name"], *(name.lower() for name in survey["torch"])}
+    gone = {"onebitadam", "zerooneadam", "onebitlamb"}
+    assert known == (built - {"optimizer"}) | gone
+    assert {name.lower() for name in schema.ANY_CASE} <= set(survey["by_name"])
+
+
+@pytest.mark.parametrize("name", schema.OPTIMIZERS)
+def test_optimizer_parameters_are_those_of_the_classes(name, survey):
+    real = set(survey["optimizers"][name]) - {"adamw_mode", "max_grad_norm"}
+    if name in ("Adam", "AdamW"):
+        real |= POPPED
+    if name == "Muon":
+        real |= POPPED | {"foreach", "muon_lr", "adam_lr", "per_head_muon"}
+    assert set(schema.OPTIMIZERS[name].split()) == real
+
+
+def test_scheduler_parameters_are_those_of_the_classes(survey):
+    assert {name: set(names.split()) for name, names in schema.SCHEDULERS.items()} == {
+        name: set(params) for name, params in survey["schedulers"].items()
+    }
+
+
+def test_a_scheduler_needs_the_parameters_without_a_default(survey):
+    needed = {
+        name: tuple(k for k, default in params.items() if default == "auto")
+        for name, params in survey["schedulers"].items()
+    }
+    needed = {name: tuple(set(names) - {"total_num_steps"}) for name, names in needed.items()}
+    assert {n: set(names) for n, names in needed.items() if names} == {
+        n: set(names) for n, names in schema.NEEDED.items()
+    }
+
+
+@pytest.mark.parametrize("name", [*schema.OPTIMIZERS, *schema.SCHEDULERS])
+def test_every_default_of_the_classes_is_a_value_of_its_kind(name, survey):
+    block = "optimizer" if name in schema.OPTIMIZERS else "scheduler"
+    taken = (schema.OPTIMIZERS | schema.SCHEDULERS)[name].split()
+    given = {k: v for k, v in survey[f"{block}s"][name].items() if k in taken}
+    assert faults({block: {"type": name, "params": given}}, "ds.json") == []
+
+
+BAD = [
+    ({"zero_optimisation": {"stage": 3}}, "zero_optimisation is no key", "zero_optimization?"),
+    ({"Zero_Optimization": {}}, "Zero_Optimization is no key", "did you mean zero_optimization?"),
+    ({"qqq": 1}, "qqq is no key of DeepSpeed 0.19.8", "remove it"),
+    ({"_comment": "mine"}, "_comment", "no place for notes, remove it"),
+    ({"comment": "mine"}, "comment", "no place for notes, remove it"),
+    ({"stage": 3}, "stage is no key", "write it inside zero_optimization"),
+    ({"lr": 3e-4}, "lr is no key", "write it inside optimizer.params"),
+    ({"amp": {"enabled": True}}, "amp was removed from DeepSpeed", "use bf16"),
+    ({"bfloat16": {"enabled": True}}, "bfloat16", "write bf16"),
+    ({"elasticity": None}, "elasticity was removed from DeepSpeed", "remove it"),
+    ({"zero_optimization": {"mics_shard_size": 2}}, "mics_shard_size was removed", "hpz"),
+    ({"zero_optimization": 3}, "zero_optimization is 3, not an object", "write {...}"),
+    ({"zero_optimization": True}, "zero_optimization is true, not an object", "write {...}"),
+    ({"bf16": None}, "bf16 is null, not an object", "write {...}"),
+    ({"steps_per_print": "often"}, 'steps_per_print is "often", not a number or null', "write one"),
+    ({"gradient_clipping": True}, "gradient_clipping is true, not a number", "write one"),
+    ({"gradient_clipping": float("nan")}, "gradient_clipping is NaN", "write one"),
+    ({"train_batch_size": 8.5}, "train_batch_size is 8.5, not a whole number", "write one"),
+    ({"wall_clock_breakdown": 1}, "wall_clock_breakdown is 1, not true or false", "write one"),
+    ({"communication_data_type": "f32"}, '"f32", not one of fp32, fp16, bf16', "write one"),
+    ({"aio": {"blok_size": 1}}, "aio.blok_size is no key", "did you mean block_size?"),
+    ({"data_types": {"grad_dtype": "fp32"}}, "data_types.grad_dtype is no key", "grad_accum_dtype"),
+    ({"optimizer": "AdamW"}, 'optimizer is "AdamW", not an object', "write {...}"),
+    ({"optimizer": {"params": {}}}, "optimizer has no type", 'write "type": "AdamW"'),
+    ({"optimizer": {"type": 3}}, "optimizer.type is 3, not a text", "write one"),
+    ({"optimizer": {"type": "AdmaW"}}, 'optimizer.type is "AdmaW"', "did you mean AdamW?"),
+    ({"optimizer": {"type": "sgd"}}, 'optimizer.type is "sgd"', "did you mean SGD?"),
+    ({"optimizer": {"type": "zzz"}}, "no optimizer of DeepSpeed 0.19.8", "there are Adam, AdamW"),
+    ({"optimizer": {"type": "OneBitAdam"}}, "which was removed from DeepSpeed", "use AdamW"),
+    ({"optimizer": {"type": "SGD", "parms": {}}}, "optimizer.parms is no key", "mean params?"),
+    ({"optimizer": {"type": "SGD", "params": 1}}, "optimizer.params is 1, not an object", "write"),
+    (
+        {"optimizer": {"type": "adamw", "params": {"weight_decy": 0.1}}},
+        "optimizer.params.weight_decy is no parameter of AdamW",
+        "did you mean weight_decay?",
+    ),
+    (
+        {"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.99]}}},
+        "optimizer.params.betas is no parameter of SGD",
+        "there are lr, weight_decay",
+    ),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}},
+        'optimizer.params.lr is "fast", not a number',
+        "write one",
+    ),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}},
+        "optimizer.params.max_grad_norm is refused by DeepSpeed",
+        "use gradient_clipping",
+    ),
+    ({"scheduler": {"type": "WarmUpLR"}}, 'scheduler.type is "WarmUpLR"', "did you mean WarmupLR?"),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 10}}},
+        "scheduler.params.warmup_steps is no parameter of WarmupLR",
+        "did you mean warmup_num_steps?",
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linaer"}}},
+        'warmup_type is "linaer", not one of log, linear',
+        "write one",
+    ),
+    (
+        {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4}}},
+        "scheduler.params.cycle_max_lr is missing",
+        "OneCycle needs it",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "what", "advice"), BAD, ids=lambda value: str(value)[:50])
+def test_one_fault_is_one_sentence_that_says_what_to_do(config, what, advice):
+    (told,) = faults(config, "ds.json")
+    assert told.startswith("ds.json: ")
+    assert what in told
+    assert advice in told
+
+
+def test_faults_are_all_reported():
+    config = {}
+    for one, _, _ in BAD[:4]:
+        config |= one
+    config["optimizer"] = {"type": "AdamW", "parms": {}, "params": {"weight_decy": 1, "lr": []}}
+    assert len(faults(config, "ds.json")) == 4 + 3
+
+
+def test_the_shipped_file_has_no_faults():
+    path = PROJECT / "configs" / "ds_config.json"
+    assert faults(json.loads(Path(path).read_text()), str(path)) == []
+
+
+@pytest.mark.parametrize("name", schema.TOP_LEVEL)
+def test_auto_is_right_everywhere(name):
+    assert faults({name: "auto"}, "ds.json") == []
+
+
+def test_auto_is_right_inside_the_blocks():
+    params = dict.fromkeys(schema.OPTIMIZERS["AdamW"].split(), "auto")
+    warmup = dict.fromkeys(schema.SCHEDULERS["WarmupDecayLR"].split(), "auto")
+    config = {
+        "optimizer": {"type": "AdamW", "params": params},
+        "scheduler": {"type": "WarmupDecayLR", "params": warmup},
+    }
+    assert faults(config, "ds.json") == []
+    assert faults({"optimizer": {"type": "auto", "params": {"lr": "auto"}}}, "ds.json") == []
+
+
+@pytest.mark.parametrize("odd", [None, 3, "auto", [], [1], True, {3: 4, None: 2}, {"": ""}])
+def test_odd_input_is_reported_and_never_raises(odd):
+    assert faults(odd, "ds.json")
+
+
+@pytest.mark.parametrize("odd", [None, 10**400, 1.5, "x", [], [1], True, {}, {"": None, "x": []}])
+def test_odd_values_never_raise(odd):
+    for name in (*schema.TOP_LEVEL, *schema.REMOVED):
+        faults({name: odd}, "ds.json")
+        faults({name: {"type": odd, "params": odd, "throughput": odd}}, "ds.json")
+        faults({name: {"type": "AdamW", "params": {"lr": odd}}}, "ds.json")
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [("adamw", "AdamW"), ("ADAM", "Adam"), ("SGD", "SGD"), ("sgd", None), (3, None), (None, None)],
+)
+def test_the_case_of_a_type_matters_as_in_deepspeed(written, name):
+    assert optimizer_name(written) == name
