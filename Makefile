@@ -38,10 +38,11 @@ test: $(READY) ## everything that fits in minutes on two cores
 test-all: $(READY) ## the long runs too
 	$(BIN)/python -m pytest --long
 
-check: $(READY) ## lint, format, types
+check: $(READY) ## lint, format, types, shell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/shellcheck run_accelerate.sh scripts/slurm.sbatch .ci/run
 
 fix: $(READY) ## mend what can be mended by machine
 	$(BIN)/ruff check --fix .

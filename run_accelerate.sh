@@ -16,7 +16,7 @@ set -euo pipefail
 # and they save, while a second one would interrupt its waiting for them. Workers end by themselves
 # soon after a launcher that is killed, so a second Ctrl-C does that.
 launcher='' stopping=0 scratch=''
-# shellcheck disable=SC2317 # called by the traps
+# shellcheck disable=SC2317,SC2329 # called by the traps
 stop() {
   stopping=$((stopping + 1))
   if [[ -z $launcher ]]; then
@@ -27,7 +27,7 @@ stop() {
     kill -KILL "$launcher" 2>/dev/null || true
   fi
 }
-# shellcheck disable=SC2317
+# shellcheck disable=SC2317,SC2329
 leave() {
   local code=$?
   [[ -z $scratch ]] || rm -rf -- "$scratch"

@@ -103,7 +103,15 @@ def _deepspeed(
     run = resolved.run
     if "log_level" not in resolved.config:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    deepspeed.ops.__dict__["__compatible_ops__"] = _without_shared_memory_op(deepspeed.ops)
+    if deepspeed.comm.comm.cdb is not None and not dist.is_initialized():
+        raise UsageError(
+            "DeepSpeed was started in this process before and keeps what it then knew of the ranks;"
+            " start a new process (in a notebook: restart the kernel, or notebook_launcher)"
+        )
+    # Only inference uses this op. Building it takes a compiler and up to 80 s, and a process killed
+    # meanwhile leaves a lock behind that every later start waits for, in silence.
+    buildable = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
+    deepspeed.ops.__dict__["__compatible_ops__"] = buildable
     join_by_hand(os.environ)
     backend = "nccl" if device == "cuda" else "gloo"
     timeout = timedelta(seconds=run.dist_timeout)
@@ -218,15 +226,6 @@ def _told(section: str, fault: Any) -> str:
     if fault["type"] == "extra_forbidden":
         return f"{key} is no key of DeepSpeed's"
     return f"{key} is {fault['input']!r}: {fault['msg']}"
-
-
-def _without_shared_memory_op(ops: Any) -> dict[str, bool]:
-    """DeepSpeed's table of buildable ops with the one that only inference all-reduces use off.
-
-    It takes a compiler and up to 80 s, and a process killed meanwhile leaves a lock behind that
-    every later start waits for, in silence.
-    """
-    return {**ops.__compatible_ops__, "deepspeed_shm_comm": False}
 
 
 class Engine(Ranks):

@@ -32,6 +32,7 @@ from minimind.train.checkpoint import (
     write_manifest,
 )
 from minimind.train.engine import Engine
+from minimind.train.ranks import lost_peers
 from minimind.train.state import TrainState
 from minimind.train.tensor_files import RunFiles, shard_name, write_runs, write_tensors
 
@@ -189,7 +190,8 @@ class Saver:
                 own[name].copy_(value)
 
         self._together(fill)
-        held.refresh()
+        with lost_peers():
+            held.refresh()
         engine.backend.restore_counters(about["counters"])
 
 
