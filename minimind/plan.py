@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from minimind.config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig
+from minimind.config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig, feed_forward_width
 from minimind.errors import UsageError
 from minimind.flags import nearest, parse_flags
 from minimind.train import costs
 from minimind.train.autos import autos, offloads
-from minimind.train.costs import Memory, Setup, Shape
+from minimind.train.costs import Layout, Memory, Shape
 from minimind.train.deepspeed_config import read_deepspeed_json, resolve
 
 HEADROOM = 0.1  # for the CUDA context, the libraries' own buffers and fragmentation
@@ -52,7 +52,7 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
     text = plan_text(run, machine.gpus, config, machine, device)
     if machine.memory is None:
         return f"{text}\n\nGive --memory (of one GPU, say 24GiB) to be told what fits."
-    here = setup_of(run, machine.gpus, config, device)
+    here = layout_of(run, machine.gpus, config, device)
     target = shipped if path == "none" else path
     return f"{text}\n\n{_advice(run, here, machine.memory, target)}"
 
@@ -69,7 +69,7 @@ def plan_text(
     config is the resolved DeepSpeed configuration, whose row is starred; None without DeepSpeed.
     """
     machine = machine or Machine(world_size)
-    shape, here = shape_of(run), setup_of(run, world_size, config or {}, device)
+    shape, here = shape_of(run), layout_of(run, world_size, config or {}, device)
     tokens = here.rows * run.max_seq_len * run.accumulation_steps * world_size
     flops = costs.flops_per_token(shape)
     lines = [
@@ -91,18 +91,18 @@ def plan_text(
 
 def shape_of(run: RunConfig) -> Shape:
     """The shape that the run's flags describe."""
-    hidden = run.hidden_dim or 64 * -(-8 * run.dim // (3 * 64))  # MiniMindConfig's default
+    hidden = run.hidden_dim or feed_forward_width(run.dim)
     same = {f.name: getattr(run, f.name) for f in fields(Shape) if f.name in FLAGS}
     return Shape(**{**same, "hidden_dim": hidden})
 
 
-def setup_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device: str) -> Setup:
+def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device: str) -> Layout:
     """How the run is trained; stage None where config, the resolved DeepSpeed one, is empty."""
     derived = autos(config, run, world_size, device, None)
     ours = {key.split(".")[-1]: value for key, (value, _) in derived.items()}
     zero: Mapping[str, Any] = config["zero_optimization"] if config else ours
     stage = int(zero["stage"]) if config else None
-    return Setup(
+    return Layout(
         stage,
         world_size,
         run.dtype,
@@ -116,7 +116,7 @@ def setup_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device:
     )
 
 
-def alternatives(here: Setup) -> list[Setup]:
+def alternatives(here: Layout) -> list[Layout]:
     """Every way to train like `here`: what is replicated first, what is offloaded last."""
     plain = [replace(here, stage=s, offload_optimizer=False, offload_param=False) for s in range(4)]
     if here.dtype == "float16":
@@ -125,33 +125,33 @@ def alternatives(here: Setup) -> list[Setup]:
     return [*plain, *offloaded, replace(offloaded[-1], offload_param=True)]
 
 
-def name_of(setup: Setup) -> str:
+def name_of(layout: Layout) -> str:
     """`ZeRO-2`, `ZeRO-3 offload opt`, `DDP`."""
-    if setup.stage is None:
-        return "DDP" if setup.world_size > 1 else "no DeepSpeed"
-    optimizer, param = setup.offload_optimizer, setup.offload_param
+    if layout.stage is None:
+        return "DDP" if layout.world_size > 1 else "no DeepSpeed"
+    optimizer, param = layout.offload_optimizer, layout.offload_param
     what = "all" if optimizer and param else "opt" if optimizer else "par" if param else ""
-    return f"ZeRO-{setup.stage}" + (f" offload {what}" if what else "")
+    return f"ZeRO-{layout.stage}" + (f" offload {what}" if what else "")
 
 
 COLUMNS = ("weights", "optimizer", "gradients", "buffers", "activations", "update")
 HEADS = ("weights", "optim.", "grads", "buffers", "activ.", "update", "total", "host", "sent")
 
 
-def _table(shape: Shape, here: Setup, memory: int | None) -> list[str]:
+def _table(shape: Shape, here: Layout, memory: int | None) -> list[str]:
     without = replace(here, stage=None, offload_optimizer=False, offload_param=False)
-    setups = [without, *alternatives(here)]
-    setups += [] if here in setups else [here]
-    needed = [costs.memory(shape, setup) for setup in setups]
+    layouts = [without, *alternatives(here)]
+    layouts += [] if here in layouts else [here]
+    needed = [costs.memory(shape, layout) for layout in layouts]
     unit, word = (GIB, "GiB") if max(m.total for m in needed) >= GIB else (2**20, "MiB")
     lines = [
         f"Per process in {word}, {here.dtype}, micro-batch {here.rows}:",
         f"{'':<20}" + "".join(f"{head:>8}" for head in HEADS) + "  fits" * bool(memory),
     ]
-    for setup, held in zip(setups, needed, strict=True):
+    for layout, held in zip(layouts, needed, strict=True):
         numbers = [getattr(held, column) for column in COLUMNS]
-        numbers += [held.total, held.host, costs.bytes_sent(shape, setup)]
-        row = f"{'*' if setup == here else ' '}{name_of(setup):<19}"
+        numbers += [held.total, held.host, costs.bytes_sent(shape, layout)]
+        row = f"{'*' if layout == here else ' '}{name_of(layout):<19}"
         fits = f"{'yes' if _fits(held, memory) else 'no':>6}" if memory else ""
         lines.append(row + "".join(_cell(n / unit) for n in numbers) + fits)
     return [
@@ -169,8 +169,8 @@ def _fits(held: Memory, memory: int) -> bool:
     return held.total <= memory * (1 - HEADROOM)
 
 
-def recommend(shape: Shape, here: Setup, memory: int) -> Setup | None:
-    """The setup to train with, its step as large as that of `here`; None where nothing fits.
+def recommend(shape: Shape, here: Layout, memory: int) -> Layout | None:
+    """The layout to train with, its step as large as that of `here`; None where nothing fits.
 
     The first stage that holds the micro-batch asked for, else the one that holds the largest;
     offloading only where nothing fits without. Then the largest micro-batch there that divides the
@@ -180,7 +180,7 @@ def recommend(shape: Shape, here: Setup, memory: int) -> Setup | None:
     sizes = [rows for rows in range(per_step, 0, -1) if per_step % rows == 0]
     ways = alternatives(here)
     for offloads_any in (False, True):
-        fitting: list[Setup] = []
+        fitting: list[Layout] = []
         for way in (w for w in ways if w.offload_optimizer is offloads_any):
             tried = (replace(way, rows=n, accumulation_steps=per_step // n) for n in sizes)
             fitting += [s for s in tried if _fits(costs.memory(shape, s), memory)][:1]
@@ -189,7 +189,7 @@ def recommend(shape: Shape, here: Setup, memory: int) -> Setup | None:
     return None
 
 
-def _advice(run: RunConfig, here: Setup, memory: int, path: str) -> str:
+def _advice(run: RunConfig, here: Layout, memory: int, path: str) -> str:
     """The recommendation with what to type, or what would help."""
     shape, gpus = shape_of(run), here.world_size
     best = recommend(shape, here, memory)
@@ -235,7 +235,7 @@ def _typed(run: RunConfig) -> str:
     return " ".join(words)
 
 
-def _no_fit(shape: Shape, here: Setup, memory: int) -> str:
+def _no_fit(shape: Shape, here: Layout, memory: int) -> str:
     """The least that was tried, and what is largest in it."""
     rows = replace(here, rows=1, accumulation_steps=here.rows * here.accumulation_steps)
     least = min(alternatives(rows), key=lambda s: costs.memory(shape, s).total)

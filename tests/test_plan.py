@@ -12,14 +12,14 @@ import pytest
 
 from minimind.cli import main
 from minimind.flags import parse_flags
-from minimind.plan import HEADROOM, alternatives, plan_text, recommend, setup_of, shape_of
-from minimind.train.costs import Setup, memory
+from minimind.plan import HEADROOM, alternatives, layout_of, plan_text, recommend, shape_of
+from minimind.train.costs import Layout, memory
 from tests.conftest import ROOT
 
 GIB = 2**30
 LARGE = "--dim 1024 --n_layers 32 --max_seq_len 1024"
 SHAPE = shape_of(parse_flags(LARGE.split()))
-HERE = Setup(2, 4, "bfloat16", 8, 1, 12 * 1024**2, overlap=True)
+HERE = Layout(2, 4, "bfloat16", 8, 1, 12 * 1024**2, overlap=True)
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +176,7 @@ def test_the_table_of_a_dry_run_is_that_of_the_plan():
     text = plan_text(run, 2)
     assert "25,829,888" in text
     assert re.search(r"^\*DDP", text, re.MULTILINE)
-    assert setup_of(run, 2, {}, "cuda").reduce_bucket == 12 * 512**2
+    assert layout_of(run, 2, {}, "cuda").reduce_bucket == 12 * 512**2
 
 
 def test_nothing_heavy_is_imported():

@@ -4,6 +4,8 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
+from minimind.config import feed_forward_width
+
 
 class MiniMindConfig(PretrainedConfig):
     """The shape of one model; dim, n_layers and the other short names read and construct it too."""
@@ -57,7 +59,7 @@ class MiniMindConfig(PretrainedConfig):
         super().__init__(**kwargs)
         _check_shape(self)
         if self.intermediate_size is None:
-            self.intermediate_size = 64 * -(-8 * self.hidden_size // (3 * 64))
+            self.intermediate_size = feed_forward_width(self.hidden_size)
 
     @property
     def head_dim(self) -> int:

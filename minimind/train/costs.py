@@ -63,7 +63,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Setup:
+class Layout:
     """How a model is trained; `stage` is None without DeepSpeed (DDP, or one process alone)."""
 
     stage: int | None
@@ -101,58 +101,58 @@ class Memory:
         return self.weights + self.optimizer + max(backward, self.update)
 
 
-def memory(shape: Shape, setup: Setup) -> Memory:
-    """Bytes by purpose for one process of `setup`.
+def memory(shape: Shape, layout: Layout) -> Memory:
+    """Bytes by purpose for one process of `layout`.
 
     Stages 1 and 2 keep a whole low-precision copy of the weights and 1/N of the fp32 master and
     moments; in fp32 too the master is a second copy. What an update needs beside its gradients is
     their fp32 copy. Offloading is read in the source, not measured.
     """
     kinds = {None: _plain, 0: _replicated, 1: _partitioned, 2: _partitioned, 3: _sharded}
-    return kinds[setup.stage](shape, setup, activation_bytes(shape, setup))
+    return kinds[layout.stage](shape, layout, activation_bytes(shape, layout))
 
 
-def _plain(shape: Shape, setup: Setup, activations: int) -> Memory:
+def _plain(shape: Shape, layout: Layout, activations: int) -> Memory:
     """No DeepSpeed: everything everywhere, with fp32 masters beside low-precision weights.
 
     Gradients are views of DDP's buckets, so that these stay while the fp32 copies are made. On a
     GPU torch's AdamW makes one list of intermediates as large as the parameters (its foreach form).
     """
-    b, p = BYTES[setup.dtype], shape.parameters
+    b, p = BYTES[layout.dtype], shape.parameters
     optimizer = (2 * WIDE if b == WIDE else MASTER_AND_MOMENTS) * p
-    buckets = b * p if b == WIDE or setup.world_size > 1 else 0
-    making = b * shape.largest if setup.world_size > 1 else 0  # before it is in its bucket
-    foreach = WIDE * p if setup.device == "cuda" else 0
+    buckets = b * p if b == WIDE or layout.world_size > 1 else 0
+    making = b * shape.largest if layout.world_size > 1 else 0  # before it is in its bucket
+    foreach = WIDE * p if layout.device == "cuda" else 0
     update = buckets + (0 if b == WIDE else WIDE * p) + foreach
     return Memory(b * p, optimizer, b * p, making, activations, update)
 
 
-def _replicated(shape: Shape, setup: Setup, activations: int) -> Memory:
+def _replicated(shape: Shape, layout: Layout, activations: int) -> Memory:
     """Stage 0: everything everywhere, torch's AdamW; the all-reduce goes through a flat copy."""
-    b, p = BYTES[setup.dtype], shape.parameters
+    b, p = BYTES[layout.dtype], shape.parameters
     optimizer = (2 * WIDE if b == WIDE else MASTER_AND_MOMENTS) * p
     wide_gradients = 0 if b == WIDE else WIDE * p
-    foreach = WIDE * p if setup.device == "cuda" else 0
+    foreach = WIDE * p if layout.device == "cuda" else 0
     update = b * p + max(b * min(p, FLATTENED), wide_gradients + foreach)
     return Memory(b * p, optimizer, b * p, 0, activations, update)
 
 
-def _partitioned(shape: Shape, setup: Setup, activations: int) -> Memory:
+def _partitioned(shape: Shape, layout: Layout, activations: int) -> Memory:
     """Stages 1 and 2 (stage_1_and_2.py).
 
     Stage 2 holds its part of the gradients, and a second one while later micro-batches add to the
     first. Stage 1 holds all of them, then its part too, unless they leave as they are made.
     """
-    b, p = BYTES[setup.dtype], shape.parameters
-    part = -(-p // setup.world_size)
-    bucket = b * setup.reduce_bucket * (2 if setup.overlap else 1)
-    accumulates = setup.accumulation_steps > 1
-    if setup.stage == 1 and (accumulates or not setup.overlap):
-        gradients, making, reduced = b * (p + part * setup.overlap), 0, b * (p + part)
+    b, p = BYTES[layout.dtype], shape.parameters
+    part = -(-p // layout.world_size)
+    bucket = b * layout.reduce_bucket * (2 if layout.overlap else 1)
+    accumulates = layout.accumulation_steps > 1
+    if layout.stage == 1 and (accumulates or not layout.overlap):
+        gradients, making, reduced = b * (p + part * layout.overlap), 0, b * (p + part)
     else:
         gradients, making, reduced = b * part * (2 if accumulates else 1), b * shape.largest, 0
     update = max((b + WIDE) * part, reduced)
-    if not setup.offload_optimizer:
+    if not layout.offload_optimizer:
         master = MASTER_AND_MOMENTS * part
         return Memory(b * p, master, gradients, bucket + making, activations, update)
     # master, moments and fp32 gradients; the new weights and the accumulated gradients
@@ -162,29 +162,29 @@ def _partitioned(shape: Shape, setup: Setup, activations: int) -> Memory:
     return Memory(b * p, 0, kept, buffers, activations, kept + buffers, host)
 
 
-def _sharded(shape: Shape, setup: Setup, activations: int) -> Memory:
+def _sharded(shape: Shape, layout: Layout, activations: int) -> Memory:
     """Stage 3 (stage3.py): 1/N of everything, and up to LIVE weights gathered.
 
     A weight whose next use is nearer than REUSE stays gathered, so that a model below half of
     that is whole on every device when the backward pass begins.
     """
-    b, p = BYTES[setup.dtype], shape.parameters
-    part = -(-p // setup.world_size)
-    bucket = b * setup.reduce_bucket
+    b, p = BYTES[layout.dtype], shape.parameters
+    part = -(-p // layout.world_size)
+    bucket = b * layout.reduce_bucket
     # gathered weights, bucket, the flat copy of it that is scattered, the gradient being made
     buffers = b * min(p, LIVE) + 2 * bucket + b * shape.largest
     shard, host = b * part, 0
     master, gradients = MASTER_AND_MOMENTS * part, b * part
     update = bucket + (b + WIDE) * part
-    if setup.offload_optimizer:
+    if layout.offload_optimizer:
         host = (MASTER_AND_MOMENTS + WIDE + b) * part
         master, gradients, update = 0, 0, bucket
-    if setup.offload_param:
+    if layout.offload_param:
         shard, host = 0, host + b * part
     return Memory(shard, master, gradients, buffers, activations, update, host)
 
 
-def activation_bytes(shape: Shape, setup: Setup) -> int:
+def activation_bytes(shape: Shape, layout: Layout) -> int:
     """Bytes at the start of the backward pass of one micro-batch: all that it will read again.
 
     Counted as Korthikanti et al. (2022), section 4, count a GPT block, for this one: no dropout,
@@ -193,10 +193,10 @@ def activation_bytes(shape: Shape, setup: Setup) -> int:
     and two gradients of that size) and of the last block's softmax (two fp32 gradients, when its
     feed-forward is done with).
     """
-    b, tokens = BYTES[setup.dtype], setup.rows * shape.max_seq_len
+    b, tokens = BYTES[layout.dtype], layout.rows * shape.max_seq_len
     e, f = shape.dim, shape.hidden_dim
     # A fused norm keeps its input and a root per token, the CPU's two fp32 copies and the root.
-    norm = (b * e if setup.device == "cuda" else 2 * WIDE * e) + WIDE
+    norm = (b * e if layout.device == "cuda" else 2 * WIDE * e) + WIDE
     inputs = b * e * 2  # what q, k, v read, and what gate, up read
     scores = softmax = 0
     if shape.use_flash_attn:
@@ -212,7 +212,7 @@ def activation_bytes(shape: Shape, setup: Setup) -> int:
     return tokens * (shape.n_layers * layer + head + max(loss, softmax))
 
 
-def bytes_sent(shape: Shape, setup: Setup) -> int:
+def bytes_sent(shape: Shape, layout: Layout) -> int:
     """Bytes one device sends for one optimizer step.
 
     Of S bytes a ring sends S (N-1)/N for an all-gather or a reduce-scatter and twice that for an
@@ -220,14 +220,14 @@ def bytes_sent(shape: Shape, setup: Setup) -> int:
     2; DeepSpeed 0.19.8 all-reduces there, at stage 2 after every micro-batch. At stage 3 weights
     are gathered once per micro-batch, and again for the backward pass those it has let go of.
     """
-    n = setup.world_size
-    b, p, micro_batches = BYTES[setup.dtype], shape.parameters, setup.accumulation_steps
-    if setup.stage in (None, 0):
+    n = layout.world_size
+    b, p, micro_batches = BYTES[layout.dtype], shape.parameters, layout.accumulation_steps
+    if layout.stage in (None, 0):
         passes = 2 * p
-    elif setup.stage == 3:
+    elif layout.stage == 3:
         passes = micro_batches * (2 * p + max(0, p - REUSE // 2))
     else:
-        passes = 2 * p * (micro_batches if setup.stage == 2 else 1) + p
+        passes = 2 * p * (micro_batches if layout.stage == 2 else 1) + p
     return b * passes * (n - 1) // n
 
 

@@ -8,13 +8,13 @@ import os
 import socket
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import yaml
 
-from minimind.config import RunConfig
 from minimind.errors import LockedError
 from minimind.files import storing, write_whole
+from minimind.train.deepspeed_config import Resolved
 
 ONCE = (
     "config",
@@ -49,16 +49,18 @@ def claim(out_dir: Path) -> IO[str]:
     return lock
 
 
-def write_reference(out_dir: Path, run: RunConfig, deepspeed: dict[str, Any]) -> None:
+def write_reference(out_dir: Path, resolved: Resolved) -> None:
     """`config.yaml`, with which `--config` repeats the run, and `ds_config.resolved.json`."""
-    flags = asdict(run)
+    flags = asdict(resolved.run)
+    # Where DeepSpeed's scheduler sets the rate, ours must not be asked for by the copy.
+    left_out = (*ONCE, "schedule") if resolved.scheduler else ONCE
     sources = flags.pop("sources")
     lines = ["# The flags of this run; --config reads them back. Behind each: where it came from."]
     for name, value in flags.items():
-        if value is None or name in ONCE:
+        if value is None or name in left_out:
             continue
         value = list(value) if isinstance(value, tuple) else value
         text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True)
         lines.append(f"{name}: {text.removesuffix(END).strip()}  # {sources[name]}")
     write_whole(out_dir / "config.yaml", ("\n".join(lines) + "\n").encode())
-    write_whole(out_dir / "ds_config.resolved.json", json.dumps(deepspeed, indent=2).encode())
+    write_whole(out_dir / "ds_config.resolved.json", json.dumps(resolved.config, indent=2).encode())

@@ -73,7 +73,7 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     state = start(desk, prepared)
     if engine.rank == 0:
         with storing(str(out_dir), "free some space, or give another --out_dir"):
-            write_reference(out_dir, run, resolved.config)
+            write_reference(out_dir, resolved)
         prepared.tokenizer.save(out_dir / "tokenizer")
     state, status, reason = train(desk, state)
     finish(desk, state, status, reason)

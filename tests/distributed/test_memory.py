@@ -16,7 +16,7 @@ import pytest
 
 from minimind.flags import parse_flags
 from minimind.plan import shape_of
-from minimind.train.costs import Setup, bytes_sent, memory
+from minimind.train.costs import Layout, bytes_sent, memory
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.launch
@@ -46,16 +46,16 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], 
     return {tuple(found["of"]): found for found in json.loads(Path(out).read_text())}
 
 
-def setup_of_case(case: tuple[int | None, str, int], found: dict[str, Any]) -> Setup:
+def layout_of_case(case: tuple[int | None, str, int], found: dict[str, Any]) -> Layout:
     stage, dtype, accumulation = case
     bucket, overlap = found["reduce_bucket"], found["overlap"]
-    return Setup(stage, 2, dtype, 1, accumulation, bucket, overlap, device="cpu")
+    return Layout(stage, 2, dtype, 1, accumulation, bucket, overlap, device="cpu")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_state_held_is_as_predicted(measured, case):
     """Weights, optimizer, gradients, buffers: the larger of backward and update, within 5 %."""
-    held = memory(TINY, setup_of_case(case, measured[case]))
+    held = memory(TINY, layout_of_case(case, measured[case]))
     predicted = held.weights + held.optimizer + max(held.gradients + held.buffers, held.update)
     assert max(measured[case]["held"]) == pytest.approx(predicted, rel=0.05)
 
@@ -68,4 +68,4 @@ def test_the_bytes_sent_are_as_predicted(measured, case):
     """
     through = measured[case]["through"]
     sent = sum(size * (1 if name == "all_reduce" else 0.5) for name, size in through.items())
-    assert sent == pytest.approx(bytes_sent(TINY, setup_of_case(case, measured[case])), rel=0.01)
+    assert sent == pytest.approx(bytes_sent(TINY, layout_of_case(case, measured[case])), rel=0.01)

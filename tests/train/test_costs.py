@@ -17,7 +17,7 @@ from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.model.loss import next_token_loss
 from minimind.plan import shape_of
 from minimind.train.costs import (
-    Setup,
+    Layout,
     Shape,
     activation_bytes,
     bytes_sent,
@@ -27,7 +27,7 @@ from minimind.train.costs import (
 )
 
 SMALL = Shape(64, 2, 4, 2, 192, 600, 32)
-ONE_STEP = Setup(stage=2, world_size=4, dtype="bfloat16", rows=2)
+ONE_STEP = Layout(stage=2, world_size=4, dtype="bfloat16", rows=2)
 
 
 def model_of(shape: Shape) -> MiniMindForCausalLM:
@@ -94,9 +94,11 @@ def allocated_at_most(model: MiniMindForCausalLM, rows: torch.Tensor) -> int:
 def test_activations_are_what_the_allocator_gives_out(shape: Shape, dtype: str, attention: str):
     shape = replace(shape, use_flash_attn=attention == "flash")
     model: Any = model_of(shape).to(getattr(torch, dtype))
-    setup = Setup(2, 1, dtype, rows=4, device="cpu")
+    layout = Layout(2, 1, dtype, rows=4, device="cpu")
     rows = torch.randint(shape.vocab_size, (4, shape.max_seq_len + 1))
-    assert allocated_at_most(model, rows) == pytest.approx(activation_bytes(shape, setup), rel=0.02)
+    assert allocated_at_most(model, rows) == pytest.approx(
+        activation_bytes(shape, layout), rel=0.02
+    )
 
 
 def test_flops_of_a_token_by_hand():
@@ -117,22 +119,22 @@ def test_seconds_are_flops_over_the_speed_reached():
     [(0, 4, 2), (1, 4, 3), (2, 1, 3), (2, 4, 9), (3, 1, 2), (3, 4, 8)],
 )
 def test_bytes_sent_in_passes_over_the_weights(stage: int, micro_batches: int, passes: int):
-    setup = replace(ONE_STEP, stage=stage, accumulation_steps=micro_batches)
-    assert bytes_sent(SMALL, setup) == 2 * passes * SMALL.parameters * 3 // 4
-    assert bytes_sent(SMALL, replace(setup, world_size=1)) == 0
+    layout = replace(ONE_STEP, stage=stage, accumulation_steps=micro_batches)
+    assert bytes_sent(SMALL, layout) == 2 * passes * SMALL.parameters * 3 // 4
+    assert bytes_sent(SMALL, replace(layout, world_size=1)) == 0
 
 
 def test_ddp_sends_its_gradients_once():
-    setup = replace(ONE_STEP, stage=None, accumulation_steps=4)
-    assert bytes_sent(SMALL, setup) == 2 * 2 * SMALL.parameters * 3 // 4
+    layout = replace(ONE_STEP, stage=None, accumulation_steps=4)
+    assert bytes_sent(SMALL, layout) == 2 * 2 * SMALL.parameters * 3 // 4
 
 
 def test_stage_3_gathers_twice_what_it_cannot_keep():
     large = replace(SHAPES["0.4b"], n_layers=200)
-    setup = replace(ONE_STEP, stage=3)
+    layout = replace(ONE_STEP, stage=3)
     kept = 5 * 10**8
     passes = 2 * large.parameters + (large.parameters - kept)
-    assert bytes_sent(large, setup) == 2 * passes * 3 // 4
+    assert bytes_sent(large, layout) == 2 * passes * 3 // 4
 
 
 def test_states_are_those_of_the_zero_paper():

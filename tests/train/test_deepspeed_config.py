@@ -4,10 +4,12 @@ import json
 
 import pytest
 
-from minimind.config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.config import DEFAULT_DEEPSPEED_CONFIG, PROJECT
 from minimind.errors import UsageError
 from minimind.flags import parse_flags
 from minimind.train.deepspeed_config import AUTO, leaves, read_deepspeed_json, resolve
+from minimind.train.out_dir import write_reference
+from minimind.train.schedule import Schedule
 
 SHIPPED = read_deepspeed_json(str(DEFAULT_DEEPSPEED_CONFIG))
 
@@ -191,3 +193,42 @@ def test_malformed_json_is_told_with_line_and_column(tmp_path):
 def test_float16_is_refused_at_stage_0_even_on_a_gpu():
     with pytest.raises(UsageError, match="stage 0"):
         resolved("--dtype float16", config=with_value("zero_optimization.stage", 0), device="cuda")
+
+
+@pytest.mark.parametrize("name", ["zero3", "warmup_cosine", "torch_adamw", "zero2_offload"])
+def test_the_config_a_run_leaves_behind_repeats_it(name, tmp_path):
+    path = str(PROJECT / "configs" / "deepspeed" / f"{name}.json")
+    written = read_deepspeed_json(path)
+    schedule = Schedule("cosine", 2e-3, 0.1, 5, 100)
+    first = parse_flags(["--deepspeed_config", path, "--max_steps", "100", "--warmup_steps", "5"])
+    done = resolve(written, path, first, 2, "cpu", schedule)
+    write_reference(tmp_path, done)
+    again = parse_flags(["--config", str(tmp_path / "config.yaml")])
+    assert again.deepspeed_config == path
+    assert resolve(written, path, again, 2, "cpu", schedule).config == done.config
+
+
+def test_a_scheduler_of_deepspeeds_gets_the_flags_and_the_length_of_the_run():
+    config = {**SHIPPED, "scheduler": {"type": "WarmupDecayLR"}}
+    schedule = Schedule("cosine", 2e-3, 0.1, 7, 50)
+    run = parse_flags(["--learning_rate", "2e-3", "--max_steps", "50", "--warmup_steps", "7"])
+    found = resolve(config, "ds.json", run, 2, "cpu", schedule)
+    assert found.scheduler == "WarmupDecayLR"
+    params = found.config["scheduler"]["params"]
+    assert params == {"warmup_max_lr": 2e-3, "warmup_num_steps": 7, "total_num_steps": 50}
+    assert found.sources["scheduler.params.total_num_steps"] == "derived: the steps of the run"
+    literal = {"type": "WarmupDecayLR", "params": {"total_num_steps": 30}}
+    adopted = resolve({**SHIPPED, "scheduler": literal}, "ds.json", parse_flags([]), 2, "cpu").run
+    assert (adopted.max_steps, adopted.sources["max_steps"]) == (
+        30,
+        "ds.json: scheduler.params.total_num_steps",
+    )
+
+
+def test_split_batches_fills_the_share_of_one_process():
+    found = resolved("--batch_size 6 --split_batches", world_size=3)
+    assert found.config["train_micro_batch_size_per_gpu"] == 2
+    assert found.config["train_batch_size"] == 6
+    assert "3 processes (--split_batches)" in found.sources["train_micro_batch_size_per_gpu"]
+    literal = with_value("train_micro_batch_size_per_gpu", 4)
+    assert resolved("--split_batches", config=literal, world_size=3).run.batch_size == 12
