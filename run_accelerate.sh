@@ -71,12 +71,8 @@ done
 # Ctrl-C goes to all that the terminal runs; this script alone answers it.
 scratch=$(mktemp -d)
 plan=$(trap '' INT && exec python "$here/scripts/launch_plan.py" "$scratch/launch.yaml" "$device")
-while IFS='=' read -r name value; do
-  case $name in
-    '') ;;
-    device) set -- "--device=$value" "$@" ;; # a --device of the user's own comes later, and wins
-    *) export "$name=$value" ;;
-  esac
+while IFS= read -r variable; do
+  export "${variable?}"
 done <<<"$plan"
 
 export MINIMIND_STATUS_FILE=$scratch/status MINIMIND_SCRIPT_PID=$$ MINIMIND_STDERR_ON_STDIN=1

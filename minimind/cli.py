@@ -61,31 +61,25 @@ def _add_plan(subs: Any) -> None:
     plan.add_argument("--tokens", type=_positive, help="tokens to train on, say 1e9")
 
 
-def _at_least(bound: float) -> Callable[[str], float]:
-    kind = type(bound)
+def _checked(kind: type, holds: Callable[[float], bool], told: str) -> Callable[[str], float]:
+    """A converter for argparse, which names it in its messages."""
 
     def number(text: str) -> float:
         value = kind(text)
-        if not value >= bound:
-            raise argparse.ArgumentTypeError(f"{text} is below {bound}")
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"{text} is {told}")
         return value
 
     number.__name__ = "whole number" if kind is int else "number"
     return number
 
 
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
-    return value
+def _at_least(bound: float) -> Callable[[str], float]:
+    return _checked(type(bound), lambda value: value >= bound, f"below {bound}")
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and finite")
-    return value
+_share = _checked(float, lambda value: 0 < value <= 1, "not above 0 and at most 1")
+_positive = _checked(float, lambda value: 0 < value < float("inf"), "not above 0 and finite")
 
 
 def _bytes(text: str) -> int:

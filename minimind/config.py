@@ -210,10 +210,10 @@ class RunConfig:
     def is_explicit(self, name: str) -> bool:
         """Whether somebody asked for the value, so that another one contradicts it.
 
-        On the command line, in --config, in train(...) or in the Accelerate YAML: everywhere but
-        in our defaults and presets.
+        On the command line, in --config, in train(...) or in a launcher's file: everywhere but in
+        our defaults and presets.
         """
-        return not self.sources[name].startswith(("default", "model "))
+        return self.sources[name] not in ("default", f"model {self.model}")
 
     def micro_batch_rows(self, world_size: int) -> int:
         """Rows in one micro-batch of one process; a UsageError where they cannot be shared out."""

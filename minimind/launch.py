@@ -1,12 +1,14 @@
-"""What the launcher says, read from the environment that every launcher sets. Nothing is imported.
+"""What the launcher says, read from the environment that every launcher sets.
 
-`accelerate launch` hands its YAML on as ACCELERATE_* variables and nothing else; torchrun, the
-deepspeed launcher and notebook_launcher say no more than who this process is among how many.
+`accelerate launch` hands its YAML on as ACCELERATE_* variables and nothing else; run_accelerate.sh
+adds which file that was. torchrun, the deepspeed launcher and notebook_launcher say no more than
+who this process is among how many. Nothing slow is imported.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from typing import Any
 
 from minimind.config import PROJECT
 from minimind.errors import RendezvousError, UsageError
+from minimind.flags import load_yaml
 
 # The fields of an Accelerate YAML's deepspeed_config that say something a DeepSpeed JSON says too.
 YAML_FIELDS = {
@@ -36,6 +39,8 @@ YAML_FLAGS = {
 }
 MEANT = {"bf16": "bfloat16", "fp16": "float16", "true": "cpu"}
 UNSAID = ("", "no", "none", "auto", "false")
+SOURCE = "accelerate launch (YAML or flag)"
+ACCELERATE = re.compile(r"(.*/)?accelerate(-launch|[./]commands[./].+)?")
 
 
 @dataclass(frozen=True)
@@ -49,35 +54,44 @@ class Launch:
     deepspeed_config: str | None = None
     flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # name: (value, YAML field)
     deepspeed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)  # JSON key: likewise
+    source: str = SOURCE  # of `flags` and `deepspeed`: the YAML, where its path is known
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
     """What `environ` says; a process started by hand is rank 0 of 1."""
     world_size = _number(environ, "WORLD_SIZE", 1)
+    if world_size > 1:
+        _require(environ, ("RANK", "LOCAL_RANK"))
+    source = environ.get("MINIMIND_CONFIG_FILE") or SOURCE
     local = _number(environ, "LOCAL_WORLD_SIZE", _number(environ, "LOCAL_SIZE", world_size))
     backend = environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if backend.lower() not in UNSAID:
         raise UsageError(
-            f"dynamo_backend = {backend} (the Accelerate YAML) compiles the model behind this"
-            " program's back; remove it there"
+            f"{source}: dynamo_backend = {backend} compiles the model behind this program's back;"
+            " remove it there"
         )
     for engine in ("FSDP", "MEGATRON_LM"):
         if environ.get(f"ACCELERATE_USE_{engine}", "").lower() == "true":
             raise UsageError(
-                f"distributed_type = {engine} (the Accelerate YAML) is not supported; write"
-                " DEEPSPEED there, with a ZeRO stage for what it does"
+                f"{source}: distributed_type = {engine} is not supported; write DEEPSPEED there,"
+                " with a ZeRO stage for what it does"
             )
     uses_deepspeed = environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") if uses_deepspeed else "none"
     zero = _said(environ, YAML_FIELDS) if uses_deepspeed else {}
+    flags = _said(environ, YAML_FLAGS)
+    # run_accelerate.sh's, with the field that says so: ACCELERATE_USE_CPU switches DeepSpeed off.
+    if by := environ.get("MINIMIND_CPU_BY"):
+        flags["device"] = ("cpu", by)
     return Launch(
         rank=_number(environ, "RANK", 0),
         world_size=world_size,
         local_world_size=local,
         uses_deepspeed=uses_deepspeed,
         deepspeed_config=None if path.lower() in UNSAID else _beside_project(path),
-        flags=_said(environ, YAML_FLAGS),
+        flags=flags,
         deepspeed=zero,
+        source=source,
     )
 
 
@@ -101,25 +115,46 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     return int(value)
 
 
+def _require(environ: Mapping[str, str], names: Sequence[str]) -> None:
+    """Nothing, or a RendezvousError when one of several processes lacks one of `names`."""
+    missing = " and ".join(name for name in names if not environ.get(name))
+    if missing:
+        raise RendezvousError(
+            f"WORLD_SIZE is {environ['WORLD_SIZE']} in the environment, without {missing}; set what"
+            " is missing for every process, or use a launcher (docs/launching.md)"
+        )
+
+
 def _beside_project(path: str) -> str:
     """A path of accelerate_config.yaml: as seen from here, else from the project's top folder."""
     return path if Path(path).exists() or Path(path).is_absolute() else str(PROJECT / path)
 
 
 def require_engaged(launch: Launch, launcher: Sequence[str]) -> None:
-    """Nothing, or a UsageError when `accelerate launch` drops the DeepSpeed file it was given.
+    """Nothing, or a UsageError when `accelerate launch` drops what it was told of DeepSpeed.
 
-    Without --use_deepspeed it passes over --deepspeed_config_file in silence, and trains plain DDP.
+    Without --use_deepspeed, or a YAML of that type, it passes over --deepspeed_config_file and the
+    YAML's deepspeed_config in silence, and trains plain DDP.
     `launcher` is the command line of the process above this one.
     """
-    words = [word.replace("-", "_").split("=") for word in launcher]
-    if launch.uses_deepspeed or not any("accelerate" in word[0] for word in words[:3]):
+    if launch.uses_deepspeed or not any(ACCELERATE.fullmatch(word) for word in launcher[:3]):
         return
-    if any(word[0] == "__deepspeed_config_file" for word in words):
+    given: dict[str, str] = {}
+    for word, following in zip(launcher, [*launcher[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        given[name.replace("-", "_")] = value if equals else following
+    if "__deepspeed_config_file" in given:
         raise UsageError(
             "--deepspeed_config_file was given to `accelerate launch` without --use_deepspeed, and"
             " it drops it; add --use_deepspeed (and remove --multi_gpu), or give"
             " --deepspeed_config PATH behind train_pretrain.py"
+        )
+    path = given.get("__config_file")
+    if path and load_yaml(path, "--config_file").get("deepspeed_config"):
+        raise UsageError(
+            f"{path}: `accelerate launch` passes over deepspeed_config here, and trains without"
+            " DeepSpeed; write distributed_type: DEEPSPEED there (and give neither --multi_gpu nor"
+            " --cpu), or remove deepspeed_config"
         )
 
 
@@ -133,8 +168,13 @@ def parent_command() -> list[str]:
 
 
 def join_by_hand(environ: MutableMapping[str, str]) -> None:
-    """Complete what a process of its own lacks to be rank 0 of 1 in a process group."""
-    if environ.get("WORLD_SIZE", "1") == "1" and "MASTER_PORT" not in environ:
+    """Complete what a process of its own lacks to be rank 0 of 1 in a process group.
+
+    One of several gets nothing, or a RendezvousError that names what it lacks.
+    """
+    if environ.get("WORLD_SIZE", "1") != "1":
+        _require(environ, ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
+    elif "MASTER_PORT" not in environ:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             environ["MASTER_PORT"] = str(free.getsockname()[1])

@@ -199,9 +199,6 @@ def _advice(run: RunConfig, here: Layout, memory: int, path: str) -> str:
     beside = held.weights + held.optimizer + held.gradients + held.buffers
     row = costs.activation_bytes(shape, replace(best, rows=1))
     largest = int((memory * (1 - HEADROOM) - beside) // row)
-    stage = f'"stage": {best.stage}'
-    for what, is_off in (("optimizer", best.offload_optimizer), ("param", best.offload_param)):
-        stage += f', "offload_{what}": {{"device": "cpu"}}' * is_off
     same = replace(best, rows=here.rows, accumulation_steps=here.accumulation_steps) == here
     host = f", {held.host * gpus / GIB:.1f} GiB of RAM" if held.host else ""
     rows = best.rows * (gpus if run.split_batches else 1)
@@ -215,10 +212,22 @@ def _advice(run: RunConfig, here: Layout, memory: int, path: str) -> str:
         f"{HEADROOM:.0%} stays free for the CUDA context and fragmentation;"
         f" the largest micro-batch that fits is {largest}.\n"
         + (f"With {more[0]} GPUs nothing has to be offloaded.\n" if more else "")
-        + f'  {path}: "zero_optimization": {{{stage}}}'
+        + f"  {path}: {_written(here, best)}"
         + ("  (as it is)\n" if same else "\n")
         + f"  NUM_PROCESSES={gpus} bash run_accelerate.sh \\\n    {typed.strip()}"
     )
+
+
+def _written(here: Layout, best: Layout) -> str:
+    """What to write into the DeepSpeed file of `here`, and what to take out of it."""
+    stage, gone = f'"stage": {best.stage}', []
+    for name in ("offload_optimizer", "offload_param"):
+        if getattr(best, name):
+            stage += f', "{name}": {{"device": "cpu"}}'
+        elif getattr(here, name):
+            gone.append(name)
+    taken_out = f"\n  and remove {', '.join(gone)}" if gone else ""
+    return f'"zero_optimization": {{{stage}}}{taken_out}'
 
 
 def _typed(run: RunConfig) -> str:

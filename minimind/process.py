@@ -16,6 +16,9 @@ STATUS_FILE = "MINIMIND_STATUS_FILE"
 STDERR_ON_STDIN = "MINIMIND_STDERR_ON_STDIN"
 SCRIPT_PID = "MINIMIND_SCRIPT_PID"
 
+# What asks a run to save and stop.
+CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
 
 def take_back_stderr() -> None:
     """Write to the user's terminal again, past the launcher's log.
@@ -72,7 +75,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason = ""
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for number in CAUGHT:
             signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:

@@ -7,11 +7,12 @@ variables that the script has to export, as NAME=VALUE lines. Nothing slow is im
 from __future__ import annotations
 
 import ast
+import difflib
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,26 @@ import yaml
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # also where the package is not installed
 from minimind.errors import RendezvousError, RunError, UsageError, one_line  # noqa: E402
-from minimind.flags import load_yaml, nearest  # noqa: E402
+from minimind.flags import load_yaml  # noqa: E402
 
 TYPES = ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU", "NO")
+DEEPSPEED_FIELDS = (  # `accelerate launch` drops others in silence
+    "deepspeed_config_file",
+    "zero_stage",
+    "offload_optimizer_device",
+    "offload_optimizer_nvme_path",
+    "offload_param_device",
+    "offload_param_nvme_path",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero3_init_flag",
+    "zero3_save_16bit_model",
+    "deepspeed_hostfile",
+    "deepspeed_exclusion_filter",
+    "deepspeed_inclusion_filter",
+    "deepspeed_multinode_launcher",
+    "deepspeed_moe_layer_cls_names",
+)
 
 
 class Asked:
@@ -60,9 +78,7 @@ class Asked:
 def backend_of(asked: Asked) -> str:
     """The distributed_type; a UsageError for a YAML that we cannot launch as it says."""
     found, path = asked.document, asked.path
-    for name in found:
-        if name not in fields():
-            raise UsageError(f"{path}: unknown key {name!r}; {nearest(str(name), fields())}")
+    refuse_unknown(found, fields(), path, "")
     kind = found.get("distributed_type", "missing")
     kind = "NO" if kind is False else kind  # how YAML reads a bare NO
     if kind not in TYPES:
@@ -72,7 +88,23 @@ def backend_of(asked: Asked) -> str:
             f"{path}: distributed_type {kind} passes over deepspeed_config; write DEEPSPEED, or"
             " remove deepspeed_config"
         )
+    block = found.get("deepspeed_config")
+    if not isinstance(block, dict | None):
+        raise UsageError(
+            f"{path}: deepspeed_config is {block!r}, not `name: value` lines; write"
+            " deepspeed_config_file: PATH inside it"
+        )
+    refuse_unknown(block or {}, DEEPSPEED_FIELDS, path, " in deepspeed_config")
     return kind
+
+
+def refuse_unknown(found: Iterable[Any], known: Sequence[str], path: str, where: str) -> None:
+    """Nothing, or a UsageError with the nearest name for a key that Accelerate does not know."""
+    for name in found:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+            way_out = f"did you mean {close[0]}?" if close else "remove it"
+            raise UsageError(f"{path}: unknown key {name!r}{where}; {way_out}")
 
 
 def fields() -> list[str]:
@@ -148,13 +180,11 @@ def main(target: str, device: str) -> dict[str, Any]:
     """Write the YAML to `target`; what the script exports."""
     path = os.environ.get("CONFIG_FILE") or str(PROJECT / "configs" / "accelerate_config.yaml")
     asked = Asked(load_yaml(path, "CONFIG_FILE"), path, os.environ)
-    exports: dict[str, Any] = {}
-    if (
-        asked.document.get("use_cpu") is True
-        or asked.document.get("distributed_type") == "MULTI_CPU"
-    ):
-        exports["device"] = "cpu"
-        device = "cpu" if device == "auto" else device
+    exports: dict[str, Any] = {"MINIMIND_CONFIG_FILE": path}
+    for field, value in (("use_cpu", True), ("distributed_type", "MULTI_CPU")):
+        if asked.document.get(field) == value:
+            exports["MINIMIND_CPU_BY"] = field
+            device = "cpu"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None and (ids := asked.document.get("gpu_ids") or "all") != "all":
         visible = exports["CUDA_VISIBLE_DEVICES"] = str(ids)

@@ -29,6 +29,7 @@ LAYERS = [
         "minimind.train.optimizer",
         "minimind.train.deepspeed_config",
         "minimind.train.deepspeed_schema",
+        "minimind.train.deepspeed_keys",
         "minimind.train.literals",
         "minimind.train.autos",
         "minimind.train.combinations",

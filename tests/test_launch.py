@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from minimind.flags import parse_flags
 from minimind.launch import Launch, join_by_hand, read_launch, require_engaged
 from minimind.train.setup import choose_device, idle_gpus, read_setup
 
+GIVEN = "accelerate launch (YAML or flag)"
 SHIPPED = str(DEFAULT_DEEPSPEED_CONFIG)
 TWO = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 ENGAGED = {**TWO, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": "no"}
@@ -41,6 +44,23 @@ def test_every_launchers_variables_are_read():
 
 
 @pytest.mark.parametrize(
+    ("lacking", "told"),
+    [({"LOCAL_RANK"}, "LOCAL_RANK"), ({"RANK", "LOCAL_RANK"}, "RANK and LOCAL")],
+)
+def test_a_rank_that_does_not_know_which_it_is_is_refused(lacking, told):
+    with pytest.raises(RendezvousError, match=f"WORLD_SIZE is 2.*{told}.*; set"):
+        read_launch({name: value for name, value in TWO.items() if name not in lacking})
+
+
+def test_the_file_given_to_the_script_is_the_source():
+    assert read_launch(TWO).source == GIVEN
+    launch = read_launch({**TWO, "MINIMIND_CONFIG_FILE": "a.yaml", "MINIMIND_CPU_BY": "use_cpu"})
+    assert (launch.source, launch.flags) == ("a.yaml", {"device": ("cpu", "use_cpu")})
+    with pytest.raises(UsageError, match=r"^a.yaml: dynamo_backend = INDUCTOR"):
+        read_launch({"MINIMIND_CONFIG_FILE": "a.yaml", "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"})
+
+
+@pytest.mark.parametrize(
     ("line", "environ", "backend"),
     [
         ("", {}, "single"),
@@ -62,7 +82,8 @@ def test_deepspeed_is_in_force_when_a_file_is_named_or_the_launcher_says_so(
 def test_the_yamls_path_is_found_from_any_directory_and_the_flag_wins(asked, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = asked("", FROM_YAML)
-    assert (found.path, found.run.sources["deepspeed_config"]) == (SHIPPED, "the Accelerate YAML")
+    assert found.path == SHIPPED
+    assert found.resolve().run.sources["deepspeed_config"] == f"{GIVEN}: deepspeed_config_file"
     mine = tmp_path / "mine.json"
     mine.write_text('{"zero_optimization": {"stage": 3}}')
     assert asked(f"--deepspeed_config {mine}", FROM_YAML).resolve().zero_stage == 3
@@ -82,7 +103,7 @@ def test_zero_fields_of_the_yaml_alone_fill_the_shipped_file(asked):
     assert found.config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
     assert found.config["gradient_accumulation_steps"] == 4
     assert found.config["gradient_clipping"] == 0.5
-    assert found.sources["zero_optimization.stage"] == "the Accelerate YAML: zero_stage"
+    assert found.sources["zero_optimization.stage"] == f"{GIVEN}: zero_stage"
     assert "gradient_clipping" in found.run.sources["grad_clip"]
     assert asked("", ENGAGED).resolve().zero_stage == 2  # Accelerate's own default
 
@@ -90,10 +111,10 @@ def test_zero_fields_of_the_yaml_alone_fill_the_shipped_file(asked):
 def test_the_seed_layout_mixed_precision_beside_a_deepspeed_file_works(asked):
     found = asked("", {**FROM_YAML, "ACCELERATE_MIXED_PRECISION": "bf16"}).resolve()
     assert found.run.dtype == "bfloat16"
-    assert found.run.sources["dtype"] == "the Accelerate YAML: mixed_precision"
+    assert found.run.sources["dtype"] == f"{GIVEN}: mixed_precision"
     assert found.config["bf16"]["enabled"] is True
     with pytest.raises(UsageError, match=r"mixed_precision is bfloat16 but --dtype says"):
-        asked("--dtype float32", {**FROM_YAML, "ACCELERATE_MIXED_PRECISION": "bf16"})
+        asked("--dtype float32", {**FROM_YAML, "ACCELERATE_MIXED_PRECISION": "bf16"}).resolve()
 
 
 def test_a_deepspeed_file_that_accelerate_launch_drops_is_told():
@@ -102,6 +123,23 @@ def test_a_deepspeed_file_that_accelerate_launch_drops_is_told():
         require_engaged(Launch(world_size=2), words)
     require_engaged(Launch(uses_deepspeed=True), words)
     require_engaged(Launch(), ["bash", "run.sh", "--deepspeed_config_file"])
+
+
+@pytest.mark.parametrize("form", ["--config_file {}", "--config_file={}", "--config-file {}"])
+def test_a_deepspeed_block_that_accelerate_launch_drops_is_told(tmp_path: Path, form: str):
+    path = tmp_path / "my-own=1.yaml"
+    path.write_text("distributed_type: MULTI_GPU\ndeepspeed_config: {zero_stage: 3}\n")
+    words = f"python /bin/accelerate launch {form.format(path)} t.py --dim 8".split()
+    with pytest.raises(UsageError) as caught:
+        require_engaged(Launch(world_size=2), words)
+    assert str(caught.value).startswith(f"{path}: `accelerate launch` passes over deepspeed_config")
+    assert "; write distributed_type: DEEPSPEED" in str(caught.value)
+    require_engaged(Launch(uses_deepspeed=True), words)
+    path.write_text("distributed_type: MULTI_GPU\ndeepspeed_config: {}\n")
+    require_engaged(Launch(), words)
+    require_engaged(
+        Launch(), f"/envs/accelerate/bin/python sweep.py --config_file {__file__}".split()
+    )
 
 
 def test_too_few_gpus_are_refused_and_too_many_are_told(monkeypatch):
@@ -125,3 +163,7 @@ def test_one_process_alone_gets_a_port_and_several_keep_theirs():
     before = dict(given)
     join_by_hand(given)
     assert given == before
+    for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        partly = {key: value for key, value in before.items() if key != name}
+        with pytest.raises(RendezvousError, match=f"without {name}; set"):
+            join_by_hand(partly)

@@ -238,7 +238,7 @@ TYPES = {
     "type number": bad('gradient_clipping is "big"', "a number", json={"gradient_clipping": "big"}),
     "type whole number": bad("train_batch_size is 8.5", json={"train_batch_size": 8.5}),
     "type number of text": bad('train_batch_size is "Auto"', json={"train_batch_size": "Auto"}),
-    "type null": bad("ds.json: train_micro_batch", json={"train_micro_batch_size_per_gpu": None}),
+    "type null": bad("ds.json: gradient_clipping", json={"gradient_clipping": None}),
     "type bool": bad(
         "wall_clock_breakdown is 1", "true or false", json={"wall_clock_breakdown": 1}
     ),
@@ -356,8 +356,8 @@ CONFLICTS = {
         flags="--min_lr_ratio 0.1",
     ),
     "schedule against scheduler": bad(
-        "ds.json: scheduler",
-        "--schedule says schedule = linear",
+        "ds.json: scheduler.type is WarmupLR",
+        "schedule = linear (--schedule)",
         json=scheduler("WarmupLR"),
         flags="--schedule linear",
     ),
@@ -431,61 +431,61 @@ CONFLICTS = {
 
 LAUNCHERS = {
     "accelerate precision against flag": bad(
-        "the Accelerate YAML: mixed_precision is bfloat16",
+        "accelerate launch (YAML or flag): mixed_precision is bfloat16",
         "--dtype says dtype = float32",
         environ=by_accelerate(MIXED_PRECISION="bf16"),
         flags="--dtype float32",
     ),
     "accelerate precision against json": bad(
         "ds.json: bf16.enabled is false",
-        "the Accelerate YAML: mixed_precision says dtype = bfloat16",
+        "accelerate launch (YAML or flag): mixed_precision says dtype = bfloat16",
         environ=by_accelerate(MIXED_PRECISION="bf16"),
         json={"bf16.enabled": False},
     ),
     "accelerate precision unknown": bad(
-        "dtype = fp8 (the Accelerate YAML: mixed_precision)",
+        "dtype = fp8 (accelerate launch (YAML or flag): mixed_precision)",
         environ=by_accelerate(MIXED_PRECISION="fp8"),
     ),
     "accelerate float16 on cpu": bad(
-        "dtype = float16 (the Accelerate YAML: mixed_precision)",
+        "dtype = float16 (accelerate launch (YAML or flag): mixed_precision)",
         "GPU",
         environ=by_accelerate(MIXED_PRECISION="fp16"),
     ),
     "accelerate accumulation against flag": bad(
-        "the Accelerate YAML: gradient_accumulation_steps is 4",
+        "accelerate launch (YAML or flag): gradient_accumulation_steps is 4",
         "--accumulation_steps says accumulation_steps = 2",
         environ=by_accelerate(GRADIENT_ACCUMULATION_STEPS="4"),
         flags="--accumulation_steps 2",
     ),
     "accelerate accumulation against json": bad(
         "ds.json: gradient_accumulation_steps is 2",
-        "the Accelerate YAML: gradient_accumulation_steps says accumulation_steps = 4",
+        "accelerate launch (YAML or flag): gradient_accumulation_steps says accumulation_steps = 4",
         environ=by_accelerate(GRADIENT_ACCUMULATION_STEPS="4"),
         json={"gradient_accumulation_steps": 2},
     ),
     "accelerate clipping against flag": bad(
-        "the Accelerate YAML: gradient_clipping is 0.5",
+        "accelerate launch (YAML or flag): gradient_clipping is 0.5",
         "--grad_clip says grad_clip = 1.0",
         environ=by_accelerate(GRADIENT_CLIPPING="0.5"),
         flags="--grad_clip 1.0",
     ),
     "accelerate clipping no number": bad(
-        "grad_clip = 'big' (the Accelerate YAML: gradient_clipping)",
+        "grad_clip = 'big' (accelerate launch (YAML or flag): gradient_clipping)",
         environ=by_accelerate(GRADIENT_CLIPPING="big"),
     ),
     "accelerate cpu against flag": bad(
-        "the Accelerate YAML: use_cpu is cpu",
+        "accelerate launch (YAML or flag): use_cpu is cpu",
         "--device says device = cuda",
         environ=by_accelerate(USE_CPU="true"),
         flags="--device cuda",
     ),
     "accelerate stage against json": bad(
         "ds.json: zero_optimization.stage is 2",
-        "the Accelerate YAML says zero_stage = 3",
+        "accelerate launch (YAML or flag) says zero_stage = 3",
         environ=by_accelerate(DEEPSPEED_ZERO_STAGE="3"),
     ),
     "accelerate stage unknown": bad(
-        "the Accelerate YAML",
+        "accelerate launch (YAML or flag)",
         "zero_stage",
         "two",
         environ=by_accelerate(DEEPSPEED_ZERO_STAGE="two"),
@@ -493,23 +493,25 @@ LAUNCHERS = {
     ),
     "accelerate offload against json": bad(
         'ds.json: zero_optimization.offload_optimizer.device is "none"',
-        "the Accelerate YAML says offload_optimizer_device = cpu",
+        "accelerate launch (YAML or flag) says offload_optimizer_device = cpu",
         environ=by_accelerate(DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE="cpu"),
         json=zero(offload_optimizer={"device": "none"}),
     ),
     "accelerate offload nvme": bad(
-        "the Accelerate YAML",
+        "accelerate launch (YAML or flag)",
         "nvme",
         environ=by_accelerate(DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE="nvme"),
     ),
     "accelerate offload below stage 3": bad(
-        "the Accelerate YAML: offload_param_device",
+        "accelerate launch (YAML or flag): offload_param_device",
         "ds.json",
         "needs stage 3",
         environ=by_accelerate(DEEPSPEED_OFFLOAD_PARAM_DEVICE="cpu"),
     ),
     "accelerate fsdp": bad(
-        "FSDP (the Accelerate YAML)", "DEEPSPEED", environ=by_accelerate(USE_FSDP="true")
+        "accelerate launch (YAML or flag): distributed_type = FSDP",
+        "DEEPSPEED",
+        environ=by_accelerate(USE_FSDP="true"),
     ),
     "accelerate megatron": bad("MEGATRON_LM", environ=by_accelerate(USE_MEGATRON_LM="true")),
     "accelerate dynamo": bad(

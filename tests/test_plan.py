@@ -125,6 +125,32 @@ def test_the_configured_stage_and_offload_are_starred(capsys, tmp_path: Path):
     assert re.search(r"^\*DDP", told(capsys, "--gpus 2 --deepspeed_config none"), re.MULTILINE)
 
 
+def test_a_misspelt_name_inside_a_section_is_told(capsys, tmp_path: Path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stge": 3}}')
+    assert "did you mean stage?" in refused(capsys, f"--deepspeed_config {path}")
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [("zero2_offload", "offload_optimizer"), ("zero3_offload", "offload_optimizer, offload_param")],
+)
+def test_offload_blocks_that_must_go_are_named(capsys, name: str, blocks: str):
+    words = f"--model tiny --memory 24GiB --deepspeed_config configs/deepspeed/{name}.json"
+    out = told(capsys, words)
+    assert f'"zero_optimization": {{"stage": 0}}\n  and remove {blocks}\n' in out
+
+
+def test_offload_blocks_that_stay_are_not_to_be_removed(capsys):
+    large = "--dim 4096 --n_layers 40 --n_heads 32 --batch_size 1 --gpus 2 --memory 40G"
+    out = told(capsys, f"{large} --deepspeed_config configs/deepspeed/zero3_offload.json")
+    assert (
+        '{"stage": 1, "offload_optimizer": {"device": "cpu"}}\n  and remove offload_param\n' in out
+    )
+    kept = told(capsys, f"{large} --deepspeed_config configs/deepspeed/zero2_offload.json")
+    assert "and remove" not in kept
+
+
 def test_stage_0_is_no_choice_in_float16(capsys):
     out = told(capsys, "--model tiny --dtype float16 --gpus 2 --memory 24GiB")
     assert "ZeRO-0" not in out
@@ -142,6 +168,8 @@ def test_stage_0_is_no_choice_in_float16(capsys):
         ("--mfu 1.5", "not above 0 and at most 1"),
         ("--peak_tflops nan", "not above 0 and finite"),
         ("--tokens -1", "--tokens"),
+        ("--tokens abc", "--tokens: invalid number value: 'abc'"),
+        ("--mfu abc", "--mfu: invalid number value: 'abc'"),
         ("--memry 24GiB", "unknown flag --memry; did you mean --memory?"),
         ("--n_layer 3", "unknown flag --n_layer; did you mean --n_layers?"),
         ("--dim 100 --n_heads 7", "not divisible"),

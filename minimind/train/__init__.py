@@ -6,10 +6,14 @@ module that can be called. Nothing heavy is imported before the call.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
+
+from minimind.process import CAUGHT, Progress
 
 
 class _CallableModule(ModuleType):
@@ -21,14 +25,20 @@ class _CallableModule(ModuleType):
         `notebook_launcher` every process calls it: `notebook_launcher(minimind.train, (flags,),
         num_processes=2)`. Raises a RunError where train_pretrain.py would print one.
         """
-        import os
-
         from minimind.flags import run_of
-        from minimind.process import Progress
+        from minimind.train.engine import leave
         from minimind.train.pretrain import pretrain
 
         run = run_of({**(flags or {}), **more}, "train({name}=...)")
-        return pretrain(run, Progress(rank=int(os.environ.get("RANK", "0"))))
+        environ, handlers = dict(os.environ), {n: signal.getsignal(n) for n in CAUGHT}
+        try:
+            return pretrain(run, Progress(rank=int(os.environ.get("RANK", "0"))))
+        finally:  # the caller's process goes on: with its own Ctrl-C, and perhaps another run
+            leave()
+            os.environ.clear()
+            os.environ.update(environ)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 sys.modules[__name__].__class__ = _CallableModule

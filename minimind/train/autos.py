@@ -8,7 +8,7 @@ from typing import Any
 from minimind.config import RunConfig
 from minimind.train.deepspeed_schema import ANY_CASE, OPTIMIZERS, optimizer_name
 from minimind.train.literals import AUTO, BATCH, MICRO_BATCH, MISSING, get
-from minimind.train.schedule import Schedule
+from minimind.train.schedule import Schedule, planned_warmup
 
 Filled = dict[str, tuple[Any, str]]  # key path: value, source
 
@@ -23,10 +23,11 @@ ALWAYS = (
     "zero_optimization.stage",
 )
 # Likewise, once a file names an optimizer, a scheduler, or offloads the optimizer.
-OPTIMIZER = ("optimizer.params.lr", "optimizer.params.weight_decay")
-ADAM = ("optimizer.params.betas", "optimizer.params.torch_adam")
+OPTIMIZER = tuple(f"optimizer.params.{name}" for name in ("lr", "betas", "weight_decay"))
+ADAM = ("optimizer.params.torch_adam",)
 WARMUP = ("scheduler.params.warmup_max_lr", "scheduler.params.warmup_num_steps")
 DECAY = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
+COSINE, CYCLE = ("scheduler.params.cos_min_ratio",), ("scheduler.params.cycle_momentum",)
 UNTESTED = ("zero_allow_untested_optimizer",)
 OFFLOAD = ("zero_force_ds_cpu_optimizer",)
 
@@ -42,13 +43,14 @@ def never_left_out(config: Mapping[str, Any]) -> tuple[str, ...]:
     scheduler = get(config, "scheduler.type")
     keys += WARMUP if scheduler in ("WarmupLR", "WarmupDecayLR") else ()
     keys += DECAY if scheduler in ("WarmupDecayLR", "WarmupCosineLR") else ()
+    keys += COSINE if scheduler == "WarmupCosineLR" else CYCLE if scheduler == "OneCycle" else ()
     return keys + (OFFLOAD if offloads(config, "optimizer") else ())
 
 
 def offloads(config: Mapping[str, Any], what: str) -> bool:
     """Whether ZeRO keeps the `optimizer` or the `param`eters off the device."""
     device = get(config, f"zero_optimization.offload_{what}.device")
-    return device not in (MISSING, None, "none")
+    return device in ("cpu", "nvme")
 
 
 def autos(
@@ -133,8 +135,11 @@ def _optimizer(config: Mapping[str, Any], run: RunConfig, device: str) -> Filled
 
 def _rates(run: RunConfig, schedule: Schedule | None) -> Filled:
     """What a scheduler block's numbers become, and why."""
-    warmup = schedule.warmup_steps if schedule else run.warmup_steps or 0
-    total = schedule.total_steps if schedule else run.max_steps or max(warmup, 2) + 1
+    total = schedule.total_steps if schedule else run.max_steps
+    warmup = planned_warmup(run, total) if total else run.warmup_steps or 0
+    length = "derived: the steps of the run"
+    if total is None:
+        total, length = max(warmup, 2) + 1, "not known before the text is read"
     peak = (run.learning_rate, _by(run, "learning_rate"))
     floor = (run.min_lr_ratio, _by(run, "min_lr_ratio"))
     least = "the shortest warm-up of DeepSpeed's schedulers"
@@ -143,11 +148,11 @@ def _rates(run: RunConfig, schedule: Schedule | None) -> Filled:
         "warmup_min_lr": (0.0, "DeepSpeed's default"),
         "warmup_max_lr": peak,
         "warmup_num_steps": steps,
-        "total_num_steps": (total, "derived: the steps of the run"),
+        "total_num_steps": (total, length),
         "warmup_min_ratio": (0.0, "DeepSpeed's default"),
         "cos_min_ratio": floor,
         "cycle_max_lr": peak,
-        "cycle_min_lr": (run.learning_rate * run.min_lr_ratio, "derived: peak x min_lr_ratio"),
+        "cycle_momentum": (False, "derived: the betas are beta1 and beta2"),
         "lr_range_test_min_lr": peak,
     }
     return {f"scheduler.params.{name}": value for name, value in params.items()}

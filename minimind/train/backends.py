@@ -188,10 +188,12 @@ class PlainBackend:
         self.scaler.unscale_(self.torch_optimizer)
         updated = [p for group in self.torch_optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(updated, self.max_norm)
-        scale = self.scaler.get_scale()
-        self.scaler.step(self.torch_optimizer)
+        # In low precision an overflow is no update, as under DeepSpeed; every rank has this norm.
+        overflowed = self.masters is not None and not bool(torch.isfinite(norm))
+        self.skipped_steps += overflowed
+        if not overflowed or self.scaler.is_enabled():  # a scaler skips by itself, and learns
+            self.scaler.step(self.torch_optimizer)
         self.scaler.update()
-        self.skipped_steps += self.scaler.get_scale() < scale
         self.torch_optimizer.zero_grad()
         if self.masters:
             self.masters.put_weights()
@@ -207,15 +209,17 @@ class PlainBackend:
         return {
             "global_steps": self.steps,
             "skipped_steps": self.skipped_steps,
-            "loss_scaler": self.scaler.state_dict(),
+            "loss_scaler": {**self.scaler.state_dict(), "cur_scale": self.scaler.get_scale()},
             "scheduler_iteration": None,
         }
 
     def restore_counters(self, saved: dict[str, Any]) -> None:
         """Set what `counters` returned, from any backend."""
         self.steps, self.skipped_steps = saved["global_steps"], saved["skipped_steps"]
-        if self.scaler.is_enabled() and "scale" in saved["loss_scaler"]:
-            self.scaler.load_state_dict(saved["loss_scaler"])
+        if self.scaler.is_enabled() and "cur_scale" in saved["loss_scaler"]:
+            scale = {"scale": saved["loss_scaler"]["cur_scale"]}
+            known = self.scaler.state_dict() | saved["loss_scaler"] | scale
+            self.scaler.load_state_dict(known)
 
 
 def prepare_for_ddp(module: nn.Module) -> None:

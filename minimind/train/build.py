@@ -12,21 +12,13 @@ from minimind.data.order import Order
 from minimind.data.prepare import Prepared, prepare
 from minimind.data.tokenizer import Tokenizer
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
-from minimind.files import storing
 from minimind.model.configuration import MiniMindConfig
 from minimind.plan import plan_text
-from minimind.train.deepspeed_config import Resolved, fault_error
-from minimind.train.engine import Engine, section_faults
+from minimind.train.deepspeed_config import Resolved
+from minimind.train.engine import Engine
 from minimind.train.evaluate import HeldOut
 from minimind.train.schedule import Schedule, plan_schedule
 from minimind.train.setup import Setup, flags_table, resolved_table
-
-
-def require_known_sections(resolved: Resolved, setup: Setup) -> None:
-    """Nothing, or a UsageError with all that DeepSpeed refuses inside the sections of its file."""
-    faults = section_faults(resolved.config, setup.path, setup.device)
-    if faults:
-        raise fault_error(faults)
 
 
 def require_default_data(run: RunConfig) -> None:
@@ -91,10 +83,14 @@ def require_same_files(engine: Engine, out_dir: Path, prepared: Prepared) -> Non
     Rank 0 leaves a file that all the others have to find. A StorageError or DataError names hosts.
     """
     mark = out_dir / f".probe-{engine.gather(secrets.token_hex(8))[0]}"
+    problem = None
     if engine.rank == 0:
-        with storing(str(out_dir), "mend its rights, or give another --out_dir"):
+        try:
             mark.touch()
-    engine.barrier()
+        except OSError as error:  # told by all: the others would wait for rank 0
+            problem = f"out_dir {out_dir}: {error.strerror}; mend its rights, or give another"
+    if problem := engine.gather(problem)[0]:
+        raise StorageError(problem, cause_rank=0)
     text = prepared.manifest["fingerprint"], prepared.tokenizer.fingerprint
     found = engine.gather((socket.gethostname(), mark.exists(), text))
     if engine.rank == 0:

@@ -12,9 +12,17 @@ from typing import Any
 
 from minimind.config import RunConfig
 from minimind.train.autos import offloads
+from minimind.train.deepspeed_schema import OPTIMIZERS, optimizer_name
 from minimind.train.literals import BATCH, MISSING, get
 
 ZERO = "zero_optimization."
+RESUMABLE = ("Adam", "AdamW", "Lion", "SGD")  # whose moments zero_state.py knows
+# Which schedulers of DeepSpeed's have a place for these flags; any other scheduler has none.
+HEARD_BY = {
+    "schedule": (),
+    "warmup_steps": ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
+    "min_lr_ratio": ("WarmupCosineLR",),
+}
 # Each would make the rows a rank reads, or the gradient's mean, another than what is printed.
 NOT_OURS = {
     "managed_gradient_accumulation": (False, "accumulation is counted by DeepSpeed here"),
@@ -50,19 +58,46 @@ def combination_faults(
     sources: Mapping[str, str],
 ) -> list[str]:
     """One sentence for each combination in a filled `config` that cannot be."""
+    found = _batch(config, run, world_size) + _scheduler(config, run) + _unheard(config, run)
+    found += _least(config) + _not_ours(config)
     stage = get(config, f"{ZERO}stage")
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         where = sources.get(f"{ZERO}stage", path)
-        return [f"{where}: zero_optimization.stage is {json.dumps(stage)}; write 0, 1, 2 or 3"]
-    found = _batch(config, run, world_size) + _precision(config, run, device, stage)
-    found += (
-        _stage(config, stage, sources)
-        + _reduction(config, stage)
-        + _scheduler(config, run)
-        + _least(config)
-        + _not_ours(config)
-    )
+        found.append(
+            f"zero_optimization.stage is {json.dumps(stage)} ({where}); write 0, 1, 2 or 3"
+        )
+    else:
+        found += _precision(config, run, device, stage) + _optimizer(config, stage)
+        found += _stage(config, stage, sources) + _reduction(config, stage)
     return [f"{path}: {fault}" for fault in found]
+
+
+def _unheard(config: Mapping[str, Any], run: RunConfig) -> list[str]:
+    """Numbers asked for that the file's scheduler or optimizer has no place for."""
+    scheduler = get(config, "scheduler.type")
+    optimizer = optimizer_name(get(config, "optimizer.type"))
+    deaf = [] if scheduler is MISSING else [n for n, k in HEARD_BY.items() if scheduler not in k]
+    told = [("scheduler", scheduler, name) for name in deaf]
+    if optimizer and "betas" not in OPTIMIZERS[optimizer].split():
+        told += [("optimizer", optimizer, name) for name in ("beta1", "beta2")]
+    if get(config, "scheduler.params.cycle_momentum") is True:
+        told += [("scheduler", "OneCycle with cycle_momentum", n) for n in ("beta1", "beta2")]
+    return [
+        f"{block}.type is {kind}, which does not hear {name} = {getattr(run, name)}"
+        f" ({run.sources[name]}); drop the latter, or change the block"
+        for block, kind, name in told
+        if run.is_explicit(name)
+    ]
+
+
+def _optimizer(config: Mapping[str, Any], stage: int) -> list[str]:
+    """Optimizers that DeepSpeed builds and no checkpoint of ours can hold."""
+    name = optimizer_name(get(config, "optimizer.type"))
+    if name and name not in RESUMABLE:
+        return [f"optimizer.type {name} has no checkpoints; use {', '.join(RESUMABLE)}"]
+    if stage == 0 and get(config, "optimizer.params.torch_adam") is False:
+        return ['optimizer.params.torch_adam is false, which stage 0 cannot save; write "auto"']
+    return []
 
 
 def _batch(config: Mapping[str, Any], run: RunConfig, world_size: int) -> list[str]:
@@ -105,7 +140,7 @@ def _stage(config: Mapping[str, Any], stage: int, sources: Mapping[str, str]) ->
     for what, least in (("optimizer", 1), ("param", 3)):
         name = f"{ZERO}offload_{what}"
         if offloads(config, what) and stage < least:
-            where = sources.get(f"{name}.device", "not a text")
+            where = sources[f"{name}.device"]
             found.append(
                 f"{name} ({where}) needs stage {least} or above and stage is"
                 f" {stage} ({sources[f'{ZERO}stage']}); change one"
@@ -122,7 +157,7 @@ def _reduction(config: Mapping[str, Any], stage: int) -> list[str]:
     """Ways of reducing gradients that go with some stages only."""
     found = []
     ratio = get(config, f"{ZERO}offload_optimizer.ratio")
-    if ratio not in (MISSING, 1, 1.0) and stage != 3:
+    if isinstance(ratio, int | float) and ratio != 1 and stage != 3:
         found.append(f"{ZERO}offload_optimizer.ratio = {ratio} needs stage 3; remove it")
     if get(config, f"{ZERO}compute_grad_norm") is False and stage in (0, 3):
         found.append(f"{ZERO}compute_grad_norm is false, which stage {stage} refuses; remove it")

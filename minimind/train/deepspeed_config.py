@@ -7,7 +7,7 @@ number somebody asked for, or an "auto" nobody fills is a fault, and all faults 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,22 @@ from minimind.launch import Launch
 from minimind.train import deepspeed_schema
 from minimind.train.autos import autos, never_left_out
 from minimind.train.combinations import combination_faults
-from minimind.train.literals import AUTO, MISSING, adopt_file, adopt_yaml_fields, get, put
+from minimind.train.literals import (
+    AUTO,
+    BATCH,
+    MICRO_BATCH,
+    MISSING,
+    adopt_file,
+    adopt_launch,
+    adopt_yaml_fields,
+    get,
+    put,
+)
 from minimind.train.schedule import Schedule
+
+# The first three are flags; the others are other ways to compute the same.
+NOT_IDENTITY = ("lr", "betas", "weight_decay", "torch_adam", "foreach", "fused", "capturable")
+Sections = Callable[[Mapping[str, Any], str], list[str]]
 
 
 @dataclass(frozen=True)
@@ -30,6 +44,7 @@ class Resolved:
     backend: str  # deepspeed, ddp or single
     config: dict[str, Any] = field(default_factory=dict)  # for DeepSpeed; else empty
     sources: dict[str, str] = field(default_factory=dict)
+    path: str = "none"  # of the DeepSpeed file
 
     @property
     def zero_stage(self) -> int | None:
@@ -47,6 +62,13 @@ class Resolved:
         written = self.config.get("optimizer", {}).get("type")
         return deepspeed_schema.optimizer_name(written) or "AdamW"
 
+    @property
+    def optimizer_params(self) -> dict[str, Any]:
+        """What else decides the updates: the parameters that no flag stands for."""
+        params = self.config.get("optimizer", {}).get("params", {})
+        eps = {"eps": 1e-8} if self.optimizer in ("Adam", "AdamW") else {}
+        return eps | {k: v for k, v in params.items() if k not in NOT_IDENTITY}
+
     def table(self) -> str:
         """One line per value: key path, value, source."""
         rows = [(key, json.dumps(value)) for key, value in leaves(self.config).items()]
@@ -55,14 +77,14 @@ class Resolved:
         return "\n".join(f"  {k:<{wide}}  {v:<{broad}}  {self.sources[k]}" for k, v in rows)
 
 
-def read_deepspeed_json(path: str) -> dict[str, Any]:
-    """The JSON object in `path`; a UsageError with line and column when it is none."""
+def read_deepspeed_json(path: str, source: str = "--deepspeed_config") -> dict[str, Any]:
+    """The JSON object in `path`, named by `source`; else a UsageError with line and column."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         config = json.loads(text, object_pairs_hook=_without_repeats)
     except OSError as error:
         raise UsageError(
-            f"--deepspeed_config {path}: {error.strerror}; name a DeepSpeed JSON file"
+            f"{source} {path}: {error.strerror}; name a DeepSpeed JSON file"
         ) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
@@ -107,14 +129,21 @@ def resolve(
     device: str,
     schedule: Schedule | None = None,
     launch: Launch | None = None,
+    sections: Sections = lambda config, path: [],
 ) -> Resolved:
     """`written` (read from `path`) and `run` made to agree, for so many processes on `device`.
 
     Without `schedule` (before the data is read) a run of unknown length counts as one step beyond
-    its warm-up. Raises a UsageError of every fault found.
+    its warm-up. `sections` gives the faults that DeepSpeed's own models find in a filled file.
+    Raises a UsageError of every fault found.
     """
     config: dict[str, Any] = json.loads(json.dumps(written))
+    for key in (BATCH, MICRO_BATCH, "gradient_accumulation_steps"):
+        if key in config and config[key] is None:  # DeepSpeed's way of leaving it open
+            config[key] = AUTO
     faults: list[str] = []
+    if launch:
+        run = adopt_launch(run, launch, faults)
     from_yaml = adopt_yaml_fields(config, path, launch, faults) if launch else {}
     faults += deepspeed_schema.faults(config, path)
     found = {key: get(config, key) for key in OBJECTS}
@@ -126,13 +155,27 @@ def resolve(
         ]
         raise fault_error(faults + told)
     run = adopt_file(config, path, run, world_size, faults)
+    try:
+        run.micro_batch_rows(world_size)
+    except UsageError as error:
+        raise fault_error([*faults, str(error)]) from error
     sources = {key: path for key in leaves(config)} | from_yaml
     _fill(config, sources, run, world_size, device, schedule)
     faults += _left(config, path)
     faults += combination_faults(config, path, run, world_size, device, sources)
+    # Of a place that we have told of, DeepSpeed's own words add nothing.
+    told = [_key(fault, path) for fault in faults]
+    for fault in sections(config, path):
+        if not any(f"{key}.".startswith(f"{_key(fault, path)}.") for key in told):
+            faults.append(fault)
     if faults:
         raise fault_error(faults)
-    return Resolved(run, "deepspeed", config, {key: sources[key] for key in leaves(config)})
+    return Resolved(run, "deepspeed", config, {k: sources[k] for k in leaves(config)}, path)
+
+
+def _key(fault: str, path: str) -> str:
+    """The key path that a fault is about."""
+    return fault.removeprefix(f"{path}: ").split(" ")[0].rstrip(":")
 
 
 def fault_error(faults: list[str]) -> UsageError:

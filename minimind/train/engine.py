@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -135,12 +136,11 @@ def _deepspeed(
     optimizer = DummyOptim(groups, lr=run.learning_rate) if named else adamw(groups, run)
     try:
         with lost_peers():
-            return DeepSpeedBackend(accelerator.prepare(model, optimizer)[0]), accelerator.device
+            prepared = accelerator.prepare(model, optimizer)[0]
     except (*REFUSALS, DeepSpeedConfigError, ZeRORuntimeException) as error:
         told = " ".join(str(error).split()) or type(error).__name__
-        raise UsageError(
-            f"{run.deepspeed_config}: DeepSpeed refuses it: {told}; mend it"
-        ) from error
+        raise UsageError(f"{resolved.path}: DeepSpeed refuses it: {told}; mend it") from error
+    return DeepSpeedBackend(prepared), accelerator.device
 
 
 def _plain(
@@ -155,7 +155,7 @@ def _plain(
         os.environ.pop("LOCAL_RANK", None)  # by which Accelerate would take DDP to be meant
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, not listed)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    has_unused = bool(unused_parameters(model))
+    has_unused = resolved.backend == "ddp" and bool(unused_parameters(model))
     prepare_for_ddp(model)
     model.to(getattr(torch, run.dtype))
     backend = "nccl" if device == "cuda" else "gloo"
@@ -185,13 +185,21 @@ def _rendezvous() -> Iterator[None]:
         raise RendezvousError(f"the ranks did not meet: {error}; check the launcher") from error
 
 
+def leave() -> None:
+    """Leave the process group, so that a later run in this process (a notebook) may begin anew."""
+    from accelerate.state import AcceleratorState
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 # DeepSpeed's own models of the sections that it is strict about.
 MODELS = {
     "zero_optimization": ("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
     "bf16": ("deepspeed.runtime.precision_config", "DeepSpeedBF16Config"),
     "fp16": ("deepspeed.runtime.precision_config", "DeepSpeedFP16Config"),
     "tensor_parallel": ("deepspeed.runtime.tensor_parallel.config", "TPTrainingConfig"),
-    "hybrid_engine": ("deepspeed.runtime.config", "HybridEngineConfig"),
     "compile": ("deepspeed.compile.config", "CompileConfig"),
     "comms_logger": ("deepspeed.comm.config", "CommsLoggerConfig"),
     "tensorboard": ("deepspeed.monitor.config", "TensorBoardConfig"),
@@ -203,8 +211,6 @@ MODELS = {
 
 def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[str]:
     """What DeepSpeed's own models refuse in the sections of a resolved configuration."""
-    from importlib import import_module
-
     from pydantic import ValidationError
 
     _settle(device)
@@ -215,9 +221,9 @@ def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[st
         try:
             getattr(import_module(module), name)(**config[section])
         except ValidationError as error:
-            faults += [
-                f"{path}: {_told(section, fault)}; mend it there" for fault in error.errors()
-            ]
+            faults += [f"{path}: {_told(section, fault)}; mend it" for fault in error.errors()]
+        except AssertionError as error:  # an old name beside the new one
+            faults.append(f"{path}: {section} is refused by DeepSpeed: {error}; mend it")
     return faults
 
 
@@ -225,7 +231,8 @@ def _told(section: str, fault: Any) -> str:
     key = ".".join(map(str, (section, *fault["loc"])))
     if fault["type"] == "extra_forbidden":
         return f"{key} is no key of DeepSpeed's"
-    return f"{key} is {fault['input']!r}: {fault['msg']}"
+    given = f" is {fault['input']!r}" if fault["loc"] else ""
+    return f"{key}{given}: {fault['msg']}"
 
 
 class Engine(Ranks):
@@ -244,13 +251,6 @@ class Engine(Ranks):
     def model(self) -> Any:
         """The model inside the engine."""
         return self.backend.module
-
-    def close(self) -> None:
-        """Leave the process group, and let a later run in this process (a notebook) begin anew."""
-        from accelerate.state import AcceleratorState
-
-        super().close()
-        AcceleratorState._reset_state(reset_partial_state=True)
 
     def seed(self, step: int) -> None:
         """Reseed torch for one step, so that no random state needs to be in a checkpoint."""

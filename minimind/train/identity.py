@@ -32,6 +32,7 @@ def facts(
             "betas": [run.beta1, run.beta2],
             "grad_clip": run.grad_clip,
             "optimizer": engine.resolved.optimizer,
+            "optimizer_params": engine.resolved.optimizer_params,
         },
         "data": {"sha256": prepared.manifest["fingerprint"], "rows": order.n_rows},
         "tokenizer": {"sha256": prepared.tokenizer.fingerprint},

@@ -14,8 +14,8 @@ from minimind.config import RunConfig
 from minimind.errors import UsageError
 from minimind.flags import convert
 from minimind.launch import Launch
+from minimind.train.deepspeed_keys import AUTO
 
-AUTO = "auto"
 MISSING = object()
 DTYPE_BLOCKS = {"bf16": "bfloat16", "fp16": "float16"}
 FLAG_OF = {
@@ -24,20 +24,23 @@ FLAG_OF = {
     "optimizer.params.lr": "learning_rate",
     "optimizer.params.weight_decay": "weight_decay",
     "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.cycle_max_lr": "learning_rate",
+    "scheduler.params.lr_range_test_min_lr": "learning_rate",
     "scheduler.params.warmup_num_steps": "warmup_steps",
     "scheduler.params.total_num_steps": "max_steps",
     "scheduler.params.cos_min_ratio": "min_lr_ratio",
 }
 MICRO_BATCH, BATCH = "train_micro_batch_size_per_gpu", "train_batch_size"
-BETAS = "optimizer.params.betas"
+BETAS, TOTAL = "optimizer.params.betas", "scheduler.params.total_num_steps"
 
 
 def adopt_launch(run: RunConfig, launch: Launch, faults: list[str]) -> RunConfig:
-    """The run with what the Accelerate YAML says of precision, accumulation, clipping and file."""
+    """The run with what `accelerate launch` says of precision, accumulation, clipping and file."""
     for name, (value, field) in launch.flags.items():
-        run = _adopt(run, name, value, f"the Accelerate YAML: {field}", "remove it there", faults)
+        run = _adopt(run, name, value, f"{launch.source}: {field}", "remove it there", faults)
     if launch.deepspeed_config and not run.is_explicit("deepspeed_config"):
-        run = run.with_values("the Accelerate YAML", deepspeed_config=launch.deepspeed_config)
+        source = f"{launch.source}: deepspeed_config_file"
+        run = run.with_values(source, deepspeed_config=launch.deepspeed_config)
     return run
 
 
@@ -50,10 +53,10 @@ def adopt_yaml_fields(
         literal = get(config, key)
         if literal in (MISSING, AUTO):
             put(config, key, value)
-            sources[key] = f"the Accelerate YAML: {field}"
+            sources[key] = f"{launch.source}: {field}"
         elif literal != value:
             faults.append(
-                f"{path}: {key} is {json.dumps(literal)} but the Accelerate YAML says {field} ="
+                f"{path}: {key} is {json.dumps(literal)} but {launch.source} says {field} ="
                 f" {value}; remove one of them"
             )
     return sources
@@ -65,9 +68,17 @@ def adopt_file(
     """The run with every literal of the DeepSpeed file that stands for one of its flags."""
     run = _adopt_dtype(config, path, run, faults)
     auto = 'write "auto" in the file'
+    total = get(config, TOTAL)
+    if isinstance(total, int) and run.is_explicit("epochs") and not run.is_explicit("max_steps"):
+        faults.append(
+            f"{path}: {TOTAL} is {total} but {run.sources['epochs']} says epochs = {run.epochs};"
+            f" {auto}, or say the same with --max_steps"
+        )
+        run = run.with_values(f"{path}: {TOTAL}", max_steps=total)
     for key, name in FLAG_OF.items():
         literal = get(config, key)
-        if literal not in (MISSING, AUTO):
+        # A list or null: one rate per group, or the groups' own; the schema tells of other types.
+        if literal not in (MISSING, AUTO, None) and not isinstance(literal, list):
             run = _adopt(run, name, literal, f"{path}: {key}", auto, faults)
     betas = get(config, BETAS)
     if isinstance(betas, list) and len(betas) == 2:
@@ -80,11 +91,6 @@ def adopt_file(
         rows *= world_size  # --batch_size then counts all processes
     if rows not in (MISSING, AUTO):
         run = _adopt(run, "batch_size", rows, f"{path}: {MICRO_BATCH}", auto, faults)
-    if get(config, "scheduler") is not MISSING and run.is_explicit("schedule"):
-        faults.append(
-            f"{path}: scheduler sets the learning rate, but {run.sources['schedule']} says schedule"
-            f" = {run.schedule}; drop the latter, or remove the block"
-        )
     return _adopt_batch(config, path, run, world_size)
 
 

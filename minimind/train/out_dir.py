@@ -57,6 +57,9 @@ def write_reference(out_dir: Path, resolved: Resolved) -> None:
     sources = flags.pop("sources")
     lines = ["# The flags of this run; --config reads them back. Behind each: where it came from."]
     for name, value in flags.items():
+        if name == "deepspeed_config":  # what the launcher said must be said again
+            stand_in = str(out_dir / "ds_config.resolved.json")
+            value = (value or stand_in) if resolved.backend == "deepspeed" else "none"
         if value is None or name in left_out:
             continue
         value = list(value) if isinstance(value, tuple) else value

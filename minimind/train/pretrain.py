@@ -6,6 +6,8 @@ import json
 import os
 import shlex
 import sys
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,20 +27,19 @@ from minimind.train.build import (
     plan,
     prepare_data,
     require_default_data,
-    require_known_sections,
     require_resume_path,
     require_same_files,
     with_tokenizer,
 )
 from minimind.train.deepspeed_config import Resolved
-from minimind.train.engine import Engine, build_engine
+from minimind.train.engine import Engine, build_engine, leave, section_faults
 from minimind.train.identity import facts, source_commit, versions
 from minimind.train.loop import Desk, train
 from minimind.train.out_dir import claim, write_reference
 from minimind.train.report import Report
 from minimind.train.saver import Saver
 from minimind.train.schedule import Schedule
-from minimind.train.setup import idle_gpus, read_setup, resolved_table
+from minimind.train.setup import Setup, idle_gpus, read_setup, resolved_table
 from minimind.train.state import TrainState
 
 
@@ -46,30 +47,38 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     """Train `run` to its end or to a request to stop; 0 or 75. With --dry_run only tell."""
     launch = read_launch(os.environ)
     setup = read_setup(run, launch)
-    resolved = setup.resolve()  # mistakes before the work
-    require_known_sections(resolved, setup)
+    # Mistakes before the work.
+    resolved = setup.resolve(sections=partial(section_faults, device=setup.device))
     if run.dry_run:
         if launch.rank == 0:
             print(dry_run_text(setup, resolved))
         return 0
     require_default_data(run)
     require_resume_path(run)
-    out_dir = Path(run.out_dir)
-    lock = claim(out_dir) if launch.rank == 0 and out_dir.exists() else None  # before long work
+    with ExitStack() as held:
+        return train_resolved(run, setup, progress, held)
+
+
+def train_resolved(run: RunConfig, setup: Setup, progress: Progress, held: ExitStack) -> int:
+    """The same for a run whose mistakes have been told; `held` keeps its out_dir claimed."""
+    is_first, out_dir = setup.launch.rank == 0, Path(run.out_dir)
+    claimed = is_first and out_dir.exists()
+    if claimed:  # before the long work
+        held.enter_context(claim(out_dir))
     prepared = prepare_data(run)
-    setup = setup.with_run(with_tokenizer(setup.run, prepared.tokenizer))
-    order, schedule = plan(setup.resolve().run, prepared, launch.world_size)
+    setup = setup.with_run(with_tokenizer(run, prepared.tokenizer))
+    order, schedule = plan(setup.resolve().run, prepared, setup.launch.world_size)
     resolved = setup.resolve(schedule)
     run = resolved.run
-    if launch.rank == 0 and lock is None:
-        lock = claim(out_dir)
+    if is_first and not claimed:
+        held.enter_context(claim(out_dir))
     progress.out_dir = out_dir
     torch.manual_seed(run.seed)
     model = MiniMindForCausalLM(model_config(run, prepared.tokenizer))
     engine = build_engine(resolved, model, setup.device)
     require_same_files(engine, out_dir, prepared)
     desk = build_desk(run, prepared, order, schedule, engine, progress)
-    desk.report.say(f"{resolved_table(resolved)}\n{idle_gpus(setup.device, launch)}".strip())
+    desk.report.say(f"{resolved_table(resolved)}\n{idle_gpus(setup.device, setup.launch)}".strip())
     state = start(desk, prepared)
     if engine.rank == 0:
         with storing(str(out_dir), "free some space, or give another --out_dir"):
@@ -77,8 +86,6 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
         prepared.tokenizer.save(out_dir / "tokenizer")
     state, status, reason = train(desk, state)
     finish(desk, state, status, reason)
-    if lock:
-        lock.close()
     return status
 
 
@@ -177,7 +184,7 @@ def opening(desk: Desk, prepared: Prepared, state: TrainState, path: Path | None
     )
     stage, rate = engine.resolved.zero_stage, engine.resolved.scheduler
     zero = "" if stage is None else f", ZeRO stage {stage}"
-    by = f"{schedule.shape}, {schedule.warmup_steps} steps of warm-up"
+    by = f"{schedule.shape}, {schedule.warmup_steps} steps of warm-up, peak {schedule.peak:g}"
     by = f"DeepSpeed's {rate}, as its file says" if rate else by
     micro_batch = run.micro_batch_rows(engine.world_size)
     return "\n".join(
@@ -194,7 +201,7 @@ def opening(desk: Desk, prepared: Prepared, state: TrainState, path: Path | None
             f"length   {schedule.total_steps:,} steps,"
             f" {schedule.total_steps * desk.batches.tokens_per_step:,} tokens;"
             f" {order.steps_per_epoch:,} steps an epoch, the last {dropped} of its rows dropped",
-            f"rate     {by}, peak {run.learning_rate:g}",
+            f"rate     {by}",
             begun,
         ]
     )
@@ -217,4 +224,4 @@ def finish(desk: Desk, state: TrainState, status: int, reason: str) -> None:
         )
     sys.stdout.flush()
     desk.engine.barrier()
-    desk.engine.close()
+    leave()

@@ -26,7 +26,9 @@ def lost_peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, dist.DistError) or any(words in str(error) for words in LOST):
+        # A DistBackendError may be NCCL's complaint about how it was called: only by its words.
+        is_lost = isinstance(error, dist.DistStoreError | dist.DistNetworkError)
+        if is_lost or any(words in str(error) for words in LOST):
             reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
             raise PeerError(
                 f"another rank is gone or does not answer ({reason}); run the same command again"
@@ -66,8 +68,3 @@ class Ranks:
         """Wait until every rank is here."""
         with lost_peers():
             dist.barrier(group=self._control)
-
-    def close(self) -> None:
-        """Leave the process group; whatever stands on it is of no use afterwards."""
-        if dist.is_initialized():
-            dist.destroy_process_group()

@@ -37,12 +37,17 @@ class Schedule:
         return self.peak * (self.min_ratio + (1 - self.min_ratio) * left)
 
 
+def planned_warmup(run: RunConfig, total_steps: int) -> int:
+    """Steps of warm-up in a run of so many: the flag, else 5 % of them and at most 100."""
+    return min(100, total_steps // 20) if run.warmup_steps is None else run.warmup_steps
+
+
 def plan_schedule(run: RunConfig, steps_per_epoch: int) -> Schedule:
     """The schedule of `run` over data with so many whole steps per epoch."""
     epochs = run.epochs if run.epochs is not None else (None if run.max_steps else 1)
     lengths = (epochs and steps_per_epoch * epochs, run.max_steps)
     total = min(steps for steps in lengths if steps)
-    warmup = min(100, total // 20) if run.warmup_steps is None else run.warmup_steps
+    warmup = planned_warmup(run, total)
     if warmup > total:
         raise UsageError(
             f"warmup_steps = {warmup} ({run.sources['warmup_steps']}) is more than the {total}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,13 @@ import torch
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig
 from minimind.errors import UsageError
 from minimind.launch import Launch, parent_command, require_engaged
-from minimind.train.deepspeed_config import Resolved, fault_error, read_deepspeed_json, resolve
+from minimind.train.deepspeed_config import (
+    Resolved,
+    Sections,
+    fault_error,
+    read_deepspeed_json,
+    resolve,
+)
 from minimind.train.literals import AUTO, adopt_launch, put
 from minimind.train.schedule import Schedule
 
@@ -31,15 +37,23 @@ class Setup:
         """The same for a run of which more is known."""
         return replace(self, run=run)
 
-    def resolve(self, schedule: Schedule | None = None) -> Resolved:
+    def resolve(
+        self, schedule: Schedule | None = None, sections: Sections = lambda config, path: []
+    ) -> Resolved:
         """Flags, files and launcher made to agree; a UsageError tells every fault."""
-        world_size = self.launch.world_size
-        if self.backend != "deepspeed":
-            self.run.micro_batch_rows(world_size)  # raises where they cannot be shared out
-            return Resolved(self.run, self.backend)
-        return resolve(
-            self.document, self.path, self.run, world_size, self.device, schedule, self.launch
-        )
+        world_size, run = self.launch.world_size, self.run
+        if self.backend == "deepspeed":
+            place = (self.document, self.path, run, world_size, self.device)
+            return resolve(*place, schedule, self.launch, sections)
+        faults: list[str] = []
+        run = adopt_launch(run, self.launch, faults)
+        if run.dtype == "float16" and self.device == "cpu":
+            told = run.sources["dtype"]
+            faults.append(f"dtype = float16 ({told}) needs a GPU; use bfloat16 or float32 here")
+        if faults:
+            raise fault_error(faults)
+        run.micro_batch_rows(world_size)  # raises where they cannot be shared out
+        return Resolved(run, self.backend)
 
 
 def read_setup(run: RunConfig, launch: Launch) -> Setup:
@@ -48,22 +62,21 @@ def read_setup(run: RunConfig, launch: Launch) -> Setup:
     DeepSpeed is in force when a file is named, by flag or in the Accelerate YAML, or when
     `accelerate launch` was told to use it; the shipped file then stands in for one.
     """
-    faults: list[str] = []
-    run = adopt_launch(run, launch, faults)
-    if faults:
-        raise fault_error(faults)
-    device = choose_device(run, launch)
-    path = run.deepspeed_config
+    faults: list[str] = []  # told by resolve(), with those of the file
+    heard = adopt_launch(run, launch, faults)
+    try:
+        device = choose_device(heard, launch)
+    except UsageError as error:
+        raise fault_error(faults or [str(error)]) from error
+    path = heard.deepspeed_config
     if path is None:
         require_engaged(launch, parent_command())
     if path == "none" or (path is None and not launch.uses_deepspeed):
         backend = "ddp" if launch.world_size > 1 else "single"
-        if run.dtype == "float16" and device == "cpu":
-            told = run.sources["dtype"]
-            raise UsageError(f"dtype = float16 ({told}) needs a GPU; use bfloat16 or float32 here")
         return Setup(run, launch, device, backend, {}, "none")
     if path is not None:
-        return Setup(run, launch, device, "deepspeed", read_deepspeed_json(path), path)
+        document = read_deepspeed_json(path, heard.sources["deepspeed_config"])
+        return Setup(run, launch, device, "deepspeed", document, path)
     shipped = str(DEFAULT_DEEPSPEED_CONFIG)
     document = read_deepspeed_json(shipped)
     if "zero_optimization.stage" in launch.deepspeed:  # else 2, which is Accelerate's default too
@@ -100,9 +113,9 @@ def idle_gpus(device: str, launch: Launch) -> str:
     )
 
 
-def flags_table(run: RunConfig) -> str:
+def flags_table(run: RunConfig, names: Iterable[str] = FLAGS) -> str:
     """One line per flag that has a value: name, value, source."""
-    values = {name: getattr(run, name) for name in FLAGS}
+    values = {name: getattr(run, name) for name in names}
     rows = [(name, _shown(value)) for name, value in values.items() if value is not None]
     wide, broad = (max(len(row[n]) for row in rows) for n in (0, 1))
     return "\n".join(f"  {n:<{wide}}  {v:<{min(broad, 40)}}  {run.sources[n]}" for n, v in rows)
@@ -115,5 +128,10 @@ def _shown(value: Any) -> str:
 def resolved_table(resolved: Resolved) -> str:
     """Every value the engine is given, and its source."""
     if resolved.config:
-        return f"resolved DeepSpeed configuration:\n{resolved.table()}"
+        text = f"resolved DeepSpeed configuration:\n{resolved.table()}"
+        if "optimizer" not in resolved.config:
+            names = ("learning_rate", "beta1", "beta2", "weight_decay")
+            text += "\ntorch's AdamW, as the file names no optimizer:\n"
+            text += flags_table(resolved.run, names)
+        return text
     return f"resolved configuration, without DeepSpeed:\n{flags_table(resolved.run)}"

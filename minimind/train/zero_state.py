@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minimind.errors import CheckpointError
+from minimind.train.combinations import RESUMABLE
 
 MASTER, ADAM = "fp32", ("exp_avg", "exp_avg_sq")
 # What each optimizer remembers of every weight.
@@ -128,8 +129,8 @@ def zero_state(engine: Any) -> ZeroState:
     base = getattr(wrapper, "optimizer", wrapper)
     if type(base).__name__ not in MOMENTS:
         raise CheckpointError(
-            f"no checkpoints of the optimizer {type(base).__name__} yet; name Adam, AdamW, Lion or"
-            " SGD in the DeepSpeed file"
+            f"no checkpoints of the optimizer {type(base).__name__} yet; name"
+            f" {', '.join(RESUMABLE)} in the DeepSpeed file"
         )
     adapter = ADAPTERS.get(type(wrapper).__name__)
     if adapter is None:

@@ -20,7 +20,7 @@ import yaml
 
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import UsageError
-from scripts.launch_plan import Asked, count_gpus, fields, plan
+from scripts.launch_plan import DEEPSPEED_FIELDS, Asked, count_gpus, fields, plan
 from tests.conftest import ROOT, Launcher, Run
 from tests.distributed.conftest import FP32
 
@@ -191,6 +191,18 @@ HOSTS = {"NUM_MACHINES": "2", "MACHINE_RANK": "0", "MAIN_IP": "a", "MAIN_PORT": 
         ({}, {}, "distributed_type is missing"),
         ({**DEEPSPEED, "num_procesess": 2}, {}, "'num_procesess'; did you mean num_processes?"),
         ({"distributed_type": "MULTI_GPU", "deepspeed_config": {"a": 1}}, {}, "passes over"),
+        ({**DEEPSPEED, "deepspeed_config": "x.json"}, {}, "deepspeed_config is 'x.json', not"),
+        (
+            {**DEEPSPEED, "deepspeed_config": {"deepspeed_config_fil": "x.json"}},
+            {},
+            "'deepspeed_config_fil' in deepspeed_config; did you mean deepspeed_config_file?",
+        ),
+        (
+            {**DEEPSPEED, "deepspeed_config": {"zero_stge": 3}},
+            {},
+            "a.yaml: unknown key 'zero_stge' in deepspeed_config; did you mean zero_stage?",
+        ),
+        ({**DEEPSPEED, "deepspeed_config": {"bf16": {}}}, {}, "'bf16' in deepspeed_config; remove"),
     ],
 )
 def test_a_number_or_type_that_cannot_be_is_told_with_its_giver(document, environ, told):
@@ -214,12 +226,25 @@ def test_the_known_fields_are_accelerates():
     assert set(fields()) - {"fp16", "dynamo_backend"} == set(ClusterConfig.__dataclass_fields__)
 
 
+def test_the_known_fields_of_the_deepspeed_block_are_those_accelerate_launch_takes():
+    from accelerate.commands.launch import launch_command_parser  # noqa: TID251
+
+    groups = launch_command_parser()._action_groups
+    (group,) = [found for found in groups if found.title == "DeepSpeed Arguments"]
+    assert set(DEEPSPEED_FIELDS) == {action.dest for action in group._group_actions}
+
+
+def test_an_empty_deepspeed_block_is_none():
+    assert planned({**DEEPSPEED, "deepspeed_config": None})["num_processes"] == 2
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[..., Run]:
     """run_accelerate.sh with an `accelerate` that prints its arguments and the YAML it got."""
     stub = tmp_path / "bin" / "accelerate"
     stub.parent.mkdir()
-    told = "omp=$OMP_NUM_THREADS ds=$DS_ACCELERATOR gpus=$CUDA_VISIBLE_DEVICES"
+    told = "file=$MINIMIND_CONFIG_FILE cpu_by=$MINIMIND_CPU_BY omp=$OMP_NUM_THREADS"
+    told += " ds=$DS_ACCELERATOR gpus=$CUDA_VISIBLE_DEVICES"
     stub.write_text(f'#!/bin/sh\necho "$@" "{told}"\ncat "$3"\n')
     stub.chmod(0o755)
 
@@ -243,18 +268,25 @@ def handed_on(run: Run) -> tuple[str, dict[str, Any]]:
 
 def test_the_shipped_yaml_is_launched_on_a_free_port(script):
     line, launched = handed_on(script())
-    assert line.endswith("train_pretrain.py --seed 1 omp=1 ds=cpu gpus=")
+    assert line.endswith(f"train_pretrain.py --seed 1 file={SHIPPED} cpu_by= omp=1 ds=cpu gpus=")
     assert (launched["distributed_type"], launched["num_processes"]) == ("DEEPSPEED", 2)
     assert 1024 <= launched["main_process_port"] <= 65535
 
 
 @pytest.mark.parametrize(
-    "lines", ["distributed_type: MULTI_CPU", "distributed_type: 'NO'\nuse_cpu: true"]
+    ("lines", "field"),
+    [
+        ("distributed_type: MULTI_CPU", "distributed_type"),
+        ("distributed_type: 'NO'\nuse_cpu: true", "use_cpu"),
+    ],
 )
-def test_a_yaml_for_the_cpu_means_device_cpu(script, tmp_path: Path, lines: str):
-    (tmp_path / "a.yaml").write_text(f"{lines}\n")
-    line, launched = handed_on(script(CONFIG_FILE=str(tmp_path / "a.yaml"), NUM_PROCESSES="1"))
-    assert "train_pretrain.py --device=cpu --seed 1" in line
+def test_a_yaml_for_the_cpu_is_handed_on_as_such_and_not_as_a_flag(
+    script, tmp_path: Path, lines: str, field: str
+):
+    path = tmp_path / "a b=c.yaml"
+    path.write_text(f"{lines}\n")
+    line, launched = handed_on(script(CONFIG_FILE=str(path), NUM_PROCESSES="1"))
+    assert f"train_pretrain.py --seed 1 file={path} cpu_by={field} " in line
     # The type under which Accelerate starts torchrun, which hands on signals.
     assert (launched["distributed_type"], launched["use_cpu"]) == ("MULTI_GPU", False)
 

@@ -15,7 +15,7 @@ from minimind.flags import parse_flags
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.train.backends import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.train.deepspeed_config import Resolved
-from minimind.train.engine import Engine, build_engine
+from minimind.train.engine import Engine, build_engine, leave
 from minimind.train.optimizer import adamw, parameter_groups
 from minimind.train.profile import PhaseClock
 
@@ -105,7 +105,7 @@ def test_ddp_searches_for_unused_parameters_only_where_there_are_some(model, nee
             clock.begin()
             assert engine.step([ROWS, ROWS], 1e-3, clock).grad_norm is not None
     finally:
-        engine.close()
+        leave()
 
 
 def plain(line: str) -> tuple[PlainBackend, MiniMindForCausalLM]:

@@ -26,8 +26,8 @@ class TwoHosts:
         self.found_here: list[bool] = []
 
     def gather(self, value: Any) -> list[Any]:
-        if isinstance(value, str):
-            return [value, "other"]
+        if value is None or isinstance(value, str):
+            return [value, "other" if value else None]
         self.found_here.append(value[1])
         return [("node1", *value[1:]), self.theirs]
 

@@ -14,7 +14,7 @@ from minimind.launch import Launch, read_launch
 from minimind.train.deepspeed_config import Resolved, resolve
 from minimind.train.literals import put
 
-ENGAGED = {"RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"}
+ENGAGED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"}
 OFFLOAD = {"device": "cpu"}
 ZERO = "zero_optimization."
 
