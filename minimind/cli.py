@@ -84,7 +84,7 @@ _positive = _checked(float, lambda value: 0 < value < float("inf"), "not above 0
 
 def _bytes(text: str) -> int:
     """Bytes of `24GiB`, `24GB` or `24G`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT])(i?B)?", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"(\d{1,12}(?:\.\d+)?) *([KMGT])(i?B)?", text.strip(), re.IGNORECASE)
     if not found or float(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no amount such as 24GiB, 80G or 512MiB")
     base = 1000 if (found[3] or "").lower() == "b" else 1024

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,20 @@ from minimind.train.zero_state import ZeroState, zero_state
 Groups = list[dict[str, Any]]
 OptimizerOf = Callable[[Groups], torch.optim.Optimizer]
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step: this rank's summed loss and target count, and the global norm.
+
+    Tensors stay on the device; whoever reports them reads them.
+    """
+
+    loss_sum: torch.Tensor
+    tokens: torch.Tensor
+    grad_norm: float | torch.Tensor | None
+    lr: float  # as the optimizer had it
+    skipped_so_far: int  # steps dropped since step 0 for a non-finite gradient
 
 
 class DeepSpeedBackend:

@@ -14,7 +14,6 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -30,6 +29,7 @@ from minimind.train.backends import (
     Backend,
     DeepSpeedBackend,
     PlainBackend,
+    StepResult,
     prepare_for_ddp,
     unused_parameters,
 )
@@ -44,20 +44,6 @@ READ_BY_US = tuple(
     f"ACCELERATE_{part}_" for part in ("DEEPSPEED", "CONFIG", "USE", "GRADIENT", "MIXED", "DYNAMO")
 )
 PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One optimizer step: this rank's summed loss and target count, and the global norm.
-
-    Tensors stay on the device; whoever reports them reads them.
-    """
-
-    loss_sum: torch.Tensor
-    tokens: torch.Tensor
-    grad_norm: float | torch.Tensor | None
-    lr: float  # as the optimizer had it
-    skipped_so_far: int  # steps dropped since step 0 for a non-finite gradient
 
 
 def build_engine(resolved: Resolved, model: MiniMindForCausalLM, device: str) -> Engine:
@@ -155,6 +141,8 @@ def _plain(
         os.environ.pop("LOCAL_RANK", None)  # by which Accelerate would take DDP to be meant
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, not listed)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    else:
+        join_by_hand(os.environ)
     has_unused = resolved.backend == "ddp" and bool(unused_parameters(model))
     prepare_for_ddp(model)
     model.to(getattr(torch, run.dtype))

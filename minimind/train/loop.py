@@ -10,7 +10,8 @@ from minimind.config import RunConfig
 from minimind.data.batches import Batches
 from minimind.errors import PREEMPTED
 from minimind.process import Progress, StopRequest
-from minimind.train.engine import Engine, StepResult
+from minimind.train.backends import StepResult
+from minimind.train.engine import Engine
 from minimind.train.evaluate import HeldOut, evaluate
 from minimind.train.profile import PhaseClock
 from minimind.train.report import Report

@@ -56,6 +56,29 @@ def held() -> int:
     return sum(sizes.values())
 
 
+def require_in_force(deepspeed: Any, config: dict[str, Any]) -> None:
+    """Nothing, or an AssertionError: DeepSpeed's own numbers are those of the printed table."""
+    zero = deepspeed._config.zero_config
+    live = {
+        "train_batch_size": deepspeed.train_batch_size(),
+        "train_micro_batch_size_per_gpu": deepspeed.train_micro_batch_size_per_gpu(),
+        "gradient_accumulation_steps": deepspeed.gradient_accumulation_steps(),
+        "gradient_clipping": deepspeed.gradient_clipping(),
+    }
+    assert live == {name: config[name] for name in live}, (live, config)
+    asked = config["zero_optimization"]
+    assert (int(zero.stage), zero.reduce_bucket_size, zero.overlap_comm) == (
+        asked["stage"],
+        asked["reduce_bucket_size"],
+        asked["overlap_comm"],
+    )
+    params = config["optimizer"]["params"]
+    for group in deepspeed.optimizer.param_groups:
+        assert list(group["betas"]) == params["betas"], group["betas"]
+        assert group["eps"] == params["eps"]
+        assert group["lr"] == params["lr"]
+
+
 class Watch:
     """The most that was held while it was on, and the bytes that went through collectives."""
 
@@ -114,6 +137,8 @@ def measure(watch: Watch, stage: int | None, dtype: str, accumulation: int) -> d
         parameter.register_post_accumulate_grad_hook(watch.look)
     engine = build_engine(resolved, model, "cpu")
     deepspeed, optimizer = inner_parts(engine)
+    if stage is not None:
+        require_in_force(deepspeed, resolved.config)
     watch.before(deepspeed, "update" if stage is None else "step")
     watch.before(optimizer, "step")
     for step in range(3):

@@ -153,3 +153,43 @@ def test_gradients_are_clipped_to_the_flags_norm():
     assert float(norm) > 0.25
     moved = [(p - b).detach().double() for p, b in zip(model.parameters(), before, strict=True)]
     assert float(torch.cat([m.flatten() for m in moved]).norm()) == pytest.approx(0.25, rel=1e-5)
+
+
+def test_ddp_reduces_once_in_a_step_of_several_micro_batches(monkeypatch):
+    engine = engine_of(MiniMindForCausalLM(TINY), monkeypatch, "--accumulation_steps 3")
+    calls: list[int] = []
+
+    def count(state, bucket):  # DDP would want the very types it knows, or none
+        calls.append(1)
+        done: Any = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    try:
+        forward: Any = engine.backend.forward
+        forward.register_comm_hook(None, count)
+        clock = PhaseClock(torch.device("cpu"))
+        counted = []
+        for micro_batches in ([ROWS], [ROWS], [ROWS, ROWS, ROWS]):
+            calls.clear()
+            clock.begin()
+            engine.step(micro_batches, 1e-3, clock)
+            counted.append(len(calls))
+        assert counted[2] == counted[1] > 0
+    finally:
+        leave()
+
+
+def test_an_overflow_in_bf16_is_no_update_and_is_counted():
+    backend, model = plain("--dtype bfloat16")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for scale, skipped in ((float("inf"), 1), (1.0, 1)):
+        backend.begin(5e-4)
+        (model(input_ids=ROWS).logits.float().sum() * scale).backward()
+        backend.update(is_last=True)
+        assert backend.skipped_steps == skipped
+        same = [torch.equal(p, before[name]) for name, p in model.named_parameters()]
+        assert all(same) is (scale != 1.0)
+    other, _ = plain("--dtype bfloat16")
+    other.restore_counters(backend.counters())
+    assert (other.steps, other.skipped_steps) == (2, 1)
