@@ -58,7 +58,13 @@ def combination_faults(
     sources: Mapping[str, str],
 ) -> list[str]:
     """One sentence for each combination in a filled `config` that cannot be."""
-    found = _batch(config, run, world_size) + _scheduler(config, run) + _unheard(config, run)
+    found = _batch(config, run, world_size) + _scheduler(config, run)
+    found += [
+        f"{block}.type is {kind}, which does not hear {name} = {getattr(run, name)}"
+        f" ({run.sources[name]}); drop the latter, or change the block"
+        for block, kind, name in unheard(config)
+        if run.is_explicit(name)
+    ]
     found += _least(config) + _not_ours(config)
     stage = get(config, f"{ZERO}stage")
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
@@ -72,8 +78,8 @@ def combination_faults(
     return [f"{path}: {fault}" for fault in found]
 
 
-def _unheard(config: Mapping[str, Any], run: RunConfig) -> list[str]:
-    """Numbers asked for that the file's scheduler or optimizer has no place for."""
+def unheard(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(block, its type, flag) for each flag that the file's scheduler or optimizer passes over."""
     scheduler = get(config, "scheduler.type")
     optimizer = optimizer_name(get(config, "optimizer.type"))
     deaf = [] if scheduler is MISSING else [n for n, k in HEARD_BY.items() if scheduler not in k]
@@ -82,12 +88,7 @@ def _unheard(config: Mapping[str, Any], run: RunConfig) -> list[str]:
         told += [("optimizer", optimizer, name) for name in ("beta1", "beta2")]
     if get(config, "scheduler.params.cycle_momentum") is True:
         told += [("scheduler", "OneCycle with cycle_momentum", n) for n in ("beta1", "beta2")]
-    return [
-        f"{block}.type is {kind}, which does not hear {name} = {getattr(run, name)}"
-        f" ({run.sources[name]}); drop the latter, or change the block"
-        for block, kind, name in told
-        if run.is_explicit(name)
-    ]
+    return told
 
 
 def _optimizer(config: Mapping[str, Any], stage: int) -> list[str]:

@@ -77,9 +77,15 @@ def adopt_file(
         run = run.with_values(f"{path}: {TOTAL}", max_steps=total)
     for key, name in FLAG_OF.items():
         literal = get(config, key)
-        # A list or null: one rate per group, or the groups' own; the schema tells of other types.
-        if literal not in (MISSING, AUTO, None) and not isinstance(literal, list):
-            run = _adopt(run, name, literal, f"{path}: {key}", auto, faults)
+        where = f"{path}: {key}"
+        # null leaves it to the groups; a list has one for each; the schema tells of other types.
+        if isinstance(literal, list) and run.is_explicit(name):
+            faults.append(
+                f"{where} is {literal} but {run.sources[name]} says {name} = {getattr(run, name)};"
+                f" drop the latter, or {auto}"
+            )
+        elif literal not in (MISSING, AUTO, None) and not isinstance(literal, list):
+            run = _adopt(run, name, literal, where, auto, faults)
     betas = get(config, BETAS)
     if isinstance(betas, list) and len(betas) == 2:
         for name, literal in zip(("beta1", "beta2"), betas, strict=True):

@@ -14,6 +14,7 @@ import yaml
 
 from minimind.errors import LockedError
 from minimind.files import storing, write_whole
+from minimind.train.combinations import unheard
 from minimind.train.deepspeed_config import Resolved
 
 ONCE = (
@@ -52,8 +53,8 @@ def claim(out_dir: Path) -> IO[str]:
 def write_reference(out_dir: Path, resolved: Resolved) -> None:
     """`config.yaml`, with which `--config` repeats the run, and `ds_config.resolved.json`."""
     flags = asdict(resolved.run)
-    # Where DeepSpeed's scheduler sets the rate, ours must not be asked for by the copy.
-    left_out = (*ONCE, "schedule") if resolved.scheduler else ONCE
+    # What DeepSpeed's scheduler or optimizer passes over, the copy must not ask for.
+    left_out = {*ONCE, *(name for _, _, name in unheard(resolved.config))}
     sources = flags.pop("sources")
     lines = ["# The flags of this run; --config reads them back. Behind each: where it came from."]
     for name, value in flags.items():

@@ -15,6 +15,10 @@ from minimind.train.deepspeed_config import Resolved, resolve
 from minimind.train.literals import put
 
 ENGAGED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"}
+CYCLE = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3}}
+MOVING = {"type": "OneCycle", "params": {**CYCLE["params"], "cycle_momentum": True}}
+LIST = {"type": "WarmupLR", "params": {"warmup_max_lr": [1e-3, 1e-3], "warmup_num_steps": 2}}
+DECAY = {"type": "WarmupDecayLR", "params": {"total_num_steps": 8}}
 OFFLOAD = {"device": "cpu"}
 ZERO = "zero_optimization."
 
@@ -213,3 +217,24 @@ def test_an_accelerate_yaml_that_says_the_same_is_no_conflict():
     said = {"DEEPSPEED_ZERO_STAGE": "3", "MIXED_PRECISION": "bf16", "GRADIENT_CLIPPING": "none"}
     launch = read_launch({**ENGAGED, **{f"ACCELERATE_{k}": v for k, v in said.items()}})
     assert resolved("--dtype bfloat16", {f"{ZERO}stage": 3}, launch=launch).zero_stage == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "line", "told"),
+    [
+        ({"scheduler": {"type": "WarmupLR"}}, "--min_lr_ratio 0.5", "min_lr_ratio = 0.5"),
+        ({"scheduler": CYCLE}, "--warmup_steps 4", "warmup_steps = 4"),
+        ({"scheduler": CYCLE}, "--learning_rate 2e-4", "learning_rate = 0.0002"),
+        ({"scheduler": LIST}, "--learning_rate 2e-4", "learning_rate = 0.0002"),
+        ({"scheduler": MOVING}, "--beta1 0.8", "beta1 = 0.8"),
+        ({"optimizer": {"type": "SGD"}}, "--beta2 0.8", "beta2 = 0.8"),
+        ({"scheduler": DECAY}, "--epochs 3", "epochs = 3"),
+        ({"optimizer": {"type": "RAdam"}}, "", "RAdam has no checkpoints"),
+    ],
+)
+def test_a_number_that_a_block_cannot_hear_is_refused(config, line, told):
+    if line:  # without the flag it is right
+        resolve(config, "ds.json", parse_flags([]), 1, "cpu")
+    with pytest.raises(UsageError) as caught:
+        resolve(config, "ds.json", parse_flags(line.split()), 1, "cpu")
+    assert told in str(caught.value)

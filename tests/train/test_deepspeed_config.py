@@ -195,12 +195,24 @@ def test_float16_is_refused_at_stage_0_even_on_a_gpu():
         resolved("--dtype float16", config=with_value("zero_optimization.stage", 0), device="cuda")
 
 
-@pytest.mark.parametrize("name", ["zero3", "warmup_cosine", "torch_adamw", "zero2_offload"])
-def test_the_config_a_run_leaves_behind_repeats_it(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("zero3", {}),
+        ("warmup_cosine", {}),
+        ("torch_adamw", {}),
+        ("zero2_offload", {}),
+        ("zero1", {"scheduler": {"type": "WarmupLR"}}),
+        ("zero1", {"optimizer": {"type": "SGD", "params": {"lr": "auto"}}}),
+    ],
+)
+def test_the_config_a_run_leaves_behind_repeats_it(name, blocks, tmp_path):
     path = str(PROJECT / "configs" / "deepspeed" / f"{name}.json")
-    written = read_deepspeed_json(path)
+    written = read_deepspeed_json(path) | blocks
     schedule = Schedule("cosine", 2e-3, 0.1, 5, 100)
     first = parse_flags(["--deepspeed_config", path, "--max_steps", "100", "--warmup_steps", "5"])
+    if blocks and "scheduler" not in blocks:
+        first = parse_flags(["--deepspeed_config", path])
     done = resolve(written, path, first, 2, "cpu", schedule)
     write_reference(tmp_path, done)
     again = parse_flags(["--config", str(tmp_path / "config.yaml")])
