@@ -21,8 +21,8 @@ import yaml
 
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # also where the package is not installed
-from minimind.errors import RendezvousError, RunError, UsageError, one_line  # noqa: E402
-from minimind.flags import load_yaml  # noqa: E402
+from minimind.errors import RendezvousError, RunError, UsageError, one_line  # noqa: E402 (after that)
+from minimind.flags import load_yaml  # noqa: E402 (likewise)
 
 TYPES = ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU", "NO")
 DEEPSPEED_FIELDS = (  # `accelerate launch` drops others in silence

@@ -197,7 +197,7 @@ def _train(sentences: list[str], vocab_size: int, fillers: int) -> bytes | int:
     """The model, or how many pieces are possible when `vocab_size` are too many."""
     model = io.BytesIO()
     try:
-        sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue]
+        sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue] (no stubs)
             sentence_iterator=iter(sentences),
             model_writer=model,
             model_type="bpe",

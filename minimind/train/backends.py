@@ -244,7 +244,8 @@ def prepare_for_ddp(module: nn.Module) -> None:
     builds them from the configuration, so nothing is lost (pytorch issue 99652).
     """
     complex_buffers = [name for name, b in module.named_buffers() if b.is_complex()]
-    setattr(module, "_ddp_params_and_buffers_to_ignore", complex_buffers)  # noqa: B010
+    # The name that DDP looks for; no attribute that a module declares.
+    setattr(module, "_ddp_params_and_buffers_to_ignore", complex_buffers)  # noqa: B010 (likewise)
 
 
 def unused_parameters(model: nn.Module) -> list[str]:

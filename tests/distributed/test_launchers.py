@@ -221,13 +221,13 @@ def test_visible_gpus_are_counted_as_torch_does(visible: str, gpus: int):
 
 
 def test_the_known_fields_are_accelerates():
-    from accelerate.commands.config.config_args import ClusterConfig  # noqa: TID251
+    from accelerate.commands.config.config_args import ClusterConfig  # noqa: TID251 (its own names)
 
     assert set(fields()) - {"fp16", "dynamo_backend"} == set(ClusterConfig.__dataclass_fields__)
 
 
 def test_the_known_fields_of_the_deepspeed_block_are_those_accelerate_launch_takes():
-    from accelerate.commands.launch import launch_command_parser  # noqa: TID251
+    from accelerate.commands.launch import launch_command_parser  # noqa: TID251 (likewise)
 
     groups = launch_command_parser()._action_groups
     (group,) = [found for found in groups if found.title == "DeepSpeed Arguments"]

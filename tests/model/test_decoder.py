@@ -241,7 +241,7 @@ def test_only_the_last_logits_are_computed_on_request(model: MiniMindForCausalLM
 def greedy(model: MiniMindForCausalLM, ids_BT: Tensor, **options) -> Tensor:
     new_tokens = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
     # transformers types the self of generate as a protocol that no model class meets.
-    out = model.generate(ids_BT, **new_tokens, **options)  # pyright: ignore[reportAttributeAccessIssue]
+    out = model.generate(ids_BT, **new_tokens, **options)  # pyright: ignore[reportAttributeAccessIssue] (a mixin's)
     assert isinstance(out, Tensor)
     return out[:, ids_BT.shape[1] :]
 

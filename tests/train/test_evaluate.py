@@ -40,10 +40,10 @@ class Ranks:
 @pytest.mark.parametrize("n_rows", [1, 7, 8, 9])
 def test_every_row_counts_once_whatever_the_number_of_ranks(world_size, n_rows):
     bytes_of = np.full(100, 3, dtype=np.int32)
-    held_out = HeldOut(Rows(), np.arange(n_rows), ROW, bytes_of)  # type: ignore[arg-type]
+    held_out = HeldOut(Rows(), np.arange(n_rows), ROW, bytes_of)  # type: ignore[arg-type] (stand-ins)
     ranks = [Ranks(rank, world_size) for rank in range(world_size)]
     for rank in ranks:
-        evaluate(rank, held_out, 2)  # type: ignore[arg-type]
+        evaluate(rank, held_out, 2)  # type: ignore[arg-type] (stand-ins)
     loss, tokens, text_bytes = (
         sum(column) for column in zip(*(r.sums for r in ranks), strict=True)
     )
@@ -54,8 +54,8 @@ def test_every_row_counts_once_whatever_the_number_of_ranks(world_size, n_rows):
 
 def test_perplexity_and_bits_per_byte_follow_from_the_sums():
     bytes_of = np.full(100, 2, dtype=np.int32)
-    held_out = HeldOut(Rows(), np.arange(1), ROW, bytes_of)  # type: ignore[arg-type]
-    found = evaluate(Ranks(0, 1), held_out, 2)  # type: ignore[arg-type]
+    held_out = HeldOut(Rows(), np.arange(1), ROW, bytes_of)  # type: ignore[arg-type] (stand-ins)
+    found = evaluate(Ranks(0, 1), held_out, 2)  # type: ignore[arg-type] (stand-ins)
     assert found["val_loss"] == (1 + 2 + 3 + 4) / 4
     assert found["val_ppl"] == pytest.approx(math.exp(2.5))
     assert found["val_bpb"] == pytest.approx(10 / math.log(2) / 8)
