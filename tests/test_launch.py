@@ -167,3 +167,9 @@ def test_one_process_alone_gets_a_port_and_several_keep_theirs():
         partly = {key: value for key, value in before.items() if key != name}
         with pytest.raises(RendezvousError, match=f"without {name}; set"):
             join_by_hand(partly)
+
+
+def test_device_auto_is_no_contradiction_of_a_yaml_that_says_cpu():
+    launch = read_launch({"MINIMIND_CPU_BY": "use_cpu"})
+    found = read_setup(parse_flags(["--device", "auto"]), launch).resolve()
+    assert (found.run.device, found.run.sources["device"].split(": ")[1]) == ("cpu", "use_cpu")

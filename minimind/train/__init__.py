@@ -25,20 +25,28 @@ class _CallableModule(ModuleType):
         `notebook_launcher` every process calls it: `notebook_launcher(minimind.train, (flags,),
         num_processes=2)`. Raises a RunError where train_pretrain.py would print one.
         """
+        environ, handlers = dict(os.environ), {n: signal.getsignal(n) for n in CAUGHT}
+        from minimind.errors import UsageError
         from minimind.flags import run_of
-        from minimind.train.engine import leave
+        from minimind.train.engine import is_joined, leave
         from minimind.train.pretrain import pretrain
 
         run = run_of({**(flags or {}), **more}, "train({name}=...)")
-        environ, handlers = dict(os.environ), {n: signal.getsignal(n) for n in CAUGHT}
+        if is_joined():
+            raise UsageError(
+                "this process is in a process group already, and train(...) makes its own; leave"
+                " it first (torch.distributed.destroy_process_group)"
+            )
         try:
             return pretrain(run, Progress(rank=int(os.environ.get("RANK", "0"))))
         finally:  # the caller's process goes on: with its own Ctrl-C, and perhaps another run
-            leave()
             os.environ.clear()
             os.environ.update(environ)
             for number, handler in handlers.items():
-                signal.signal(number, handler)
+                if signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)
+            if is_joined():
+                leave()
 
 
 sys.modules[__name__].__class__ = _CallableModule

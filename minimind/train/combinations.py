@@ -73,7 +73,7 @@ def combination_faults(
             f"zero_optimization.stage is {json.dumps(stage)} ({where}); write 0, 1, 2 or 3"
         )
     else:
-        found += _precision(config, run, device, stage) + _optimizer(config, stage)
+        found += _precision(config, run, device, stage) + _optimizer(config, stage, device)
         found += _stage(config, stage, sources) + _reduction(config, stage)
     return [f"{path}: {fault}" for fault in found]
 
@@ -91,9 +91,11 @@ def unheard(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return told
 
 
-def _optimizer(config: Mapping[str, Any], stage: int) -> list[str]:
+def _optimizer(config: Mapping[str, Any], stage: int, device: str) -> list[str]:
     """Optimizers that DeepSpeed builds and no checkpoint of ours can hold."""
     name = optimizer_name(get(config, "optimizer.type"))
+    if name == "Lion" and device == "cpu" and not offloads(config, "optimizer"):
+        return ["optimizer.type Lion runs on a CPU only with offload_optimizer; use AdamW"]
     if name and name not in RESUMABLE:
         return [f"optimizer.type {name} has no checkpoints; use {', '.join(RESUMABLE)}"]
     if stage == 0 and get(config, "optimizer.params.torch_adam") is False:
@@ -188,6 +190,13 @@ def _reduction(config: Mapping[str, Any], stage: int) -> list[str]:
 
 def _scheduler(config: Mapping[str, Any], run: RunConfig) -> list[str]:
     found = []
+    momenta = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
+    given = [n for n in momenta if get(config, f"scheduler.params.{n}") is not MISSING]
+    if given and get(config, "scheduler.params.cycle_momentum") is False:
+        found.append(
+            f"scheduler.params.{given[0]} is passed over while cycle_momentum is false; write"
+            " true, or remove it"
+        )
     warmup, total = (get(config, f"scheduler.params.{n}_num_steps") for n in ("warmup", "total"))
     if isinstance(warmup, int) and warmup < 2:
         found.append(

@@ -37,6 +37,9 @@ BETAS, TOTAL = "optimizer.params.betas", "scheduler.params.total_num_steps"
 def adopt_launch(run: RunConfig, launch: Launch, faults: list[str]) -> RunConfig:
     """The run with what `accelerate launch` says of precision, accumulation, clipping and file."""
     for name, (value, field) in launch.flags.items():
+        if name == "device" and run.device == "auto":  # also where somebody wrote it out
+            run = run.with_values(f"{launch.source}: {field}", device=value)
+            continue
         run = _adopt(run, name, value, f"{launch.source}: {field}", "remove it there", faults)
     if launch.deepspeed_config and not run.is_explicit("deepspeed_config"):
         source = f"{launch.source}: deepspeed_config_file"

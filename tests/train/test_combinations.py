@@ -238,3 +238,19 @@ def test_a_number_that_a_block_cannot_hear_is_refused(config, line, told):
     with pytest.raises(UsageError) as caught:
         resolve(config, "ds.json", parse_flags(line.split()), 1, "cpu")
     assert told in str(caught.value)
+
+
+def test_momenta_that_onecycle_would_pass_over_are_told():
+    params = {**CYCLE["params"], "cycle_min_mom": 0.5}
+    config: dict[str, Any] = {"scheduler": {"type": "OneCycle", "params": params}}
+    with pytest.raises(UsageError, match="cycle_min_mom is passed over"):
+        resolve(config, "ds.json", parse_flags([]), 1, "cpu")
+    params["cycle_momentum"] = True
+    resolve(config, "ds.json", parse_flags([]), 1, "cpu")
+
+
+def test_lion_on_a_cpu_needs_its_cpu_class():
+    config: dict[str, Any] = {"optimizer": {"type": "Lion"}, "zero_optimization": {"stage": 2}}
+    with pytest.raises(UsageError, match="Lion runs on a CPU only with offload_optimizer"):
+        resolve(config, "ds.json", parse_flags([]), 1, "cpu")
+    resolve(config, "ds.json", parse_flags([]), 1, "cuda")
