@@ -40,6 +40,6 @@ def _build(directory: Path, build: Callable[[Path], None]) -> None:
         sync_directory(draft)
         os.rename(draft, directory)
         sync_directory(directory.parent)
-    except BaseException:
+    except BaseException:  # a Ctrl-C too must leave no draft behind
         shutil.rmtree(draft, ignore_errors=True)
         raise

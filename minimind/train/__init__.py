@@ -26,13 +26,15 @@ class _CallableModule(ModuleType):
         num_processes=2)`. Raises a RunError where train_pretrain.py would print one.
         """
         environ, handlers = dict(os.environ), {n: signal.getsignal(n) for n in CAUGHT}
+        import torch.distributed as dist
+
         from minimind.errors import UsageError
         from minimind.flags import run_of
-        from minimind.train.engine import is_joined, leave
+        from minimind.train.engine import leave
         from minimind.train.pretrain import pretrain
 
         run = run_of({**(flags or {}), **more}, "train({name}=...)")
-        if is_joined():
+        if dist.is_initialized():
             raise UsageError(
                 "this process is in a process group already, and train(...) makes its own; leave"
                 " it first (torch.distributed.destroy_process_group)"
@@ -45,8 +47,7 @@ class _CallableModule(ModuleType):
             for number, handler in handlers.items():
                 if signal.getsignal(number) is not handler:
                     signal.signal(number, handler)
-            if is_joined():
-                leave()
+            leave()
 
 
 sys.modules[__name__].__class__ = _CallableModule

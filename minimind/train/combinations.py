@@ -117,14 +117,20 @@ def _batch(config: Mapping[str, Any], run: RunConfig, world_size: int) -> list[s
     ]
 
 
+def needs_gpu(run: RunConfig, device: str) -> list[str]:
+    """The fault of a precision that a CPU does not have, with and without DeepSpeed."""
+    if run.dtype != "float16" or device != "cpu":
+        return []
+    told = run.sources["dtype"]
+    return [f"dtype = float16 ({told}) needs a GPU; use bfloat16 or float32 here"]
+
+
 def _precision(config: Mapping[str, Any], run: RunConfig, device: str, stage: int) -> list[str]:
-    found, told = [], f"dtype = {run.dtype} ({run.sources['dtype']})"
-    if run.dtype == "float16" and device == "cpu":
-        found.append(f"{told} needs a GPU; use bfloat16 or float32 here")
-    elif run.dtype == "float16" and stage == 0:
+    found = needs_gpu(run, device)
+    if run.dtype == "float16" and stage == 0 and not found:
         found.append(
-            f"{told} trains wrongly at ZeRO stage 0 in DeepSpeed 0.19.8 (gradients are unscaled"
-            " that were never scaled); use bfloat16, or stage 1 to 3"
+            f"dtype = float16 ({run.sources['dtype']}) trains wrongly at ZeRO stage 0 in DeepSpeed"
+            " 0.19.8 (gradients are unscaled that were never scaled); use bfloat16, or stage 1 to 3"
         )
     if get(config, "torch_autocast.enabled") is True:
         found.append("torch_autocast.enabled is true, a second precision beside --dtype; remove it")

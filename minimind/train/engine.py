@@ -173,18 +173,13 @@ def _rendezvous() -> Iterator[None]:
         raise RendezvousError(f"the ranks did not meet: {error}; check the launcher") from error
 
 
-def is_joined() -> bool:
-    """Whether this process is in a process group."""
-    return dist.is_initialized()
-
-
 def leave() -> None:
     """Leave the process group, so that a later run in this process (a notebook) may begin anew."""
     from accelerate.state import AcceleratorState
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    AcceleratorState._reset_state(reset_partial_state=True)
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 # DeepSpeed's own models of the sections that it is strict about.

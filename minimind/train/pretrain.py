@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -56,18 +57,19 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     require_default_data(run)
     require_resume_path(run)
     with ExitStack() as held:
-        return train_resolved(run, setup, progress, held)
+        return train_resolved(setup, resolved, progress, held)
 
 
-def train_resolved(run: RunConfig, setup: Setup, progress: Progress, held: ExitStack) -> int:
+def train_resolved(setup: Setup, resolved: Resolved, progress: Progress, held: ExitStack) -> int:
     """The same for a run whose mistakes have been told; `held` keeps its out_dir claimed."""
-    is_first, out_dir = setup.launch.rank == 0, Path(run.out_dir)
+    run, is_first = setup.run, setup.launch.rank == 0
+    out_dir = Path(run.out_dir)
     claimed = is_first and out_dir.exists()
     if claimed:  # before the long work
         held.enter_context(claim(out_dir))
     prepared = prepare_data(run)
-    setup = setup.with_run(with_tokenizer(run, prepared.tokenizer))
-    order, schedule = plan(setup.resolve().run, prepared, setup.launch.world_size)
+    order, schedule = plan(resolved.run, prepared, setup.launch.world_size)
+    setup = replace(setup, run=with_tokenizer(run, prepared.tokenizer))
     resolved = setup.resolve(schedule)
     run = resolved.run
     if is_first and not claimed:
@@ -118,7 +120,7 @@ def build_desk(
             out_dir / "checkpoints",
             run.keep_last,
             facts(run, prepared, schedule, order, engine),
-            texts(run, prepared, engine),
+            texts(prepared, engine),
         ),
         report=report,
         stop=StopRequest(),
@@ -126,7 +128,7 @@ def build_desk(
     )
 
 
-def texts(run: RunConfig, prepared: Prepared, engine: Engine) -> dict[str, bytes]:
+def texts(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
     """Small files beside the tensors: enough to generate from a checkpoint alone."""
     return {
         "ds_config.resolved.json": json.dumps(engine.resolved.config, indent=2).encode(),

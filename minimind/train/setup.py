@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig
 from minimind.errors import UsageError
 from minimind.launch import Launch, parent_command, require_engaged
+from minimind.train.combinations import needs_gpu
 from minimind.train.deepspeed_config import (
     Resolved,
     Sections,
@@ -33,10 +34,6 @@ class Setup:
     document: Mapping[str, Any]
     path: str
 
-    def with_run(self, run: RunConfig) -> Setup:
-        """The same for a run of which more is known."""
-        return replace(self, run=run)
-
     def resolve(
         self, schedule: Schedule | None = None, sections: Sections = lambda config, path: []
     ) -> Resolved:
@@ -47,9 +44,7 @@ class Setup:
             return resolve(*place, schedule, self.launch, sections)
         faults: list[str] = []
         run = adopt_launch(run, self.launch, faults)
-        if run.dtype == "float16" and self.device == "cpu":
-            told = run.sources["dtype"]
-            faults.append(f"dtype = float16 ({told}) needs a GPU; use bfloat16 or float32 here")
+        faults += needs_gpu(run, self.device)
         if faults:
             raise fault_error(faults)
         run.micro_batch_rows(world_size)  # raises where they cannot be shared out
@@ -57,7 +52,7 @@ class Setup:
 
 
 def read_setup(run: RunConfig, launch: Launch) -> Setup:
-    """What flags and launcher ask for; a UsageError where they contradict one another.
+    """What flags and launcher ask for; a UsageError where a file or a GPU is not there.
 
     DeepSpeed is in force when a file is named, by flag or in the Accelerate YAML, or when
     `accelerate launch` was told to use it; the shipped file then stands in for one.
