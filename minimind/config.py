@@ -13,6 +13,9 @@ PROJECT = Path(__file__).resolve().parent.parent
 DEFAULT_DATA = "dataset/pretrain_hq.jsonl"
 DEFAULT_DEEPSPEED_CONFIG = PROJECT / "configs" / "ds_config.json"
 
+# Groups of facts that a checkpoint holds a run to (train/identity.py).
+CHANGEABLE = ("batch", "schedule", "lr", "data", "tokenizer", "model", "dtype", "seed")
+
 
 def flag(help: str, default: Any, group: str, **limits: Any) -> Any:
     """A dataclass field that is also a command-line flag; `help` says counted over what."""
@@ -163,6 +166,16 @@ class RunConfig:
         at_least=1,
     )
     keep_last: int = flag("checkpoints kept", 2, "output", at_least=1)
+    async_save: bool = flag(
+        "write checkpoints while training goes on; costs a copy of the optimizer state in memory",
+        True,
+        "output",
+    )
+    allow_change: str | None = flag(
+        f"what may differ from the checkpoint on resume, by commas: {', '.join(CHANGEABLE)}",
+        None,
+        "output",
+    )
     eval_interval: int = flag(
         "optimizer steps between validations; the last step is always validated",
         500,
@@ -226,6 +239,17 @@ class RunConfig:
             )
         return self.batch_size // world_size
 
+    def allowed_changes(self) -> frozenset[str]:
+        """The groups that --allow_change names; a UsageError for one that there is not."""
+        names = [name.strip() for name in (self.allow_change or "").split(",") if name.strip()]
+        for name in names:
+            if name not in CHANGEABLE:
+                raise UsageError(
+                    f"allow_change = {self.allow_change} ({self.sources['allow_change']}):"
+                    f" {name!r} is none of {', '.join(CHANGEABLE)}; name one of those"
+                )
+        return frozenset(names)
+
     def with_values(self, source: str, **values: Any) -> RunConfig:
         """The same run with these values, remembered as coming from `source`."""
         return replace(self, **values, sources={**self.sources, **dict.fromkeys(values, source)})
@@ -241,6 +265,7 @@ FLAGS = {f.name: f for f in fields(RunConfig) if f.metadata}
 
 def check(run: RunConfig) -> None:
     """Nothing, or a UsageError about fields that do not fit one another."""
+    run.allowed_changes()
     if run.max_steps and run.warmup_steps and run.warmup_steps > run.max_steps:
         raise UsageError(
             f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}) is more than"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,12 +34,31 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def storing(what: str, remedy: str) -> Iterator[None]:
-    """Turn an OSError inside into a StorageError: `what: why; remedy`."""
+def storing(what: str, remedy: str, needed: int = 0) -> Iterator[None]:
+    """Turn an OSError inside into a StorageError: `what: why; remedy`.
+
+    A full disk or quota is told with the bytes `needed` and those that are free.
+    """
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{what}: {error.strerror or error}; {remedy}") from error
+        told = f"{error.filename or what}: {error.strerror or error}"
+        if needed and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = free_bytes(Path(what))
+            told += f", {needed:,} bytes ({mebibytes(needed)}) needed, {free:,} free"
+        raise StorageError(f"{told}; {remedy}") from error
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes free for us where `path` is, or would be."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def mebibytes(count: int) -> str:
+    """`27.1 MiB`."""
+    return f"{count / 2**20:,.1f} MiB"
 
 
 def sync_file(path: Path) -> None:

@@ -14,7 +14,7 @@ from minimind.data.tokenizer import Tokenizer
 from minimind.errors import CheckpointError, UsageError
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.train.checkpoint import candidates, newest_valid, verify
-from minimind.train.saver import load_weights
+from minimind.train.resume import load_weights
 
 
 @dataclass(frozen=True)

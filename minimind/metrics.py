@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,20 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def newest_acknowledged(path: Path) -> int | None:
+    """The last step of which `checkpoint_saved` was recorded since the run began at step 0."""
+    newest = None
+    if not path.exists():
+        return None
+    with open(path, "rb") as file:
+        for raw in file:
+            if b'"run_start"' in raw or b'"checkpoint_saved"' in raw:
+                with suppress(ValueError):  # a line torn by a crash acknowledges nothing
+                    line = json.loads(raw)
+                    if line["event"] == "checkpoint_saved":
+                        newest = line["step"]
+                    elif line["event"] == "run_start" and line["resume_from"] is None:
+                        newest = None
+    return newest

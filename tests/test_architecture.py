@@ -45,9 +45,15 @@ LAYERS = [
         "minimind.train.out_dir",
     },
     {"minimind.train.engine", "minimind.train.report"},
-    {"minimind.train.saver", "minimind.train.evaluate", "minimind.train.identity"},
+    {
+        "minimind.train.saver",
+        "minimind.train.resume",
+        "minimind.train.evaluate",
+        "minimind.train.identity",
+    },
     {"minimind.generate", "minimind.plan"},
-    {"minimind.train.loop", "minimind.train.build"},
+    {"minimind.train.desk", "minimind.train.build"},
+    {"minimind.train.loop"},
     {"minimind.train.pretrain"},
     {"minimind.cli"},
 ]

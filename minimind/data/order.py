@@ -49,6 +49,19 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where an order takes over: at `step`, after `rows` rows in all, `offset` rows into `epoch`.
+
+    A run whose batch or text was changed on the way goes on in another order than it began in.
+    """
+
+    step: int = 0
+    rows: int = 0
+    epoch: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True)
 class Order:
     """The global row order: `rows_per_step` rows a step, over all ranks and micro-batches.
 
@@ -59,6 +72,7 @@ class Order:
     n_rows: int
     rows_per_step: int
     seed: int
+    origin: Origin = Origin()
 
     def __post_init__(self) -> None:
         if self.rows_per_step < 1 or self.steps_per_epoch < 1:
@@ -71,7 +85,25 @@ class Order:
 
     def positions(self, step: int) -> range:
         """The places in the global row order that all ranks together read at `step`."""
-        return range(step * self.rows_per_step, (step + 1) * self.rows_per_step)
+        first = self.origin.rows + (step - self.origin.step) * self.rows_per_step
+        return range(first, first + self.rows_per_step)
+
+    def place(self, step: int) -> tuple[int, int]:
+        """(epoch, rows of it already read) when `step` begins."""
+        origin, steps = self.origin, step - self.origin.step
+        left = (self.n_rows - origin.offset) // self.rows_per_step  # steps of the epoch begun
+        if steps < left:
+            return origin.epoch, origin.offset + steps * self.rows_per_step
+        epochs, step_of_epoch = divmod(steps - left, self.steps_per_epoch)
+        return origin.epoch + 1 + epochs, step_of_epoch * self.rows_per_step
+
+    def origin_at(self, step: int, is_same_text: bool) -> Origin:
+        """Where another order takes over from this one at `step`.
+
+        With another batch it reads on; another text or another shuffle it reads from the start.
+        """
+        epoch, offset = self.place(step) if is_same_text else (0, 0)
+        return Origin(step, self.positions(step).start, epoch, offset)
 
     def rows_for(self, step: int, rank: int, world_size: int) -> np.ndarray:
         """Row indices `rank` reads at `step`: int64 (rows_per_step / world_size,).
@@ -83,6 +115,6 @@ class Order:
                 f"rows_per_step = {self.rows_per_step} cannot be shared by {world_size} ranks"
             )
         share = self.rows_per_step // world_size
-        epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
-        start = step_of_epoch * self.rows_per_step + rank * share
+        epoch, offset = self.place(step)
+        start = offset + rank * share
         return permute(np.arange(start, start + share), self.n_rows, self.seed, epoch)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 from minimind.config import DEFAULT_DATA, RunConfig
 from minimind.data.batches import Batches, held_out_rows
-from minimind.data.order import Order
+from minimind.data.order import Order, Origin
 from minimind.data.prepare import Prepared, prepare
 from minimind.data.tokenizer import Tokenizer
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
@@ -17,6 +18,7 @@ from minimind.plan import plan_text
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.engine import Engine
 from minimind.train.evaluate import HeldOut
+from minimind.train.resume import Resumed
 from minimind.train.schedule import Schedule, plan_schedule
 from minimind.train.setup import Setup, flags_table, resolved_table
 
@@ -75,6 +77,29 @@ def plan(run: RunConfig, prepared: Prepared, world_size: int) -> tuple[Order, Sc
         )
     order = Order(n_rows, rows_per_step, run.seed)
     return order, plan_schedule(run, order.steps_per_epoch)
+
+
+def continued(order: Order, resumed: Resumed) -> Order:
+    """The order of the checkpoint, taken over where it stands when the batch or text is another."""
+    saved = resumed.manifest["identity"]
+    origin = Origin(**resumed.manifest["order"])
+    batch, data, seed = saved["batch"], saved["data"], saved["seed"]["seed"]
+    before = Order(data["rows"], batch["rows_per_step"], seed, origin)
+    changed = {line.split(":")[0] for line in resumed.changed}
+    is_same_text = not any(n.startswith(("data.", "tokenizer.", "seed.")) for n in changed)
+    is_same_text &= "batch.max_seq_len" not in changed
+    if is_same_text and "batch.rows_per_step" not in changed:
+        return before
+    return replace(order, origin=before.origin_at(resumed.state.step, is_same_text))
+
+
+def require_step(run: RunConfig, step: int, schedule: Schedule) -> None:
+    """Nothing, or a UsageError for a run that is resumed beyond its end."""
+    if step > schedule.total_steps:
+        raise UsageError(
+            f"the checkpoint is of step {step}, and the run has {schedule.total_steps} steps"
+            f" ({run.sources['max_steps']}); raise --max_steps or --epochs"
+        )
 
 
 def require_same_files(engine: Engine, out_dir: Path, prepared: Prepared) -> None:

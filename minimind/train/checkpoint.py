@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 from minimind.errors import CheckpointError
 from minimind.files import canonical_json, fingerprint, sha256_of, sync_directory, write_durably
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_(\d{8,})")
 
@@ -93,6 +93,12 @@ def retire(root: Path, keep_last: int) -> None:
         shutil.rmtree(doomed)
 
 
+def leftovers(root: Path) -> list[Path]:
+    """Checkpoints that stepped aside and were kept."""
+    aside = [p for why in ("rejected", "abandoned") for p in root.glob(f"{why}-step_*")]
+    return sorted(aside)
+
+
 def sweep(root: Path) -> None:
     """Delete what earlier processes left unfinished."""
     for left in root.glob("step_*.tmp-*"):
@@ -127,15 +133,22 @@ def verify(directory: Path, part: int = 0, of: int = 1) -> Rejected | None:
     except CheckpointError as error:
         return Rejected(directory, MANIFEST, str(error))
     for entry in manifest["files"][part::of]:
-        path = directory / entry["name"]
+        if told := _fault(directory / entry["name"], entry):
+            return Rejected(directory, entry["name"], told)
+    return None
+
+
+def _fault(path: Path, entry: dict[str, Any]) -> str:
+    """What is wrong with one file, or nothing."""
+    try:
         if path.is_symlink() or not path.is_file():
-            return Rejected(directory, entry["name"], "is missing")
+            return "is missing"
         size = path.stat().st_size
         if size != entry["bytes"]:
-            return Rejected(directory, entry["name"], f"is {size} of {entry['bytes']} bytes")
-        if sha256_of(path) != entry["sha256"]:
-            return Rejected(directory, entry["name"], "does not match its sha256")
-    return None
+            return f"is {size} of {entry['bytes']} bytes"
+        return "" if sha256_of(path) == entry["sha256"] else "does not match its sha256"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
 
 
 def newest_valid(
@@ -172,13 +185,19 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return lines
 
 
-def require_same_run(directory: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Nothing, or a CheckpointError with the table of what differs."""
-    if changed := differences(saved, now):
+def require_same_run(
+    directory: Path, saved: dict[str, Any], now: dict[str, Any], allowed: Set[str] = frozenset()
+) -> list[str]:
+    """What differs in the groups that were `allowed` to; a CheckpointError with all the rest."""
+    changed = differences(saved, now)
+    refused = [line for line in changed if line.split(".")[0] not in allowed]
+    if refused:
+        groups = ",".join(dict.fromkeys(line.split(".")[0] for line in changed))
         raise CheckpointError(
-            f"{directory} belongs to another run ({'; '.join(changed)}); give the old values back,"
-            " or start afresh in another --out_dir"
+            f"{directory} belongs to another run ({'; '.join(refused)}); give the old values back,"
+            f" allow it by --allow_change {groups}, or start afresh in another --out_dir"
         )
+    return changed
 
 
 def start_over(root: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,11 +15,11 @@ from minimind.train.engine import Engine
 from minimind.train.schedule import Schedule
 
 
-def facts(
+def identity(
     run: RunConfig, prepared: Prepared, schedule: Schedule, order: Order, engine: Engine
 ) -> dict[str, Any]:
-    """What a checkpoint's manifest says of the run; `identity` may not change on resume."""
-    identity = {
+    """What may not change on resume unless --allow_change names its group: facts by group."""
+    return {
         "batch": {"rows_per_step": order.rows_per_step, "max_seq_len": run.max_seq_len},
         "schedule": {
             "shape": engine.resolved.config.get("scheduler", schedule.shape),
@@ -48,11 +49,26 @@ def facts(
         "dtype": {"dtype": run.dtype},
         "seed": {"seed": run.seed},
     }
+
+
+def layout(run: RunConfig, engine: Engine) -> dict[str, Any]:
+    """How the work of a step is shared out, which a resume may change."""
     return {
-        "identity": identity,
         "world_size": engine.world_size,
         "zero_stage": engine.resolved.zero_stage,
+        "backend": engine.resolved.backend,
+        "micro_batch_rows": run.micro_batch_rows(engine.world_size),
+        "accumulation_steps": run.accumulation_steps,
+    }
+
+
+def facts(run: RunConfig, identity: dict[str, Any], order: Order, engine: Engine) -> dict[str, Any]:
+    """What a checkpoint's manifest says of the run."""
+    return {
+        "identity": identity,
+        **layout(run, engine),
         "dtype": run.dtype,
+        "order": asdict(order.origin),
         "configuration": engine.resolved.config,
         "sources": engine.resolved.sources,
         "versions": versions(),

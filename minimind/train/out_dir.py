@@ -12,7 +12,7 @@ from typing import IO
 
 import yaml
 
-from minimind.errors import LockedError
+from minimind.errors import LockedError, StorageError
 from minimind.files import storing, write_whole
 from minimind.train.combinations import unheard
 from minimind.train.deepspeed_config import Resolved
@@ -20,6 +20,7 @@ from minimind.train.deepspeed_config import Resolved
 ONCE = (
     "config",
     "resume",
+    "allow_change",
     "stop_at_step",
     "local_rank",
     "dry_run",
@@ -48,6 +49,17 @@ def claim(out_dir: Path) -> IO[str]:
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
     lock.flush()
     return lock
+
+
+def require_writable(out_dir: Path) -> None:
+    """Nothing, or a StorageError for a folder that is not there and cannot be made."""
+    parent = out_dir
+    while not parent.exists():
+        parent = parent.parent
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise StorageError(
+            f"out_dir {out_dir}: {parent} cannot be written; mend its rights, or give another"
+        )
 
 
 def write_reference(out_dir: Path, resolved: Resolved) -> None:

@@ -22,6 +22,7 @@ from minimind.model.decoder import MiniMindForCausalLM
 from minimind.process import Progress, StopRequest
 from minimind.train.build import (
     batches_of,
+    continued,
     dry_run_text,
     held_out_of,
     model_config,
@@ -30,18 +31,25 @@ from minimind.train.build import (
     require_default_data,
     require_resume_path,
     require_same_files,
+    require_step,
     with_tokenizer,
 )
 from minimind.train.deepspeed_config import Resolved
+from minimind.train.desk import Desk
 from minimind.train.engine import Engine, build_engine, leave, section_faults
-from minimind.train.identity import facts, source_commit, versions
-from minimind.train.loop import Desk, train
-from minimind.train.out_dir import claim, write_reference
+from minimind.train.identity import facts, identity, layout, source_commit, versions
+from minimind.train.loop import train
+from minimind.train.out_dir import claim, require_writable, write_reference
 from minimind.train.report import Report
+from minimind.train.resume import Resumed, resume
 from minimind.train.saver import Saver
 from minimind.train.schedule import Schedule
 from minimind.train.setup import Setup, idle_gpus, read_setup, resolved_table
 from minimind.train.state import TrainState
+
+# Seconds that a rank waits for another's part of a checkpoint: a disk may be slow, and a rank that
+# is gone or stopped is noticed by other means.
+SAVE_PATIENCE = 3600
 
 
 def pretrain(run: RunConfig, progress: Progress) -> int:
@@ -56,6 +64,7 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
         return 0
     require_default_data(run)
     require_resume_path(run)
+    require_writable(Path(run.out_dir))
     with ExitStack() as held:
         return train_resolved(setup, resolved, progress, held)
 
@@ -79,14 +88,17 @@ def train_resolved(setup: Setup, resolved: Resolved, progress: Progress, held: E
     model = MiniMindForCausalLM(model_config(run, prepared.tokenizer))
     engine = build_engine(resolved, model, setup.device)
     require_same_files(engine, out_dir, prepared)
-    desk = build_desk(run, prepared, order, schedule, engine, progress)
-    desk.report.say(f"{resolved_table(resolved)}\n{idle_gpus(setup.device, setup.launch)}".strip())
-    state = start(desk, prepared)
+    with storing(str(out_dir), "mend its rights, or give another --out_dir"):
+        is_speaker, is_profiling = engine.rank == 0, run.profile
+        report = Report(out_dir, schedule.total_steps, engine.device, is_speaker, is_profiling)
+    report.say(f"{resolved_table(resolved)}\n{idle_gpus(setup.device, setup.launch)}".strip())
+    desk, resumed = build_desk(run, prepared, order, schedule, engine, report, progress)
     if engine.rank == 0:
         with storing(str(out_dir), "free some space, or give another --out_dir"):
             write_reference(out_dir, resolved)
         prepared.tokenizer.save(out_dir / "tokenizer")
-    state, status, reason = train(desk, state)
+    tell_start(desk, prepared, resumed)
+    state, status, reason = train(desk, resumed.state)
     finish(desk, state, status, reason)
     return status
 
@@ -97,35 +109,37 @@ def build_desk(
     order: Order,
     schedule: Schedule,
     engine: Engine,
+    report: Report,
     progress: Progress,
-) -> Desk:
-    """What the loop works with; from here on a request to stop is remembered."""
-    out_dir = Path(run.out_dir)
-    with storing(str(out_dir), "mend its rights, or give another --out_dir"):
-        report = Report(
-            out_dir,
-            schedule.total_steps,
-            engine.device,
-            is_speaker=engine.rank == 0,
-            is_profiling=run.profile,
-        )
-    return Desk(
+) -> tuple[Desk, Resumed]:
+    """What the loop works with, the state resumed; a request to stop is remembered from here on."""
+    root = Path(run.out_dir) / "checkpoints"
+    same = identity(run, prepared, schedule, order, engine)
+    resumed = resume(engine, root, run.resume, same, run.allowed_changes())
+    if resumed.path:
+        order = continued(order, resumed)
+    require_step(run, resumed.state.step, schedule)
+    saver = Saver(
+        engine,
+        engine.another_group(SAVE_PATIENCE),
+        root,
+        run.keep_last,
+        facts(run, same, order, engine),
+        texts(prepared, engine),
+        run.async_save,
+    )
+    desk = Desk(
         run=run,
         schedule=schedule,
         engine=engine,
         batches=batches_of(run, prepared, order, engine),
         held_out=held_out_of(run, prepared),
-        saver=Saver(
-            engine,
-            out_dir / "checkpoints",
-            run.keep_last,
-            facts(run, prepared, schedule, order, engine),
-            texts(prepared, engine),
-        ),
+        saver=saver,
         report=report,
         stop=StopRequest(),
         progress=progress,
     )
+    return desk, resumed
 
 
 def texts(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
@@ -137,14 +151,14 @@ def texts(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
     }
 
 
-def start(desk: Desk, prepared: Prepared) -> TrainState:
-    """Resume or begin, and say so: the state of the first step to take."""
+def tell_start(desk: Desk, prepared: Prepared, resumed: Resumed) -> None:
+    """Say and record what is about to happen; a StorageError where no checkpoint would fit."""
     run, engine, report, order = desk.run, desk.engine, desk.report, desk.batches.order
-    state, path, rejected, manifest = desk.saver.resume(run.resume)
-    for bad in rejected:
+    for bad in resumed.rejected:
         report.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
         report.say(f"checkpoint {bad.path} is passed over: {bad.file} {bad.reason}")
-    resolved: Resolved = engine.resolved
+    state, path, resolved = resumed.state, resumed.path, engine.resolved
+    room = desk.saver.require_room() if state.step < desk.schedule.total_steps else "run is done"
     report.event(
         "run_start",
         step=state.step,
@@ -162,19 +176,17 @@ def start(desk: Desk, prepared: Prepared) -> TrainState:
         commit=source_commit(),
         rotary=engine.gather(str(engine.model.model.pos_cis.dtype)),
     )
-    if path and (manifest["world_size"], manifest["zero_stage"]) != (
-        engine.world_size,
-        resolved.zero_stage,
-    ):
-        report.event(
-            "checkpoint_resharded",
-            **{
-                "from": {k: manifest[k] for k in ("world_size", "zero_stage")},
-                "to": {"world_size": engine.world_size, "zero_stage": resolved.zero_stage},
-            },
-        )
+    now = layout(run, engine)
+    before = {key: resumed.manifest.get(key) for key in now}
+    if path and before != now:
+        report.event("checkpoint_resharded", **{"from": before, "to": now})
+        told = [f"{key} {before[key]} -> {now[key]}" for key in now if before[key] != now[key]]
+        report.say(f"shared out anew: {', '.join(told)}; the rows of a step are the same")
+    if resumed.changed:
+        report.event("run_changed", changes=resumed.changed)
+        report.say(f"allowed to change: {'; '.join(resumed.changed)}")
     report.say(opening(desk, prepared, state, path))
-    return state
+    report.say(f"disk     {room}")
 
 
 def opening(desk: Desk, prepared: Prepared, state: TrainState, path: Path | None) -> str:
@@ -212,6 +224,7 @@ def opening(desk: Desk, prepared: Prepared, state: TrainState, path: Path | None
 def finish(desk: Desk, state: TrainState, status: int, reason: str) -> None:
     """Tell the end, on every rank at the same moment."""
     desk.batches.close()
+    desk.saver.close()
     code = "DONE" if status == 0 else "PREEMPTED"
     desk.report.event("exit", code=code, status=status, reason=reason, step=state.step)
     desk.report.close()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from minimind.errors import PeerError
+from minimind.errors import PeerError, RunError, StorageError
 
 # What gloo and c10d say when the other end of a connection is gone or silent.
 LOST = (
@@ -64,7 +64,45 @@ class Ranks:
             dist.all_gather_object(values, value, group=self._control)
         return values
 
+    def another_group(self, seconds: float) -> Ranks:
+        """The same ranks in a group of its own, for a thread that must not mix with the loop's."""
+        return Ranks(timedelta(seconds=seconds))
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         with lost_peers():
             dist.barrier(group=self._control)
+
+
+class Gathers(Protocol):
+    """Ranks, as far as agreeing on an outcome needs them."""
+
+    rank: int
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank, on every rank."""
+        ...
+
+
+def together(ranks: Gathers, work: Callable[[], Any]) -> list[Any]:
+    """What `work` returned on each rank; where it failed on one, all raise the same error."""
+    outcome, problem, own = None, None, None
+    try:
+        outcome = work()
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        problem = StorageError, f"{where}{error.strerror or error}; mend the path or its rights"
+        own = error
+    except RunError as error:
+        problem, own = (type(error), str(error)), error
+    outcomes = ranks.gather((outcome, problem))
+    for rank, (_, found) in enumerate(outcomes):
+        if found:
+            kind, told = found
+            raise kind(told, cause_rank=rank) from own
+    return [outcome for outcome, _ in outcomes]
+
+
+def on_rank_0(ranks: Gathers, work: Callable[[], Any]) -> Any:
+    """What `work` returned on rank 0, on every rank."""
+    return together(ranks, lambda: work() if ranks.rank == 0 else None)[0]

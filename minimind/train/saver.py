@@ -1,4 +1,4 @@
-"""An engine's state into a checkpoint directory and out of it again; every rank takes part."""
+"""An engine's state into checkpoint directories, in the background; every rank takes part."""
 
 from __future__ import annotations
 
@@ -6,211 +6,223 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from torch import Tensor
 
-from minimind.errors import CheckpointError, RunError, StorageError
-from minimind.files import sync_directory, write_durably
+from minimind.errors import RunError, StorageError
+from minimind.files import free_bytes, mebibytes, storing, write_durably
 from minimind.train.checkpoint import (
-    Rejected,
     candidates,
     describe_file,
-    newest_valid,
     publish,
-    read_manifest,
-    require_same_run,
     retire,
-    set_aside,
-    start_over,
     step_directory,
-    sweep,
-    verify,
     write_manifest,
 )
 from minimind.train.engine import Engine
-from minimind.train.ranks import lost_peers
+from minimind.train.ranks import Ranks, on_rank_0, together
 from minimind.train.state import TrainState
-from minimind.train.tensor_files import RunFiles, shard_name, write_runs, write_tensors
+from minimind.train.tensor_files import Staging, shard_name, write_runs, write_tensors
+from minimind.train.zero_state import MASTER, ZeroState
 
 BUFFERS = "buffers.safetensors"
+REMEDY = "free some space, or mend the path of --out_dir; earlier checkpoints are untouched"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one save writes: copies, which the training that goes on does not touch."""
+
+    state: TrainState
+    runs: list[tuple[str, Tensor]]
+    buffers: dict[str, Tensor]
+    about: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A save under way, and how long the loop has stood still for it."""
+
+    future: Future[dict[str, Any]]
+    stall_ms: float
 
 
 class Saver:
-    """Saves and resumes one run; every method is collective."""
+    """Saves one run. `begin` copies; a thread writes and publishes, while training goes on.
+
+    `ranks` is a control group of the saver's own: its thread must not speak in the loop's.
+    """
 
     def __init__(
         self,
         engine: Engine,
+        ranks: Ranks,
         root: Path,
         keep_last: int,
         facts: dict[str, Any],
         texts: dict[str, bytes],
+        in_background: bool = True,
     ) -> None:
         self.engine = engine
+        self.ranks = ranks
         self.root = root
         self.keep_last = keep_last
-        self.facts = facts  # goes into the manifest; facts["identity"] may not change on resume
+        self.facts = facts  # goes into the manifest
         self.texts = texts  # small files kept beside the tensors, by name
+        self.in_background = in_background
         self._run_id = engine.gather(secrets.token_hex(4))[0]
-        engine.backend.state()  # an engine that cannot be saved is refused now, not at step N
+        held = engine.backend.state()  # an engine that cannot be saved is refused now
+        elements = _elements(held, engine)
+        self._staging = Staging(elements, engine.device) if in_background else None
+        small = sum(map(len, texts.values())) + _bytes(_persistent_buffers(engine.model))
+        self.bytes = sum(engine.gather(4 * elements)) + small
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self._saving: Saving | None = None
 
     def has(self, step: int) -> bool:
         """Whether a checkpoint of `step` is published here, as rank 0 sees it."""
-        return self._on_rank_0(lambda: step_directory(self.root, step).is_dir())
+        return on_rank_0(self.engine, lambda: step_directory(self.root, step).is_dir())
 
-    def save(self, state: TrainState) -> dict[str, Any]:
-        """Publish `state` and return the `checkpoint_saved` event; durable when it returns."""
+    def require_room(self) -> str:
+        """How many checkpoints fit; a StorageError, before any step, where not even one does."""
+
+        def look() -> str:
+            free = free_bytes(self.root)
+            if free < self.bytes:
+                raise StorageError(
+                    f"{self.root}: a checkpoint needs {self.bytes:,} bytes"
+                    f" ({mebibytes(self.bytes)}) and {free:,} ({mebibytes(free)}) are free;"
+                    " free some space, or give another --out_dir"
+                )
+            fits, kept = free // self.bytes, len(candidates(self.root))
+            told = f"a checkpoint takes {mebibytes(self.bytes)}, {fits:,} more fit"
+            missing = self.keep_last + 1 - kept - fits
+            if missing > 0:  # the new one is complete before the oldest goes
+                told += (
+                    f"; --keep_last {self.keep_last} needs {mebibytes(missing * self.bytes)} more"
+                )
+            return told
+
+        return on_rank_0(self.engine, look)
+
+    def begin(self, state: TrainState) -> None:
+        """Start saving `state`; collective. What was begun before must have been `published`."""
+        assert self._saving is None
         started = time.perf_counter()
+        engine = self.engine
+        held = engine.backend.state()
+        runs = list(held.runs(engine.rank, engine.world_size))
+        if self._staging:
+            runs = self._staging.take(runs)
+        about = {
+            "parameters": shapes(engine.model),
+            "optimizer_step": held.optimizer_step(),
+            "counters": engine.backend.counters(),
+        }
+        snapshot = Snapshot(state, runs, _persistent_buffers(engine.model), about)
+        future = self._thread.submit(self._save, snapshot, started)
+        self._saving = Saving(future, (time.perf_counter() - started) * 1e3)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank knows that the save under way came to nothing; others may not yet."""
+        future = self._saving and self._saving.future
+        return bool(future and future.done() and future.exception())
+
+    def published(self, wait: bool) -> dict[str, Any] | None:
+        """The `checkpoint_saved` event of the save under way, once it lasts; else None.
+
+        With `wait` collective: waits for it, and raises on every rank what it failed with.
+        """
+        saving = self._saving
+        if saving is None or not (wait or (saving.future.done() and not self.has_failed)):
+            return None
+        waiting = time.perf_counter()
+        event = saving.future.result()
+        self._saving = None
+        stall_ms = saving.stall_ms + (time.perf_counter() - waiting) * 1e3
+        return {**event, "stall_ms": stall_ms}
+
+    def close(self) -> None:
+        """End the thread, which has nothing left to do."""
+        self._thread.shutdown()
+
+    def _save(self, snapshot: Snapshot, started: float) -> dict[str, Any]:
+        """Write and publish; on every rank the event, or the same error."""
+        state, is_first = snapshot.state, self.ranks.rank == 0
         final = step_directory(self.root, state.step)
         tmp = final.with_name(f"{final.name}.tmp-{self._run_id}")
         try:
-            files = self._together(lambda: self._write_own_files(tmp, state))
-            entries = [entry for part in files for entry in part]
+            parts = together(self.ranks, lambda: self._write_own_files(tmp, snapshot))
+            entries = [entry for part in parts for entry in part]
             facts = {**self.facts, "step": state.step, "tokens": state.tokens}
-            self._on_rank_0(lambda: write_manifest(tmp, facts, entries))
-            self._on_rank_0(lambda: publish(tmp, final))
+            on_rank_0(self.ranks, lambda: self._publish(tmp, final, facts, entries))
         except RunError:
-            if self.engine.rank == 0:
-                shutil.rmtree(tmp, ignore_errors=True)
+            if is_first:
+                shutil.rmtree(tmp, ignore_errors=True)  # a later start sweeps what is left
             raise
-        self._on_rank_0(lambda: retire(self.root, self.keep_last))
-        seconds = time.perf_counter() - started
+        warning = on_rank_0(self.ranks, self._retire)
         return {
             "step": state.step,
             "path": str(final),
             "bytes": sum(entry["bytes"] for entry in entries),
-            "stall_ms": seconds * 1e3,
-            "seconds": seconds,
+            "seconds": time.perf_counter() - started,
+            **({"warning": warning} if warning else {}),
         }
 
-    def _write_own_files(self, tmp: Path, state: TrainState) -> list[dict[str, Any]]:
-        engine = self.engine
-        tmp.mkdir(parents=True, exist_ok=True)
-        held = engine.backend.state()
-        shard = tmp / shard_name(engine.rank, engine.world_size)
-        write_runs(shard, held.runs(engine.rank, engine.world_size))
-        written = [shard]
-        if engine.rank == 0:
-            write_tensors(tmp / BUFFERS, _persistent_buffers(engine.model))
-            about = {
-                "parameters": _shapes(engine.model),
-                "optimizer_step": held.optimizer_step(),
-                "counters": engine.backend.counters(),
-            }
-            texts = {**self.texts, "state.json": json.dumps(about, indent=1).encode()}
-            for name, content in texts.items():
-                write_durably(tmp / name, content)
-            written += [tmp / BUFFERS, *(tmp / name for name in texts)]
-        return [describe_file(path) for path in written]
+    def _write_own_files(self, tmp: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
+        rank, world_size = self.ranks.rank, self.ranks.world_size
+        if self._staging:
+            self._staging.settle()
+        with storing(str(tmp), REMEDY, needed=self.bytes):
+            tmp.mkdir(parents=True, exist_ok=True)
+            written = [write_runs(tmp / shard_name(rank, world_size), snapshot.runs)]
+            if rank == 0:
+                write_tensors(tmp / BUFFERS, snapshot.buffers)
+                about = json.dumps(snapshot.about, indent=2).encode()
+                texts = {**self.texts, "state.json": about}
+                for name, content in texts.items():
+                    write_durably(tmp / name, content)
+                written += [describe_file(tmp / name) for name in (BUFFERS, *texts)]
+        return written
 
-    def _together(self, work: Callable[[], Any]) -> list[Any]:
-        """What `work` returned on each rank; where it failed on one, all raise the same error."""
-        outcome, problem = None, None
+    def _publish(
+        self, tmp: Path, final: Path, facts: dict[str, Any], entries: list[dict[str, Any]]
+    ) -> None:
+        with storing(str(final), REMEDY, needed=self.bytes):
+            write_manifest(tmp, facts, entries)
+            publish(tmp, final)
+
+    def _retire(self) -> str:
+        """Delete older checkpoints; what kept us from it, since the new one lasts all the same."""
         try:
-            outcome = work()
+            retire(self.root, self.keep_last)
         except OSError as error:
-            where = error.filename or self.root
-            told = f"{where}: {error.strerror or error}; free some space, or mend the path"
-            problem = (StorageError, told)
-        except RunError as error:
-            problem = (type(error), str(error))
-        outcomes = self.engine.gather((outcome, problem))
-        for rank, (_, found) in enumerate(outcomes):
-            if found:
-                kind, told = found
-                raise kind(told, cause_rank=rank)
-        return [outcome for outcome, _ in outcomes]
-
-    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
-        """What `work` returned on rank 0, on every rank."""
-        return self._together(lambda: work() if self.engine.rank == 0 else None)[0]
-
-    def resume(self, asked: str) -> tuple[TrainState, Path | None, list[Rejected], dict[str, Any]]:
-        """The state to go on from, where it was found, what was passed over, and its manifest.
-
-        Checkpoints of `root` that are damaged, or newer than the one resumed from, step aside:
-        the first must not be counted among those kept, the second belong to a course abandoned.
-        """
-        found = self._on_rank_0(lambda: self._candidates(asked))
-        path, rejected = newest_valid(found, self._verify_together)
-        if path is None:
-            return TrainState(), None, rejected, {}
-        manifest = self._on_rank_0(lambda: read_manifest(path))
-        self._together(lambda: require_same_run(path, manifest["identity"], self.facts["identity"]))
-        self._load(path, manifest)
-        self._on_rank_0(lambda: self._step_aside(manifest["step"], {bad.path for bad in rejected}))
-        return TrainState(manifest["step"], manifest["tokens"]), path, rejected, manifest
-
-    def _candidates(self, asked: str) -> list[Path]:
-        """The checkpoints that `--resume` may mean, best first; leftovers are swept on the way."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        sweep(self.root)
-        sync_directory(self.root.parent)
-        if asked == "none":
-            start_over(self.root)
-            return []
-        if asked == "auto":
-            return candidates(self.root)
-        path = Path(asked)
-        if (path / "checkpoints").is_dir():
-            path = path / "checkpoints"
-            if not candidates(path):
-                raise CheckpointError(f"--resume {asked}: holds no checkpoint; use auto or none")
-            return candidates(path)
-        return [path]
-
-    def _step_aside(self, step: int, rejected: set[Path]) -> None:
-        for path in candidates(self.root):
-            if path in rejected:
-                set_aside(path, "rejected")
-            elif int(path.name.removeprefix("step_")) > step:
-                set_aside(path, "abandoned")
-
-    def _verify_together(self, path: Path) -> Rejected | None:
-        """The first fault any rank found, each having hashed its share of the files."""
-        engine = self.engine
-        found = self._together(lambda: verify(path, engine.rank, engine.world_size))
-        return next((bad for bad in found if bad), None)
-
-    def _load(self, path: Path, manifest: dict[str, Any]) -> None:
-        engine = self.engine
-        about = self._on_rank_0(lambda: json.loads((path / "state.json").read_bytes()))
-        if about["parameters"] != _shapes(engine.model):
-            raise CheckpointError(f"{path}: has other parameters than this model", cause_rank=0)
-        held = engine.backend.state()
-
-        def fill() -> None:
-            held.fill(RunFiles(path, manifest["world_size"]).read, about["optimizer_step"])
-            own = dict(engine.model.named_buffers())
-            for name, value in load_file(path / BUFFERS).items():
-                own[name].copy_(value)
-
-        self._together(fill)
-        with lost_peers():
-            held.refresh()
-        engine.backend.restore_counters(about["counters"])
+            return f"older checkpoints could not be deleted: {error}"
+        return ""
 
 
-def _shapes(model: torch.nn.Module) -> dict[str, list[int]]:
+def shapes(model: torch.nn.Module) -> dict[str, list[int]]:
     """Full shape of every parameter, also where stage 3 has left each rank a piece."""
     return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
 
 
-def _persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
     kept = model.state_dict().keys()
-    return {name: b.detach().cpu() for name, b in model.named_buffers() if name in kept}
+    return {name: b.detach().cpu().clone() for name, b in model.named_buffers() if name in kept}
 
 
-def load_weights(directory: Path) -> dict[str, torch.Tensor]:
-    """Every fp32 parameter of a checkpoint, whole; needs neither DeepSpeed nor its world size."""
-    manifest = read_manifest(directory)
-    about = json.loads((directory / "state.json").read_bytes())
-    runs = RunFiles(directory, manifest["world_size"])
-    return {
-        name: runs.read("fp32", name, 0, int(torch.Size(shape).numel())).view(shape)
-        for name, shape in about["parameters"].items()
-    }
+def _bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _elements(held: ZeroState, engine: Engine) -> int:
+    """How many numbers this rank writes once every moment is there."""
+    runs = held.runs(engine.rank, engine.world_size)
+    weights = sum(run.numel() for key, run in runs if key.startswith(f"{MASTER}|"))
+    return weights * (1 + len(held.kinds))

@@ -7,19 +7,23 @@ any stretch of any parameter and gets just those bytes.
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, numpy, safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from minimind.errors import CheckpointError, NumericError
 from minimind.files import sync_file
+
+PIECE = 4 * 2**20
 
 
 def shard_name(rank: int, world_size: int) -> str:
@@ -29,33 +33,89 @@ def shard_name(rank: int, world_size: int) -> str:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write tensors to `path` and fsync it; an OSError when that cannot be."""
-    with _durable(path):
-        save_file({key: tensor.cpu() for key, tensor in tensors.items()}, path)
-
-
-def write_runs(path: Path, runs: Iterable[tuple[str, Tensor]]) -> None:
-    """Write 1-D float32 runs under their keys; a NumericError before any that is not finite."""
-    arrays = {}  # numpy's views may share memory, which safetensors refuses of tensors
-    for key, run in runs:
-        if not torch.isfinite(run).all():
-            kind, parameter, _ = key.split("|")
-            raise NumericError(
-                f"{kind} of {parameter} is no longer finite, so nothing is saved; go back to the"
-                " last checkpoint with a lower --learning_rate or --grad_clip"
-            )
-        arrays[key] = run.cpu().numpy()
-    with _durable(path):
-        numpy.save_file(arrays, path)
-
-
-@contextmanager
-def _durable(path: Path) -> Iterator[None]:
     try:
-        yield
+        save_file({key: tensor.cpu() for key, tensor in tensors.items()}, path)
     except SafetensorError as error:  # how it tells of a full disk
-        raise OSError(errno.EIO, str(error)) from error
+        raise OSError(errno.EIO, str(error), str(path)) from error
     os.chmod(path, 0o644)  # safetensors writes 0600, which a colleague could not resume from
     sync_file(path)
+
+
+def write_runs(path: Path, runs: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+    """Write 1-D float32 runs under their keys, fsync, and return the manifest's entry of the file.
+
+    Hashed as it is written, so that nothing is read back. A NumericError before anything is
+    written where a run is not finite. The format is safetensors' (a length, a JSON header, the
+    bytes), written here because that library copies every tensor first, and holds Python's lock
+    meanwhile, by which a save in the background would stop the training.
+    """
+    runs = list(runs)
+    header, end = {}, 0
+    for key, run in runs:
+        require_finite(key, run)
+        start, end = end, end + 4 * run.numel()
+        header[key] = {"dtype": "F32", "shape": [run.numel()], "data_offsets": [start, end]}
+    told = json.dumps(header).encode()
+    told += b" " * (-len(told) % 8)  # so that the numbers are aligned
+    digest = hashlib.sha256()
+    with open(path, "wb") as file:
+        for piece in _pieces([len(told).to_bytes(8, "little") + told], runs):
+            digest.update(piece)
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"name": path.name, "bytes": 8 + len(told) + end, "sha256": digest.hexdigest()}
+
+
+def _pieces(head: list[bytes], runs: list[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
+    """The bytes of a file, a few MiB at a time: hashing and writing then let others run."""
+    yield from head
+    for _, run in runs:
+        content = run.cpu().numpy().view("uint8")
+        for start in range(0, len(content), PIECE):
+            yield content[start : start + PIECE].data
+
+
+def require_finite(key: str, run: Tensor) -> None:
+    """Nothing, or a NumericError that names the parameter."""
+    if not torch.isfinite(run).all():
+        kind, parameter, _ = key.split("|")
+        raise NumericError(
+            f"{kind} of {parameter} is no longer finite, so nothing is saved; go back to the"
+            " last checkpoint with a lower --learning_rate or --grad_clip"
+        )
+
+
+class Staging:
+    """Memory for one rank's runs, used again at every save; training waits for the copy alone.
+
+    On a GPU it is pinned and the copies are queued behind the step that made the numbers; whoever
+    reads the copies waits for them by `settle`.
+    """
+
+    def __init__(self, elements: int, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._memory = torch.empty(elements, dtype=torch.float32, pin_memory=self._on_gpu)
+        self._memory.zero_()  # touched now, or the first save would pay for every page
+        self._copied: torch.cuda.Event | None = None
+
+    def take(self, runs: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """The runs as they are now, under the same keys, copied here."""
+        taken, end = [], 0
+        for key, run in runs:
+            start, end = end, end + run.numel()
+            copy = self._memory[start:end]
+            copy.copy_(run, non_blocking=True)
+            taken.append((key, copy))
+        if self._on_gpu:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        return taken
+
+    def settle(self) -> None:
+        """Wait until the copies are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
 
 class RunFiles:

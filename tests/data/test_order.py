@@ -85,3 +85,34 @@ def test_what_cannot_be_shared_is_refused():
         Order(n_rows=7, rows_per_step=8, seed=0)
     with pytest.raises(ValueError, match="3 ranks"):
         Order(n_rows=16, rows_per_step=8, seed=0).rows_for(0, 0, 3)
+
+
+def test_another_batch_reads_on_where_the_first_stood():
+    before = Order(n_rows=103, rows_per_step=8, seed=5)
+    after = Order(103, 4, 5, before.origin_at(7, is_same_text=True))
+    assert before.positions(6).stop == after.positions(7).start == 56
+    assert after.place(7) == (0, 56)
+    read = [before.rows_for(step, 0, 1) for step in range(7)]
+    read += [after.rows_for(step, 0, 1) for step in range(7, 18)]  # (103 - 56) // 4 steps are left
+    assert len(set(np.concatenate(read).tolist())) == 100
+    assert after.place(18) == (1, 0)
+    assert after.place(18 + after.steps_per_epoch) == (2, 0)
+    places = [place for step in range(7, 60) for place in after.positions(step)]
+    assert places == list(range(56, 56 + 4 * 53))
+
+
+def test_an_order_taken_over_twice_goes_on_as_one_taken_over_once():
+    first = Order(103, 8, 5)
+    once = Order(103, 4, 5, first.origin_at(20, is_same_text=True))
+    twice = Order(103, 4, 5, once.origin_at(31, is_same_text=True))
+    for step in range(31, 120):
+        assert once.positions(step) == twice.positions(step)
+        np.testing.assert_array_equal(once.rows_for(step, 0, 1), twice.rows_for(step, 0, 1))
+
+
+def test_another_text_is_read_from_its_first_row_and_places_count_on():
+    before = Order(n_rows=103, rows_per_step=8, seed=5)
+    after = Order(50, 8, 5, before.origin_at(20, is_same_text=False))
+    assert after.place(20) == (0, 0)
+    assert after.positions(20).start == 160
+    np.testing.assert_array_equal(after.rows_for(20, 0, 1), Order(50, 8, 5).rows_for(0, 0, 1))

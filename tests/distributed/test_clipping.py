@@ -14,7 +14,7 @@ from minimind.flags import parse_flags
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.train.build import model_config
 from minimind.train.checkpoint import candidates
-from minimind.train.saver import load_weights
+from minimind.train.resume import load_weights
 from tests.conftest import SHAPE, Launcher
 
 pytestmark = pytest.mark.launch

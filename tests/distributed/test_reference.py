@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from minimind.data.order import Order
 from minimind.data.prepare import prepare
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.train.saver import load_weights
+from minimind.train.resume import load_weights
 from minimind.train.schedule import Schedule
 from tests.conftest import Launcher, Run
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +19,14 @@ from torch import nn
 
 from minimind.errors import CheckpointError, NumericError, StorageError
 from minimind.flags import parse_flags
+from minimind.metrics import Metrics
 from minimind.train import saver as saver_module
 from minimind.train.backends import DeepSpeedBackend
 from minimind.train.checkpoint import candidates, verify
 from minimind.train.optimizer import adamw, parameter_groups
-from minimind.train.saver import Saver, load_weights
+from minimind.train.resume import Resumed, load_weights
+from minimind.train.resume import resume as resume_from
+from minimind.train.saver import Saver
 from minimind.train.state import TrainState
 
 FACTS = {"identity": {"seed": {"seed": 1}}, "world_size": 1, "zero_stage": 0, "dtype": "float32"}
@@ -61,6 +66,7 @@ class Engine:
         self.backend = DeepSpeedBackend(self.deepspeed)
         self.rank, self.world_size = 0, 1
         self.other = other
+        self.device = torch.device("cpu")
 
     def gather(self, value: Any) -> list[Any]:
         return [value] if self.other is None else [value, self.other]
@@ -75,21 +81,39 @@ class Engine:
             self.deepspeed.skipped_steps += 2
 
 
-def saver(engine: Engine, root: Any, keep_last: int = 2, **facts: Any) -> Saver:
-    return Saver(engine, root, keep_last, {**FACTS, **facts}, {})  # type: ignore[arg-type]
+def saver(engine: Engine, root: Any, keep_last: int = 2, in_background: bool = True) -> Saver:
+    return Saver(engine, engine, root, keep_last, FACTS, {}, in_background)  # type: ignore[arg-type]
+
+
+def save(engine: Engine, root: Any, state: TrainState, keep_last: int = 2) -> dict[str, Any]:
+    keeper = saver(engine, root, keep_last)
+    keeper.begin(state)
+    event = keeper.published(wait=True)
+    assert event is not None
+    return event
+
+
+def resume(
+    engine: Engine,
+    root: Any,
+    asked: str = "auto",
+    identity: Any = FACTS["identity"],
+    allowed: Any = frozenset(),
+) -> Resumed:
+    return resume_from(engine, root, asked, identity, allowed)  # type: ignore[arg-type]
 
 
 def test_a_resumed_engine_goes_on_as_the_saved_one(tmp_path):
     root = tmp_path / "checkpoints"
     first = Engine(1)
     first.train(3)
-    saver(first, root).resume("auto")
-    saved = saver(first, root).save(TrainState(3, 300))
+    resume(first, root)
+    saved = save(first, root, TrainState(3, 300))
     assert saved["bytes"] > 0
     second = Engine(2)
-    state, path, rejected, _ = saver(second, root).resume("auto")
-    assert (state, rejected) == (TrainState(3, 300), [])
-    assert str(path) == saved["path"]
+    resumed = resume(second, root)
+    assert (resumed.state, resumed.rejected) == (TrainState(3, 300), [])
+    assert str(resumed.path) == saved["path"]
     assert second.deepspeed.micro_steps == 12
     assert second.deepspeed.skipped_steps == 6
     for engine in (first, second):
@@ -102,16 +126,16 @@ def test_a_resumed_engine_goes_on_as_the_saved_one(tmp_path):
 
 def test_a_save_before_the_first_step_resumes_without_moments(tmp_path):
     first, second = Engine(1), Engine(2)
-    saver(first, tmp_path).save(TrainState())
+    save(first, tmp_path, TrainState())
     second.train(2)  # leaves moments that must go
-    saver(second, tmp_path).resume("auto")
+    resume(second, tmp_path)
     first.train(1)
     second.train(1)
     assert torch.equal(first.model.matrix, second.model.matrix)
 
 
 def test_files_are_readable_by_others_and_hold_no_table_that_the_shape_determines(tmp_path):
-    saver(Engine(1), tmp_path).save(TrainState(1, 1))
+    save(Engine(1), tmp_path, TrainState(1, 1))
     (path,) = candidates(tmp_path)
     assert verify(path) is None
     for file in path.iterdir():
@@ -122,38 +146,36 @@ def test_files_are_readable_by_others_and_hold_no_table_that_the_shape_determine
 
 def test_damaged_and_abandoned_checkpoints_step_aside_and_the_new_one_stays(tmp_path):
     engine = Engine(1)
-    keeper = saver(engine, tmp_path, keep_last=1)
     for step in (100, 200):
-        saver(engine, tmp_path).save(TrainState(step, 0))
+        save(engine, tmp_path, TrainState(step, 0))
     shard = tmp_path / "step_00000200" / "shard-0-of-1.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
-    state, *_ = keeper.resume("auto")
-    assert state.step == 100
+    assert resume(engine, tmp_path).state.step == 100
     assert (tmp_path / "rejected-step_00000200").is_dir()
-    keeper.save(TrainState(110, 0))
+    save(engine, tmp_path, TrainState(110, 0), keep_last=1)
     assert [p.name for p in candidates(tmp_path)] == ["step_00000110"]
 
 
 def test_what_is_newer_than_a_named_checkpoint_is_abandoned(tmp_path):
     engine = Engine(1)
     for step in (100, 200):
-        saver(engine, tmp_path).save(TrainState(step, 0))
-    saver(engine, tmp_path).resume(str(tmp_path / "step_00000100"))
+        save(engine, tmp_path, TrainState(step, 0))
+    resume(engine, tmp_path, str(tmp_path / "step_00000100"))
     assert (tmp_path / "abandoned-step_00000200").is_dir()
     assert [p.name for p in candidates(tmp_path)] == ["step_00000100"]
 
 
 def test_none_starts_over_and_keeps_the_old_ones(tmp_path):
     root = tmp_path / "checkpoints"
-    saver(Engine(1), root).save(TrainState(5, 0))
-    assert saver(Engine(1), root).resume("none")[0] == TrainState()
+    save(Engine(1), root, TrainState(5, 0))
+    assert resume(Engine(1), root, "none").state == TrainState()
     assert (tmp_path / "checkpoints-before" / "step_00000005").is_dir()
     assert candidates(root) == []
 
 
 def test_an_unpublished_save_is_swept_at_the_next_start(tmp_path):
     (tmp_path / "step_00000007.tmp-dead").mkdir()
-    assert saver(Engine(1), tmp_path).resume("auto")[0] == TrainState()
+    assert resume(Engine(1), tmp_path).state == TrainState()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -163,13 +185,51 @@ def test_an_unpublished_save_is_swept_at_the_next_start(tmp_path):
 def test_a_named_checkpoint_that_is_not_there_is_an_error(tmp_path, asked, told):
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=told):
-        saver(Engine(1), tmp_path / "run").resume(str(tmp_path / asked))
+        resume(Engine(1), tmp_path / "run", str(tmp_path / asked))
+
+
+def test_checkpoints_that_are_gone_are_no_fresh_start(tmp_path):
+    root = tmp_path / "checkpoints"
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.write("run_start", step=0, resume_from=None)
+    assert resume(Engine(1), root).path is None  # none was promised yet
+    metrics.write("checkpoint_saved", step=40)
+    metrics.write("run_start", step=40, resume_from="checkpoints/step_00000040")
+    with pytest.raises(CheckpointError, match=r"one at step 40; .*--resume none"):
+        resume(Engine(1), root)
+    assert resume(Engine(1), root, "none").path is None
+    metrics.write("run_start", step=0, resume_from=None)
+    metrics.close()
+    assert resume(Engine(1), root).path is None
+    (root / "rejected-step_00000050").mkdir()
+    with pytest.raises(CheckpointError, match="no checkpoint but rejected-step_00000050"):
+        resume(Engine(1), root)
+
+
+def test_only_what_is_allowed_may_change(tmp_path):
+    save(Engine(1), tmp_path, TrainState(1, 0))
+    other = {"seed": {"seed": 2}, "lr": {"beta": 1}}
+    with pytest.raises(
+        CheckpointError, match=r"lr\.beta: None -> 1\);.*allow_change lr,seed"
+    ) as told:
+        resume(Engine(1), tmp_path, identity=other, allowed={"seed"})
+    assert "seed.seed" not in str(told.value)
+    resumed = resume(Engine(1), tmp_path, identity=other, allowed={"seed", "lr", "batch"})
+    assert resumed.changed == ["lr.beta: None -> 1", "seed.seed: 1 -> 2"]
+
+
+def test_a_model_of_another_shape_is_refused_by_name(tmp_path):
+    save(Engine(1), tmp_path, TrainState(1, 0))
+    other = Engine(1)
+    other.model.matrix = nn.Parameter(torch.zeros(4, 3))
+    with pytest.raises(CheckpointError, match=r"matrix: \[5, 3\] -> \[4, 3\]"):
+        resume(other, tmp_path)
 
 
 def test_another_run_is_refused_with_what_changed(tmp_path):
-    saver(Engine(1), tmp_path).save(TrainState(1, 0))
+    save(Engine(1), tmp_path, TrainState(1, 0))
     with pytest.raises(CheckpointError, match=r"seed\.seed: 1 -> 2") as caught:
-        saver(Engine(1), tmp_path, identity={"seed": {"seed": 2}}).resume("auto")
+        resume(Engine(1), tmp_path, identity={"seed": {"seed": 2}})
     assert caught.value.cause_rank == 0
 
 
@@ -178,8 +238,86 @@ def test_weights_that_are_no_longer_finite_are_never_published(tmp_path):
     with torch.no_grad():
         engine.model.gain[1] = float("nan")
     with pytest.raises(NumericError, match="fp32 of gain"):
-        saver(engine, tmp_path).save(TrainState(1, 0))
+        save(engine, tmp_path, TrainState(1, 0))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_saved_is_the_state_at_the_beginning_of_the_save(tmp_path):
+    engine = Engine(1)
+    engine.train(2)
+    keeper = saver(engine, tmp_path)
+    for step in (2, 3):  # the second one in memory used before
+        before = {name: value.clone() for name, value in engine.model.state_dict().items()}
+        hold = threading.Event()
+        keeper._thread.submit(hold.wait)  # the disk is slow
+        keeper.begin(TrainState(step, 0))
+        assert keeper.published(wait=False) is None
+        engine.train(1)
+        hold.set()
+        event = keeper.published(wait=True)
+        assert event
+        assert event["step"] == step
+        other = Engine(2)
+        assert resume(other, tmp_path).state.step == step
+        for name, value in other.model.state_dict().items():
+            assert torch.equal(value, before[name]), name
+            assert name == "table" or not torch.equal(value, engine.model.state_dict()[name])
+
+
+def test_a_save_that_fails_in_the_background_is_told_when_it_is_waited_for(tmp_path, monkeypatch):
+    engine = Engine(1)
+    keeper = saver(engine, tmp_path)
+    monkeypatch.setattr(saver_module, "publish", lambda tmp, final: os.rename(tmp / "x", final))
+    keeper.begin(TrainState(1, 0))
+    keeper._thread.submit(lambda: None).result()
+    assert keeper.has_failed
+    assert keeper.published(wait=False) is None
+    with pytest.raises(StorageError, match="No such file"):
+        keeper.published(wait=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_told_and_the_new_one_lasts(
+    tmp_path, monkeypatch
+):
+    def refuse(root, keep_last):
+        raise PermissionError(errno.EACCES, "Permission denied", "step_00000001")
+
+    monkeypatch.setattr(saver_module, "retire", refuse)
+    event = save(Engine(1), tmp_path, TrainState(2, 0))
+    assert "step_00000001" in event["warning"]
+    assert [p.name for p in candidates(tmp_path)] == ["step_00000002"]
+
+
+def test_the_room_for_a_checkpoint_is_known_before_the_first(tmp_path, monkeypatch):
+    engine = Engine(1)
+    keeper = saver(engine, tmp_path)
+    engine.train(1)
+    taken = save(engine, tmp_path, TrainState(1, 0))["bytes"]
+    state = len((tmp_path / "step_00000001" / "state.json").read_bytes())
+    # All but the headers and state.json, some hundred bytes beside the tensors.
+    assert keeper.bytes == pytest.approx(taken - state, abs=1500)
+    monkeypatch.setattr(saver_module, "free_bytes", lambda path: keeper.bytes - 1)
+    with pytest.raises(
+        StorageError, match=rf"needs {keeper.bytes:,} bytes .* {keeper.bytes - 1:,}"
+    ):
+        keeper.require_room()
+    monkeypatch.setattr(saver_module, "free_bytes", lambda path: keeper.bytes)
+    assert "--keep_last 2 needs" in keeper.require_room()
+    monkeypatch.setattr(saver_module, "free_bytes", lambda path: 2 * keeper.bytes)
+    assert keeper.require_room().endswith("2 more fit")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_told_with_the_bytes_needed_and_free(tmp_path, monkeypatch, number):
+    def full(path, runs):
+        raise OSError(number, os.strerror(number))
+
+    keeper = saver(Engine(1), tmp_path)
+    monkeypatch.setattr(saver_module, "write_runs", full)
+    keeper.begin(TrainState(1, 0))
+    with pytest.raises(StorageError, match=rf"step_00000001.*{keeper.bytes:,} bytes .*needed, \d"):
+        keeper.published(wait=True)
 
 
 def test_a_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path, monkeypatch):
@@ -188,7 +326,7 @@ def test_a_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path, monkeypatch
 
     monkeypatch.setattr(saver_module, "write_durably", full)
     with pytest.raises(StorageError, match=r"state\.json: No space left"):
-        saver(Engine(1), tmp_path).save(TrainState(1, 0))
+        save(Engine(1), tmp_path, TrainState(1, 0))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -196,8 +334,9 @@ def test_a_rank_that_cannot_write_is_named_to_all(tmp_path):
     engine = Engine(1)
     keeper = saver(engine, tmp_path)
     engine.other = (None, (StorageError, "disk of rank 1"))
+    keeper.begin(TrainState(1, 0))
     with pytest.raises(StorageError, match="disk of rank 1") as caught:
-        keeper.save(TrainState(1, 0))
+        keeper.published(wait=True)
     assert caught.value.cause_rank == 1
 
 

@@ -1,0 +1,85 @@
+"""What the loop works with, and what it does between steps: report, validate, save."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from minimind.config import RunConfig
+from minimind.data.batches import Batches
+from minimind.files import mebibytes
+from minimind.process import Progress, StopRequest
+from minimind.train.backends import StepResult
+from minimind.train.engine import Engine
+from minimind.train.evaluate import HeldOut, evaluate
+from minimind.train.report import Report
+from minimind.train.saver import Saver
+from minimind.train.schedule import Schedule
+from minimind.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What the loop works with, each built by the script."""
+
+    run: RunConfig
+    schedule: Schedule
+    engine: Engine
+    batches: Batches
+    held_out: HeldOut
+    saver: Saver
+    report: Report
+    stop: StopRequest
+    progress: Progress
+
+
+def report_step(desk: Desk, state: TrainState, result: StepResult) -> None:
+    """The step line: the loss of this very step over all ranks, and the times since the last."""
+    loss, count = desk.engine.sum_over_ranks([float(result.loss_sum), float(result.tokens)])
+    norm = None if result.grad_norm is None else float(result.grad_norm)
+    rows = desk.batches.order.positions(state.step - 1)
+    desk.report.step(
+        {
+            "step": state.step,
+            "loss": loss / count,
+            "lr": result.lr,
+            "grad_norm": norm,
+            "clipped": norm is not None and 0 < desk.run.grad_clip < norm < math.inf,
+            "skipped": result.skipped_so_far,
+            "tokens": state.tokens,
+            "rows": [rows.start, rows.stop],
+        },
+        desk.batches.tokens_per_step,
+    )
+
+
+def report_evaluation(desk: Desk, state: TrainState) -> None:
+    """Validate, and tell."""
+    started = time.perf_counter()
+    found = evaluate(desk.engine, desk.held_out, desk.run.micro_batch_rows(desk.engine.world_size))
+    desk.report.event("eval", step=state.step, **found)
+    desk.report.say(
+        f"step {state.step}: validation loss {found['val_loss']:.4f},"
+        f" perplexity {found['val_ppl']:.1f}, {found['val_bpb']:.3f} bits per byte"
+    )
+    desk.report.pause("evaluate", (time.perf_counter() - started) * 1e3)
+
+
+def begin_save(desk: Desk, state: TrainState) -> None:
+    """Save, in the background unless --no-async_save; the save before is waited for."""
+    report_saved(desk, wait=True)
+    desk.saver.begin(state)
+    if not desk.saver.in_background:
+        report_saved(desk, wait=True)
+
+
+def report_saved(desk: Desk, wait: bool) -> None:
+    """Tell of a checkpoint once it lasts; every rank waits for it, or none."""
+    if (saved := desk.saver.published(wait)) is None:
+        return
+    warning = saved.pop("warning", "")
+    desk.report.event("checkpoint_saved", **saved)
+    size = mebibytes(saved["bytes"])
+    desk.report.say(f"step {saved['step']}: checkpoint {saved['path']} ({size}) {warning}".strip())
+    desk.report.pause("checkpoint", saved["stall_ms"])

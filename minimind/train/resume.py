@@ -1,0 +1,159 @@
+"""Which checkpoint a run goes on from, and its state back into an engine; every rank takes part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from minimind.errors import CheckpointError
+from minimind.files import sync_directory
+from minimind.metrics import newest_acknowledged
+from minimind.train.checkpoint import (
+    Rejected,
+    candidates,
+    leftovers,
+    newest_valid,
+    read_manifest,
+    require_same_run,
+    set_aside,
+    start_over,
+    sweep,
+    verify,
+)
+from minimind.train.engine import Engine
+from minimind.train.ranks import lost_peers, on_rank_0, together
+from minimind.train.saver import BUFFERS, shapes
+from minimind.train.state import TrainState
+from minimind.train.tensor_files import RunFiles
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on, what was passed over on the way, and what --allow_change let through."""
+
+    state: TrainState = field(default_factory=TrainState)
+    path: Path | None = None
+    rejected: list[Rejected] = field(default_factory=list)
+    manifest: dict[str, Any] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+
+
+def resume(
+    engine: Engine,
+    root: Path,
+    asked: str,
+    identity: dict[str, Any],
+    allowed: Set[str] = frozenset(),
+) -> Resumed:
+    """The state that `--resume asked` means, loaded into the engine.
+
+    Checkpoints of `root` that are damaged, or newer than the one resumed from, step aside: the
+    first must not be counted among those kept, the second belong to a course abandoned.
+    """
+    found = on_rank_0(engine, lambda: _candidates(root, asked))
+    path, rejected = newest_valid(found, lambda path: _verify_together(engine, path))
+    if path is None:
+        return Resumed(rejected=rejected)
+    manifest = on_rank_0(engine, lambda: read_manifest(path))
+    changed = together(
+        engine, lambda: require_same_run(path, manifest["identity"], identity, allowed)
+    )[0]
+    _load(engine, path, manifest)
+    on_rank_0(engine, lambda: _step_aside(root, manifest["step"], {bad.path for bad in rejected}))
+    state = TrainState(manifest["step"], manifest["tokens"])
+    return Resumed(state, path, rejected, manifest, changed)
+
+
+def _candidates(root: Path, asked: str) -> list[Path]:
+    """The checkpoints that `--resume` may mean, best first; leftovers are swept on the way."""
+    root.mkdir(parents=True, exist_ok=True)
+    sweep(root)
+    sync_directory(root.parent)
+    if asked == "none":
+        start_over(root)
+        return []
+    if asked == "auto":
+        found = candidates(root)
+        if not found:
+            _require_nothing_lost(root)
+        return found
+    path = Path(asked)
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+        if not candidates(path):
+            raise CheckpointError(f"--resume {asked}: holds no checkpoint; use auto or none")
+        return candidates(path)
+    return [path]
+
+
+def _require_nothing_lost(root: Path) -> None:
+    """Nothing, or a CheckpointError where there were checkpoints and none is left.
+
+    Never a silent step 0: who wants that says --resume none.
+    """
+    way_out = "; put one back, or start over with --resume none"
+    if aside := leftovers(root):
+        raise CheckpointError(f"{root} holds no checkpoint but {aside[-1].name}{way_out}")
+    step = newest_acknowledged(root.parent / "metrics.jsonl")
+    if step is not None:
+        raise CheckpointError(
+            f"{root} holds no checkpoint, and metrics.jsonl tells of one at step {step}{way_out}"
+        )
+
+
+def _step_aside(root: Path, step: int, rejected: set[Path]) -> None:
+    for path in candidates(root):
+        if path in rejected:
+            set_aside(path, "rejected")
+        elif int(path.name.removeprefix("step_")) > step:
+            set_aside(path, "abandoned")
+
+
+def _verify_together(engine: Engine, path: Path) -> Rejected | None:
+    """The first fault any rank found, each having hashed its share of the files."""
+    found = together(engine, lambda: verify(path, engine.rank, engine.world_size))
+    return next((bad for bad in found if bad), None)
+
+
+def _load(engine: Engine, path: Path, manifest: dict[str, Any]) -> None:
+    about = on_rank_0(engine, lambda: json.loads((path / "state.json").read_bytes()))
+    if wrong := _misfits(about["parameters"], shapes(engine.model)):
+        raise CheckpointError(
+            f"{path}: does not fit this model ({'; '.join(wrong[:3])}); give the shape flags of"
+            " the run that saved it",
+            cause_rank=0,
+        )
+    held = engine.backend.state()
+
+    def fill() -> None:
+        held.fill(RunFiles(path, manifest["world_size"]).read, about["optimizer_step"])
+        own = dict(engine.model.named_buffers())
+        for name, value in load_file(path / BUFFERS).items():
+            own[name].copy_(value)
+
+    together(engine, fill)
+    with lost_peers():
+        held.refresh()
+    engine.backend.restore_counters(about["counters"])
+
+
+def _misfits(saved: dict[str, list[int]], own: dict[str, list[int]]) -> list[str]:
+    names = sorted({*saved, *own})
+    return [f"{n}: {saved.get(n)} -> {own.get(n)}" for n in names if saved.get(n) != own.get(n)]
+
+
+def load_weights(directory: Path) -> dict[str, torch.Tensor]:
+    """Every fp32 parameter of a checkpoint, whole; needs neither DeepSpeed nor its world size."""
+    manifest = read_manifest(directory)
+    about = json.loads((directory / "state.json").read_bytes())
+    runs = RunFiles(directory, manifest["world_size"])
+    return {
+        name: runs.read("fp32", name, 0, int(torch.Size(shape).numel())).view(shape)
+        for name, shape in about["parameters"].items()
+    }
