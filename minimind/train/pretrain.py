@@ -91,6 +91,7 @@ def train_resolved(setup: Setup, resolved: Resolved, progress: Progress, held: E
     with storing(str(out_dir), "mend its rights, or give another --out_dir"):
         is_speaker, is_profiling = engine.rank == 0, run.profile
         report = Report(out_dir, schedule.total_steps, engine.device, is_speaker, is_profiling)
+    held.callback(report.close)
     report.say(f"{resolved_table(resolved)}\n{idle_gpus(setup.device, setup.launch)}".strip())
     desk, resumed = build_desk(run, prepared, order, schedule, engine, report, progress)
     if engine.rank == 0:

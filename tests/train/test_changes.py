@@ -1,0 +1,165 @@
+"""What may change between a checkpoint and the run that goes on from it, in runs of one process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import minimind.train as training
+from minimind.errors import CheckpointError, UsageError
+from minimind.flags import parse_flags
+from tests.conftest import sentences
+
+train: Any = training  # a package that is called like a function
+BASE = {
+    **{"dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32},
+    **{"vocab_size": 600, "batch_size": 2, "accumulation_steps": 4, "max_steps": 12},
+    **{"log_interval": 1, "eval_rows": 0, "device": "cpu", "learning_rate": 2e-3},
+}
+
+
+def events(out_dir: Path, name: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == name]
+
+
+def steps(out_dir: Path) -> dict[int, dict[str, Any]]:
+    return {line["step"]: line for line in events(out_dir, "step")}
+
+
+@pytest.fixture(scope="module")
+def flags(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cache = str(tmp_path_factory.mktemp("cache"))
+    return {**BASE, "data_path": str(corpus), "cache_dir": cache}
+
+
+@pytest.fixture(scope="module")
+def stopped(flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run saved at step 5, and its unbroken curve to step 12 in `whole`."""
+    folder = tmp_path_factory.mktemp("changes")
+    train(flags, out_dir=str(folder / "whole"), save_interval=5, keep_last=9)
+    assert train(flags, out_dir=str(folder / "run"), stop_at_step=5) == 75
+    return folder
+
+
+@pytest.fixture
+def run(stopped: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stopped / "run", tmp_path / "run"))
+
+
+def test_nothing_changed_goes_on_bit_for_bit(stopped: Path, run: Path, flags: dict[str, Any]):
+    assert train(flags, out_dir=str(run)) == 0
+    names = ("loss", "lr", "grad_norm", "tokens", "rows")
+    for step, line in steps(stopped / "whole").items():
+        assert [steps(run)[step][n] for n in names] == [line[n] for n in names]
+
+
+def test_another_split_of_the_same_global_batch_is_allowed_and_told(
+    stopped: Path, run: Path, flags: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    train(flags, out_dir=str(run), batch_size=4, accumulation_steps=2)
+    assert "micro_batch_rows 2 -> 4, accumulation_steps 4 -> 2" in capsys.readouterr().out
+    (told,) = events(run, "checkpoint_resharded")
+    assert (told["from"]["micro_batch_rows"], told["to"]["micro_batch_rows"]) == (2, 4)
+    whole = steps(stopped / "whole")
+    for step in range(6, 13):
+        assert steps(run)[step]["rows"] == whole[step]["rows"]
+        assert abs(steps(run)[step]["loss"] - whole[step]["loss"]) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "told", "group"),
+    [
+        ({"learning_rate": 1e-3}, "lr.learning_rate: 0.002 -> 0.001", "lr"),
+        ({"beta2": 0.9}, "lr.betas: [0.9, 0.95] -> [0.9, 0.9]", "lr"),
+        ({"batch_size": 4}, "batch.rows_per_step: 8 -> 16", "batch"),
+        ({"max_seq_len": 16}, "batch.max_seq_len: 32 -> 16", "batch"),
+        ({"max_steps": 20}, "schedule.total_steps: 12 -> 20", "schedule"),
+        ({"dtype": "float32"}, "dtype.dtype: bfloat16 -> float32", "dtype"),
+        ({"seed": 7}, "seed.seed: 42 -> 7", "seed"),
+        ({"rope_theta": 1e4}, "model.rope_theta: 1000000.0 -> 10000.0", "model"),
+    ],
+)
+def test_a_change_is_refused_with_old_and_new_and_the_flag_that_allows_it(
+    run: Path, flags: dict[str, Any], change: dict[str, Any], told: str, group: str
+):
+    with pytest.raises(CheckpointError) as caught:
+        train(flags, out_dir=str(run), **change)
+    assert told in str(caught.value)
+    assert f"--allow_change {group}" in str(caught.value)
+    allowed = str(caught.value).split("--allow_change ")[1].split(", or")[0]
+    train(flags, out_dir=str(run), stop_at_step=8, allow_change=allowed, **change)
+    assert told in events(run, "run_changed")[0]["changes"]
+    assert max(steps(run)) == 8
+    # And what was changed is what the next start is held to.
+    train(flags, out_dir=str(run), stop_at_step=9, **change)
+    assert max(steps(run)) == 9
+    assert len(events(run, "run_changed")) == 1
+
+
+def test_a_new_rate_is_in_force_at_once(stopped: Path, run: Path, flags: dict[str, Any]):
+    train(flags, out_dir=str(run), learning_rate=1e-3, allow_change="lr")
+    whole = steps(stopped / "whole")
+    for step in range(6, 13):
+        assert steps(run)[step]["lr"] == pytest.approx(whole[step]["lr"] / 2)
+
+
+def test_a_new_batch_reads_on_from_the_row_reached_and_a_kill_changes_nothing(
+    run: Path, flags: dict[str, Any], tmp_path: Path
+):
+    changed = {**flags, "batch_size": 1}
+    train(changed, out_dir=str(run), stop_at_step=7, allow_change="batch")
+    again = Path(shutil.copytree(run, tmp_path / "again"))
+    train(changed, out_dir=str(again), stop_at_step=8)
+    train(changed, out_dir=str(run))
+    train(changed, out_dir=str(again))
+    assert [steps(run)[step]["rows"] for step in (5, 6, 7)] == [[32, 40], [40, 44], [44, 48]]
+    for step in range(8, 13):
+        assert steps(again)[step]["loss"] == steps(run)[step]["loss"]
+        assert steps(again)[step]["rows"] == [40 + 4 * (step - 6), 44 + 4 * (step - 6)]
+
+
+def test_new_text_with_the_old_tokenizer(run: Path, flags: dict[str, Any], tmp_path: Path):
+    text = tmp_path / "more.jsonl"
+    text.write_text("".join(json.dumps({"text": t}) + "\n" for t in sentences(5, 200)))
+    new = {
+        **flags,
+        "data_path": str(text),
+        "tokenizer": str(run / "tokenizer"),
+        "out_dir": str(run),
+    }
+    with pytest.raises(CheckpointError, match=r"data\.sha256"):
+        train(new)
+    train(new, allow_change="data")
+    assert steps(run)[6]["rows"] == [40, 48]  # places count on, the text begins anew
+    assert events(run, "exit")[-1]["step"] == 12
+
+
+def test_a_model_of_another_width_cannot_be_allowed(run: Path, flags: dict[str, Any]):
+    with pytest.raises(CheckpointError, match=r"does not fit this model.*\[600, 32\]"):
+        train(flags, out_dir=str(run), dim=64, allow_change="model")
+
+
+def test_a_run_beyond_its_end_is_told(run: Path, flags: dict[str, Any]):
+    with pytest.raises(UsageError, match="of step 5, and the run has 3 steps"):
+        train(flags, out_dir=str(run), max_steps=3, allow_change="schedule")
+
+
+@pytest.mark.parametrize("given", ["learning_rate", "lr,bach", "all"])
+def test_a_group_that_there_is_not_is_refused(given: str):
+    with pytest.raises(UsageError, match="is none of batch, schedule"):
+        parse_flags(["--allow_change", given])
+
+
+def test_groups_are_the_ones_a_checkpoint_has(stopped: Path):
+    from minimind.config import CHANGEABLE
+    from minimind.train.checkpoint import candidates, read_manifest
+
+    (path,) = candidates(stopped / "run" / "checkpoints")
+    assert set(read_manifest(path)["identity"]) == set(CHANGEABLE)
+    given = parse_flags(["--allow_change", "lr, data"]).allowed_changes()
+    assert given == {"lr", "data"}
