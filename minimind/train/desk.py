@@ -68,10 +68,12 @@ def report_evaluation(desk: Desk, state: TrainState) -> None:
 
 def begin_save(desk: Desk, state: TrainState) -> None:
     """Save, in the background unless --no-async_save; the save before is waited for."""
+    started = time.perf_counter()
     report_saved(desk, wait=True)
     desk.saver.begin(state)
     if not desk.saver.in_background:
         report_saved(desk, wait=True)
+    desk.report.pause("checkpoint", (time.perf_counter() - started) * 1e3)
 
 
 def report_saved(desk: Desk, wait: bool) -> None:
@@ -82,4 +84,3 @@ def report_saved(desk: Desk, wait: bool) -> None:
     desk.report.event("checkpoint_saved", **saved)
     size = mebibytes(saved["bytes"])
     desk.report.say(f"step {saved['step']}: checkpoint {saved['path']} ({size}) {warning}".strip())
-    desk.report.pause("checkpoint", saved["stall_ms"])

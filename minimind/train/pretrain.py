@@ -50,6 +50,7 @@ from minimind.train.state import TrainState
 # Seconds that a rank waits for another's part of a checkpoint: a disk may be slow, and a rank that
 # is gone or stopped is noticed by other means.
 SAVE_PATIENCE = 3600
+SHARDING = ("world_size", "zero_stage")
 
 
 def pretrain(run: RunConfig, progress: Progress) -> int:
@@ -158,15 +159,13 @@ def tell_start(desk: Desk, prepared: Prepared, resumed: Resumed) -> None:
     for bad in resumed.rejected:
         report.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
         report.say(f"checkpoint {bad.path} is passed over: {bad.file} {bad.reason}")
-    state, path, resolved = resumed.state, resumed.path, engine.resolved
+    state, path = resumed.state, resumed.path
     room = desk.saver.require_room() if state.step < desk.schedule.total_steps else "run is done"
     report.event(
         "run_start",
         step=state.step,
         resume_from=str(path) if path else None,
-        world_size=engine.world_size,
-        backend=resolved.backend,
-        zero_stage=resolved.zero_stage,
+        **layout(run, engine),
         dtype=run.dtype,
         device=engine.device.type,
         parameters=engine.parameters,
@@ -180,9 +179,11 @@ def tell_start(desk: Desk, prepared: Prepared, resumed: Resumed) -> None:
     now = layout(run, engine)
     before = {key: resumed.manifest.get(key) for key in now}
     if path and before != now:
-        report.event("checkpoint_resharded", **{"from": before, "to": now})
         told = [f"{key} {before[key]} -> {now[key]}" for key in now if before[key] != now[key]]
-        report.say(f"shared out anew: {', '.join(told)}; the rows of a step are the same")
+        report.say(f"shared out anew: {', '.join(told)}")
+        was, is_now = ({key: side[key] for key in SHARDING} for side in (before, now))
+        if was != is_now:
+            report.event("checkpoint_resharded", **{"from": was, "to": is_now})
     if resumed.changed:
         report.event("run_changed", changes=resumed.changed)
         report.say(f"allowed to change: {'; '.join(resumed.changed)}")

@@ -63,8 +63,10 @@ def test_another_split_of_the_same_global_batch_is_allowed_and_told(
 ):
     train(flags, out_dir=str(run), batch_size=4, accumulation_steps=2)
     assert "micro_batch_rows 2 -> 4, accumulation_steps 4 -> 2" in capsys.readouterr().out
-    (told,) = events(run, "checkpoint_resharded")
-    assert (told["from"]["micro_batch_rows"], told["to"]["micro_batch_rows"]) == (2, 4)
+    before, after = events(run, "run_start")
+    assert (before["micro_batch_rows"], before["accumulation_steps"]) == (2, 4)
+    assert (after["micro_batch_rows"], after["accumulation_steps"]) == (4, 2)
+    assert events(run, "checkpoint_resharded") == []
     whole = steps(stopped / "whole")
     for step in range(6, 13):
         assert steps(run)[step]["rows"] == whole[step]["rows"]

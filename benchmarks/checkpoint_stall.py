@@ -1,0 +1,120 @@
+"""How long training stands still for a checkpoint, against torch.save of the same state.
+
+    python -m benchmarks.checkpoint_stall [--model 26m] [--rounds 7] [--folder DIR]
+
+One process without DeepSpeed, so that the whole state is written by it. Every round takes one
+optimizer step and then, interleaved: torch.save of the fp32 weights and moments (as a loop without
+a background writer would, with no fsync), and a save of ours, waited for. Afterwards a resume:
+hashes verified, weights and moments loaded. Prints minimum, median and maximum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minimind.flags import parse_flags
+from minimind.launch import read_launch
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.decoder import MiniMindForCausalLM
+from minimind.train.engine import Engine, build_engine, leave
+from minimind.train.identity import versions
+from minimind.train.profile import PhaseClock
+from minimind.train.resume import resume
+from minimind.train.saver import Saver
+from minimind.train.setup import read_setup
+from minimind.train.state import TrainState
+
+
+def milliseconds(work: Callable[[], Any]) -> float:
+    """How long `work` takes."""
+    started = time.perf_counter()
+    work()
+    return (time.perf_counter() - started) * 1e3
+
+
+def build(model: str) -> Engine:
+    """A single-process engine of the preset's shape, on the CPU."""
+    run = parse_flags(["--model", model, "--device", "cpu", "--deepspeed_config", "none"])
+    torch.manual_seed(0)
+    shape = MiniMindConfig(
+        vocab_size=run.vocab_size,
+        hidden_size=run.dim,
+        num_hidden_layers=run.n_layers,
+        num_attention_heads=run.n_heads,
+        num_key_value_heads=run.n_kv_heads,
+        max_position_embeddings=run.max_seq_len,
+    )
+    resolved = read_setup(run, read_launch(os.environ)).resolve()
+    return build_engine(resolved, MiniMindForCausalLM(shape), "cpu")
+
+
+def measure(engine: Engine, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds by what was timed, one number a round."""
+    facts = {"identity": {}, "world_size": 1, "zero_stage": None, "order": {}}
+    saver = Saver(engine, engine.another_group(600), folder / "checkpoints", 2, facts, {})
+    rows = torch.randint(0, 6000, (1, 65))
+    clock = PhaseClock(engine.device)
+    found: dict[str, list[float]] = {"torch.save": [], "stall": [], "until durable": []}
+    for number in range(1, rounds + 1):
+        clock.begin()
+        engine.step([rows], 1e-4, clock)
+        state = dict(engine.backend.state().runs(0, 1))
+        path = folder / "plain.pt"
+        found["torch.save"].append(milliseconds(lambda p=path, s=state: torch.save(s, p)))
+        path.unlink()
+        found["stall"].append(milliseconds(lambda n=number: saver.begin(TrainState(n, 0))))
+        clock.begin()
+        engine.step([rows], 1e-4, clock)  # training goes on while the files are written
+        event = saver.published(wait=True)
+        assert event
+        found["until durable"].append(event["seconds"] * 1e3)
+    found["resume"] = [
+        milliseconds(lambda: resume(engine, folder / "checkpoints", "auto", {}))
+        for _ in range(rounds)
+    ]
+    saver.close()
+    return found
+
+
+def main() -> None:
+    """Measure, print, and write the figures to --out."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--model", default="26m")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--folder", help="where to write (default: a temporary one)")
+    parser.add_argument("--out", help="JSON file for the figures")
+    args = parser.parse_args()
+    engine = build(args.model)
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        found = measure(engine, Path(folder), args.rounds)
+    leave()
+    print(
+        f"{args.model}: {engine.parameters:,} parameters, {args.rounds} rounds,"
+        f" {os.cpu_count()} cores"
+    )
+    for name, times in found.items():
+        low, middle, high = min(times), statistics.median(times), max(times)
+        print(f"  {name:<14}{low:>10.1f}{middle:>10.1f}{high:>10.1f}  ms (min, median, max)")
+    ratios = [a / b for a, b in zip(found["stall"], found["torch.save"], strict=True)]
+    print(
+        f"  stall / torch.save: {statistics.median(ratios):.3f} (median), {max(ratios):.3f} (max)"
+    )
+    if args.out:
+        where = {"machine": platform.machine(), "cores": os.cpu_count(), "versions": versions()}
+        told = {"date": time.strftime("%Y-%m-%d"), "model": args.model, **where, "ms": found}
+        Path(args.out).write_text(json.dumps({**told, "ratios": ratios}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
