@@ -1,0 +1,52 @@
+"""Break runs in every way a machine can, and print what came of it: make faults.
+
+Real processes and real signals, about an hour on two cores. Status 1 when anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.faults.harness import Outcome, Site, report
+from tests.faults.kills import killed_starts, random_kills
+
+Part = Callable[[Site, argparse.Namespace], Iterator[Outcome]]
+PARTS: dict[str, Part] = {
+    "kills": lambda site, asked: random_kills(site, asked.kills, asked.kills * 3 // 10),
+    "starts": lambda site, asked: killed_starts(site, asked.starts),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all of them by default")
+    parser.add_argument("--kills", type=int, default=100, help="SIGKILLs along runs")
+    parser.add_argument("--starts", type=int, default=10, help="SIGKILLs during starts")
+    parser.add_argument("--seed", type=int, default=1)
+    asked = parser.parse_args()
+    if unknown := set(asked.parts) - set(PARTS):
+        parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="minimind-faults-") as name:
+        site = Site(Path(name), asked.seed)
+        try:
+            site.measure()
+            print(f"a clean start takes {site.clean_start:.1f} s here; seed {asked.seed}")
+            for part in asked.parts or PARTS:
+                for outcome in PARTS[part](site, asked):
+                    outcomes.append(outcome)
+                    told = "; ".join(outcome.wrong) or "as it should"
+                    print(f"{time.strftime('%H:%M:%S')} {outcome.fault}: {told}", flush=True)
+        finally:
+            site.close()
+            wrong = report(outcomes)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
