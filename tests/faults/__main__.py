@@ -12,13 +12,23 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.faults.damages import damages
 from tests.faults.harness import Outcome, Site, report
 from tests.faults.kills import killed_starts, random_kills
+from tests.faults.peers import peers
+from tests.faults.places import places
+from tests.faults.preemptions import preemptions
+from tests.faults.syscalls import injected
 
 Part = Callable[[Site, argparse.Namespace], Iterator[Outcome]]
 PARTS: dict[str, Part] = {
     "kills": lambda site, asked: random_kills(site, asked.kills, asked.kills * 3 // 10),
     "starts": lambda site, asked: killed_starts(site, asked.starts),
+    "calls": lambda site, asked: injected(site),
+    "places": lambda site, asked: places(site),
+    "peers": lambda site, asked: peers(site),
+    "damages": lambda site, asked: damages(site, asked.damages),
+    "signals": lambda site, asked: preemptions(site, asked.signals),
 }
 
 
@@ -27,6 +37,8 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all of them by default")
     parser.add_argument("--kills", type=int, default=100, help="SIGKILLs along runs")
     parser.add_argument("--starts", type=int, default=10, help="SIGKILLs during starts")
+    parser.add_argument("--damages", type=int, default=10, help="checkpoints damaged")
+    parser.add_argument("--signals", type=int, default=2, help="times each signal to each process")
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
     if unknown := set(asked.parts) - set(PARTS):

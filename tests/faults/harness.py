@@ -51,6 +51,13 @@ def acknowledged(recorded: Iterable[dict[str, Any]]) -> int:
     return max((e["step"] for e in recorded if e["event"] == "checkpoint_saved"), default=0)
 
 
+def gist(text: str) -> str:
+    """The error lines of an output, or else its last lines."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    told = [line for line in lines if "error[" in line or "Error" in line]
+    return " | ".join(told or lines[-4:])[:1500] or "(nothing)"
+
+
 def unfinished(out_dir: Path) -> list[str]:
     """Names of folders under checkpoints/ that a save or a clearing left half done."""
     return sorted(p.name for p in (out_dir / "checkpoints").glob("*.tmp-*"))
@@ -213,12 +220,11 @@ class Site:
         """The same, waited for."""
         start = self.start(out_dir, flags, **options)
         _, left = start.wait_gone(max(300.0, 20 * self.clean_start))
-        assert not left, f"{out_dir} did not end:\n{start.stderr}"
+        assert not left, f"{out_dir} did not end: {gist(start.stderr)}"
         return start
 
     def measure(self) -> None:
         """Train without a fault: the curve all others must repeat, and what a start costs here."""
-        self.finish(self.new_run("first"), "--max_steps 1")  # tokenises; compiles Python's files
         out_dir = self.new_run("unbroken")
         whole = self.start(out_dir)
         whole.wait_until(lambda: bool(curve(whole.recorded())), 300)
@@ -250,7 +256,9 @@ class Site:
         wrong = []
         recorded = events(out_dir)
         if last.process.returncode != 0:
-            wrong.append(f"{out_dir.name}: ended with {last.process.returncode}: {last.stderr}")
+            wrong.append(
+                f"{out_dir.name}: ended with {last.process.returncode}: {gist(last.stderr)}"
+            )
         if {int(line[0]) for line in curve(recorded)} != set(self.reference):
             wrong.append(f"{out_dir.name}: has not the steps of the unbroken run")
         if bad := self.deviating(recorded):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.faults.harness import Outcome, Site, Start, acknowledged, curve, events, unfinished
+from tests.faults.harness import Outcome, Site, Start, acknowledged, curve, events, gist, unfinished
 
 TARGETS = ("group", "worker", "launcher", "script")
 # A killed worker is a peer lost; a killed launcher is told by whoever is left to tell it.
@@ -35,7 +35,7 @@ def strike(start: Start, target: str, pids: list[int], fault: str, site: Site) -
     if left:
         outcome.wrong.append(f"{left} processes were left after {seconds:.0f} s")
     if status not in ALLOWED[target] | {0}:
-        outcome.wrong.append(f"status {status} after killing {target}:\n{start.stderr}")
+        outcome.wrong.append(f"status {status} after killing {target}: {gist(start.stderr)}")
     return outcome
 
 
