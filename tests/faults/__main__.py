@@ -6,6 +6,7 @@ Real processes and real signals, about an hour on two cores. Status 1 when anyth
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -43,17 +44,18 @@ def main() -> int:
     asked = parser.parse_args()
     if unknown := set(asked.parts) - set(PARTS):
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # with the table so far
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="minimind-faults-") as name:
         site = Site(Path(name), asked.seed)
         try:
             site.measure()
-            print(f"a clean start takes {site.clean_start:.1f} s here; seed {asked.seed}")
+            print(f"a clean start takes {site.clean_start:.1f} s; seed {asked.seed}", flush=True)
             for part in asked.parts or PARTS:
                 for outcome in PARTS[part](site, asked):
                     outcomes.append(outcome)
                     told = "; ".join(outcome.wrong) or "as it should"
-                    print(f"{time.strftime('%H:%M:%S')} {outcome.fault}: {told}", flush=True)
+                    print(f"{time.strftime('%T')} {outcome.fault}: {told}", flush=True)
         finally:
             site.close()
             wrong = report(outcomes)

@@ -28,7 +28,7 @@ from tests.faults.harness import Outcome, Site, acknowledged, curve, events, gis
 BRIEF = f"{SHAPE} {PACE} --max_steps 4 --save_interval 2 --keep_last 1"
 KILLED_AT = ("mkdir", "fsync", "rename", "unlink", "unlinkat", "rmdir")
 FAILING = (("fsync", "EIO"), ("rename", "EDQUOT"), ("write", "ENOSPC"))
-SILENT = 60.0  # seconds after which a forked run counts as stuck
+SILENT = 90.0  # seconds after which a forked run counts as stuck
 
 
 def no_strace() -> str:
@@ -75,7 +75,10 @@ class Kind:
 
 
 ALONE = Kind("one process", 1, "--deepspeed_config none")
-PAIR = Kind("2 x ZeRO-2", 2, f"--deepspeed_config {ROOT / 'configs/ds_config.json'}")
+# A rank whose peer is killed before they have met has no launcher here to end it: only its timeout.
+PAIR = Kind(
+    "2 x ZeRO-2", 2, f"--deepspeed_config {ROOT / 'configs/ds_config.json'} --dist_timeout 20"
+)
 
 
 @dataclass
@@ -227,10 +230,10 @@ def kill_at_each(bench: Bench, call: str, rank: int) -> Iterator[Outcome]:
         out_dir = bench.copy()
         ended = bench.run(out_dir, inject=f"{call}:signal=SIGKILL:when={number}", ranks=(rank,))
         hit = ended.statuses[rank] == -signal.SIGKILL
-        # The others' own status; all the same where nobody was killed.
+        # The others are told of a peer that is lost, or with whom they never met.
         told = {status for other, status in enumerate(ended.statuses) if other != rank or not hit}
         outcome = Outcome(fault, " ".join(map(str, ended.statuses)), ended.seconds)
-        if told - ({7} if hit else {0}):
+        if told - ({7, 9} if hit else {0}):
             outcome.wrong.append(f"{call} {number}: {ended.statuses}: {gist(ended.log)}")
         bench.check(out_dir, outcome)
         bench.clear(out_dir)
@@ -258,9 +261,13 @@ def fail_at_each(bench: Bench, call: str, error: str) -> Iterator[Outcome]:
         outcome = Outcome(fault, ended.statuses[0], ended.seconds)
         told = [line for line in ended.log.splitlines() if "error[" in line]
         where = f"{call} {number} ({hit[0].split(' ', 1)[1]})"
-        if set(ended.statuses) != {5}:
+        if "tmp-retired" in hit[0] or f"step_{2:08d}" in hit[0]:
+            # The new checkpoint lasts, and only clearing away the old one failed: a warning.
+            if set(ended.statuses) != {0} or "could not be deleted" not in ended.log:
+                outcome.wrong.append(f"{where}: {ended.statuses}: {gist(ended.log)}")
+        elif set(ended.statuses) != {5}:
             outcome.wrong.append(f"{where}: {ended.statuses}: {gist(ended.log)}")
-        if len(told) != 1 or str(out_dir) not in told[0] or "Traceback" in ended.log:
+        elif len(told) != 1 or str(out_dir) not in told[0] or "Traceback" in ended.log:
             outcome.wrong.append(f"{where}: not one line with a path: {gist(ended.log)}")
         bench.check(out_dir, outcome)
         bench.clear(out_dir)
