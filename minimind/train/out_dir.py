@@ -28,26 +28,28 @@ ONCE = (
 END = "...\n"  # how YAML ends a document that is a bare value
 
 
-def claim(out_dir: Path) -> IO[str]:
+def claim(out_dir: Path) -> IO[bytes]:
     """The open lock file; held until it is closed or its process dies.
 
     A LockedError names the holder. flock, not a pid file: a killed run leaves nothing to clear.
     """
     with storing(f"out_dir {out_dir}", "give an --out_dir that can be written"):
         out_dir.mkdir(parents=True, exist_ok=True)
-        lock = open(out_dir / ".lock", "a+", encoding="utf-8")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.seek(0)
-        holder = lock.read().strip() or "another run"
-        lock.close()
-        raise LockedError(
-            f"out_dir {out_dir} is in use by {holder}; wait for it, or give another --out_dir"
-        ) from error
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-    lock.flush()
+        lock = open(out_dir / ".lock", "ab+", buffering=0)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except BlockingIOError as error:
+            lock.seek(0)
+            holder = lock.read().decode(errors="replace").strip() or "another run"
+            lock.close()
+            raise LockedError(
+                f"out_dir {out_dir} is in use by {holder}; wait for it, or give another --out_dir"
+            ) from error
+        except OSError:
+            lock.close()
+            raise
     return lock
 
 

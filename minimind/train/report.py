@@ -29,7 +29,8 @@ class Report:
         is_speaker: bool,
         is_profiling: bool,
     ) -> None:
-        self._metrics = Metrics(out_dir / "metrics.jsonl") if is_speaker else None
+        self._path = out_dir / "metrics.jsonl"
+        self._metrics = Metrics(self._path) if is_speaker else None
         self._is_speaker = is_speaker
         self._is_profiling = is_profiling
         self._device = device
@@ -50,7 +51,7 @@ class Report:
     def event(self, name: str, **facts: Any) -> None:
         """Append to metrics.jsonl."""
         if self._metrics:
-            with storing("metrics.jsonl", "free some space, or mend the path of --out_dir"):
+            with storing(str(self._path), "free some space, or mend the path of --out_dir"):
                 self._metrics.write(name, **facts)
 
     def begin(self, step: int) -> None:
