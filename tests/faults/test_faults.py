@@ -1,0 +1,67 @@
+"""The part of `make faults` that fits in two minutes: some of every kind that needs a real kill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.harness import Outcome, Site, table
+from tests.faults.kills import random_kills
+from tests.faults.syscalls import (
+    ALONE,
+    Bench,
+    Nursery,
+    fail_at_each,
+    in_order,
+    kill_at_each,
+    no_strace,
+)
+
+pytestmark = pytest.mark.launch
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    site = Site(tmp_path_factory.mktemp("faults"), seed=1)
+    yield site
+    site.close()
+
+
+@pytest.fixture(scope="module")
+def bench(site: Site) -> Iterator[Bench]:
+    if reason := no_strace():
+        pytest.skip(reason)
+    nursery = Nursery()
+    yield Bench(site, nursery, ALONE)
+    nursery.close()
+
+
+def require_right(outcomes: list[Outcome]) -> None:
+    wrong = [told for outcome in outcomes for told in outcome.wrong]
+    assert not wrong, "\n".join([*table(outcomes), *wrong])
+
+
+def test_killed_at_random_it_repeats_the_unbroken_run_bit_for_bit(site: Site):
+    """The group, a worker, the launcher, the script; one of them in a save."""
+    site.measure()
+    outcomes = list(random_kills(site, kills=4, in_saves=1))
+    assert sum("SIGKILL" in o.fault for o in outcomes) >= 4
+    require_right(outcomes)
+
+
+def test_a_save_is_on_the_disk_before_it_has_its_name_and_is_told(bench: Bench):
+    require_right([in_order(bench)])
+
+
+@pytest.mark.parametrize(("call", "at_least"), [("rename", 4), ("unlinkat", 5)])
+def test_killed_at_each_call_of_a_save_it_goes_on(call: str, at_least: int, bench: Bench):
+    outcomes = list(kill_at_each(bench, call, rank=0))
+    assert len(outcomes) >= at_least
+    require_right(outcomes)
+
+
+def test_a_disk_that_fails_is_told_and_costs_no_checkpoint(bench: Bench):
+    outcomes = list(fail_at_each(bench, "rename", "EDQUOT"))
+    assert len(outcomes) >= 4
+    require_right(outcomes)
