@@ -1,8 +1,9 @@
 """Runs forked from one process that has already imported everything: a start in a second.
 
-Reads one JSON object a line: `{"argv": [...], "environ": {...}, "log": PATH, "stopped": bool}`
-forks a process that calls train_pretrain.main(argv), and answers its pid; `{"wait": PID}` answers
-its exit status, negative for a signal. A stopped one waits for SIGCONT, so that strace can attach.
+Reads one JSON object a line: `{"argv": [...], "environ": {...}, "log": PATH, "stop": WHERE}` forks
+a process that calls train_pretrain.main(argv), and answers its pid; `{"wait": PID}` answers its
+exit status, negative for a signal. At "start" or before "training" it waits for SIGCONT, so that
+strace can attach; with "" it does not wait.
 """
 
 from __future__ import annotations
@@ -23,6 +24,18 @@ def warm_up() -> None:
         import_module(module)
 
 
+def stop_before_training() -> None:
+    """Stop this process once it has come as far as its first step."""
+    pretrain = vars(import_module("minimind.train.pretrain"))
+    train = pretrain["train"]
+
+    def stopped(*given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return train(*given)
+
+    pretrain["train"] = stopped
+
+
 def give_birth(asked: dict[str, Any]) -> int:
     """The pid of a process that runs train_pretrain.py on `argv`."""
     pid = os.fork()
@@ -34,8 +47,10 @@ def give_birth(asked: dict[str, Any]) -> int:
     for new, old in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(new, old)
     os.environ.update(asked["environ"])
-    if asked["stopped"]:
+    if asked["stop"] == "start":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif asked["stop"] == "training":
+        stop_before_training()
     try:
         ended = import_module("train_pretrain").main(asked["argv"])
         sys.stdout.flush()

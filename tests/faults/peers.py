@@ -29,7 +29,7 @@ def lost_rank(site: Site, number: signal.Signals, rank: int) -> Iterator[Outcome
     wait_for_step(start, 5, site)
     os.kill(worker_of(start, rank), number)
     limit = site.patience + (TIMEOUT if number == signal.SIGSTOP else 0)
-    seconds, left = start.wait_gone(2 * limit + 60)
+    seconds, left = start.wait_gone(limit + 15)
     outcome = Outcome(f"{number.name} rank {rank}", start.process.returncode, seconds, left)
     if seconds > limit:
         outcome.wrong.append(f"took {seconds:.0f} s to end, not {limit:.0f}")

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import PACE, ROOT, SHAPE
-from tests.faults.harness import Outcome, Site, acknowledged, curve, events, gist, unfinished
+from tests.faults.harness import Outcome, Site, Start, acknowledged, curve, events, gist, unfinished
 
 BRIEF = f"{SHAPE} {PACE} --max_steps 4 --save_interval 2 --keep_last 1"
 KILLED_AT = ("mkdir", "fsync", "rename", "unlink", "unlinkat", "rmdir")
 FAILING = (("fsync", "EIO"), ("rename", "EDQUOT"), ("write", "ENOSPC"))
-SILENT = 90.0  # seconds after which a forked run counts as stuck
+SILENT = 180.0  # seconds after which a forked run counts as stuck
 
 
 def no_strace() -> str:
@@ -75,10 +75,7 @@ class Kind:
 
 
 ALONE = Kind("one process", 1, "--deepspeed_config none")
-# A rank whose peer is killed before they have met has no launcher here to end it: only its timeout.
-PAIR = Kind(
-    "2 x ZeRO-2", 2, f"--deepspeed_config {ROOT / 'configs/ds_config.json'} --dist_timeout 20"
-)
+PAIR = Kind("2 x ZeRO-2", 2, f"--deepspeed_config {ROOT / 'configs/ds_config.json'}")
 
 
 @dataclass
@@ -120,9 +117,14 @@ class Bench:
         return out_dir
 
     def run(
-        self, out_dir: Path, flags: str = "", inject: str = "", ranks: tuple[int, ...] = ()
+        self,
+        out_dir: Path,
+        flags: str = "",
+        inject: str = "",
+        ranks: tuple[int, ...] = (),
+        since: str = "training",
     ) -> Ended:
-        """Train to the end; the `ranks` named are traced, and suffer `inject`."""
+        """Train to the end; the `ranks` named are traced `since` then, and suffer `inject`."""
         argv = [*self.site.places(out_dir), *f"{BRIEF} {self.kind.flags} {flags}".split()]
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -133,16 +135,17 @@ class Bench:
             environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank)}
             environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.kind.world)}
             environ = {} if self.kind.world == 1 else environ
-            traced = rank in ranks
-            pids.append(self.nursery.ask(argv=argv, environ=environ, log=str(log), stopped=traced))
+            stop = since if rank in ranks else ""
+            pids.append(self.nursery.ask(argv=argv, environ=environ, log=str(log), stop=stop))
         prefix = out_dir.with_suffix(".trace")
-        tracer = self._trace([pids[rank] for rank in ranks], inject, prefix) if ranks else None
         try:
-            seconds = self._wait(pids)
-        finally:
-            statuses = [self.nursery.ask(wait=pid) for pid in pids]
-            if tracer:
-                tracer.wait(SILENT)
+            tracer = self._trace([pids[rank] for rank in ranks], inject, prefix) if ranks else None
+            statuses, seconds = self._wait(pids)
+        except BaseException:
+            Start.kill(pids)
+            raise
+        if tracer:
+            tracer.wait(SILENT)
         traces = sorted(prefix.parent.glob(f"{prefix.name}.*"))
         return Ended(statuses, log.read_text(errors="replace"), seconds, traces)
 
@@ -163,21 +166,25 @@ class Bench:
             os.kill(pid, signal.SIGCONT)
         return tracer
 
-    @staticmethod
-    def _wait(pids: list[int]) -> float:
-        """Seconds between the first end and the last; a TimeoutError where one is stuck."""
-        running, first, began = set(pids), 0.0, time.monotonic()
-        while running:
-            now = time.monotonic()
-            running = {pid for pid in running if not _is_over(pid)}
-            if len(running) < len(pids):
-                first = first or now
-            if running and now - (first or began) > SILENT:
-                for pid in running:
-                    os.kill(pid, signal.SIGKILL)
-                raise TimeoutError(f"{len(running)} of {len(pids)} ranks were stuck")
+    def _wait(self, pids: list[int]) -> tuple[list[int], float]:
+        """Exit statuses, and seconds between the first end and the last.
+
+        Like a launcher, tells the others to stop when one has failed.
+        """
+        statuses: dict[int, int] = {}
+        began, first = time.monotonic(), 0.0
+        while len(statuses) < len(pids):
+            for pid in pids:
+                if pid in statuses or not _is_over(pid):
+                    continue
+                statuses[pid] = self.nursery.ask(wait=pid)
+                first = first or time.monotonic()
+                for other in set(pids) - set(statuses) if statuses[pid] not in (0, 75) else ():
+                    os.kill(other, signal.SIGTERM)
+            if time.monotonic() - (first or began) > SILENT:
+                raise TimeoutError(f"stuck; ended were {statuses} of {pids}")
             time.sleep(0.01)
-        return time.monotonic() - first
+        return [statuses[pid] for pid in pids], time.monotonic() - first
 
     def check(self, out_dir: Path, outcome: Outcome) -> None:
         """Start again without a fault: it must go on where it had promised, and repeat."""
@@ -222,18 +229,23 @@ def _wait_for(reached: Callable[[], bool], told: str) -> None:
         time.sleep(0.002)
 
 
-def kill_at_each(bench: Bench, call: str, rank: int) -> Iterator[Outcome]:
-    """SIGKILL at the first, second, ... `call` of a rank, until a run gets past all of them."""
-    fault = f"SIGKILL at each {call}, {bench.kind.name}"
+def kill_at_each(bench: Bench, call: str, rank: int, since: str) -> Iterator[Outcome]:
+    """SIGKILL at the first, second, ... `call` of a rank, until a run gets past all of them.
+
+    strace counts for each thread alone: traced since it starts, the main thread's calls come first,
+    and only those beyond their number are a save's; traced since training, all are a save's.
+    """
+    fault = f"SIGKILL at each {call} since {since}, {bench.kind.name}"
     fault += f", rank {rank}" if bench.kind.world > 1 else ""
     for number in range(1, 500):
         out_dir = bench.copy()
-        ended = bench.run(out_dir, inject=f"{call}:signal=SIGKILL:when={number}", ranks=(rank,))
+        inject = f"{call}:signal=SIGKILL:when={number}"
+        ended = bench.run(out_dir, inject=inject, ranks=(rank,), since=since)
         hit = ended.statuses[rank] == -signal.SIGKILL
-        # The others are told of a peer that is lost, or with whom they never met.
+        # The others are told of a peer that is lost, or are ended as by a launcher.
         told = {status for other, status in enumerate(ended.statuses) if other != rank or not hit}
         outcome = Outcome(fault, " ".join(map(str, ended.statuses)), ended.seconds)
-        if told - ({7, 9} if hit else {0}):
+        if told - ({7, -signal.SIGTERM} if hit else {0}):
             outcome.wrong.append(f"{call} {number}: {ended.statuses}: {gist(ended.log)}")
         bench.check(out_dir, outcome)
         bench.clear(out_dir)
@@ -243,11 +255,12 @@ def kill_at_each(bench: Bench, call: str, rank: int) -> Iterator[Outcome]:
     raise AssertionError(f"{call}: no end of it")
 
 
-def fail_at_each(bench: Bench, call: str, error: str) -> Iterator[Outcome]:
+def fail_at_each(bench: Bench, call: str, error: str, since: str) -> Iterator[Outcome]:
     """The same with an error in place of the signal: status 5, the path named, nothing lost."""
     for number in range(1, 500):
         out_dir = bench.copy()
-        ended = bench.run(out_dir, inject=f"{call}:error={error}:when={number}", ranks=(0,))
+        inject = f"{call}:error={error}:when={number}"
+        ended = bench.run(out_dir, inject=inject, ranks=(0,), since=since)
         lines = [line for trace in ended.traces for line in trace.read_text().splitlines()]
         hit = [line for line in lines if "(INJECTED)" in line]
         if not hit:
@@ -257,7 +270,7 @@ def fail_at_each(bench: Bench, call: str, error: str) -> Iterator[Outcome]:
         if f"{out_dir}/" not in hit[0]:  # what is printed is no storage
             bench.clear(out_dir)
             continue
-        fault = f"{error} from each {call}, {bench.kind.name}"
+        fault = f"{error} of each {call} since {since}, {bench.kind.name}"
         outcome = Outcome(fault, ended.statuses[0], ended.seconds)
         told = [line for line in ended.log.splitlines() if "error[" in line]
         where = f"{call} {number} ({hit[0].split(' ', 1)[1]})"
@@ -336,8 +349,11 @@ def injected(site: Site, kinds: tuple[Kind, ...] = (ALONE, PAIR)) -> Iterator[Ou
             yield in_order(bench)
             for rank in range(kind.world):
                 for call in KILLED_AT:
-                    yield from kill_at_each(bench, call, rank)
+                    yield from kill_at_each(bench, call, rank, "training")
+            for call in KILLED_AT if kind is ALONE else ():  # beside others a start runs compilers
+                yield from kill_at_each(bench, call, 0, "start")
             for call, error in FAILING:
-                yield from fail_at_each(bench, call, error)
+                for since in ("training", "start") if kind is ALONE else ("training",):
+                    yield from fail_at_each(bench, call, error, since)
     finally:
         nursery.close()
