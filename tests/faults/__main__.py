@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.faults.damages import damages
-from tests.faults.harness import Outcome, Site, report
+from tests.faults.harness import Site
 from tests.faults.kills import killed_starts, random_kills
+from tests.faults.outcomes import Outcome, report
 from tests.faults.peers import peers
 from tests.faults.places import places
 from tests.faults.preemptions import preemptions

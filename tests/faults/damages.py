@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from minimind.files import sha256_of
-from tests.faults.harness import Outcome, Site, curve, events, gist
+from tests.faults.harness import Site
+from tests.faults.outcomes import Outcome, curve, events, gist
 from tests.faults.places import told_once
 
 KEPT = "--keep_last 3"

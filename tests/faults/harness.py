@@ -1,4 +1,4 @@
-"""What the fault tests share: real starts, their processes, what they recorded, and the table.
+"""What the fault tests share: real starts, their processes, and what they must repeat.
 
 A start is the very command a user would type, in a process group of its own, its output in files.
 Its processes are known by a word in their environment, so that none can hide in another group or
@@ -11,69 +11,19 @@ import json
 import os
 import random
 import signal
-import statistics
 import subprocess
-import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from tests.conftest import PACE, ROOT, SHAPE, sentences
+from tests.faults.outcomes import Outcome, acknowledged, curve, events, gist
 
 MARK = "MINIMIND_FAULT_START"
 FLAGS = f"{SHAPE} {PACE} --max_steps 120 --save_interval 3"
-CURVE = ("step", "loss", "lr", "grad_norm", "tokens", "rows")
 PATIENCE = 15.0  # how long a start may take to vanish; longer where the machine is slow
-
-
-def events(out_dir: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl records; lines torn by a kill are passed over."""
-    path = out_dir / "metrics.jsonl"
-    found = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
-
-
-def curve(recorded: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """What has to be equal bit for bit, a tuple for every step line, in the order written."""
-    return [tuple(repr(e[n]) for n in CURVE) for e in recorded if e["event"] == "step"]
-
-
-def acknowledged(recorded: Iterable[dict[str, Any]]) -> int:
-    """The newest step that a `checkpoint_saved` line promised; 0 for none."""
-    return max((e["step"] for e in recorded if e["event"] == "checkpoint_saved"), default=0)
-
-
-def gist(text: str) -> str:
-    """The error lines of an output, or else its last lines."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if "error[" in line or "Error" in line]
-    return " | ".join(told or lines[-4:])[:1500] or "(nothing)"
-
-
-def unfinished(out_dir: Path) -> list[str]:
-    """Names of folders under checkpoints/ that a save or a clearing left half done."""
-    return sorted(p.name for p in (out_dir / "checkpoints").glob("*.tmp-*"))
-
-
-@dataclass
-class Outcome:
-    """One fault: what was seen, and what was wrong about it."""
-
-    fault: str
-    status: int | str
-    seconds: float  # from the fault to the last process gone
-    left: int = 0  # processes that had to be killed afterwards
-    lost: int = 0  # acknowledged checkpoints not found again
-    deviating: int = 0  # step lines that differ from the unbroken run's
-    wrong: list[str] = field(default_factory=list)
 
 
 class Start:
@@ -283,38 +233,3 @@ class Site:
         """End every process of every start, also of those that went wrong."""
         for start in self._opened:
             start.close()
-
-
-def run_into(outcome: Outcome, told: str, is_right: bool) -> None:
-    """Note `told` as wrong unless it is right."""
-    if not is_right:
-        outcome.wrong.append(told)
-
-
-def table(outcomes: list[Outcome]) -> Iterator[str]:
-    """One line a fault: how often, status seen, time to exit, what was left, lost and deviating."""
-    yield (
-        f"{'fault':<42}{'times':>6}  {'status':<16}{'to exit s (min/med/max)':>24}"
-        f"{'left':>6}{'lost':>6}{'deviating':>11}"
-    )
-    names = list(dict.fromkeys(o.fault for o in outcomes))
-    for name in names:
-        of = [o for o in outcomes if o.fault == name]
-        seconds = [o.seconds for o in of]
-        statuses = " ".join(sorted({str(o.status) for o in of}))
-        spread = f"{min(seconds):.1f} / {statistics.median(seconds):.1f} / {max(seconds):.1f}"
-        left, lost = sum(o.left for o in of), sum(o.lost for o in of)
-        yield (
-            f"{name:<42}{len(of):>6}  {statuses:<16}{spread:>24}{left:>6}{lost:>6}"
-            f"{sum(o.deviating for o in of):>11}" + ("  WRONG" if any(o.wrong for o in of) else "")
-        )
-
-
-def report(outcomes: list[Outcome]) -> int:
-    """Print the table and everything wrong; the number of outcomes that were."""
-    print("\n".join(table(outcomes)))
-    bad = [o for o in outcomes if o.wrong]
-    for outcome in bad:
-        for told in outcome.wrong:
-            print(f"wrong after {outcome.fault}: {told}", file=sys.stderr)
-    return len(bad)

@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.faults.harness import Outcome, Site, Start, acknowledged, curve, events, gist, unfinished
+from tests.faults.harness import Site, Start
+from tests.faults.outcomes import Outcome, acknowledged, curve, events, gist, unfinished
 
 TARGETS = ("group", "worker", "launcher", "script")
 # A killed worker is a peer lost; a killed launcher is told by whoever is left to tell it.

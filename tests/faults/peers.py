@@ -7,8 +7,9 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.faults.harness import Outcome, Site, Start, gist
+from tests.faults.harness import Site, Start
 from tests.faults.kills import wait_for_step
+from tests.faults.outcomes import Outcome, gist
 
 TIMEOUT = 10  # --dist_timeout of these runs
 

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.faults.harness import Outcome, Site, Start, acknowledged, curve, events, gist
+from tests.faults.harness import Site, Start
 from tests.faults.kills import wait_for_step
+from tests.faults.outcomes import Outcome, acknowledged, curve, events, gist
 
 NOBODY = ("--reuid=65534", "--regid=65534", "--clear-groups")
 # Where nobody may not even run this Python: root, without the rights that make it root.

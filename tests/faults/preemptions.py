@@ -7,8 +7,9 @@ import signal
 import time
 from collections.abc import Iterator
 
-from tests.faults.harness import Outcome, Site, Start, acknowledged, curve, events, gist
+from tests.faults.harness import Site, Start
 from tests.faults.kills import Chain, wait_for_step
+from tests.faults.outcomes import Outcome, acknowledged, curve, events, gist
 
 SENT = (signal.SIGTERM, signal.SIGUSR1)
 TO = ("script", "launcher", "worker")

@@ -6,17 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.harness import Outcome, Site, table
+from tests.faults.forked import ALONE, Bench, Nursery, no_strace
+from tests.faults.harness import Site
 from tests.faults.kills import random_kills
-from tests.faults.syscalls import (
-    ALONE,
-    Bench,
-    Nursery,
-    fail_at_each,
-    in_order,
-    kill_at_each,
-    no_strace,
-)
+from tests.faults.outcomes import Outcome, table
+from tests.faults.syscalls import fail_at_each, in_order, kill_at_each
 
 pytestmark = pytest.mark.launch
 
