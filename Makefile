@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 SAMPLE := out/sample
 
-.PHONY: help setup train test test-all check fix smoke matrix faults clean
+.PHONY: help setup train test test-all check fix smoke matrix elastic faults clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -53,6 +53,9 @@ smoke: $(READY) ## two processes, killed and resumed, compared step by step
 
 matrix: $(READY) ## ZeRO stage x dtype x accumulation x processes: do all curves agree? 6 minutes
 	$(BIN)/python -m tests.distributed.matrix
+
+elastic: $(READY) ## save under one ZeRO stage or number of processes, go on under another: the table
+	$(BIN)/python -m tests.distributed.elastic
 
 faults: $(READY) ## kill, fill, stop and damage runs in every way; a table of what came of it: about an hour
 	$(BIN)/python -m tests.faults

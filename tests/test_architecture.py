@@ -40,6 +40,7 @@ LAYERS = [
         "minimind.train.profile",
         "minimind.train.state",
         "minimind.train.zero_state",
+        "minimind.train.adapters",
         "minimind.train.tensor_files",
         "minimind.train.checkpoint",
         "minimind.train.out_dir",

@@ -545,10 +545,10 @@ COMBINATIONS = {
     "two kinds of precision": bad(
         "torch_autocast", "--dtype", json={"torch_autocast": {"enabled": True}}
     ),
-    "fp32 accumulation at stage 1": bad(
+    "fp32 accumulation at stage 0": bad(
         "grad_accum_dtype",
-        "stage 1",
-        json={"data_types": {"grad_accum_dtype": "fp32"}, **zero(stage=1)},
+        "stage 0",
+        json={"data_types": {"grad_accum_dtype": "fp32"}, **zero(stage=0)},
     ),
     "bf16 master weights": bad(
         "bf16_master_weights_and_grads", json={"bf16.bf16_master_weights_and_grads": True}

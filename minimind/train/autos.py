@@ -105,7 +105,7 @@ def _buckets(run: RunConfig, world_size: int, device: str) -> Filled:
 
 def _optimizer(config: Mapping[str, Any], run: RunConfig, device: str) -> Filled:
     """What the optimizer's own numbers become, and which AdamW it is."""
-    # DeepSpeed's fused AdamW has no checkpoint adapter where the optimizer is not partitioned.
+    # DeepSpeed's fused AdamW saves little where the optimizer is not partitioned: torch's there.
     is_whole = get(config, "zero_optimization.stage") in (MISSING, AUTO, 0)
     torch_adam = device == "cpu" or run.deterministic or is_whole
     literal = get(config, "optimizer.params.torch_adam")

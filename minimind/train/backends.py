@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from minimind.train.adapters import require_tested_deepspeed, zero_state
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.optimizer import adamw
-from minimind.train.zero_state import ZeroState, zero_state
+from minimind.train.zero_state import ZeroState
 
 Groups = list[dict[str, Any]]
 OptimizerOf = Callable[[Groups], torch.optim.Optimizer]
@@ -47,9 +48,9 @@ class DeepSpeedBackend:
         self.module: nn.Module = engine.module
         self.forward = engine
         self.optimizer = engine.optimizer
-        if type(self.optimizer).__name__ == "FP16_UnfusedOptimizer":
+        if type(self.optimizer).__name__ in ("FP16_UnfusedOptimizer", "FP16_Optimizer"):
             # Stage 0 in bf16: to allocate the moments DeepSpeed 0.19.8 takes a step of zero
-            # gradients and keeps it, so that Adam's bias correction is one step ahead.
+            # gradients and keeps it: weights decayed, Adam's bias correction one step ahead.
             self.optimizer.optimizer.state.clear()
             self.optimizer.refresh_fp32_params()
 
@@ -95,21 +96,26 @@ class DeepSpeedBackend:
         )
 
     def state(self) -> ZeroState:
-        """This rank's fp32 weights and moments."""
+        """This rank's fp32 weights and moments; a CheckpointError where nothing knows them."""
+        require_tested_deepspeed()
         return zero_state(self.engine)
 
     def counters(self) -> dict[str, Any]:
         """What DeepSpeed counts, and the state of its scheduler and loss scaler; plain numbers."""
         engine = self.engine
-        scaler = self.optimizer.loss_scaler if engine.fp16_enabled() else None
-        kept = {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)}
-        scheduler = engine.lr_scheduler
+        scaler, scheduler = self._loss_scaler(), engine.lr_scheduler
+        kept = {name: getattr(scaler, name) for name in SCALER} if scaler else {}
         return {
             "global_steps": engine.global_steps,
             "skipped_steps": engine.skipped_steps,
             "loss_scaler": kept,
             "scheduler_iteration": scheduler.last_batch_iteration if scheduler else None,
         }
+
+    def _loss_scaler(self) -> Any:
+        """DeepSpeed's, where it adjusts the scale; a scale that the file fixes is no state."""
+        scaler = self.optimizer.loss_scaler if self.engine.fp16_enabled() else None
+        return scaler if scaler and scaler.dynamic else None
 
     def restore_counters(self, saved: dict[str, Any]) -> None:
         """Set what `counters` returned, from any backend.
@@ -122,9 +128,13 @@ class DeepSpeedBackend:
         engine.skipped_steps = saved["skipped_steps"]
         engine.global_samples = engine.global_steps * engine.train_batch_size()
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
-        if engine.fp16_enabled():
-            for name in set(SCALER) & set(saved["loss_scaler"]):
-                setattr(self.optimizer.loss_scaler, name, saved["loss_scaler"][name])
+        scaler, kept = self._loss_scaler(), saved["loss_scaler"]
+        if scaler and "_growth_tracker" in kept:  # torch's, which counts from the last overflow
+            scaler.cur_scale, scaler.cur_iter = kept["cur_scale"], engine.global_steps
+            scaler.last_overflow_iter = scaler.cur_iter - 1 - kept["_growth_tracker"]
+        elif scaler and kept:
+            for name in SCALER:
+                setattr(scaler, name, kept[name])
         if engine.lr_scheduler is not None and saved["scheduler_iteration"] is not None:
             engine.lr_scheduler.step(saved["scheduler_iteration"])
 
@@ -221,20 +231,24 @@ class PlainBackend:
 
     def counters(self) -> dict[str, Any]:
         """What `DeepSpeedBackend.counters` returns, with torch's loss scaler."""
+        kept = self.scaler.state_dict()  # empty unless it scales
         return {
             "global_steps": self.steps,
             "skipped_steps": self.skipped_steps,
-            "loss_scaler": {**self.scaler.state_dict(), "cur_scale": self.scaler.get_scale()},
+            "loss_scaler": {**kept, "cur_scale": kept["scale"]} if kept else {},
             "scheduler_iteration": None,
         }
 
     def restore_counters(self, saved: dict[str, Any]) -> None:
         """Set what `counters` returned, from any backend."""
         self.steps, self.skipped_steps = saved["global_steps"], saved["skipped_steps"]
-        if self.scaler.is_enabled() and "cur_scale" in saved["loss_scaler"]:
-            scale = {"scale": saved["loss_scaler"]["cur_scale"]}
-            known = self.scaler.state_dict() | saved["loss_scaler"] | scale
-            self.scaler.load_state_dict(known)
+        kept = saved["loss_scaler"]
+        if self.scaler.is_enabled() and kept:
+            own = self.scaler.state_dict()
+            # DeepSpeed goes on counting where torch begins anew once the scale has grown.
+            stable = kept.get("cur_iter", 0) - kept.get("last_overflow_iter", -1) - 1
+            told = {"scale": kept["cur_scale"], "_growth_tracker": stable % own["growth_interval"]}
+            self.scaler.load_state_dict(own | told | {k: kept[k] for k in own if k in kept})
 
 
 def prepare_for_ddp(module: nn.Module) -> None:

@@ -73,7 +73,7 @@ def combination_faults(
             f"zero_optimization.stage is {json.dumps(stage)} ({where}); write 0, 1, 2 or 3"
         )
     else:
-        found += _precision(config, run, device, stage) + _optimizer(config, stage, device)
+        found += _precision(config, run, device, stage) + _optimizer(config, device)
         found += _stage(config, stage, sources) + _reduction(config, stage)
     return [f"{path}: {fault}" for fault in found]
 
@@ -91,15 +91,13 @@ def unheard(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return told
 
 
-def _optimizer(config: Mapping[str, Any], stage: int, device: str) -> list[str]:
+def _optimizer(config: Mapping[str, Any], device: str) -> list[str]:
     """Optimizers that DeepSpeed builds and no checkpoint of ours can hold."""
     name = optimizer_name(get(config, "optimizer.type"))
     if name == "Lion" and device == "cpu" and not offloads(config, "optimizer"):
         return ["optimizer.type Lion runs on a CPU only with offload_optimizer; use AdamW"]
     if name and name not in RESUMABLE:
         return [f"optimizer.type {name} has no checkpoints; use {', '.join(RESUMABLE)}"]
-    if stage == 0 and get(config, "optimizer.params.torch_adam") is False:
-        return ['optimizer.params.torch_adam is false, which stage 0 cannot save; write "auto"']
     return []
 
 
@@ -135,10 +133,10 @@ def _precision(config: Mapping[str, Any], run: RunConfig, device: str, stage: in
     if get(config, "torch_autocast.enabled") is True:
         found.append("torch_autocast.enabled is true, a second precision beside --dtype; remove it")
     accumulated = get(config, "data_types.grad_accum_dtype")
-    if accumulated == "fp32" and run.dtype == "bfloat16" and stage in (0, 1):
+    if accumulated == "fp32" and run.dtype == "bfloat16" and stage == 0:
         found.append(
-            f"data_types.grad_accum_dtype is fp32 in bfloat16 at stage {stage}, for which there are"
-            " no checkpoints; use stage 2 or 3"
+            "data_types.grad_accum_dtype is fp32 in bfloat16 at stage 0, which DeepSpeed 0.19.8 has"
+            " not implemented; use stage 1 to 3"
         )
     return found
 

@@ -99,9 +99,9 @@ PAIRS = {
         {f"{ZERO}round_robin_gradients": True, f"{ZERO}stage": 3},
         "round_robin",
     ),
-    "fp32 accumulation at stage 2": (
-        {"data_types.grad_accum_dtype": "fp32"},
+    "fp32 accumulation at stage 1": (
         {"data_types.grad_accum_dtype": "fp32", f"{ZERO}stage": 1},
+        {"data_types.grad_accum_dtype": "fp32", f"{ZERO}stage": 0},
         "grad_accum_dtype",
     ),
     "total as long as the warm-up": (

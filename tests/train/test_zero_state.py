@@ -1,17 +1,26 @@
-"""The adapters that DeepSpeed's own partitioning is not needed for, against hand-made wrappers.
+"""What needs no DeepSpeed to be shown: hand-made wrappers, counters, what is counted in C++.
 
-Stages 1 to 3 keep their state in vectors that only DeepSpeed lays out: real runs resume those.
+Stages 1 to 3 keep their state in vectors that only DeepSpeed lays out: test_adapters.py has those.
 """
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
-from minimind.train.backends import DeepSpeedBackend
-from minimind.train.zero_state import zero_state
+from minimind.errors import CheckpointError
+from minimind.flags import parse_flags
+from minimind.train import adapters
+from minimind.train.adapters import zero_state
+from minimind.train.backends import DeepSpeedBackend, PlainBackend
+from minimind.train.deepspeed_config import Resolved
+from minimind.train.zero_state import Fragment, ZeroState
+from tests.conftest import ROOT
 
 
 class FP16_UnfusedOptimizer:
@@ -85,8 +94,6 @@ def test_fp32_masters_are_not_read_off_the_bf16_weights():
 
 
 def test_padding_is_zeroed_before_fragments_are_filled():
-    from minimind.train.zero_state import Fragment, ZeroState
-
     flat = torch.full((6,), float("nan"))
     base = torch.optim.AdamW([nn.Parameter(flat)])
     held = ZeroState(base, [Fragment("w", 0, 4, flat, 1)], lambda: None, lambda: None)
@@ -102,10 +109,128 @@ def test_counters_come_back_and_micro_batches_are_counted_anew():
     assert target.micro_steps == 21
 
 
+def scaler(**changed: float) -> SimpleNamespace:
+    """DeepSpeed's, after 40 updates of which the last 8 did not overflow."""
+    known = {"cur_scale": 1024.0, "cur_iter": 40, "last_overflow_iter": 31, "cur_hysteresis": 1}
+    return SimpleNamespace(**{**known, "dynamic": True, **changed})
+
+
+def in_torch(scale: float = 1.0) -> PlainBackend:
+    """fp16 without DeepSpeed."""
+    model = nn.Linear(2, 2).half()
+    groups = [{"params": list(model.parameters())}]
+    backend = PlainBackend(model, model, Resolved(parse_flags(["--dtype", "float16"]), "x"), groups)
+    backend.scaler.load_state_dict({**backend.scaler.state_dict(), "scale": scale})
+    return backend
+
+
 def test_the_loss_scale_of_fp16_comes_back():
     source, target = engine(1, fp16=True), engine(2, fp16=True)
-    source.optimizer.loss_scaler = SimpleNamespace(cur_scale=1024.0, cur_iter=5)
-    target.optimizer.loss_scaler = SimpleNamespace(cur_scale=65536.0, cur_iter=0)
+    source.optimizer.loss_scaler = scaler()
+    target.optimizer.loss_scaler = scaler(cur_scale=65536.0, cur_iter=0, last_overflow_iter=-1)
     DeepSpeedBackend(target).restore_counters(DeepSpeedBackend(source).counters())
-    assert target.optimizer.loss_scaler.cur_scale == 1024.0
-    assert target.optimizer.loss_scaler.cur_iter == 5
+    assert target.optimizer.loss_scaler == scaler()
+
+
+def test_a_loss_scale_that_the_file_fixes_is_not_taken_from_a_checkpoint():
+    source, target = engine(1, fp16=True), engine(2, fp16=True)
+    source.optimizer.loss_scaler = scaler()
+    target.optimizer.loss_scaler = SimpleNamespace(cur_scale=128.0, dynamic=False)
+    DeepSpeedBackend(target).restore_counters(DeepSpeedBackend(source).counters())
+    assert target.optimizer.loss_scaler.cur_scale == 128.0
+    assert DeepSpeedBackend(target).counters()["loss_scaler"] == {}
+
+
+def test_the_loss_scale_crosses_from_deepspeed_to_torch_and_back():
+    source, target, plain = engine(1, fp16=True), engine(2, fp16=True), in_torch()
+    source.optimizer.loss_scaler = scaler()
+    target.optimizer.loss_scaler = scaler(cur_scale=2.0, cur_iter=0, last_overflow_iter=-1)
+    plain.restore_counters(DeepSpeedBackend(source).counters())
+    saved = plain.counters()["loss_scaler"]
+    assert (saved["cur_scale"], saved["_growth_tracker"]) == (1024.0, 8)
+    DeepSpeedBackend(target).restore_counters(plain.counters())
+    found = target.optimizer.loss_scaler
+    assert found.cur_scale == 1024.0
+    assert found.cur_iter - found.last_overflow_iter - 1 == 8
+
+
+def test_a_run_without_a_loss_scale_leaves_the_first_one_of_fp16_alone():
+    """Resumed in another precision: a scale of 1 would let small gradients vanish."""
+    source, target, plain = engine(1), engine(2, fp16=True), in_torch(512.0)
+    target.optimizer.loss_scaler = scaler()
+    unscaled = DeepSpeedBackend(source).counters()
+    DeepSpeedBackend(target).restore_counters(unscaled)
+    plain.restore_counters(unscaled)
+    assert target.optimizer.loss_scaler == scaler()
+    assert plain.counters()["loss_scaler"]["cur_scale"] == 512.0
+
+
+class DeepSpeedCPUAdam(torch.optim.AdamW):
+    """Counts as the C++ does: beta^t is multiplied on, and a power when a number is out of turn."""
+
+    def __init__(self, weights: nn.Parameter) -> None:
+        super().__init__([weights], betas=(0.9, 0.95))
+        self.param_groups[0]["bias_correction"] = True
+        self.opt_id, self.ds_opt_adam = 3, self
+        self.number, self.power = 0, torch.tensor(1.0)
+
+    def adam_update(self, identity, number, lr, beta1, *others):
+        assert identity == 3
+        if number == self.number + 1:
+            self.power = self.power * beta1
+        elif number != self.number:
+            self.power = torch.tensor(beta1) ** number
+        self.number = number
+
+
+def test_what_deepspeed_counts_in_cpp_is_counted_again():
+    flat = nn.Parameter(torch.zeros(4))
+    unbroken, resumed = DeepSpeedCPUAdam(flat), DeepSpeedCPUAdam(flat)
+    for number in range(1, 13):
+        unbroken.adam_update(3, number, 0.1, 0.9)
+    resumed.adam_update(3, 5, 0.1, 0.9)  # was elsewhere before
+    held = ZeroState(resumed, [Fragment("w", 0, 4, flat, 0)], lambda: None, lambda: None)
+    held.fill(lambda kind, name, start, length: torch.ones(length), 12)
+    assert torch.equal(resumed.power, unbroken.power)
+    assert not torch.equal(torch.tensor(0.9) ** 12, unbroken.power)  # or nothing would be shown
+    assert resumed.state[flat]["step"] == 12
+
+
+def test_no_more_is_counted_again_than_can_be_told():
+    """From there on the factor of the moments is 1 in float32."""
+    flat = nn.Parameter(torch.zeros(4))
+    resumed = DeepSpeedCPUAdam(flat)
+    held = ZeroState(resumed, [Fragment("w", 0, 4, flat, 0)], lambda: None, lambda: None)
+    held.fill(lambda kind, name, start, length: torch.ones(length), 10**9)
+    assert resumed.number < 1000
+    assert 1 - torch.tensor(0.95) ** resumed.number == 1
+
+
+def test_a_frozen_weight_is_saved_and_restored_without_moments():
+    source, target = engine(1), engine(2)
+    for one in (source, target):
+        one.module.bias.requires_grad_(False)
+        one.optimizer.fp16_groups[0].pop()
+        one.optimizer.fp32_groups[0].pop()
+    runs = dict(zero_state(source).runs(0, 1))
+    assert {key for key in runs if "bias" in key} == {"fp32|bias|0"}
+    assert runs["fp32|bias|0"].dtype == torch.float32
+    read = lambda kind, name, start, length: runs[f"{kind}|{name}|{start}"]  # noqa: E731
+    zero_state(target).fill(read, None)
+    assert torch.equal(target.module.bias, source.module.bias)
+
+
+def test_an_untested_deepspeed_is_refused_by_name(monkeypatch):
+    found = DeepSpeedBackend(engine(1))
+    monkeypatch.setattr(adapters, "version", lambda name: f"{adapters.TESTED}+local")
+    assert found.state().fragments
+    monkeypatch.setattr(adapters, "version", lambda name: "0.20.0")
+    with pytest.raises(CheckpointError, match=r"DeepSpeed 0\.20\.0 .* deepspeed==0\.19\.8"):
+        found.state()
+    assert in_torch().state().fragments  # without DeepSpeed its version is nobody's concern
+
+
+@pytest.mark.parametrize("file", ["constraints.txt", "pyproject.toml"])
+def test_the_tested_version_is_the_pinned_one(file):
+    pinned = re.findall(r"deepspeed==([\w.]+)", Path(ROOT / file).read_text())
+    assert pinned == [adapters.TESTED]

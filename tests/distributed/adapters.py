@@ -1,0 +1,123 @@
+"""Worker of tests/train/test_adapters.py: every adapter saved, resumed, rewound and crossed.
+
+Usage: torchrun ... -m tests.distributed.adapters OUT.json NAME...     (names of CASES and CROSSINGS)
+
+There is no fp16 on a CPU that DeepSpeed accepts: its check is answered for it here, and the numbers
+are those of torch's fp16 on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed.engines import Case, WithFrozenParts, build, course, load, save, state_of
+
+SAVED, LAST = 5, 13
+BF16, FP16, FP32 = "bfloat16", "float16", "float32"
+ZERO, PARAMS = "zero_optimization.", "optimizer.params."
+OFFLOAD = {f"{ZERO}offload_optimizer": {"device": "cpu"}, "zero_force_ds_cpu_optimizer": False}
+CPU_ADAM = {f"{ZERO}offload_optimizer": {"device": "cpu"}, f"{PARAMS}torch_adam": False}
+FUSED = {f"{PARAMS}torch_adam": False}
+ROUND_ROBIN = {f"{ZERO}round_robin_gradients": True, f"{ZERO}parameter_alignment": True}
+WIDE_SUMS = {"data_types.grad_accum_dtype": "fp32"}
+# The scale doubles every 3 steps, overflows, and is halved: all of it before and after the save.
+SCALED = {"fp16.initial_scale_power": 20, "fp16.loss_scale_window": 3, "fp16.hysteresis": 2}
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": "auto", "momentum": 0.9}}}
+
+CASES = {
+    "ddp, fp32": Case(None, FP32),
+    "ddp, bf16": Case(None, BF16),
+    "0, fp32": Case(0, FP32),
+    "0, bf16": Case(0, BF16),
+    "1, bf16": Case(1, BF16),
+    "1, bf16, fp32 sums": Case(1, BF16, edits=WIDE_SUMS),
+    "1, fp16": Case(1, FP16, edits=SCALED),
+    "2, fp32, SGD": Case(2, FP32, edits=SGD),
+    "2, fp32": Case(2, FP32),
+    "2, bf16": Case(2, BF16),
+    "2, bf16, fp32 sums": Case(2, BF16, edits=WIDE_SUMS),
+    "2, bf16, round robin": Case(2, BF16, edits=ROUND_ROBIN),
+    "2, bf16, offload": Case(2, BF16, edits=OFFLOAD),
+    "2, fp16": Case(2, FP16, edits=SCALED),
+    "0, fp32, FusedAdam": Case(0, FP32, edits=FUSED),
+    "0, bf16, FusedAdam": Case(0, BF16, edits=FUSED),
+    "2, bf16, FusedAdam": Case(2, BF16, edits=FUSED),
+    "1, bf16, CPUAdam": Case(1, BF16, edits=CPU_ADAM),
+    "2, fp32, CPUAdam": Case(2, FP32, edits=CPU_ADAM),
+    "3, fp32": Case(3, FP32),
+    "3, bf16": Case(3, BF16),
+    "3, fp16": Case(3, FP16, edits=SCALED),
+    "3, bf16, offload": Case(3, BF16, edits=OFFLOAD),
+    "3, bf16, FusedAdam": Case(3, BF16, edits=FUSED),
+    "3, bf16, CPUAdam": Case(3, BF16, edits=CPU_ADAM),
+}
+COMPILED = [name for name in CASES if name.endswith(("FusedAdam", "CPUAdam"))]
+
+
+def study(name: str, root: Path) -> dict[str, Any]:
+    """The unbroken course of a case, and the same resumed: rewound, made anew, from the start."""
+    case = replace(CASES[name], model=WithFrozenParts)
+    engine = build(case, seed=1)
+    save(engine, root, 0)
+    before = course(engine, 0, SAVED)
+    save(engine, root, SAVED)
+    unbroken = course(engine, SAVED, LAST)
+    end = state_of(engine)
+    load(engine, root, SAVED)
+    rewound = course(engine, SAVED, LAST), _differing(end, state_of(engine))
+    load(engine, root, 0)
+    restarted = course(engine, 0, LAST), _differing(end, state_of(engine))
+    other = build(case, seed=2)
+    load(other, root, SAVED)
+    anew = course(other, SAVED, LAST), _differing(end, state_of(other))
+    return {
+        "wrapper": type(engine.backend.optimizer).__name__,
+        "keys": {key: numbers.numel() for key, numbers in end.items()},
+        "seen": int(engine.model.get_buffer("seen")),
+        "unbroken": before + unbroken,
+        "rewound": rewound,
+        "restarted": restarted,
+        "anew": anew,
+    }
+
+
+def _differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    equal = {key for key in {*one} & {*other} if torch.equal(one[key], other[key])}
+    return sorted({*one, *other} - equal)
+
+
+def cross(source: Path, target: str) -> list[dict[str, Any]]:
+    """The course of `target` from the checkpoint of another case on."""
+    engine = build(replace(CASES[target], model=WithFrozenParts), seed=2)
+    load(engine, source, SAVED)
+    return course(engine, SAVED, LAST)
+
+
+def main() -> None:
+    """Study every case of the command line, then `source -> target`; rank 0 writes what it saw."""
+    get_accelerator: Any = import_module("deepspeed.accelerator").get_accelerator
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    get_accelerator().is_fp16_supported = lambda: True
+    out, found = Path(sys.argv[1]), {}
+    root = out.parent / "checkpoints"
+    for name in sys.argv[2:]:
+        source, arrow, target = name.partition(" -> ")
+        place = root / source.replace(", ", "-").replace(" ", "-")
+        found[name] = cross(place, target) if arrow else study(name, place)
+        if dist.get_rank() == 0:
+            out.write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)  # several engines share one process group: none of them may take it down
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Small engines built one after another in a process: trained, saved, and resumed by each other.
+
+A start of Python, torch and DeepSpeed costs far more than the steps do, so that the workers of
+tests/train/test_adapters.py and of elastic.py look at many configurations in one process. Those at
+stage 3 come last: it replaces torch's linear function for good.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for every engine)
+
+from minimind.config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.data.order import Order
+from minimind.flags import parse_flags
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.train.deepspeed_config import Resolved, read_deepspeed_json, resolve
+from minimind.train.engine import Engine, build_engine
+from minimind.train.literals import put
+from minimind.train.profile import PhaseClock
+from minimind.train.resume import resume
+from minimind.train.saver import Saver
+from minimind.train.state import TrainState
+
+ROWS, LENGTH, VOCABULARY = 8, 16, 96
+ORDER = Order(n_rows=200, rows_per_step=ROWS, seed=1)
+TINY = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": VOCABULARY}
+
+
+class WithFrozenParts(MiniMindForCausalLM):
+    """A matrix and a vector that are not trained, and a persistent buffer that counts."""
+
+    def __init__(self, config: MiniMindConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        for name in FROZEN:
+            self.get_parameter(name).requires_grad_(False)
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        self.get_buffer("seen").add_(1)
+        return super().forward(*arguments, **options)
+
+
+FROZEN = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration; stage None is without DeepSpeed."""
+
+    stage: int | None
+    dtype: str
+    accumulation: int = 2
+    edits: dict[str, Any] = field(default_factory=dict)
+    model: type[MiniMindForCausalLM] = MiniMindForCausalLM
+
+
+def build(case: Case, seed: int) -> Engine:
+    """An engine of this process's ranks, its weights drawn from `seed`."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    world_size = int(os.environ["WORLD_SIZE"])
+    words = f"--split_batches --batch_size {ROWS // case.accumulation} --max_steps 40"
+    words += f" --accumulation_steps {case.accumulation} --dtype {case.dtype} --device cpu"
+    run = parse_flags(words.split())
+    resolved = Resolved(run, "ddp" if world_size > 1 else "single")
+    if case.stage is not None:
+        written = read_deepspeed_json(str(DEFAULT_DEEPSPEED_CONFIG))
+        put(written, "zero_optimization.stage", case.stage)
+        put(written, "optimizer.params.torch_adam", True)
+        for key, value in case.edits.items():
+            put(written, key, value)
+        # As for a GPU where the CPU has no such precision; the engine itself runs on the CPU.
+        device = "cuda" if case.dtype == "float16" else "cpu"
+        resolved = resolve(written, "case.json", run, world_size, device)
+    torch.manual_seed(seed)
+    return build_engine(resolved, case.model(MiniMindConfig(**TINY, max_seq_len=LENGTH)), "cpu")
+
+
+def text() -> torch.Tensor:
+    """Rows (200, LENGTH + 1) with something to learn: a token's follower is one of two."""
+    draw = torch.Generator().manual_seed(3)
+    after = torch.randint(VOCABULARY, (VOCABULARY, 2), generator=draw)
+    tokens = [torch.randint(VOCABULARY, (ORDER.n_rows,), generator=draw)]
+    for _ in range(LENGTH):
+        chosen = torch.randint(2, (ORDER.n_rows,), generator=draw)
+        tokens.append(after[tokens[-1], chosen])
+    return torch.stack(tokens, dim=1)
+
+
+def course(engine: Engine, first: int, last: int) -> list[dict[str, Any]]:
+    """What every step from `first` up to `last` was: rows of all ranks, loss, norm, counters."""
+    table, clock, steps = text(), PhaseClock(engine.device), []
+    for step in range(first, last):
+        rows = ORDER.rows_for(step, engine.rank, engine.world_size)
+        batch = table[torch.from_numpy(rows)]
+        micro_batches = batch.split(len(batch) // engine.resolved.run.accumulation_steps)
+        engine.seed(step)
+        clock.begin()
+        result = engine.step(micro_batches, 2e-3 * (1 - step / 100), clock)
+        loss, tokens = engine.sum_over_ranks([float(result.loss_sum), float(result.tokens)])
+        scaler = engine.backend.counters()["loss_scaler"]
+        steps.append(
+            {
+                "step": step,
+                "rows": [row for share in engine.gather(rows.tolist()) for row in share],
+                "loss": loss / tokens,
+                "norm": None if result.grad_norm is None else float(result.grad_norm),
+                "skipped": result.skipped_so_far,
+                "scale": scaler.get("cur_scale"),
+            }
+        )
+    return steps
+
+
+def state_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """`kind|parameter` -> all its numbers, joined from every rank; an AssertionError on a gap."""
+    runs = engine.backend.state().runs(engine.rank, engine.world_size)
+    shares = engine.gather([(key, run.detach().cpu().clone()) for key, run in runs])
+    pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for key, run in [item for share in shares for item in share]:
+        kind, name, start = key.split("|")
+        pieces.setdefault(f"{kind}|{name}", []).append((int(start), run))
+    whole = {}
+    for key, parts in sorted(pieces.items()):
+        parts.sort(key=lambda part: part[0])
+        ends = [start + len(run) for start, run in parts]
+        assert [start for start, _ in parts] == [0, *ends[:-1]], f"{key}: {parts}"
+        whole[key] = torch.cat([run for _, run in parts])
+    for name, buffer in engine.model.named_buffers():
+        if name in engine.model.state_dict():
+            whole[f"buffer|{name}"] = buffer.clone()
+    return whole
+
+
+def save(engine: Engine, root: Path, step: int) -> None:
+    """A checkpoint of `step` under `root`."""
+    facts = {"identity": {}, "world_size": engine.world_size, "dtype": ""}
+    saver = Saver(engine, engine, root, 9, facts, {}, in_background=False)
+    saver.begin(TrainState(step))
+    saver.published(wait=True)
+    saver.close()
+
+
+def load(engine: Engine, root: Path, step: int) -> None:
+    """The engine as it was saved at `step` under `root`, by whichever configuration."""
+    asked = str(root / f"step_{step:08d}")
+    assert resume(engine, root / "of-nobody", asked, {}).state.step == step

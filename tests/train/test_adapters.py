@@ -1,0 +1,145 @@
+"""Every adapter of DeepSpeed's wrappers in two real processes: saved, resumed, rewound, crossed.
+
+One launch of tests/distributed/adapters.py studies them all; what needs a C++ op of DeepSpeed's,
+which takes minutes to compile the first time, is long.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.distributed.adapters import CASES, COMPILED, LAST, SAVED
+from tests.distributed.engines import FROZEN, TINY
+
+pytestmark = pytest.mark.launch
+WRAPPERS = {
+    "ddp, fp32": "AdamW",
+    "ddp, bf16": "MasterWeights",
+    "0, fp32": "AdamW",
+    "0, bf16": "FP16_UnfusedOptimizer",
+    "1, bf16, fp32 sums": "BF16_Optimizer",
+    "0, bf16, FusedAdam": "FP16_Optimizer",
+    "0, fp32, FusedAdam": "FusedAdam",
+}
+CROSSINGS = [
+    "2, bf16, round robin -> 1, bf16, fp32 sums",
+    "1, bf16, fp32 sums -> 2, bf16",
+    "3, bf16 -> 2, bf16",
+    "2, bf16, round robin -> 3, bf16",
+    "2, fp16 -> 3, fp16",
+]
+COMPILED_CROSSINGS = [
+    "2, bf16 -> 2, bf16, FusedAdam",
+    "2, bf16, FusedAdam -> 1, bf16, CPUAdam",
+    "1, bf16, CPUAdam -> 2, bf16",
+    "0, bf16, FusedAdam -> 2, bf16",
+    "2, bf16 -> 0, bf16, FusedAdam",
+]
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Stage 3, as case or as target, last."""
+    return sorted(names, key=lambda name: name.rpartition("-> ")[2].startswith("3"))
+
+
+def studied(directory: Path, names: Iterable[str]) -> dict[str, Any]:
+    out = directory / "found.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*launcher, "-m", "tests.distributed.adapters", str(out), *in_order(names)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    names = [name for name in CASES if name not in COMPILED]
+    return studied(tmp_path_factory.mktemp("plain"), [*names, *CROSSINGS])
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    names = [*COMPILED, *COMPILED_CROSSINGS, "2, bf16"]
+    return studied(tmp_path_factory.mktemp("compiled"), names)
+
+
+@pytest.fixture
+def found(request: pytest.FixtureRequest, name: str) -> dict[str, Any]:
+    """What was seen of one case, from the launch that it belongs to."""
+    fixture = "compiled" if name in (*COMPILED, *COMPILED_CROSSINGS) else "plain"
+    return request.getfixturevalue(fixture)
+
+
+def marked(names: Iterable[str], long: Iterable[str]) -> list[Any]:
+    return [pytest.param(n, marks=pytest.mark.long) if n in long else n for n in names]
+
+
+@pytest.mark.parametrize("name", marked(CASES, COMPILED))
+def test_the_same_configuration_goes_on_bit_for_bit(found: dict[str, Any], name: str):
+    """Made anew, in an engine that trained on meanwhile, and from before the first step."""
+    seen = found[name]
+    assert [step["step"] for step in seen["unbroken"]] == list(range(LAST))
+    assert seen["anew"] == [seen["unbroken"][SAVED:], []]
+    assert seen["rewound"] == [seen["unbroken"][SAVED:], []]
+    assert seen["restarted"] == [seen["unbroken"], []]
+    assert seen["unbroken"][-1]["loss"] < seen["unbroken"][0]["loss"]
+
+
+@pytest.mark.parametrize("name", marked(CASES, COMPILED))
+def test_every_parameter_is_saved_once_and_whole(found: dict[str, Any], name: str):
+    """Frozen ones without moments, the tied embedding once, and the buffer as it was counted."""
+    keys = found[name]["keys"]
+    sizes = {key.split("|")[1]: size for key, size in keys.items() if key.startswith("fp32|")}
+    assert "lm_head.weight" not in sizes
+    assert sizes["model.embed_tokens.weight"] == TINY["vocab_size"] * TINY["dim"]
+    assert {*FROZEN} < {*sizes}
+    moments = {"momentum_buffer"} if name.endswith("SGD") else {"exp_avg", "exp_avg_sq"}
+    for parameter, size in sizes.items():
+        kept = {key.split("|")[0]: n for key, n in keys.items() if key.endswith(f"|{parameter}")}
+        trained = {} if parameter in FROZEN else dict.fromkeys(moments, size)
+        assert kept == {"fp32": size, **trained}
+    assert keys["buffer|seen"] == 1
+    micro_batches = CASES[name].accumulation
+    assert found[name]["seen"] == LAST * micro_batches  # as after an unbroken run
+
+
+@pytest.mark.parametrize("name", marked(WRAPPERS, COMPILED))
+def test_the_cases_are_what_they_are_called(found: dict[str, Any], name: str):
+    assert found[name]["wrapper"] == WRAPPERS[name]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "fp16" in name])
+def test_the_loss_scale_goes_on_through_overflows(plain: dict[str, Any], name: str):
+    """What the bit-for-bit test compares does happen: halved and doubled before and after."""
+    steps = plain[name]["unbroken"]
+    assert steps[SAVED - 1]["skipped"] > 0
+    assert steps[-1]["skipped"] > steps[SAVED - 1]["skipped"]
+    scales = [step["scale"] for step in steps[SAVED:]]
+    assert any(b > a for a, b in zip(scales, scales[1:], strict=False))
+    assert any(b < a for a, b in zip(scales, scales[1:], strict=False))
+
+
+@pytest.mark.parametrize("name", marked([*CROSSINGS, *COMPILED_CROSSINGS], COMPILED_CROSSINGS))
+def test_another_wrapper_or_optimizer_class_goes_on_with_the_same_moments(
+    found: dict[str, Any], name: str
+):
+    """Without the moments the first losses would differ by hundredths."""
+    unbroken = found[name.partition(" -> ")[0]]["unbroken"][SAVED:]
+    differences = [abs(a["loss"] - b["loss"]) for a, b in zip(found[name], unbroken, strict=True)]
+    assert max(differences) < 2e-3
+    assert [step["scale"] for step in found[name]] == [step["scale"] for step in unbroken]
