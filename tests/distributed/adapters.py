@@ -1,6 +1,6 @@
 """Worker of tests/train/test_adapters.py: every adapter saved, resumed, rewound and crossed.
 
-Usage: torchrun ... -m tests.distributed.adapters OUT.json NAME...     (names of CASES and CROSSINGS)
+Usage: torchrun ... -m tests.distributed.adapters OUT.json NAME...    (of a case, or A -> B of two)
 
 There is no fp16 on a CPU that DeepSpeed accepts: its check is answered for it here, and the numbers
 are those of torch's fp16 on the CPU.

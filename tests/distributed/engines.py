@@ -29,7 +29,13 @@ from minimind.train.state import TrainState
 
 ROWS, LENGTH, VOCABULARY = 8, 16, 96
 ORDER = Order(n_rows=200, rows_per_step=ROWS, seed=1)
-TINY = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": VOCABULARY}
+TINY: dict[str, Any] = {
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "vocab_size": VOCABULARY,
+}
 
 
 class WithFrozenParts(MiniMindForCausalLM):

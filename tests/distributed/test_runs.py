@@ -220,32 +220,43 @@ def test_a_stopped_run_goes_on_bit_for_bit_in_bf16(stage: int, launch: Launcher,
     assert resumed.curve() == whole.curve()[9:]
 
 
-@pytest.mark.parametrize(
-    ("processes", "accumulation", "stage"), [(1, 4, 3), (4, 1, 0), (2, 2, None)]
-)
-def test_a_checkpoint_goes_on_at_another_world_size_and_stage(
-    processes: int,
-    accumulation: int,
-    stage: int | None,
-    launch: Launcher,
-    fp32: Run,
-    tmp_path: Path,
+def test_one_run_goes_on_along_a_chain_of_world_sizes_and_stages(
+    launch: Launcher, fp32: Run, tmp_path: Path
 ):
-    """Saved after an odd number of steps: the windows of micro-batches must begin anew.
+    """Processes 2 -> 1 -> 4 -> 2, stages 2 -> 3 -> 0 -> 2: the rows and losses of the unbroken run.
 
-    Stage None is without DeepSpeed.
+    Saved after odd numbers of steps: the windows of micro-batches must begin anew.
     """
-    config = "none" if stage is None else config_of_stage(stage, tmp_path)
+    saved, layout = fp32.out_dir / "checkpoints" / "step_00000009", {"world_size": 2}
+    layout |= {"zero_stage": 2, "micro_batch_rows": 2, "accumulation_steps": 2}
+    for processes, stage, last in ((1, 3, 13), (4, 0, 17), (2, 2, None)):
+        out, accumulation = tmp_path / str(stage), 4 // processes
+        flags = f"{FP32} --split_batches --batch_size {8 // accumulation} --resume {saved}"
+        flags += f" --accumulation_steps {accumulation}"
+        flags += f" --deepspeed_config {config_of_stage(stage, tmp_path)}"
+        flags += f" --stop_at_step {last}" if last else ""
+        part = launch.run(out, flags, processes=processes)
+        assert part.status == (75 if last else 0), part.stderr
+        (reshard,) = part.events("checkpoint_resharded")
+        assert {key: reshard["from"][key] for key in layout} == layout
+        layout |= {"world_size": processes, "zero_stage": stage, "accumulation_steps": accumulation}
+        assert {key: reshard["to"][key] for key in layout} == layout
+        steps = part.events("step")
+        before = [s for s in fp32.events("step") if steps[0]["step"] <= s["step"]]
+        for one, unbroken in zip(steps, before, strict=not last):
+            assert (one["step"], one["rows"]) == (unbroken["step"], unbroken["rows"])
+            assert one["loss"] == pytest.approx(unbroken["loss"], abs=2e-6)
+        assert steps[-1]["step"] == (last or 20)
+        saved = out / "checkpoints" / f"step_{last or 20:08d}"
+
+
+def test_a_checkpoint_of_deepspeed_goes_on_without_it(launch: Launcher, fp32: Run, tmp_path: Path):
     saved = fp32.out_dir / "checkpoints" / "step_00000009"
-    resumed = launch.run(
-        tmp_path / "out",
-        f"{FP32} --accumulation_steps {accumulation} --deepspeed_config {config} --resume {saved}",
-        processes=processes,
-    )
+    flags = f"{FP32} --deepspeed_config none --resume {saved}"
+    resumed = launch.run(tmp_path / "out", flags)
     assert resumed.status == 0, resumed.stderr
     (reshard,) = resumed.events("checkpoint_resharded")
-    assert reshard["from"] == {"world_size": 2, "zero_stage": 2}
-    assert reshard["to"] == {"world_size": processes, "zero_stage": stage}
+    assert (reshard["from"]["zero_stage"], reshard["to"]["zero_stage"]) == (2, None)
     for after, unbroken in zip(resumed.losses(), fp32.losses()[9:], strict=True):
         assert after == pytest.approx(unbroken, rel=2e-6)
 
