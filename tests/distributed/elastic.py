@@ -1,6 +1,6 @@
 """Every pair of ZeRO stages and of world sizes: what was saved by one goes on under the other.
 
-    python -m tests.distributed.elastic                    (`make elastic`; about 5 minutes)
+    python -m tests.distributed.elastic                    (`make elastic`; 6 launches, minutes)
 
 Each source takes 7 steps, saves, and takes 20 more, which are its unbroken curve. Each target loads
 that checkpoint and takes the same 20. Printed is the largest difference of a loss between the two:

@@ -21,6 +21,7 @@ from minimind.train.backends import DeepSpeedBackend, PlainBackend
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.zero_state import Fragment, ZeroState
 from tests.conftest import ROOT
+from tests.distributed.elastic import shown
 
 
 class FP16_UnfusedOptimizer:
@@ -234,3 +235,23 @@ def test_an_untested_deepspeed_is_refused_by_name(monkeypatch):
 def test_the_tested_version_is_the_pinned_one(file):
     pinned = re.findall(r"deepspeed==([\w.]+)", Path(ROOT / file).read_text())
     assert pinned == [adapters.TESTED]
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same", "told", "is_right"),
+    [
+        ({}, True, "bit for bit", True),
+        ({}, False, "bit for bit", True),
+        ({"loss": 4.0 + 1e-6}, False, "1.0e-06", True),
+        ({"loss": 4.0 + 1e-6}, True, "1.0e-06 TOO MUCH", False),
+        ({"norm": 2.0}, True, "0.0e+00 TOO MUCH", False),
+        ({"loss": 4.0 + 3e-6}, False, "3.0e-06 TOO MUCH", False),
+        ({"loss": float("nan")}, False, "nan TOO MUCH", False),
+        ({"rows": [2, 1]}, False, "OTHER ROWS", False),
+    ],
+)
+def test_the_table_of_make_elastic_tells_what_is_not_within_its_limit(
+    change, is_same, told, is_right
+):
+    unbroken = [{"rows": [1, 2], "loss": 4.0, "norm": 1.0}]
+    assert shown([{**unbroken[0], **change}], unbroken, 2e-6, is_same) == (told, is_right)
