@@ -48,8 +48,8 @@ COMPILED_CROSSINGS = [
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Stage 3, as case or as target, last."""
-    return sorted(names, key=lambda name: name.rpartition("-> ")[2].startswith("3"))
+    """What has to do with stage 3 last."""
+    return sorted(names, key=lambda name: name.startswith("3") or " -> 3" in name)
 
 
 def studied(directory: Path, names: Iterable[str]) -> dict[str, Any]:
