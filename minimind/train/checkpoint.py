@@ -23,7 +23,6 @@ from typing import Any
 from minimind.errors import CheckpointError
 from minimind.files import canonical_json, fingerprint, sha256_of, sync_directory, write_durably
 from minimind.train.claims import read_object, require_manifest, shown
-from minimind.train.tensor_files import shard_name
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -128,7 +127,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if body.get("format") != FORMAT:
         told = shown(body.get("format"))
         raise CheckpointError(f"has format {told}, this version reads {FORMAT}")
-    require_manifest(manifest, shard_name)
+    require_manifest(manifest)
     own_name = step_directory(directory, manifest["step"]).name
     if NAME.fullmatch(directory.name) and directory.name != own_name:
         raise CheckpointError(f"is that of {own_name}")

@@ -71,6 +71,11 @@ SHAPE = Kind(
 )
 
 
+def shard_name(rank: int, world_size: int) -> str:
+    """File name of what one rank wrote."""
+    return f"shard-{rank}-of-{world_size}.safetensors"
+
+
 def or_null(kind: Kind) -> Kind:
     """The same, or null."""
     return Kind(f"{kind.told} or null", lambda value: value is None or kind.holds(value))
@@ -147,8 +152,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def require_manifest(manifest: dict[str, Any], parts: Callable[[int, int], str]) -> None:
-    """Nothing, or what is wrong with a manifest; `parts(rank, world_size)` names its shards."""
+def require_manifest(manifest: dict[str, Any]) -> None:
+    """Nothing, or a CheckpointError with what is wrong; every shard must be listed."""
     require(manifest, MANIFEST)
     names = set()
     for entry in manifest["files"]:
@@ -162,7 +167,7 @@ def require_manifest(manifest: dict[str, Any], parts: Callable[[int, int], str])
             raise CheckpointError(f"lists {name} twice")
         names.add(name)
     world_size = manifest["world_size"]
-    shards = (parts(rank, world_size) for rank in range(world_size))
+    shards = (shard_name(rank, world_size) for rank in range(world_size))
     missing = next((name for name in shards if name not in names), None)
     if missing:
         raise CheckpointError(f"does not list {missing}")

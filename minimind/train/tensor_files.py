@@ -25,15 +25,10 @@ from torch import Tensor
 
 from minimind.errors import CheckpointError, NumericError
 from minimind.files import sync_file
-from minimind.train.claims import ELSEWHERE
+from minimind.train.claims import ELSEWHERE, shard_name
 
 PIECE = 4 * 2**20
 RUN = re.compile(r"([a-z0-9_]{1,40})\|([^|]{1,400})\|(0|[1-9][0-9]{0,15})")
-
-
-def shard_name(rank: int, world_size: int) -> str:
-    """File name of what one rank wrote."""
-    return f"shard-{rank}-of-{world_size}.safetensors"
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

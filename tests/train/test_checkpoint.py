@@ -27,7 +27,8 @@ from minimind.train.checkpoint import (
     verify,
     write_manifest,
 )
-from minimind.train.tensor_files import RunFiles, shard_name, write_runs
+from minimind.train.claims import shard_name
+from minimind.train.tensor_files import RunFiles, write_runs
 
 SHARD = shard_name(0, 1)
 
