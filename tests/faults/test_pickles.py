@@ -95,7 +95,8 @@ def test_no_pickle_in_any_file_is_run_by_any_command(
     unread = {"ds_config.resolved.json"}
     names = files_of(candidates(run / "checkpoints")[0])
     for name in names:
-        for is_sealed in (False, True):
+        # Unsealed, no content is looked at before its hash: one kind stands for all.
+        for is_sealed in (False, True) if kind == "torch zip" else (True,):
             for command in COMMANDS:
                 newer, _ = candidates(restored(run, copy) / "checkpoints")
                 (newer / name).write_bytes(content)
