@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from minimind.data.tokenizer import Tokenizer
-from minimind.errors import CheckpointError, UsageError
+from minimind.data.tokenizer import MODEL_NAME, Tokenizer
+from minimind.errors import CheckpointError, DataError, NumericError, UsageError
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.train.checkpoint import candidates, newest_valid, verify
-from minimind.train.resume import load_weights
+from minimind.train.checkpoint import candidates, newest_valid, read_manifest, verify
+from minimind.train.claims import ELSEWHERE, read_config, require_listed
+from minimind.train.resume import load_weights, misfits
+from minimind.train.saver import shapes
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,52 @@ def load_checkpoint(place: str) -> tuple[MiniMindForCausalLM, Tokenizer, Path]:
     assert path is not None
     for bad in rejected:
         print(f"{bad.path} is passed over: {bad.file} {bad.reason}", file=sys.stderr)
-    model = MiniMindForCausalLM(MiniMindConfig.from_json_file(path / "config.json"))
-    missing, unexpected = model.load_state_dict(load_weights(path), strict=False)
-    tied = set(missing) <= {"lm_head.weight"} and model.config.tie_word_embeddings
-    if unexpected or (missing and not tied):
-        names = ", ".join([*missing, *unexpected][:3])
-        raise CheckpointError(f"{path}: its parameters do not fit its config.json ({names})")
-    return model.eval(), Tokenizer(path), path
+    weights = load_weights(path)
+    model = MiniMindForCausalLM(_config(path, weights))
+    model.load_state_dict(weights, strict=False)  # without a tied lm_head
+    return model.eval(), _tokenizer(path, model.config.vocab_size), path
+
+
+def _config(path: Path, weights: dict[str, torch.Tensor]) -> MiniMindConfig:
+    """The shape of a checkpoint's model; a CheckpointError where its weights have another.
+
+    No table or layer that the weights do not bear out is made.
+    """
+    claimed = read_config(path, read_manifest(path))
+    misfit = f"{path / 'config.json'}: does not fit the weights saved beside it"
+    layers = {name.split(".")[2] for name in weights if name.startswith("model.layers.")}
+    if claimed["num_hidden_layers"] != len(layers):
+        raise CheckpointError(
+            f"{misfit} (num_hidden_layers: {len(layers)} -> {claimed['num_hidden_layers']});"
+            f" {ELSEWHERE}"
+        )
+    try:
+        config = MiniMindConfig(**claimed)
+        with torch.device("meta"):
+            own = shapes(MiniMindForCausalLM(config))
+    except (ValueError, RuntimeError) as error:  # the latter of sizes that int64 cannot hold
+        told = str(error).splitlines()[0]
+        raise CheckpointError(f"{misfit} ({told}); {ELSEWHERE}") from error
+    saved = {name: list(value.shape) for name, value in weights.items()}
+    if wrong := misfits(saved, own):
+        raise CheckpointError(f"{misfit} ({'; '.join(wrong[:3])}); {ELSEWHERE}")
+    return config
+
+
+def _tokenizer(path: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer in a checkpoint; a CheckpointError where the model does not know its ids."""
+    file = path / MODEL_NAME
+    require_listed(read_manifest(path), file)
+    try:
+        tokenizer = Tokenizer(file)
+    except DataError as error:  # whose way out is that of a run that has text
+        told = str(error).split(";")[0]
+        raise CheckpointError(f"{told}; {ELSEWHERE}") from error
+    if tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(
+            f"{file}: has {tokenizer.vocab_size} pieces and the model {vocab_size}; {ELSEWHERE}"
+        )
+    return tokenizer
 
 
 def generate(model: Any, tokenizer: Tokenizer, prompt: str, how: Sampling) -> tuple[str, float]:
@@ -76,6 +117,7 @@ def generate(model: Any, tokenizer: Tokenizer, prompt: str, how: Sampling) -> tu
             eos_token_id=tokenizer.eos_id,
             pad_token_id=tokenizer.pad_id,
             use_cache=True,
+            logits_processor=[_require_finite],
             **drawn,
         )
     new = [int(i) for i in out[0, len(ids) :] if int(i) != tokenizer.eos_id]
@@ -84,3 +126,12 @@ def generate(model: Any, tokenizer: Tokenizer, prompt: str, how: Sampling) -> tu
     if len(new) == how.max_new_tokens:  # perhaps cut within the bytes of one character
         text = text.rstrip("\ufffd")
     return prompt + text, speed
+
+
+def _require_finite(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """The logits; a NumericError where nothing can be drawn from them."""
+    if not torch.isfinite(logits).all():
+        raise NumericError(
+            f"the logits of token {ids.shape[1]} are not finite; generate from another checkpoint"
+        )
+    return logits

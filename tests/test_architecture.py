@@ -41,6 +41,7 @@ LAYERS = [
         "minimind.train.state",
         "minimind.train.zero_state",
         "minimind.train.adapters",
+        "minimind.train.claims",
         "minimind.train.tensor_files",
         "minimind.train.checkpoint",
         "minimind.train.out_dir",

@@ -15,6 +15,7 @@ from minimind.data.tokenizer import Tokenizer
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.model.configuration import MiniMindConfig
 from minimind.plan import plan_text
+from minimind.train.claims import require_course
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.engine import Engine
 from minimind.train.evaluate import HeldOut
@@ -81,6 +82,7 @@ def plan(run: RunConfig, prepared: Prepared, world_size: int) -> tuple[Order, Sc
 
 def continued(order: Order, resumed: Resumed) -> Order:
     """The order of the checkpoint, taken over where it stands when the batch or text is another."""
+    require_course(resumed.manifest)
     saved = resumed.manifest["identity"]
     origin = Origin(**resumed.manifest["order"])
     batch, data, seed = saved["batch"], saved["data"], saved["seed"]["seed"]

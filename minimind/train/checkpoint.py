@@ -22,6 +22,7 @@ from typing import Any
 
 from minimind.errors import CheckpointError
 from minimind.files import canonical_json, fingerprint, sha256_of, sync_directory, write_durably
+from minimind.train.claims import read_object, require_manifest, shown
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -57,7 +58,7 @@ def write_manifest(directory: Path, facts: dict[str, Any], files: list[dict[str,
     """Write `manifest.json`, which ends with the sha256 of its own canonical form."""
     manifest = {"format": FORMAT, **facts, "files": sorted(files, key=lambda f: f["name"])}
     manifest["sha256"] = fingerprint(manifest)
-    write_durably(directory / MANIFEST, json.dumps(manifest, indent=1).encode())
+    write_durably(directory / MANIFEST, manifest_text(manifest))
     sync_directory(directory)
 
 
@@ -105,24 +106,31 @@ def sweep(root: Path) -> None:
         shutil.rmtree(left)
 
 
+def manifest_text(manifest: dict[str, Any]) -> bytes:
+    """The one way in which `manifest.json` is spelt."""
+    return json.dumps(manifest, indent=1).encode()
+
+
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest, its own hash and the file names in it checked; CheckpointError otherwise."""
-    try:
-        manifest = json.loads((directory / MANIFEST).read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError("is not JSON") from error
-    if not isinstance(manifest, dict) or "sha256" not in manifest:
+    """The manifest, its own hash and all that reading needs checked; CheckpointError otherwise."""
+    manifest, text = read_object(directory / MANIFEST)
+    if "sha256" not in manifest:
         raise CheckpointError("is no manifest")
     body = {key: value for key, value in manifest.items() if key != "sha256"}
-    if fingerprint(body) != manifest["sha256"]:
+    try:
+        is_whole = fingerprint(body) == manifest["sha256"]
+    except UnicodeEncodeError:  # half a surrogate pair, escaped
+        is_whole = False
+    # Spelt otherwise (1e-5 for 1E-5) it would mean the same, but something has changed it.
+    if not is_whole or text != manifest_text(manifest):
         raise CheckpointError("does not match its own sha256")
     if body.get("format") != FORMAT:
-        raise CheckpointError(f"has format {body.get('format')}, this version reads {FORMAT}")
-    for entry in body["files"]:
-        if Path(entry["name"]).name != entry["name"] or entry["name"] in (".", ".."):
-            raise CheckpointError(f"names a file outside the checkpoint: {entry['name']!r}")
+        told = shown(body.get("format"))
+        raise CheckpointError(f"has format {told}, this version reads {FORMAT}")
+    require_manifest(manifest)
+    own_name = step_directory(directory, manifest["step"]).name
+    if NAME.fullmatch(directory.name) and directory.name != own_name:
+        raise CheckpointError(f"is that of {own_name}")
     return manifest
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from minimind.errors import CheckpointError
 from minimind.files import sync_directory
@@ -26,11 +24,12 @@ from minimind.train.checkpoint import (
     sweep,
     verify,
 )
+from minimind.train.claims import read_state, require_listed
 from minimind.train.engine import Engine
 from minimind.train.ranks import lost_peers, on_rank_0, together
 from minimind.train.saver import BUFFERS, shapes
 from minimind.train.state import TrainState
-from minimind.train.tensor_files import RunFiles
+from minimind.train.tensor_files import RunFiles, read_buffers
 
 
 @dataclass(frozen=True)
@@ -122,8 +121,8 @@ def _verify_together(engine: Engine, path: Path) -> Rejected | None:
 
 
 def _load(engine: Engine, path: Path, manifest: dict[str, Any]) -> None:
-    about = on_rank_0(engine, lambda: json.loads((path / "state.json").read_bytes()))
-    if wrong := _misfits(about["parameters"], shapes(engine.model)):
+    about = on_rank_0(engine, lambda: read_state(path, manifest))
+    if wrong := misfits(about["parameters"], shapes(engine.model)):
         raise CheckpointError(
             f"{path}: does not fit this model ({'; '.join(wrong[:3])}); give the shape flags of"
             " the run that saved it",
@@ -132,9 +131,13 @@ def _load(engine: Engine, path: Path, manifest: dict[str, Any]) -> None:
     held = engine.backend.state()
 
     def fill() -> None:
-        held.fill(RunFiles(path, manifest["world_size"]).read, about["optimizer_step"])
+        require_listed(manifest, path / BUFFERS)
         own = dict(engine.model.named_buffers())
-        for name, value in load_file(path / BUFFERS).items():
+        buffers = read_buffers(path / BUFFERS, own)
+        runs = RunFiles(path, manifest["world_size"])
+        runs.require_whole(about["parameters"])
+        held.fill(runs.read, about["optimizer_step"])
+        for name, value in buffers.items():
             own[name].copy_(value)
 
     together(engine, fill)
@@ -143,7 +146,8 @@ def _load(engine: Engine, path: Path, manifest: dict[str, Any]) -> None:
     engine.backend.restore_counters(about["counters"])
 
 
-def _misfits(saved: dict[str, list[int]], own: dict[str, list[int]]) -> list[str]:
+def misfits(saved: dict[str, list[int]], own: dict[str, list[int]]) -> list[str]:
+    """`name: saved -> own` for every parameter of another shape, or that only one side has."""
     names = sorted({*saved, *own})
     return [f"{n}: {saved.get(n)} -> {own.get(n)}" for n in names if saved.get(n) != own.get(n)]
 
@@ -151,8 +155,9 @@ def _misfits(saved: dict[str, list[int]], own: dict[str, list[int]]) -> list[str
 def load_weights(directory: Path) -> dict[str, torch.Tensor]:
     """Every fp32 parameter of a checkpoint, whole; needs neither DeepSpeed nor its world size."""
     manifest = read_manifest(directory)
-    about = json.loads((directory / "state.json").read_bytes())
+    about = read_state(directory, manifest)
     runs = RunFiles(directory, manifest["world_size"])
+    runs.require_whole(about["parameters"])
     return {
         name: runs.read("fp32", name, 0, int(torch.Size(shape).numel())).view(shape)
         for name, shape in about["parameters"].items()

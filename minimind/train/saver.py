@@ -24,10 +24,11 @@ from minimind.train.checkpoint import (
     step_directory,
     write_manifest,
 )
+from minimind.train.claims import shard_name
 from minimind.train.engine import Engine
 from minimind.train.ranks import Ranks, on_rank_0, together
 from minimind.train.state import TrainState
-from minimind.train.tensor_files import Staging, shard_name, write_runs, write_tensors
+from minimind.train.tensor_files import Staging, write_runs, write_tensors
 from minimind.train.zero_state import MASTER, ZeroState
 
 BUFFERS = "buffers.safetensors"

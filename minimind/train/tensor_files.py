@@ -9,26 +9,26 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minimind.errors import CheckpointError, NumericError
 from minimind.files import sync_file
+from minimind.train.claims import ELSEWHERE, shard_name
 
 PIECE = 4 * 2**20
-
-
-def shard_name(rank: int, world_size: int) -> str:
-    """File name of what one rank wrote."""
-    return f"shard-{rank}-of-{world_size}.safetensors"
+RUN = re.compile(r"([a-z0-9_]{1,40})\|([^|]{1,400})\|(0|[1-9][0-9]{0,15})")
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -127,13 +127,39 @@ class RunFiles:
         self._runs: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
         for rank in range(world_size):
             name = shard_name(rank, world_size)
-            file = self._files[name] = safe_open(directory / name, framework="pt")
-            for key in file.keys():
-                kind, parameter, start = key.split("|")
-                length = file.get_slice(key).get_shape()[0]
-                self._runs.setdefault((kind, parameter), []).append((int(start), length, name))
+            with readable(directory / name):
+                file = self._files[name] = safe_open(directory / name, framework="pt")
+                for key in file.keys():
+                    kind, parameter, start, length = _run(key, file.get_slice(key))
+                    self._runs.setdefault((kind, parameter), []).append((start, length, name))
         for pieces in self._runs.values():
             pieces.sort()
+
+    def require_whole(self, shapes: dict[str, list[int]]) -> None:
+        """Nothing, or a CheckpointError unless the runs are these parameters, cut without a gap.
+
+        Every parameter must have its weights; moments are whole or not there.
+        """
+        for (kind, parameter), pieces in self._runs.items():
+            position, size = 0, math.prod(shapes.get(parameter, [0]))
+            for first, length, name in pieces:
+                end = first + length
+                if first != position or end > size:
+                    raise CheckpointError(
+                        f"{self.directory / name}: {kind} of {parameter!r} at {first}..{end} does"
+                        f" not follow on {position} of {size}; {ELSEWHERE}"
+                    )
+                position = end
+            if position != size:
+                raise CheckpointError(
+                    f"{self.directory}: {kind} of {parameter!r} ends at {position} of {size};"
+                    f" {ELSEWHERE}"
+                )
+        for parameter, shape in shapes.items():
+            if math.prod(shape) and ("fp32", parameter) not in self._runs:
+                raise CheckpointError(
+                    f"{self.directory}: no shard has fp32 of {parameter!r}; {ELSEWHERE}"
+                )
 
     def read(self, kind: str, parameter: str, start: int, length: int) -> Tensor:
         """float32 (length,): elements start..start + length; CheckpointError if one is missing."""
@@ -154,3 +180,40 @@ class RunFiles:
                 " is of another model"
             )
         return torch.cat(parts) if parts else torch.empty(0)
+
+
+def _run(key: str, stretch: Any) -> tuple[str, str, int, int]:
+    """Kind, parameter, start and length of one run of a shard."""
+    found = RUN.fullmatch(key)
+    shape, dtype = stretch.get_shape(), stretch.get_dtype()
+    if not found or dtype != "F32" or len(shape) != 1:
+        raise CheckpointError(f"holds {key[:80]!r} of {dtype} {shape}, which is no run")
+    return found[1], found[2], int(found[3]), shape[0]
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn what is wrong with the tensor file read inside into a CheckpointError that names it."""
+    try:
+        yield
+    except OSError as error:
+        told = error.strerror or error
+        raise CheckpointError(f"{path}: cannot be read ({told}); {ELSEWHERE}") from error
+    except (SafetensorError, CheckpointError) as error:
+        raise CheckpointError(f"{path}: {error}; {ELSEWHERE}") from error
+
+
+def read_buffers(path: Path, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file, which must be some of `own`; a CheckpointError otherwise."""
+    with readable(path):
+        saved = load_file(path)
+        for name, value in saved.items():
+            if name not in own:
+                raise CheckpointError(f"holds a buffer {name[:80]!r}, which this model has not")
+            ours = own[name]
+            if value.shape != ours.shape or not torch.can_cast(value.dtype, ours.dtype):
+                raise CheckpointError(
+                    f"holds {name} as {value.dtype} {list(value.shape)}, and this model"
+                    f" {ours.dtype} {list(ours.shape)}"
+                )
+    return saved

@@ -14,6 +14,7 @@ from minimind.train.checkpoint import (
     candidates,
     describe_file,
     differences,
+    manifest_text,
     newest_valid,
     publish,
     read_manifest,
@@ -26,14 +27,18 @@ from minimind.train.checkpoint import (
     verify,
     write_manifest,
 )
-from minimind.train.tensor_files import RunFiles, shard_name, write_runs
+from minimind.train.claims import shard_name
+from minimind.train.tensor_files import RunFiles, write_runs
+
+SHARD = shard_name(0, 1)
 
 
 def saved(root: Path, step: int, content: bytes = b"tensor bytes") -> Path:
     tmp = root / f"step_{step:08d}.tmp-x"
     tmp.mkdir(parents=True)
-    (tmp / "shard.bin").write_bytes(content)
-    write_manifest(tmp, {"step": step}, [describe_file(tmp / "shard.bin")])
+    (tmp / SHARD).write_bytes(content)
+    facts = {"step": step, "tokens": 8 * step, "world_size": 1, "identity": {}}
+    write_manifest(tmp, facts, [describe_file(tmp / SHARD)])
     final = step_directory(root, step)
     publish(tmp, final)
     return final
@@ -62,14 +67,14 @@ def damage_bit(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "harm", "told"),
     [
-        ("shard.bin", damage_bit, "sha256"),
-        ("shard.bin", lambda f: f.write_bytes(f.read_bytes()[:-1]), "11 of 12 bytes"),
-        ("shard.bin", lambda f: f.unlink(), "missing"),
-        ("shard.bin", lambda f: (f.unlink(), f.symlink_to("/etc/hostname")), "missing"),
+        (SHARD, damage_bit, "sha256"),
+        (SHARD, lambda f: f.write_bytes(f.read_bytes()[:-1]), "11 of 12 bytes"),
+        (SHARD, lambda f: f.unlink(), "missing"),
+        (SHARD, lambda f: (f.unlink(), f.symlink_to("/etc/hostname")), "missing"),
         ("manifest.json", damage_bit, "manifest"),
         ("manifest.json", lambda f: f.write_bytes(f.read_bytes()[:-9]), "not JSON"),
         ("manifest.json", lambda f: f.unlink(), "cannot be read"),
-        ("manifest.json", lambda f: f.write_text("[]"), "no manifest"),
+        ("manifest.json", lambda f: f.write_text("[]"), "no JSON object"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(tmp_path, name, harm, told):
@@ -79,13 +84,13 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(tmp_path, name, h
     assert chosen == older
     (bad,) = rejected
     assert (bad.path, bad.file) == (newer, name)
-    if name == "shard.bin" or told != "manifest":
+    if name == SHARD or told != "manifest":
         assert told in bad.reason
 
 
 def test_when_all_are_damaged_nothing_starts_at_step_0(tmp_path):
     for step in (1, 2):
-        damage_bit(saved(tmp_path, step) / "shard.bin")
+        damage_bit(saved(tmp_path, step) / SHARD)
     with pytest.raises(CheckpointError, match=r"step_00000002.*step_00000001"):
         newest_valid(candidates(tmp_path), verify)
 
@@ -100,7 +105,7 @@ def test_a_manifest_cannot_point_outside_its_directory(tmp_path, name):
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"][0]["name"] = name
     manifest["sha256"] = fingerprint({k: v for k, v in manifest.items() if k != "sha256"})
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_bytes(manifest_text(manifest))
     with pytest.raises(CheckpointError, match="outside"):
         read_manifest(path)
 
@@ -121,8 +126,8 @@ def test_the_newest_are_kept_and_a_taken_name_is_moved_aside(tmp_path):
     retire(tmp_path, 2)
     assert [p.name for p in candidates(tmp_path)] == ["step_00000003", "step_00000002"]
     saved(tmp_path, 3, b"again")
-    assert (tmp_path / "rejected-step_00000003" / "shard.bin").read_bytes() == b"tensor bytes"
-    assert (tmp_path / "step_00000003" / "shard.bin").read_bytes() == b"again"
+    assert (tmp_path / "rejected-step_00000003" / SHARD).read_bytes() == b"tensor bytes"
+    assert (tmp_path / "step_00000003" / SHARD).read_bytes() == b"again"
 
 
 def test_a_fresh_start_moves_old_checkpoints_aside_without_deleting_any(tmp_path):
