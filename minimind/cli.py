@@ -7,6 +7,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from minimind.errors import RunError, UsageError
@@ -36,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=_at_least(0), default=42)
     generate.add_argument("--debug", action="store_true", help="show tracebacks")
     _add_plan(subs)
+    _add_checkpoint(subs)
     return parser
 
 
@@ -59,6 +61,44 @@ def _add_plan(subs: Any) -> None:
     )
     plan.add_argument("--mfu", type=_share, default=0.4, help="share of the peak that is reached")
     plan.add_argument("--tokens", type=_positive, help="tokens to train on, say 1e9")
+
+
+def _add_checkpoint(subs: Any) -> None:
+    told = (
+        "What lies in a run's folder, and whether it is whole. No GPU is needed."
+    )
+    group = subs.add_parser(
+        "checkpoint", help="list | verify | diff | consolidate | prune", description=told
+    )
+    actions = group.add_subparsers(dest="action", required=True, parser_class=_Parser)
+
+    def action(name: str, told: str, status: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=told, description=f"{told}. {status}")
+        added.add_argument("--debug", action="store_true", help="show tracebacks")
+        return added
+
+    listing = action("list", "what is there, newest first", "No tensor is read.")
+    listing.add_argument("--verify", action="store_true", help="hash every file as well")
+    listing.add_argument("--json", action="store_true", help="for programs: a list of objects")
+    verifying = action("verify", "hash every file, look for gaps", "Exit status 4 for any damage.")
+    consolidating = action("consolidate", "whole tensors in safetensors", "Hashes are read first.")
+    consolidating.add_argument("--out", type=Path, required=True, help="a new folder")
+    consolidating.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    most = ("--max_shard_size", "--max-shard-size")
+    consolidating.add_argument(*most, type=_bytes, default="2GB", help="of one file (2GB)")
+    consolidating.add_argument("--force", action="store_true", help="replace an earlier --out")
+    pruning = action(
+        "prune", "delete older checkpoints and leftovers", "The newest valid one always stays."
+    )
+    pruning.add_argument("--keep", type=_at_least(1), required=True, help="checkpoints that stay")
+    pruning.add_argument("--dry_run", "--dry-run", action="store_true", help="only tell")
+    for added in (listing, verifying, consolidating, pruning):
+        added.add_argument("place", nargs="?", help="the same as --checkpoint")
+        added.add_argument("--checkpoint", help="a run's out_dir, or a step_ directory")
+    comparing = action(
+        "diff", "how two checkpoints differ", "Exit status 1 if they do, 0 if not, as diff's."
+    )
+    comparing.add_argument("places", nargs="+", metavar="CHECKPOINT", help="two of them")
 
 
 def _checked(kind: type, holds: Callable[[float], bool], told: str) -> Callable[[str], float]:
@@ -110,7 +150,18 @@ def run_plan(args: argparse.Namespace) -> None:
     print(plan(args.run_flags, machine))
 
 
-COMMANDS = {"generate": run_generate, "plan": run_plan}
+def run_checkpoint(args: argparse.Namespace) -> int:
+    """The exit status of `minimind checkpoint ACTION`."""
+    from minimind import checkpoint_commands
+
+    return checkpoint_commands.ACTIONS[args.action](args)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "generate": run_generate,
+    "plan": run_plan,
+    "checkpoint": run_checkpoint,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,14 +173,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(
                 f"unknown argument {args.run_flags[0]}; see minimind {args.command} --help"
             )
-        COMMANDS[args.command](args)
+        return COMMANDS[args.command](args) or 0
     except Exception as error:  # the one place that turns an ending into a line and a status
         if "--debug" in words or not isinstance(error, RunError):
             traceback.print_exception(error)
         code = getattr(error, "code", RunError.code)
         print(f"minimind: error[{code}]: {error}", file=sys.stderr)
         return getattr(error, "status", RunError.status)
-    return 0
 
 
 if __name__ == "__main__":

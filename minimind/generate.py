@@ -13,7 +13,7 @@ import torch
 from minimind.data.tokenizer import MODEL_NAME, Tokenizer
 from minimind.errors import CheckpointError, DataError, NumericError, UsageError
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.train.checkpoint import candidates, newest_valid, read_manifest, verify
+from minimind.train.checkpoint import choose, read_manifest
 from minimind.train.claims import ELSEWHERE, read_config, require_listed
 from minimind.train.resume import load_weights, misfits
 from minimind.train.saver import shapes
@@ -35,14 +35,7 @@ def load_checkpoint(place: str) -> tuple[MiniMindForCausalLM, Tokenizer, Path]:
     A run directory gives its newest valid checkpoint. Hashes are verified before anything is read;
     neither DeepSpeed nor the number of processes that trained it is needed.
     """
-    root = Path(place) / "checkpoints"
-    found = candidates(root) if root.is_dir() else [Path(place)]
-    if not Path(place).is_dir() or not found:
-        raise CheckpointError(
-            f"--checkpoint {place}: holds no checkpoint; name a run's out_dir or a step_ directory"
-        )
-    path, rejected = newest_valid(found, verify)
-    assert path is not None
+    path, rejected = choose(place)
     for bad in rejected:
         print(f"{bad.path} is passed over: {bad.file} {bad.reason}", file=sys.stderr)
     weights = load_weights(path)

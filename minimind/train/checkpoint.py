@@ -97,13 +97,34 @@ def retire(root: Path, keep_last: int) -> None:
 def leftovers(root: Path) -> list[Path]:
     """Checkpoints that stepped aside and were kept."""
     aside = [p for why in ("rejected", "abandoned") for p in root.glob(f"{why}-step_*")]
-    return sorted(aside)
+    return sorted(p for p in aside if ".tmp-" not in p.name)
+
+
+def unfinished(root: Path) -> list[Path]:
+    """Directories of saves and deletions that were cut short."""
+    return sorted(root.glob("*step_*.tmp-*"))
 
 
 def sweep(root: Path) -> None:
     """Delete what earlier processes left unfinished."""
-    for left in root.glob("step_*.tmp-*"):
+    for left in unfinished(root):
         shutil.rmtree(left)
+
+
+def choose(place: str) -> tuple[Path, list[Rejected]]:
+    """The step directory that `--checkpoint place` means, verified, and those passed over.
+
+    A run directory gives its newest valid checkpoint; a CheckpointError where there is none.
+    """
+    root = Path(place) / "checkpoints"
+    found = candidates(root) if root.is_dir() else [Path(place)]
+    if not Path(place).is_dir() or not found:
+        raise CheckpointError(
+            f"--checkpoint {place}: holds no checkpoint; name a run's out_dir or a step_ directory"
+        )
+    path, rejected = newest_valid(found, verify)
+    assert path is not None  # newest_valid raises where all of some are damaged
+    return path, rejected
 
 
 def manifest_text(manifest: dict[str, Any]) -> bytes:
@@ -141,12 +162,12 @@ def verify(directory: Path, part: int = 0, of: int = 1) -> Rejected | None:
     except CheckpointError as error:
         return Rejected(directory, MANIFEST, str(error))
     for entry in manifest["files"][part::of]:
-        if told := _fault(directory / entry["name"], entry):
+        if told := fault(directory / entry["name"], entry):
             return Rejected(directory, entry["name"], told)
     return None
 
 
-def _fault(path: Path, entry: dict[str, Any]) -> str:
+def fault(path: Path, entry: dict[str, Any]) -> str:
     """What is wrong with one file, or nothing."""
     try:
         if path.is_symlink() or not path.is_file():

@@ -27,9 +27,9 @@ from minimind.train.checkpoint import (
 from minimind.train.claims import read_state, require_listed
 from minimind.train.engine import Engine
 from minimind.train.ranks import lost_peers, on_rank_0, together
-from minimind.train.saver import BUFFERS, shapes
+from minimind.train.saver import shapes
 from minimind.train.state import TrainState
-from minimind.train.tensor_files import RunFiles, read_buffers
+from minimind.train.tensor_files import BUFFERS, RunFiles, read_buffers
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,9 @@ from minimind.train.claims import shard_name
 from minimind.train.engine import Engine
 from minimind.train.ranks import Ranks, on_rank_0, together
 from minimind.train.state import TrainState
-from minimind.train.tensor_files import Staging, write_runs, write_tensors
+from minimind.train.tensor_files import BUFFERS, Staging, write_runs, write_tensors
 from minimind.train.zero_state import MASTER, ZeroState
 
-BUFFERS = "buffers.safetensors"
 REMEDY = "free some space, or mend the path of --out_dir; earlier checkpoints are untouched"
 
 

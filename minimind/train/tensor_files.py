@@ -27,6 +27,7 @@ from minimind.errors import CheckpointError, NumericError
 from minimind.files import sync_file
 from minimind.train.claims import ELSEWHERE, shard_name
 
+BUFFERS = "buffers.safetensors"
 PIECE = 4 * 2**20
 RUN = re.compile(r"([a-z0-9_]{1,40})\|([^|]{1,400})\|(0|[1-9][0-9]{0,15})")
 
@@ -134,6 +135,14 @@ class RunFiles:
                     self._runs.setdefault((kind, parameter), []).append((start, length, name))
         for pieces in self._runs.values():
             pieces.sort()
+
+    @property
+    def kinds(self) -> dict[str, set[str]]:
+        """The parameters of which there is anything, by kind."""
+        found: dict[str, set[str]] = {}
+        for kind, parameter in self._runs:
+            found.setdefault(kind, set()).add(parameter)
+        return found
 
     def require_whole(self, shapes: dict[str, list[int]]) -> None:
         """Nothing, or a CheckpointError unless the runs are these parameters, cut without a gap.

@@ -1,0 +1,246 @@
+"""`minimind checkpoint list | verify | prune`: what lies in a run's folder, and is it whole.
+
+Neither DeepSpeed nor a GPU is needed, nor the number of processes that trained.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from minimind.errors import CheckpointError, UsageError
+from minimind.files import mebibytes, storing
+from minimind.train.checkpoint import (
+    MANIFEST,
+    candidates,
+    fault,
+    leftovers,
+    newest_valid,
+    read_manifest,
+    unfinished,
+    verify,
+)
+from minimind.train.out_dir import claim
+
+COLUMNS = ("checkpoint", "tokens", "saved", "files", "size", "saved by", "dtype", "state")
+RIGHT = {1, 3, 4}  # numbers
+DTYPES = ("float32", "bfloat16", "float16")
+ONE = re.compile(r"(?:rejected-|abandoned-)?step_\d{8,}.*")
+NAME_ONE = "name a run's out_dir or a step_ directory"
+
+
+@dataclass(frozen=True)
+class Found:
+    """One directory as `list` shows it; what a damaged manifest cannot say is None."""
+
+    path: str
+    name: str
+    step: int | None
+    tokens: int | None
+    saved: float  # unix seconds, when the manifest was written
+    bytes: int
+    world_size: int | None
+    zero_stage: int | None
+    dtype: str | None
+    files: int
+    state: str
+
+
+def place_of(positional: str | None, flag: str | None) -> str:
+    """The one place that was named, as a word or by --checkpoint; a UsageError otherwise."""
+    named = [place for place in (positional, flag) if place is not None]
+    if len(named) != 1:
+        told = "two places" if named else "no checkpoint"
+        raise UsageError(f"{told} given; name one run's out_dir, or one step_ directory")
+    return named[0]
+
+
+def is_one(path: Path) -> bool:
+    """Whether a directory is one checkpoint, be it whole or not; else it is a run."""
+    return (path / MANIFEST).exists() or bool(ONE.fullmatch(path.name) and path.is_dir())
+
+
+def folder_of(place: str) -> Path:
+    """The checkpoints folder of a run directory; a CheckpointError for a place that has none."""
+    for root in (Path(place) / "checkpoints", Path(place)):
+        if root.is_dir() and (root.name == "checkpoints" or candidates(root)):
+            return root
+    raise CheckpointError(f"--checkpoint {place}: holds no checkpoint; {NAME_ONE}")
+
+
+def directories(place: str) -> list[Path]:
+    """Checkpoints that a run directory, or a step directory, means; a CheckpointError for none."""
+    if is_one(Path(place)):
+        return [Path(place)]
+    found = candidates(folder_of(place))
+    if not found:
+        raise CheckpointError(f"--checkpoint {place}: holds no checkpoint; {NAME_ONE}")
+    return found
+
+
+def list_checkpoints(place: str, is_verifying: bool) -> list[Found]:
+    """What lies at `place`: checkpoints, newest first, then what stepped aside or is unfinished."""
+    if is_one(Path(place)):
+        found = [_listed(Path(place), is_verifying)]
+    else:
+        root = folder_of(place)
+        found = [_listed(path, is_verifying) for path in candidates(root)]
+        found += [look_at(path, "stepped aside, never chosen") for path in leftovers(root)]
+        found += [look_at(path, "unfinished") for path in unfinished(root)]
+    return [one for one in found if one is not None]
+
+
+def _listed(path: Path, is_verifying: bool) -> Found | None:
+    if is_verifying:
+        bad = verify(path)
+        return look_at(path, f"DAMAGED: {bad.file} {bad.reason}" if bad else "ok, hashes read")
+    return look_at(path, "")
+
+
+def look_at(path: Path, state: str) -> Found | None:
+    """What is known of a directory without reading its tensors; `state`, or what the sizes tell.
+
+    None when it is gone by now: a run that goes on deletes its older ones.
+    """
+    sizes = sizes_of(path)
+    if sizes is None:
+        return None
+    manifest: dict[str, Any] = {}
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        state = state or f"DAMAGED: {MANIFEST} {error}"
+    if not state:
+        wrong = [f["name"] for f in manifest["files"] if sizes.get(f["name"]) != f["bytes"]]
+        state = f"DAMAGED: {wrong[0]}, by its size" if wrong else "published, hashes not read"
+    stage, dtype = manifest.get("zero_stage"), manifest.get("dtype")
+    return Found(
+        path=str(path),
+        name=path.name,
+        step=manifest.get("step"),
+        tokens=manifest.get("tokens"),
+        saved=_saved(path),
+        bytes=sum(sizes.values()),
+        world_size=manifest.get("world_size"),
+        zero_stage=stage if stage in (0, 1, 2, 3) else None,
+        dtype=dtype if dtype in DTYPES else None,
+        files=len(sizes),
+        state=state,
+    )
+
+
+def sizes_of(path: Path) -> dict[str, int] | None:
+    """Bytes of every file by name; None for a directory that is not there."""
+    try:
+        return {file.name: file.lstat().st_size for file in path.iterdir()}
+    except FileNotFoundError:
+        return None
+
+
+def _saved(path: Path) -> float:
+    """Unix seconds at which the manifest, or where there is none the directory, was written."""
+    for place in (path / MANIFEST, path):
+        try:
+            return place.stat().st_mtime
+        except FileNotFoundError:
+            pass
+    return 0.0
+
+
+def as_table(found: list[Found]) -> str:
+    """One aligned line per directory."""
+    rows = [COLUMNS, *(_row(one) for one in found)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i in RIGHT else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _row(one: Found) -> tuple[str, ...]:
+    stage = "" if one.zero_stage is None else f" x ZeRO-{one.zero_stage}"
+    return (
+        one.name,
+        "" if one.tokens is None else f"{one.tokens:,}",
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(one.saved)),
+        str(one.files),
+        mebibytes(one.bytes),
+        "" if one.world_size is None else f"{one.world_size}{stage}",
+        one.dtype or "",
+        one.state,
+    )
+
+
+def as_json(found: list[Found]) -> str:
+    """The same for programs."""
+    return json.dumps([asdict(one) for one in found], indent=1)
+
+
+def verify_checkpoints(place: str) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """(checkpoint, faults, remarks) of every one at `place`: hashes first, then what is inside."""
+    for path in directories(place):
+        faults = faults_of(path)
+        if path.is_dir() or is_one(Path(place)):  # else deleted meanwhile, by a run that goes on
+            yield path, faults, [] if faults else unlisted(path)
+
+
+def faults_of(path: Path) -> list[str]:
+    """Every damaged file with the reason; where all are whole, what is missing inside."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [f"{MANIFEST} {error}"]
+    found = ((entry["name"], fault(path / entry["name"], entry)) for entry in manifest["files"])
+    if faults := [f"{name} {told}" for name, told in found if told]:
+        return faults
+    from minimind.train.contents import Contents  # imports torch
+
+    try:
+        Contents(path)
+    except CheckpointError as error:
+        return [str(error).removeprefix(f"{path}/").removeprefix(f"{path}: ")]
+    return []
+
+
+def unlisted(path: Path) -> list[str]:
+    """Files that the manifest does not vouch for; they are never read."""
+    known = {MANIFEST, *(entry["name"] for entry in read_manifest(path)["files"])}
+    extra = sorted(set(sizes_of(path) or ()) - known)
+    return [f"{name!r} is not in the manifest, and is not read" for name in extra]
+
+
+def prune(place: str, keep: int, is_dry: bool) -> Iterator[tuple[Path, int]]:
+    """Each directory that is deleted, or with a dry run would be, and its bytes, one by one.
+
+    All but the `keep` newest checkpoints, and all that stepped aside or was left unfinished; the
+    newest valid one always stays. A LockedError while a run writes there.
+    """
+    if is_one(Path(place)):
+        raise UsageError(f"--checkpoint {place} is one checkpoint; name the out_dir of its run")
+    root = folder_of(place)
+    with claim(root.parent):
+        found = candidates(root)
+        stays = {*found[:keep], newest_valid(found, verify)[0]}  # raises where all are damaged
+        doomed = [path for path in reversed(found) if path not in stays]
+        for path in [*doomed, *leftovers(root), *unfinished(root)]:
+            size = sum((sizes_of(path) or {}).values())
+            if not is_dry:
+                _delete(path)
+            yield path, size
+
+
+def _delete(path: Path) -> None:
+    """Renamed first, so that none is ever half there."""
+    with storing(str(path), "mend its rights"):
+        if ".tmp-" not in path.name:
+            path = path.rename(path.with_name(f"{path.name}.tmp-pruned"))
+        shutil.rmtree(path)

@@ -1,0 +1,199 @@
+"""`minimind checkpoint consolidate`: a checkpoint as whole tensors, for any reader of safetensors.
+
+One tensor at a time is in memory, whatever the model's size and the number of files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from minimind.errors import CheckpointError, UsageError
+from minimind.files import mebibytes, storing, sync_directory, write_durably
+from minimind.train.checkpoint import read_manifest
+from minimind.train.claims import require_listed
+from minimind.train.contents import Contents
+from minimind.train.tensor_files import BUFFERS, readable
+from minimind.train.zero_state import MASTER
+
+COPIED = ("config.json", "tokenizer.model")
+INDEX = "model.safetensors.index.json"
+SPELT = {"float32": "F32", "bfloat16": "BF16"}  # in the header of a file
+OWN = ("config.json", "tokenizer.model", INDEX, "model.safetensors", "model-*-of-*.safetensors")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of the result: what a file's header says of it, and where its numbers are."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    bytes: int
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Consolidated:
+    """What was written."""
+
+    files: list[str]
+    parameters: int
+    bytes: int
+
+
+def consolidate(
+    path: Path, out: Path, dtype: str, max_shard_bytes: int, force: bool
+) -> Consolidated:
+    """Write the verified checkpoint `path` as safetensors, with config and tokenizer, to `out`.
+
+    Written aside and renamed: an interrupted one leaves nothing under `out`. From any number of
+    processes and any ZeRO stage the float32 files are the same byte for byte.
+    """
+    require_free(out, force)
+    contents = Contents(path)
+    parts = list(_parts(contents, dtype))
+    needed = sum(part.bytes for part in parts)
+    texts = {name: _copied(path, name) for name in COPIED}
+    texts["config.json"] = _config_of(path, texts["config.json"], dtype)
+    draft = out.with_name(f"{out.name}.tmp-{os.getpid()}")
+    try:
+        with storing(str(out), "free some space, or give another --out", needed=needed):
+            draft.mkdir(parents=True)
+            files = _write(parts, draft, max_shard_bytes)
+            for name, content in texts.items():
+                write_durably(draft / name, content)
+            sync_directory(draft)
+            _replace(out, draft)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    parameters = sum(math.prod(shape) for shape in contents.shapes.values())
+    return Consolidated(files, parameters, needed)
+
+
+def require_free(out: Path, force: bool) -> None:
+    """Nothing, or a UsageError where `out` is taken; only what we wrote is ever replaced."""
+    if not os.path.lexists(out):
+        return
+    if not force:
+        raise UsageError(f"--out {out} exists; give another folder, or --force to replace it")
+    if out.is_symlink() or not out.is_dir():
+        raise UsageError(f"--out {out} is a file or a link, which --force does not replace")
+    strangers = [p.name for p in sorted(out.iterdir()) if not any(p.match(own) for own in OWN)]
+    if strangers:
+        raise UsageError(
+            f"--out {out} holds {strangers[0]!r}, which consolidate did not write, and --force"
+            " replaces nothing else; give another folder"
+        )
+
+
+def _parts(contents: Contents, dtype: str) -> Iterator[Part]:
+    """Persistent buffers as they are, then the parameters by name."""
+    kind = getattr(torch, dtype)
+    path = contents.directory / BUFFERS
+    with readable(path):
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(file.keys()):
+                about = file.get_slice(name)
+                value = file.get_tensor(name)
+                size = value.numel() * value.element_size()
+                yield Part(name, about.get_dtype(), list(value.shape), size, lambda v=value: v)
+    for name in sorted(contents.shapes):
+        shape = contents.shapes[name]
+
+        def read(name: str = name) -> Tensor:
+            return contents.read(MASTER, name).to(kind)
+
+        yield Part(name, SPELT[dtype], shape, math.prod(shape) * kind.itemsize, read)
+
+
+def _copied(path: Path, name: str) -> bytes:
+    require_listed(read_manifest(path), path / name)
+    try:
+        return (path / name).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path / name}: cannot be read ({error.strerror})") from error
+
+
+def _config_of(path: Path, content: bytes, dtype: str) -> bytes:
+    """The model's configuration, its `dtype` that of the files beside it."""
+    try:
+        config = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path / 'config.json'}: is not JSON") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path / 'config.json'}: is no JSON object")
+    return json.dumps({**config, "dtype": dtype}, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _write(parts: list[Part], draft: Path, most: int) -> list[str]:
+    shards = list(_shared_out(parts, most))
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = name if len(shards) > 1 else "model.safetensors"
+        _write_file(draft / name, shard)
+        index |= dict.fromkeys((part.name for part in shard), name)
+    if len(shards) > 1:
+        total = sum(part.bytes for part in parts)
+        told = {"metadata": {"total_size": total}, "weight_map": index}
+        write_durably(draft / INDEX, json.dumps(told, indent=2, sort_keys=True).encode())
+    return sorted({*index.values()})
+
+
+def _shared_out(parts: list[Part], most: int) -> Iterator[list[Part]]:
+    """The parts of one file after another, each of at most `most` bytes or of one tensor."""
+    shard: list[Part] = []
+    for part in parts:
+        if shard and sum(p.bytes for p in shard) + part.bytes > most:
+            yield shard
+            shard = []
+        shard.append(part)
+    yield shard
+
+
+def _write_file(path: Path, parts: list[Part]) -> None:
+    """safetensors: a length, a JSON header, the bytes. Its own writer wants all tensors at once."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    end = 0
+    for part in parts:
+        start, end = end, end + part.bytes
+        header[part.name] = {"dtype": part.dtype, "shape": part.shape, "data_offsets": [start, end]}
+    told = json.dumps(header, separators=(",", ":")).encode()
+    told += b" " * (-len(told) % 8)  # so that the numbers are aligned
+    with open(path, "wb") as file:
+        file.write(len(told).to_bytes(8, "little") + told)
+        for part in parts:
+            file.write(part.read().contiguous().view(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _replace(out: Path, draft: Path) -> None:
+    """Give `draft` the name `out`; what had it goes after that, so that one of them is there."""
+    before = out.with_name(f"{out.name}.tmp-{os.getpid()}-before")
+    if out.exists():
+        out.rename(before)
+    draft.rename(out)
+    sync_directory(out.parent)
+    if before.exists():
+        shutil.rmtree(before)
+
+
+def told(done: Consolidated, path: Path, out: Path, dtype: str) -> str:
+    """What `consolidate` says when it is done."""
+    files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0]
+    return (
+        f"{out}: {done.parameters:,} parameters in {dtype}, {mebibytes(done.bytes)} in {files},"
+        f" from {path}"
+    )

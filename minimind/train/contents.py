@@ -1,0 +1,46 @@
+"""What a checkpoint holds, its hashes verified: whole tensors, whoever wrote which part of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from minimind.errors import CheckpointError
+from minimind.train.checkpoint import read_manifest
+from minimind.train.claims import read_state, require_listed
+from minimind.train.tensor_files import BUFFERS, RunFiles
+from minimind.train.zero_state import MASTER
+
+
+class Contents:
+    """A checkpoint opened without DeepSpeed, and without the number of processes that trained it.
+
+    A CheckpointError unless every parameter is there once, whole, and of the shape it should have;
+    of that the headers tell, so that no tensor is read before it is asked for.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manifest = read_manifest(directory)
+        self.state: dict[str, Any] = read_state(directory, self.manifest)
+        self.shapes: dict[str, list[int]] = self.state["parameters"]
+        require_listed(self.manifest, directory / BUFFERS)
+        self.runs = RunFiles(directory, self.manifest["world_size"])
+        self.runs.require_whole(self.shapes)
+        moments = [names for kind, names in self.runs.kinds.items() if kind != MASTER]
+        if any(names != moments[0] for names in moments):
+            odd = sorted(set().union(*moments) - set.intersection(*moments))[0]
+            raise CheckpointError(f"{directory}: not every moment of {odd!r} is there")
+
+    @property
+    def kinds(self) -> list[str]:
+        """`fp32` and the moments that are there, which before the first step are none."""
+        return sorted(self.runs.kinds, key=lambda kind: (kind != MASTER, kind))
+
+    def read(self, kind: str, name: str) -> Tensor:
+        """float32, of the parameter's shape."""
+        shape = self.shapes[name]
+        return self.runs.read(kind, name, 0, math.prod(shape)).view(shape)
