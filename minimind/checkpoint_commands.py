@@ -85,7 +85,10 @@ def run_prune(args: argparse.Namespace) -> int:
     done = "would delete" if args.dry_run else "deleted"
     count, total = 0, 0
     with storing(place, MEND):
-        for path, size in prune(place, args.keep, args.dry_run):
+        for path, size, fault in prune(place, args.keep, args.dry_run):
+            if fault:
+                print(f"{path} stays, but is damaged and not counted: {fault}")
+                continue
             print(f"{done} {path} ({mebibytes(size)})")
             count, total = count + 1, total + size
     print(f"{done} {count} directories, {mebibytes(total)}" if count else "nothing to delete")

@@ -218,24 +218,31 @@ def unlisted(path: Path) -> list[str]:
     return [f"{name!r} is not in the manifest, and is not read" for name in extra]
 
 
-def prune(place: str, keep: int, is_dry: bool) -> Iterator[tuple[Path, int]]:
-    """Each directory that is deleted, or with a dry run would be, and its bytes, one by one.
+def prune(place: str, keep: int, is_dry: bool) -> Iterator[tuple[Path, int, str]]:
+    """(directory, bytes, "") of each that is, or with a dry run would be, deleted, one by one.
 
-    All but the `keep` newest checkpoints, and all that stepped aside or was left unfinished; the
-    newest valid one always stays. A LockedError while a run writes there.
+    That is: checkpoints older than the `keep` newest valid ones, and all that stepped aside or was
+    left unfinished. A damaged one among the newest stays, and comes with what is wrong with it. A
+    LockedError while a run writes there.
     """
     if is_one(Path(place)):
         raise UsageError(f"--checkpoint {place} is one checkpoint; name the out_dir of its run")
     root = folder_of(place)
     with claim(root.parent):
         found = candidates(root)
-        stays = {*found[:keep], newest_valid(found, verify)[0]}  # raises where all are damaged
-        doomed = [path for path in reversed(found) if path not in stays]
-        for path in [*doomed, *leftovers(root), *unfinished(root)]:
+        newest_valid(found, verify)  # raises where all are damaged: then nothing is deleted
+        valid = 0
+        while found and valid < keep:
+            path = found.pop(0)
+            bad = verify(path)
+            valid += bad is None
+            if bad:
+                yield path, 0, f"{bad.file} {bad.reason}"
+        for path in [*reversed(found), *leftovers(root), *unfinished(root)]:
             size = sum((sizes_of(path) or {}).values())
             if not is_dry:
                 _delete(path)
-            yield path, size
+            yield path, size, ""
 
 
 def _delete(path: Path) -> None:

@@ -64,41 +64,43 @@ def _add_plan(subs: Any) -> None:
 
 
 def _add_checkpoint(subs: Any) -> None:
-    told = (
-        "What lies in a run's folder, and whether it is whole. No GPU is needed."
-    )
+    told = "What lies in a run's folder, and whether it is whole. No GPU is needed."
     group = subs.add_parser(
         "checkpoint", help="list | verify | diff | consolidate | prune", description=told
     )
     actions = group.add_subparsers(dest="action", required=True, parser_class=_Parser)
 
-    def action(name: str, told: str, status: str) -> argparse.ArgumentParser:
-        added = actions.add_parser(name, help=told, description=f"{told}. {status}")
+    def action(name: str, told: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=told, description=f"{told}.", allow_abbrev=False)
         added.add_argument("--debug", action="store_true", help="show tracebacks")
+        if name != "diff":
+            added.add_argument("place", nargs="?", help="a run's out_dir, or a step_ directory")
+            added.add_argument("--checkpoint", metavar="PLACE", help="the same")
         return added
 
-    listing = action("list", "what is there, newest first", "No tensor is read.")
-    listing.add_argument("--verify", action="store_true", help="hash every file as well")
-    listing.add_argument("--json", action="store_true", help="for programs: a list of objects")
-    verifying = action("verify", "hash every file, look for gaps", "Exit status 4 for any damage.")
-    consolidating = action("consolidate", "whole tensors in safetensors", "Hashes are read first.")
-    consolidating.add_argument("--out", type=Path, required=True, help="a new folder")
-    consolidating.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    added = action("list", "What is there, newest first, with what stepped aside or is unfinished")
+    added.add_argument("--verify", action="store_true", help="hash every file as well")
+    added.add_argument("--json", action="store_true", help="for programs: a list of objects")
+
+    action("verify", "Hash every file and look for gaps inside; status 4 for any damage")
+
+    added = action("diff", "How two checkpoints differ; status 0 if they do not, else 1")
+    added.add_argument("places", nargs="+", metavar="PLACE", help="two of them")
+
+    added = action(
+        "consolidate", "Write whole tensors as safetensors, once the hashes are verified"
+    )
+    added.add_argument("--out", type=Path, required=True, help="a new folder")
+    added.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     most = ("--max_shard_size", "--max-shard-size")
-    consolidating.add_argument(*most, type=_bytes, default="2GB", help="of one file (2GB)")
-    consolidating.add_argument("--force", action="store_true", help="replace an earlier --out")
-    pruning = action(
-        "prune", "delete older checkpoints and leftovers", "The newest valid one always stays."
+    added.add_argument(*most, type=_bytes, default="2GB", metavar="BYTES", help="of a file (2GB)")
+    added.add_argument("--force", action="store_true", help="replace an earlier --out")
+
+    added = action(
+        "prune", "Delete older checkpoints and leftovers; status 8 while the run goes on"
     )
-    pruning.add_argument("--keep", type=_at_least(1), required=True, help="checkpoints that stay")
-    pruning.add_argument("--dry_run", "--dry-run", action="store_true", help="only tell")
-    for added in (listing, verifying, consolidating, pruning):
-        added.add_argument("place", nargs="?", help="the same as --checkpoint")
-        added.add_argument("--checkpoint", help="a run's out_dir, or a step_ directory")
-    comparing = action(
-        "diff", "how two checkpoints differ", "Exit status 1 if they do, 0 if not, as diff's."
-    )
-    comparing.add_argument("places", nargs="+", metavar="CHECKPOINT", help="two of them")
+    added.add_argument("--keep", type=_at_least(1), required=True, help="valid ones that stay")
+    added.add_argument("--dry_run", "--dry-run", action="store_true", help="only tell")
 
 
 def _checked(kind: type, holds: Callable[[float], bool], told: str) -> Callable[[str], float]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from minimind.errors import CheckpointError, UsageError
@@ -23,7 +22,6 @@ from minimind.files import mebibytes, storing, sync_directory, write_durably
 from minimind.train.checkpoint import read_manifest
 from minimind.train.claims import require_listed
 from minimind.train.contents import Contents
-from minimind.train.tensor_files import BUFFERS, readable
 from minimind.train.zero_state import MASTER
 
 COPIED = ("config.json", "tokenizer.model")
@@ -100,14 +98,11 @@ def require_free(out: Path, force: bool) -> None:
 def _parts(contents: Contents, dtype: str) -> Iterator[Part]:
     """Persistent buffers as they are, then the parameters by name."""
     kind = getattr(torch, dtype)
-    path = contents.directory / BUFFERS
-    with readable(path):
-        with safe_open(path, framework="pt") as file:
-            for name in sorted(file.keys()):
-                about = file.get_slice(name)
-                value = file.get_tensor(name)
-                size = value.numel() * value.element_size()
-                yield Part(name, about.get_dtype(), list(value.shape), size, lambda v=value: v)
+    for name in sorted(contents.buffers.keys()):
+        value = contents.buffers.get_tensor(name)
+        spelt = contents.buffers.get_slice(name).get_dtype()
+        size = value.numel() * value.element_size()
+        yield Part(name, spelt, list(value.shape), size, lambda value=value: value)
     for name in sorted(contents.shapes):
         shape = contents.shapes[name]
 

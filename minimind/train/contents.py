@@ -6,12 +6,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from torch import Tensor
 
 from minimind.errors import CheckpointError
 from minimind.train.checkpoint import read_manifest
 from minimind.train.claims import read_state, require_listed
-from minimind.train.tensor_files import BUFFERS, RunFiles
+from minimind.train.tensor_files import BUFFERS, RunFiles, readable
 from minimind.train.zero_state import MASTER
 
 
@@ -28,6 +29,8 @@ class Contents:
         self.state: dict[str, Any] = read_state(directory, self.manifest)
         self.shapes: dict[str, list[int]] = self.state["parameters"]
         require_listed(self.manifest, directory / BUFFERS)
+        with readable(directory / BUFFERS):
+            self.buffers = safe_open(directory / BUFFERS, framework="pt")
         self.runs = RunFiles(directory, self.manifest["world_size"])
         self.runs.require_whole(self.shapes)
         moments = [names for kind, names in self.runs.kinds.items() if kind != MASTER]
