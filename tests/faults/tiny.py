@@ -33,7 +33,7 @@ from minimind.train.state import TrainState
 from minimind.train.tensor_files import shard_name, write_runs
 from tests.conftest import sentences
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 16,
     "num_hidden_layers": 2,
