@@ -119,13 +119,27 @@ def resumed(run: Path) -> int:
 
 
 def command(words: str) -> Callable[[Path], int]:
-    """`minimind WORDS`, `RUN` standing for a run's out_dir; its exit status."""
-    return lambda run: main([str(run) if word == "RUN" else word for word in words.split()])
+    """`minimind WORDS`, `RUN` standing for a run's out_dir, `OUT` for a folder; its exit status."""
+
+    def ask(run: Path) -> int:
+        places = {"RUN": str(run), "OUT": str(run.parent / "out")}
+        return main([places.get(word, word) for word in words.split()])
+
+    return ask
 
 
 COMMANDS: dict[str, Callable[[Path], int]] = {
     "resume": resumed,
     "generate": command("generate --checkpoint RUN --max_new_tokens 2"),
+}
+# These look at all checkpoints, or at what training does not read.
+TOOLS: dict[str, Callable[[Path], int]] = {
+    "list": command("checkpoint list RUN"),
+    "list --verify": command("checkpoint list RUN --verify"),
+    "verify": command("checkpoint verify RUN"),
+    "diff": command("checkpoint diff RUN RUN"),
+    "consolidate": command("checkpoint consolidate RUN --out OUT --force"),
+    "prune": command("checkpoint prune RUN --keep 1"),
 }
 
 
@@ -133,7 +147,7 @@ def ending(name: str, run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[in
     """Exit status of a command, and what it said on stderr; what is no RunError is not caught."""
     capsys.readouterr()
     try:
-        status = COMMANDS[name](run)
+        status = {**COMMANDS, **TOOLS}[name](run)
     except RunError as error:
         return error.status, one_line(name, error)
     return status, capsys.readouterr().err
