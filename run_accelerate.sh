@@ -92,10 +92,10 @@ set +m
 [[ $stopping -eq 0 ]] || kill -TERM "$launcher" 2>/dev/null || true # asked since the line above
 
 code=0
-wait "$launcher" || code=$?
+wait "$launcher" 2>/dev/null || code=$? # bash would tell of a kill
 while kill -0 "$launcher" 2>/dev/null; do
   code=0
-  wait "$launcher" || code=$?
+  wait "$launcher" 2>/dev/null || code=$?
 done
 
 # The workers of a launcher that was killed notice it, say so, and end.

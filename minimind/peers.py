@@ -159,10 +159,7 @@ class Peers:
         """
         if self._closed.is_set():
             return None
-        if self._store is None:
-            for worker in registered():
-                if worker.rank != self.me.rank:
-                    self._watched.setdefault(worker.rank, Watched(worker))
+        self._meet_registered()
         self._myself.look(json.loads(self._beat()), seconds)
         for rank, other in list(self._watched.items()):
             other.look(self._beats.get(rank), seconds)
@@ -178,12 +175,19 @@ class Peers:
             return _stuck(behind[0]) if behind else None
         return None
 
+    def _meet_registered(self) -> None:
+        """Know the ranks of this host as they come, as long as not all are known."""
+        for worker in registered() if self._store is None else ():
+            if worker.rank != self.me.rank:
+                self._watched.setdefault(worker.rank, Watched(worker))
+
     def _is_behind(self, other: Watched) -> bool:
         mine = self._myself.beat
         return bool(other.beat and mine and other.beat["at"] < mine["at"])
 
     def gone(self) -> Lost | None:
         """A rank of this host that ended, without waiting for what it has to say."""
+        self._meet_registered()
         others = [other.worker for other in self._watched.values()]
         dead = [w for w in others if w.is_here() and w.state() == "gone"]
         return _died(dead[0]) if dead else None
@@ -223,6 +227,8 @@ class Peers:
         if self._store is None:
             return None
         left = [other for rank, other in self._watched.items() if not self._has_given_up(rank)]
+        for other in left:
+            other.beat = self._beats.get(other.worker.rank)
         silent = [o for o in left if not o.worker.is_here() and o.silent > 2 * BEAT]
         if silent:
             return Lost(silent[0].worker.rank, f"{silent[0].worker} died or cannot be reached")

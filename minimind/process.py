@@ -109,7 +109,10 @@ def claim_status(status: int, rank: int) -> Claim:
     try:
         with open(draft, "w", encoding="ascii") as file:
             file.write(f"{status} {rank}\n")
-        os.link(draft, path)  # the first one wins, and nobody sees it half written
+        try:
+            os.link(draft, path)  # the first one wins, and nobody sees it half written
+        finally:
+            os.unlink(draft)  # which a second claim of ours would write through
     except FileExistsError:
         return read_claim() or Claim(status, rank, is_ours=True)
     except FileNotFoundError:  # the script was ended by force: nobody is left to read it

@@ -96,8 +96,10 @@ def main(arguments: list[str]) -> int:
             raise
     if read_claim() is None:
         told = ending(stop.asked, failure)
-        claim_status(told.status, told.cause_rank or 0)
-        line = f"{NAME}: {told}" if stop.asked else one_line(NAME, told, told.cause_rank or 0)
+        rank = told.cause_rank or 0
+        claim_status(told.status, rank)
+        is_asked = told.status == PREEMPTED
+        line = f"{NAME}: {told}" if is_asked else one_line(NAME, told, rank)
         os.write(0, f"{line}\n".encode())  # where the script has put the real stderr
     return 1 if failure or stop.asked else 0
 
