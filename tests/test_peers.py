@@ -176,6 +176,7 @@ def test_a_stopped_process_is_lost_only_after_the_patience_in_one_go(meeting, ch
     seen(child, "stopped")
     found = [look() for _ in range(3)]
     assert found[:2] == [None, None]
+    assert found[2] is not None
     assert found[2].told.endswith("is stopped (SIGSTOP)")
     assert found[2].worker == worker_of(child, 1)
 

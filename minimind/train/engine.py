@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from minimind.errors import RendezvousError, UsageError
 from minimind.launch import join_by_hand
@@ -125,6 +126,8 @@ def _deepspeed(
     except (*REFUSALS, DeepSpeedConfigError, ZeRORuntimeException) as error:
         told = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(f"{resolved.path}: DeepSpeed refuses it: {told}; mend it") from error
+    for group in list(distributed_c10d._world.pg_map):  # ZeRO's own ones would wait for 30 minutes
+        distributed_c10d._set_pg_timeout(timeout, group)
     return DeepSpeedBackend(prepared), accelerator.device
 
 

@@ -1,6 +1,6 @@
 """Stops and lost peers in real runs: what is said, the exit status, and that nobody is left.
 
-A fault is armed in the worker by a sitecustomize of ours and comes with SIGUSR2, in its main thread.
+A fault is armed in the worker by a sitecustomize of ours; SIGUSR2 sets it off in the main thread.
 """
 
 from __future__ import annotations
