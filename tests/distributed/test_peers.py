@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -42,7 +42,8 @@ def workers(script: int) -> dict[int, psutil.Process]:
     found = {}
     for process in psutil.Process(script).children(recursive=True):
         try:
-            if "train_pretrain.py" in " ".join(process.cmdline()[1:2]):
+            words = " ".join(process.cmdline())
+            if "train_pretrain.py" in words and "accelerate_launch.py" not in words:
                 found[int(process.environ()["RANK"])] = process
         except psutil.NoSuchProcess:
             continue
@@ -67,8 +68,25 @@ def left_over(out_dir: Path, seconds: float = 10.0) -> list[list[str]]:
 
 
 @pytest.fixture
+def begin(launch: Launcher) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`launch.start`, with nothing left behind when a test fails."""
+    runs: list[tuple[subprocess.Popen[str], Path]] = []
+
+    def start(out_dir: Path, flags: str) -> subprocess.Popen[str]:
+        runs.append((launch.start(out_dir, flags), out_dir))
+        return runs[-1][0]
+
+    yield start
+    for started, out_dir in runs:
+        for process in psutil.process_iter(["cmdline"]):
+            if str(out_dir) in (process.info["cmdline"] or []):
+                process.kill()
+        started.communicate()
+
+
+@pytest.fixture
 def faulty(
-    launch: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begin: Callable[..., subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str, str], subprocess.Popen[str]]:
     """A run at its third step, with a fault armed."""
 
@@ -77,7 +95,7 @@ def faulty(
         path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
         monkeypatch.setenv("PYTHONPATH", path)
         monkeypatch.setenv("FAULT", fault)
-        started = launch.start(tmp_path / "out", f"{ENDLESS} {flags}")
+        started = begin(tmp_path / "out", f"{ENDLESS} {flags}")
         wait_for(started, tmp_path / "out", '"step": 3,')
         return started
 
@@ -134,8 +152,8 @@ def test_a_lost_rank_ends_the_run_and_is_named_first(
 @pytest.mark.parametrize(
     "who", ["script", pytest.param("launcher", marks=pytest.mark.long)]
 )  # fmt: skip
-def test_a_killed_launcher_leaves_no_workers(who: str, launch: Launcher, tmp_path: Path):
-    started = launch.start(tmp_path, ENDLESS)
+def test_a_killed_launcher_leaves_no_workers(who: str, begin, tmp_path: Path):
+    started = begin(tmp_path, ENDLESS)
     wait_for(started, tmp_path, '"step": 3,')
     target = psutil.Process(started.pid) if who == "script" else launcher(started.pid)
     target.kill()
@@ -156,9 +174,9 @@ def test_a_killed_launcher_leaves_no_workers(who: str, launch: Launcher, tmp_pat
     ],
 )
 def test_a_stop_asked_twice_saves_once_and_loses_no_step(
-    who: str, number: signal.Signals, launch: Launcher, tmp_path: Path
+    who: str, number: signal.Signals, begin, tmp_path: Path
 ):
-    started = launch.start(tmp_path, ENDLESS)
+    started = begin(tmp_path, ENDLESS)
     wait_for(started, tmp_path, '"step": 3,')
     target = workers(started.pid)[1] if who == "worker" else launcher(started.pid)
     target.send_signal(number)
@@ -183,10 +201,10 @@ def test_a_stop_asked_twice_saves_once_and_loses_no_step(
     ],
 )
 def test_at_the_start_a_stop_is_75_and_a_death_is_7(
-    who: str, number: signal.Signals, status: int, words: str, launch: Launcher, tmp_path: Path
+    who: str, number: signal.Signals, status: int, words: str, begin, tmp_path: Path
 ):
     """While torch is imported: no process group stands, and the handlers of the loop neither."""
-    started = launch.start(tmp_path, ENDLESS)
+    started = begin(tmp_path, ENDLESS)
     deadline = time.monotonic() + 120
     while len(found := workers(started.pid)) < 2:
         assert started.poll() is None, started.communicate()
