@@ -12,9 +12,9 @@
 # Works from any directory. docs/launching.md: several hosts, Slurm, other launchers.
 set -euo pipefail
 
-# Whatever asks this script to stop, torchrun is told TERM, once: it hands that on to the workers,
-# and they save, while a second one would interrupt its waiting for them. Workers end by themselves
-# soon after a launcher that is killed, so a second Ctrl-C does that.
+# Whatever asks this script to stop, the launcher is told TERM; it hands that on to the workers, and
+# they save. Workers end by themselves soon after a launcher that is killed, so a second Ctrl-C does
+# that.
 launcher='' stopping=0 scratch=''
 # shellcheck disable=SC2317,SC2329 # called by the traps
 stop() {
@@ -84,17 +84,28 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 # through descriptor 0, the only one that reaches them (minimind/process.py).
 # A process group of its own keeps the terminal's Ctrl-C from it: this script decides what it is told.
 set -m
-accelerate launch --config_file "$scratch/launch.yaml" --deepspeed_multinode_launcher standard \
+python "$here/scripts/accelerate_launch.py" --config_file "$scratch/launch.yaml" \
+  --deepspeed_multinode_launcher standard \
   "$here/train_pretrain.py" "$@" 0>&2 2>"$scratch/launcher.log" &
 launcher=$!
 set +m
 [[ $stopping -eq 0 ]] || kill -TERM "$launcher" 2>/dev/null || true # asked since the line above
 
 code=0
-wait "$launcher" || code=$?
+wait "$launcher" 2>/dev/null || code=$? # bash would tell of a kill
 while kill -0 "$launcher" 2>/dev/null; do
   code=0
-  wait "$launcher" || code=$?
+  wait "$launcher" 2>/dev/null || code=$?
+done
+
+# The workers of a launcher that was killed notice it, say so, and end.
+for _ in {1..100}; do
+  workers=$(awk '{ print $2 }' "$scratch"/worker-* 2>/dev/null) || true
+  # shellcheck disable=SC2086 # several numbers
+  if [[ -z $workers ]] || ! kill -0 $workers 2>/dev/null; then
+    break
+  fi
+  sleep 0.1
 done
 
 if [[ -s $MINIMIND_STATUS_FILE ]]; then
@@ -102,6 +113,9 @@ if [[ -s $MINIMIND_STATUS_FILE ]]; then
 elif [[ $stopping -gt 0 ]]; then
   code=75
   echo "run_accelerate.sh: stopped before the first step or by force; run it again to go on" >&2
+elif [[ $code -gt 128 ]]; then
+  echo "run_accelerate.sh: the launcher was killed (signal $((code - 128))); run it again" >&2
+  code=7
 elif [[ $code -ne 0 ]]; then
   debug=1 # nobody took the blame, so the launcher's log is all there is
   code=70

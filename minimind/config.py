@@ -42,6 +42,13 @@ class RunConfig:
         "length",
         at_least=1,
     )
+    max_minutes: float | None = flag(
+        "minutes after which to save and exit 75, as a preemption would; counted from the start"
+        " of the process",
+        None,
+        "length",
+        above=0.0,
+    )
     batch_size: int = flag(
         "rows in one micro-batch of one process (with --split_batches: of all processes together)",
         8,

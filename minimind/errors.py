@@ -77,6 +77,13 @@ class RendezvousError(RunError):
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: saved; run the same command again
 
 
+class Stopped(RunError):
+    """The run was asked to stop before its first step, so that there was nothing to save."""
+
+    code = "PREEMPTED"
+    status = PREEMPTED
+
+
 def one_line(program: str, error: BaseException, rank: int = 0, step: int = 0) -> str:
     """`PROGRAM: error[E_NAME] rank=R step=S: what; what to do`, always one line."""
     code = getattr(error, "code", RunError.code)

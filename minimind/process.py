@@ -1,20 +1,22 @@
-"""What a worker process owes its launcher: its stderr, its end, its signals and its exit status."""
+"""What a worker process owes its launcher: its stderr, its signals and its exit status."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
-import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import IO, Any
 
 # run_accelerate.sh exports these; under any other launcher they are simply not there.
 STATUS_FILE = "MINIMIND_STATUS_FILE"
 STDERR_ON_STDIN = "MINIMIND_STDERR_ON_STDIN"
 SCRIPT_PID = "MINIMIND_SCRIPT_PID"
+LAUNCHER_PID = "MINIMIND_LAUNCHER_PID"
 
 # What asks a run to save and stop.
 CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -31,75 +33,100 @@ def take_back_stderr() -> None:
         os.dup2(0, 2)
 
 
-def watch_launchers(poll_seconds: float = 1.0) -> None:
-    """End this process soon after any launcher above it is gone, so that none is left behind.
+class StopRequest:
+    """Remembers that this process was asked to stop; the loop looks after every step."""
 
-    Also while the main thread waits in a collective: hence a thread, and os._exit.
-    """
-    parent = os.getppid()
-    script = int(os.environ.get(SCRIPT_PID, "0"))
+    def __init__(self) -> None:
+        self._asked = ""
+        self._limit = ""
+        self._deadline = math.inf
+        self._started = time.monotonic()
 
-    def watch() -> None:
-        while os.getppid() == parent and (not script or _is_alive(script)):
-            time.sleep(poll_seconds)
-        os._exit(70)
+    @property
+    def reason(self) -> str:
+        """Who asked: a signal or --max_minutes; empty as long as nobody did."""
+        if not self._asked and time.monotonic() >= self._deadline:
+            self._asked = self._limit
+        return self._asked
 
-    threading.Thread(target=watch, daemon=True, name="watch-launchers").start()
+    def listen(self) -> None:
+        """Remember signals from now on, instead of dying of them; in the main thread."""
+        for number in CAUGHT:
+            signal.signal(number, self._remember)
 
+    def limit(self, minutes: float | None) -> None:
+        """Ask by the clock, so long after the process started."""
+        if minutes is not None:
+            self._limit = f"--max_minutes {minutes:g}"
+            self._deadline = self._started + 60 * minutes
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it is there, under another user
-        return True
-    return True
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.heard(number)
+
+    def heard(self, number: int) -> None:
+        """A signal came, as the watch thread may know before the main thread does."""
+        self._asked = self._asked or signal.Signals(number).name
 
 
 @dataclass
 class Progress:
-    """Where a run is, for whoever has to tell of its end."""
+    """Where a run is, for whoever has to stop it or to tell of its end."""
 
     rank: int = 0
     step: int = 0
     out_dir: Path | None = None  # once it is this run's
+    lock: IO[str] | None = None  # of out_dir; kept until the end has been told
+    is_training: bool = False  # from here on a request to stop is obeyed after a step and a save
+    clock: Any = None  # the loop's PhaseClock
+    peers: Any = None  # the Peers, where somebody watches them
+    stop: StopRequest = field(default_factory=StopRequest)
+
+    def begin(self) -> StopRequest:
+        """The request to stop, which from now on waits for a step and a save."""
+        self.is_training = True
+        self.stop.listen()
+        return self.stop
 
 
-class StopRequest:
-    """Remembers that this process was asked to stop; the loop looks after every step.
+@dataclass(frozen=True)
+class Claim:
+    """The ending that is the run's exit status: the first one claimed on this host."""
 
-    Made once the engine stands. Until then a signal ends the process at once, as it should: there
-    is nothing to save, and a handler in Python would not run while a rank waits for its peers.
-    """
-
-    def __init__(self) -> None:
-        self.reason = ""
-        for number in CAUGHT:
-            signal.signal(number, self._remember)
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.reason = signal.Signals(number).name
+    status: int
+    rank: int  # whose ending it was
+    is_ours: bool
 
 
-def claim_status(status: int, rank: int) -> int:
-    """The rank whose ending is the run's exit status: ours when we are the first to claim it.
+def claim_status(status: int, rank: int) -> Claim:
+    """Claim the run's exit status for the ending of `rank`; the first claim stands.
 
     run_accelerate.sh reads the file, because torchrun answers 1 whatever happened.
     """
     path = os.environ.get(STATUS_FILE)
     if not path:
-        return rank
-    draft = f"{path}.{rank}"
+        return Claim(status, rank, is_ours=True)
+    draft = f"{path}.{os.getpid()}"
     try:
         with open(draft, "w", encoding="ascii") as file:
             file.write(f"{status} {rank}\n")
-        os.link(draft, path)  # the first one wins, and nobody sees it half written
+        try:
+            os.link(draft, path)  # the first one wins, and nobody sees it half written
+        finally:
+            os.unlink(draft)  # which a second claim of ours would write through
     except FileExistsError:
-        with open(path, encoding="ascii") as file:
-            return int(file.read().split()[1])
+        return read_claim() or Claim(status, rank, is_ours=True)
     except FileNotFoundError:  # the script was ended by force: nobody is left to read it
-        return rank
+        return Claim(status, rank, is_ours=True)
     except OSError as error:
         print(f"cannot record the exit status in {path}: {error.strerror}", file=sys.stderr)
-    return rank
+    return Claim(status, rank, is_ours=True)
+
+
+def read_claim() -> Claim | None:
+    """What another process has claimed, if any did."""
+    path = os.environ.get(STATUS_FILE)
+    try:
+        status, rank = Path(path).read_text(encoding="ascii").split() if path else ("", "")
+    except OSError:
+        return None
+    return Claim(int(status), int(rank), is_ours=False) if status else None

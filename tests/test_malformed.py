@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ import torch
 
 import train_pretrain
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.ending import Ending
 from minimind.train.engine import MODELS, section_faults
 from minimind.train.literals import put
 from tests.conftest import Launcher, Run
@@ -676,12 +676,10 @@ def imported() -> None:
 def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A process as launchers leave it, in a directory of its own; what main changes is undone."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train_pretrain, "watch_launchers", lambda: None)  # a thread without end
-    at_interrupt = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(Ending, "watch", lambda self: None)  # a thread without end
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "MINI"))}
     with mock.patch.dict(os.environ, inherited | LAUNCHED, clear=True):
         yield
-    signal.signal(signal.SIGINT, at_interrupt)
 
 
 @pytest.mark.usefixtures("worker")

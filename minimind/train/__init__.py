@@ -39,8 +39,9 @@ class _CallableModule(ModuleType):
                 "this process is in a process group already, and train(...) makes its own; leave"
                 " it first (torch.distributed.destroy_process_group)"
             )
+        progress = Progress(rank=int(os.environ.get("RANK", "0")))
         try:
-            return pretrain(run, Progress(rank=int(os.environ.get("RANK", "0"))))
+            return pretrain(run, progress)
         finally:  # the caller's process goes on: with its own Ctrl-C, and perhaps another run
             os.environ.clear()
             os.environ.update(environ)
@@ -48,6 +49,8 @@ class _CallableModule(ModuleType):
                 if signal.getsignal(number) is not handler:
                     signal.signal(number, handler)
             leave()
+            if progress.lock:
+                progress.lock.close()
 
 
 sys.modules[__name__].__class__ = _CallableModule

@@ -34,6 +34,12 @@ class Desk:
     progress: Progress
 
 
+def asked_by(desk: Desk) -> str:
+    """Who asked the run to stop, be it through another rank; every rank must ask."""
+    reasons = [reason for reason in desk.engine.gather(desk.stop.reason) if reason]
+    return reasons[0] if reasons else f"--stop_at_step {desk.run.stop_at_step}"
+
+
 def report_step(desk: Desk, state: TrainState, result: StepResult) -> None:
     """The step line: the loss of this very step over all ranks, and the times since the last."""
     loss, count = desk.engine.sum_over_ranks([float(result.loss_sum), float(result.tokens)])

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from minimind.errors import RendezvousError, UsageError
 from minimind.launch import join_by_hand
@@ -100,8 +101,7 @@ def _deepspeed(
     buildable = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
     deepspeed.ops.__dict__["__compatible_ops__"] = buildable
     join_by_hand(os.environ)
-    backend = "nccl" if device == "cuda" else "gloo"
-    timeout = timedelta(seconds=run.dist_timeout)
+    backend, timeout = _backend(device, run.dist_timeout)
     with _rendezvous():
         accelerator = Accelerator(
             mixed_precision=PRECISION[run.dtype],
@@ -126,6 +126,8 @@ def _deepspeed(
     except (*REFUSALS, DeepSpeedConfigError, ZeRORuntimeException) as error:
         told = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(f"{resolved.path}: DeepSpeed refuses it: {told}; mend it") from error
+    for group in list(distributed_c10d._world.pg_map):  # ZeRO's own ones would wait for 30 minutes
+        distributed_c10d._set_pg_timeout(timeout, group)
     return DeepSpeedBackend(prepared), accelerator.device
 
 
@@ -136,7 +138,6 @@ def _plain(
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
     run = resolved.run
-    timeout = timedelta(seconds=run.dist_timeout)
     if resolved.backend == "single":
         os.environ.pop("LOCAL_RANK", None)  # by which Accelerate would take DDP to be meant
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, not listed)
@@ -146,7 +147,7 @@ def _plain(
     has_unused = resolved.backend == "ddp" and bool(unused_parameters(model))
     prepare_for_ddp(model)
     model.to(getattr(torch, run.dtype))
-    backend = "nccl" if device == "cuda" else "gloo"
+    backend, timeout = _backend(device, run.dist_timeout)
     with _rendezvous():
         accelerator = Accelerator(
             mixed_precision="no",
@@ -162,6 +163,16 @@ def _plain(
         forward = accelerator.prepare_model(model)
     groups = parameter_groups(model, run.weight_decay)
     return PlainBackend(forward, model, resolved, groups), accelerator.device
+
+
+def _backend(device: str, dist_timeout: int) -> tuple[str, timedelta]:
+    """What carries the collectives, and when it gives up.
+
+    NCCL then aborts the process without a word of who was late: our own watch comes first.
+    """
+    if device == "cuda":
+        return "nccl", timedelta(seconds=dist_timeout + 60)
+    return "gloo", timedelta(seconds=dist_timeout)
 
 
 @contextmanager

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from minimind.errors import PREEMPTED
-from minimind.train.desk import Desk, begin_save, report_evaluation, report_saved, report_step
+from minimind.train.desk import (
+    Desk,
+    asked_by,
+    begin_save,
+    report_evaluation,
+    report_saved,
+    report_step,
+)
 from minimind.train.profile import PhaseClock
 from minimind.train.state import TrainState, is_due
 
@@ -15,7 +22,7 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
     and reporting are collective, so none of them may hide behind "if rank 0".
     """
     run, engine, last = desk.run, desk.engine, desk.schedule.total_steps
-    clock = PhaseClock(engine.device)
+    clock = desk.progress.clock = PhaseClock(engine.device)
     desk.report.begin(state.step)
     if state.step == last and not desk.saver.has(last):  # finished elsewhere, resumed into here
         begin_save(desk, state)
@@ -43,6 +50,6 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
             desk.report.profile(state.step)
         if stopping and state.step < last:
             report_saved(desk, wait=True)
-            return state, PREEMPTED, "stopped on request, saved"
+            return state, PREEMPTED, f"stopped on {asked_by(desk)}, saved"
     report_saved(desk, wait=True)
     return state, 0, "done"

@@ -22,6 +22,7 @@ ONCE = (
     "resume",
     "allow_change",
     "stop_at_step",
+    "max_minutes",
     "local_rank",
     "dry_run",
 )  # asked of one start, not of the run

@@ -19,7 +19,7 @@ from minimind.data.prepare import Prepared
 from minimind.files import storing
 from minimind.launch import read_launch
 from minimind.model.decoder import MiniMindForCausalLM
-from minimind.process import Progress, StopRequest
+from minimind.process import Progress
 from minimind.train.build import (
     batches_of,
     continued,
@@ -55,6 +55,7 @@ SHARDING = ("world_size", "zero_stage")
 
 def pretrain(run: RunConfig, progress: Progress) -> int:
     """Train `run` to its end or to a request to stop; 0 or 75. With --dry_run only tell."""
+    progress.stop.limit(run.max_minutes)
     launch = read_launch(os.environ)
     setup = read_setup(run, launch)
     # Mistakes before the work.
@@ -71,23 +72,24 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
 
 
 def train_resolved(setup: Setup, resolved: Resolved, progress: Progress, held: ExitStack) -> int:
-    """The same for a run whose mistakes have been told; `held` keeps its out_dir claimed."""
+    """The same for a run whose mistakes have been told; `held` closes what it opens."""
     run, is_first = setup.run, setup.launch.rank == 0
     out_dir = Path(run.out_dir)
     claimed = is_first and out_dir.exists()
     if claimed:  # before the long work
-        held.enter_context(claim(out_dir))
+        progress.lock = claim(out_dir)
     prepared = prepare_data(run)
     order, schedule = plan(resolved.run, prepared, setup.launch.world_size)
     setup = replace(setup, run=with_tokenizer(run, prepared.tokenizer))
     resolved = setup.resolve(schedule)
     run = resolved.run
     if is_first and not claimed:
-        held.enter_context(claim(out_dir))
+        progress.lock = claim(out_dir)
     progress.out_dir = out_dir
     torch.manual_seed(run.seed)
     model = MiniMindForCausalLM(model_config(run, prepared.tokenizer))
     engine = build_engine(resolved, model, setup.device)
+    engine.introduce(progress.peers)
     require_same_files(engine, out_dir, prepared)
     with storing(str(out_dir), "mend its rights, or give another --out_dir"):
         is_speaker, is_profiling = engine.rank == 0, run.profile
@@ -138,7 +140,7 @@ def build_desk(
         held_out=held_out_of(run, prepared),
         saver=saver,
         report=report,
-        stop=StopRequest(),
+        stop=progress.begin(),
         progress=progress,
     )
     return desk, resumed
@@ -241,4 +243,6 @@ def finish(desk: Desk, state: TrainState, status: int, reason: str) -> None:
         )
     sys.stdout.flush()
     desk.engine.barrier()
+    if desk.progress.peers:
+        desk.progress.peers.close()
     leave()

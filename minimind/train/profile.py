@@ -20,15 +20,23 @@ class PhaseClock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
+        self.passed = 0  # marks since the start: how far this rank is, for its peers
+        self.phase = ""  # the one it is in
         self._marks: list[list[tuple[str, torch.cuda.Event | float]]] = []
 
     def begin(self) -> None:
         """Start a step: the moment the first micro-batch is asked for."""
         self._marks.append([("", self._now())])
+        self._enter("data")
 
     def mark(self, phase: str) -> None:
         """Charge the time since the last mark to `phase`."""
         self._marks[-1].append((phase, self._now()))
+        self._enter(PHASES[(PHASES.index(phase) + 1) % len(PHASES)])
+
+    def _enter(self, phase: str) -> None:
+        self.passed += 1
+        self.phase = phase
 
     def take(self) -> list[dict[str, float]]:
         """Milliseconds by phase, and their sum as `step`, of each step since the last call."""

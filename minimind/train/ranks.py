@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,8 +11,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from minimind.errors import PeerError, RunError, StorageError
+from minimind.peers import Peers
 
 # What gloo and c10d say when the other end of a connection is gone or silent.
 LOST = (
@@ -63,6 +66,18 @@ class Ranks:
         with lost_peers():
             dist.all_gather_object(values, value, group=self._control)
         return values
+
+    def introduce(self, peers: Peers | None) -> None:
+        """Let `peers` know the process of every rank, and speak with them beside collectives."""
+        if peers is None or self.world_size == 1:
+            return
+        everyone = self.gather(peers.me)
+        with lost_peers():  # a connection of its own: calls on one wait for each other
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+            peers.meet(everyone, PrefixStore("peers", store))
+        self.barrier()
+        peers.begin()
 
     def another_group(self, seconds: float) -> Ranks:
         """The same ranks in a group of its own, for a thread that must not mix with the loop's."""

@@ -240,12 +240,17 @@ def test_an_empty_deepspeed_block_is_none():
 
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[..., Run]:
-    """run_accelerate.sh with an `accelerate` that prints its arguments and the YAML it got."""
-    stub = tmp_path / "bin" / "accelerate"
-    stub.parent.mkdir()
+    """run_accelerate.sh with a launcher that prints its arguments and the YAML it got."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "accelerate").write_text("#!/bin/sh\n")  # looked for, and not called
+    (tmp_path / "bin" / "accelerate").chmod(0o755)
+    stub = tmp_path / "bin" / "python"
     told = "file=$MINIMIND_CONFIG_FILE cpu_by=$MINIMIND_CPU_BY omp=$OMP_NUM_THREADS"
     told += " ds=$DS_ACCELERATOR gpus=$CUDA_VISIBLE_DEVICES"
-    stub.write_text(f'#!/bin/sh\necho "$@" "{told}"\ncat "$3"\n')
+    stub.write_text(
+        f'#!/bin/sh\n[ "${{1##*/}}" = accelerate_launch.py ] || exec "{sys.executable}" "$@"\n'
+        f'echo "$@" "{told}"\ncat "$3"\n'
+    )
     stub.chmod(0o755)
 
     def run(*flags: str, **more: str) -> Run:

@@ -1,0 +1,220 @@
+"""Stops and lost peers in real runs: what is said, the exit status, and that nobody is left.
+
+A fault is armed in the worker by a sitecustomize of ours; SIGUSR2 sets it off in the main thread.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import Launcher, Run
+from tests.distributed.test_runs import wait_for
+
+pytestmark = pytest.mark.launch
+
+ENDLESS = "--max_steps 90000 --log_interval 1"
+FAULTS = """
+import os, signal, time
+
+def fault(number, frame):
+    kind, _, status = os.environ["FAULT"].partition(" ")
+    if kind == "exit":
+        os._exit(int(status))
+    if kind == "raise":
+        raise ValueError("thrown by the test")
+    time.sleep(1e6)
+
+if "RANK" in os.environ and "FAULT" in os.environ:
+    signal.signal(signal.SIGUSR2, fault)
+"""
+
+
+def workers(script: int) -> dict[int, psutil.Process]:
+    """The worker processes below run_accelerate.sh, by rank."""
+    found = {}
+    for process in psutil.Process(script).children(recursive=True):
+        try:
+            words = " ".join(process.cmdline())
+            if "train_pretrain.py" in words and "accelerate_launch.py" not in words:
+                found[int(process.environ()["RANK"])] = process
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def launcher(script: int) -> psutil.Process:
+    children = psutil.Process(script).children()
+    return next(c for c in children if "accelerate_launch.py" in " ".join(c.cmdline()[1:2]))
+
+
+def left_over(out_dir: Path, seconds: float = 10.0) -> list[list[str]]:
+    """Command lines of processes that still name this run, so long after it ended."""
+    deadline = time.monotonic() + seconds
+    while True:
+        listed = psutil.process_iter(["cmdline", "status"])
+        alive = [p.info for p in listed if p.info["status"] != psutil.STATUS_ZOMBIE]
+        found = [info["cmdline"] for info in alive if str(out_dir) in (info["cmdline"] or [])]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def begin(launch: Launcher) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`launch.start`, with nothing left behind when a test fails."""
+    runs: list[tuple[subprocess.Popen[str], Path]] = []
+
+    def start(out_dir: Path, flags: str) -> subprocess.Popen[str]:
+        runs.append((launch.start(out_dir, flags), out_dir))
+        return runs[-1][0]
+
+    yield start
+    for started, out_dir in runs:
+        for process in psutil.process_iter(["cmdline"]):
+            if str(out_dir) in (process.info["cmdline"] or []):
+                process.kill()
+        started.communicate()
+
+
+@pytest.fixture
+def faulty(
+    begin: Callable[..., subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str, str], subprocess.Popen[str]]:
+    """A run at its third step, with a fault armed."""
+
+    def start(fault: str, flags: str) -> subprocess.Popen[str]:
+        (tmp_path / "sitecustomize.py").write_text(FAULTS)
+        path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+        monkeypatch.setenv("PYTHONPATH", path)
+        monkeypatch.setenv("FAULT", fault)
+        started = begin(tmp_path / "out", f"{ENDLESS} {flags}")
+        wait_for(started, tmp_path / "out", '"step": 3,')
+        return started
+
+    return start
+
+
+def ended(started: subprocess.Popen[str], out_dir: Path, within: float) -> Run:
+    _, told = started.communicate(timeout=within)
+    assert left_over(out_dir) == []
+    return Run(out_dir, started.returncode, "", told)
+
+
+@pytest.mark.parametrize(
+    ("fault", "timeout", "status", "words"),
+    [
+        pytest.param("SIGKILL", 120, 7, "died: killed by SIGKILL, perhaps for lack of", id="kill"),
+        pytest.param("SIGSTOP", 8, 7, "is stopped (SIGSTOP)", id="stop"),
+        pytest.param(
+            "hang", 8, 7, "has not moved since step", id="hang", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "SIGSEGV", 120, 7, "died: crashed by SIGSEGV", id="segv", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "exit 0", 120, 7, "left before the others, with exit status 0", id="exit 0",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "exit 3", 120, 7, "left before the others, with exit status 3", id="exit 3",
+            marks=pytest.mark.long,
+        ),
+        pytest.param("raise", 120, 70, "thrown by the test", id="raise", marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_a_lost_rank_ends_the_run_and_is_named_first(
+    fault: str, timeout: int, status: int, words: str, faulty, tmp_path: Path
+):
+    started = faulty(fault, f"--dist_timeout {timeout}")
+    guilty = workers(started.pid)[1]
+    guilty.send_signal(getattr(signal, fault, signal.SIGUSR2))
+    run = ended(started, tmp_path / "out", within=60)
+    assert run.status == status, run.stderr
+    first = next(line for line in run.stderr.splitlines() if "error[" in line)
+    assert words in first
+    if status == 7:
+        assert f": rank 1 (process {guilty.pid} on " in first
+        assert first.startswith("train_pretrain: error[E_PEER] rank=0 step=")
+    else:
+        assert "stopped because rank 1 failed" in run.stderr
+    (end,) = run.events("exit")
+    assert end["status"] == status
+
+
+@pytest.mark.parametrize(
+    "who", ["script", pytest.param("launcher", marks=pytest.mark.long)]
+)  # fmt: skip
+def test_a_killed_launcher_leaves_no_workers(who: str, begin, tmp_path: Path):
+    started = begin(tmp_path, ENDLESS)
+    wait_for(started, tmp_path, '"step": 3,')
+    target = psutil.Process(started.pid) if who == "script" else launcher(started.pid)
+    target.kill()
+    started.wait(timeout=30)
+    assert left_over(tmp_path) == []
+    assert started.stderr is not None
+    assert f"the launcher (process {target.pid}) was ended" in started.stderr.read()
+    assert started.returncode == (-signal.SIGKILL if who == "script" else 7)
+
+
+@pytest.mark.parametrize(
+    ("who", "number"),
+    [
+        ("launcher", signal.SIGUSR1),
+        pytest.param("launcher", signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param("worker", signal.SIGUSR1, marks=pytest.mark.long),
+        pytest.param("worker", signal.SIGTERM, marks=pytest.mark.long),
+    ],
+)
+def test_a_stop_asked_twice_saves_once_and_loses_no_step(
+    who: str, number: signal.Signals, begin, tmp_path: Path
+):
+    started = begin(tmp_path, ENDLESS)
+    wait_for(started, tmp_path, '"step": 3,')
+    target = workers(started.pid)[1] if who == "worker" else launcher(started.pid)
+    target.send_signal(number)
+    time.sleep(0.05)
+    target.send_signal(number)
+    run = ended(started, tmp_path, within=120)
+    assert run.status == 75, run.stderr
+    (saved,) = run.events("checkpoint_saved")
+    (end,) = run.events("exit")
+    assert (end["code"], end["step"]) == ("PREEMPTED", saved["step"])
+    assert end["step"] == run.events("step")[-1]["step"]
+    assert "error[" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("who", "number", "status", "words"),
+    [
+        ("worker", signal.SIGTERM, 75, "stopped on SIGTERM before the first step"),
+        ("worker", signal.SIGKILL, 7, "died: killed by SIGKILL"),
+        pytest.param("launcher", signal.SIGUSR1, 75, "before the", marks=pytest.mark.long),
+        pytest.param("script", signal.SIGUSR1, 75, "before the", marks=pytest.mark.long),
+    ],
+)
+def test_at_the_start_a_stop_is_75_and_a_death_is_7(
+    who: str, number: signal.Signals, status: int, words: str, begin, tmp_path: Path
+):
+    """While torch is imported: no process group stands, and the handlers of the loop neither."""
+    started = begin(tmp_path, ENDLESS)
+    deadline = time.monotonic() + 120
+    while len(found := workers(started.pid)) < 2:
+        assert started.poll() is None, started.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(2)  # into the imports
+    targets = {"worker": found[1], "script": psutil.Process(started.pid)}
+    targets["launcher"] = launcher(started.pid)
+    targets[who].send_signal(number)
+    run = ended(started, tmp_path, within=60)
+    assert run.status == status, run.stderr
+    assert words in run.stderr
+    assert not (tmp_path / "checkpoints").exists()

@@ -1,0 +1,168 @@
+"""Claims of the exit status, requests to stop, and what ends a process from its watch thread."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from minimind.process import CAUGHT, STATUS_FILE, Progress, StopRequest, claim_status, read_claim
+from tests.conftest import ROOT
+
+
+@pytest.fixture
+def status_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(STATUS_FILE, str(tmp_path / "status"))
+    return tmp_path / "status"
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in CAUGHT}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_first_claim_stands_and_the_second_learns_of_it(status_file: Path):
+    assert read_claim() is None
+    ours = claim_status(7, 3)
+    assert (ours.status, ours.rank, ours.is_ours) == (7, 3, True)
+    theirs = claim_status(75, 0)
+    assert (theirs.status, theirs.rank, theirs.is_ours) == (7, 3, False)
+    assert read_claim() == theirs
+    assert status_file.read_text() == "7 3\n"
+
+
+def test_without_the_script_or_with_its_folder_gone_every_claim_is_ones_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.delenv(STATUS_FILE, raising=False)
+    assert claim_status(5, 1).is_ours
+    assert claim_status(6, 0).is_ours
+    monkeypatch.setenv(STATUS_FILE, str(tmp_path / "gone" / "status"))
+    assert claim_status(5, 1).is_ours
+    assert read_claim() is None
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("number", CAUGHT)
+def test_a_signal_is_remembered_and_the_first_one_is_the_reason(number: signal.Signals):
+    stop = StopRequest()
+    stop.listen()
+    assert stop.reason == ""
+    signal.raise_signal(number)
+    signal.raise_signal(signal.SIGTERM)
+    assert stop.reason == number.name
+
+
+def test_max_minutes_asks_by_the_clock_and_says_so(monkeypatch: pytest.MonkeyPatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    stop = StopRequest()
+    stop.limit(None)
+    now[0] += 1e9
+    assert stop.reason == ""
+    stop = StopRequest()
+    stop.limit(1.5)
+    now[0] += 89
+    assert stop.reason == ""
+    now[0] += 1
+    assert stop.reason == "--max_minutes 1.5"
+
+
+@pytest.mark.usefixtures("handlers")
+def test_training_begins_to_listen_also_where_nobody_did_before():
+    progress = Progress()
+    assert not progress.is_training
+    stop = progress.begin()
+    signal.raise_signal(signal.SIGUSR1)
+    assert (progress.is_training, stop.reason) == (True, "SIGUSR1")
+
+
+STUCK = """
+import os, sys, threading, time
+import ctypes
+from minimind.ending import Ending
+from minimind.peers import Peers
+from minimind.process import Progress
+progress = Progress(rank=1)
+Ending(progress, debug=False).watch()
+progress.peers = Peers(progress)
+print("ready", flush=True)
+while True:
+    ctypes.CDLL(None).sleep(60)  # deep in C; Python's own sleep would run the handler
+"""
+
+
+def stuck(tmp_path: Path, **environ: str) -> subprocess.Popen[str]:
+    """A worker whose main thread is deep in C, watched."""
+    started = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(STUCK)],
+        env={**os.environ, STATUS_FILE: str(tmp_path / "status"), **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert started.stdout is not None
+    assert started.stdout.readline() == "ready\n"
+    return started
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_before_training_a_stop_ends_a_worker_deep_in_c_and_claims_75(
+    number: signal.Signals, tmp_path: Path
+):
+    started = stuck(tmp_path)
+    started.send_signal(number)
+    started.send_signal(number)
+    _, told = started.communicate(timeout=60)
+    assert started.returncode == 75
+    assert (tmp_path / "status").read_text() == "75 1\n"
+    assert told == (
+        f"train_pretrain: stopped on {number.name} before the first step, with nothing to save;"
+        " run the same command again\n"
+    )
+
+
+def test_a_term_that_follows_the_death_of_a_peer_is_the_peers_death(tmp_path: Path):
+    """What torchrun sends to the survivors."""
+    with subprocess.Popen(["sleep", "600"]) as dead:
+        stat = Path(f"/proc/{dead.pid}/stat").read_text().rpartition(")")[2].split()
+        (tmp_path / "worker-0").write_text(f"0 {dead.pid} {stat[19]}\n")
+        started = stuck(tmp_path)
+        (tmp_path / f"ended-{dead.pid}").write_text("-9\n")
+        dead.kill()
+        dead.wait()
+        started.terminate()
+        _, told = started.communicate(timeout=60)
+    assert started.returncode == 7, told
+    assert (tmp_path / "status").read_text() == "7 0\n"
+    assert f"error[E_PEER] rank=1 step=0: rank 0 (process {dead.pid} on " in told
+    assert "died: killed by SIGKILL, perhaps for lack of memory; run the same command" in told
+
+
+def test_a_term_that_follows_what_a_peer_told_says_nothing_and_answers_the_same(tmp_path: Path):
+    started = stuck(tmp_path)
+    (tmp_path / "status").write_text("3 0\n")
+    started.terminate()
+    _, told = started.communicate(timeout=60)
+    assert (started.returncode, told) == (3, "")
+
+
+@pytest.mark.parametrize("variable", ["MINIMIND_LAUNCHER_PID", "MINIMIND_SCRIPT_PID"])
+def test_a_worker_ends_when_a_launcher_is_gone_even_as_a_zombie(variable: str, tmp_path: Path):
+    launcher = subprocess.Popen(["sleep", "600"])
+    started = stuck(tmp_path, **{variable: str(launcher.pid)})
+    launcher.kill()  # and not waited for yet
+    _, told = started.communicate(timeout=60)
+    launcher.wait()
+    assert started.returncode == 7
+    assert f"the launcher (process {launcher.pid}) was ended" in told
