@@ -156,7 +156,9 @@ def _pass_over_if_overflowed(optimizer: Any, *_: Any) -> None:
     Behind DeepSpeed's clipping, which fails where there are none.
     """
     if getattr(optimizer, "overflow", False):  # as `update` found
-        optimizer.zero_grad(set_to_none=True)
+        for group in optimizer.param_groups:  # FusedAdam's zero_grad takes no set_to_none
+            for p in group["params"]:
+                p.grad = None
 
 
 class MasterWeights:

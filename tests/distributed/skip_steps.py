@@ -25,6 +25,7 @@ from minimind.flags import parse_flags
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.train.deepspeed_config import Resolved, read_deepspeed_json, resolve
 from minimind.train.engine import Engine, build_engine
+from minimind.train.literals import put
 from minimind.train.numerics import SkippedSteps
 from minimind.train.profile import PhaseClock
 from minimind.train.report import Report
@@ -48,13 +49,13 @@ def engine_of(stage: int | None, dtype: str, changes: list[str], out_dir: Path) 
     """A new engine with the same first weights as every other."""
     # Or every engine gets the plugin of the first.
     AcceleratorState._reset_state(reset_partial_state=True)
-    clip = ["--grad_clip", "0"] if changes else []
+    clip = ["--grad_clip", "0"] if "compute_grad_norm" in str(changes) else []
     run = parse_flags([*FLAGS.split(), "--dtype", dtype, "--out_dir", str(out_dir), *clip])
     written = read_deepspeed_json(str(DEFAULT_DEEPSPEED_CONFIG))
     written["zero_optimization"]["stage"] = stage or 0
     for change in changes:
         key, _, value = change.partition("=")
-        written["zero_optimization"][key] = json.loads(value)
+        put(written, key, json.loads(value))
     resolved = resolve(written, "spoilt.json", run, 2, "cpu")
     torch.manual_seed(1)
     model = MiniMindForCausalLM(SHAPE)

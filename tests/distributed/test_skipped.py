@@ -21,7 +21,8 @@ from tests.distributed.skip_steps import COURSE, ORDER, all_rows
 pytestmark = pytest.mark.launch
 # Stage 3 comes last: it replaces torch's linear function in the whole process.
 CASES = [f"{stage},{dtype}" for stage in (None, 0, 1, 2, 3) for dtype in ("float32", "bfloat16")]
-CASES.insert(-2, "2,float32,compute_grad_norm=false")
+CASES.insert(-2, "2,float32,zero_optimization.compute_grad_norm=false")
+CASES.insert(-2, '1,bfloat16,data_types.grad_accum_dtype="fp32"')  # BF16_Optimizer
 SPOILT = [step for step, fault in enumerate(COURSE, 1) if fault]
 
 
