@@ -107,6 +107,15 @@ class RunConfig:
         choices=("bfloat16", "float16", "float32"),
     )
 
+    max_skipped: int = flag(
+        "optimizer steps that may be skipped because a loss or gradient is not finite, in all since"
+        " step 0 (in float16 in a row, as the loss scaler finds its scale by skipping); one more"
+        " ends the run with status 6",
+        10,
+        "optimizer",
+        at_least=0,
+    )
+
     model: str | None = flag(
         "preset (configs/models/*.yaml) or a YAML file; the shape flags override it", None, "model"
     )

@@ -40,6 +40,7 @@ LAYERS = [
         "minimind.train.costs",
         "minimind.train.ranks",
         "minimind.train.backends",
+        "minimind.train.build_lock",
         "minimind.train.profile",
         "minimind.train.state",
         "minimind.train.zero_state",
@@ -56,6 +57,7 @@ LAYERS = [
         "minimind.train.resume",
         "minimind.train.evaluate",
         "minimind.train.identity",
+        "minimind.train.numerics",
     },
     {
         "minimind.generate",

@@ -1,8 +1,9 @@
-"""Next-token cross-entropy as a sum and a count.
+"""Next-token cross-entropy as a sum and a count, and what becomes of one that is no number.
 
 Shape letters: B rows, T positions, V vocabulary.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,3 +30,12 @@ def next_token_loss(
         logits.float().flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction="sum"
     )
     return loss_sum, (targets != ignore_index).sum()
+
+
+def contagious(loss: Tensor) -> Tensor:
+    """The same scalar, bit for bit, but not finite gradients wherever it is not finite itself.
+
+    An infinite loss may well have gradients of 0, which nobody would notice. Whoever looks at the
+    reduced gradient afterwards sees both faults, on every rank; nothing is read back to the host.
+    """
+    return loss * torch.where(torch.isfinite(loss.detach()), 1.0, float("nan"))

@@ -38,6 +38,8 @@ class StepResult:
     grad_norm: float | torch.Tensor | None
     lr: float  # as the optimizer had it
     skipped_so_far: int  # steps dropped since step 0 for a non-finite gradient
+    is_skipped: bool  # this one was, on every rank
+    losses: tuple[torch.Tensor, ...]  # mean loss of each of this rank's micro-batches
 
 
 class DeepSpeedBackend:
@@ -53,6 +55,13 @@ class DeepSpeedBackend:
             # gradients and keeps it: weights decayed, Adam's bias correction one step ahead.
             self.optimizer.optimizer.state.clear()
             self.optimizer.refresh_fp32_params()
+        elif isinstance(self.optimizer, torch.optim.Optimizer):
+            # Stage 0 in fp32 is the optimizer itself, and DeepSpeed would have it take any step.
+            self.optimizer.register_step_pre_hook(_pass_over_if_overflowed)
+        elif not getattr(self.optimizer, "compute_grad_norm", True):
+            # Stages 1 and 2 look at the norm, in bf16 and fp16 at the gradients too. In fp32, told
+            # to leave the norm out, they would look at neither.
+            self.optimizer.check_grad_overflow = True
 
     @property
     def skipped_steps(self) -> int:
@@ -81,6 +90,8 @@ class DeepSpeedBackend:
     def update(self, is_last: bool) -> float | torch.Tensor | None:
         """Step; at the last micro-batch the global gradient norm before clipping."""
         norm = self._norm_of_replicated_gradients() if is_last else None
+        if norm is not None:  # every rank has the same; the name is what DeepSpeed asks and counts
+            self.optimizer.overflow = not bool(torch.isfinite(norm))
         self.engine.step()
         if is_last and norm is None:
             norm = self.engine.get_global_grad_norm()
@@ -137,6 +148,17 @@ class DeepSpeedBackend:
                 setattr(scaler, name, kept[name])
         if engine.lr_scheduler is not None and saved["scheduler_iteration"] is not None:
             engine.lr_scheduler.step(saved["scheduler_iteration"])
+
+
+def _pass_over_if_overflowed(optimizer: Any, *_: Any) -> None:
+    """Leave torch's optimizer nothing to do: without gradients no weight, moment or count moves.
+
+    Behind DeepSpeed's clipping, which fails where there are none.
+    """
+    if getattr(optimizer, "overflow", False):  # as `update` found
+        for group in optimizer.param_groups:  # FusedAdam's zero_grad takes no set_to_none
+            for p in group["params"]:
+                p.grad = None
 
 
 class MasterWeights:
@@ -213,12 +235,12 @@ class PlainBackend:
         self.scaler.unscale_(self.torch_optimizer)
         updated = [p for group in self.torch_optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(updated, self.max_norm)
-        # In low precision an overflow is no update, as under DeepSpeed; every rank has this norm.
-        overflowed = self.masters is not None and not bool(torch.isfinite(norm))
+        # The norm is of the reduced gradient: not finite on every rank, or on none.
+        overflowed = not bool(torch.isfinite(norm))
         self.skipped_steps += overflowed
-        if not overflowed or self.scaler.is_enabled():  # a scaler skips by itself, and learns
+        if not overflowed:
             self.scaler.step(self.torch_optimizer)
-        self.scaler.update()
+        self.scaler.update()  # learns from what unscale_ found
         self.torch_optimizer.zero_grad()
         if self.masters:
             self.masters.put_weights()

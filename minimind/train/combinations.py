@@ -23,7 +23,8 @@ HEARD_BY = {
     "warmup_steps": ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
     "min_lr_ratio": ("WarmupCosineLR",),
 }
-# Each would make the rows a rank reads, or the gradient's mean, another than what is printed.
+# Each would make the rows a rank reads, or the gradient's mean, another than what is printed; the
+# last would let a gradient that is not finite into the weights.
 NOT_OURS = {
     "managed_gradient_accumulation": (False, "accumulation is counted by DeepSpeed here"),
     "gradient_allreduce_op": ("sum", "the loss is a mean over all processes"),
@@ -34,6 +35,7 @@ NOT_OURS = {
     "hybrid_engine.enabled": (True, "nothing is generated while training"),
     "data_efficiency.enabled": (True, "rows are chosen by the data order"),
     "autotuning.enabled": (True, "`minimind plan` says what fits"),
+    "bf16.check_grad_overflow": (False, "a step with a gradient that is not finite is skipped"),
 }
 # DeepSpeed divides by the first kind, and refuses or believes a negative one of the second.
 LEAST = {

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from minimind.config import RunConfig
 from minimind.data.batches import Batches
+from minimind.errors import NumericError
 from minimind.files import mebibytes
 from minimind.process import Progress, StopRequest
 from minimind.train.backends import StepResult
 from minimind.train.engine import Engine
 from minimind.train.evaluate import HeldOut, evaluate
+from minimind.train.numerics import SkippedSteps
 from minimind.train.report import Report
 from minimind.train.saver import Saver
 from minimind.train.schedule import Schedule
@@ -30,6 +35,7 @@ class Desk:
     held_out: HeldOut
     saver: Saver
     report: Report
+    skipped: SkippedSteps
     stop: StopRequest
     progress: Progress
 
@@ -58,6 +64,17 @@ def report_step(desk: Desk, state: TrainState, result: StepResult) -> None:
         },
         desk.batches.tokens_per_step,
     )
+
+
+def report_skipped(
+    desk: Desk, state: TrainState, micro_batches: Sequence[torch.Tensor], result: StepResult
+) -> None:
+    """Tell of a step that was skipped; a NumericError on every rank when it is one too many."""
+    try:
+        desk.skipped.look(state.step, micro_batches, result)
+    except NumericError:
+        report_saved(desk, wait=True)  # the last good checkpoint may still be on its way
+        raise
 
 
 def report_evaluation(desk: Desk, state: TrainState) -> None:

@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d
 from minimind.errors import RendezvousError, UsageError
 from minimind.launch import join_by_hand
 from minimind.model.decoder import MiniMindForCausalLM
-from minimind.model.loss import next_token_loss
+from minimind.model.loss import contagious, next_token_loss
 from minimind.train.backends import (
     Backend,
     DeepSpeedBackend,
@@ -34,6 +34,7 @@ from minimind.train.backends import (
     prepare_for_ddp,
     unused_parameters,
 )
+from minimind.train.build_lock import minded_builds
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.optimizer import adamw, parameter_groups
 from minimind.train.profile import PhaseClock
@@ -121,7 +122,7 @@ def _deepspeed(
     named = "optimizer" in resolved.config
     optimizer = DummyOptim(groups, lr=run.learning_rate) if named else adamw(groups, run)
     try:
-        with lost_peers():
+        with lost_peers(), minded_builds():
             prepared = accelerator.prepare(model, optimizer)[0]
     except (*REFUSALS, DeepSpeedConfigError, ZeRORuntimeException) as error:
         told = " ".join(str(error).split()) or type(error).__name__
@@ -266,10 +267,10 @@ class Engine(Ranks):
         targets: only therefore is the mean over micro-batches and ranks the mean over tokens.
         """
         backend = self.backend
-        used = backend.begin(lr)
+        used, skipped_before = backend.begin(lr), backend.skipped_steps
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         tokens = torch.zeros((), dtype=torch.int64, device=self.device)
-        norm = None
+        norm, losses = None, []
         with lost_peers():
             for number, rows in enumerate(micro_batches, 1):
                 is_last = number == len(micro_batches)
@@ -278,13 +279,17 @@ class Engine(Ranks):
                     clock.mark("data")
                     loss, count = self._loss(rows)
                     clock.mark("forward")
-                    backend.backward(loss / count)
+                    mean = loss / count
+                    backend.backward(contagious(mean))
                     clock.mark("backward")
                 norm = backend.update(is_last)
                 clock.mark("optimizer")
+                losses.append(mean.detach())
                 loss_sum += loss.detach()
                 tokens += count
-        return StepResult(loss_sum, tokens, norm, used, backend.skipped_steps)
+        skipped = backend.skipped_steps
+        is_skipped = skipped > skipped_before
+        return StepResult(loss_sum, tokens, norm, used, skipped, is_skipped, tuple(losses))
 
     @torch.no_grad()
     def loss_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

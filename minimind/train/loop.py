@@ -9,6 +9,7 @@ from minimind.train.desk import (
     begin_save,
     report_evaluation,
     report_saved,
+    report_skipped,
     report_step,
 )
 from minimind.train.profile import PhaseClock
@@ -24,15 +25,17 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
     run, engine, last = desk.run, desk.engine, desk.schedule.total_steps
     clock = desk.progress.clock = PhaseClock(engine.device)
     desk.report.begin(state.step)
+    desk.progress.step = state.step
     if state.step == last and not desk.saver.has(last):  # finished elsewhere, resumed into here
         begin_save(desk, state)
     while state.step < last:
-        desk.progress.step = state.step
         engine.seed(state.step)
         clock.begin()
         micro_batches = desk.batches.at(state.step)  # fetch
         result = engine.step(micro_batches, desk.schedule.lr_at(state.step), clock)  # step
         state = state.after(desk.batches.tokens_per_step)  # advance
+        desk.progress.step = state.step
+        report_skipped(desk, state, micro_batches, result)
         asked, failed = engine.sum_over_ranks([bool(desk.stop.reason), desk.saver.has_failed])
         stopping = asked > 0 or state.step == run.stop_at_step
         report_saved(desk, wait=failed > 0)

@@ -39,6 +39,7 @@ from minimind.train.desk import Desk
 from minimind.train.engine import Engine, build_engine, leave, section_faults
 from minimind.train.identity import facts, identity, layout, source_commit, versions
 from minimind.train.loop import train
+from minimind.train.numerics import SkippedSteps
 from minimind.train.out_dir import claim, require_writable, write_reference
 from minimind.train.report import Report
 from minimind.train.resume import Resumed, resume
@@ -97,6 +98,7 @@ def train_resolved(setup: Setup, resolved: Resolved, progress: Progress, held: E
     held.callback(report.close)
     report.say(f"{resolved_table(resolved)}\n{idle_gpus(setup.device, setup.launch)}".strip())
     desk, resumed = build_desk(run, prepared, order, schedule, engine, report, progress)
+    held.callback(desk.batches.close)
     if engine.rank == 0:
         with storing(str(out_dir), "free some space, or give another --out_dir"):
             write_reference(out_dir, resolved)
@@ -140,6 +142,7 @@ def build_desk(
         held_out=held_out_of(run, prepared),
         saver=saver,
         report=report,
+        skipped=SkippedSteps(run, engine, order, prepared.tokenizer.decode, report),
         stop=progress.begin(),
         progress=progress,
     )

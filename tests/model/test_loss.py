@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minimind.model.loss import IGNORED, next_token_loss
+from minimind.model.loss import IGNORED, contagious, next_token_loss
 
 B, T, V = 3, 7, 50
 
@@ -74,3 +74,23 @@ def test_bf16_logits_are_summed_in_fp32(logits_BTV: Tensor, targets_BT: Tensor):
 def test_targets_of_another_shape_are_refused(logits_BTV: Tensor, targets_BT: Tensor):
     with pytest.raises(ValueError, match=r"targets of shape \(3, 6\) do not fit"):
         next_token_loss(logits_BTV, targets_BT[:, 1:])
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, 3.3333333, 3.4e38])
+def test_a_finite_loss_and_its_gradient_stay_what_they_are_bit_for_bit(value: float):
+    loss = torch.tensor(value, requires_grad=True)
+    told = contagious(loss / 3)
+    (gradient,) = torch.autograd.grad(told, loss)
+    (expected,) = torch.autograd.grad(loss / 3, loss)
+    assert told.dtype == torch.float32
+    for one, other in ((told, loss / 3), (gradient, expected)):
+        assert torch.equal(one.detach().view(torch.int32), other.detach().view(torch.int32))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_no_gradient_of_a_loss_that_is_not_finite_is_finite(value: float):
+    weights = torch.tensor([1.0, 0.0], requires_grad=True)
+    loss = (weights * torch.tensor([1.0, 0.0])).sum() + value
+    contagious(loss).backward()
+    assert weights.grad is not None
+    assert not torch.isfinite(weights.grad).any()

@@ -180,16 +180,26 @@ def test_ddp_reduces_once_in_a_step_of_several_micro_batches(monkeypatch):
         leave()
 
 
-def test_an_overflow_in_bf16_is_no_update_and_is_counted():
-    backend, model = plain("--dtype bfloat16")
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for scale, skipped in ((float("inf"), 1), (1.0, 1)):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("spoilt", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_is_no_update_and_is_counted(dtype, spoilt):
+    backend, model = plain(f"--dtype {dtype}")
+    scale = backend.scaler.get_scale()
+    for factor, skipped in ((spoilt, 1), (1.0, 1), (spoilt, 2), (1.0, 2)):
+        held = backend.state()
+        before = {key: run.clone() for key, run in held.runs(0, 1)}, held.optimizer_step()
         backend.begin(5e-4)
-        (model(input_ids=ROWS).logits.float().sum() * scale).backward()
+        loss = model(input_ids=ROWS).logits.float().sum() * 1e-3
+        backend.backward(loss * factor)
         backend.update(is_last=True)
+        held = backend.state()
+        after = {key: run.clone() for key, run in held.runs(0, 1)}, held.optimizer_step()
+        same = after[1] == before[1] and after[0].keys() == before[0].keys()
+        same = same and all(torch.equal(run, before[0][key]) for key, run in after[0].items())
+        assert same is (factor != 1.0)
         assert backend.skipped_steps == skipped
-        same = [torch.equal(p, before[name]) for name, p in model.named_parameters()]
-        assert all(same) is (scale != 1.0)
-    other, _ = plain("--dtype bfloat16")
+        assert all(p.grad is None for p in model.parameters())
+    assert backend.scaler.get_scale() == scale / (4 if dtype == "float16" else 1)
+    other, _ = plain(f"--dtype {dtype}")
     other.restore_counters(backend.counters())
-    assert (other.steps, other.skipped_steps) == (2, 1)
+    assert (other.steps, other.skipped_steps) == (4, 2)

@@ -44,6 +44,11 @@ PAIRS = {
         {f"{ZERO}stage": 0, f"{ZERO}offload_optimizer": OFFLOAD},
         "offload_optimizer",
     ),
+    "gradients that are looked at": (
+        {"bf16.check_grad_overflow": True},
+        {"bf16.check_grad_overflow": False},
+        "check_grad_overflow is false",
+    ),
     "optimizer offload at stage 2": (
         {f"{ZERO}offload_optimizer": OFFLOAD},
         {f"{ZERO}offload_optimizer": {"device": "nvme"}},

@@ -1,0 +1,142 @@
+"""A loss or gradient spoilt on one of two ranks: at every stage and dtype all skip that step.
+
+All cases run in one launch of skip_steps.py; the end of a run is a real one's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT, Launcher
+from tests.distributed.skip_steps import COURSE, ORDER, all_rows
+
+pytestmark = pytest.mark.launch
+# Stage 3 comes last: it replaces torch's linear function in the whole process.
+CASES = [f"{stage},{dtype}" for stage in (None, 0, 1, 2, 3) for dtype in ("float32", "bfloat16")]
+CASES.insert(-2, "2,float32,zero_optimization.compute_grad_norm=false")
+CASES.insert(-2, '1,bfloat16,data_types.grad_accum_dtype="fp32"')  # BF16_Optimizer
+SPOILT = [step for step, fault in enumerate(COURSE, 1) if fault]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("spoilt")
+
+
+@pytest.fixture(scope="module")
+def told(root: Path) -> dict[str, list[dict[str, Any]]]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*launcher, "-m", "tests.distributed.skip_steps", str(root), *CASES],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(CASES, json.loads((root / "told.json").read_text()), strict=True))
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_skip_the_same_steps_and_count_them(told, case):
+    so_far = [sum(step <= at for step in SPOILT) for at in range(1, len(COURSE) + 1)]
+    expected = [[at in SPOILT, count] for at, count in enumerate(so_far, 1)]
+    for rank in (0, 1):
+        assert told[case][rank]["skipped"] == expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_skipped_step_changes_nothing_and_the_others_are_as_without_it(told, case):
+    for rank in (0, 1):
+        seen = told[case][rank]
+        assert seen["unchanged"] == [bool(fault) for fault in COURSE]
+        spoilt, clean = seen["ends"]
+        assert spoilt == clean
+        assert clean[1] == len(COURSE) - len(SPOILT)  # the optimizer's own count
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_the_spoilt_loss_is_not_finite(told, case):
+    for rank in (0, 1):
+        for fault, losses in zip(COURSE, told[case][rank]["losses"], strict=True):
+            bad = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
+            assert bad == ([fault[1]] if rank == 1 and fault and fault[0] == "loss" else [])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_stage_goes_on_alike(told, dtype):
+    rel, abs_ = (2e-6, None) if dtype == "float32" else (None, 2e-3)
+    for case in (case for case in CASES if dtype in case and "=" not in case):
+        for rank in (0, 1):
+            losses, ddp = told[case][rank]["losses"], told[f"None,{dtype}"][rank]["losses"]
+            for at in (at for at, fault in enumerate(COURSE) if not fault):
+                assert losses[at] == pytest.approx(ddp[at], rel=rel, abs=abs_)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_too_many_is_the_end_on_every_rank(told, case):
+    raised = [told[case][rank]["raised"] for rank in (0, 1)]
+    assert raised[0] == raised[1]
+    step, message, cause_rank = raised[0]
+    assert (step, cause_rank) == (SPOILT[-1], 1)
+    assert "the loss is not finite on rank 1 (micro-batch 1); 3 in all" in message
+    assert "max_skipped = 2 (--max_skipped)" in message
+    assert "nonfinite_rows.jsonl" in message
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rows_at_fault_are_dumped(told, root, case):
+    lines = lines_of(root / case / "nonfinite_rows.jsonl")
+    rows = all_rows()
+    expected = []
+    for step in SPOILT:
+        what, micro_batch = COURSE[step - 1] or ("", 0)
+        positions = ORDER.positions(step - 1)
+        if what == "gradient":
+            places = [positions.start, positions.stop]
+            expected.append({"step": step, "reason": "gradient", "positions": places})
+            continue
+        own = ORDER.rows_for(step - 1, 1, 2).tolist()
+        for at in (2 * micro_batch, 2 * micro_batch + 1):
+            tokens = rows[own[at]].tolist()
+            place = {"rank": 1, "micro_batch": micro_batch, "position": positions.start + 4 + at}
+            line = {"step": step, "reason": "loss", **place, "row": own[at], "loss": None}
+            expected.append({**line, "tokens": tokens, "text": str(tokens)})
+    assert lines == expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_is_an_event(told, root, case):
+    lines = lines_of(root / case / "metrics.jsonl")
+    events = [{k: line[k] for k in line if k != "time"} for line in lines]
+    assert events == [
+        {"event": "step_skipped", "step": step, "reason": what, "ranks": [1] * (what == "loss")}
+        for step, what in zip(SPOILT, ("loss", "gradient", "loss"), strict=True)
+    ]
+
+
+def test_a_run_that_diverges_ends_with_6_and_is_told_once(launch: Launcher, tmp_path: Path):
+    flags = "--learning_rate 1e30 --warmup_steps 0 --max_skipped 2 --save_interval 1"
+    run = launch.run(tmp_path / "out", flags)
+    assert run.status == 6, run.stderr
+    (line,) = [line for line in run.stderr.splitlines() if "error[" in line]
+    assert "error[E_NONFINITE]" in line
+    assert "stopped because rank" in run.stderr
+    assert [event["step"] for event in run.events("step_skipped")] == [2, 3, 4]
+    assert [step["skipped"] for step in run.events("step")] == [0, 1, 2]
+    (end,) = run.events("exit")
+    assert (end["status"], end["step"]) == (6, 4)
+    assert [line["step"] for line in lines_of(run.out_dir / "nonfinite_rows.jsonl")] == [2, 3, 4]

@@ -1,0 +1,187 @@
+"""Locks beside compiled ops: the dead go, the living are waited for, and nobody waits forever."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils import cpp_extension, file_baton
+
+from minimind.errors import StorageError
+from minimind.train import build_lock
+from minimind.train.build_lock import MindedBaton, builder_of, is_abandoned, minded_builds
+from tests.conftest import ROOT
+
+# As torch takes it; from the file alone, because importing torch takes seconds.
+TAKE = """
+import runpy, sys, time
+baton = runpy.run_path(sys.argv[1])["FileBaton"](sys.argv[2])
+assert baton.try_acquire()
+print("taken", flush=True)
+time.sleep(600)
+"""
+RACE = """
+import os, sys, time
+from minimind.train.build_lock import MindedBaton
+for rank in range(4):
+    if os.fork() == 0:
+        taken = MindedBaton(sys.argv[1]).try_acquire()
+        time.sleep(2)  # a winner that has ended would leave a dead lock to the next
+        os._exit(bool(taken))
+print(sum(os.waitstatus_to_exitcode(os.wait()[1]) for rank in range(4)))
+"""
+
+
+@pytest.fixture
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(build_lock, "SECOND_LOOK", 0.05)
+    monkeypatch.setattr(build_lock, "LOOK_EVERY", 0.05)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    (tmp_path / "cpu_adam").mkdir()
+    return tmp_path / "cpu_adam" / "lock"
+
+
+@pytest.fixture
+def holder(lock: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has taken the lock."""
+    command = [sys.executable, "-c", TAKE, str(file_baton.__file__), str(lock)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "taken\n"
+        yield process
+        process.kill()
+
+
+def test_a_lock_whose_owner_was_killed_is_taken_over(holder, lock):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert lock.exists()
+    assert is_abandoned(lock)
+    baton = MindedBaton(str(lock))
+    assert baton.try_acquire()
+    assert builder_of(lock) == f"process {os.getpid()}"
+    assert not MindedBaton(str(lock)).try_acquire()
+    baton.release()
+    assert not lock.exists()
+
+
+def test_a_lock_whose_owner_lives_is_waited_for_and_told_of_once(holder, lock, capsys):
+    baton = MindedBaton(str(lock))
+    assert not baton.try_acquire()
+    timer = threading.Timer(0.6, lock.unlink)
+    timer.start()
+    baton.wait()
+    timer.join()
+    assert capsys.readouterr().out == (
+        f"waiting for process {holder.pid} to compile cpu_adam ({lock})\n"
+    )
+
+
+def test_the_other_ranks_of_a_host_wait_without_a_word(holder, lock, capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    baton = MindedBaton(str(lock))
+    timer = threading.Timer(0.3, lock.unlink)
+    timer.start()
+    baton.wait()
+    timer.join()
+    assert capsys.readouterr().out == ""
+
+
+def test_an_owner_that_dies_while_it_is_waited_for_ends_the_wait(holder, lock):
+    baton = MindedBaton(str(lock))
+    assert not baton.try_acquire()
+    threading.Timer(0.3, holder.kill).start()
+    with pytest.raises(StorageError, match=r"cpu_adam/lock: the process .* ended too early; run"):
+        baton.wait()
+
+
+def test_patience_ends_and_the_lock_and_its_owner_are_named(holder, lock, monkeypatch):
+    monkeypatch.setattr(build_lock, "PATIENCE", 0.2)
+    with pytest.raises(StorageError) as caught:
+        MindedBaton(str(lock)).wait()
+    assert f"{lock}: process {holder.pid} has been building" in str(caught.value)
+    assert "TORCH_EXTENSIONS_DIR" in str(caught.value)
+
+
+def test_a_compiler_that_outlives_its_owner_is_waited_for(lock, tmp_path):
+    lock.touch()
+    sleep = shutil.which("sleep")
+    assert sleep
+    shutil.copy(sleep, tmp_path / "ninja")
+    with subprocess.Popen([tmp_path / "ninja", "600"], cwd=lock.parent) as ninja:
+        assert builder_of(lock) == f"process {ninja.pid}"
+        assert not MindedBaton(str(lock)).try_acquire()
+        ninja.kill()
+    assert MindedBaton(str(lock)).try_acquire()
+
+
+@pytest.mark.parametrize(
+    ("made_by", "builder"),
+    [
+        ("another-host 12", "process 12 on another-host"),
+        (f"{socket.gethostname()} 999999999", None),
+        ("", None),
+    ],
+)
+def test_a_lock_from_another_host_is_not_ours_to_judge(lock, made_by, builder):
+    lock.write_text(made_by)
+    assert builder_of(lock) == builder
+    assert is_abandoned(lock) is (builder is None)
+
+
+def test_where_nothing_can_be_seen_the_owner_counts_as_alive(lock, monkeypatch, tmp_path):
+    lock.touch()
+    monkeypatch.setattr(build_lock, "PROCESSES", tmp_path / "none")
+    assert builder_of(lock) == f"a process of user {os.getuid()}"
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert builder_of(lock) == f"a process of user {os.getuid()}"
+
+
+def test_a_lock_that_was_taken_between_two_looks_is_not_abandoned(lock, monkeypatch):
+    lock.touch()
+    looks = []
+
+    def look(path: Path) -> None:  # sees nobody, as in the moment between creating and opening
+        looks.append(path)
+        if len(looks) == 1:
+            path.unlink()
+            path.with_name("keeps the inode").touch()
+            path.touch()
+
+    monkeypatch.setattr(build_lock, "builder_of", look)
+    assert not is_abandoned(lock)
+    assert len(looks) == 2
+
+
+def test_of_many_that_find_a_dead_lock_one_gets_it(lock):
+    lock.touch()
+    command = [sys.executable, "-c", RACE, str(lock)]
+    winners = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert winners.stdout == "1\n", winners.stderr
+
+
+def test_an_extensions_folder_that_cannot_be_written_is_told(lock):
+    shutil.rmtree(lock.parent)
+    with pytest.raises(StorageError, match="TORCH_EXTENSIONS_DIR"):
+        MindedBaton(str(lock)).try_acquire()
+
+
+def test_what_is_built_inside_is_minded_and_nothing_else():
+    builds: Any = cpp_extension
+    torchs = builds.FileBaton
+    with minded_builds():
+        assert builds.FileBaton is MindedBaton
+    assert builds.FileBaton is torchs
+    with pytest.raises(ValueError, match="as it was"), minded_builds():
+        raise ValueError("as it was")
+    assert builds.FileBaton is torchs
