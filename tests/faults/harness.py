@@ -162,7 +162,10 @@ class Site:
         """The run of the unbroken curve, begun or gone on with; `flags` come last and win."""
         words = [*self.places(out_dir, cache), *FLAGS.split(), *flags.split()]
         command = [*prefix, "bash", str(ROOT / "run_accelerate.sh"), *words]
-        start = Start(command, out_dir, self.root / "logs", **{"NUM_PROCESSES": "2", **environ})
+        scratch = self.root / "tmp"  # what killed launchers leave there goes with the site
+        scratch.mkdir(exist_ok=True)
+        given = {"NUM_PROCESSES": "2", "TMPDIR": str(scratch), **environ}
+        start = Start(command, out_dir, self.root / "logs", **given)
         self._opened.append(start)
         return start
 

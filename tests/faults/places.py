@@ -96,7 +96,8 @@ def read_only(site: Site) -> Iterator[Outcome]:
         folder.mkdir(exist_ok=True)
         folder.chmod(mode)
     prefix = ("setpriv", *NOBODY)
-    if subprocess.run([*prefix, sys.executable, "-c", ""], capture_output=True).returncode:
+    probe = [*prefix, "sh", "-c", '"$0" -c ""', sys.executable]
+    if subprocess.run(probe, capture_output=True).returncode:
         prefix = ("setpriv", *BARE)
     start = site.start(place / "run", prefix=prefix, TMPDIR=str(scratch), HOME=str(scratch))
     outcome = ended(start, fault, 5, site, start.started)
