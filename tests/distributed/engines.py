@@ -64,6 +64,7 @@ class Case:
     accumulation: int = 2
     edits: dict[str, Any] = field(default_factory=dict)
     model: type[MiniMindForCausalLM] = MiniMindForCausalLM
+    flags: str = ""
 
 
 def build(case: Case, seed: int) -> Engine:
@@ -71,7 +72,9 @@ def build(case: Case, seed: int) -> Engine:
     AcceleratorState._reset_state(reset_partial_state=True)
     world_size = int(os.environ["WORLD_SIZE"])
     words = f"--split_batches --batch_size {ROWS // case.accumulation} --max_steps 40"
-    words += f" --accumulation_steps {case.accumulation} --dtype {case.dtype} --device cpu"
+    words += (
+        f" --accumulation_steps {case.accumulation} --dtype {case.dtype} --device cpu {case.flags}"
+    )
     run = parse_flags(words.split())
     resolved = Resolved(run, "ddp" if world_size > 1 else "single")
     if case.stage is not None:
