@@ -115,8 +115,8 @@ def test_every_parameter_is_saved_once_and_whole(found: dict[str, Any], name: st
         trained = {} if parameter in FROZEN else dict.fromkeys(moments, size)
         assert kept == {"fp32": size, **trained}
     assert keys["buffer|seen"] == 1
-    micro_batches = CASES[name].accumulation
-    assert found[name]["seen"] == LAST * micro_batches  # as after an unbroken run
+    looked_at = CASES[name].stage is None  # once, by DDP's search for unused parameters
+    assert found[name]["seen"] == LAST * CASES[name].accumulation + looked_at
 
 
 @pytest.mark.parametrize("name", marked(WRAPPERS, COMPILED))
