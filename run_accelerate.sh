@@ -85,7 +85,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 # A process group of its own keeps the terminal's Ctrl-C from it: this script decides what it is told.
 set -m
 python "$here/scripts/accelerate_launch.py" --config_file "$scratch/launch.yaml" \
-  --deepspeed_multinode_launcher standard \
+  --deepspeed_multinode_launcher standard --log_dir "$scratch/torchelastic" \
   "$here/train_pretrain.py" "$@" 0>&2 2>"$scratch/launcher.log" &
 launcher=$!
 set +m

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 from minimind.ending import Ending
 from minimind.flags import parse_flags
@@ -31,7 +32,8 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     ended = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # a full disk behind them has been told of
+        sys.stdout.flush()
+        sys.stderr.flush()
     # A failed rank must not wait, in some library's clean-up, for peers that wait for it.
     os._exit(ended) if ended else sys.exit(0)

@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 
 import yaml
 
-from minimind.config import FLAGS, PROJECT, RunConfig, check
+from minimind.checks import check
+from minimind.config import FLAGS, PROJECT, RunConfig
 from minimind.errors import UsageError
 
 PRESETS = PROJECT / "configs" / "models"

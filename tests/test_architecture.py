@@ -25,7 +25,7 @@ LAYERS = [
         "minimind.ending",
         "minimind.metrics",
     },
-    {"minimind.flags", "minimind.launch"},
+    {"minimind.checks", "minimind.flags", "minimind.launch"},
     {"minimind.data", "minimind.model"},
     {
         "minimind.train.schedule",
@@ -40,6 +40,7 @@ LAYERS = [
         "minimind.train.costs",
         "minimind.train.ranks",
         "minimind.train.backends",
+        "minimind.train.deepspeed_backend",
         "minimind.train.build_lock",
         "minimind.train.profile",
         "minimind.train.state",

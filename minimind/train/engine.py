@@ -26,15 +26,9 @@ from minimind.errors import RendezvousError, UsageError
 from minimind.launch import join_by_hand
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.loss import contagious, next_token_loss
-from minimind.train.backends import (
-    Backend,
-    DeepSpeedBackend,
-    PlainBackend,
-    StepResult,
-    prepare_for_ddp,
-    unused_parameters,
-)
+from minimind.train.backends import PlainBackend, StepResult, prepare_for_ddp, unused_parameters
 from minimind.train.build_lock import minded_builds
+from minimind.train.deepspeed_backend import Backend, DeepSpeedBackend
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.optimizer import adamw, parameter_groups
 from minimind.train.profile import PhaseClock

@@ -244,7 +244,6 @@ def finish(desk: Desk, state: TrainState, status: int, reason: str) -> None:
             f"done: {state.step} steps, {state.tokens:,} tokens; try\n"
             f'  {command} generate --checkpoint {place} --prompt "..."'
         )
-    sys.stdout.flush()
     desk.engine.barrier()
     if desk.progress.peers:
         desk.progress.peers.close()

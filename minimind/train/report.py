@@ -45,8 +45,9 @@ class Report:
     def say(self, text: str) -> None:
         """Print for people, past the progress bar."""
         if self._is_speaker:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            with storing("standard output", "free some space, or send it somewhere else"):
+                tqdm.write(text, file=sys.stdout)
+                sys.stdout.flush()
 
     def event(self, name: str, **facts: Any) -> None:
         """Append to metrics.jsonl."""

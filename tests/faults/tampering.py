@@ -20,9 +20,9 @@ from minimind.errors import RunError, one_line
 from minimind.files import fingerprint
 from minimind.flags import parse_flags
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.train.backends import DeepSpeedBackend
 from minimind.train.build import continued
 from minimind.train.checkpoint import MANIFEST, candidates, describe_file, manifest_text
+from minimind.train.deepspeed_backend import DeepSpeedBackend
 from minimind.train.optimizer import adamw, parameter_groups
 from minimind.train.resume import resume
 

@@ -21,8 +21,8 @@ from minimind.errors import CheckpointError, NumericError, StorageError
 from minimind.flags import parse_flags
 from minimind.metrics import Metrics
 from minimind.train import saver as saver_module
-from minimind.train.backends import DeepSpeedBackend
 from minimind.train.checkpoint import candidates, verify
+from minimind.train.deepspeed_backend import DeepSpeedBackend
 from minimind.train.optimizer import adamw, parameter_groups
 from minimind.train.resume import Resumed, load_weights
 from minimind.train.resume import resume as resume_from

@@ -17,7 +17,8 @@ from minimind.errors import CheckpointError
 from minimind.flags import parse_flags
 from minimind.train import adapters
 from minimind.train.adapters import zero_state
-from minimind.train.backends import DeepSpeedBackend, PlainBackend
+from minimind.train.backends import PlainBackend
+from minimind.train.deepspeed_backend import DeepSpeedBackend
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.zero_state import Fragment, ZeroState
 from tests.conftest import ROOT

@@ -1,0 +1,31 @@
+"""Flags that are right each by itself and do not fit one another."""
+
+from __future__ import annotations
+
+from minimind.config import RunConfig
+from minimind.errors import UsageError
+
+
+def check(run: RunConfig) -> None:
+    """Nothing, or a UsageError about fields that do not fit one another."""
+    run.allowed_changes()
+    if run.max_steps and run.warmup_steps and run.warmup_steps > run.max_steps:
+        raise UsageError(
+            f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}) is more than"
+            f" max_steps = {run.max_steps} ({run.sources['max_steps']}); lower it, or train longer"
+        )
+    if run.dim % run.n_heads:
+        raise UsageError(
+            f"dim = {run.dim} ({run.sources['dim']}) is not divisible by n_heads ="
+            f" {run.n_heads} ({run.sources['n_heads']}); change one of them"
+        )
+    if run.dim // run.n_heads % 2:
+        raise UsageError(
+            f"dim / n_heads = {run.dim // run.n_heads} is odd, and rotary positions need"
+            f" pairs of channels; change dim ({run.dim}) or n_heads ({run.n_heads})"
+        )
+    if run.n_heads % run.n_kv_heads:
+        raise UsageError(
+            f"n_heads = {run.n_heads} ({run.sources['n_heads']}) is not divisible by"
+            f" n_kv_heads = {run.n_kv_heads} ({run.sources['n_kv_heads']}); change one"
+        )

@@ -1,0 +1,27 @@
+"""What a run says, and what becomes of it where nobody can hear."""
+
+import errno
+import io
+import os
+import sys
+
+import pytest
+import torch
+
+from minimind.errors import StorageError
+from minimind.train.report import Report
+
+
+class Full(io.StringIO):
+    """A file on a disk without room."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_behind_standard_output_is_told(tmp_path, monkeypatch):
+    report = Report(tmp_path, 10, torch.device("cpu"), is_speaker=True, is_profiling=False)
+    monkeypatch.setattr(sys, "stdout", Full())
+    with pytest.raises(StorageError, match="standard output: No space left"):
+        report.say("step 1")
+    report.close()
