@@ -44,7 +44,7 @@ def test_every_flag_named_exists():
         "use_deepspeed",
         "multi_gpu",
     }  # of minimind generate and plan, argparse, and accelerate launch
-    for name in re.findall(r"--([a-z][a-z_0-9]+)", README):
+    for name in re.findall(r"--(?:no-)?([a-z][a-z_0-9]+)", README):
         assert name in FLAGS or name in beside, name
 
 

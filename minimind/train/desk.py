@@ -100,10 +100,11 @@ def begin_save(desk: Desk, state: TrainState) -> None:
 
 
 def report_saved(desk: Desk, wait: bool) -> None:
-    """Tell of a checkpoint once it lasts; every rank waits for it, or none."""
-    if (saved := desk.saver.published(wait)) is None:
-        return
-    warning = saved.pop("warning", "")
-    desk.report.event("checkpoint_saved", **saved)
-    size = mebibytes(saved["bytes"])
-    desk.report.say(f"step {saved['step']}: checkpoint {saved['path']} ({size}) {warning}".strip())
+    """Tell of a checkpoint once it lasts, then let older ones go; every rank waits, or none."""
+    if saved := desk.saver.published(wait):
+        desk.report.event("checkpoint_saved", **saved)
+        size = mebibytes(saved["bytes"])
+        desk.report.say(f"step {saved['step']}: checkpoint {saved['path']} ({size})")
+        desk.saver.retire()
+    if told := desk.saver.not_retired():
+        desk.report.say(told)

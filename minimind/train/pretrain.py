@@ -231,6 +231,8 @@ def opening(desk: Desk, prepared: Prepared, state: TrainState, path: Path | None
 def finish(desk: Desk, state: TrainState, status: int, reason: str) -> None:
     """Tell the end, on every rank at the same moment."""
     desk.batches.close()
+    if told := desk.saver.not_retired(wait=True):
+        desk.report.say(told)
     desk.saver.close()
     code = "DONE" if status == 0 else "PREEMPTED"
     desk.report.event("exit", code=code, status=status, reason=reason, step=state.step)

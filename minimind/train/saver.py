@@ -83,6 +83,7 @@ class Saver:
         self.bytes = sum(engine.gather(4 * elements)) + small
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._saving: Saving | None = None
+        self._retiring: Future[None] | None = None
 
     def has(self, step: int) -> bool:
         """Whether a checkpoint of `step` is published here, as rank 0 sees it."""
@@ -148,6 +149,24 @@ class Saver:
         stall_ms = saving.stall_ms + (time.perf_counter() - waiting) * 1e3
         return {**event, "stall_ms": stall_ms}
 
+    def retire(self) -> None:
+        """Delete older checkpoints in the background, once the new one has been told of."""
+        if self.ranks.rank == 0:
+            self._retiring = self._thread.submit(retire, self.root, self.keep_last)
+
+    def not_retired(self, wait: bool = False) -> str:
+        """Why older checkpoints are still there, said once; the newest lasts all the same."""
+        retiring = self._retiring
+        if retiring is None or not (wait or retiring.done()):
+            return ""
+        self._retiring = None
+        error = retiring.exception()
+        if error is None:
+            return ""
+        if not isinstance(error, OSError):
+            raise error
+        return f"older checkpoints could not be deleted: {error}"
+
     def close(self) -> None:
         """End the thread, which has nothing left to do."""
         self._thread.shutdown()
@@ -166,13 +185,11 @@ class Saver:
             if is_first:
                 shutil.rmtree(tmp, ignore_errors=True)  # a later start sweeps what is left
             raise
-        warning = on_rank_0(self.ranks, self._retire)
         return {
             "step": state.step,
             "path": str(final),
             "bytes": sum(entry["bytes"] for entry in entries),
             "seconds": time.perf_counter() - started,
-            **({"warning": warning} if warning else {}),
         }
 
     def _write_own_files(self, tmp: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
@@ -197,14 +214,6 @@ class Saver:
         with storing(str(final), REMEDY, needed=self.bytes):
             write_manifest(tmp, facts, entries)
             publish(tmp, final)
-
-    def _retire(self) -> str:
-        """Delete older checkpoints; what kept us from it, since the new one lasts all the same."""
-        try:
-            retire(self.root, self.keep_last)
-        except OSError as error:
-            return f"older checkpoints could not be deleted: {error}"
-        return ""
 
 
 def shapes(model: torch.nn.Module) -> dict[str, list[int]]:

@@ -90,6 +90,9 @@ def save(engine: Engine, root: Any, state: TrainState, keep_last: int = 2) -> di
     keeper.begin(state)
     event = keeper.published(wait=True)
     assert event is not None
+    keeper.retire()
+    assert keeper.not_retired(wait=True) == ""
+    keeper.close()
     return event
 
 
@@ -277,6 +280,17 @@ def test_a_save_that_fails_in_the_background_is_told_when_it_is_waited_for(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+def test_older_checkpoints_go_only_after_the_new_one_was_told_of(tmp_path, monkeypatch):
+    save(Engine(1), tmp_path, TrainState(1, 0))
+    keeper = saver(Engine(1), tmp_path, keep_last=1)
+    keeper.begin(TrainState(2, 0))
+    assert keeper.published(wait=True)
+    assert [p.name for p in candidates(tmp_path)] == ["step_00000002", "step_00000001"]
+    keeper.retire()
+    assert keeper.not_retired(wait=True) == ""
+    assert [p.name for p in candidates(tmp_path)] == ["step_00000002"]
+
+
 def test_an_old_checkpoint_that_cannot_be_deleted_is_told_and_the_new_one_lasts(
     tmp_path, monkeypatch
 ):
@@ -284,8 +298,12 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_told_and_the_new_one_lasts(
         raise PermissionError(errno.EACCES, "Permission denied", "step_00000001")
 
     monkeypatch.setattr(saver_module, "retire", refuse)
-    event = save(Engine(1), tmp_path, TrainState(2, 0))
-    assert "step_00000001" in event["warning"]
+    keeper = saver(Engine(1), tmp_path)
+    keeper.begin(TrainState(2, 0))
+    assert keeper.published(wait=True)
+    keeper.retire()
+    assert "step_00000001" in keeper.not_retired(wait=True)
+    assert keeper.not_retired(wait=True) == ""
     assert [p.name for p in candidates(tmp_path)] == ["step_00000002"]
 
 
