@@ -9,10 +9,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,25 +19,15 @@ from torch import Tensor
 from minimind.errors import CheckpointError, UsageError
 from minimind.files import mebibytes, storing, sync_directory, write_durably
 from minimind.train.checkpoint import read_manifest
-from minimind.train.claims import require_listed
+from minimind.train.claims import read_config, require_listed
 from minimind.train.contents import Contents
+from minimind.train.tensor_files import Part, write_parts
 from minimind.train.zero_state import MASTER
 
-COPIED = ("config.json", "tokenizer.model")
+TOKENIZER, MODEL_TYPE = "tokenizer.model", "minimind"
 INDEX = "model.safetensors.index.json"
 SPELT = {"float32": "F32", "bfloat16": "BF16"}  # in the header of a file
-OWN = ("config.json", "tokenizer.model", INDEX, "model.safetensors", "model-*-of-*.safetensors")
-
-
-@dataclass(frozen=True)
-class Part:
-    """One tensor of the result: what a file's header says of it, and where its numbers are."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    bytes: int
-    read: Callable[[], Tensor]
+OWN = ("config.json", TOKENIZER, INDEX, "model.safetensors", "model-*-of-*.safetensors")
 
 
 @dataclass(frozen=True)
@@ -62,8 +51,7 @@ def consolidate(
     contents = Contents(path)
     parts = list(_parts(contents, dtype))
     needed = sum(part.bytes for part in parts)
-    texts = {name: _copied(path, name) for name in COPIED}
-    texts["config.json"] = _config_of(path, texts["config.json"], dtype)
+    texts = {"config.json": _config_of(path, dtype), TOKENIZER: _copied(path, TOKENIZER)}
     draft = out.with_name(f"{out.name}.tmp-{os.getpid()}")
     try:
         with storing(str(out), "free some space, or give another --out", needed=needed):
@@ -120,15 +108,10 @@ def _copied(path: Path, name: str) -> bytes:
         raise CheckpointError(f"{path / name}: cannot be read ({error.strerror})") from error
 
 
-def _config_of(path: Path, content: bytes, dtype: str) -> bytes:
-    """The model's configuration, its `dtype` that of the files beside it."""
-    try:
-        config = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path / 'config.json'}: is not JSON") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path / 'config.json'}: is no JSON object")
-    return json.dumps({**config, "dtype": dtype}, indent=2, sort_keys=True).encode() + b"\n"
+def _config_of(path: Path, dtype: str) -> bytes:
+    """The model's configuration, and nothing else that a config.json may ask a reader to do."""
+    known = {**read_config(path, read_manifest(path)), "model_type": MODEL_TYPE, "dtype": dtype}
+    return json.dumps(known, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def _write(parts: list[Part], draft: Path, most: int) -> list[str]:
@@ -137,7 +120,7 @@ def _write(parts: list[Part], draft: Path, most: int) -> list[str]:
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         name = name if len(shards) > 1 else "model.safetensors"
-        _write_file(draft / name, shard)
+        write_parts(draft / name, shard, {"format": "pt"})  # transformers asks for it
         index |= dict.fromkeys((part.name for part in shard), name)
     if len(shards) > 1:
         total = sum(part.bytes for part in parts)
@@ -155,23 +138,6 @@ def _shared_out(parts: list[Part], most: int) -> Iterator[list[Part]]:
             shard = []
         shard.append(part)
     yield shard
-
-
-def _write_file(path: Path, parts: list[Part]) -> None:
-    """safetensors: a length, a JSON header, the bytes. Its own writer wants all tensors at once."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
-    end = 0
-    for part in parts:
-        start, end = end, end + part.bytes
-        header[part.name] = {"dtype": part.dtype, "shape": part.shape, "data_offsets": [start, end]}
-    told = json.dumps(header, separators=(",", ":")).encode()
-    told += b" " * (-len(told) % 8)  # so that the numbers are aligned
-    with open(path, "wb") as file:
-        file.write(len(told).to_bytes(8, "little") + told)
-        for part in parts:
-            file.write(part.read().contiguous().view(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _replace(out: Path, draft: Path) -> None:

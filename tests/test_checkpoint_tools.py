@@ -285,11 +285,11 @@ def test_what_exists_is_replaced_only_by_force_and_only_if_it_is_ours(run_dir, t
 def test_a_full_disk_leaves_nothing_and_tells_what_was_needed(
     run_dir, tmp_path, capsys, monkeypatch
 ):
-    def full(path, parts):
+    def full(path, parts, metadata):
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(consolidate_module, "_write_file", full)
+    monkeypatch.setattr(consolidate_module, "write_parts", full)
     assert checkpoint("consolidate", run_dir, "--out", tmp_path / "flat") == 5
     told = capsys.readouterr().err
     assert "error[E_STORAGE]" in told

@@ -13,8 +13,9 @@ import math
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,25 +43,36 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     sync_file(path)
 
 
-def write_runs(path: Path, runs: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-    """Write 1-D float32 runs under their keys, fsync, and return the manifest's entry of the file.
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a file: what the header says of it, and where its numbers are."""
 
-    Hashed as it is written, so that nothing is read back. A NumericError before anything is
-    written where a run is not finite. The format is safetensors' (a length, a JSON header, the
-    bytes), written here because that library copies every tensor first, and holds Python's lock
-    meanwhile, by which a save in the background would stop the training.
+    name: str
+    dtype: str  # as safetensors spells it: F32
+    shape: list[int]
+    bytes: int
+    read: Callable[[], Tensor]
+
+
+def write_parts(
+    path: Path, parts: Sequence[Part], metadata: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Write tensors one after another, fsync, and return the manifest's entry of the file.
+
+    Hashed as it is written, so that nothing is read back. The format is safetensors' (a length, a
+    JSON header, the bytes), written here because that library wants all tensors at once, copies
+    each, and holds Python's lock meanwhile: a save in the background would stop the training.
     """
-    runs = list(runs)
-    header, end = {}, 0
-    for key, run in runs:
-        require_finite(key, run)
-        start, end = end, end + 4 * run.numel()
-        header[key] = {"dtype": "F32", "shape": [run.numel()], "data_offsets": [start, end]}
-    told = json.dumps(header).encode()
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for part in parts:
+        start, end = end, end + part.bytes
+        header[part.name] = {"dtype": part.dtype, "shape": part.shape, "data_offsets": [start, end]}
+    told = json.dumps(header, separators=(",", ":")).encode()
     told += b" " * (-len(told) % 8)  # so that the numbers are aligned
     digest = hashlib.sha256()
     with open(path, "wb") as file:
-        for piece in _pieces([len(told).to_bytes(8, "little") + told], runs):
+        for piece in _pieces(len(told).to_bytes(8, "little") + told, parts):
             digest.update(piece)
             file.write(piece)
         file.flush()
@@ -68,13 +80,25 @@ def write_runs(path: Path, runs: Iterable[tuple[str, Tensor]]) -> dict[str, Any]
     return {"name": path.name, "bytes": 8 + len(told) + end, "sha256": digest.hexdigest()}
 
 
-def _pieces(head: list[bytes], runs: list[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
+def _pieces(head: bytes, parts: Sequence[Part]) -> Iterator[bytes | memoryview]:
     """The bytes of a file, a few MiB at a time: hashing and writing then let others run."""
-    yield from head
-    for _, run in runs:
-        content = run.cpu().numpy().view("uint8")
+    yield head
+    for part in parts:
+        content = part.read().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         for start in range(0, len(content), PIECE):
-            yield content[start : start + PIECE].data
+            yield content[start : start + PIECE]
+
+
+def write_runs(path: Path, runs: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+    """Write 1-D float32 runs under their keys as `write_parts` does, and return its entry.
+
+    A NumericError before anything is written where a run is not finite.
+    """
+    parts = []
+    for key, run in runs:
+        require_finite(key, run)
+        parts.append(Part(key, "F32", [run.numel()], 4 * run.numel(), lambda run=run: run))
+    return write_parts(path, parts)
 
 
 def require_finite(key: str, run: Tensor) -> None:
