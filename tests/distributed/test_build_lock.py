@@ -1,0 +1,42 @@
+"""A start killed while it compiles DeepSpeedCPUAdam does not stop the next one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT, Launcher
+
+pytestmark = [pytest.mark.launch, pytest.mark.long]
+
+
+def test_the_start_after_one_that_was_killed_while_compiling(
+    launch: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
+    lock = tmp_path / "ops" / "cpu_adam" / "lock"
+    shipped = (ROOT / "configs" / "deepspeed" / "zero2_offload.json").read_text()
+    compiling = tmp_path / "compiling.json"
+    compiling.write_text(shipped.replace('"torch_adam": "auto"', '"torch_adam": false'))
+    flags = f"--deepspeed_config {compiling} --max_steps 2"
+    killed = launch.start(tmp_path / "out", flags)
+    family = psutil.Process(killed.pid)
+    end = time.monotonic() + 120
+    while not lock.exists() and killed.poll() is None and time.monotonic() < end:
+        time.sleep(0.1)
+    time.sleep(5)  # into the compilation
+    # The workers without their compiler, which goes on for a while.
+    for process in [*family.children(recursive=True), family]:
+        if process.name().startswith("python") or process.name() == "bash":
+            os.kill(process.pid, signal.SIGKILL)
+    killed.communicate()
+    assert lock.exists()
+    run = launch.run(tmp_path / "out", flags)
+    assert run.status == 0, run.stderr
+    assert [step["step"] for step in run.events("step")] == [1, 2]
+    assert not lock.exists()
