@@ -37,7 +37,7 @@ leave() {
   fi
   exit "$code"
 }
-trap 'stop TERM' TERM USR1
+trap 'stop TERM' TERM USR1 HUP
 trap 'stop INT' INT
 trap leave EXIT
 

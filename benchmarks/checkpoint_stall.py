@@ -80,7 +80,7 @@ def measure(engine: Engine, folder: Path, rounds: int) -> dict[str, list[float]]
         assert event
         found["until durable"].append(event["seconds"] * 1e3)
     found["resume"] = [
-        milliseconds(lambda: resume(engine, folder / "checkpoints", "auto", {}))
+        milliseconds(lambda: resume(engine, engine, folder / "checkpoints", "auto", {}))
         for _ in range(rounds)
     ]
     saver.close()

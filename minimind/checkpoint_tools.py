@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from minimind.files import mebibytes, storing
 from minimind.train.checkpoint import (
     MANIFEST,
     candidates,
+    delete,
     fault,
     leftovers,
     newest_valid,
@@ -227,8 +227,8 @@ def prune(place: str, keep: int, is_dry: bool) -> Iterator[tuple[Path, int, str]
     """
     if is_one(Path(place)):
         raise UsageError(f"--checkpoint {place} is one checkpoint; name the out_dir of its run")
-    root = folder_of(place)
-    with claim(root.parent):
+    root = folder_of(place).resolve()
+    with claim(root.parent if root.name == "checkpoints" else root):
         found = candidates(root)
         newest_valid(found, verify)  # raises where all are damaged: then nothing is deleted
         valid = 0
@@ -241,13 +241,6 @@ def prune(place: str, keep: int, is_dry: bool) -> Iterator[tuple[Path, int, str]
         for path in [*reversed(found), *leftovers(root), *unfinished(root)]:
             size = sum((sizes_of(path) or {}).values())
             if not is_dry:
-                _delete(path)
+                with storing(str(path), "mend its rights"):
+                    delete(path)
             yield path, size, ""
-
-
-def _delete(path: Path) -> None:
-    """Renamed first, so that none is ever half there."""
-    with storing(str(path), "mend its rights"):
-        if ".tmp-" not in path.name:
-            path = path.rename(path.with_name(f"{path.name}.tmp-pruned"))
-        shutil.rmtree(path)

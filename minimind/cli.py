@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import traceback
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from minimind.errors import RunError, UsageError
+from minimind.files import storing
 
 
 class _Parser(argparse.ArgumentParser):
@@ -175,7 +177,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(
                 f"unknown argument {args.run_flags[0]}; see minimind {args.command} --help"
             )
-        return COMMANDS[args.command](args) or 0
+        status = COMMANDS[args.command](args) or 0
+        with storing("standard output", "free some space, or send it somewhere else"):
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read is gone (`| head`); nor may Python flush to nobody
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130  # as a shell has it: 128 + SIGINT
     except Exception as error:  # the one place that turns an ending into a line and a status
         if "--debug" in words or not isinstance(error, RunError):
             traceback.print_exception(error)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from minimind.train.checkpoint import differences
 from minimind.train.contents import Contents
 from minimind.train.zero_state import MASTER
@@ -24,6 +26,7 @@ def compare(one: Path, other: Path) -> Iterator[str]:
     for name in sorted({*a.shapes, *b.shapes}):
         if a.shapes.get(name) != b.shapes.get(name):
             yield f"shape of {name}: {a.shapes.get(name)} -> {b.shapes.get(name)}"
+    yield from _compare_buffers(a, b)
     for kind in sorted({*a.kinds, *b.kinds}, key=lambda kind: (kind != MASTER, kind)):
         yield from _compare_kind(kind, a, b)
 
@@ -42,6 +45,15 @@ def _facts(contents: Contents) -> dict[str, Any]:
             **state["counters"],
         },
     }
+
+
+def _compare_buffers(a: Contents, b: Contents) -> Iterator[str]:
+    one, other = a.buffers, b.buffers
+    for name in sorted({*one.keys()} ^ {*other.keys()}):
+        yield f"buffer {name}: only in one of them"
+    for name in sorted({*one.keys()} & {*other.keys()}):
+        if not torch.equal(one.get_tensor(name), other.get_tensor(name)):
+            yield f"buffer {name}: differs"
 
 
 def _compare_kind(kind: str, a: Contents, b: Contents) -> Iterator[str]:

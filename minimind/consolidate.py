@@ -47,6 +47,7 @@ def consolidate(
     Written aside and renamed: an interrupted one leaves nothing under `out`. From any number of
     processes and any ZeRO stage the float32 files are the same byte for byte.
     """
+    out = out.resolve()
     require_free(out, force)
     contents = Contents(path)
     parts = list(_parts(contents, dtype))

@@ -96,7 +96,8 @@ class Ending:
         progress, status = self.progress, told.status
         is_asked = status == PREEMPTED
         line = one_line(PROGRAM, told, progress.rank, progress.step)
-        print(f"{PROGRAM}: {told}" if is_asked else line, file=sys.stderr, flush=True)
+        with suppress(OSError):  # nobody reads it any more
+            print(f"{PROGRAM}: {told}" if is_asked else line, file=sys.stderr, flush=True)
         end = {"code": told.code, "status": status, "reason": str(told), "step": progress.step}
         with suppress(OSError):  # where the disk is full, the line above has to do
             if progress.out_dir:
@@ -150,14 +151,14 @@ class Ending:
         self._over = self._over + seconds if is_over else 0.0
         if self._over > LATE:
             return PeerError(f"another rank ended; {AGAIN}")
-        if progress.stop.reason and not progress.is_training:
+        if progress.stop.signal and not progress.is_training:
             time.sleep(POLL)  # torchrun asks too, when a peer has died
             if progress.is_training:
                 return None
             if is_over or (progress.peers and progress.peers.gone()):
                 return PeerError(f"another rank ended; {AGAIN}")
             return Stopped(
-                f"stopped on {progress.stop.reason} before the first step, with nothing to save;"
+                f"stopped on {progress.stop.signal} before the first step, with nothing to save;"
                 f" {AGAIN}"
             )
         return progress.peers.look(seconds) if progress.peers and claim is None else None

@@ -49,6 +49,11 @@ class StopRequest:
             self._asked = self._limit
         return self._asked
 
+    @property
+    def signal(self) -> str:
+        """The signal that asked, if one did: by the clock alone a run takes at least one step."""
+        return "" if self._asked == self._limit else self._asked
+
     def listen(self) -> None:
         """Remember signals from now on, instead of dying of them; in the main thread."""
         for number in CAUGHT:

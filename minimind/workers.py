@@ -103,8 +103,9 @@ def registered() -> list[Worker]:
     """The workers of this host that have left their names."""
     here, found = folder(), []
     for path in here.glob("worker-*") if here else ():
-        rank, pid, *started = path.read_text(encoding="ascii").split()
-        found.append(Worker(int(rank), socket.gethostname(), int(pid), "".join(started)))
+        with suppress(FileNotFoundError):  # the script is gone, and took it away
+            rank, pid, *started = path.read_text(encoding="ascii").split()
+            found.append(Worker(int(rank), socket.gethostname(), int(pid), "".join(started)))
     return found
 
 

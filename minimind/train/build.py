@@ -95,8 +95,16 @@ def continued(order: Order, resumed: Resumed) -> Order:
     return replace(order, origin=before.origin_at(resumed.state.step, is_same_text))
 
 
-def require_step(run: RunConfig, step: int, schedule: Schedule) -> None:
-    """Nothing, or a UsageError for a run that is resumed beyond its end."""
+def require_length(run: RunConfig, step: int, schedule: Schedule, order: Order) -> None:
+    """Nothing, or a UsageError for a run that is resumed beyond its end, or whose end is unknown.
+
+    Epochs are counted in steps of one size; after another batch or text they no longer are.
+    """
+    if order.origin.step and (run.epochs is not None or run.max_steps is None):
+        raise UsageError(
+            f"the batch or the text was changed at step {order.origin.step}, so that --epochs no"
+            " longer says how many steps there are; give --max_steps instead, counted from step 0"
+        )
     if step > schedule.total_steps:
         raise UsageError(
             f"the checkpoint is of step {step}, and the run has {schedule.total_steps} steps"

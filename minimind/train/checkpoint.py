@@ -43,10 +43,15 @@ def step_directory(root: Path, step: int) -> Path:
     return root / f"step_{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(path.name.removeprefix("step_"))
+
+
 def candidates(root: Path) -> list[Path]:
     """Published checkpoints under `root`, newest step first; never judged by their times."""
     found = [p for p in root.glob("step_*") if NAME.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")), reverse=True)
+    return sorted(found, key=step_of, reverse=True)
 
 
 def describe_file(path: Path) -> dict[str, Any]:
@@ -84,14 +89,19 @@ def set_aside(path: Path, why: str) -> None:
 
 
 def retire(root: Path, keep_last: int) -> None:
-    """Delete all but the newest checkpoints; renamed first, so that none is ever half there.
+    """Delete all but the newest checkpoints.
 
     Safe only where no bad or abandoned one is among them, which resuming sees to.
     """
     for old in candidates(root)[keep_last:]:
-        doomed = _free_name(old.with_name(f"{old.name}.tmp-retired"))
-        old.rename(doomed)
-        shutil.rmtree(doomed)
+        delete(old)
+
+
+def delete(path: Path) -> None:
+    """Delete a directory, renamed first, so that none is ever half there under its name."""
+    if ".tmp-" not in path.name:
+        path = path.rename(_free_name(path.with_name(f"{path.name}.tmp-retired")))
+    shutil.rmtree(path)
 
 
 def leftovers(root: Path) -> list[Path]:
@@ -116,8 +126,9 @@ def choose(place: str) -> tuple[Path, list[Rejected]]:
 
     A run directory gives its newest valid checkpoint; a CheckpointError where there is none.
     """
-    root = Path(place) / "checkpoints"
-    found = candidates(root) if root.is_dir() else [Path(place)]
+    roots = (Path(place) / "checkpoints", Path(place))
+    root = next((r for r in roots if r.is_dir() and (r.name == "checkpoints")), None)
+    found = candidates(root) if root else [Path(place)]
     if not Path(place).is_dir() or not found:
         raise CheckpointError(
             f"--checkpoint {place}: holds no checkpoint; name a run's out_dir or a step_ directory"
@@ -195,9 +206,10 @@ def newest_valid(
         rejected.append(bad)
     if rejected:
         told = "; ".join(f"{r.path.name}: {r.file} {r.reason}" for r in rejected)
+        which = f"no checkpoint in {found[0].parent}" if len(found) > 1 else str(found[0])
         raise CheckpointError(
-            f"no checkpoint in {found[0].parent} can be used ({told});"
-            " restore one, or start afresh in another folder"
+            f"{which} {'can' if len(found) > 1 else 'cannot'} be used ({told}); restore one, or"
+            " start afresh in another folder"
         )
     return None, []
 
@@ -222,6 +234,8 @@ def require_same_run(
     refused = [line for line in changed if line.split(".")[0] not in allowed]
     if refused:
         groups = ",".join(dict.fromkeys(line.split(".")[0] for line in changed))
+        if any(line.startswith("batch.rows_per_step") for line in refused):
+            refused.append("rows_per_step is --batch_size x --accumulation_steps x processes")
         raise CheckpointError(
             f"{directory} belongs to another run ({'; '.join(refused)}); give the old values back,"
             f" allow it by --allow_change {groups}, or start afresh in another --out_dir"

@@ -101,10 +101,10 @@ def begin_save(desk: Desk, state: TrainState) -> None:
 
 def report_saved(desk: Desk, wait: bool) -> None:
     """Tell of a checkpoint once it lasts, then let older ones go; every rank waits, or none."""
+    if told := desk.saver.not_retired():
+        desk.report.say(told)
     if saved := desk.saver.published(wait):
         desk.report.event("checkpoint_saved", **saved)
         size = mebibytes(saved["bytes"])
         desk.report.say(f"step {saved['step']}: checkpoint {saved['path']} ({size})")
         desk.saver.retire()
-    if told := desk.saver.not_retired():
-        desk.report.say(told)

@@ -45,10 +45,10 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
             desk.report.took(clock.take())
         if logging:
             report_step(desk, state, result)
+        if is_due(state.step, run.save_interval, last) or stopping:
+            begin_save(desk, state)  # before the validation, for which a notice may be too short
         if is_due(state.step, run.eval_interval, last) and len(desk.held_out.rows):
             report_evaluation(desk, state)
-        if is_due(state.step, run.save_interval, last) or stopping:
-            begin_save(desk, state)
         if profiling:
             desk.report.profile(state.step)
         if stopping and state.step < last:

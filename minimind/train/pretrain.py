@@ -29,9 +29,9 @@ from minimind.train.build import (
     plan,
     prepare_data,
     require_default_data,
+    require_length,
     require_resume_path,
     require_same_files,
-    require_step,
     with_tokenizer,
 )
 from minimind.train.deepspeed_config import Resolved
@@ -48,9 +48,9 @@ from minimind.train.schedule import Schedule
 from minimind.train.setup import Setup, idle_gpus, read_setup, resolved_table
 from minimind.train.state import TrainState
 
-# Seconds that a rank waits for another's part of a checkpoint: a disk may be slow, and a rank that
-# is gone or stopped is noticed by other means.
-SAVE_PATIENCE = 3600
+# Seconds that a rank waits for another that reads or writes a checkpoint: a disk may be slow, and a
+# rank that is gone or stopped is noticed by other means.
+PATIENCE = 3600
 SHARDING = ("world_size", "zero_stage")
 
 
@@ -99,6 +99,7 @@ def train_resolved(setup: Setup, resolved: Resolved, progress: Progress, held: E
     report.say(f"{resolved_table(resolved)}\n{idle_gpus(setup.device, setup.launch)}".strip())
     desk, resumed = build_desk(run, prepared, order, schedule, engine, report, progress)
     held.callback(desk.batches.close)
+    held.callback(desk.saver.close)
     if engine.rank == 0:
         with storing(str(out_dir), "free some space, or give another --out_dir"):
             write_reference(out_dir, resolved)
@@ -121,13 +122,14 @@ def build_desk(
     """What the loop works with, the state resumed; a request to stop is remembered from here on."""
     root = Path(run.out_dir) / "checkpoints"
     same = identity(run, prepared, schedule, order, engine)
-    resumed = resume(engine, root, run.resume, same, run.allowed_changes())
+    ranks = engine.another_group(PATIENCE)
+    resumed = resume(engine, ranks, root, run.resume, same, run.allowed_changes())
     if resumed.path:
         order = continued(order, resumed)
-    require_step(run, resumed.state.step, schedule)
+    require_length(run, resumed.state.step, schedule, order)
     saver = Saver(
         engine,
-        engine.another_group(SAVE_PATIENCE),
+        ranks,
         root,
         run.keep_last,
         facts(run, same, order, engine),
@@ -165,7 +167,11 @@ def tell_start(desk: Desk, prepared: Prepared, resumed: Resumed) -> None:
         report.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
         report.say(f"checkpoint {bad.path} is passed over: {bad.file} {bad.reason}")
     state, path = resumed.state, resumed.path
-    room = desk.saver.require_room() if state.step < desk.schedule.total_steps else "run is done"
+    room = (
+        desk.saver.require_room()
+        if state.step < desk.schedule.total_steps
+        else "nothing is left to save"
+    )
     report.event(
         "run_start",
         step=state.step,
@@ -208,6 +214,7 @@ def opening(desk: Desk, prepared: Prepared, state: TrainState, path: Path | None
     by = f"{schedule.shape}, {schedule.warmup_steps} steps of warm-up, peak {schedule.peak:g}"
     by = f"DeepSpeed's {rate}, as its file says" if rate else by
     micro_batch = run.micro_batch_rows(engine.world_size)
+    steps_left = schedule.total_steps - state.step
     return "\n".join(
         [
             f"backend {engine.resolved.backend}{zero}, {run.dtype}, on"
@@ -220,7 +227,7 @@ def opening(desk: Desk, prepared: Prepared, state: TrainState, path: Path | None
             f" {engine.world_size} processes = {order.rows_per_step} rows,"
             f" {desk.batches.tokens_per_step:,} tokens",
             f"length   {schedule.total_steps:,} steps,"
-            f" {schedule.total_steps * desk.batches.tokens_per_step:,} tokens;"
+            f" {state.tokens + steps_left * desk.batches.tokens_per_step:,} tokens;"
             f" {order.steps_per_epoch:,} steps an epoch, the last {dropped} of its rows dropped",
             f"rate     {by}",
             begun,
@@ -233,12 +240,14 @@ def finish(desk: Desk, state: TrainState, status: int, reason: str) -> None:
     desk.batches.close()
     if told := desk.saver.not_retired(wait=True):
         desk.report.say(told)
-    desk.saver.close()
     code = "DONE" if status == 0 else "PREEMPTED"
     desk.report.event("exit", code=code, status=status, reason=reason, step=state.step)
     desk.report.close()
     if status:
-        desk.report.say(f"{reason} at step {state.step}; run the same command again to go on")
+        again = "run the same command again"
+        if desk.run.resume != "auto":  # which would begin where this start began
+            again = f"run it again without --resume {shlex.quote(desk.run.resume)}"
+        desk.report.say(f"{reason} at step {state.step}; {again} to go on")
     else:
         command = os.path.relpath(Path(sys.executable).parent / "minimind")
         place = shlex.quote(desk.run.out_dir)

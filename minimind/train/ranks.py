@@ -56,10 +56,6 @@ class Ranks:
             dist.all_reduce(total, group=self._control)
         return total.tolist()
 
-    def any_rank(self, answer: bool) -> bool:
-        """Whether any rank says yes; every rank must ask."""
-        return self.sum_over_ranks([float(answer)])[0] > 0
-
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, by rank, on every rank; anything that can be pickled."""
         values: list[Any] = [None] * self.world_size

@@ -32,6 +32,7 @@ class Report:
         self._path = out_dir / "metrics.jsonl"
         self._metrics = Metrics(self._path) if is_speaker else None
         self._is_speaker = is_speaker
+        self._is_heard = True
         self._is_profiling = is_profiling
         self._device = device
         self._total = total_steps
@@ -44,10 +45,13 @@ class Report:
 
     def say(self, text: str) -> None:
         """Print for people, past the progress bar."""
-        if self._is_speaker:
+        if self._is_speaker and self._is_heard:
             with storing("standard output", "free some space, or send it somewhere else"):
-                tqdm.write(text, file=sys.stdout)
-                sys.stdout.flush()
+                try:
+                    tqdm.write(text, file=sys.stdout)
+                    sys.stdout.flush()
+                except BrokenPipeError:  # whoever read is gone (`| head`, or Ctrl-C at `| tee`)
+                    self._is_heard = False
 
     def event(self, name: str, **facts: Any) -> None:
         """Append to metrics.jsonl."""

@@ -21,12 +21,13 @@ from minimind.train.checkpoint import (
     require_same_run,
     set_aside,
     start_over,
+    step_of,
     sweep,
     verify,
 )
 from minimind.train.claims import read_state, require_listed
 from minimind.train.engine import Engine
-from minimind.train.ranks import lost_peers, on_rank_0, together
+from minimind.train.ranks import Ranks, lost_peers, on_rank_0, together
 from minimind.train.saver import shapes
 from minimind.train.state import TrainState
 from minimind.train.tensor_files import BUFFERS, RunFiles, read_buffers
@@ -45,6 +46,7 @@ class Resumed:
 
 def resume(
     engine: Engine,
+    ranks: Ranks,
     root: Path,
     asked: str,
     identity: dict[str, Any],
@@ -52,19 +54,20 @@ def resume(
 ) -> Resumed:
     """The state that `--resume asked` means, loaded into the engine.
 
-    Checkpoints of `root` that are damaged, or newer than the one resumed from, step aside: the
-    first must not be counted among those kept, the second belong to a course abandoned.
+    `ranks` is a control group that waits long: one rank may have more to read than another.
+    Checkpoints of `root` that are damaged, newer than the one resumed from, or of another course
+    than one from elsewhere step aside: they must neither be kept in its place nor fallen back to.
     """
-    found = on_rank_0(engine, lambda: _candidates(root, asked))
-    path, rejected = newest_valid(found, lambda path: _verify_together(engine, path))
+    found = on_rank_0(ranks, lambda: _candidates(root, asked))
+    path, rejected = newest_valid(found, lambda path: _verify_together(ranks, path))
     if path is None:
         return Resumed(rejected=rejected)
-    manifest = on_rank_0(engine, lambda: read_manifest(path))
+    manifest = on_rank_0(ranks, lambda: read_manifest(path))
     changed = together(
-        engine, lambda: require_same_run(path, manifest["identity"], identity, allowed)
+        ranks, lambda: require_same_run(path, manifest["identity"], identity, allowed)
     )[0]
-    _load(engine, path, manifest)
-    on_rank_0(engine, lambda: _step_aside(root, manifest["step"], {bad.path for bad in rejected}))
+    _load(engine, ranks, path, manifest)
+    on_rank_0(ranks, lambda: _step_aside(root, path, {bad.path for bad in rejected}))
     state = TrainState(manifest["step"], manifest["tokens"])
     return Resumed(state, path, rejected, manifest, changed)
 
@@ -106,22 +109,24 @@ def _require_nothing_lost(root: Path) -> None:
         )
 
 
-def _step_aside(root: Path, step: int, rejected: set[Path]) -> None:
-    for path in candidates(root):
+def _step_aside(root: Path, resumed: Path, rejected: set[Path]) -> None:
+    found = candidates(root)
+    is_own = resumed.resolve() in {path.resolve() for path in found}
+    for path in found:
         if path in rejected:
             set_aside(path, "rejected")
-        elif int(path.name.removeprefix("step_")) > step:
+        elif not is_own or step_of(path) > step_of(resumed):
             set_aside(path, "abandoned")
 
 
-def _verify_together(engine: Engine, path: Path) -> Rejected | None:
+def _verify_together(ranks: Ranks, path: Path) -> Rejected | None:
     """The first fault any rank found, each having hashed its share of the files."""
-    found = together(engine, lambda: verify(path, engine.rank, engine.world_size))
+    found = together(ranks, lambda: verify(path, ranks.rank, ranks.world_size))
     return next((bad for bad in found if bad), None)
 
 
-def _load(engine: Engine, path: Path, manifest: dict[str, Any]) -> None:
-    about = on_rank_0(engine, lambda: read_state(path, manifest))
+def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) -> None:
+    about = on_rank_0(ranks, lambda: read_state(path, manifest))
     if wrong := misfits(about["parameters"], shapes(engine.model)):
         raise CheckpointError(
             f"{path}: does not fit this model ({'; '.join(wrong[:3])}); give the shape flags of"
@@ -140,7 +145,7 @@ def _load(engine: Engine, path: Path, manifest: dict[str, Any]) -> None:
         for name, value in buffers.items():
             own[name].copy_(value)
 
-    together(engine, fill)
+    together(ranks, fill)
     with lost_peers():
         held.refresh()
     engine.backend.restore_counters(about["counters"])

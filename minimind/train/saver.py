@@ -176,6 +176,7 @@ class Saver:
         state, is_first = snapshot.state, self.ranks.rank == 0
         final = step_directory(self.root, state.step)
         tmp = final.with_name(f"{final.name}.tmp-{self._run_id}")
+        self.ranks.gather(None)  # rank 0 may still be deleting, and the room was counted so
         try:
             parts = together(self.ranks, lambda: self._write_own_files(tmp, snapshot))
             entries = [entry for part in parts for entry in part]

@@ -65,6 +65,7 @@ class ZeroState:
         Moments only once a step was taken. Replicated state is shared out: each rank writes its
         1 / world_size of every parameter. A frozen weight in low precision is a copy, not a view.
         """
+        has_stepped = self.optimizer_step() is not None
         for f in self.fragments:
             part = f.share(rank, world_size) if f.is_replicated else f
             if not part.length:
@@ -74,6 +75,9 @@ class ZeroState:
                 moment = self.base.state.get(part.owner, {}).get(kind)
                 if moment is not None:
                     yield f"{kind}|{part.name}|{part.start}", part.view(moment)
+                elif has_stepped and not part.is_frozen:  # no gradient ever came: as if of zeros
+                    nothing = torch.zeros(part.length, device=part.owner.device)
+                    yield f"{kind}|{part.name}|{part.start}", nothing
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -112,7 +112,7 @@ class OneProcess:
 def resumed(run: Path) -> int:
     """0 once a run's newest usable checkpoint is loaded, whatever it says that it was."""
     engine: Any = OneProcess()
-    found = resume(engine, run / "checkpoints", "auto", {}, frozenset(CHANGEABLE))
+    found = resume(engine, engine, run / "checkpoints", "auto", {}, frozenset(CHANGEABLE))
     assert found.path is not None  # never a silent step 0
     continued(Order(n_rows=100, rows_per_step=4, seed=1), found)
     return 0

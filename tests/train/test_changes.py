@@ -125,6 +125,12 @@ def test_a_new_batch_reads_on_from_the_row_reached_and_a_kill_changes_nothing(
         assert steps(again)[step]["rows"] == [40 + 4 * (step - 6), 44 + 4 * (step - 6)]
 
 
+def test_epochs_do_not_count_steps_of_two_sizes(run: Path, flags: dict[str, Any]):
+    changed = {**flags, "batch_size": 1, "epochs": 1, "max_steps": None}
+    with pytest.raises(UsageError, match=r"changed at step 5.*give --max_steps"):
+        train(changed, out_dir=str(run), allow_change="batch,schedule")
+
+
 def test_new_text_with_the_old_tokenizer(run: Path, flags: dict[str, Any], tmp_path: Path):
     text = tmp_path / "more.jsonl"
     text.write_text("".join(json.dumps({"text": t}) + "\n" for t in sentences(5, 200)))

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,7 +104,7 @@ def resume(
     identity: Any = FACTS["identity"],
     allowed: Any = frozenset(),
 ) -> Resumed:
-    return resume_from(engine, root, asked, identity, allowed)  # type: ignore[arg-type]
+    return resume_from(engine, engine, root, asked, identity, allowed)  # type: ignore[arg-type]
 
 
 def test_a_resumed_engine_goes_on_as_the_saved_one(tmp_path):
@@ -166,6 +167,37 @@ def test_what_is_newer_than_a_named_checkpoint_is_abandoned(tmp_path):
     resume(engine, tmp_path, str(tmp_path / "step_00000100"))
     assert (tmp_path / "abandoned-step_00000200").is_dir()
     assert [p.name for p in candidates(tmp_path)] == ["step_00000100"]
+
+
+def test_a_checkpoint_from_elsewhere_leaves_none_of_another_course_standing(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for step in (1, 4):
+        save(Engine(1), here, TrainState(step, 0))
+    elsewhere = save(Engine(2), there, TrainState(4, 0))["path"]
+    assert resume(Engine(3), here, elsewhere).path == Path(elsewhere)
+    assert candidates(here) == []
+    assert sorted(p.name for p in here.iterdir()) == [
+        "abandoned-step_00000001",
+        "abandoned-step_00000004",
+    ]
+    assert len(candidates(there)) == 1
+
+
+def test_a_parameter_that_never_has_a_gradient_is_no_reason_to_refuse(tmp_path):
+    engine, other = Engine(1), Engine(2)
+
+    def step(one: Engine) -> None:
+        one.optimizer.zero_grad()
+        (one.model.matrix.sum() ** 2).backward()  # and nothing of the gain
+        one.optimizer.step()
+
+    step(engine)
+    save(engine, tmp_path, TrainState(1, 0))
+    resume(other, tmp_path)
+    for one in (engine, other):
+        step(one)
+    assert torch.equal(engine.model.matrix, other.model.matrix)
+    assert torch.equal(engine.model.gain, other.model.gain)
 
 
 def test_none_starts_over_and_keeps_the_old_ones(tmp_path):
