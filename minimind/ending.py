@@ -167,6 +167,7 @@ class Ending:
         # Not for ever: the main thread may hold the lock while it cannot write.
         is_free = self._lock.acquire(timeout=10 * POLL)
         if is_free and self._status is None:
-            lost = found if isinstance(found, Lost) else None
-            self._status = self._tell(lost.error() if lost else found, lost)  # pyright: ignore
+            is_lost = isinstance(found, Lost)
+            error, lost = (found.error(), found) if is_lost else (found, None)
+            self._status = self._tell(error, lost)
         os._exit(self._status or PeerError.status)

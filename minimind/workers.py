@@ -12,11 +12,20 @@ import signal
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from minimind.errors import PREEMPTED, PeerError
 from minimind.process import CAUGHT, STATUS_FILE
+
+
+def this_place() -> str:
+    """What tells this machine's processes from those of others of its name; empty without /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -27,13 +36,14 @@ class Worker:
     host: str
     pid: int
     started: str  # as /proc has it; empty where there is none
+    place: str = field(default_factory=this_place)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
     def is_here(self) -> bool:
-        """Whether it is a process of this host."""
-        return self.host == socket.gethostname()
+        """Whether it is a process whose /proc is ours: hosts and containers may share a name."""
+        return (self.host, self.place) == (socket.gethostname(), this_place())
 
     def state(self) -> str:
         """`running`, `stopped` (by SIGSTOP) or `gone`, of a process of this host."""

@@ -99,6 +99,13 @@ def seen(child: subprocess.Popen[bytes], state: str) -> Worker:
     return worker
 
 
+def test_another_machine_or_container_of_the_same_name_is_elsewhere():
+    me = this_worker(0)
+    assert me.is_here()
+    assert not Worker(1, me.host, me.pid, me.started, "another boot").is_here()
+    assert not Worker(1, "another name", me.pid, me.started).is_here()
+
+
 def test_a_process_is_running_stopped_or_gone_and_no_other_is_taken_for_it(child):
     worker = worker_of(child, 1)
     assert worker.state() == "running"
