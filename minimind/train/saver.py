@@ -168,8 +168,8 @@ class Saver:
         return f"older checkpoints could not be deleted: {error}"
 
     def close(self) -> None:
-        """End the thread, which has nothing left to do."""
-        self._thread.shutdown()
+        """End the thread. A run that failed does not wait: it may be held up by who is to blame."""
+        self._thread.shutdown(wait=False)
 
     def _save(self, snapshot: Snapshot, started: float) -> dict[str, Any]:
         """Write and publish; on every rank the event, or the same error."""
