@@ -149,9 +149,8 @@ def test_a_lost_rank_ends_the_run_and_is_named_first(
     assert end["status"] == status
 
 
-@pytest.mark.parametrize(
-    "who", ["script", pytest.param("launcher", marks=pytest.mark.long)]
-)  # fmt: skip
+@pytest.mark.long  # tests/faults/test_faults.py kills both too, and looks for what is left
+@pytest.mark.parametrize("who", ["script", "launcher"])
 def test_a_killed_launcher_leaves_no_workers(who: str, begin, tmp_path: Path):
     started = begin(tmp_path, ENDLESS)
     wait_for(started, tmp_path, '"step": 3,')
