@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> int:
         threading.Thread(target=record_ends, args=(here,), daemon=True).start()
     try:
         # Only here: from the first line on a signal must find somebody.
-        from accelerate.commands.launch import launch_command, launch_command_parser  # noqa: TID251
+        from accelerate.commands.launch import launch_command, launch_command_parser  # noqa: TID251 (it is what this script starts)
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         try:

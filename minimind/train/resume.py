@@ -26,11 +26,13 @@ from minimind.train.checkpoint import (
     verify,
 )
 from minimind.train.claims import read_state, require_listed
+from minimind.train.contents import Contents
 from minimind.train.engine import Engine
 from minimind.train.ranks import Ranks, lost_peers, on_rank_0, together
 from minimind.train.saver import shapes
 from minimind.train.state import TrainState
 from minimind.train.tensor_files import BUFFERS, RunFiles, read_buffers
+from minimind.train.zero_state import MASTER
 
 
 @dataclass(frozen=True)
@@ -159,11 +161,5 @@ def misfits(saved: dict[str, list[int]], own: dict[str, list[int]]) -> list[str]
 
 def load_weights(directory: Path) -> dict[str, torch.Tensor]:
     """Every fp32 parameter of a checkpoint, whole; needs neither DeepSpeed nor its world size."""
-    manifest = read_manifest(directory)
-    about = read_state(directory, manifest)
-    runs = RunFiles(directory, manifest["world_size"])
-    runs.require_whole(about["parameters"])
-    return {
-        name: runs.read("fp32", name, 0, int(torch.Size(shape).numel())).view(shape)
-        for name, shape in about["parameters"].items()
-    }
+    contents = Contents(directory)
+    return {name: contents.read(MASTER, name) for name in contents.shapes}

@@ -68,7 +68,7 @@ class Spoiler:
     def __init__(self, engine: Engine) -> None:
         self.what, self.micro_batch, self.seen = "", -1, 0
         self.true_loss = engine._loss
-        engine._loss = self.loss  # type: ignore[method-assign]
+        engine._loss = self.loss  # type: ignore[method-assign] (spoilt on purpose)
         self.rank = engine.rank
         weights = dict(engine.model.named_parameters())
         weights["model.norm.weight"].register_hook(self.gradient)
