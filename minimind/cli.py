@@ -127,7 +127,9 @@ _positive = _checked(float, lambda value: 0 < value < float("inf"), "not above 0
 
 
 def _bytes(text: str) -> int:
-    """Bytes of `24GiB`, `24GB` or `24G`."""
+    """Bytes of `24GiB`, `24GB`, `24G`; a bare number is taken for bytes from a million on."""
+    if re.fullmatch(r"[1-9]\d{6,15}", text.strip()):
+        return int(text)
     found = re.fullmatch(r"(\d{1,12}(?:\.\d+)?) *([KMGT])(i?B)?", text.strip(), re.IGNORECASE)
     if not found or float(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no amount such as 24GiB, 80G or 512MiB")

@@ -22,7 +22,7 @@ def compare(one: Path, other: Path) -> Iterator[str]:
     whatever the number of processes and the stage that each was saved by.
     """
     a, b = Contents(one), Contents(other)
-    yield from differences(_facts(a), _facts(b))
+    yield from map(str, differences(_facts(a), _facts(b)))
     for name in sorted({*a.shapes, *b.shapes}):
         if a.shapes.get(name) != b.shapes.get(name):
             yield f"shape of {name}: {a.shapes.get(name)} -> {b.shapes.get(name)}"

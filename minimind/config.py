@@ -257,7 +257,9 @@ class RunConfig:
 
     def allowed_changes(self) -> frozenset[str]:
         """The groups that --allow_change names; a UsageError for one that there is not."""
-        names = [name.strip() for name in (self.allow_change or "").split(",") if name.strip()]
+        if self.allow_change is None:
+            return frozenset()
+        names = [name.strip() for name in self.allow_change.split(",")]
         for name in names:
             if name not in CHANGEABLE:
                 raise UsageError(

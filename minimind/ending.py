@@ -96,8 +96,9 @@ class Ending:
         progress, status = self.progress, told.status
         is_asked = status == PREEMPTED
         line = one_line(PROGRAM, told, progress.rank, progress.step)
+        lines = [*told.table, f"{PROGRAM}: {told}" if is_asked else line]
         with suppress(OSError):  # nobody reads it any more
-            print(f"{PROGRAM}: {told}" if is_asked else line, file=sys.stderr, flush=True)
+            print("\n".join(lines), file=sys.stderr, flush=True)
         end = {"code": told.code, "status": status, "reason": str(told), "step": progress.step}
         with suppress(OSError):  # where the disk is full, the line above has to do
             if progress.out_dir:

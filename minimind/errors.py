@@ -6,6 +6,8 @@ came from, and the way out after a semicolon. Anything else that escapes is a bu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class RunError(Exception):
     """An ending that is told in one line instead of a traceback."""
@@ -13,9 +15,12 @@ class RunError(Exception):
     code = "E_INTERNAL"
     status = 70
 
-    def __init__(self, message: str, cause_rank: int | None = None) -> None:
+    def __init__(
+        self, message: str, cause_rank: int | None = None, table: Sequence[str] = ()
+    ) -> None:
         super().__init__(message)
         self.cause_rank = cause_rank  # set when all ranks raise what only one of them met
+        self.table = table  # lines shown above the one line, for what reads badly in a sentence
 
 
 class UsageError(RunError):

@@ -161,6 +161,7 @@ def test_stage_0_is_no_choice_in_float16(capsys):
     ("words", "reason"),
     [
         ("--memory 24X", "'24X' is no amount such as 24GiB"),
+        ("--memory 24", "'24' is no amount"),
         ("--memory 0GiB", "'0GiB' is no amount"),
         ("--memory -3G", "--memory"),
         ("--gpus 0", "0 is below 1"),

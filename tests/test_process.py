@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from minimind.ending import Ending
+from minimind.errors import CheckpointError
 from minimind.process import CAUGHT, STATUS_FILE, Progress, StopRequest, claim_status, read_claim
 from tests.conftest import ROOT
 
@@ -166,3 +168,13 @@ def test_a_worker_ends_when_a_launcher_is_gone_even_as_a_zombie(variable: str, t
     launcher.wait()
     assert started.returncode == 7
     assert f"the launcher (process {launcher.pid}) was ended" in told
+
+
+def test_a_table_is_printed_above_the_one_line(capsys: pytest.CaptureFixture[str]):
+    wrong = CheckpointError("x belongs to another run; give it back", table=["  a  b", "  1  2"])
+    assert Ending(Progress(rank=0), debug=False).tell(wrong) == 4
+    assert capsys.readouterr().err.splitlines() == [
+        "  a  b",
+        "  1  2",
+        "train_pretrain: error[E_CHECKPOINT] rank=0 step=0: x belongs to another run; give it back",
+    ]

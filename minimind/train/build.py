@@ -85,12 +85,12 @@ def continued(order: Order, resumed: Resumed) -> Order:
     require_course(resumed.manifest)
     saved = resumed.manifest["identity"]
     origin = Origin(**resumed.manifest["order"])
-    batch, data, seed = saved["batch"], saved["data"], saved["seed"]["seed"]
-    before = Order(data["rows"], batch["rows_per_step"], seed, origin)
-    changed = {line.split(":")[0] for line in resumed.changed}
-    is_same_text = not any(n.startswith(("data.", "tokenizer.", "seed.")) for n in changed)
-    is_same_text &= "batch.max_seq_len" not in changed
-    if is_same_text and "batch.rows_per_step" not in changed:
+    n_rows, batch, seed = resumed.manifest["rows"], saved["batch"], saved["seed"]["seed"]
+    before = Order(n_rows, batch["rows_per_step"], seed, origin)
+    changed = {one.name for one in resumed.changed if one.group == "batch"}
+    groups = {one.group for one in resumed.changed}
+    is_same_text = not groups & {"data", "tokenizer", "seed"} and "max_seq_len" not in changed
+    if is_same_text and "rows_per_step" not in changed:
         return before
     return replace(order, origin=before.origin_at(resumed.state.step, is_same_text))
 

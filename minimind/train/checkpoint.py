@@ -24,7 +24,7 @@ from minimind.errors import CheckpointError
 from minimind.files import canonical_json, fingerprint, sha256_of, sync_directory, write_durably
 from minimind.train.claims import read_object, require_manifest, shown
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_(\d{8,})")
 
@@ -214,31 +214,62 @@ def newest_valid(
     return None, []
 
 
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """`name: old -> new` for every fact of a run's identity that changed."""
-    lines = []
+@dataclass(frozen=True)
+class Difference:
+    """One fact that two checkpoints, or a checkpoint and a run, do not share."""
+
+    group: str  # what --allow_change calls it
+    name: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.group}.{self.name}: {self.old} -> {self.new}"
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[Difference]:
+    """Every fact, by group and name, that is not the same in both."""
+    found = []
     for group in sorted({*saved, *now}):
         old, new = saved.get(group, {}), now.get(group, {})
         for key in sorted({*old, *new}):
             before, after = old.get(key), new.get(key)
             if canonical_json(before) != canonical_json(after):
-                lines.append(f"{group}.{key}: {before} -> {after}")
-    return lines
+                found.append(Difference(group, key, before, after))
+    return found
+
+
+def difference_table(changed: list[Difference], allowed: Set[str]) -> list[str]:
+    """Lines of what changed, old and new value, and the flag that lets each through."""
+    rows = [("changed", "checkpoint", "this run", "let through by")]
+    for one in changed:
+        by = f"--allow_change {one.group}" + (" (given)" if one.group in allowed else "")
+        rows.append((f"{one.group}.{one.name}", _short(one.old), _short(one.new), by))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = ([c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows)
+    return ["  " + "  ".join(cells).rstrip() for cells in padded]
+
+
+def _short(value: Any) -> str:
+    told = str(value)
+    return told if len(told) <= 32 else f"{told[:29]}..."
 
 
 def require_same_run(
     directory: Path, saved: dict[str, Any], now: dict[str, Any], allowed: Set[str] = frozenset()
-) -> list[str]:
-    """What differs in the groups that were `allowed` to; a CheckpointError with all the rest."""
+) -> list[Difference]:
+    """What differs in the groups that were `allowed` to; a CheckpointError with a table if more."""
     changed = differences(saved, now)
-    refused = [line for line in changed if line.split(".")[0] not in allowed]
+    refused = [one for one in changed if one.group not in allowed]
     if refused:
-        groups = ",".join(dict.fromkeys(line.split(".")[0] for line in changed))
-        if any(line.startswith("batch.rows_per_step") for line in refused):
-            refused.append("rows_per_step is --batch_size x --accumulation_steps x processes")
+        groups = ",".join(dict.fromkeys(one.group for one in changed))
+        told = "; ".join(map(str, refused))
+        if any(one.name == "rows_per_step" for one in refused):
+            told += "; rows_per_step is --batch_size x --accumulation_steps x processes"
         raise CheckpointError(
-            f"{directory} belongs to another run ({'; '.join(refused)}); give the old values back,"
-            f" allow it by --allow_change {groups}, or start afresh in another --out_dir"
+            f"{directory} belongs to another run ({told}); give the old values back,"
+            f" allow it by --allow_change {groups}, or start afresh in another --out_dir",
+            table=difference_table(changed, allowed),
         )
     return changed
 

@@ -216,17 +216,16 @@ def read_config(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 def require_course(manifest: dict[str, Any]) -> None:
     """Nothing, or a CheckpointError where the manifest does not tell which rows were read."""
     try:
-        require(manifest, {"order": OBJECT})
+        require(manifest, {"order": OBJECT, "rows": SIZE})
         order = manifest["order"]
         require(order, ORIGIN, "order.")
         saved = manifest["identity"]
         require(saved, dict.fromkeys(("batch", "data", "seed"), OBJECT), "identity.")
         require(saved["batch"], {"rows_per_step": SIZE}, "identity.batch.")
-        require(saved["data"], {"rows": SIZE}, "identity.data.")
         require(saved["seed"], {"seed": WHOLE}, "identity.seed.")
         if unknown := next((shown(name) for name in order if name not in ORIGIN), ""):
             raise CheckpointError(f"has order.{unknown}")
-        if saved["data"]["rows"] < saved["batch"]["rows_per_step"]:
-            raise CheckpointError("has fewer identity.data.rows than a step reads")
+        if manifest["rows"] < saved["batch"]["rows_per_step"]:
+            raise CheckpointError("has fewer rows than a step reads")
     except CheckpointError as error:
         raise CheckpointError(f"manifest.json: {error}; {ELSEWHERE}") from error

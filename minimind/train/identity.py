@@ -35,7 +35,7 @@ def identity(
             "optimizer": engine.resolved.optimizer,
             "optimizer_params": engine.resolved.optimizer_params,
         },
-        "data": {"sha256": prepared.manifest["fingerprint"], "rows": order.n_rows},
+        "data": {"sha256": prepared.manifest["fingerprint"]},
         "tokenizer": {"sha256": prepared.tokenizer.fingerprint},
         "model": {
             "dim": run.dim,
@@ -68,6 +68,7 @@ def facts(run: RunConfig, identity: dict[str, Any], order: Order, engine: Engine
         "identity": identity,
         **layout(run, engine),
         "dtype": run.dtype,
+        "rows": order.n_rows,
         "order": asdict(order.origin),
         "configuration": engine.resolved.config,
         "sources": engine.resolved.sources,

@@ -115,8 +115,8 @@ class SkippedSteps:
         return (
             f"more than max_skipped = {run.max_skipped} ({run.sources['max_skipped']}); look at the"
             f" rows in {self.path} and take bad text out of the data, or go back to the last"
-            f" checkpoint with {scale}a lower --learning_rate or --grad_clip, or with a higher"
-            " --max_skipped"
+            f" checkpoint with {scale}a lower --learning_rate or --grad_clip (and --allow_change"
+            " lr), or with a higher --max_skipped"
         )
 
 

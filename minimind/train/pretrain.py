@@ -196,8 +196,9 @@ def tell_start(desk: Desk, prepared: Prepared, resumed: Resumed) -> None:
         if was != is_now:
             report.event("checkpoint_resharded", **{"from": was, "to": is_now})
     if resumed.changed:
-        report.event("run_changed", changes=resumed.changed)
-        report.say(f"allowed to change: {'; '.join(resumed.changed)}")
+        told = [str(one) for one in resumed.changed]
+        report.event("run_changed", changes=told)
+        report.say(f"allowed to change: {'; '.join(told)}")
     report.say(opening(desk, prepared, state, path))
     report.say(f"disk     {room}")
 

@@ -102,15 +102,16 @@ def together(ranks: Gathers, work: Callable[[], Any]) -> list[Any]:
         outcome = work()
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        problem = StorageError, f"{where}{error.strerror or error}; mend the path or its rights"
+        told = f"{where}{error.strerror or error}; mend the path or its rights"
+        problem = StorageError, told, ()
         own = error
     except RunError as error:
-        problem, own = (type(error), str(error)), error
+        problem, own = (type(error), str(error), error.table), error
     outcomes = ranks.gather((outcome, problem))
     for rank, (_, found) in enumerate(outcomes):
         if found:
-            kind, told = found
-            raise kind(told, cause_rank=rank) from own
+            kind, told, table = found
+            raise kind(told, cause_rank=rank, table=table) from own
     return [outcome for outcome, _ in outcomes]
 
 

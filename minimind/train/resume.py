@@ -13,6 +13,7 @@ from minimind.errors import CheckpointError
 from minimind.files import sync_directory
 from minimind.metrics import newest_acknowledged
 from minimind.train.checkpoint import (
+    Difference,
     Rejected,
     candidates,
     leftovers,
@@ -43,7 +44,7 @@ class Resumed:
     path: Path | None = None
     rejected: list[Rejected] = field(default_factory=list)
     manifest: dict[str, Any] = field(default_factory=dict)
-    changed: list[str] = field(default_factory=list)
+    changed: list[Difference] = field(default_factory=list)
 
 
 def resume(

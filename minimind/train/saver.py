@@ -146,8 +146,9 @@ class Saver:
         waiting = time.perf_counter()
         event = saving.future.result()
         self._saving = None
-        stall_ms = saving.stall_ms + (time.perf_counter() - waiting) * 1e3
-        return {**event, "stall_ms": stall_ms}
+        waited = (time.perf_counter() - waiting) * 1e3
+        copying = self._staging.settle() if self._staging else 0.0  # long done
+        return {**event, "stall_ms": max(saving.stall_ms, copying) + waited}
 
     def retire(self) -> None:
         """Delete older checkpoints in the background, once the new one has been told of."""

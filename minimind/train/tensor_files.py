@@ -122,25 +122,31 @@ class Staging:
         self._on_gpu = device.type == "cuda"
         self._memory = torch.empty(elements, dtype=torch.float32, pin_memory=self._on_gpu)
         self._memory.zero_()  # touched now, or the first save would pay for every page
-        self._copied: torch.cuda.Event | None = None
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def take(self, runs: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """The runs as they are now, under the same keys, copied here."""
         taken, end = [], 0
+        if self._on_gpu:
+            began, copied = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._events = began, copied
+            began.record()
         for key, run in runs:
             start, end = end, end + run.numel()
             copy = self._memory[start:end]
             copy.copy_(run, non_blocking=True)
             taken.append((key, copy))
-        if self._on_gpu:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        if self._events:
+            self._events[1].record()
         return taken
 
-    def settle(self) -> None:
-        """Wait until the copies are there."""
-        if self._copied is not None:
-            self._copied.synchronize()
+    def settle(self) -> float:
+        """Wait until the copies are there; the ms for which they held up a GPU's stream."""
+        if self._events is None:
+            return 0.0
+        began, copied = self._events
+        copied.synchronize()
+        return began.elapsed_time(copied)
 
 
 class RunFiles:

@@ -147,7 +147,7 @@ READ: dict[str, list[tuple[Any, ...]]] = {
     MANIFEST: [
         *[("format",), ("step",), ("tokens",), ("world_size",), ("identity",), ("files",)],
         *[("identity", "batch"), ("identity", "data"), ("identity", "seed"), ("order",)],
-        *[("identity", "batch", "rows_per_step"), ("identity", "data", "rows")],
+        *[("identity", "batch", "rows_per_step"), ("rows",)],
         *[("identity", "seed", "seed"), ("order", "step"), ("order", "offset")],
         *[("files", 0, "bytes"), ("files", 0, "sha256")],
     ],

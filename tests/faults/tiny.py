@@ -45,12 +45,13 @@ IDENTITY = {
     "batch": {"rows_per_step": 4, "max_seq_len": 32},
     "schedule": {"min_lr_ratio": 1e-05},  # a flipped bit makes E of the e
     "lr": {"learning_rate": 0.01},
-    "data": {"sha256": "d" * 64, "rows": 400},
+    "data": {"sha256": "d" * 64},
     "seed": {"seed": 1},
 }
 FACTS = {
     "identity": IDENTITY,
     **{"world_size": 1, "zero_stage": None, "backend": "single", "dtype": "float32"},
+    "rows": 400,
     "order": {"step": 0, "rows": 0, "epoch": 0, "offset": 0},
     "versions": {"torch": "2"},
 }

@@ -147,6 +147,23 @@ def test_new_text_with_the_old_tokenizer(run: Path, flags: dict[str, Any], tmp_p
     assert events(run, "exit")[-1]["step"] == 12
 
 
+def test_another_sequence_length_is_a_change_of_the_batch_alone(run: Path, flags: dict[str, Any]):
+    changes = {"max_seq_len": 16, "allow_change": "batch,schedule"}
+    assert train(flags, out_dir=str(run), **changes) == 0
+    assert steps(run)[6]["rows"] == [40, 48]
+
+
+def test_what_changed_is_told_as_a_table(run: Path, flags: dict[str, Any]):
+    changes = {"learning_rate": 1e-3, "seed": 7, "allow_change": "seed"}
+    with pytest.raises(CheckpointError) as caught:
+        train(flags, out_dir=str(run), **changes)
+    assert [line.split() for line in caught.value.table] == [
+        ["changed", "checkpoint", "this", "run", "let", "through", "by"],
+        ["lr.learning_rate", "0.002", "0.001", "--allow_change", "lr"],
+        ["seed.seed", "42", "7", "--allow_change", "seed", "(given)"],
+    ]
+
+
 def test_a_model_of_another_width_cannot_be_allowed(run: Path, flags: dict[str, Any]):
     with pytest.raises(CheckpointError, match=r"does not fit this model.*\[600, 32\]"):
         train(flags, out_dir=str(run), dim=64, allow_change="model")
@@ -157,7 +174,7 @@ def test_a_run_beyond_its_end_is_told(run: Path, flags: dict[str, Any]):
         train(flags, out_dir=str(run), max_steps=3, allow_change="schedule")
 
 
-@pytest.mark.parametrize("given", ["learning_rate", "lr,bach", "all"])
+@pytest.mark.parametrize("given", ["learning_rate", "lr,bach", "all", ","])
 def test_a_group_that_there_is_not_is_refused(given: str):
     with pytest.raises(UsageError, match="is none of batch, schedule"):
         parse_flags(["--allow_change", given])

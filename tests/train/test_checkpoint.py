@@ -11,6 +11,7 @@ import torch
 from minimind.errors import CheckpointError
 from minimind.files import fingerprint
 from minimind.train.checkpoint import (
+    Difference,
     candidates,
     describe_file,
     differences,
@@ -148,8 +149,8 @@ def test_what_steps_aside_is_kept_but_no_candidate(tmp_path):
 
 def test_differences_name_old_and_new():
     assert differences({"lr": {"a": 1}}, {"lr": {"a": 1}}) == []
-    assert differences({"lr": {"a": 1}}, {"lr": {"a": 2}}) == ["lr.a: 1 -> 2"]
-    assert differences({}, {"seed": {"seed": 3}}) == ["seed.seed: None -> 3"]
+    assert differences({"lr": {"a": 1}}, {"lr": {"a": 2}}) == [Difference("lr", "a", 1, 2)]
+    assert differences({}, {"seed": {"seed": 3}}) == [Difference("seed", "seed", None, 3)]
     with pytest.raises(CheckpointError, match=r"lr\.a: 1 -> 2"):
         require_same_run(Path("x"), {"lr": {"a": 1}}, {"lr": {"a": 2}})
 

@@ -250,7 +250,7 @@ def test_only_what_is_allowed_may_change(tmp_path):
         resume(Engine(1), tmp_path, identity=other, allowed={"seed"})
     assert "seed.seed" not in str(told.value)
     resumed = resume(Engine(1), tmp_path, identity=other, allowed={"seed", "lr", "batch"})
-    assert resumed.changed == ["lr.beta: None -> 1", "seed.seed: 1 -> 2"]
+    assert list(map(str, resumed.changed)) == ["lr.beta: None -> 1", "seed.seed: 1 -> 2"]
 
 
 def test_a_model_of_another_shape_is_refused_by_name(tmp_path):
@@ -383,7 +383,7 @@ def test_a_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path, monkeypatch
 def test_a_rank_that_cannot_write_is_named_to_all(tmp_path):
     engine = Engine(1)
     keeper = saver(engine, tmp_path)
-    engine.other = (None, (StorageError, "disk of rank 1"))
+    engine.other = (None, (StorageError, "disk of rank 1", ()))
     keeper.begin(TrainState(1, 0))
     with pytest.raises(StorageError, match="disk of rank 1") as caught:
         keeper.published(wait=True)
