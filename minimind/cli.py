@@ -4,39 +4,34 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from minimind.arguments import Parser, at_least, positive, share, size_in_bytes
 from minimind.errors import RunError, UsageError
 from minimind.files import storing
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see {self.prog} --help")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
-    parser = _Parser(prog="minimind", description="Tools for runs of train_pretrain.py.")
-    subs = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    parser = Parser(prog="minimind", description="Tools for runs of train_pretrain.py.")
+    subs = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     generate = subs.add_parser("generate", help="text from a checkpoint", allow_abbrev=False)
     generate.add_argument(
         "--checkpoint", required=True, help="a run's out_dir, or a step_ directory"
     )
     generate.add_argument("--prompt", default="", help="text to continue (default: a new document)")
-    generate.add_argument("--max_new_tokens", type=_at_least(1), default=100)
+    generate.add_argument("--max_new_tokens", type=at_least(1), default=100)
     generate.add_argument(
-        "--temperature", type=_at_least(0.0), default=0.8, help="0: always the likeliest token"
+        "--temperature", type=at_least(0.0), default=0.8, help="0: always the likeliest token"
     )
     generate.add_argument(
-        "--top_p", type=_share, default=0.9, help="draw from the likeliest tokens of this mass"
+        "--top_p", type=share, default=0.9, help="draw from the likeliest tokens of this mass"
     )
-    generate.add_argument("--seed", type=_at_least(0), default=42)
+    generate.add_argument("--seed", type=at_least(0), default=42)
     generate.add_argument("--debug", action="store_true", help="show tracebacks")
     _add_plan(subs)
     _add_checkpoint(subs)
@@ -53,16 +48,18 @@ def _add_plan(subs: Any) -> None:
         allow_abbrev=False,
     )
     plan.add_argument(
-        "--gpus", "--world_size", "--world-size", type=_at_least(1), default=1, help="processes"
+        "--gpus", "--world_size", "--world-size", type=at_least(1), default=1, help="processes"
     )
     plan.add_argument(
-        "--memory", type=_bytes, help="of one GPU: 24GiB, 24GB (10^9 bytes), 80G (as GiB), 512MiB"
+        "--memory",
+        type=size_in_bytes,
+        help="of one GPU: 24GiB, 24GB (10^9 bytes), 80G (as GiB), 512MiB",
     )
     plan.add_argument(
-        "--peak_tflops", "--peak-tflops", type=_positive, help="of one GPU in --dtype, dense"
+        "--peak_tflops", "--peak-tflops", type=positive, help="of one GPU in --dtype, dense"
     )
-    plan.add_argument("--mfu", type=_share, default=0.4, help="share of the peak that is reached")
-    plan.add_argument("--tokens", type=_positive, help="tokens to train on, say 1e9")
+    plan.add_argument("--mfu", type=share, default=0.4, help="share of the peak that is reached")
+    plan.add_argument("--tokens", type=positive, help="tokens to train on, say 1e9")
 
 
 def _add_checkpoint(subs: Any) -> None:
@@ -70,7 +67,7 @@ def _add_checkpoint(subs: Any) -> None:
     group = subs.add_parser(
         "checkpoint", help="list | verify | diff | consolidate | prune", description=told
     )
-    actions = group.add_subparsers(dest="action", required=True, parser_class=_Parser)
+    actions = group.add_subparsers(dest="action", required=True, parser_class=Parser)
 
     def action(name: str, told: str) -> argparse.ArgumentParser:
         added = actions.add_parser(name, help=told, description=f"{told}.", allow_abbrev=False)
@@ -95,46 +92,16 @@ def _add_checkpoint(subs: Any) -> None:
     added.add_argument("--out", type=Path, required=True, help="a new folder")
     added.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     most = ("--max_shard_size", "--max-shard-size")
-    added.add_argument(*most, type=_bytes, default="2GB", metavar="BYTES", help="of a file (2GB)")
+    added.add_argument(
+        *most, type=size_in_bytes, default="2GB", metavar="BYTES", help="of a file (2GB)"
+    )
     added.add_argument("--force", action="store_true", help="replace an earlier --out")
 
     added = action(
         "prune", "Delete older checkpoints and leftovers; status 8 while the run goes on"
     )
-    added.add_argument("--keep", type=_at_least(1), required=True, help="valid ones that stay")
+    added.add_argument("--keep", type=at_least(1), required=True, help="valid ones that stay")
     added.add_argument("--dry_run", "--dry-run", action="store_true", help="only tell")
-
-
-def _checked(kind: type, holds: Callable[[float], bool], told: str) -> Callable[[str], float]:
-    """A converter for argparse, which names it in its messages."""
-
-    def number(text: str) -> float:
-        value = kind(text)
-        if not holds(value):
-            raise argparse.ArgumentTypeError(f"{text} is {told}")
-        return value
-
-    number.__name__ = "whole number" if kind is int else "number"
-    return number
-
-
-def _at_least(bound: float) -> Callable[[str], float]:
-    return _checked(type(bound), lambda value: value >= bound, f"below {bound}")
-
-
-_share = _checked(float, lambda value: 0 < value <= 1, "not above 0 and at most 1")
-_positive = _checked(float, lambda value: 0 < value < float("inf"), "not above 0 and finite")
-
-
-def _bytes(text: str) -> int:
-    """Bytes of `24GiB`, `24GB`, `24G`; a bare number is taken for bytes from a million on."""
-    if re.fullmatch(r"[1-9]\d{6,15}", text.strip()):
-        return int(text)
-    found = re.fullmatch(r"(\d{1,12}(?:\.\d+)?) *([KMGT])(i?B)?", text.strip(), re.IGNORECASE)
-    if not found or float(found[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no amount such as 24GiB, 80G or 512MiB")
-    base = 1000 if (found[3] or "").lower() == "b" else 1024
-    return int(float(found[1]) * base ** ("KMGT".index(found[2].upper()) + 1))
 
 
 def run_generate(args: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     {
         "minimind.errors",
+        "minimind.arguments",
         "minimind.config",
         "minimind.files",
         "minimind.process",

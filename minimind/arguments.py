@@ -1,0 +1,51 @@
+"""What argparse is given to read a subcommand's words by."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from typing import NoReturn
+
+from minimind.errors import UsageError
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with a mistake told as every other one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise it as a UsageError."""
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def _checked(kind: type, holds: Callable[[float], bool], told: str) -> Callable[[str], float]:
+    """A converter for argparse, which names it in its messages."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"{text} is {told}")
+        return value
+
+    number.__name__ = "whole number" if kind is int else "number"
+    return number
+
+
+def at_least(bound: float) -> Callable[[str], float]:
+    """A converter of numbers from `bound` on."""
+    return _checked(type(bound), lambda value: value >= bound, f"below {bound}")
+
+
+share = _checked(float, lambda value: 0 < value <= 1, "not above 0 and at most 1")
+positive = _checked(float, lambda value: 0 < value < float("inf"), "not above 0 and finite")
+
+
+def size_in_bytes(text: str) -> int:
+    """Bytes of `24GiB`, `24GB`, `24G`; a bare number is taken for bytes from a million on."""
+    if re.fullmatch(r"[1-9]\d{6,15}", text.strip()):
+        return int(text)
+    found = re.fullmatch(r"(\d{1,12}(?:\.\d+)?) *([KMGT])(i?B)?", text.strip(), re.IGNORECASE)
+    if not found or float(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount such as 24GiB, 80G or 512MiB")
+    base = 1000 if (found[3] or "").lower() == "b" else 1024
+    return int(float(found[1]) * base ** ("KMGT".index(found[2].upper()) + 1))
