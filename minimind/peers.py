@@ -8,6 +8,7 @@ is, and whether it gave up waiting. Of those that did not give up, one holds up 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from minimind.errors import PREEMPTED, PeerError, RunError, Stopped
-from minimind.process import Progress
+from minimind.process import STATUS_FILE, Progress
 from minimind.workers import Worker, end_told, ended, register, registered, this_worker
 
 BEAT = 2.0  # seconds between two beats
@@ -111,9 +112,16 @@ class Peers:
             self._thread.join(timeout=2 * BEAT)
 
     def announce(self, lost: Lost) -> None:
-        """Tell the ranks of all hosts what was found, if the store can be reached."""
+        """Tell the ranks of all hosts what was found, if the store can be reached.
+
+        Those that no file of this host tells it are given the time of a beat to hear it: the store
+        may end with this process, and then they would take it for killed.
+        """
         self._verdict = lost
         self._fresh()
+        has_file = STATUS_FILE in os.environ
+        if any(not (has_file and other.worker.is_here()) for other in self._watched.values()):
+            self._closed.wait(1.25 * BEAT)
 
     def _beats_on(self) -> None:
         assert self._store is not None

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -287,3 +288,27 @@ def test_what_another_rank_found_is_taken_over_with_its_status(meeting):
 def test_where_the_main_thread_is_names_the_innermost_line_of_ours():
     assert where_main_is().startswith("in where_main_is, minimind/peers.py:")
     assert os.getpid() == this_worker(0).pid
+
+
+def test_whoever_ends_is_heard_before_it_takes_the_store_along(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "BEAT", 1.0)
+    store, is_gone = Store(), threading.Event()
+
+    def set_if_there(key: str, value: str) -> None:
+        if is_gone.is_set():
+            raise RuntimeError("Connection reset by peer")
+        store.kept[key] = value
+
+    monkeypatch.setattr(store, "set", set_if_there)
+    ranks = [Peers(Progress(rank=rank)) for rank in range(2)]
+    everyone = [peers.me for peers in ranks]
+    for peers in ranks:
+        peers.meet(everyone, store)
+    for peers in ranks:
+        peers.begin()
+    lost = Lost(0, "rank 0 ended: /x: No space left on device", 5)
+    ranks[0].announce(lost)
+    is_gone.set()  # it was rank 0's
+    assert ranks[1].guilty(lambda: False) == lost
+    for peers in ranks:
+        peers.close()
