@@ -59,14 +59,18 @@ def fail_at_each(bench: Bench, call: str, error: str, since: str) -> Iterator[Ou
             continue
         fault = f"{error} of each {call} since {since}, {bench.kind.name}"
         outcome = Outcome(fault, ended.statuses[0], ended.seconds)
+        # strace counts for each thread, so that one that serves the others may have been hit too;
+        # they then cannot be told what rank 0 met.
+        deaf = {7} if any("<socket:" in line for line in hit) else set()
         told = [line for line in ended.log.splitlines() if "error[" in line]
+        told = [line for line in told if not (deaf and "error[E_PEER] rank=1" in line)]
         where = f"{call} {number} ({hit[0].split(' ', 1)[1]})"
         recorded = events(out_dir)[before:]
         if "tmp-retired" in hit[0] or f"step_{2:08d}" in hit[0]:
             # The new checkpoint lasts, and only clearing away the old one failed: a warning.
             if set(ended.statuses) != {0} or "could not be deleted" not in ended.log:
                 outcome.wrong.append(f"{where}: {ended.statuses}: {gist(ended.log)}")
-        elif set(ended.statuses) != {5}:
+        elif ended.statuses[0] != 5 or set(ended.statuses[1:]) - {5} - deaf:
             outcome.wrong.append(f"{where}: {ended.statuses}: {gist(ended.log)}")
         elif len(told) != 1 or str(out_dir) not in told[0] or "Traceback" in ended.log:
             outcome.wrong.append(f"{where}: not one line with a path: {gist(ended.log)}")
