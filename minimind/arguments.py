@@ -37,6 +37,7 @@ def at_least(bound: float) -> Callable[[str], float]:
 
 
 share = _checked(float, lambda value: 0 < value <= 1, "not above 0 and at most 1")
+fraction = _checked(float, lambda value: 0 <= value < 1, "not from 0 to below 1")
 positive = _checked(float, lambda value: 0 < value < float("inf"), "not above 0 and finite")
 
 
@@ -49,3 +50,8 @@ def size_in_bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no amount such as 24GiB, 80G or 512MiB")
     base = 1000 if (found[3] or "").lower() == "b" else 1024
     return int(float(found[1]) * base ** ("KMGT".index(found[2].upper()) + 1))
+
+
+def count_of_bytes(text: str) -> int:
+    """Of a bare number, or of one with a unit."""
+    return int(text) if text.isdecimal() and int(text) else size_in_bytes(text)

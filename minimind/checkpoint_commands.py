@@ -17,6 +17,7 @@ from minimind.checkpoint_tools import (
 )
 from minimind.errors import CheckpointError, UsageError
 from minimind.files import mebibytes, storing
+from minimind.new_folder import require_free
 from minimind.train.checkpoint import choose
 
 MEND = "mend the path or its rights"
@@ -69,10 +70,10 @@ def run_diff(args: argparse.Namespace) -> int:
 
 def run_consolidate(args: argparse.Namespace) -> int:
     """Write one checkpoint as whole tensors, and say what was written."""
-    from minimind.consolidate import consolidate, require_free, told  # imports torch
+    from minimind.consolidate import OWN, consolidate, told  # imports torch
 
     place = place_of(args.place, args.checkpoint)
-    require_free(args.out, args.force)  # before gigabytes are hashed
+    require_free(args.out, args.force, OWN, "consolidate")  # before gigabytes are hashed
     path = _chosen(place)
     done = consolidate(path, args.out, args.dtype, args.max_shard_size, args.force)
     print(told(done, path, args.out, args.dtype))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from minimind import data_commands, tokenizer_commands
 from minimind.arguments import Parser, at_least, positive, share, size_in_bytes
 from minimind.errors import RunError, UsageError
 from minimind.files import storing
@@ -35,6 +36,8 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--debug", action="store_true", help="show tracebacks")
     _add_plan(subs)
     _add_checkpoint(subs)
+    data_commands.add_parsers(subs)
+    tokenizer_commands.add_parser(subs)
     return parser
 
 
@@ -134,6 +137,9 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "generate": run_generate,
     "plan": run_plan,
     "checkpoint": run_checkpoint,
+    "prepare": data_commands.run_prepare,
+    "data": data_commands.run_data,
+    "tokenizer": tokenizer_commands.run,
 }
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +14,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minimind.errors import CheckpointError, UsageError
-from minimind.files import mebibytes, storing, sync_directory, write_durably
+from minimind.data.tokenizer_files import MODEL_NAME, TOKENIZER_FILES
+from minimind.errors import CheckpointError
+from minimind.files import mebibytes, write_durably
+from minimind.new_folder import require_free, written_aside
 from minimind.train.checkpoint import read_manifest
 from minimind.train.claims import read_config, require_listed
 from minimind.train.contents import Contents
 from minimind.train.tensor_files import Part, write_parts
 from minimind.train.zero_state import MASTER
 
-TOKENIZER, MODEL_TYPE = "tokenizer.model", "minimind"
+MODEL_TYPE = "minimind"
 INDEX = "model.safetensors.index.json"
 SPELT = {"float32": "F32", "bfloat16": "BF16"}  # in the header of a file
-OWN = ("config.json", TOKENIZER, INDEX, "model.safetensors", "model-*-of-*.safetensors")
+OWN = ("config.json", *TOKENIZER_FILES, INDEX, "model.safetensors", "model-*-of-*.safetensors")
 
 
 @dataclass(frozen=True)
@@ -48,40 +48,18 @@ def consolidate(
     processes and any ZeRO stage the float32 files are the same byte for byte.
     """
     out = out.resolve()
-    require_free(out, force)
+    require_free(out, force, OWN, "consolidate")
     contents = Contents(path)
     parts = list(_parts(contents, dtype))
     needed = sum(part.bytes for part in parts)
-    texts = {"config.json": _config_of(path, dtype), TOKENIZER: _copied(path, TOKENIZER)}
-    draft = out.with_name(f"{out.name}.tmp-{os.getpid()}")
-    try:
-        with storing(str(out), "free some space, or give another --out", needed=needed):
-            draft.mkdir(parents=True)
-            files = _write(parts, draft, max_shard_bytes)
-            for name, content in texts.items():
-                write_durably(draft / name, content)
-            sync_directory(draft)
-            _replace(out, draft)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    names = [name for name in TOKENIZER_FILES if (path / name).exists()] or [MODEL_NAME]
+    texts = {"config.json": _config_of(path, dtype), **{n: _copied(path, n) for n in names}}
+    with written_aside(out, needed) as draft:
+        files = _write(parts, draft, max_shard_bytes)
+        for name, content in texts.items():
+            write_durably(draft / name, content)
     parameters = sum(math.prod(shape) for shape in contents.shapes.values())
     return Consolidated(files, parameters, needed)
-
-
-def require_free(out: Path, force: bool) -> None:
-    """Nothing, or a UsageError where `out` is taken; only what we wrote is ever replaced."""
-    if not os.path.lexists(out):
-        return
-    if not force:
-        raise UsageError(f"--out {out} exists; give another folder, or --force to replace it")
-    if out.is_symlink() or not out.is_dir():
-        raise UsageError(f"--out {out} is a file or a link, which --force does not replace")
-    strangers = [p.name for p in sorted(out.iterdir()) if not any(p.match(own) for own in OWN)]
-    if strangers:
-        raise UsageError(
-            f"--out {out} holds {strangers[0]!r}, which consolidate did not write, and --force"
-            " replaces nothing else; give another folder"
-        )
 
 
 def _parts(contents: Contents, dtype: str) -> Iterator[Part]:
@@ -139,17 +117,6 @@ def _shared_out(parts: list[Part], most: int) -> Iterator[list[Part]]:
             shard = []
         shard.append(part)
     yield shard
-
-
-def _replace(out: Path, draft: Path) -> None:
-    """Give `draft` the name `out`; what had it goes after that, so that one of them is there."""
-    before = out.with_name(f"{out.name}.tmp-{os.getpid()}-before")
-    if out.exists():
-        out.rename(before)
-    draft.rename(out)
-    sync_directory(out.parent)
-    if before.exists():
-        shutil.rmtree(before)
 
 
 def told(done: Consolidated, path: Path, out: Path, dtype: str) -> str:

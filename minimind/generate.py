@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from minimind.data.tokenizer import MODEL_NAME, Tokenizer
+from minimind.data.load_tokenizer import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer_files import JSON_NAME, MODEL_NAME, TOKENIZER_FILES
 from minimind.errors import CheckpointError, DataError, NumericError, UsageError
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.train.checkpoint import choose, read_manifest
@@ -29,7 +30,7 @@ class Sampling:
     seed: int = 42
 
 
-def load_checkpoint(place: str) -> tuple[MiniMindForCausalLM, Tokenizer, Path]:
+def load_checkpoint(place: str) -> tuple[MiniMindForCausalLM, AnyTokenizer, Path]:
     """The fp32 model, its tokenizer and the step directory of a run directory or step directory.
 
     A run directory gives its newest valid checkpoint. Hashes are verified before anything is read;
@@ -70,12 +71,14 @@ def _config(path: Path, weights: dict[str, torch.Tensor]) -> MiniMindConfig:
     return config
 
 
-def _tokenizer(path: Path, vocab_size: int) -> Tokenizer:
+def _tokenizer(path: Path, vocab_size: int) -> AnyTokenizer:
     """The tokenizer in a checkpoint; a CheckpointError where the model does not know its ids."""
-    file = path / MODEL_NAME
-    require_listed(read_manifest(path), file)
+    there = [name for name in TOKENIZER_FILES if (path / name).exists()] or [MODEL_NAME]
+    for name in there:
+        require_listed(read_manifest(path), path / name)
+    file = path / (JSON_NAME if JSON_NAME in there and MODEL_NAME not in there else MODEL_NAME)
     try:
-        tokenizer = Tokenizer(file)
+        tokenizer = load_tokenizer(file)
     except DataError as error:  # whose way out is that of a run that has text
         told = str(error).split(";")[0]
         raise CheckpointError(f"{told}; {ELSEWHERE}") from error
@@ -86,7 +89,7 @@ def _tokenizer(path: Path, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def generate(model: Any, tokenizer: Tokenizer, prompt: str, how: Sampling) -> tuple[str, float]:
+def generate(model: Any, tokenizer: AnyTokenizer, prompt: str, how: Sampling) -> tuple[str, float]:
     """The prompt with its continuation, and the tokens generated per second.
 
     Stops at the end-of-document token, or when the positions the model was trained on are used up.

@@ -1,205 +1,239 @@
-"""Text files to documents: one string each, or one sentence that says which line cannot be used."""
+"""A line of JSON, or a text, to a document: a string, or one sentence that says why it is none."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
-from minimind.errors import DataError
-
-SUFFIXES = (".jsonl", ".txt")
 BOM = b"\xef\xbb\xbf"
-EXAMPLE = '{"text": "..."}'
 # JSON may spell a byte of text in six ("\u0001"), and may carry other fields beside the text.
 LINE_BYTES_PER_TEXT_BYTE = 6
 LINE_BYTES_BESIDE_TEXT = 2**16
+# Bounds of our own: Python's depend on its version, its environment and how deep the caller is,
+# and a document has to be judged the same way on every rank.
+MOST_DIGITS = 4300
+MOST_NESTED = 100
+KEYS_SHOWN, KEY_LENGTH_SHOWN = 3, 40
 
 
-def find_files(paths: Sequence[str | Path]) -> list[Path]:
-    """The text files that `paths` name, in their order; a directory's files sorted, all depths.
+@dataclass(frozen=True)
+class Reading:
+    """How documents are read."""
 
-    Hidden files in a directory are passed over: editors and file managers leave them there.
+    text_field: str = "text"
+    max_document_bytes: int = 64 * 2**20
+
+    @property
+    def example(self) -> str:
+        """A line as it should be."""
+        return json.dumps({self.text_field: "..."})
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why something is no document, and where it stands.
+
+    `line` counts from 1. `byte` is where that line begins in the file (in what a compressed file
+    holds), or for text that is not UTF-8 where the offending byte is. It is None for a row of a
+    table, and `line` is then the row.
     """
-    found: list[Path] = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            found += _files_below(path)
-        elif path.exists():
-            found.append(path)
-        else:
-            raise DataError(f"{path}: there is no such file or directory; correct the path")
-    for path in found:
-        _require_text_file(path)
-    return found
+
+    path: Path
+    line: int
+    byte: int | None
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        place = f"row {self.line}" if self.byte is None else f"byte {self.byte}"
+        return f"{self.path}:{self.line} ({place}): {self.what}; {self.remedy}"
 
 
-def _files_below(directory: Path) -> list[Path]:
-    found = [
-        path
-        for path in sorted(directory.rglob("*"))
-        if path.suffix in SUFFIXES
-        and not path.is_dir()
-        and not any(part.startswith(".") for part in path.relative_to(directory).parts)
-    ]
-    if not found:
-        raise DataError(f"{directory}: holds no {' or '.join(SUFFIXES)} file; name one that does")
-    return found
+class Flaw(Exception):
+    """Raised by the checks here: what is wrong, what to do, and how many bytes into the line."""
+
+    def __init__(self, what: str, remedy: str, at: int = 0) -> None:
+        super().__init__(what)
+        self.what = what
+        self.remedy = remedy
+        self.at = at
 
 
-def _require_text_file(path: Path) -> None:
-    if path.suffix not in SUFFIXES:
-        raise DataError(
-            f"{path}: the suffix {path.suffix!r} is not {' or '.join(SUFFIXES)};"
-            " convert the file, or rename it if it is one of these"
-        )
-    if not path.exists():  # a directory can hold a link to nothing
-        raise DataError(f"{path}: is a link to a file that is not there; remove it")
-    if not path.is_file():
-        raise DataError(f"{path}: is a pipe or a device, not a file; write the text to a file")
-    if path.stat().st_size == 0:
-        raise DataError(f"{path}: is empty; fill it or leave it out")
+def is_too_long(line_bytes: int, backslashes: int, reading: Reading) -> bool:
+    """True for a line, or the beginning of one, that no document within the limit can need.
 
-
-def read_documents(path: str | Path, max_document_bytes: int) -> Iterator[str]:
-    r"""The documents of a file: a line's "text" of .jsonl, the whole of .txt, newlines as they are.
-
-    Every complaint is a DataError `FILE:LINE (byte N): what; what to do`. N is where the line
-    begins, or for text that is not UTF-8 where the offending byte is. No more than a bounded part
-    of a line is ever held: a file of one endless line is told like any other mistake.
+    A character of text takes more bytes in JSON than in UTF-8 only behind a backslash, so a long
+    line without them is known for what it is after little more than `max_document_bytes`.
     """
-    path = Path(path)
-    try:
-        with open(path, "rb") as file:
-            if path.suffix == ".txt":
-                yield _whole_file(path, file, max_document_bytes)
-            else:
-                yield from _lines(path, file, max_document_bytes)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); check the file") from error
+    spared = line_bytes - (LINE_BYTES_PER_TEXT_BYTE - 1) * backslashes
+    least_text = max(spared, line_bytes // LINE_BYTES_PER_TEXT_BYTE)
+    return least_text > reading.max_document_bytes + LINE_BYTES_BESIDE_TEXT
 
 
-def _whole_file(path: Path, file: BinaryIO, max_document_bytes: int) -> str:
-    content = file.read(max_document_bytes + 1)
-    document = _Place(path, 1, 0)
-    _require_no_bom(content, document)
+def too_long_line(reading: Reading) -> Flaw:
+    """The complaint about a line that is too long to be held."""
+    return Flaw(
+        f"the line is longer than max_document_bytes = {reading.max_document_bytes} and"
+        f" {LINE_BYTES_BESIDE_TEXT} bytes for what is beside the text",
+        "cut the document, or raise --max_document_bytes",
+    )
+
+
+def document_of_line(line: bytes | bytearray, reading: Reading) -> str:
+    """The text of one line of JSON; a Flaw when there is none."""
+    if line.startswith(BOM):
+        raise _byte_order_mark()
+    if b"\0" in line:
+        raise Flaw("holds a NUL byte", "remove it, or write the line again if the disk was full")
+    if line.isspace():
+        raise Flaw("the line is blank", "remove it")
+    value = _parsed(_decoded(line), reading)
+    if not isinstance(value, tuple):
+        raise Flaw(f"is {_kind(value)}, not an object", f"write {reading.example}")
+    texts = [content for key, content in value if key == reading.text_field]
+    if len(texts) != 1 or not isinstance(texts[0], str):
+        raise _no_text(value, texts, reading)
+    require_usable(texts[0], reading)
+    return texts[0]
+
+
+def _no_text(value: tuple[tuple[str, Any], ...], texts: list[Any], reading: Reading) -> Flaw:
+    name = json.dumps(reading.text_field)
+    if not texts:
+        return Flaw(f"has no {name}{_fields(value)}", f"write {reading.example}")
+    if len(texts) > 1:
+        return Flaw(f"has {name} {len(texts)} times", "keep the one that is meant")
+    return Flaw(f"{name} is {_kind(texts[0])}, not a string", f"write {reading.example}")
+
+
+def document_of_file(content: bytes, reading: Reading) -> str:
+    """The text that is the whole of a file; a Flaw when it cannot be a document.
+
+    `content` may be cut off anywhere behind `max_document_bytes`.
+    """
+    if content.startswith(BOM):
+        raise _byte_order_mark()
     nul = content.find(b"\0")
     if nul >= 0:
-        before = content[:nul]
-        line = _Place(path, 1 + before.count(b"\n"), before.rfind(b"\n") + 1)
-        line.refuse("holds a NUL byte", "is this a binary file? remove it")
-    if len(content) > max_document_bytes:
-        document.refuse(
-            f"the document is longer than max_document_bytes = {max_document_bytes}",
+        begin = content.rfind(b"\n", 0, nul) + 1
+        raise Flaw("holds a NUL byte", "is this a binary file? remove it", begin)
+    if len(content) > reading.max_document_bytes:
+        raise Flaw(
+            f"the document is longer than max_document_bytes = {reading.max_document_bytes}",
             "cut it into several files, or raise --max_document_bytes",
         )
-    return _decoded(content, document)
+    return _decoded(content)
 
 
-def _lines(path: Path, file: BinaryIO, max_document_bytes: int) -> Iterator[str]:
-    limit = LINE_BYTES_PER_TEXT_BYTE * max_document_bytes + LINE_BYTES_BESIDE_TEXT
-    number, offset = 0, 0
-    while line := file.readline(limit + 1):
-        number += 1
-        place = _Place(path, number, offset)
-        offset += len(line)
-        if len(line) > limit:
-            place.refuse(
-                f"the line is longer than {limit} bytes, so its document cannot be within"
-                f" max_document_bytes = {max_document_bytes}",
-                "cut the document, or raise --max_document_bytes",
-            )
-        yield _document(line, place, max_document_bytes)
-
-
-class _Place:
-    """A line of a file, for complaints."""
-
-    def __init__(self, path: Path, line: int, byte: int) -> None:
-        self.path = path
-        self.line = line
-        self.byte = byte
-
-    def refuse(self, what: str, remedy: str) -> NoReturn:
-        raise DataError(f"{self.path}:{self.line} (byte {self.byte}): {what}; {remedy}")
-
-
-def _document(line: bytes, place: _Place, max_document_bytes: int) -> str:
-    """The text of one line of JSON."""
-    if place.byte == 0:
-        _require_no_bom(line, place)
-    if b"\0" in line:
-        place.refuse("holds a NUL byte", "remove it, or write the line again if the disk was full")
-    if not line.strip():
-        place.refuse("the line is blank", "remove it")
-    value = _parsed(_decoded(line, place), place)
-    if not isinstance(value, dict):
-        place.refuse(f"is {_kind(value)}, not an object", f"write {EXAMPLE}")
-    if "text" not in value:
-        place.refuse('has no "text"', f"write {EXAMPLE}")
-    text = value["text"]
-    if not isinstance(text, str):
-        place.refuse(f'"text" is {_kind(text)}, not a string', f"write {EXAMPLE}")
-    _require_usable(text, place, max_document_bytes)
+def document_of_cell(content: bytes | None, reading: Reading) -> str:
+    """The text in one row of a table; a Flaw when it cannot be a document."""
+    if content is None:
+        raise Flaw(f"{json.dumps(reading.text_field)} is null, not a string", "remove the row")
+    text = _decoded(content)
+    require_usable(text, reading)
     return text
 
 
-def _require_usable(text: str, place: _Place, max_document_bytes: int) -> None:
+def require_usable(text: str, reading: Reading) -> None:
+    """Nothing, or a Flaw: empty, too long, or with characters that are none."""
     if not text:
-        place.refuse("the document is empty", "remove the line")
+        raise Flaw("the document is empty", "remove it")
     if "\0" in text:
-        place.refuse("the text holds a NUL character", "remove it")
+        raise Flaw("the text holds a NUL character", "remove it")
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
         lone = f"\\u{ord(text[error.start]):04x}"
-        place.refuse(f"half a surrogate pair ({lone}) is no character", "write the pair or drop it")
-    if size > max_document_bytes:
-        place.refuse(
-            f"the document has {size} bytes, more than max_document_bytes = {max_document_bytes}",
-            "cut it into several lines, or raise --max_document_bytes",
-        )
+        what = f"half a surrogate pair ({lone}) is no character"
+        raise Flaw(what, "write the pair or drop it") from None
+    if size > reading.max_document_bytes:
+        raise too_long_document(size, reading)
 
 
-def _require_no_bom(content: bytes, place: _Place) -> None:
-    if content.startswith(BOM):
-        place.refuse("begins with a byte order mark", "save the file as UTF-8 without it")
+def too_long_document(size: int, reading: Reading) -> Flaw:
+    """The complaint about a document of `size` bytes."""
+    limit = f"max_document_bytes = {reading.max_document_bytes}"
+    return Flaw(
+        f"the document has {size} bytes, more than {limit}",
+        "cut it into several, or raise --max_document_bytes",
+    )
 
 
-def _decoded(content: bytes, place: _Place) -> str:
+def _byte_order_mark() -> Flaw:
+    return Flaw("begins with a byte order mark", "save the file as UTF-8 without it")
+
+
+def _decoded(content: bytes | bytearray) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        line = place.line + content.count(b"\n", 0, error.start)
-        bad = _Place(place.path, line, place.byte + error.start)
-        bad.refuse(
-            f"is not UTF-8 (0x{content[error.start]:02x}: {error.reason})",
-            "convert the file to UTF-8",
-        )
+        what = f"is not UTF-8 (0x{content[error.start]:02x}: {error.reason})"
+        raise Flaw(what, "convert the file to UTF-8", error.start) from None
 
 
-def _parsed(line: str, place: _Place) -> Any:
-    def no_number(name: str) -> NoReturn:
-        place.refuse(f"{name} is not JSON", "write a number or null")
+def _no_number(name: str) -> NoReturn:
+    raise Flaw(f"{name} is not JSON", "write a number or null")
 
+
+def _integer(digits: str) -> int:
+    """Some integer: nobody asks which."""
+    if len(digits) > MOST_DIGITS:
+        raise Flaw(f"holds a number with too many digits ({len(digits)})", "shorten it")
+    return 0
+
+
+# An object becomes a tuple of its pairs, so that a field that is there twice can be seen.
+_JSON = json.JSONDecoder(object_pairs_hook=tuple, parse_constant=_no_number, parse_int=_integer)
+
+
+def _parsed(line: str, reading: Reading) -> Any:
     try:
-        return json.loads(line, parse_constant=no_number)
+        value = _JSON.decode(line)
     except RecursionError:
-        place.refuse("is nested too deep", f"write {EXAMPLE}")
+        raise _nested_too_deep(reading) from None
     except json.JSONDecodeError as error:
         cut = error.pos >= len(line.rstrip()) or error.msg.startswith("Unterminated")
         state = "is cut off" if cut else "is not JSON"
-        what = re.sub(r" at$", "", error.msg)
-        place.refuse(f"{state} ({what} at column {error.colno})", f"write {EXAMPLE} on one line")
-    except ValueError:  # Python reads no integer of thousands of digits
-        place.refuse("holds a number with too many digits", "shorten it")
+        what = f"{state} ({re.sub(r' at$', '', error.msg)} at column {error.colno})"
+        raise Flaw(what, f"write {reading.example} on one line") from None
+    brackets = line.count("[") + line.count("{")
+    if brackets > MOST_NESTED and _is_deep(value):
+        raise _nested_too_deep(reading)
+    return value
+
+
+def _nested_too_deep(reading: Reading) -> Flaw:
+    return Flaw(f"is nested too deep (more than {MOST_NESTED})", f"write {reading.example}")
+
+
+def _is_deep(value: Any) -> bool:
+    level, depth = [value], 0
+    while level and depth <= MOST_NESTED:
+        inner = [_inside(container) for container in level if isinstance(container, list | tuple)]
+        level = [item for items in inner for item in items]
+        depth += bool(inner)
+    return depth > MOST_NESTED
+
+
+def _inside(container: list[Any] | tuple[Any, ...]) -> list[Any]:
+    if isinstance(container, list):
+        return container
+    return [content for _, content in container]
 
 
 def _kind(value: Any) -> str:
     """A JSON value in its own language."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    names = {dict: "an object", list: "a list", str: "a string"}
+    names = {tuple: "an object", list: "a list", str: "a string"}
     return names.get(type(value), "a number")
+
+
+def _fields(pairs: tuple[tuple[str, Any], ...]) -> str:
+    """What is there instead, shortened: escaped, so that it stays on one line."""
+    shown = [json.dumps(key[:KEY_LENGTH_SHOWN]) for key, _ in pairs[:KEYS_SHOWN]]
+    more = ["..."] if len(pairs) > KEYS_SHOWN else []
+    return f" but {', '.join(shown + more)}" if shown else ""

@@ -7,36 +7,53 @@ is stored and nothing is replayed: step 10**6 costs what step 0 costs, on any nu
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
 
 import numpy as np
 
-ROUNDS = 8
+ROUNDS = 8  # as many as a sha512 has keys of 8 bytes
+MOST_SOURCES = 10_000
 
 
-def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Where a shuffle of `range(size)` sends each position: int64, one to one.
+def permute(
+    positions: np.ndarray, size: int, seed: int, epoch: int | np.ndarray, source: int | None = None
+) -> np.ndarray:
+    """Where a shuffle of `range(size)` sends each position: int64, one to one in every epoch.
 
-    A Feistel network (Luby and Rackoff 1988) permutes the next power of four; a value that lands
-    beyond `size` is sent on until it lands inside (cycle walking; Black and Rogaway 2002), which
-    takes fewer than four rounds on average. Memory does not depend on `size`: an index array for
-    10**9 rows would take 8 GB on every rank.
+    `epoch` may be one for each position. A source has shuffles of its own. A Feistel network
+    (Luby and Rackoff 1988) permutes the next power of four; a value that lands beyond `size` is
+    sent on until it lands inside (cycle walking; Black and Rogaway 2002), which takes fewer than
+    four rounds on average. Memory does not depend on `size`: an index array for 10**9 rows would
+    take 8 GB on every rank.
     """
     values = np.array(positions, dtype=np.uint64)
     if size < 1 or (values >= size).any():
         raise ValueError(f"positions must lie in range({size})")
-    keys = np.frombuffer(hashlib.sha512(f"{seed}/{epoch}".encode()).digest(), dtype="<u8")
+    keys = _keys(seed, np.atleast_1d(epoch), source)
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     values = _feistel(values, half_bits, keys)
     while len(outside := np.flatnonzero(values >= size)):
-        values[outside] = _feistel(values[outside], half_bits, keys)
+        of_these = keys if keys.shape[1] == 1 else keys[:, outside]
+        values[outside] = _feistel(values[outside], half_bits, of_these)
     return values.astype(np.int64)
+
+
+def _keys(seed: int, epochs: np.ndarray, source: int | None) -> np.ndarray:
+    """One key a round, uint64 (ROUNDS, 1) where all epochs are the same, else (ROUNDS, epochs)."""
+    of_source = "" if source is None else f"/{source}"
+    different, place = np.unique(epochs, return_inverse=True)
+    digests = [hashlib.sha512(f"{seed}/{one}{of_source}".encode()).digest() for one in different]
+    keys = np.frombuffer(b"".join(digests), dtype="<u8").reshape(-1, ROUNDS).T
+    return keys if len(different) == 1 else keys[:, place]
 
 
 def _feistel(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray:
     bits, mask = np.uint64(half_bits), np.uint64(2**half_bits - 1)
     left, right = values >> bits, values & mask
-    for key in keys[:ROUNDS]:
+    for key in keys:
         left, right = right, left ^ (_mix(right + key) & mask)
     return left << bits | right
 
@@ -46,6 +63,79 @@ def _mix(values: np.ndarray) -> np.ndarray:
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return values ^ values >> np.uint64(31)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How many rows each source has and how often it is read: `weights` are relative to their sum.
+
+    An epoch is as long as all sources together. Of its positions a source has a quota; it reads
+    its rows in passes, each pass shuffled anew, and a pass goes on from epoch to epoch. So however
+    much more often one source is read than another, it repeats no row before it has read all.
+    """
+
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.sizes) == len(self.weights) <= MOST_SOURCES:
+            raise ValueError(
+                f"{len(self.sizes)} sources have {len(self.weights)} weights; at most"
+                f" {MOST_SOURCES:,} can be mixed"
+            )
+        for number, (size, weight) in enumerate(zip(self.sizes, self.weights, strict=True)):
+            if size < 1:
+                raise ValueError(f"source {number} has {size} rows")
+            if not (weight > 0 and math.isfinite(weight)):
+                raise ValueError(f"source {number} has the weight {weight}")
+        for number, quota in enumerate(self.quotas):
+            if quota < 1:
+                raise ValueError(
+                    f"source {number} has a weight of {self.weights[number]:g}, which is none of"
+                    f" the {self.n_rows} rows of an epoch"
+                )
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of all sources, which is also how many are read in an epoch."""
+        return sum(self.sizes)
+
+    @cached_property
+    def quotas(self) -> tuple[int, ...]:
+        """Rows read of each source in an epoch, `n_rows` in all: the largest remainders gain.
+
+        In fractions, so that no rounding depends on the machine.
+        """
+        total = sum(map(Fraction, self.weights))
+        exact = [Fraction(weight) * self.n_rows / total for weight in self.weights]
+        quotas = [int(share) for share in exact]
+        by_remainder = sorted(range(len(exact)), key=lambda n: quotas[n] - exact[n])
+        for number in by_remainder[: self.n_rows - sum(quotas)]:
+            quotas[number] += 1
+        return tuple(quotas)
+
+    def rows_at(self, positions: np.ndarray, seed: int, epochs: np.ndarray) -> np.ndarray:
+        """Row indices, int64, that stand at `positions` of `epochs`; counted through all sources.
+
+        Shuffled, the positions of an epoch are dealt out by quotas; what a source gets says which
+        of its own endless stream of passes is read.
+        """
+        dealt = permute(positions, self.n_rows, seed, epochs)
+        ends = np.cumsum(self.quotas)
+        source_of = np.searchsorted(ends, dealt, side="right")
+        rows = np.empty_like(dealt)
+        for source in np.unique(source_of).tolist():
+            mine = np.flatnonzero(source_of == source)
+            rows[mine] = self._read(source, dealt[mine], seed, epochs[mine])
+        return rows
+
+    def _read(self, source: int, dealt: np.ndarray, seed: int, epochs: np.ndarray) -> np.ndarray:
+        size, quota = self.sizes[source], self.quotas[source]
+        # In Python's integers: an epoch times a quota may lie beyond int64.
+        begun = {epoch: divmod(epoch * quota, size) for epoch in np.unique(epochs).tolist()}
+        passes, read = np.array([begun[epoch] for epoch in epochs.tolist()], dtype=np.int64).T
+        further, place = np.divmod(read + dealt - sum(self.quotas[:source]), size)
+        return sum(self.sizes[:source]) + permute(place, size, seed, passes + further, source)
 
 
 @dataclass(frozen=True)
@@ -66,15 +156,19 @@ class Order:
     """The global row order: `rows_per_step` rows a step, over all ranks and micro-batches.
 
     A row's place in it counts on through the epochs. What an epoch has left over after its last
-    whole step is dropped, never padded; another permutation leaves other rows over.
+    whole step is dropped, never padded; another permutation leaves other rows over. Without a
+    mixture every row is read once in an epoch.
     """
 
     n_rows: int
     rows_per_step: int
     seed: int
     origin: Origin = Origin()
+    mixture: Mixture | None = None
 
     def __post_init__(self) -> None:
+        if self.mixture and self.mixture.n_rows != self.n_rows:
+            raise ValueError(f"the sources have {self.mixture.n_rows} rows, not {self.n_rows}")
         if self.rows_per_step < 1 or self.steps_per_epoch < 1:
             raise ValueError(f"{self.n_rows} rows are no step of {self.rows_per_step} rows")
 
@@ -105,16 +199,20 @@ class Order:
         epoch, offset = self.place(step) if is_same_text else (0, 0)
         return Origin(step, self.positions(step).start, epoch, offset)
 
-    def rows_for(self, step: int, rank: int, world_size: int) -> np.ndarray:
-        """Row indices `rank` reads at `step`: int64 (rows_per_step / world_size,).
+    def rows_for(self, step: int, rank: int, world_size: int, steps: int = 1) -> np.ndarray:
+        """Row indices `rank` reads at `step` and the next ones: int64 (steps * its share,).
 
         Ranks take contiguous shares, so joined by rank they are what one rank alone would read.
+        Several steps at once cost little more than one.
         """
         if self.rows_per_step % world_size:
             raise ValueError(
                 f"rows_per_step = {self.rows_per_step} cannot be shared by {world_size} ranks"
             )
         share = self.rows_per_step // world_size
-        epoch, offset = self.place(step)
-        start = offset + rank * share
-        return permute(np.arange(start, start + share), self.n_rows, self.seed, epoch)
+        places = np.array([self.place(one) for one in range(step, step + steps)], dtype=np.int64)
+        epochs = places[:, 0].repeat(share)
+        positions = (places[:, 1:] + rank * share + np.arange(share)).ravel()
+        if self.mixture:
+            return self.mixture.rows_at(positions, self.seed, epochs)
+        return permute(positions, self.n_rows, self.seed, epochs)

@@ -1,29 +1,70 @@
-"""Raw text files -> a tokenizer and token shards in a cache, built once and found by content."""
+"""Text -> tokenizer and token shards: in the cache of a run, or in a folder that is kept.
+
+Either way it is filled under another name and renamed when it is whole. A preparation that was
+killed goes on where it stood, and gives the same files as one that was not.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import os
+import json
+import random
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from minimind.data.cache import build_once
-from minimind.data.documents import find_files, read_documents
-from minimind.data.shards import MANIFEST_NAME, ShardWriter, TokenShards, read_manifest, token_dtype
-from minimind.data.tokenizer import MODEL_NAME, SMALLEST_VOCABULARY, Tokenizer, train_tokenizer
+from minimind.data.crew import encode_plan
+from minimind.data.documents import Reading, Rejection
+from minimind.data.encode import PLAN_NAME, TOKENIZER_NAME
+from minimind.data.inputs import kind_of
+from minimind.data.load_tokenizer import AnyTokenizer, load_tokenizer
+from minimind.data.manifest import FORMAT_VERSION, MANIFEST_NAME, read_manifest, require_untouched
+from minimind.data.merge import (
+    REJECTED_NAME,
+    clear,
+    merge,
+    no_training_documents,
+    require_few_rejected,
+)
+from minimind.data.readers import read_segment
+from minimind.data.shards import TokenShards
+from minimind.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
+from minimind.data.tokenizer_files import MODEL_NAME
+from minimind.data.unit_reader import refusal, split_of
+from minimind.data.units import Options, Plan, Source, Unit, make_plan
 from minimind.errors import DataError, UsageError
-from minimind.files import canonical_json, fingerprint, sha256_of, write_durably
+from minimind.files import canonical_json, fingerprint, sha256_of, write_whole
 
-FORMAT_VERSION = 1  # raise it when the same text would give other files
-SPLITS = ("train", "val")
-ENCODE_BYTES = 2**22
-MOST_THREADS = 16
+SAMPLED_BYTES = 2**30  # of input, in which passages for a tokenizer are looked for
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a preparation."""
+
+    sources: tuple[Source, ...]
+    tokenizer_path: str | None = None
+    vocab_size: int = 6400  # of the tokenizer that is learnt, where none is given
+    options: Options = field(default_factory=Options)
+    skips_bad: bool = False
+    max_bad_fraction: float = 0.05
+    unit_bytes: int | None = None
+    processes: int | None = None  # None: as many as the cores of this host can use
+    progress: bool = True
+
+    def plan(self) -> Plan:
+        """The units of the text that is there now; a UsageError for a vocabulary too small."""
+        if self.tokenizer_path is None and self.vocab_size < SMALLEST_VOCABULARY:
+            raise UsageError(
+                f"vocab_size = {self.vocab_size} is less than {SMALLEST_VOCABULARY}; raise"
+                " --vocab_size"
+            )
+        return make_plan(self.sources, self.options, self.unit_bytes)
 
 
 @dataclass(frozen=True)
@@ -31,208 +72,145 @@ class Prepared:
     """A tokenizer and the tokens of the two splits, ready to be read."""
 
     directory: Path
-    tokenizer: Tokenizer
+    tokenizer: AnyTokenizer
     train: TokenShards
     val: TokenShards
     manifest: dict[str, Any]
 
-
-@dataclass(frozen=True)
-class Source:
-    """A text file as it was when its content was hashed."""
-
-    path: Path
-    bytes: int
-    modified_ns: int
-    sha256: str
-
-    @classmethod
-    def of(cls, path: Path) -> Source:
-        """Hash the file."""
-        try:
-            size, modified_ns = _size_and_time(path)
-            return cls(path, size, modified_ns, sha256_of(path))
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}); check it") from error
+    names: dict[str, str]  # of inputs as they were prepared -> as they are called now
 
     @property
-    def identity(self) -> list[str]:
-        """What its documents depend on: the content, and how it is read."""
-        return [self.path.suffix, self.sha256]
+    def first_rejected(self) -> str:
+        """The first thing that was passed over, and why; empty where nothing was."""
+        first = self.manifest["rejected"]["first"]
+        before = next((name for name in self.names if first.startswith(f"{name}:")), "")
+        return self.names.get(before, "") + first[len(before) :]
 
-    def require_unchanged(self) -> None:
-        """Nothing, or a DataError when the file was written to while it was read."""
-        expected = (self.bytes, self.modified_ns)
-        if not self.path.exists() or _size_and_time(self.path) != expected:
-            raise DataError(f"{self.path}: changed while it was read; start again when it is done")
-
-
-def _size_and_time(path: Path) -> tuple[int, int]:
-    state = path.stat()
-    return state.st_size, state.st_mtime_ns
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The documents of some files, cut into what is trained on and what is held out."""
-
-    sources: list[Source]
-    val_fraction: float
-    max_document_bytes: int
-    progress: bool
-
-    def documents(self, doing: str) -> Iterator[tuple[int, str, str]]:
-        """(index of the file, split, text) of every document, in order."""
-        silent = not self.progress or not sys.stderr.isatty()
-        total = sum(source.bytes for source in self.sources)
-        with tqdm(total=total, desc=doing, unit="B", unit_scale=True, disable=silent) as bar:
-            for index, source in enumerate(self.sources):
-                done = bar.n
-                for text in read_documents(source.path, self.max_document_bytes):
-                    content = text.encode()
-                    yield index, split_of(content, self.val_fraction), text
-                    bar.update(len(content))
-                bar.update(done + source.bytes - bar.n)  # the JSON around the text
-                source.require_unchanged()
-
-    def training_texts(self) -> Iterator[str]:
-        """The documents that are not held out; a DataError when there is none."""
-        found = False
-        for _, split, text in self.documents("reading"):
-            if split == "train":
-                found = True
-                yield text
-        if not found:
-            raise no_training_documents(self.val_fraction)
+    def list_rejected(self, out_dir: Path) -> None:
+        """Write rejected.jsonl there, if there is anything to list."""
+        own = self.directory / REJECTED_NAME
+        if own.exists():
+            with open(own, "rb") as lines, open(out_dir / REJECTED_NAME, "wb") as listed:
+                for line in lines:
+                    told = json.loads(line)
+                    told["file"] = self.names.get(told["file"], told["file"])
+                    listed.write(canonical_json(told) + b"\n")
 
 
-def split_of(content: bytes, val_fraction: float) -> str:
-    """The split of a document, by its text alone: it stays there whatever is added around it."""
-    place = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
-    return "val" if place < val_fraction else "train"
+def is_prepared(path: str | Path) -> bool:
+    """Whether the folder holds shards, and not text."""
+    needed = (MANIFEST_NAME, PLAN_NAME, TOKENIZER_NAME)
+    return all((Path(path).expanduser() / name).exists() for name in needed)
 
 
-def no_training_documents(val_fraction: float) -> DataError:
-    """Every document was held out."""
-    return DataError(
-        f"no document is left to train on: val_fraction = {val_fraction} holds all of them out;"
-        " lower --val_fraction or add documents"
-    )
-
-
-def prepare(
-    paths: Sequence[str | Path],
-    *,
-    tokenizer_path: str | None,
-    vocab_size: int,
-    val_fraction: float,
-    max_document_bytes: int,
-    cache_dir: Path,
-    progress: bool,
+def open_prepared(
+    directory: Path, tokenizer_path: str | None = None, names: Sequence[str] = ()
 ) -> Prepared:
-    """The tokens of the text in `paths`; every process calls it, one of them does the work.
+    """The shards of a folder; a DataError where they are of another tokenizer, or were changed.
 
-    Without `tokenizer_path` a tokenizer of `vocab_size` pieces is learnt from the training split.
-    With it, its own number of pieces is in force, and comparing the two is the caller's.
+    `names` are what its inputs are called now, in their order.
     """
-    if tokenizer_path is None and vocab_size < SMALLEST_VOCABULARY:
-        raise UsageError(
-            f"vocab_size = {vocab_size} is less than {SMALLEST_VOCABULARY}; raise --vocab_size"
-        )
-    cache_dir = cache_dir.expanduser()
-    sources = [Source.of(path) for path in find_files(paths)]
-    corpus = Corpus(sources, float(val_fraction), max_document_bytes, progress)
-    if tokenizer_path is None:
-        tokenizer = Tokenizer(_learnt_tokenizer(corpus, vocab_size, cache_dir))
-    else:
-        tokenizer = Tokenizer(Path(tokenizer_path).expanduser())
-    identity = {
-        "format_version": FORMAT_VERSION,
-        "sources": [source.identity for source in sources],
-        "tokenizer": tokenizer.fingerprint,
-        "val_fraction": corpus.val_fraction,
-        "max_document_bytes": max_document_bytes,
-    }
-    key = fingerprint(identity)
-    directory = cache_dir / f"tokens-{key}"
-    build_once(directory, lambda draft: _write_tokens(draft, corpus, tokenizer, key))
-    return open_prepared(directory, tokenizer)
-
-
-def open_prepared(directory: Path, tokenizer: Tokenizer) -> Prepared:
-    """The shards in a directory that is complete."""
     manifest = read_manifest(directory)
-    train, val = (TokenShards(directory, split) for split in SPLITS)
-    return Prepared(directory, tokenizer, train, val, manifest)
+    require_untouched(directory, manifest)
+    tokenizer = load_tokenizer(directory / TOKENIZER_NAME)
+    given = load_tokenizer(Path(tokenizer_path).expanduser()) if tokenizer_path else tokenizer
+    for path, found in ((directory / TOKENIZER_NAME, tokenizer), (tokenizer_path, given)):
+        if found.fingerprint != manifest["tokenizer"]:
+            raise DataError(
+                f"{path}: is not the tokenizer that {directory} was made with; leave out"
+                " --tokenizer, or prepare the text again with it"
+            )
+    train, val = (TokenShards(directory, split) for split in ("train", "val"))
+    before = [given["path"] for source in manifest["sources"] for given in source["inputs"]]
+    renamed = dict(zip(before, names, strict=True)) if names else {}
+    return Prepared(directory, tokenizer, train, val, manifest, renamed)
 
 
-def _learnt_tokenizer(corpus: Corpus, vocab_size: int, cache_dir: Path) -> Path:
-    identity = {
+def prepare_for_run(asked: Asked, cache_dir: Path) -> Prepared:
+    """The tokens of a run's text; every process calls it, one of them does the work.
+
+    Found in the cache by the content of the text, whatever its files are called.
+    """
+    plan = asked.plan()
+    contents = [_content(Path(given.path)) for given in plan.inputs]
+    documents = {
         "format_version": FORMAT_VERSION,
-        "sources": [source.identity for source in corpus.sources],
-        "vocab_size": vocab_size,
-        "val_fraction": corpus.val_fraction,
+        "contents": contents,
+        "options": plan.to_json()["options"],
+        "unit_bytes": asked.unit_bytes,
     }
-    directory = cache_dir / f"tokenizer-{fingerprint(identity)}"
+    learnt = cache_dir / f"tokenizer-{fingerprint({**documents, 'vocab_size': asked.vocab_size})}"
+    tokenizer = tokenizer_of(asked, plan, learnt)
+    directory = cache_dir / f"tokens-{fingerprint({**documents, 'is': tokenizer.fingerprint})}"
 
     def build(draft: Path) -> None:
-        train_tokenizer(corpus.training_texts(), vocab_size, draft / MODEL_NAME)
+        if is_prepared(draft):  # it was killed while it cleared up
+            return clear(draft)
+        tokenizer.save(draft / TOKENIZER_NAME)
+        write_whole(draft / PLAN_NAME, canonical_json(plan.to_json()))
+        work = encode_plan(draft, plan, tokenizer, not asked.skips_bad, progress=asked.progress)
+        merge(work, asked.max_bad_fraction)
+        clear(draft)
 
-    build_once(directory, build)
-    return directory
-
-
-def _write_tokens(directory: Path, corpus: Corpus, tokenizer: Tokenizer, key: str) -> None:
-    """Shards of both splits and a manifest; each document is followed by the end-of-document id."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    counts = {split: {"tokens": 0, "documents": 0, "text_bytes": 0} for split in SPLITS}
-    documents = [0] * len(corpus.sources)
-    with ExitStack() as stack:
-        writers = {
-            split: stack.enter_context(ShardWriter(directory, split, dtype)) for split in SPLITS
-        }
-        for index, split, text_bytes, ids in _encoded(corpus, tokenizer):
-            writers[split].add([*ids, tokenizer.eos_id])
-            counts[split]["tokens"] += len(ids) + 1
-            counts[split]["documents"] += 1
-            counts[split]["text_bytes"] += text_bytes
-            documents[index] += 1
-        shards = {split: writer.close() for split, writer in writers.items()}
-    if not counts["train"]["documents"]:
-        raise no_training_documents(corpus.val_fraction)
-    manifest = {
-        "format_version": FORMAT_VERSION,
-        "fingerprint": key,
-        "tokenizer": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
-        "dtype": dtype.name,
-        "splits": {split: {**counts[split], "shards": shards[split]} for split in SPLITS},
-        "sources": [
-            {"file": s.path.name, "bytes": s.bytes, "sha256": s.sha256, "documents": n}
-            for s, n in zip(corpus.sources, documents, strict=True)
-        ],
-    }
-    write_durably(directory / MANIFEST_NAME, canonical_json(manifest))
+    build_once(directory, build, is_resumable=True)
+    prepared = open_prepared(directory, names=[given.path for given in plan.inputs])
+    if not asked.skips_bad and (first := prepared.first_rejected):
+        raise refusal(first)
+    where = " ".join(path for source in asked.sources for path in source.paths)
+    require_few_rejected(prepared.manifest, asked.max_bad_fraction, where)
+    return prepared
 
 
-def _encoded(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[tuple[int, str, int, list[int]]]:
-    """(index of the file, split, bytes of text, ids) of every document, in order."""
-    threads = min(os.cpu_count() or 1, MOST_THREADS)
-    for batch in _batched(corpus.documents("tokenizing")):
-        encoded = tokenizer.encode_batch([text for _, _, text in batch], threads)
-        for (index, split, text), ids in zip(batch, encoded, strict=True):
-            yield index, split, len(text.encode()), ids
+def _content(path: Path) -> list[str]:
+    """What the documents of an input depend on, but not what it is called."""
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    try:
+        return [kind_of(path), *(sha256_of(file) for file in files)]
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror}); check it") from error
 
 
-def _batched(documents: Iterator[tuple[int, str, str]]) -> Iterator[list[tuple[int, str, str]]]:
-    """Groups of documents of about `ENCODE_BYTES`, for the threads to share."""
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document[2].encode())
-        if size >= ENCODE_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def tokenizer_of(asked: Asked, plan: Plan, learnt: Path) -> AnyTokenizer:
+    """The tokenizer that was given, or the one learnt into `learnt` by whoever comes first."""
+    if asked.tokenizer_path is not None:
+        return load_tokenizer(Path(asked.tokenizer_path).expanduser())
+    texts = _training_texts(plan, asked)
+    build_once(learnt, lambda draft: train_tokenizer(texts, asked.vocab_size, draft / MODEL_NAME))
+    return load_tokenizer(learnt)
+
+
+def _training_texts(plan: Plan, asked: Asked) -> Iterator[str]:
+    """The documents of some units that are not held out; a DataError when there is none."""
+    options, found = plan.options, False
+    reading = Reading(options.text_field, options.max_document_bytes)
+    segments = [segment for unit in _sampled(plan.units) for segment in unit.segments]
+    total = sum(segment.weight for segment in segments)
+    silent = not (asked.progress and sys.stderr.isatty())
+    with tqdm(total=total, desc="reading", unit="B", unit_scale=True, disable=silent) as bar:
+        for segment in segments:
+            done = bar.n
+            for document in read_segment(segment, reading):
+                if isinstance(document, Rejection):
+                    if not asked.skips_bad:
+                        raise refusal(str(document))
+                    continue
+                text, position = document
+                bar.update(done + position - bar.n)
+                if split_of(sha256(text.encode()).digest(), options.val_fraction) == "train":
+                    found = True
+                    yield text
+            bar.update(done + segment.weight - bar.n)
+    if not found:
+        raise no_training_documents(options.val_fraction, 1)
+
+
+def _sampled(units: Sequence[Unit]) -> list[Unit]:
+    """All units, or a seeded choice of about `SAMPLED_BYTES`, in their order."""
+    drawn = random.Random(0).sample(units, len(units))
+    kept, size = [], 0
+    for unit in drawn:
+        if kept and size + unit.bytes > SAMPLED_BYTES:
+            break
+        kept.append(unit)
+        size += unit.bytes
+    return sorted(kept, key=lambda unit: unit.number)

@@ -10,37 +10,38 @@ import hashlib
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece
 
-from minimind.data.sample import sample
+from minimind.data.escaping import SPACE_SIGN, escape, require_unicode, unescape
+from minimind.data.hf_export import hugging_face_files, merges_plainly, normal_pieces
+from minimind.data.long_texts import CHUNK_CHARACTERS, chunks, groups, joints
+from minimind.data.pieces import BYTE, CONTROL, FILLER, FILLER_PREFIX, Piece, piece_of, sizes
+from minimind.data.sample import SEED, sample
+from minimind.data.tokenizer_files import MODEL_NAME, write_tokenizer
 from minimind.errors import DataError, UsageError
-from minimind.files import storing, write_whole
+from minimind.files import write_whole
 
-MODEL_NAME = "tokenizer.model"
-SMALLEST_VOCABULARY = 512
+SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 512, 2**20
 SPECIAL_PIECES = 4
 BYTE_PIECES = 256
 SMALLEST_ALPHABET = 120  # of 512 pieces 252 are left: room for ASCII and as many merges
 SAMPLE_BYTES = 2**24
 SENTENCE_CHARACTERS = 1000  # SentencePiece drops sentences of more than 4192 bytes in silence
 
-# SentencePiece writes a space as U+2581 and cannot tell the two apart afterwards. Two characters
-# that Unicode keeps for a program's own use stand in: MARK for U+2581, and GUARD before either of
-# them where the text has it. All three take 3 bytes in UTF-8, so U+2581 keeps its size.
-SPACE_SIGN, MARK, GUARD = "\u2581", "\ufdd0", "\ufdd1"
-ESCAPES = {ord(SPACE_SIGN): MARK, ord(MARK): GUARD + MARK, ord(GUARD): GUARD + GUARD}
-ESCAPED = re.compile(f"{GUARD}([{MARK}{GUARD}])|{MARK}")
 # U+2585 marks unknown characters inside the trainer, which skips sentences that have it.
 RESERVED = {"\u2585", "\0"}
 
 
 class Tokenizer:
     """A SentencePiece model in a `.model` file, or as `tokenizer.model` in a directory."""
+
+    KIND = "SentencePiece"
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
@@ -94,26 +95,61 @@ class Tokenizer:
     @cached_property
     def unused(self) -> int:
         """How many pieces only fill the vocabulary: the training text had no more to merge."""
-        pieces = (self._processor.id_to_piece(i) for i in self._ids(self._processor.is_control))
-        return sum(piece.startswith("<unused_") for piece in pieces)
+        return sum(piece.kind == FILLER for piece in self.pieces())
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without any at its beginning or end."""
         return self.encode_batch([text], threads=1)[0]
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
-        """Ids of each text; the same whatever the number of threads."""
-        escaped = [_escape(text) for text in texts]
-        try:
-            return self._processor.encode(escaped, num_threads=threads)
-        except (RuntimeError, TypeError):  # what SentencePiece says of half a character
-            for text in texts:
-                _require_unicode(text)
-            raise
+        """Ids of each text; the same whatever the number of threads.
+
+        Long texts are cut into chunks, for memory; `long_texts.chunks` says what that may change.
+        """
+        ids: list[list[int]] = [[] for _ in texts]
+        for at, found in self._encoded(texts, threads):
+            ids[at] += found
+        return ids
+
+    def encode_arrays(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
+        """The same as int32, a tenth of the memory of lists."""
+        parts: list[list[np.ndarray]] = [[] for _ in texts]
+        for at, found in self._encoded(texts, threads, return_type="numpy"):
+            parts[at].append(found)
+        return [part[0] if len(part) == 1 else np.concatenate(part) for part in parts]
+
+    def _encoded(
+        self, texts: Sequence[str], threads: int, **kind: Any
+    ) -> Iterator[tuple[int, Any]]:
+        """Index of a text and the ids of its next part."""
+        for group in groups(self._chunks(texts)):
+            parts = [part for _, part in group]
+            try:
+                found = self._processor.encode(parts, num_threads=threads, **kind)
+            except (RuntimeError, TypeError):  # what SentencePiece says of half a character
+                for text in texts:
+                    require_unicode(text)
+                raise
+            for (at, _), ids in zip(group, found, strict=True):
+                yield at, ids
+
+    def _chunks(self, texts: Sequence[str]) -> Iterator[tuple[int, str]]:
+        """Index of a text and its next part; the whole where a model does more than merge."""
+        for at, text in enumerate(texts):
+            if self._joined is None or len(text) <= CHUNK_CHARACTERS:
+                yield at, escape(text)
+            else:
+                yield from ((at, part) for part in chunks(escape(text), self._joined))
+
+    @cached_property
+    def _joined(self) -> frozenset[str] | None:
+        if not merges_plainly(self._processor):
+            return None
+        return joints(piece.replace(SPACE_SIGN, " ") for piece in normal_pieces(self._processor))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; control pieces are silent, bytes that are not UTF-8 become U+FFFD."""
-        return _unescape(self._processor.decode([int(i) for i in ids]))
+        return unescape(self._processor.decode([int(i) for i in ids]))
 
     def piece_bytes(self) -> np.ndarray:
         """UTF-8 bytes of text that each id stands for: int32 (vocab_size,), 0 for control pieces.
@@ -121,26 +157,36 @@ class Tokenizer:
         Over the ids of a text they add up to its size, except that the two stand-ins for U+2581,
         which Unicode bars from text that is exchanged, may count twice.
         """
-        sizes = np.zeros(self.vocab_size, dtype=np.int32)
-        silent = {*self._ids(self._processor.is_control), *self._ids(self._processor.is_unknown)}
-        single = self._ids(self._processor.is_byte)
-        sizes[single] = 1
-        for i in set(range(self.vocab_size)) - silent - set(single):
-            sizes[i] = len(_unescape(self._processor.id_to_piece(i)).encode())
-        return sizes
+        return sizes(self.pieces())
+
+    def pieces(self) -> list[Piece]:
+        """What each id stands for."""
+        return [self._piece(i) for i in range(self.vocab_size)]
+
+    def _piece(self, i: int) -> Piece:
+        name = self._processor.id_to_piece(i)
+        if self._processor.is_control(i) or self._processor.is_unknown(i):
+            return Piece(FILLER if name.startswith(FILLER_PREFIX) else CONTROL)
+        if self._processor.is_byte(i):
+            return Piece(BYTE, bytes([int(name[3:5], 16)]))  # <0x41>
+        return piece_of(unescape(name).encode())
+
+    def files(self) -> dict[str, bytes]:
+        """What it is read from, by the name each file has in a directory."""
+        return {MODEL_NAME: self._model}
 
     def save(self, directory: str | Path) -> None:
-        """Write `tokenizer.model`, whole or not at all."""
-        directory = Path(directory)
-        with storing(f"{directory}: cannot write the tokenizer", "free space, or mend the path"):
-            directory.mkdir(parents=True, exist_ok=True)
-            write_whole(directory / MODEL_NAME, self._model)
-
-    def _ids(self, holds: Callable[[int], bool]) -> list[int]:
-        return [i for i in range(self.vocab_size) if holds(i)]
+        """Write it, with what Hugging Face libraries load where that has the same ids."""
+        write_tokenizer(directory, {**self.files(), **hugging_face_files(self._processor)})
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+def train_tokenizer(
+    texts: Iterable[str],
+    vocab_size: int,
+    path: Path,
+    sample_bytes: int = SAMPLE_BYTES,
+    seed: int = SEED,
+) -> None:
     """Learn exactly `vocab_size` byte-pair pieces from a sample of the texts and write them.
 
     The same texts give the same file. SentencePiece wants a piece for every character it is shown
@@ -153,16 +199,22 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
             f"vocab_size = {vocab_size} is less than {SMALLEST_VOCABULARY}, of which"
             f" {SPECIAL_PIECES + BYTE_PIECES} are bytes and specials; raise --vocab_size"
         )
-    passages = [_escape(passage) for passage in sample(texts, SAMPLE_BYTES)]
+    if vocab_size > LARGEST_VOCABULARY:
+        raise UsageError(
+            f"vocab_size = {vocab_size} is more than the {LARGEST_VOCABULARY} that can be learnt;"
+            " lower --vocab_size"
+        )
+    passages = [escape(passage) for passage in sample(texts, sample_bytes, seed)]
     room = max(vocab_size // 2 - BYTE_PIECES - SPECIAL_PIECES, SMALLEST_ALPHABET)
     sentences = list(_sentences(passages, alphabet(passages, room)))
     sentences.append(" ")  # Chinese may have none, and without its piece a space would be 3 bytes
     if len(sentences) == 1:
         raise DataError("there is no text to learn a tokenizer from; add documents with text")
     model = _train(sentences, vocab_size, fillers=0)
-    if isinstance(model, int):  # so many pieces at most: the text is too small for more
-        model = _train(sentences, vocab_size, fillers=vocab_size - model)
-    assert isinstance(model, bytes), f"{model} pieces instead of {vocab_size}"
+    fillers = 0
+    while isinstance(model, int):  # so many pieces at most: the text is too small for more
+        fillers += vocab_size - model  # and once more if it holds a filler's name, no text any more
+        model = _train(sentences, vocab_size, fillers)
     write_whole(path, model)
 
 
@@ -213,7 +265,7 @@ def _train(sentences: list[str], vocab_size: int, fillers: int) -> bytes | int:
             bos_id=1,
             eos_id=2,
             pad_id=3,
-            control_symbols=[f"<unused_{i}>" for i in range(fillers)],
+            control_symbols=[f"{FILLER_PREFIX}{i}>" for i in range(fillers)],
             num_threads=1,
             minloglevel=2,
         )
@@ -223,24 +275,3 @@ def _train(sentences: list[str], vocab_size: int, fillers: int) -> bytes | int:
             raise
         return int(possible.group(1))
     return model.getvalue()
-
-
-def _escape(text: str) -> str:
-    present = SPACE_SIGN in text or MARK in text or GUARD in text
-    return text.translate(ESCAPES) if present else text
-
-
-def _require_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"a text is not Unicode: half a surrogate pair at character {error.start};"
-            " check its encoding"
-        ) from error
-
-
-def _unescape(text: str) -> str:
-    """The text itself. A U+2581 here is a space that a given model has no piece for."""
-    text = text.replace(SPACE_SIGN, " ")
-    return ESCAPED.sub(lambda found: found.group(1) or SPACE_SIGN, text)

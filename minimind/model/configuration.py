@@ -8,7 +8,10 @@ from minimind.config import feed_forward_width
 
 
 class MiniMindConfig(PretrainedConfig):
-    """The shape of one model; dim, n_layers and the other short names read and construct it too."""
+    """The shape of one model; dim, n_layers and the other short names read and construct it too.
+
+    With `doc_mask` attention and positions stop at every eos_token_id, wherever nothing is cached.
+    """
 
     model_type = "minimind"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -33,6 +36,7 @@ class MiniMindConfig(PretrainedConfig):
         rms_norm_eps: float = 1e-5,
         rope_theta: float = 1e6,
         use_flash_attn: bool = True,
+        doc_mask: bool = False,
         tie_word_embeddings: bool = True,
         bos_token_id: int | None = 1,
         eos_token_id: int | None = 2,
@@ -52,6 +56,7 @@ class MiniMindConfig(PretrainedConfig):
         self.rms_norm_eps = rms_norm_eps
         self.rope_theta = rope_theta
         self.use_flash_attn = use_flash_attn
+        self.doc_mask = doc_mask
         self.tie_word_embeddings = tie_word_embeddings
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
@@ -73,6 +78,8 @@ def _check_shape(config: MiniMindConfig) -> None:
         config.num_attention_heads,
         config.num_key_value_heads,
     )
+    if config.doc_mask and config.eos_token_id is None:
+        raise ValueError("doc_mask=True needs an eos_token_id, at which documents end.")
     if width % heads:
         raise ValueError(f"hidden_size={width} cannot be divided by num_attention_heads={heads}.")
     if heads % kv_heads:

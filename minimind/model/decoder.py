@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.loss import IGNORED, next_token_loss
 from minimind.model.rotary import build_pos_cis, rotate
+from minimind.model.visibility import added_to_scores, document_starts, own_positions, visible_keys
 
 
 class RMSNorm(nn.Module):
@@ -69,27 +70,34 @@ def flash_attention(
 ) -> Tensor:
     """(B, H, T, D) from torch's fused kernels; no mask tensor is built when visible is None.
 
-    visible says which key a query may see, as bool (B or 1, 1, T, S). None means causal over
-    T == S positions or, for a single query, every key.
+    visible says which key a query may see, as bool (B or 1, 1, T, S) or added to the scores. None
+    means causal over T == S positions or, for a single query, every key. No CUDA kernel but the
+    slow one takes a mask and shared key heads together, in every precision: they are repeated.
     """
-    is_causal = visible is None and q_BHTD.shape[2] > 1
+    if visible is not None:
+        k_BHSD, v_BHSD = _repeated(k_BKSD, q_BHTD), _repeated(v_BKSD, q_BHTD)
+        return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=visible)
+    is_causal = q_BHTD.shape[2] > 1
     return F.scaled_dot_product_attention(
-        q_BHTD, k_BKSD, v_BKSD, attn_mask=visible, is_causal=is_causal, enable_gqa=True
+        q_BHTD, k_BKSD, v_BKSD, is_causal=is_causal, enable_gqa=True
     )
+
+
+def _repeated(x_BKSD: Tensor, q_BHTD: Tensor) -> Tensor:
+    """(B, H, S, D): each key/value head once for every query head that shares it."""
+    return x_BKSD.repeat_interleave(q_BHTD.shape[1] // x_BKSD.shape[1], dim=1)
 
 
 def reference_attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: Tensor | None
 ) -> Tensor:
     """What flash_attention gives within rounding, with every intermediate in sight."""
-    queries_per_key = q_BHTD.shape[1] // k_BKSD.shape[1]
-    k_BHSD = k_BKSD.repeat_interleave(queries_per_key, dim=1)
-    v_BHSD = v_BKSD.repeat_interleave(queries_per_key, dim=1)
+    k_BHSD, v_BHSD = _repeated(k_BKSD, q_BHTD), _repeated(v_BKSD, q_BHTD)
     scores_BHTS = q_BHTD @ k_BHSD.transpose(-2, -1) * q_BHTD.shape[-1] ** -0.5
     if visible is None and q_BHTD.shape[2] > 1:
         visible = torch.ones_like(scores_BHTS[0, 0], dtype=torch.bool).tril()
     if visible is not None:
-        scores_BHTS = scores_BHTS.masked_fill(~visible, float("-inf"))
+        scores_BHTS = torch.where(visible, scores_BHTS, float("-inf"))
     return scores_BHTS.softmax(-1, dtype=torch.float32).type_as(v_BHSD) @ v_BHSD
 
 
@@ -177,41 +185,31 @@ class MiniMindModel(nn.Module):
                 f"attention_mask of shape {tuple(attention_mask.shape)} must be"
                 f" {(rows, past + length)}: one entry per position, cached ones included."
             )
-        if position_ids is None and attention_mask is not None:
-            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
-        visible = _visible_keys(length, past, attention_mask, input_ids.device)
-        pos_cis = self._pos_cis_at(past, length, position_ids)
+        border = self.config.eos_token_id if self.config.doc_mask and cache is None else None
+        starts_BT = None if border is None else document_starts(input_ids, attention_mask, border)
+        visible = visible_keys(length, past, attention_mask, starts_BT, input_ids.device)
+        is_below = (
+            position_ids is None and attention_mask is None
+        )  # past + length, and not read back
+        if position_ids is None:
+            position_ids = own_positions(past, attention_mask, starts_BT)
+        end = past + length if is_below or position_ids is None else int(position_ids.max()) + 1
+        pos_cis = self._pos_cis_at(past, end, position_ids)
         x_BTE = self.embed_tokens(input_ids)
+        if visible is not None and self.config.use_flash_attn:
+            visible = added_to_scores(visible, x_BTE.dtype)
         for block in self.layers:
             x_BTE = block(x_BTE, pos_cis, visible, cache)
         return self.norm(x_BTE)
 
-    def _pos_cis_at(self, past: int, length: int, position_ids: Tensor | None) -> Tensor:
-        """(T, D/2) for consecutive positions, (B, T, D/2) for given ones (read on the host)."""
-        end = past + length if position_ids is None else int(position_ids.max()) + 1
+    def _pos_cis_at(self, past: int, end: int, position_ids: Tensor | None) -> Tensor:
+        """(T, D/2) for the positions from past to end, (B, T, D/2) for given ones below end."""
         if end > len(self.pos_cis):
             raise ValueError(
                 f"position {end - 1} is beyond max_position_embeddings={len(self.pos_cis)}:"
                 " shorten the input or raise max_position_embeddings."
             )
         return self.pos_cis[past:end] if position_ids is None else self.pos_cis[position_ids]
-
-
-def _visible_keys(
-    length: int, past: int, attention_mask: Tensor | None, device: torch.device
-) -> Tensor | None:
-    """Which keys each query sees, bool (B or 1, 1, T, S); None where no mask needs building.
-
-    A padding query sees itself, or its softmax would be over nothing and its NaN would spread.
-    """
-    if attention_mask is None and (past == 0 or length == 1):
-        return None
-    key_S = torch.arange(past + length, device=device)
-    query_T1 = key_S[past:, None]
-    if attention_mask is None:
-        return (key_S <= query_T1)[None, None]
-    real_B11S = attention_mask.bool()[:, None, None]
-    return (key_S == query_T1) | (real_B11S & (key_S <= query_T1))
 
 
 class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):

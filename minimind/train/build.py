@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import secrets
 import socket
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from minimind.config import DEFAULT_DATA, RunConfig
+from minimind.config import RunConfig
 from minimind.data.batches import Batches, held_out_rows
-from minimind.data.order import Order, Origin
-from minimind.data.prepare import Prepared, prepare
-from minimind.data.tokenizer import Tokenizer
+from minimind.data.load_tokenizer import AnyTokenizer, load_tokenizer
+from minimind.data.order import Mixture, Order, Origin
+from minimind.data.prepare import Asked, Prepared, is_prepared, open_prepared, prepare_for_run
+from minimind.data.units import Options, Source
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
+from minimind.flag_groups import DEFAULT_DATA
 from minimind.model.configuration import MiniMindConfig
 from minimind.plan import plan_text
-from minimind.train.claims import require_course
+from minimind.train.claims import ELSEWHERE, require_course
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.engine import Engine
 from minimind.train.evaluate import HeldOut
@@ -40,44 +43,101 @@ def require_resume_path(run: RunConfig) -> None:
 
 
 def prepare_data(run: RunConfig) -> Prepared:
-    """The run's text as token shards, from the cache when they are there."""
-    return prepare(
-        run.data_path,
-        tokenizer_path=run.tokenizer,
-        vocab_size=run.vocab_size,
-        val_fraction=run.val_fraction,
-        max_document_bytes=run.max_document_bytes,
-        cache_dir=Path(run.cache_dir).expanduser(),
-        progress=True,
-    )
-
-
-def with_tokenizer(run: RunConfig, tokenizer: Tokenizer) -> RunConfig:
-    """The run with the vocabulary of a tokenizer that was given; a UsageError if a flag differs."""
-    if run.tokenizer is None or tokenizer.vocab_size == run.vocab_size:
-        return run
-    if run.is_explicit("vocab_size"):
-        raise UsageError(
-            f"vocab_size = {run.vocab_size} ({run.sources['vocab_size']}), but --tokenizer"
-            f" {run.tokenizer} has {tokenizer.vocab_size} pieces; drop one of the two"
+    """The run's text as token shards: a prepared folder, or raw text by way of the cache."""
+    folders = [path for path in run.data_path if is_prepared(path)]
+    if folders and len(run.data_path) > 1:
+        raise DataError(
+            f"--data_path: {folders[0]} holds prepared shards and must be given alone; mix several"
+            " texts with `minimind prepare --source`"
         )
-    return run.with_values(f"tokenizer {run.tokenizer}", vocab_size=tokenizer.vocab_size)
+    if folders:
+        return open_prepared(Path(folders[0]), run.tokenizer)
+    asked = Asked(
+        (Source("data", run.data_path),),
+        run.tokenizer,
+        run.vocab_size,
+        Options(run.text_field, run.max_document_bytes, float(run.val_fraction)),
+        run.on_bad_data == "skip",
+        run.max_bad_fraction,
+    )
+    return prepare_for_run(asked, Path(run.cache_dir).expanduser())
+
+
+def with_prepared(run: RunConfig, prepared: Prepared) -> RunConfig:
+    """The run with what its data decides; a UsageError where a flag says otherwise."""
+    by = f"--tokenizer {run.tokenizer}" if run.tokenizer else f"--data_path {prepared.directory}"
+    run = _with(run, by, vocab_size=prepared.tokenizer.vocab_size)
+    if not is_prepared(run.data_path[0]):
+        return run
+    options = Options(**prepared.manifest["options"])
+    return _with(run, f"--data_path {prepared.directory}", **asdict(options))
+
+
+def with_tokenizer(run: RunConfig) -> RunConfig:
+    """The run with the vocabulary of a tokenizer that was given; a UsageError if a flag differs."""
+    if run.tokenizer is None:
+        return run
+    vocab_size = load_tokenizer(run.tokenizer).vocab_size
+    return _with(run, f"--tokenizer {run.tokenizer}", vocab_size=vocab_size)
+
+
+def _with(run: RunConfig, by: str, **values: Any) -> RunConfig:
+    for name, value in values.items():
+        given = getattr(run, name)
+        if given == value:
+            continue
+        if run.is_explicit(name):
+            raise UsageError(
+                f"{name} = {given} ({run.sources[name]}), but {by} has {value}; drop one of the two"
+            )
+        run = run.with_values(by, **{name: value})
+    return run
 
 
 def plan(run: RunConfig, prepared: Prepared, world_size: int) -> tuple[Order, Schedule]:
     """Which rows each step reads and how many steps there are; a DataError for too little text."""
     micro_batch = run.micro_batch_rows(world_size)
     rows_per_step = micro_batch * run.accumulation_steps * world_size
-    n_rows = prepared.train.rows(run.max_seq_len + 1)
+    row_tokens = run.max_seq_len + 1
+    n_rows = prepared.train.rows(row_tokens)
+    require_rows_of_each(run, prepared)
     if n_rows < rows_per_step:
         raise DataError(
             f"{' '.join(run.data_path)}: {len(prepared.train):,} training tokens make {n_rows} rows"
-            f" of {run.max_seq_len + 1}, fewer than the {rows_per_step} of one step"
+            f" of {row_tokens}, fewer than the {rows_per_step} of one step"
             f" ({micro_batch} x {run.accumulation_steps} x {world_size} processes); add text, or"
             " lower --batch_size, --accumulation_steps or --max_seq_len"
         )
-    order = Order(n_rows, rows_per_step, run.seed)
+    order = Order(n_rows, rows_per_step, run.seed, mixture=mixture_of(run, prepared))
     return order, plan_schedule(run, order.steps_per_epoch)
+
+
+def require_rows_of_each(run: RunConfig, prepared: Prepared) -> None:
+    """Nothing, or a DataError that names a source of several that has not even one row."""
+    sizes = prepared.train.sizes(run.max_seq_len + 1)
+    for size, source in zip(sizes, prepared.manifest["sources"], strict=True):
+        if not size and len(sizes) > 1:
+            raise DataError(
+                f"{' '.join(run.data_path)}: source {source['name']} has"
+                f" {source['tokens']['train']:,} training tokens, fewer than a row of"
+                f" {run.max_seq_len + 1}; add text to it, leave it out, or lower --max_seq_len"
+            )
+
+
+def mixture_of(run: RunConfig, prepared: Prepared) -> Mixture | None:
+    """The sources by weight, or None where each row is read once; a DataError if one is never."""
+    weights = prepared.train.weights
+    if weights is None:
+        return None
+    sizes = prepared.train.sizes(run.max_seq_len + 1)
+    try:
+        return Mixture(sizes, weights)
+    except ValueError as error:
+        names = ", ".join(source["name"] for source in prepared.manifest["sources"])
+        raise DataError(
+            f"{' '.join(run.data_path)}: {error} (of the sources {names}, counted from 0, in rows"
+            f" of {run.max_seq_len + 1} tokens); change its weight, or leave that source out"
+        ) from error
 
 
 def continued(order: Order, resumed: Resumed) -> Order:
@@ -86,7 +146,12 @@ def continued(order: Order, resumed: Resumed) -> Order:
     saved = resumed.manifest["identity"]
     origin = Origin(**resumed.manifest["order"])
     n_rows, batch, seed = resumed.manifest["rows"], saved["batch"], saved["seed"]["seed"]
-    before = Order(n_rows, batch["rows_per_step"], seed, origin)
+    mixed = resumed.manifest["mixture"]
+    try:
+        mixture = mixed and Mixture(tuple(mixed["sizes"]), tuple(mixed["weights"]))
+        before = Order(n_rows, batch["rows_per_step"], seed, origin, mixture)
+    except ValueError as error:
+        raise CheckpointError(f"manifest.json: {error}; {ELSEWHERE}") from error
     changed = {one.name for one in resumed.changed if one.group == "batch"}
     groups = {one.group for one in resumed.changed}
     is_same_text = not groups & {"data", "tokenizer", "seed"} and "max_seq_len" not in changed
@@ -146,7 +211,7 @@ def require_same_files(engine: Engine, out_dir: Path, prepared: Prepared) -> Non
         )
 
 
-def model_config(run: RunConfig, tokenizer: Tokenizer) -> MiniMindConfig:
+def model_config(run: RunConfig, tokenizer: AnyTokenizer) -> MiniMindConfig:
     """The decoder that the shape flags describe, with the tokenizer's special ids."""
     return MiniMindConfig(
         vocab_size=run.vocab_size,
@@ -158,6 +223,7 @@ def model_config(run: RunConfig, tokenizer: Tokenizer) -> MiniMindConfig:
         max_position_embeddings=run.max_seq_len,
         rope_theta=run.rope_theta,
         use_flash_attn=run.use_flash_attn,
+        doc_mask=run.doc_mask,
         bos_token_id=tokenizer.bos_id if tokenizer.bos_id >= 0 else None,
         eos_token_id=tokenizer.eos_id,
         pad_token_id=tokenizer.pad_id,
@@ -173,7 +239,8 @@ def batches_of(run: RunConfig, prepared: Prepared, order: Order, engine: Engine)
         run.micro_batch_rows(engine.world_size),
         engine.rank,
         engine.world_size,
-        pin=engine.device.type == "cuda",
+        engine.device,
+        run.num_workers,
     )
 
 
@@ -186,9 +253,7 @@ def held_out_of(run: RunConfig, prepared: Prepared) -> HeldOut:
 
 def dry_run_text(setup: Setup, resolved: Resolved) -> str:
     """What the run would be, and what it would cost, as far as that is known without the text."""
-    run = resolved.run
-    if run.tokenizer:
-        run = with_tokenizer(run, Tokenizer(run.tokenizer))
+    run = with_tokenizer(resolved.run)
     tables = [f"flags:\n{flags_table(run)}"]
     if resolved.config:
         tables.append(resolved_table(resolved))

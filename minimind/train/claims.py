@@ -61,6 +61,13 @@ OBJECTS = Kind(
     lambda value: type(value) is dict and all(type(v) is dict for v in value.values()),
 )
 LIST = Kind("a list", lambda value: type(value) is list)
+SIZES = Kind(
+    "a list of sizes from 1", lambda value: type(value) is list and all(map(SIZE.holds, value))
+)
+WEIGHTS = Kind(
+    "a list of numbers above 0",
+    lambda value: type(value) is list and all(map(ABOVE_0.holds, value)),
+)
 DIGEST = Kind("a sha256", lambda value: type(value) is str and bool(SHA256.fullmatch(value)))
 NAME = Kind("the name of a file", lambda value: type(value) is str)
 SHAPE = Kind(
@@ -94,13 +101,14 @@ COUNTERS = {
     "loss_scaler": OBJECT,
     "scheduler_iteration": or_null(WHOLE),
 }
+MIXTURE = {"sizes": SIZES, "weights": WEIGHTS}
 ORIGIN: dict[str, Kind] = dict.fromkeys(("step", "rows", "epoch", "offset"), COUNT)
 CONFIG = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), SIZE),
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), SIZE),
     "max_position_embeddings": POSITIONS,
     **dict.fromkeys(("rms_norm_eps", "rope_theta"), ABOVE_0),
-    **dict.fromkeys(("use_flash_attn", "tie_word_embeddings"), YES_OR_NO),
+    **dict.fromkeys(("use_flash_attn", "doc_mask", "tie_word_embeddings"), YES_OR_NO),
 }
 TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), or_null(COUNT))
 
@@ -216,7 +224,9 @@ def read_config(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 def require_course(manifest: dict[str, Any]) -> None:
     """Nothing, or a CheckpointError where the manifest does not tell which rows were read."""
     try:
-        require(manifest, {"order": OBJECT, "rows": SIZE})
+        require(manifest, {"order": OBJECT, "rows": SIZE, "mixture": or_null(OBJECT)})
+        if manifest["mixture"] is not None:
+            require(manifest["mixture"], MIXTURE, "mixture.")
         order = manifest["order"]
         require(order, ORIGIN, "order.")
         saved = manifest["identity"]
@@ -227,5 +237,7 @@ def require_course(manifest: dict[str, Any]) -> None:
             raise CheckpointError(f"has order.{unknown}")
         if manifest["rows"] < saved["batch"]["rows_per_step"]:
             raise CheckpointError("has fewer rows than a step reads")
+        if manifest["rows"] * order["epoch"] > LARGEST:
+            raise CheckpointError("has read more epochs than anyone could")
     except CheckpointError as error:
         raise CheckpointError(f"manifest.json: {error}; {ELSEWHERE}") from error

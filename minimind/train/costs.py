@@ -30,6 +30,7 @@ class Shape:
     max_seq_len: int
     is_tied: bool = True
     use_flash_attn: bool = True
+    doc_mask: bool = False
 
     @property
     def kv_dim(self) -> int:
@@ -189,9 +190,10 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
 
     Counted as Korthikanti et al. (2022), section 4, count a GPT block, for this one: no dropout,
     SwiGLU, shared key heads, nothing recomputed. Reference attention adds the scores, of which
-    the softmax is kept in fp32. Upon that comes the larger of the loss (fp32 log-probabilities
-    and two gradients of that size) and of the last block's softmax (two fp32 gradients, when its
-    feed-forward is done with).
+    the softmax is kept in fp32. Documents masked apart add one mask and one table of rotations by
+    row, and key heads repeated for the fused kernels. Upon that comes the larger of the loss (fp32
+    log-probabilities and two gradients of that size) and of the last block's softmax (two fp32
+    gradients, when its feed-forward is done with).
     """
     b, tokens = BYTES[layout.dtype], layout.rows * shape.max_seq_len
     e, f = shape.dim, shape.hidden_dim
@@ -199,8 +201,11 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
     norm = (b * e if layout.device == "cuda" else 2 * WIDE * e) + WIDE
     inputs = b * e * 2  # what q, k, v read, and what gate, up read
     scores = softmax = 0
+    mask = shape.doc_mask * (b if shape.use_flash_attn else 1) * shape.max_seq_len
+    rotations = shape.doc_mask * WIDE * e // shape.n_heads
     if shape.use_flash_attn:
-        attention = b * (2 * e + 2 * shape.kv_dim) + WIDE * shape.n_heads
+        keys = e if shape.doc_mask else shape.kv_dim
+        attention = b * (2 * e + 2 * keys) + WIDE * shape.n_heads
     else:
         attention = b * 4 * e
         per_token = shape.n_heads * shape.max_seq_len
@@ -209,7 +214,7 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
     layer = 2 * norm + inputs + attention + scores + 4 * b * f
     head = norm + b * e
     loss = 3 * WIDE * shape.vocab_size
-    return tokens * (shape.n_layers * layer + head + max(loss, softmax))
+    return tokens * (shape.n_layers * layer + mask + rotations + head + max(loss, softmax))
 
 
 def bytes_sent(shape: Shape, layout: Layout) -> int:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from minimind.train.backends import StepResult
 from minimind.train.engine import Engine
 from minimind.train.evaluate import HeldOut, evaluate
 from minimind.train.numerics import SkippedSteps
+from minimind.train.ranks import together
 from minimind.train.report import Report
 from minimind.train.saver import Saver
 from minimind.train.schedule import Schedule
@@ -93,10 +95,20 @@ def begin_save(desk: Desk, state: TrainState) -> None:
     """Save, in the background unless --no-async_save; the save before is waited for."""
     started = time.perf_counter()
     report_saved(desk, wait=True)
+    together(desk.engine, partial(require_same_text, desk))
     desk.saver.begin(state)
     if not desk.saver.in_background:
         report_saved(desk, wait=True)
     desk.report.pause("checkpoint", (time.perf_counter() - started) * 1e3)
+
+
+def require_same_text(desk: Desk) -> None:
+    """Nothing, or a DataError when a token file that this rank reads is another by now.
+
+    Before a save, so that no checkpoint holds what was learnt from it.
+    """
+    desk.batches.require_unchanged()
+    desk.held_out.shards.require_unchanged()
 
 
 def report_saved(desk: Desk, wait: bool) -> None:

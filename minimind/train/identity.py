@@ -35,7 +35,10 @@ def identity(
             "optimizer": engine.resolved.optimizer,
             "optimizer_params": engine.resolved.optimizer_params,
         },
-        "data": {"sha256": prepared.manifest["fingerprint"]},
+        "data": {
+            "sha256": prepared.manifest["fingerprint"],
+            "weights": order.mixture and list(order.mixture.weights),
+        },
         "tokenizer": {"sha256": prepared.tokenizer.fingerprint},
         "model": {
             "dim": run.dim,
@@ -45,6 +48,7 @@ def identity(
             "hidden_dim": engine.model.config.intermediate_size,
             "vocab_size": run.vocab_size,
             "rope_theta": run.rope_theta,
+            "doc_mask": run.doc_mask,
         },
         "dtype": {"dtype": run.dtype},
         "seed": {"seed": run.seed},
@@ -69,6 +73,7 @@ def facts(run: RunConfig, identity: dict[str, Any], order: Order, engine: Engine
         **layout(run, engine),
         "dtype": run.dtype,
         "rows": order.n_rows,
+        "mixture": order.mixture and asdict(order.mixture),
         "order": asdict(order.origin),
         "configuration": engine.resolved.config,
         "sources": engine.resolved.sources,

@@ -32,7 +32,7 @@ from minimind.train.build import (
     require_length,
     require_resume_path,
     require_same_files,
-    with_tokenizer,
+    with_prepared,
 )
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.desk import Desk
@@ -81,7 +81,7 @@ def train_resolved(setup: Setup, resolved: Resolved, progress: Progress, held: E
         progress.lock = claim(out_dir)
     prepared = prepare_data(run)
     order, schedule = plan(resolved.run, prepared, setup.launch.world_size)
-    setup = replace(setup, run=with_tokenizer(run, prepared.tokenizer))
+    setup = replace(setup, run=with_prepared(run, prepared))
     resolved = setup.resolve(schedule)
     run = resolved.run
     if is_first and not claimed:
@@ -103,6 +103,7 @@ def train_resolved(setup: Setup, resolved: Resolved, progress: Progress, held: E
     if engine.rank == 0:
         with storing(str(out_dir), "free some space, or give another --out_dir"):
             write_reference(out_dir, resolved)
+            prepared.list_rejected(out_dir)
         prepared.tokenizer.save(out_dir / "tokenizer")
     tell_start(desk, prepared, resumed)
     state, status, reason = train(desk, resumed.state)
@@ -156,7 +157,7 @@ def texts(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
     return {
         "ds_config.resolved.json": json.dumps(engine.resolved.config, indent=2).encode(),
         "config.json": engine.model.config.to_json_string().encode(),
-        "tokenizer.model": prepared.tokenizer.path.read_bytes(),
+        **prepared.tokenizer.files(),
     }
 
 
@@ -215,6 +216,8 @@ def opening(desk: Desk, prepared: Prepared, state: TrainState, path: Path | None
     by = f"{schedule.shape}, {schedule.warmup_steps} steps of warm-up, peak {schedule.peak:g}"
     by = f"DeepSpeed's {rate}, as its file says" if rate else by
     micro_batch = run.micro_batch_rows(engine.world_size)
+    rejected = prepared.manifest["rejected"]["count"]
+    bad = f"; {rejected:,} bad documents passed over (rejected.jsonl)" if rejected else ""
     steps_left = schedule.total_steps - state.step
     return "\n".join(
         [
@@ -223,7 +226,7 @@ def opening(desk: Desk, prepared: Prepared, state: TrainState, path: Path | None
             f"model    {engine.parameters:,} parameters, vocabulary {run.vocab_size}"
             f" ({prepared.tokenizer.unused} of it unused)",
             f"data     {len(prepared.train):,} training tokens in {order.n_rows:,} rows of"
-            f" {run.max_seq_len + 1}; {len(desk.held_out.rows)} rows held out for validation",
+            f" {run.max_seq_len + 1}; {len(desk.held_out.rows)} rows held out for validation{bad}",
             f"step     {micro_batch} rows x {run.accumulation_steps} micro-batches x"
             f" {engine.world_size} processes = {order.rows_per_step} rows,"
             f" {desk.batches.tokens_per_step:,} tokens",

@@ -1,6 +1,5 @@
 """Micro-batches against rows read directly, and one split of a step against another."""
 
-import json
 import threading
 
 import numpy as np
@@ -9,18 +8,16 @@ import torch
 
 from minimind.data.batches import Batches, held_out_rows
 from minimind.data.order import Order
-from minimind.data.shards import ShardWriter, TokenShards
+from minimind.data.shards import TokenShards
+from tests.data.made import write
 
 ROW = 5
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def shards(tmp_path):
-    with ShardWriter(tmp_path, "train", np.dtype("<u2"), 37) as writer:
-        writer.add(np.arange(503))
-        made = writer.close()
-    manifest = {"dtype": "uint16", "splits": {"train": {"shards": made}}}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    write(tmp_path, np.arange(503), "<u2", 37)
     return TokenShards(tmp_path, "train")
 
 
@@ -30,7 +27,7 @@ def batches(shards):
 
     def make(micro_batch_rows, rank=0, world_size=1, reader=shards):
         order = Order(shards.rows(ROW), 8, seed=1)
-        made.append(Batches(reader, order, ROW, micro_batch_rows, rank, world_size, pin=False))
+        made.append(Batches(reader, order, ROW, micro_batch_rows, rank, world_size, CPU))
         return made[-1]
 
     yield make
@@ -40,7 +37,21 @@ def batches(shards):
 
 def test_micro_batches_are_the_rows_of_the_order(shards, batches):
     reader = batches(2)
-    for step in (0, 1, 2, 7, 3, 3, 30, 31):  # read ahead, back, twice, and far away
+    for step in (
+        0,
+        1,
+        2,
+        7,
+        3,
+        3,
+        30,
+        31,
+        127,
+        128,
+        129,
+        5000,
+        126,
+    ):  # read ahead, back, twice, and far away
         micro_batches = reader.at(step)
         assert [tuple(m.shape) for m in micro_batches] == [(2, ROW)] * 4
         assert {m.dtype for m in micro_batches} == {torch.int64}
@@ -84,8 +95,15 @@ def test_held_out_rows_are_the_first_ones(shards):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="pins memory for a CUDA device")
-def test_pinned_micro_batches_are_pinned(shards):
-    reader = Batches(shards, Order(100, 8, 1), ROW, 2, 0, 1, pin=True)
-    assert all(micro_batch.is_pinned() for micro_batch in reader.at(0))
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="sends to a CUDA device")
+def test_micro_batches_sent_to_a_gpu_arrive_whole(shards):
+    order, cuda = Order(100, 8, 1), torch.device("cuda", 0)
+    reader, plain = (Batches(shards, order, ROW, 2, 0, 1, where) for where in (cuda, CPU))
+    busy = torch.zeros(2048, 2048, device=cuda)
+    for step in range(30):
+        busy = busy @ busy  # so that copies overtake, or are overtaken by, what is computed
+        sent = [micro_batch + 0 for micro_batch in reader.at(step)]
+        assert {micro_batch.device for micro_batch in sent} == {cuda}
+        assert all(map(torch.equal, (one.cpu() for one in sent), plain.at(step)))
     reader.close()
+    plain.close()

@@ -1,21 +1,25 @@
-"""Readers against files whose documents, or whose one mistake, are known by line and byte."""
-
-import os
+"""Lines and texts whose one mistake is known by line and byte, against what is said of them."""
 
 import pytest
 
-from minimind.data.documents import find_files, read_documents
-from minimind.errors import DataError
+from minimind.data.documents import Rejection
+from tests.data.reading import documents_of, read
 
 GOOD = b'{"text": "one"}\n'
 SECOND = len(GOOD)
 LIMIT = 1000
 
 
-def documents(tmp_path, content, name="a.jsonl", limit=LIMIT):
+def found_in(tmp_path, content, name="a.jsonl", **reading):
     path = tmp_path / name
     path.write_bytes(content)
-    return list(read_documents(path, limit))
+    return read(path, **{"max_document_bytes": LIMIT, **reading})
+
+
+def documents(tmp_path, content, name="a.jsonl"):
+    path = tmp_path / name
+    path.write_bytes(content)
+    return documents_of(path, max_document_bytes=LIMIT)
 
 
 # What the second line is, the byte a complaint names (from the line's beginning), and its words.
@@ -34,11 +38,18 @@ MISTAKES = [
     (b'{"text": "two", "score": -Infinity}', 0, "-Infinity is not JSON"),
     (b'{"text": "two", "n": ' + b"1" * 5000 + b"}", 0, "too many digits"),
     (b'{"text": ' + b"[" * 60_000, 0, "nested too deep"),
+    (b'{"text": "two", "n": ' + b"[" * 100 + b"]" * 100 + b"}", 0, "nested too deep"),
+    (b'{"n": ' * 101 + b"1" + b"}" * 101, 0, "nested too deep"),
     (b'["two"]', 0, "is a list, not an object"),
     (b'"two"', 0, "is a string, not an object"),
     (b"3", 0, "is a number, not an object"),
     (b"null", 0, "is null, not an object"),
     (b'{"content": "two"}', 0, 'has no "text"'),
+    (b'{"a": 1, "b": 2, "\\ud83d\\n": 3, "d": 4}', 0, 'but "a", "b", "\\ud83d\\n", ...'),
+    (b'{"text": "two", "text": "two"}', 0, '"text" 2 times'),
+    (b'{"text": null, "te\\u0078t": "two"}', 0, '"text" 2 times'),
+    (b'{"text": {"text": "two"}}', 0, '"text" is an object, not a string'),
+    (b"\xef\xbb\xbf" + GOOD[:-1], 0, "begins with a byte order mark"),
     (b'{"text": null}', 0, '"text" is null, not a string'),
     (b'{"text": ["two"]}', 0, '"text" is a list, not a string'),
     (b'{"text": 2}', 0, '"text" is a number, not a string'),
@@ -49,57 +60,81 @@ MISTAKES = [
     (b'{"text": "' + b"a" * 1001 + b'"}', 0, "has 1001 bytes"),
     (b'{"text": "' + "字".encode() * 334 + b'"}', 0, "has 1002 bytes"),
     (b'{"text": "' + b"a" * 100_000 + b'"}', 0, "line is longer"),
+    (b'{"text": "' + b"a" * 2**21 + b'"}', 0, "line is longer"),
+    (b'{"text": "' + b"\\u0001" * 2**18 + b'"}', 0, "line is longer"),
+    (b'{"text": "two\rthree"}', 0, "Invalid control character"),
 ]
 
 
 @pytest.mark.parametrize(("line", "byte", "words"), MISTAKES)
-def test_a_mistake_is_told_with_its_line_and_byte(tmp_path, line, byte, words):
-    with pytest.raises(DataError) as caught:
-        documents(tmp_path, GOOD + line + b"\n" + GOOD)
-    told = str(caught.value)
-    assert told.startswith(f"{tmp_path / 'a.jsonl'}:2 (byte {SECOND + byte}): ")
-    assert words in told
-    assert "; " in told
-    assert "\n" not in told
+def test_a_mistake_is_told_with_its_line_and_byte_and_reading_goes_on(tmp_path, line, byte, words):
+    first, told, last = found_in(tmp_path, GOOD + line + b"\n" + GOOD)
+    assert (first, last) == ("one", "one")
+    assert isinstance(told, Rejection)
+    assert (told.path, told.line, told.byte) == (tmp_path / "a.jsonl", 2, SECOND + byte)
+    assert str(told).startswith(f"{tmp_path / 'a.jsonl'}:2 (byte {SECOND + byte}): ")
+    assert words in told.what
+    assert str(told).endswith(f"; {told.remedy}")
+    assert "\n" not in str(told)
+
+
+FINE = [
+    b'{"text": "two", "n": ' + b"[" * 99 + b"]" * 99 + b"}",
+    b'{"text": "two", "n": ' + b"[" * 99 + b"1" + b"]" * 99 + b', "m": [[], {}]}',
+    b'{"text": "two", "n": "' + b"[" * 5000 + b'"}',
+    b'{"text": "two", "n": ' + b"1" * 4300 + b"}",
+    b'{"text": "two", "n": 1e999}',
+    b'{"text": "two", "n": "\\ud83d"}',
+    b'{"text": "two", "n": {"text": 1, "text": 2}}',
+    b'{"text": "two", "n": 1, "n": 2}',
+    b' \t{"text":"two"} \r',
+    b'{"te\\u0078t": "tw\\u006f"}',
+    b'{"text": "two", "n": "' + b"a" * 2**16 + b'"}',
+]
+
+
+@pytest.mark.parametrize("line", FINE)
+def test_what_is_strange_beside_the_text_is_no_mistake(tmp_path, line):
+    assert documents(tmp_path, GOOD + line + b"\n") == ["one", "two"]
 
 
 def test_a_byte_order_mark_is_told(tmp_path):
-    for name in ("a.jsonl", "a.txt"):
-        with pytest.raises(DataError, match=r":1 \(byte 0\): .*byte order mark"):
-            documents(tmp_path, b"\xef\xbb\xbf" + GOOD, name)
+    for name, others in (("a.jsonl", ["one"]), ("a.txt", [])):
+        told, *rest = found_in(tmp_path, b"\xef\xbb\xbf" + GOOD + GOOD, name)
+        assert ":1 (byte 0): begins with a byte order mark; " in str(told)
+        assert rest == others
 
 
 def test_a_file_cut_off_in_the_last_line_is_told(tmp_path):
-    with pytest.raises(DataError, match=r":2 \(byte 16\): is cut off"):
-        documents(tmp_path, GOOD + GOOD[:-4])
+    _, told = found_in(tmp_path, GOOD + GOOD[:-4])
+    assert ":2 (byte 16): is cut off" in str(told)
 
 
-def test_a_line_without_end_is_never_held(tmp_path):
-    path = tmp_path / "a.jsonl"
-    with open(path, "wb") as file:
-        file.write(b'{"text": "')
-        file.seek(2**33)  # a hole of 8 GiB: held, it would not fit
-        file.write(b"x")
-    with pytest.raises(DataError, match="line is longer"):
-        list(read_documents(path, LIMIT))
-
-
-def test_documents_before_a_mistake_are_given_first(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(GOOD + b"nonsense")
-    reader = read_documents(tmp_path / "a.jsonl", LIMIT)
-    assert next(reader) == "one"
-    with pytest.raises(DataError):
-        next(reader)
+def test_another_field_can_hold_the_text(tmp_path):
+    content = b'{"text": 3, "Inhalt": "eins"}\n{"text": "two"}\n'
+    one, told = found_in(tmp_path, content, text_field="Inhalt")
+    assert one == "eins"
+    assert 'has no "Inhalt" but "text"; write {"Inhalt": "..."}' in str(told)
 
 
 def test_a_line_is_a_document(tmp_path):
     longest = "字" * 333 + "."
     lines = ['{"text": "a\\nb", "id": 3}', '{"id": {"x": [1]}, "text": " \\t"}']
     lines += ['{"text": "\\u6625\\ud83d\\ude00"}', f'{{"text": "{longest}"}}']
-    expected = ["a\nb", " \t", "春😀", longest]
+    lines += ['{"text": "a\\r\\nb\ufeff"}']
+    expected = ["a\nb", " \t", "春😀", longest, "a\r\nb\ufeff"]
     for end in ("\n", "\r\n"):
         assert documents(tmp_path, end.join(lines).encode()) == expected
         assert documents(tmp_path, (end.join(lines) + end).encode()) == expected
+
+
+def test_the_longest_document_is_read_however_it_is_spelled(tmp_path):
+    for spelled in (b"a", b"\\u0001", b"\\n"):
+        content = b'{"text": "' + spelled * 300_000 + b'"}\n' + GOOD
+        first, second = found_in(tmp_path, content, max_document_bytes=300_000)
+        assert isinstance(first, str)
+        assert len(first) == 300_000
+        assert second == "one"
 
 
 def test_a_text_file_is_one_document_as_it_is(tmp_path):
@@ -116,36 +151,6 @@ def test_a_text_file_is_one_document_as_it_is(tmp_path):
     ],
 )
 def test_a_mistake_in_a_text_file_is_told_too(tmp_path, content, line, byte, words):
-    with pytest.raises(DataError) as caught:
-        documents(tmp_path, content, "a.txt")
-    assert f"a.txt:{line} (byte {byte}): " in str(caught.value)
-    assert words in str(caught.value)
-
-
-def test_a_directory_is_searched_at_every_depth_and_sorted(tmp_path):
-    for name in ("b.txt", "a/z.jsonl", "a/b/c.txt", ".hidden.txt", ".cache/d.txt", "notes.md"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(GOOD)
-    found = find_files([tmp_path / "b.txt", str(tmp_path)])
-    names = [path.relative_to(tmp_path).as_posix() for path in found]
-    assert names == ["b.txt", "a/b/c.txt", "a/z.jsonl", "b.txt"]
-
-
-def test_what_is_no_text_file_is_refused_by_name(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "zero.txt").touch()
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    (tmp_path / "link.txt").symlink_to(tmp_path / "gone.txt")
-    for name, words in [
-        ("missing.jsonl", "no such file"),
-        ("empty", "holds no .jsonl or .txt"),
-        ("zero.txt", "is empty"),
-        ("a.parquet", "suffix '.parquet'"),
-        ("pipe.jsonl", "pipe or a device"),
-        ("link.txt", "no such file"),
-    ]:
-        with pytest.raises(DataError) as caught:
-            find_files([tmp_path / name])
-        assert str(caught.value).startswith(f"{tmp_path / name}: ")
-        assert words in str(caught.value)
+    (told,) = found_in(tmp_path, content, "a.txt")
+    assert f"a.txt:{line} (byte {byte}): " in str(told)
+    assert words in str(told)

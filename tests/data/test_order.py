@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from minimind.data.order import Order, permute
+from minimind.data.order import Mixture, Order, Origin, permute
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1000, 4095, 4097, 100_003])
@@ -116,3 +116,25 @@ def test_another_text_is_read_from_its_first_row_and_places_count_on():
     assert after.place(20) == (0, 0)
     assert after.positions(20).start == 160
     np.testing.assert_array_equal(after.rows_for(20, 0, 1), Order(50, 8, 5).rows_for(0, 0, 1))
+
+
+def test_the_order_of_one_source_is_what_it_always_was():
+    assert permute(np.arange(8), 8, 5, 0).tolist() == [6, 0, 5, 3, 4, 7, 2, 1]
+    order = Order(103, 8, 5, Origin(4, 30, 2, 9))
+    assert order.rows_for(15, 1, 2).tolist() == [72, 53, 76, 75]
+
+
+def test_epochs_may_differ_from_position_to_position():
+    epochs = np.random.default_rng(0).integers(0, 5, 300)
+    positions = np.random.default_rng(1).integers(0, 1000, 300)
+    image = permute(positions, 1000, 3, epochs)
+    for epoch in range(5):
+        of_it = epochs == epoch
+        np.testing.assert_array_equal(image[of_it], permute(positions[of_it], 1000, 3, epoch))
+
+
+@pytest.mark.parametrize("mixture", [None, Mixture((40, 3, 60), (1.0, 1.0, 2.0))])
+def test_several_steps_at_once_are_the_steps_one_by_one(mixture):
+    order = Order(103, 8, 5, Origin(4, 30, 2, 9), mixture)
+    one_by_one = [order.rows_for(step, 1, 2) for step in range(4, 50)]
+    np.testing.assert_array_equal(order.rows_for(4, 1, 2, 46), np.concatenate(one_by_one))

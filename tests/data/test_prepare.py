@@ -1,16 +1,22 @@
 """A prepared directory against the text it was made of, and one build against the next."""
 
 import json
+import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from minimind.data import encode, unit_reader
 from minimind.data import prepare as module
-from minimind.data.prepare import prepare, split_of
+from minimind.data.manifest import seal
+from minimind.data.prepare import Asked, Prepared, prepare_for_run
 from minimind.data.tokenizer import Tokenizer
+from minimind.data.unit_reader import split_of
+from minimind.data.units import Options, Source
 from minimind.errors import DataError, StorageError, UsageError
 
 TEXTS = [f"document {i}: " + "the quick brown fox " * (i % 7 + 1) + "春眠\n" for i in range(400)]
@@ -23,16 +29,12 @@ def write_lines(path, texts):
     return path
 
 
-def make(paths, cache, tokenizer_path=None, vocab_size=512, val_fraction=0.1, limit=10_000):
-    return prepare(
-        paths,
-        tokenizer_path=tokenizer_path,
-        vocab_size=vocab_size,
-        val_fraction=val_fraction,
-        max_document_bytes=limit,
-        cache_dir=cache,
-        progress=True,
-    )
+def make(
+    paths, cache, tokenizer_path=None, vocab_size=512, val_fraction=0.1, limit=10_000, **given
+) -> Prepared:
+    source = Source("data", tuple(map(str, paths)))
+    options = Options("text", limit, val_fraction)
+    return prepare_for_run(Asked((source,), tokenizer_path, vocab_size, options, **given), cache)
 
 
 @pytest.fixture
@@ -69,7 +71,9 @@ def test_the_shards_hold_every_document_in_its_split(corpus, tmp_path):
     prepared = make([corpus, other], tmp_path / "cache")
     texts = [*TEXTS, "a file\nis one document\n"]
     for split in ("train", "val"):
-        expected = [text for text in texts if split_of(text.encode(), 0.1) == split]
+        expected = [
+            text for text in texts if split_of(sha256(text.encode()).digest(), 0.1) == split
+        ]
         assert documents_of(prepared, split) == expected
         counts = prepared.manifest["splits"][split]
         assert counts["documents"] == len(expected)
@@ -77,19 +81,17 @@ def test_the_shards_hold_every_document_in_its_split(corpus, tmp_path):
         assert counts["text_bytes"] == sum(len(text.encode()) for text in expected)
     assert 20 < prepared.manifest["splits"]["val"]["documents"] < 60
     manifest = prepared.manifest
-    assert [(s["file"], s["documents"]) for s in manifest["sources"]] == [
-        ("text.jsonl", 400),
-        ("b.txt", 1),
-    ]
+    (source,) = manifest["sources"]
+    assert [Path(given["path"]).name for given in source["inputs"]] == ["text.jsonl", "b.txt"]
+    assert (source["documents"], manifest["documents"]) == (401, 401)
     assert manifest["tokenizer"] == prepared.tokenizer.fingerprint
-    assert manifest["fingerprint"] in prepared.directory.name
     assert (manifest["dtype"], manifest["eos_id"], manifest["vocab_size"]) == ("uint16", 2, 512)
     assert prepared.tokenizer.vocab_size == 512
 
 
 def test_the_second_call_builds_nothing(corpus, tmp_path, monkeypatch):
     first = make([corpus], tmp_path / "cache")
-    monkeypatch.setattr(module, "_write_tokens", no_build)
+    monkeypatch.setattr(module, "encode_plan", no_build)
     monkeypatch.setattr(module, "train_tokenizer", no_build)
     moved = corpus.rename(tmp_path / "moved.jsonl")  # content is what counts
     second = make([moved], tmp_path / "cache")
@@ -102,7 +104,8 @@ def test_what_decides_the_tokens_is_in_the_key(corpus, tmp_path, tokenizer_path)
         return make(paths, tmp_path / "cache", tokenizer, **options).directory
 
     seen = [directory(), directory(val_fraction=0.2), directory(limit=9_999)]
-    seen += [directory([corpus, corpus]), directory(tokenizer=None, vocab_size=513)]
+    twin = shutil.copy(corpus, tmp_path / "twin.jsonl")
+    seen += [directory([corpus, twin]), directory(tokenizer=None, vocab_size=513)]
     write_lines(corpus, [*TEXTS, "one more"])
     seen.append(directory())
     assert len(set(seen)) == len(seen)
@@ -124,14 +127,15 @@ def test_two_processes_at_once_build_once(corpus, tmp_path):
 import time
 from pathlib import Path
 from minimind.data import prepare as module
-write = module._write_tokens
-def told(*arguments):
+encode_plan = module.encode_plan
+def told(*arguments, **named):
     print("built", flush=True)
     time.sleep(0.5)  # the other one has to wait
-    write(*arguments)
-module._write_tokens = told
-made = module.prepare([{str(corpus)!r}], tokenizer_path=None, vocab_size=512, val_fraction=0.1,
-    max_document_bytes=10_000, cache_dir=Path({str(tmp_path / "cache")!r}), progress=False)
+    return encode_plan(*arguments, **named)
+module.encode_plan = told
+source = module.Source("data", ({str(corpus)!r},))
+asked = module.Asked((source,), vocab_size=512, options=module.Options("text", 10_000, 0.1))
+made = module.prepare_for_run(asked, Path({str(tmp_path / "cache")!r}))
 print(len(made.train), made.directory, made.tokenizer.fingerprint)
 """
     command = [sys.executable, "-W", "error", "-c", code]
@@ -145,21 +149,39 @@ print(len(made.train), made.directory, made.tokenizer.fingerprint)
     assert len(names(tmp_path / "cache")) == 2
 
 
-def test_a_build_that_is_cut_leaves_nothing_and_the_next_one_cleans_up(
-    corpus, tmp_path, tokenizer_path, monkeypatch
-):
+def test_a_build_that_is_cut_is_taken_up_again(corpus, tmp_path, tokenizer_path, monkeypatch):
     cache = tmp_path / "cache"
+    options = {"tokenizer_path": tokenizer_path, "unit_bytes": 4096}
+    written = []
+    encode_unit = encode.encode_unit
+
+    def cut(work, unit):
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        encode_unit(work, unit)
+        written.append(unit.number)
+
     with monkeypatch.context() as patch:
-        patch.setattr(module, "write_durably", no_build)  # when all but the manifest is there
-        with pytest.raises(AssertionError, match="built again"):
-            make([corpus], cache, tokenizer_path)
-    assert names(cache) == []
-    lock = next(cache.glob("*.lock"))
-    leftover = cache / f"{lock.stem}.tmp-dead"  # what a killed process leaves
-    leftover.mkdir()
-    (leftover / "train-00000.bin").write_bytes(b"half")
-    prepared = make([corpus], cache, tokenizer_path)
-    assert names(cache) == [prepared.directory.name]
+        patch.setattr(encode, "encode_unit", cut)
+        with pytest.raises(KeyboardInterrupt):
+            make([corpus], cache, **options)
+        (draft,) = cache.glob("*.part")
+        (draft / "train-00003.bin").write_bytes(b"half of the next")
+        written.clear()
+        written += [-1] * 4  # never cut again
+        prepared = make([corpus], cache, **options)
+    units = json.loads((prepared.directory / "plan.json").read_bytes())["units"]
+    assert written[4:] == [unit["number"] for unit in units][3:]
+    other = make([corpus], tmp_path / "other", **options)
+    assert files_of(prepared.directory) == files_of(other.directory)
+
+
+def files_of(directory):
+    return {
+        path.relative_to(directory): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
 
 
 def test_a_mistake_in_the_text_leaves_nothing(corpus, tmp_path, tokenizer_path):
@@ -174,20 +196,53 @@ def test_a_mistake_in_the_text_leaves_nothing(corpus, tmp_path, tokenizer_path):
 def test_a_file_that_changes_while_it_is_read_is_told(
     corpus, tmp_path, tokenizer_path, monkeypatch
 ):
-    def growing(path, limit):
-        write_lines(Path(path), [*TEXTS, "more"])
-        return iter(TEXTS)
+    def growing(segment, reading):
+        write_lines(segment.path, [*TEXTS, "more"])
+        return ((text, 1) for text in TEXTS)
 
-    monkeypatch.setattr(module, "read_documents", growing)
-    with pytest.raises(DataError, match="changed while it was read"):
+    monkeypatch.setattr(unit_reader, "read_segment", growing)
+    with pytest.raises(DataError, match="changed since its preparation began"):
         make([corpus], tmp_path / "cache", tokenizer_path)
+    assert names(tmp_path / "cache") == []
+
+
+def test_bad_documents_are_passed_over_listed_and_limited(corpus, tmp_path, tokenizer_path):
+    good = documents_of(make([corpus], tmp_path / "cache", tokenizer_path), "train")
+    lines = corpus.read_text().splitlines(keepends=True)
+    lines[7:7] = ["\n", '{"text": ""}\n']
+    lines.append('{"text": "cut of')
+    corpus.write_text("".join(lines))
+    skipping = {"skips_bad": True, "unit_bytes": 4096}
+    prepared = make([corpus], tmp_path / "cache", tokenizer_path, **skipping)
+    assert documents_of(prepared, "train") == good
+    told = (prepared.directory / "rejected.jsonl").read_text().splitlines()
+    listed = [json.loads(line) for line in told]
+    assert [(Path(bad["file"]), bad["line"]) for bad in listed] == [
+        (corpus, 8),
+        (corpus, 9),
+        (corpus, 403),
+    ]
+    content = corpus.read_bytes()
+    assert all(content[: bad["byte"]].count(b"\n") == bad["line"] - 1 for bad in listed)
+    with pytest.raises(DataError, match=r"text\.jsonl:8 .*--on_bad_data skip"):  # also when found
+        make([corpus], tmp_path / "cache", tokenizer_path, unit_bytes=4096)
+    with pytest.raises(DataError, match=r"3 of 403 documents are bad, more than max_bad_fraction"):
+        make([corpus], tmp_path / "cache", tokenizer_path, max_bad_fraction=0.005, **skipping)
+
+
+def test_a_document_keeps_its_place_however_the_text_is_cut(corpus, tmp_path, tokenizer_path):
+    whole = make([corpus], tmp_path / "whole", tokenizer_path)
+    cut = make([corpus], tmp_path / "cut", tokenizer_path, unit_bytes=1000)
+    assert len(cut.manifest["splits"]["train"]["shards"]) > 20
+    for split in ("train", "val"):
+        assert documents_of(cut, split) == documents_of(whole, split)
 
 
 def test_nothing_left_to_train_on_is_told(corpus, tmp_path, tokenizer_path):
     for tokenizer in (None, tokenizer_path):
         with pytest.raises(DataError, match="no document is left to train on"):
             make([corpus], tmp_path / "cache", tokenizer, val_fraction=1.0)
-    prepared = make([corpus], tmp_path / "cache", tokenizer_path, val_fraction=0)
+    prepared = make([corpus], tmp_path / "cache", tokenizer_path, val_fraction=0.0)
     assert len(prepared.val) == 0
 
 
@@ -222,3 +277,95 @@ def test_a_full_disk_is_told_and_leaves_nothing(corpus, tmp_path, tokenizer_path
     with pytest.raises(StorageError, match="No space left on device"):
         make([corpus], tmp_path / "cache", tokenizer_path)
     assert names(tmp_path / "cache") == []
+
+
+def test_a_text_that_moved_is_named_as_it_is_called_now(corpus, tmp_path, tokenizer_path):
+    with open(corpus, "a") as file:
+        file.write("[]\n")
+    make([corpus], tmp_path / "cache", tokenizer_path, skips_bad=True)
+    moved = corpus.rename(tmp_path / "moved.jsonl")
+    prepared = make([moved], tmp_path / "cache", tokenizer_path, skips_bad=True)
+    prepared.list_rejected(tmp_path)
+    assert json.loads((tmp_path / "rejected.jsonl").read_text())["file"] == str(moved)
+    with pytest.raises(DataError, match=r"moved\.jsonl:401 "):
+        make([moved], tmp_path / "cache", tokenizer_path)
+
+
+def test_a_held_out_document_teaches_the_tokenizer_nothing(tmp_path):
+    texts = [f"{i} {'zq' * 20}\n" for i in range(60)] + ["abc " * 20] * 5
+    split = {text: split_of(sha256(text.encode()).digest(), 0.5) for text in texts}
+    kept = [t for t in texts if ("zq" in t) == (split[t] == "val")]
+    path = write_lines(tmp_path / "t.jsonl", kept)
+    tokenizer = make([path], tmp_path / "cache", val_fraction=0.5).tokenizer
+    assert any("zq" in text for text in kept)
+    assert len(tokenizer.encode("zq")) > 1
+
+
+def test_shards_that_were_written_to_after_their_manifest_are_hashed(
+    corpus, tmp_path, tokenizer_path
+):
+    directory = make([corpus], tmp_path / "cache", tokenizer_path).directory
+    shard = directory / "train-00000.bin"
+    content = shard.read_bytes()
+    shard.write_bytes(content)  # the same: newer, but not other text
+    module.open_prepared(directory)
+    shard.write_bytes(content[:100] + b"\x07" + content[101:])
+    with pytest.raises(DataError, match=r"train-00000\.bin: was changed after it was prepared"):
+        module.open_prepared(directory)
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": 9}, {"format_version": 1}, {"splits": []}])
+def test_a_manifest_that_was_edited_is_refused(change, corpus, tmp_path, tokenizer_path):
+    directory = make([corpus], tmp_path / "cache", tokenizer_path).directory
+    path = directory / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **change}))
+    with pytest.raises(DataError, match=r"manifest\.json: cannot be read \(it "):
+        module.open_prepared(directory)
+
+
+HOSTILE = {
+    "a dtype": {"dtype": "float16"},
+    "no split": {"splits": {}},
+    "another flag": {"options": {"text_field": "text", "seed": 3, "val_fraction": 0.1}},
+    "no list": {"sources": {}},
+    "a number": {"vocab_size": -1},
+    "a file elsewhere": {"files": {"../../x.json": ""}},
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_manifest_that_is_sealed_but_makes_no_sense_is_refused(
+    case, corpus, tmp_path, tokenizer_path
+):
+    directory = make([corpus], tmp_path / "cache", tokenizer_path).directory
+    path = directory / "manifest.json"
+    told = {**json.loads(path.read_bytes()), **HOSTILE[case]}
+    told.pop("sha256")
+    path.write_text(json.dumps(seal(told)))
+    with pytest.raises(DataError, match=r"manifest\.json: cannot be read \("):
+        module.open_prepared(directory)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"name": "/etc/hostname"}, {"source": 9}, {"tokens": "3"}, {"bytes": 1}]
+)
+def test_a_shard_that_cannot_be_is_refused(wrong, corpus, tmp_path, tokenizer_path):
+    directory = make([corpus], tmp_path / "cache", tokenizer_path).directory
+    path = directory / "manifest.json"
+    told = json.loads(path.read_bytes())
+    told["splits"]["train"]["shards"][0] |= wrong
+    told.pop("sha256")
+    path.write_text(json.dumps(seal(told)))
+    with pytest.raises(DataError, match=r"manifest\.json: cannot be read \(shard"):
+        module.open_prepared(directory)
+
+
+def test_another_tokenizer_than_the_shards_have_is_refused(corpus, tmp_path, tokenizer_path):
+    prepared = make([corpus], tmp_path / "cache", tokenizer_path)
+    other = make([corpus], tmp_path / "other", vocab_size=513).tokenizer
+    other.save(tmp_path / "tok")
+    with pytest.raises(DataError, match=r"is not the tokenizer that .* was made with"):
+        module.open_prepared(prepared.directory, str(tmp_path / "tok"))
+    other.save(prepared.directory / "tokenizer")
+    with pytest.raises(DataError, match=r"is not the tokenizer that .* was made with"):
+        module.open_prepared(prepared.directory)

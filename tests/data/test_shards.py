@@ -1,23 +1,15 @@
 """Shard files against the tokens that were written, with borders in every place."""
 
 import hashlib
-import json
+import os
+from contextlib import closing
 
 import numpy as np
 import pytest
 
 from minimind.data.shards import ShardWriter, TokenShards, token_dtype
 from minimind.errors import DataError
-
-
-def write(directory, tokens, dtype, shard_tokens, pieces=7):
-    with ShardWriter(directory, "train", np.dtype(dtype), shard_tokens) as writer:
-        for part in np.array_split(tokens, pieces):
-            writer.add(part.tolist())
-        shards = writer.close()
-    manifest = {"dtype": np.dtype(dtype).name, "splits": {"train": {"shards": shards}}}
-    (directory / "manifest.json").write_text(json.dumps(manifest))
-    return shards
+from tests.data.made import describe, write
 
 
 @pytest.mark.parametrize("shard_tokens", [1, 3, 10, 64, 1000])
@@ -55,7 +47,22 @@ def test_the_dtype_is_the_smallest_that_holds_every_id():
     assert token_dtype(65537) == np.dtype("<u4")
 
 
+def test_an_index_says_where_each_document_ends(tmp_path):
+    with closing(ShardWriter(tmp_path, "train-00000", np.dtype("<u2"))) as writer:
+        for ids, lengths in (([5, 6, 2, 2], [3, 1]), ([], []), ([7, 2], [2])):
+            writer.add(np.array(ids, dtype=int), np.array(lengths, dtype=int))
+        shard = writer.finish()
+    assert shard
+    assert (shard["tokens"], shard["documents"]) == (6, 3)
+    content = (tmp_path / "train-00000.idx").read_bytes()
+    assert np.frombuffer(content, "<u8").tolist() == [3, 4, 6]
+    assert shard["index_sha256"] == hashlib.sha256(content).hexdigest()
+
+
 def test_no_tokens_are_no_shard(tmp_path):
+    with closing(ShardWriter(tmp_path, "none", np.dtype("<u2"))) as writer:
+        assert writer.finish() is None
+    assert list(tmp_path.iterdir()) == []
     assert write(tmp_path, np.array([], dtype=int), "<u2", 3) == []
     read = TokenShards(tmp_path, "train")
     assert len(read) == read.rows(4) == 0
@@ -83,3 +90,82 @@ def test_a_cut_or_missing_shard_is_told(tmp_path):
         (tmp_path / "manifest.json").write_text(content)
         with pytest.raises(DataError, match=r"manifest\.json"):
             TokenShards(tmp_path, "train")
+
+
+def test_an_id_beyond_the_vocabulary_is_told_with_its_file_and_place(tmp_path):
+    tokens = np.arange(100) % 50
+    tokens[[63, 64]] = 50, 999
+    shards = write(tmp_path, tokens, "<u2", 30)
+    describe(tmp_path, "<u2", shards, vocab_size=50)
+    read = TokenShards(tmp_path, "train")
+    assert read.read_rows(np.array([11, 0, 5, 13]), 5).shape == (4, 5)
+    told = r"train-00002\.bin: token 3 \(counted from 0\) is 50, and the vocabulary has 50 ids; "
+    with pytest.raises(DataError, match=told):
+        read.read_rows(np.array([3, 12, 0]), 5)
+    with pytest.raises(DataError, match=told):
+        read.read_rows(np.array([1]), 40)  # a row that lies in two shards
+    describe(tmp_path, "<u2", shards, vocab_size=1000)
+    assert TokenShards(tmp_path, "train").read_rows(np.array([12]), 5)[0, 4] == 999
+
+
+def test_a_shard_that_was_changed_or_removed_under_the_reader_is_told(tmp_path):
+    write(tmp_path, np.arange(10), "<u2", 4)
+    read = TokenShards(tmp_path, "train")
+    path, other = tmp_path / "train-00001.bin", tmp_path / "other"
+    content, state = path.read_bytes(), path.stat()
+
+    def dated(file):
+        os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+    def restored():
+        path.write_bytes(content)
+        dated(path)
+        read.require_unchanged()
+
+    restored()
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns + 10**9))
+    told = r"train-00001\.bin: was changed or removed"
+    with pytest.raises(DataError, match=told):
+        read.require_unchanged()
+    restored()
+    path.write_bytes(content[:-2])
+    dated(path)
+    with pytest.raises(DataError, match=told):
+        read.require_unchanged()
+    restored()
+    other.write_bytes(content)  # the same to the last byte, but another file
+    dated(other)
+    os.replace(other, path)
+    with pytest.raises(DataError, match=told):
+        read.require_unchanged()
+    path.unlink()
+    with pytest.raises(DataError, match=told):
+        read.require_unchanged()
+
+
+def test_a_row_lies_within_one_source_however_its_shards_are_cut(tmp_path):
+    draw = np.random.default_rng(4)
+    sources = [draw.integers(0, 9000, size) for size in (103, 7, 240)]
+    cuts = [(0, [50, 53]), (1, [7]), (2, [1, 100, 139])]
+    shards = []
+    for source, sizes in cuts:
+        for part in np.split(sources[source], np.cumsum(sizes)[:-1]):
+            with closing(
+                ShardWriter(tmp_path, f"train-{len(shards):05d}", np.dtype("<u2"))
+            ) as writer:
+                writer.add(part, np.array([len(part)]))
+                made = writer.finish()
+            assert made
+            shards.append({**made, "source": source})
+    describe(tmp_path, "<u2", shards, weights=(2.0, 1.0, 0.5))
+    read = TokenShards(tmp_path, "train")
+    assert (len(read), read.weights) == (350, (2.0, 1.0, 0.5))
+    for row_tokens in (1, 5, 8, 60):
+        rows = [
+            tokens[: len(tokens) // row_tokens * row_tokens].reshape(-1, row_tokens)
+            for tokens in sources
+        ]
+        assert read.sizes(row_tokens) == tuple(map(len, rows))
+        expected = np.concatenate(rows)
+        indices = draw.permutation(len(expected))
+        np.testing.assert_array_equal(read.read_rows(indices, row_tokens), expected[indices])

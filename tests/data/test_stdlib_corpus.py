@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from minimind.data.documents import find_files, read_documents
+from tests.data.reading import documents_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "stdlib_corpus.py"
 
@@ -23,7 +23,7 @@ def test_the_corpus_is_the_same_every_time_and_readable(tmp_path):
     assert write(first) == told
     assert first.stat().st_mtime_ns == before.st_mtime_ns
     assert [path.name for path in second.parent.iterdir()] == ["b.jsonl"]
-    documents = list(read_documents(find_files([first])[0], 64_000))
+    documents = documents_of(first, max_document_bytes=64_000)
     assert told == f"{len(documents)} documents, {before.st_size / 1e6:.1f} MB, {first}\n"
     assert 0.8e6 < before.st_size <= 1e6
     assert any("import " in document for document in documents)

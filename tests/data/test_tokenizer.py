@@ -1,6 +1,7 @@
 """Text against the text that comes back from its ids, at two sizes of vocabulary and under fuzz."""
 
 import hashlib
+import pickle
 import random
 import sys
 
@@ -146,9 +147,29 @@ def test_a_sample_is_bounded_spread_and_hardly_changed_by_one_more_text():
     assert sum(len(text.encode()) for text in sample(["字" * 10**6], 200_000)) > 100_000
 
 
+def test_another_seed_takes_another_sample_and_the_same_one_the_same():
+    texts = [f"{i:05d} " + "x" * 994 for i in range(1000)]
+    by_seed = [sample(texts, 100_000, seed) for seed in (42, 7, 42)]
+    assert by_seed[0] == by_seed[2] == sample(texts, 100_000)
+    assert len(set(by_seed[0]) & set(by_seed[1])) < 30
+
+
+def test_text_that_holds_the_names_of_control_pieces_is_learnt_from(tmp_path):
+    texts = [f"<s>hello</s> <unused_0> <unused_1> <pad> <unk> <0xAB>\n{i}" for i in range(50)]
+    train_tokenizer(texts, 512, tmp_path / "t.model")
+    tokenizer = Tokenizer(tmp_path / "t.model")
+    assert tokenizer.vocab_size == 512
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert not {0, 1, 2, 3} & {*ids}
+
+
 def test_too_few_pieces_and_no_text_are_refused(tmp_path):
     with pytest.raises(UsageError, match="vocab_size = 511"):
         train_tokenizer(["text"], 511, tmp_path / "t.model")
+    with pytest.raises(UsageError, match="2097152 is more than the 1048576"):
+        train_tokenizer(["text"], 2**21, tmp_path / "t.model")
     for texts in ([], ["\n\n"]):
         with pytest.raises(DataError, match="no text"):
             train_tokenizer(texts, 512, tmp_path / "t.model")
@@ -163,7 +184,9 @@ def test_half_a_character_is_told(tokenizer):
 def test_a_saved_tokenizer_is_the_same_and_loads_from_its_directory(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "new")
     tokenizer.save(tmp_path / "new")
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["tokenizer.model"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        *("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    ]
     assert Tokenizer(tmp_path / "new").fingerprint == tokenizer.fingerprint
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="file"):
@@ -174,7 +197,8 @@ def test_a_missing_or_damaged_model_is_told(tokenizer, tmp_path):
     with pytest.raises(DataError, match=r"tokenizer\.model: .*cannot be read"):
         Tokenizer(tmp_path)
     model = tokenizer.path.read_bytes()
-    for content in (b"", b"not a model", model[: len(model) // 2]):
+    pickled = pickle.dumps({"model": [1, 2]})
+    for content in (b"", b"not a model", model[: len(model) // 2], pickled):
         (tmp_path / "t.model").write_bytes(content)
         with pytest.raises(DataError, match="not a SentencePiece model"):
             Tokenizer(tmp_path / "t.model")

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from minimind.data.order import Order
-from minimind.data.prepare import prepare
+from minimind.data.prepare import Asked, prepare_for_run
+from minimind.data.units import Options, Source
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.train.resume import load_weights
 from minimind.train.schedule import Schedule
@@ -24,15 +25,8 @@ pytestmark = pytest.mark.launch
 
 def trained_by_hand(corpus: Path, cache: Path, steps: int) -> tuple[list[float], list[float], dict]:
     """(losses, gradient norms, final weights) of the fp32 yardstick's twenty steps."""
-    data = prepare(
-        [corpus],
-        tokenizer_path=None,
-        vocab_size=600,
-        val_fraction=0.05,
-        max_document_bytes=64 * 2**20,
-        cache_dir=cache,
-        progress=False,
-    )
+    sources = (Source("data", (str(corpus),)),)
+    data = prepare_for_run(Asked(sources, None, 600, Options(val_fraction=0.05)), cache)
     torch.manual_seed(42)
     model = MiniMindForCausalLM(
         MiniMindConfig(vocab_size=600, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, max_seq_len=64)

@@ -14,10 +14,10 @@ import pytest
 
 import minimind.train as training
 from minimind.cli import main
-from minimind.config import CHANGEABLE
 from minimind.data.order import Order
 from minimind.errors import RunError, one_line
 from minimind.files import fingerprint
+from minimind.flag_groups import CHANGEABLE
 from minimind.flags import parse_flags
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.train.build import continued

@@ -147,7 +147,7 @@ READ: dict[str, list[tuple[Any, ...]]] = {
     MANIFEST: [
         *[("format",), ("step",), ("tokens",), ("world_size",), ("identity",), ("files",)],
         *[("identity", "batch"), ("identity", "data"), ("identity", "seed"), ("order",)],
-        *[("identity", "batch", "rows_per_step"), ("rows",)],
+        *[("identity", "batch", "rows_per_step"), ("rows",), ("mixture",)],
         *[("identity", "seed", "seed"), ("order", "step"), ("order", "offset")],
         *[("files", 0, "bytes"), ("files", 0, "sha256")],
     ],
@@ -159,7 +159,13 @@ READ: dict[str, list[tuple[Any, ...]]] = {
     CONFIG: [
         *[("vocab_size",), ("hidden_size",), ("intermediate_size",), ("num_hidden_layers",)],
         *[("num_attention_heads",), ("num_key_value_heads",), ("max_position_embeddings",)],
-        *[("rms_norm_eps",), ("rope_theta",), ("use_flash_attn",), ("tie_word_embeddings",)],
+        *[
+            ("rms_norm_eps",),
+            ("rope_theta",),
+            ("use_flash_attn",),
+            ("doc_mask",),
+            ("tie_word_embeddings",),
+        ],
     ],
 }
 
@@ -234,6 +240,28 @@ def test_a_file_that_is_read_must_be_listed(
     refused(only, name, capsys, *readers.get(name, COMMANDS))
 
 
+@pytest.mark.parametrize(
+    "mixture",
+    [
+        *[{}, {"sizes": [100]}, {"sizes": [50, 50], "weights": [1.0]}],
+        *[{"sizes": [50, 51], "weights": [1, 1]}, {"sizes": [100, 0], "weights": [1, 1]}],
+        *[{"sizes": [100], "weights": [0]}, {"sizes": [99, 1], "weights": [1e308, 1e-300]}],
+        *[{"sizes": [1] * 10**6, "weights": [1] * 10**6}, {"sizes": [2**53], "weights": [1]}],
+    ],
+)
+def test_a_mixture_that_cannot_be(
+    mixture: dict[str, Any], only: Path, capsys: pytest.CaptureFixture[str]
+):
+    seal(only, {**manifest_of(only), "rows": 100, "mixture": mixture})
+    refused(only, MANIFEST, capsys, "resume")
+
+
+def test_epochs_that_nobody_can_have_read(only: Path, capsys: pytest.CaptureFixture[str]):
+    manifest = manifest_of(only)
+    seal(only, {**manifest, "order": {**manifest["order"], "epoch": 2**53}})
+    refused(only, MANIFEST, capsys, "resume")
+
+
 def test_more_ranks_than_shards(only: Path, capsys: pytest.CaptureFixture[str]):
     seal(only, {**manifest_of(only), "world_size": 10**9})
     refused(only, "does not list shard-0-of-1000000000.safetensors", capsys)
@@ -249,6 +277,7 @@ def test_more_ranks_than_shards(only: Path, capsys: pytest.CaptureFixture[str]):
         {"num_attention_heads": 64, "num_key_value_heads": 64},
         {"num_key_value_heads": 2},
         {"tie_word_embeddings": False},
+        {"doc_mask": True, "eos_token_id": None},
     ],
 )
 def test_a_configuration_that_the_weights_do_not_bear_out(

@@ -52,6 +52,7 @@ FACTS = {
     "identity": IDENTITY,
     **{"world_size": 1, "zero_stage": None, "backend": "single", "dtype": "float32"},
     "rows": 400,
+    "mixture": None,
     "order": {"step": 0, "rows": 0, "epoch": 0, "offset": 0},
     "versions": {"torch": "2"},
 }

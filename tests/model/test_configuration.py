@@ -45,6 +45,7 @@ def test_every_field_survives_saving(tmp_path: Path):
         rms_norm_eps=1e-6,
         rope_theta=12345.5,
         use_flash_attn=False,
+        doc_mask=True,
         tie_word_embeddings=False,
         bos_token_id=4,
         eos_token_id=5,

@@ -197,7 +197,7 @@ def test_training_builds_no_mask(model: MiniMindForCausalLM, ids_BT: Tensor, mon
     seen = []
 
     def watched(q, k, v, **options):
-        seen.append((options["attn_mask"], options["is_causal"]))
+        seen.append((options.get("attn_mask"), options["is_causal"]))
         return torch.zeros_like(q)
 
     monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", watched)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import minimind.train as training
-from minimind.errors import CheckpointError, UsageError
+from minimind.data.batches import Batches
+from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.flags import parse_flags
+from minimind.generate import Sampling, generate, load_checkpoint
 from tests.conftest import sentences
 
 train: Any = training  # a package that is called like a function
@@ -58,6 +62,27 @@ def test_nothing_changed_goes_on_bit_for_bit(stopped: Path, run: Path, flags: di
         assert [steps(run)[step][n] for n in names] == [line[n] for n in names]
 
 
+def test_documents_masked_apart_go_on_bit_for_bit(
+    stopped: Path, flags: dict[str, Any], tmp_path: Path
+):
+    masked = {**flags, "doc_mask": True, "eval_rows": 4}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert train(masked, out_dir=str(whole)) == 0
+    assert train(masked, out_dir=str(broken), stop_at_step=5) == 75
+    assert train(masked, out_dir=str(broken)) == 0
+    names = ("loss", "lr", "grad_norm", "tokens", "rows")
+    for step, line in steps(whole).items():
+        assert [steps(broken)[step][n] for n in names] == [line[n] for n in names]
+        assert line["loss"] != steps(stopped / "whole")[step]["loss"]
+    assert events(whole, "eval")[-1]["val_loss"] == events(broken, "eval")[-1]["val_loss"]
+    model, tokenizer, _ = load_checkpoint(str(broken))
+    assert (model.config.doc_mask, model.config.eos_token_id) == (True, tokenizer.eos_id)
+    how = Sampling(max_new_tokens=12, temperature=0.0)
+    text, _ = generate(model, tokenizer, "the ", how)
+    model.config.doc_mask = False
+    assert generate(model, tokenizer, "the ", how)[0] == text
+
+
 def test_another_split_of_the_same_global_batch_is_allowed_and_told(
     stopped: Path, run: Path, flags: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ):
@@ -84,6 +109,7 @@ def test_another_split_of_the_same_global_batch_is_allowed_and_told(
         ({"dtype": "float32"}, "dtype.dtype: bfloat16 -> float32", "dtype"),
         ({"seed": 7}, "seed.seed: 42 -> 7", "seed"),
         ({"rope_theta": 1e4}, "model.rope_theta: 1000000.0 -> 10000.0", "model"),
+        ({"doc_mask": True}, "model.doc_mask: False -> True", "model"),
     ],
 )
 def test_a_change_is_refused_with_old_and_new_and_the_flag_that_allows_it(
@@ -164,6 +190,25 @@ def test_what_changed_is_told_as_a_table(run: Path, flags: dict[str, Any]):
     ]
 
 
+def test_text_changed_under_a_running_job_ends_it_before_the_next_save(
+    flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cache, out = tmp_path / "cache", tmp_path / "run"
+    rows_at = Batches.at
+
+    def at(self: Batches, step: int) -> list[torch.Tensor]:
+        if step == 4:
+            (shard,) = cache.glob("tokens-*/train-00000.bin")
+            os.utime(shard)
+        return rows_at(self, step)
+
+    monkeypatch.setattr(Batches, "at", at)
+    with pytest.raises(DataError, match=r"train-00000\.bin: was changed or removed while") as told:
+        train(flags, out_dir=str(out), cache_dir=str(cache), save_interval=3)
+    assert told.value.status == 3
+    assert [path.name for path in (out / "checkpoints").glob("step_*")] == ["step_00000003"]
+
+
 def test_a_model_of_another_width_cannot_be_allowed(run: Path, flags: dict[str, Any]):
     with pytest.raises(CheckpointError, match=r"does not fit this model.*\[600, 32\]"):
         train(flags, out_dir=str(run), dim=64, allow_change="model")
@@ -181,7 +226,7 @@ def test_a_group_that_there_is_not_is_refused(given: str):
 
 
 def test_groups_are_the_ones_a_checkpoint_has(stopped: Path):
-    from minimind.config import CHANGEABLE
+    from minimind.flag_groups import CHANGEABLE
     from minimind.train.checkpoint import candidates, read_manifest
 
     (path,) = candidates(stopped / "run" / "checkpoints")

@@ -42,6 +42,7 @@ def model_of(shape: Shape) -> MiniMindForCausalLM:
             max_seq_len=shape.max_seq_len,
             tie_word_embeddings=shape.is_tied,
             use_flash_attn=shape.use_flash_attn,
+            doc_mask=shape.doc_mask,
         )
     )
 
@@ -82,7 +83,7 @@ def allocated_at_most(model: MiniMindForCausalLM, rows: torch.Tensor) -> int:
     return peak
 
 
-@pytest.mark.parametrize("attention", ["flash", "reference"])
+@pytest.mark.parametrize("attention", ["flash", "reference", "flash, masked", "masked"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "shape",
@@ -92,13 +93,23 @@ def allocated_at_most(model: MiniMindForCausalLM, rows: torch.Tensor) -> int:
     ],
 )
 def test_activations_are_what_the_allocator_gives_out(shape: Shape, dtype: str, attention: str):
-    shape = replace(shape, use_flash_attn=attention == "flash")
+    is_masked, is_fused = "masked" in attention, "flash" in attention
+    shape = replace(shape, use_flash_attn=is_fused, doc_mask=is_masked)
     model: Any = model_of(shape).to(getattr(torch, dtype))
     layout = Layout(2, 1, dtype, rows=4, device="cpu")
     rows = torch.randint(shape.vocab_size, (4, shape.max_seq_len + 1))
     assert allocated_at_most(model, rows) == pytest.approx(
         activation_bytes(shape, layout), rel=0.02
     )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_one_mask_over_long_rows_is_counted_for_all_blocks(dtype: str):
+    long = replace(SMALL, max_seq_len=1024, hidden_dim=64, doc_mask=True)
+    layout = Layout(2, 1, dtype, rows=4, device="cpu")
+    rows = torch.randint(long.vocab_size, (4, long.max_seq_len + 1))
+    model: Any = model_of(long).to(getattr(torch, dtype))
+    assert allocated_at_most(model, rows) == pytest.approx(activation_bytes(long, layout), rel=0.02)
 
 
 def test_flops_of_a_token_by_hand():

@@ -1,0 +1,108 @@
+"""How fast text becomes shards, against tokenizers that are handed it in memory.
+
+    python -m benchmarks.preparation FILE.jsonl... [--rounds 5] [--vocab_size 6400] [--out JSON]
+
+Every round times, one after another, with the same tokenizer and as many threads as there are
+cores: `prepare`, from files to a folder that lasts; SentencePiece's own encode of the parsed texts;
+and a loop over the documents with the same tokenizer as Hugging Face loads it. MB are 10^6 bytes
+of text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+from transformers import AutoTokenizer
+
+from minimind.data.documents import Reading
+from minimind.data.folder import prepare_folder
+from minimind.data.inputs import find_files, segments_of
+from minimind.data.load_tokenizer import load_tokenizer
+from minimind.data.prepare import Asked
+from minimind.data.readers import read_segment
+from minimind.data.tokenizer import train_tokenizer
+from minimind.data.units import Source
+from minimind.train.identity import versions
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """How long `work` takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def measure(
+    files: list[Path], texts: list[str], model: Path, folder: Path, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds by what was timed, one number a round."""
+    threads = os.cpu_count() or 1
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model / "tokenizer.model"))
+    hugging_face = AutoTokenizer.from_pretrained(model)
+    sources = (Source("data", tuple(map(str, files))),)
+    asked = Asked(sources, str(model), progress=False)
+    found: dict[str, list[float]] = {"prepare": [], "SentencePiece": [], "Hugging Face loop": []}
+    for number in range(rounds):
+        out = folder / f"out-{number}"
+        found["prepare"].append(seconds(lambda out=out: prepare_folder(asked, out)))
+        shutil.rmtree(out)
+        whole = seconds(lambda: processor.encode(texts, num_threads=threads))
+        found["SentencePiece"].append(whole)
+        loop = seconds(lambda: [hugging_face(text)["input_ids"] for text in texts])
+        found["Hugging Face loop"].append(loop)
+    return found
+
+
+def main() -> None:
+    """Measure, print, and write the figures to --out."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("files", nargs="+")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--vocab_size", type=int, default=6400)
+    parser.add_argument("--out", help="JSON file for the figures")
+    args = parser.parse_args()
+    files = find_files(args.files)
+    segments = [segment for file in files for segment in segments_of(file, 2**40)]
+    read = (one for segment in segments for one in read_segment(segment, Reading()))
+    texts = [one[0] for one in read if isinstance(one, tuple)]
+    size = sum(len(text.encode()) for text in texts)
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as name:
+        model = Path(name) / "tokenizer"
+        model.mkdir()
+        train_tokenizer(texts, args.vocab_size, model / "tokenizer.model")
+        load_tokenizer(model).save(model)
+        found = measure(files, texts, model, Path(name), args.rounds)
+    print(
+        f"{size / 1e6:.1f} MB in {len(texts):,} documents, {os.cpu_count()} cores, load {load:.1f}"
+    )
+    for name, times in found.items():
+        rates = sorted(size / 1e6 / time for time in times)
+        low, middle, high = rates[0], statistics.median(rates), rates[-1]
+        print(f"  {name:<20}{low:>8.2f}{middle:>8.2f}{high:>8.2f}  MB/s (min, median, max)")
+    ratios = {
+        name: [b / a for a, b in zip(found["prepare"], found[name], strict=True)]
+        for name in ("SentencePiece", "Hugging Face loop")
+    }
+    for name, own in ratios.items():
+        print(f"  prepare / {name}: {statistics.median(own):.2f} (median), {min(own):.2f} (min)")
+    if args.out:
+        where = {"machine": platform.machine(), "cores": os.cpu_count(), "versions": versions()}
+        told = {"date": time.strftime("%Y-%m-%d"), "bytes": size, "load": load, **where}
+        told |= {"seconds": found, "ratios": ratios}
+        Path(args.out).write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""What is inside a .gz or .zst file, as a stream of bytes: in bounded memory, damage told."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from minimind.errors import DataError
+
+# A kibibyte unpacks to 32 MiB at most (zstd; 1 MiB of deflate): a bomb goes off in small parts.
+PIECE_BYTES = 2**10
+BUFFER_BYTES = 2**20
+GZIP_CONTAINER = 31  # wbits: deflate inside a gzip header and checksum
+
+
+class Damage(Exception):
+    """The rest of a compressed file cannot be had, and why."""
+
+
+class Unpacked(io.RawIOBase):
+    """The content of a compressed file; `consumed` counts the bytes of the file read so far.
+
+    Streams that stand one behind another, as `cat a.gz b.gz` or a parallel packer leaves them, are
+    one content. A stream that is cut off is Damage: the libraries' own readers end in silence
+    (zstandard), or lose count of the bytes read (gzip).
+    """
+
+    def __init__(
+        self, file: BinaryIO, start: Callable[[], Any], faults: type[Exception], padding: bytes
+    ) -> None:
+        self.consumed = 0
+        self._file = file
+        self._start = start  # gives a decompressor of one stream
+        self._faults = faults
+        self._padding = padding  # what may fill the space behind a stream
+        self._stream: Any = None  # None between two streams
+        self._finished = False  # one stream at least
+        self._packed = b""
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """The number of bytes put into `buffer`, 0 at the end; Damage when there is no way on."""
+        while not self._ready:
+            if not self._refill():
+                return 0
+        size = min(len(buffer), len(self._ready))
+        buffer[:size] = self._ready[:size]
+        self._ready = self._ready[size:]
+        return size
+
+    def _refill(self) -> bool:
+        """False at the end of the file."""
+        if not self._packed:
+            self._packed = self._file.read(PIECE_BYTES)
+            self.consumed += len(self._packed)
+        if not self._packed:
+            if self._stream is not None:
+                raise Damage("the compressed stream is cut off")
+            return False
+        if self._stream is None:
+            if self._finished:
+                self._packed = self._packed.lstrip(self._padding)
+                if not self._packed:
+                    return True
+            self._stream = self._start()
+        try:
+            self._ready = memoryview(self._stream.decompress(self._packed))
+        except self._faults as error:
+            raise Damage(f"the compressed stream is damaged ({error})") from error
+        self._packed = b""
+        if self._stream.eof:
+            self._packed = self._stream.unused_data
+            self._stream = None
+            self._finished = True
+        return True
+
+    def close(self) -> None:
+        """Close the file too."""
+        self._file.close()
+        super().close()
+
+
+def unpacked(path: Path) -> Unpacked:
+    """The content of a .gz or .zst file; a DataError when nothing here can read it."""
+    if path.suffix == ".zst":
+        zstandard = _zstandard(path)
+        start = zstandard.ZstdDecompressor().decompressobj
+        return Unpacked(open(path, "rb"), start, zstandard.ZstdError, b"")
+    # gzip's own tools take zeros behind a stream, which tapes and block devices leave, for nothing.
+    return Unpacked(open(path, "rb"), _inflater, zlib.error, b"\0")
+
+
+def _inflater() -> Any:
+    return zlib.decompressobj(GZIP_CONTAINER)
+
+
+def _zstandard(path: Path) -> Any:
+    try:
+        import zstandard
+    except ModuleNotFoundError as error:
+        raise needs_extra(path, "zstandard") from error
+    return zstandard
+
+
+def needs_extra(path: Path, package: str) -> DataError:
+    """What is told when an optional package is not there."""
+    return DataError(f"{path}: is read with {package}; pip install 'minimind[data]'")

@@ -1,0 +1,145 @@
+"""A folder of shards that stays: filled as NAME.part by any number of jobs, renamed when whole."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from minimind.data.crew import encode_plan
+from minimind.data.encode import PLAN_NAME, TOKENIZER_NAME, Work
+from minimind.data.load_tokenizer import load_tokenizer
+from minimind.data.merge import clear, merge
+from minimind.data.prepare import Asked, Prepared, is_prepared, open_prepared, tokenizer_of
+from minimind.data.units import Plan
+from minimind.errors import UsageError
+from minimind.files import canonical_json, fingerprint, storing, sync_directory, write_whole
+from minimind.new_folder import replace_folder, require_free
+
+OWN = ("manifest.json", "plan.json", "rejected.jsonl", "tokenizer", "*-[0-9]*.bin", "*-[0-9]*.idx")
+REMEDY = "free some space, mend its rights, or give another --out"
+
+
+def prepare_folder(
+    asked: Asked, out: Path, share: tuple[int, int] | None = None, force: bool = False
+) -> Prepared | None:
+    """The shards in a new folder `out`; None after a share of them, for a merge to put together.
+
+    A unit that `out`.part has of just this text and these options is not made again.
+    """
+    out = _place(out, force)
+    with storing(f"{out}: cannot be written", REMEDY):
+        plan, draft = asked.plan(), draft_of(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            begin = stack.enter_context(ExitStack())
+            begin.enter_context(_held(out, "begin", fcntl.LOCK_EX))
+            lock = stack.enter_context(_held(out, "work", fcntl.LOCK_SH))
+            if is_prepared(out) and not force:
+                return open_prepared(out)  # another job has put it there since we looked
+            work = _begun(asked, plan, draft)
+            begin.close()
+            jobs, part = asked.processes, share or (0, 1)
+            encode_plan(
+                draft, plan, work.tokenizer, work.is_strict, part, jobs, asked.progress, [lock]
+            )
+        return None if share else _merged(work, out, asked.max_bad_fraction)
+
+
+def _begun(asked: Asked, plan: Plan, draft: Path) -> Work:
+    """The draft with its plan and its tokenizer, which the first of all jobs learns."""
+    tokenizer = tokenizer_of(asked, plan, draft / f"{TOKENIZER_NAME}-{_tokenizer_key(asked, plan)}")
+    draft.mkdir(exist_ok=True)
+    tokenizer.save(draft / TOKENIZER_NAME)
+    policy = {"skips_bad": asked.skips_bad, "max_bad_fraction": asked.max_bad_fraction}
+    write_whole(draft / PLAN_NAME, canonical_json({**plan.to_json(), **policy}))
+    return Work(draft, plan, tokenizer, not asked.skips_bad, 1, lambda _: None)
+
+
+def merge_folder(out: Path, force: bool = False) -> Prepared:
+    """`out`, from an `out`.part of which every unit is done; a UsageError names what is not.
+
+    What is bad is judged as the jobs that filled it were told.
+    """
+    out = _place(out, force)
+    draft = draft_of(out)
+    if not (draft / PLAN_NAME).exists():
+        raise UsageError(f"{draft}: is not there; run `minimind prepare --shard I/N` first")
+    try:
+        found = json.loads((draft / PLAN_NAME).read_bytes())
+        plan, skips, most = Plan.from_json(found), found["skips_bad"], found["max_bad_fraction"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{draft / PLAN_NAME}: is of another version or damaged ({error!r}); run `minimind"
+            " prepare` with the text once more, which keeps what it can"
+        ) from error
+    with storing(f"{out}: cannot be written", REMEDY):
+        tokenizer = load_tokenizer(draft / TOKENIZER_NAME)
+        return _merged(Work(draft, plan, tokenizer, not skips, 1, lambda _: None), out, most)
+
+
+def draft_of(out: Path) -> Path:
+    """Where a folder is filled."""
+    return out.with_name(f"{out.name}.part")
+
+
+def _place(out: Path, force: bool) -> Path:
+    out = out.expanduser().resolve()
+    require_free(out, force, OWN, "minimind prepare")
+    return out
+
+
+def _tokenizer_key(asked: Asked, plan: Plan) -> str:
+    """Of what a tokenizer is learnt from, or which is given."""
+    if asked.tokenizer_path is not None:
+        return load_tokenizer(asked.tokenizer_path).fingerprint
+    units = [plan.key_of(unit, "") for unit in plan.units]
+    return fingerprint([asked.vocab_size, asked.skips_bad, units])
+
+
+def _merged(work: Work, out: Path, max_bad_fraction: float) -> Prepared:
+    """Put together what is in the draft once nobody works there."""
+    with _held(out, "work", fcntl.LOCK_EX):
+        if work.directory.exists():  # or another job has put it there meanwhile
+            if not is_prepared(work.directory) or any(map(work.done, work.plan.units)):
+                merge(work, max_bad_fraction)
+            clear(work.directory)
+            sync_directory(work.directory)
+            replace_folder(out, work.directory)
+    for name in ("begin", "work"):
+        _lock_path(out, name).unlink(missing_ok=True)
+    return open_prepared(out)
+
+
+def _lock_path(out: Path, name: str) -> Path:
+    return out.with_name(f".{out.name}.{name}.lock")
+
+
+@contextmanager
+def _held(out: Path, name: str, how: int) -> Iterator[int]:
+    """A lock beside `out`, as an open file that other processes may inherit."""
+    path = _lock_path(out, name)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"waiting for another prepare that works on {out}", file=sys.stderr)
+                fcntl.flock(descriptor, how)
+            if _is_still(path, descriptor):  # or who held it has removed it
+                yield descriptor
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,154 @@
+"""The files that paths, directories and globs name, and the parts in which they are read."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from minimind.data.tables import dataset_bytes, dataset_rows, is_dataset, row_groups
+from minimind.errors import DataError
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".parquet")
+DATASET = "dataset"
+KNOWN = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of one input that is read by itself.
+
+    `start` and `stop` are bytes of a .jsonl file, where a line belongs to the segment in which it
+    begins, rows of .parquet files and datasets, and 0 and the size of what is read whole. `weight`
+    is about how many bytes of input that is, counted as they lie on disk.
+    """
+
+    path: Path
+    start: int
+    stop: int
+    weight: int
+
+
+def kind_of(path: Path) -> str:
+    """One of SUFFIXES or DATASET, by the name alone where it is a file; a DataError for others."""
+    if path.is_dir():
+        return DATASET
+    for suffix in SUFFIXES:
+        if path.name.endswith(suffix):
+            return suffix
+    raise DataError(
+        f"{path}: the suffix {path.suffix!r} is not {KNOWN};"
+        " convert the file, or rename it if it is one of these"
+    )
+
+
+def find_files(paths: Sequence[str | Path]) -> list[Path]:
+    """The inputs that `paths` name, in their order; those of a directory sorted, all depths.
+
+    A Hugging Face dataset is one input though it is a directory. In directories and globs, hidden
+    files and those of other suffixes are passed over: editors and packers leave them there. A
+    path that names nothing, or what cannot be read, is a DataError.
+    """
+    found: list[Path] = []
+    for path in (Path(path).expanduser() for path in paths):
+        try:
+            found += _named_by(path)
+        except OSError as error:
+            raise DataError(
+                f"{error.filename or path}: cannot be read ({error.strerror}); check the path"
+            ) from error
+    return found
+
+
+def _named_by(path: Path) -> list[Path]:
+    if path.exists() or not glob.has_magic(str(path)):
+        found = _inputs_of(path)
+        if not found:
+            raise DataError(f"{path}: holds no {KNOWN} file; name one that does")
+    else:
+        matches = map(Path, sorted(glob.glob(str(path), recursive=True)))
+        inside = [p for match in matches for p in (_inputs_of(match) if _is_wanted(match) else [])]
+        found = list(dict.fromkeys(inside))  # "**" gives a directory and what is in it
+        if not found:
+            raise DataError(f"{path}: matches no {KNOWN} file; correct the pattern")
+    for file in found:
+        _require_readable(file)
+    return found
+
+
+def _inputs_of(path: Path) -> list[Path]:
+    return list(_below(path, set())) if path.is_dir() and not is_dataset(path) else [path]
+
+
+def _below(directory: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
+    """Links to directories are followed, each directory once: a link can lead back up."""
+    state = directory.stat()
+    if (state.st_dev, state.st_ino) in seen:
+        return
+    seen.add((state.st_dev, state.st_ino))
+    for path in sorted(directory.iterdir()):
+        if path.name.startswith(".") or not _is_wanted(path) or _is_ours(path):
+            continue
+        if path.is_dir() and not is_dataset(path):
+            yield from _below(path, seen)
+        else:
+            yield path
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a folder is what a preparation wrote or writes: its lists are no text."""
+    return path.is_dir() and (path / "plan.json").is_file()
+
+
+def _is_wanted(path: Path) -> bool:
+    return path.is_dir() or path.name.endswith(SUFFIXES)
+
+
+def _require_readable(path: Path) -> None:
+    kind = kind_of(path) if path.exists() else None
+    if kind is None and path.is_symlink():
+        raise DataError(f"{path}: is a link to a file that is not there; remove it")
+    if kind is None:
+        raise DataError(f"{path}: there is no such file or directory; correct the path")
+    if kind == DATASET:
+        return
+    if not path.is_file():
+        raise DataError(f"{path}: is a pipe or a device, not a file; write the text to a file")
+    if path.stat().st_size == 0:
+        raise DataError(f"{path}: is empty; fill it or leave it out")
+    with open(path, "rb"):
+        pass  # or an OSError: it may not be readable
+
+
+def segments_of(path: Path, unit_bytes: int) -> list[Segment]:
+    """The parts of an input, in order, of about `unit_bytes` each where its format can be cut.
+
+    A DataError when the tables of a .parquet file or a dataset are damaged.
+    """
+    kind = kind_of(path)
+    if kind == ".parquet":
+        return _grouped(path, row_groups(path), path.stat().st_size, unit_bytes)
+    if kind == DATASET:
+        rows, size = dataset_rows(path), dataset_bytes(path)
+        step = max(1, rows * unit_bytes // max(size, 1))
+        ends = [(first, min(first + step, rows)) for first in range(0, rows, step)]
+        return [Segment(path, a, b, (b - a) * size // rows) for a, b in ends]
+    size = path.stat().st_size
+    step = unit_bytes if kind == ".jsonl" else max(size, 1)
+    cuts = [(start, min(start + step, size)) for start in range(0, size, step)]
+    return [Segment(path, start, stop, stop - start) for start, stop in cuts]
+
+
+def _grouped(path: Path, counts: list[int], size: int, unit_bytes: int) -> list[Segment]:
+    """Neighbouring groups of `counts` rows put together up to about `unit_bytes`."""
+    total = sum(counts)
+    segments: list[Segment] = []
+    start = stop = 0
+    for count in counts:
+        stop += count
+        weight = (stop - start) * size // max(total, 1)
+        if weight >= unit_bytes or stop == total:
+            segments.append(Segment(path, start, stop, weight))
+            start = stop
+    return [segment for segment in segments if segment.stop > segment.start]

@@ -1,0 +1,32 @@
+"""A tokenizer by its path, whichever of two kinds lies there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from minimind.data.hf_tokenizer import HuggingFaceTokenizer
+from minimind.data.tokenizer import Tokenizer
+from minimind.data.tokenizer_files import JSON_NAME, MODEL_NAME
+from minimind.errors import DataError
+
+AnyTokenizer = Tokenizer | HuggingFaceTokenizer
+
+
+def load_tokenizer(path: str | Path) -> AnyTokenizer:
+    """Of a file: Hugging Face's if it is a .json, else SentencePiece's. Of a directory: the same.
+
+    Where a directory has both, tokenizer.model is read. A DataError names what was looked for.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise DataError(f"{path}: there is no such tokenizer file or directory; correct the path")
+    if not path.is_dir():
+        return HuggingFaceTokenizer(path) if path.suffix == ".json" else Tokenizer(path)
+    if (path / MODEL_NAME).exists():
+        return Tokenizer(path)
+    if (path / JSON_NAME).exists():
+        return HuggingFaceTokenizer(path)
+    raise DataError(
+        f"{path}: has neither {MODEL_NAME} (SentencePiece) nor {JSON_NAME} (Hugging Face);"
+        " name a directory that has one of them, or the file itself"
+    )

@@ -1,0 +1,180 @@
+"""Encoded units -> a folder of shards with the manifest that says what is in it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from minimind.data.encode import PLAN_NAME, TOKENIZER_NAME, Work
+from minimind.data.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    SPLITS,
+    index_name,
+    read_manifest,
+    seal,
+)
+from minimind.data.shards import token_dtype
+from minimind.data.unit_reader import refusal
+from minimind.errors import DataError, UsageError
+from minimind.files import canonical_json, fingerprint, sha256_of, sync_file, write_whole
+
+REJECTED_NAME = "rejected.jsonl"
+
+
+def merge(work: Work, max_bad_fraction: float) -> dict[str, Any]:
+    """The manifest, written once every unit is done and before anything is removed.
+
+    A UsageError names units that are not done; a DataError tells of too much bad text, or of none
+    to train on.
+    """
+    found = [work.done(unit) for unit in work.plan.units]
+    done = [one for one in found if one is not None]
+    if len(done) < len(found):
+        missing = [number for number, one in enumerate(found) if one is None]
+        raise UsageError(
+            f"{work.directory}: {len(missing)} of {len(found)} units are not done, the first is"
+            f" {missing[0]}; run the --shard I/N that are missing (unit % N == I), then --merge"
+        )
+    manifest = _manifest(work, done)
+    rejected, documents = manifest["rejected"]["count"], manifest["documents"]
+    if rejected and work.is_strict:
+        raise refusal(manifest["rejected"]["first"])
+    require_few_rejected(manifest, max_bad_fraction, str(work.directory))
+    if not manifest["splits"]["train"]["documents"]:
+        raise no_training_documents(work.plan.options.val_fraction, documents)
+    if rejected:
+        _join_rejected(work)
+    kept = [path for path in work.directory.iterdir() if path.name in (REJECTED_NAME, PLAN_NAME)]
+    kept += (work.directory / TOKENIZER_NAME).iterdir()
+    manifest["files"] = {
+        str(path.relative_to(work.directory)): sha256_of(path) for path in sorted(kept)
+    }
+    write_whole(work.directory / MANIFEST_NAME, canonical_json(seal(manifest)))
+    return manifest
+
+
+def clear(directory: Path) -> None:
+    """Remove all that the manifest does not name: markers, locks, and what others left here."""
+    manifest = read_manifest(directory)
+    shards = [shard for split in manifest["splits"].values() for shard in split["shards"]]
+    named = {name for shard in shards for name in (shard["name"], index_name(shard))}
+    named |= {Path(name).parts[0] for name in manifest["files"]} | {MANIFEST_NAME}
+    for path in directory.iterdir():
+        if path.name in named:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def require_few_rejected(manifest: dict[str, Any], max_bad_fraction: float, where: str) -> None:
+    """Nothing, or a DataError when more is bad than `max_bad_fraction` of all documents."""
+    rejected = manifest["rejected"]["count"]
+    total = rejected + manifest["documents"]
+    if rejected > max_bad_fraction * total:
+        raise DataError(
+            f"{where}: {rejected:,} of {total:,} documents are bad, more than max_bad_fraction ="
+            f" {max_bad_fraction}; the first is {manifest['rejected']['first']}; mend the text, or"
+            " raise --max_bad_fraction"
+        )
+
+
+def no_training_documents(val_fraction: float, documents: int) -> DataError:
+    """Every document was held out, or there was none."""
+    told = f"val_fraction = {val_fraction} holds all of them out" if documents else "all were bad"
+    return DataError(
+        f"no document is left to train on: {told}; lower --val_fraction or add documents"
+    )
+
+
+def _manifest(work: Work, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    plan, tokenizer = work.plan, work.tokenizer
+    units = list(zip(plan.units, done, strict=True))
+    shards = {
+        split: [
+            {**one["shards"][split], "source": unit.source}
+            for unit, one in units
+            if split in one["shards"]
+        ]
+        for split in SPLITS
+    }
+    sources = []
+    for number, source in enumerate(plan.sources):
+        own = [one for unit, one in units if unit.source == number]
+        sources.append(
+            {
+                "name": source.name,
+                "weight": source.weight,
+                "inputs": [
+                    {"path": given.path, "bytes": given.bytes}
+                    for given in plan.inputs
+                    if given.source == number
+                ],
+                "documents": _count(own, "documents"),
+                "tokens": {
+                    split: sum(s["tokens"] for s in shards[split] if s["source"] == number)
+                    for split in SPLITS
+                },
+                "text_bytes": sum(sum(one["text_bytes"].values()) for one in own),
+                "rejected": sum(one["rejected"] for one in own),
+                "sha256": fingerprint([one["sha256"] for one in own]),
+            }
+        )
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "tokenizer": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "dtype": token_dtype(tokenizer.vocab_size).name,
+        "options": work.plan.to_json()["options"],
+        "documents": _count(done, "documents"),
+        "splits": {
+            split: {
+                "tokens": sum(shard["tokens"] for shard in shards[split]),
+                "documents": sum(shard["documents"] for shard in shards[split]),
+                "text_bytes": sum(one["text_bytes"][split] for one in done),
+                "shards": shards[split],
+            }
+            for split in SPLITS
+        },
+        "sources": sources,
+        "rejected": {
+            "count": sum(one["rejected"] for one in done),
+            "first": next((one["first_rejected"] for one in done if one["rejected"]), ""),
+        },
+    }
+    return {**manifest, "fingerprint": tokens_fingerprint(manifest)}
+
+
+def tokens_fingerprint(manifest: dict[str, Any]) -> str:
+    """Of what a run reads: the tokens of each split, and how sources are mixed; no names."""
+    return fingerprint(
+        {
+            "tokenizer": manifest["tokenizer"],
+            "weights": [source["weight"] for source in manifest["sources"]],
+            "shards": {
+                split: [[s["source"], s["tokens"], s["sha256"]] for s in found["shards"]]
+                for split, found in manifest["splits"].items()
+            },
+        }
+    )
+
+
+def _count(done: Sequence[dict[str, Any]], what: str) -> int:
+    return sum(shard[what] for one in done for shard in one["shards"].values())
+
+
+def _join_rejected(work: Work) -> None:
+    path = work.directory / REJECTED_NAME
+    with open(path, "wb") as file:
+        for unit in work.plan.units:
+            own = work.path("rejected", unit.number)
+            if own.exists():
+                with open(own, "rb") as part:
+                    while piece := part.read(2**20):
+                        file.write(piece)
+    sync_file(path)

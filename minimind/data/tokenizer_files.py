@@ -1,0 +1,26 @@
+"""The files of a tokenizer in a directory, and how they get there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from minimind.files import storing, write_whole
+
+MODEL_NAME = "tokenizer.model"
+JSON_NAME = "tokenizer.json"
+CONFIG_NAME = "tokenizer_config.json"
+SPECIALS_NAME = "special_tokens_map.json"
+TOKENIZER_FILES = (MODEL_NAME, JSON_NAME, CONFIG_NAME, SPECIALS_NAME)
+
+
+def write_tokenizer(directory: str | Path, files: Mapping[str, bytes]) -> None:
+    """Write each file whole or not at all; those that another tokenizer left there go."""
+    directory = Path(directory)
+    with storing(f"{directory}: cannot write the tokenizer", "free space, or mend the path"):
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in TOKENIZER_FILES:
+            if name in files:
+                write_whole(directory / name, files[name])
+            else:
+                (directory / name).unlink(missing_ok=True)

@@ -1,0 +1,119 @@
+"""The documents of a unit in batches, each with its split, and what is passed over on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from minimind.data.documents import Reading, Rejection
+from minimind.data.readers import read_segment
+from minimind.data.units import Options, Unit
+from minimind.errors import DataError
+from minimind.files import canonical_json
+
+BATCH_BYTES = 2**20  # of text, for the threads to share
+
+
+def split_of(digest: bytes, val_fraction: float) -> str:
+    """The split of a document, by the sha256 of its text: it stays whatever is added around it."""
+    place = int.from_bytes(digest[:8], "big") / 2**64
+    return "val" if place < val_fraction else "train"
+
+
+def refusal(told: str) -> DataError:
+    """What ends a preparation that passes over nothing."""
+    return DataError(f"{told}; or pass over what is bad with --on_bad_data skip")
+
+
+@dataclass
+class Batch:
+    """Documents that are tokenised together, as they came."""
+
+    texts: list[str] = field(default_factory=list)
+    splits: list[str] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)
+
+
+class UnitReader:
+    """The documents of a unit in batches, and what was rejected on the way."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        options: Options,
+        is_strict: bool,
+        listed: Path,
+        tell: Callable[[int], None],
+    ) -> None:
+        self.unit = unit
+        self.options = options
+        self.is_strict = is_strict  # the first rejection is an error
+        self.listed = listed  # the file for them otherwise
+        self.tell = tell
+        self.told = 0  # bytes of input
+        self.rejected = 0
+        self.first_rejected = ""
+        self.digest = hashlib.sha256()  # over the digests of all documents
+        self._rejections: BinaryIO | None = None
+
+    def batches(self) -> Iterator[Batch]:
+        """About `BATCH_BYTES` of documents each."""
+        batch, size = Batch(), 0
+        for text in self._documents():
+            content = text.encode()
+            digest = hashlib.sha256(content).digest()
+            self.digest.update(digest)
+            batch.texts.append(text)
+            batch.splits.append(split_of(digest, self.options.val_fraction))
+            batch.bytes.append(len(content))
+            size += len(content)
+            if size >= BATCH_BYTES:
+                del text, content
+                yield batch
+                batch, size = Batch(), 0
+        if batch.texts:
+            yield batch
+
+    def _documents(self) -> Iterator[str]:
+        options = self.options
+        reading = Reading(options.text_field, options.max_document_bytes)
+        for segment in self.unit.segments:
+            told = 0
+            for found in read_segment(segment, reading):
+                if isinstance(found, Rejection):
+                    self._reject(found)
+                    continue
+                self._tell(found[1] - told)
+                told = found[1]
+                yield found[0]
+                del found
+            self._tell(segment.weight - told)
+
+    def _tell(self, size: int) -> None:
+        self.told += size
+        self.tell(size)
+
+    def _reject(self, found: Rejection) -> None:
+        if self.is_strict:
+            raise refusal(str(found))
+        if self._rejections is None:
+            self._rejections = open(self.listed, "wb")
+            self.first_rejected = str(found)
+        line = {"file": str(found.path), "line": found.line, "byte": found.byte, "what": found.what}
+        self._rejections.write(canonical_json(line) + b"\n")
+        self.rejected += 1
+
+    def close(self) -> None:
+        """Let go of the list of what was rejected."""
+        if self._rejections:
+            self._rejections.close()
+
+    def finish(self) -> None:
+        """Make the list last."""
+        if self._rejections:
+            self._rejections.flush()
+            os.fsync(self._rejections.fileno())

@@ -1,0 +1,175 @@
+"""`minimind prepare` and `minimind data inspect`: their words, what they print, their status."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minimind.arguments import Parser, at_least, count_of_bytes, fraction
+from minimind.errors import DataError, UsageError
+from minimind.files import mebibytes
+
+if TYPE_CHECKING:
+    from minimind.data.inspect import Found
+    from minimind.data.prepare import Asked, Prepared
+
+BAR = 40  # characters of the longest bar
+
+
+def add_parsers(subs: Any) -> None:
+    """`prepare` and `data`."""
+    added = subs.add_parser(
+        "prepare",
+        help="text -> shards of tokens, to train on any number of times",
+        description="Text to shards of tokens in a folder that --data_path takes. Killed, it goes"
+        " on where it stood; on several machines, each with --shard I/N, then --merge.",
+        allow_abbrev=False,
+    )
+    add = added.add_argument
+    add("paths", nargs="*", metavar="PATH", help="files, directories, globs, dataset directories")
+    add("--data_path", "--data-path", nargs="+", default=[], metavar="PATH", help="more of them")
+    told = "NAME=PATH or NAME=PATH:WEIGHT; again for another source, or more of the same"
+    add("--source", action="append", default=[], help=told)
+    add("--sources", type=Path, help="YAML file: {NAME: {paths: [...], weight: 2}}")
+    add("--out", type=Path, required=True, help="a new folder")
+    add("--tokenizer", help="model or directory; without it one is learnt from the text")
+    add("--vocab_size", "--vocab-size", type=at_least(1), default=6400, help="of a learnt one")
+    add("--val_fraction", "--val-fraction", type=fraction, default=0.01, help="held out, by hash")
+    add("--text_field", "--text-field", default="text", help="that has the text (text)")
+    most = ("--max_document_bytes", "--max-document-bytes")
+    add(*most, type=count_of_bytes, default=64 * 2**20, help="longest document accepted, in UTF-8")
+    add("--on_bad_data", "--on-bad-data", choices=("error", "skip"), default="error")
+    add("--max_bad_fraction", "--max-bad-fraction", type=fraction, default=0.05)
+    add("--shard", type=_share, metavar="I/N", help="do this share, counted from 0, and no merge")
+    add("--merge", action="store_true", help="put together what all --shard I/N have done")
+    how = "of input for one shard file (default: by the size of all, at least 16MiB)"
+    add("--shard_bytes", "--shard-bytes", type=count_of_bytes, help=how)
+    add("--processes", type=at_least(1), help="that tokenise (default: one for every 8 cores)")
+    add("--force", action="store_true", help="replace an earlier --out")
+    add("--debug", action="store_true", help="show tracebacks")
+    _add_data(subs)
+
+
+def _add_data(subs: Any) -> None:
+    group = subs.add_parser("data", help="inspect", description="What lies in prepared data.")
+    actions = group.add_subparsers(dest="action", required=True, parser_class=Parser)
+    told = "Counts, lengths, duplicates and rows; status 3 where a file is not what it was"
+    inspect = actions.add_parser("inspect", help=told, description=told, allow_abbrev=False)
+    inspect.add_argument("directory", type=Path, metavar="DIR")
+    inspect.add_argument("--rows", type=at_least(0), default=3, help="shown as text")
+    row = ("--row_tokens", "--row-tokens")
+    inspect.add_argument(*row, type=at_least(1), default=128, help="of a row")
+    off = ("--no_verify", "--no-verify")
+    inspect.add_argument(*off, action="store_true", help="do not hash the files again")
+    inspect.add_argument("--json", action="store_true", help="for programs: one object")
+    inspect.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def _share(text: str) -> tuple[int, int]:
+    from minimind.data.encode import parse_share  # imports SentencePiece
+
+    return parse_share(text)
+
+
+def run_prepare(args: argparse.Namespace) -> int:
+    """Prepare, and print what there is now."""
+    from minimind.data.folder import merge_folder, prepare_folder
+
+    if args.merge and args.shard:
+        raise UsageError("--merge and --shard were both given; give one of them")
+    if args.merge and (args.paths or args.data_path or args.source or args.sources):
+        raise UsageError("--merge takes no text; leave it out, it is what the shares were made of")
+    if args.merge:
+        prepared = merge_folder(args.out, args.force)
+    else:
+        prepared = prepare_folder(_asked(args), args.out, args.shard, args.force)
+    if prepared is None:
+        part, parts = args.shard
+        print(f"share {part} of {parts} is done; --merge when all are: {args.out}.part")
+    else:
+        _print_prepared(prepared)
+    return 0
+
+
+def _asked(args: argparse.Namespace) -> Asked:
+    from minimind.data.prepare import Asked
+    from minimind.data.units import Options, Source, join_sources, parse_source, read_sources
+
+    paths = (*args.paths, *args.data_path)
+    sources = [Source("data", paths)] if paths else []
+    sources += [parse_source(text) for text in args.source]
+    sources += read_sources(args.sources) if args.sources else []
+    if not sources:
+        raise UsageError("no text was named; give PATHs, --source NAME=PATH or --sources FILE.yaml")
+    return Asked(
+        join_sources(sources),
+        args.tokenizer,
+        args.vocab_size,
+        Options(args.text_field, args.max_document_bytes, args.val_fraction),
+        args.on_bad_data == "skip",
+        args.max_bad_fraction,
+        args.shard_bytes,
+        args.processes,
+    )
+
+
+def _print_prepared(prepared: Prepared) -> None:
+    manifest = prepared.manifest
+    _print_sources(manifest["sources"])
+    for split, found in manifest["splits"].items():
+        print(f"{split:<6} {found['tokens']:>14,} tokens, {found['documents']:,} documents")
+    _print_rejected(manifest["rejected"])
+    print(f"done: --data_path {prepared.directory}")
+
+
+def _print_rejected(rejected: dict[str, Any]) -> None:
+    if rejected["count"]:
+        print(f"bad    {rejected['count']:>14,} passed over (rejected.jsonl): {rejected['first']}")
+
+
+def _print_sources(sources: list[dict[str, Any]]) -> None:
+    print(f"{'source':<16} {'weight':>7} {'documents':>12} {'text':>12} {'tokens':>14} bytes/token")
+    for source in sources:
+        tokens = sum(source["tokens"].values())
+        weight = "" if source["weight"] is None else f"{source['weight']:g}"
+        print(
+            f"{source['name']:<16} {weight:>7} {source['documents']:>12,}"
+            f" {mebibytes(source['text_bytes']):>12} {tokens:>14,}"
+            f" {source['text_bytes'] / max(1, tokens):>11.2f}"
+        )
+
+
+def run_data(args: argparse.Namespace) -> int:
+    """Print what is in a folder; 3, and what is damaged, where it is."""
+    from minimind.data.inspect import damage, inspect
+    from minimind.data.prepare import is_prepared, open_prepared
+
+    if not is_prepared(args.directory):
+        raise DataError(f"{args.directory}: holds no prepared data; name what `prepare` wrote")
+    damaged = [] if args.no_verify else list(damage(args.directory))
+    if damaged:
+        print("\n".join(f"{args.directory}: DAMAGED: {told}" for told in damaged))
+        return DataError.status
+    found = inspect(open_prepared(args.directory), args.rows, args.row_tokens)
+    if args.json:
+        print(found.to_json())
+    else:
+        _print_found(found)
+        print("" if args.no_verify else "\nall files are as they were written")
+    return 0
+
+
+def _print_found(found: Found) -> None:
+    _print_sources(found.sources)
+    for split, counts in found.splits.items():
+        print(f"{split:<6} {counts['tokens']:>14,} tokens, {counts['documents']:,} documents")
+    _print_rejected(found.rejected)
+    print("\ntokens of a document, up to")
+    most = max((count for _, count in found.lengths), default=1)
+    for longest, count in found.lengths:
+        print(f"{longest:>12,} {count:>12,} {'#' * -(-BAR * count // most)}")
+    print(f"\n{found.duplicate_share:.2%} of {found.compared:,} documents repeat another")
+    for one in found.duplicates:
+        print(f"{one.times:>8,} times, {one.tokens:,} tokens: {one.text}")
+    print("".join(f"\n{row}" for row in found.rows))

@@ -1,0 +1,217 @@
+"""`minimind tokenizer train | inspect`: what each takes, prints and writes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minimind.arguments import Parser, at_least, count_of_bytes
+from minimind.config import FLAGS
+from minimind.errors import DataError, UsageError
+from minimind.files import mebibytes
+
+if TYPE_CHECKING:
+    from minimind.data.documents import Reading
+
+HELD_OUT_BYTES = 2**22
+SMALLEST_SAMPLE = 2**16
+TEXT_HELP = "text files, directories and globs of them, dataset directories"
+
+
+def add_parser(subs: Any) -> None:
+    """`minimind tokenizer`, to the subcommands."""
+    told = "A tokenizer of your own text, and what one does with text. No GPU is needed."
+    group = subs.add_parser("tokenizer", help="train | inspect", description=told)
+    actions = group.add_subparsers(
+        dest="action", required=True, parser_class=Parser, metavar="train | inspect"
+    )
+
+    def action(name: str, told: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=told, description=f"{told}.", allow_abbrev=False)
+        added.add_argument("--debug", action="store_true", help="show tracebacks")
+        longest = ("--max_document_bytes", "--max-document-bytes")
+        most = FLAGS["max_document_bytes"].default
+        added.add_argument(
+            *longest, type=count_of_bytes, default=most, metavar="BYTES", help="accepted (64MiB)"
+        )
+        bad = ("--on_bad_data", "--on-bad-data")
+        added.add_argument(*bad, choices=("error", "skip"), default="error", help="(error)")
+        text = ("--text_field", "--text-field")
+        added.add_argument(*text, default="text", metavar="NAME", help="that has the text (text)")
+        data = ("--data_path", "--data-path")
+        added.add_argument(
+            *data, nargs="+", action="extend", default=[], metavar="PATH", help=TEXT_HELP
+        )
+        return added
+
+    added = action("train", "Learn byte-pair pieces from text, for --tokenizer and AutoTokenizer")
+    added.add_argument("paths", nargs="*", metavar="PATH", help=TEXT_HELP)
+    added.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    vocabulary = FLAGS["vocab_size"]
+    added.add_argument(
+        *("--vocab_size", "--vocab-size"),
+        type=at_least(vocabulary.metadata["at_least"]),
+        default=vocabulary.default,
+        help=f"pieces in all ({vocabulary.default})",
+    )
+    added.add_argument(
+        *("--sample_bytes", "--sample-bytes"),
+        type=count_of_bytes,
+        default=2**24,
+        metavar="BYTES",
+        help="of text to learn from, taken from all over it (16MiB)",
+    )
+    added.add_argument("--seed", type=at_least(0), default=42, help="which text is taken (42)")
+    added.add_argument(
+        *("--val_fraction", "--val-fraction"),
+        type=float,
+        default=FLAGS["val_fraction"].default,
+        help="share of the documents a run holds out, so not learnt from (0.01)",
+    )
+    added.add_argument("--force", action="store_true", help="replace an earlier --out")
+
+    added = action("inspect", "Pieces by kind, bytes per token by source, whether text comes back")
+    added.add_argument("tokenizer", metavar="DIR|FILE", help="as for --tokenizer of a run")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status of `minimind tokenizer ACTION`."""
+    return ACTIONS[args.action](args)
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """Learn a tokenizer, write it, and say how it does on text it has not seen."""
+    from minimind.data.load_tokenizer import load_tokenizer
+    from minimind.data.sample import sample
+    from minimind.data.tokenizer import train_tokenizer
+    from minimind.data.tokenizer_files import MODEL_NAME, TOKENIZER_FILES
+    from minimind.data.tokenizer_measures import measure
+    from minimind.new_folder import require_free, written_aside
+
+    started = time.perf_counter()
+    if not 0 <= args.val_fraction < 1:
+        raise UsageError(
+            f"--val_fraction {args.val_fraction} is not from 0 to below 1; give a share such as"
+            " 0.01"
+        )
+    if args.sample_bytes < SMALLEST_SAMPLE:
+        raise UsageError(
+            f"--sample_bytes {args.sample_bytes} is less than the {SMALLEST_SAMPLE} bytes that one"
+            " passage can have; raise it"
+        )
+    paths = [*args.paths, *args.data_path]
+    if not paths:
+        raise UsageError(
+            "no text was named; give files or directories, for example:"
+            " minimind tokenizer train my_text.jsonl --out out/tokenizer"
+        )
+    out = args.out.expanduser().resolve()
+    require_free(out, args.force, TOKENIZER_FILES, "minimind tokenizer train")
+    read = Reader(args.val_fraction, _reading(args), args.on_bad_data == "skip")
+    passages = sample(read.training_texts(paths), args.sample_bytes, args.seed)
+    if not read.training:
+        raise DataError(
+            f"no document is left to learn from: --val_fraction {args.val_fraction} holds out all"
+            f" {read.documents}; lower it, or add documents"
+        )
+    with written_aside(out) as draft:
+        model = draft / MODEL_NAME
+        train_tokenizer(passages, args.vocab_size, model, args.sample_bytes, args.seed)
+        tokenizer = load_tokenizer(model)
+        tokenizer.save(draft)
+    size = sum(len(passage.encode()) for passage in passages)
+    print(
+        f"{args.out}: {tokenizer.vocab_size:,} pieces ({tokenizer.unused:,} of them unused), learnt"
+        f" from {mebibytes(size)} of {read.training:,} documents"
+    )
+    kind, texts = ("held-out text", read.held_out) if read.held_out else ("that text", passages)
+    found = measure(tokenizer, texts)
+    print(f"{found.bytes_per_token:.3f} bytes per token on {mebibytes(found.bytes)} of {kind}")
+    print(f"{time.perf_counter() - started:.1f} seconds")
+    return 0
+
+
+class Reader:
+    """The training documents of some files, in one reading that keeps some of the others."""
+
+    def __init__(self, val_fraction: float, reading: Reading, skips_bad: bool) -> None:
+        self.val_fraction = val_fraction
+        self.reading = reading
+        self.skips_bad = skips_bad
+        self.held_out: list[str] = []
+        self.documents = self.training = self._held_out_bytes = 0
+
+    def training_texts(self, paths: Sequence[str]) -> Iterator[str]:
+        """Every document that a run would train on."""
+        from minimind.data.inputs import find_files
+        from minimind.data.unit_reader import split_of
+
+        for path in find_files(paths):
+            for text in documents_of(path, self.reading, self.skips_bad):
+                content = text.encode()
+                self.documents += 1
+                if split_of(sha256(content).digest(), self.val_fraction) == "train":
+                    self.training += 1
+                    yield text
+                elif self._held_out_bytes + len(content) <= HELD_OUT_BYTES:
+                    self.held_out.append(text)
+                    self._held_out_bytes += len(content)
+
+
+def documents_of(path: Path, reading: Reading, skips_bad: bool) -> Iterator[str]:
+    """The texts of one input; how many are read, on a terminal. A DataError for a bad one."""
+    from tqdm import tqdm
+
+    from minimind.data.documents import Rejection
+    from minimind.data.inputs import segments_of
+    from minimind.data.readers import read_segment
+    from minimind.data.unit_reader import refusal
+
+    found = (one for segment in segments_of(path, 2**62) for one in read_segment(segment, reading))
+    silent = not sys.stderr.isatty()
+    for one in tqdm(found, desc=path.name, unit=" documents", leave=False, disable=silent):
+        if not isinstance(one, Rejection):
+            yield one[0]
+        elif not skips_bad:
+            raise refusal(str(one))
+
+
+def _reading(args: argparse.Namespace) -> Reading:
+    from minimind.data.documents import Reading
+
+    return Reading(args.text_field, args.max_document_bytes)
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    """Print what the pieces are, and what they make of text."""
+    import numpy as np
+
+    from minimind.data.inputs import find_files
+    from minimind.data.load_tokenizer import load_tokenizer
+    from minimind.data.tokenizer_measures import AWKWARD, measure
+    from minimind.tokenizer_tables import about, kinds, longest, sources, unused
+
+    tokenizer = load_tokenizer(args.tokenizer)
+    pieces = tokenizer.pieces()
+    files, skips_bad = find_files(args.data_path), args.on_bad_data == "skip"
+    print(about(tokenizer))
+    print(kinds(pieces))
+    print(longest(pieces))
+    measured = {"awkward text": measure(tokenizer, AWKWARD)}
+    for path in files:
+        measured[str(path)] = measure(tokenizer, documents_of(path, _reading(args), skips_bad))
+    print(sources(measured))
+    if files:
+        print(unused(pieces, np.sum([measured[str(path)].used for path in files], axis=0)))
+    return 0
+
+
+ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "train": run_train,
+    "inspect": run_inspect,
+}

@@ -1,0 +1,340 @@
+"""`minimind prepare` as it is typed: killed, shared out, mixed, misused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minimind.cli import main
+from minimind.data.prepare import open_prepared
+from minimind.data.tokenizer import MODEL_NAME, train_tokenizer
+from minimind.data.units import MOST_UNITS, SMALLEST_UNIT, Options, Source, make_plan
+from tests.conftest import ROOT, sentences
+
+SHARDS = ["--shard_bytes", "1000000"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text of three kinds and a tokenizer."""
+    place = tmp_path_factory.mktemp("folder")
+    texts = sentences(3, 6000)
+    for name, part in (("a", texts[:4000]), ("b", texts[4000:])):
+        lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in part)
+        (place / f"{name}.jsonl").write_text("".join(lines))
+    train_tokenizer(texts[:300], 600, place / MODEL_NAME)
+    return place
+
+
+def words(place: Path, out: Path, *more: str) -> list[str]:
+    text = [str(place / "a.jsonl"), str(place / "b.jsonl")]
+    return ["prepare", *text, "--tokenizer", str(place / MODEL_NAME), "--out", str(out), *more]
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> dict[str, bytes]:
+    """The files of an unbroken preparation."""
+    assert main(words(place, place / "whole", *SHARDS)) == 0
+    files = files_of(place / "whole")
+    assert len([name for name in files if name.startswith("train-")]) >= 6
+    return files
+
+
+def start(command: list[str]) -> subprocess.Popen[bytes]:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "minimind.cli", *command]
+    return subprocess.Popen(command, env=environ, start_new_session=True)
+
+
+def kill_at_random(place: Path, out: Path, times: int, seed: int, *more: str) -> int:
+    """How many of `times` kills found the preparation at work."""
+    draw = random.Random(seed)
+    hits = 0
+    for _ in range(times):
+        process = start(words(place, out, *SHARDS, *more))
+        time.sleep(draw.uniform(0.15, 0.9))
+        hits += process.poll() is None
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if out.exists():
+            break
+    return hits
+
+
+@pytest.mark.parametrize("more", [(), ("--processes", "2")])
+@pytest.mark.parametrize("kills", [4, pytest.param(30, marks=pytest.mark.long)])
+def test_killed_at_random_and_begun_again_gives_the_same_bytes(
+    place: Path, whole: dict[str, bytes], tmp_path: Path, more: tuple[str, ...], kills: int
+):
+    hits = rounds = 0
+    while hits < kills:
+        out = tmp_path / f"killed-{rounds}"
+        hits += kill_at_random(place, out, kills - hits, rounds, *more)
+        if not out.exists():
+            assert main(words(place, out, *SHARDS, *more)) == 0
+        assert files_of(out) == whole
+        assert list(tmp_path.glob("*.part")) == []
+        rounds += 1
+
+
+def test_three_shares_put_together_are_one_preparation(
+    place: Path, whole: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "shared"
+    for part in (2, 0):
+        assert main(words(place, out, *SHARDS, "--shard", f"{part}/3")) == 0
+        assert not out.exists()
+    assert main(["prepare", "--merge", "--out", str(out)]) == 2
+    assert "units are not done, the first is 1; run the --shard" in capsys.readouterr().err
+    assert main(words(place, out, *SHARDS, "--shard", "1/3")) == 0
+    assert main(["prepare", "--merge", "--out", str(out)]) == 0
+    assert files_of(out) == whole
+
+
+def test_done_units_are_not_done_again(place: Path, whole: dict[str, bytes], tmp_path: Path):
+    out = tmp_path / "shared"
+    assert main(words(place, out, *SHARDS, "--shard", "0/2")) == 0
+    (draft,) = tmp_path.glob("*.part")
+    before = {path: path.stat().st_mtime_ns for path in draft.glob("train-*.bin")}
+    assert main(words(place, out, *SHARDS)) == 0
+    after = {out / path.name: stamp for path, stamp in before.items()}
+    assert {path: path.stat().st_mtime_ns for path in after} == after
+    assert files_of(out) == whole
+
+
+def test_sources_keep_their_names_weights_and_order(place: Path, tmp_path: Path):
+    out = tmp_path / "mixed"
+    command = ["prepare", "--tokenizer", str(place / MODEL_NAME), "--out", str(out)]
+    named = [f"--source=first={place}/b.jsonl:3", f"--source=second={place}/a*.jsonl:1.5"]
+    assert main([*command, *named]) == 0
+    prepared = open_prepared(out)
+    found = [(s["name"], s["weight"], s["documents"]) for s in prepared.manifest["sources"]]
+    assert found == [("first", 3.0, 2000), ("second", 1.5, 4000)]
+    (tmp_path / "sources.yaml").write_text(
+        f"first: {{paths: {place}/b.jsonl, weight: 3}}\n"
+        f"second: {{paths: [{place}/a.jsonl], weight: 1.5}}\n"
+    )
+    command[-1] = str(tmp_path / "from_yaml")
+    assert main([*command, "--sources", str(tmp_path / "sources.yaml")]) == 0
+    again = open_prepared(tmp_path / "from_yaml")
+    assert again.manifest["fingerprint"] == prepared.manifest["fingerprint"]
+
+
+def test_a_learnt_tokenizer_is_kept_with_the_shards(place: Path, tmp_path: Path):
+    for name in ("one", "two"):
+        out = tmp_path / name
+        assert (
+            main(["prepare", str(place / "b.jsonl"), "--vocab_size", "512", "--out", str(out)]) == 0
+        )
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
+    assert open_prepared(out).tokenizer.vocab_size == 512
+
+
+MISUSE: dict[str, tuple[list[str], str]] = {
+    "nothing named": (["--out", "{out}"], "no text was named; give PATHs"),
+    "no out": (["{text}"], "arguments are required: --out"),
+    "no such file": (["nowhere.jsonl", "--out", "{out}"], "nowhere.jsonl: there is no such file"),
+    "share": (["{text}", "--out", "{out}", "--shard", "3/3"], "'3/3' is no I/N with I from 0"),
+    "both": (["--out", "{out}", "--merge", "--shard", "0/3"], "--merge and --shard were both"),
+    "merge of nothing": (["--out", "{out}", "--merge"], ".part: is not there; run"),
+    "source": (["--out", "{out}", "--source", "a.jsonl"], "is not NAME=PATH or NAME=PATH:WEIGHT"),
+    "name": (["--out", "{out}", "--source", "a/b={text}"], "'a/b' is no name; use letters"),
+    "weight": (["--out", "{out}", "--source", "a={text}:0"], "weight = 0 is no number above 0"),
+    "some weights": (
+        ["--out", "{out}", "--source", "a={text}:2", "--source", "b={text}"],
+        "source b has no weight and others have",
+    ),
+    "two weights": (
+        ["--out", "{out}", "--source", "a={text}:2", "--source", "a={text}:3"],
+        "source a has weight 2.0 and 3.0; give one",
+    ),
+    "vocabulary": (["{text}", "--out", "{out}", "--vocab_size", "10"], "vocab_size = 10 is less"),
+    "column": (
+        ["{text}", "--out", "{out}", "--text_field", "body"],
+        'a.jsonl:1 (byte 0): has no "body"',
+    ),
+    "twice": (["{text}", "{text}", "--out", "{out}"], "is named 2 times; name it once"),
+    "merge and text": (["{text}", "--out", "{out}", "--merge"], "--merge takes no text"),
+    "fraction": (["{text}", "--out", "{out}", "--val_fraction", "1"], "1 is not from 0 to below 1"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_a_mistake_is_one_line_and_leaves_no_folder(
+    case: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    given, told = MISUSE[case]
+    out = tmp_path / "out"
+    filled = [word.format(out=out, text=place / "a.jsonl") for word in given]
+    assert main(["prepare", *filled]) in (2, 3)
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+def test_what_is_there_is_replaced_by_force_alone(
+    place: Path, whole: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "out"
+    assert main(words(place, out, "--val_fraction", "0.3")) == 0
+    assert main(words(place, out, *SHARDS)) == 2
+    assert "exists; give another folder, or --force to replace it" in capsys.readouterr().err
+    assert main(words(place, out, *SHARDS, "--force")) == 0
+    assert files_of(out) == whole
+    (tmp_path / "mine").mkdir()
+    for name in ("manifest.json", "weights"):
+        (tmp_path / "mine" / name).touch()
+    assert main(words(place, tmp_path / "mine", "--force")) == 2
+    assert "holds 'weights', which minimind prepare did not write" in capsys.readouterr().err
+
+
+def test_what_is_left_of_another_preparation_is_not_mixed_into_this(
+    place: Path, whole: dict[str, bytes], tmp_path: Path
+):
+    out = tmp_path / "out"
+    small = ("--shard_bytes", "300KiB", "--on_bad_data", "skip", "--shard", "0/2")
+    assert main(words(place, out, *small)) == 0
+    assert main(words(place, out, *SHARDS, "--val_fraction", "0.5", "--shard", "0/2")) == 0
+    (tmp_path / "out.part" / "unit-00001.json").write_text("{}")
+    (tmp_path / "out.part" / "unit-00002.json").write_text("[")
+    assert main(words(place, out, *SHARDS)) == 0
+    assert files_of(out) == whole
+
+
+def test_a_mended_line_is_all_that_is_done_again(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    text, out = tmp_path / "t.jsonl", tmp_path / "out"
+    good = (place / "b.jsonl").read_text()
+    text.write_text(good + "[]\n")
+    command = ["prepare", str(place / "a.jsonl"), str(text), "--out", str(out), *SHARDS]
+    command += ["--tokenizer", str(place / MODEL_NAME)]
+    assert main(command) == 3
+    draft = tmp_path / "out.part"
+    kept = {path: path.stat().st_mtime_ns for path in draft.glob("train-0000[01].bin")}
+    assert len(kept) == 2
+    text.write_text(good)
+    assert main(command) == 0
+    assert all((out / p.name).stat().st_mtime_ns == stamp for p, stamp in kept.items())
+    assert "error" in capsys.readouterr().err
+
+
+def test_what_was_passed_over_is_judged_by_who_asks_last(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    bad, out = tmp_path / "bad.jsonl", tmp_path / "out"
+    bad.write_text((place / "b.jsonl").read_text() + "[]\n")
+    command = ["prepare", str(bad), "--tokenizer", str(place / MODEL_NAME), "--out", str(out)]
+    assert main([*command, "--on_bad_data", "skip", "--shard", "0/1"]) == 0
+    assert main(command) == 3
+    assert "bad.jsonl:2001 " in capsys.readouterr().err
+    assert main([*command, "--on_bad_data", "skip", "--shard", "0/1"]) == 0
+    assert main(["prepare", "--merge", "--out", str(out)]) == 0
+    assert len((out / "rejected.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_shard_that_is_cut_is_made_again_before_the_merge(
+    place: Path, whole: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "out"
+    assert main(words(place, out, *SHARDS, "--shard", "0/1")) == 0
+    (tmp_path / "out.part" / "train-00001.idx").unlink()
+    assert main(["prepare", "--merge", "--out", str(out)]) == 2
+    assert "1 of" in capsys.readouterr().err
+    assert main(words(place, out, *SHARDS)) == 0
+    assert files_of(out) == whole
+
+
+def test_two_at_once_in_one_folder_are_one_preparation(
+    place: Path, whole: dict[str, bytes], tmp_path: Path
+):
+    out = tmp_path / "out"
+    both = [start(words(place, out, *SHARDS)) for _ in range(2)]
+    assert sorted(process.wait() for process in both) in ([0, 0], [0, 2])  # or one came too late
+    assert files_of(out) == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_helpers_end_with_a_parent_that_is_killed(place: Path, tmp_path: Path):
+    text = tmp_path / "long.jsonl"
+    text.write_text((place / "a.jsonl").read_text() * 6)
+    command = ["prepare", str(text), "--tokenizer", str(place / MODEL_NAME), *SHARDS]
+    process = start([*command, "--out", str(tmp_path / "out"), "--processes", "3"])
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + 60
+    while len(pids := children.read_text().split()) < 2:
+        assert time.monotonic() < deadline
+    process.kill()
+    process.wait()
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "helpers are left"
+        time.sleep(0.05)
+
+
+def test_a_helper_that_meets_bad_text_ends_all_in_its_words(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text((place / "b.jsonl").read_text() + "[]\n")
+    command = ["prepare", str(bad), "--tokenizer", str(place / MODEL_NAME), *SHARDS]
+    assert main([*command, "--out", str(tmp_path / "out"), "--processes", "2"]) == 3
+    error = capsys.readouterr().err
+    assert "bad.jsonl:2001 (byte " in error
+    assert "is a list, not an object" in error
+
+
+def test_inspect_shows_what_is_there_and_finds_damage(
+    place: Path, whole: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    doubled = tmp_path / "doubled.jsonl"
+    text = (place / "b.jsonl").read_text()
+    doubled.write_text(text + text.splitlines(keepends=True)[0] * 2)
+    out = tmp_path / "out"
+    command = ["prepare", str(doubled), "--tokenizer", str(place / MODEL_NAME), "--out", str(out)]
+    assert main(command) == 0
+    capsys.readouterr()
+    assert main(["data", "inspect", str(out), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["sources"][0]["documents"] == 2002
+    assert found["duplicates"][0]["times"] == 3
+    assert sum(count for _, count in found["lengths"]) == 2002
+    assert len(found["rows"]) == 3
+    shard = out / "train-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 1
+    shard.write_bytes(content)
+    assert main(["data", "inspect", str(out)]) == 3
+    (out / "train-00000.idx").unlink()
+    assert main(["data", "inspect", str(out)]) == 3
+    told = capsys.readouterr().out
+    assert "DAMAGED: train-00000.bin: does not match its sha256" in told
+    assert "DAMAGED: train-00000.idx: is missing" in told
+    assert main(["data", "inspect", str(place)]) == 3
+    assert "holds no prepared data" in capsys.readouterr().err
+
+
+def test_a_plan_is_about_a_thousand_units_at_most(tmp_path: Path):
+    file = tmp_path / "large.jsonl"
+    with open(file, "wb") as made:
+        made.truncate(40 * 2**30)  # sparse
+    for bytes_, most in ((2**20, 1), (20 * 2**20, 2), (40 * 2**30, MOST_UNITS)):
+        os.truncate(file, bytes_)
+        units = make_plan([Source("x", (str(file),))], Options()).units
+        assert most / 2 <= len(units) <= most
+        assert all(unit.bytes <= max(SMALLEST_UNIT, 2 * bytes_ // MOST_UNITS) for unit in units)

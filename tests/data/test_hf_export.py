@@ -1,0 +1,137 @@
+"""tokenizer.json against the SentencePiece model it is made from, by transformers alone."""
+
+import io
+import json
+import random
+
+import pytest
+import sentencepiece
+from transformers import AutoTokenizer
+
+from minimind.data.hf_export import hugging_face_files
+from minimind.data.load_tokenizer import load_tokenizer
+from minimind.data.tokenizer import Tokenizer, train_tokenizer
+from tests.data.test_tokenizer import AWKWARD, fuzz, prose, verse
+
+CODE = "def f(x):\n\tif x  <  10:\n\t\treturn [x,\t2]\r\n\r\n\n    # done ▁\n"
+SEED = 20
+
+
+@pytest.fixture(scope="module", params=[512, 600, 4096])
+def pair(request, tmp_path_factory):
+    """Ours, and what AutoTokenizer makes of the directory without tokenizer.model."""
+    directory = tmp_path_factory.mktemp("exported")
+    texts = prose(1) + verse(1) + [CODE * 20, "<s>a</s>" * 30]
+    train_tokenizer(texts, request.param, directory / "tokenizer.model")
+    ours = Tokenizer(directory)
+    ours.save(directory)
+    (directory / "tokenizer.model").rename(directory.with_suffix(".model"))
+    return ours, AutoTokenizer.from_pretrained(directory), directory
+
+
+def documents():
+    draw = random.Random(SEED)
+    mixed = [CODE, "1234567890", "👩‍👩‍👧 🇨🇳", "龘靐齉", "   ", "\n\n\n\n", "▁", "\ufdd0", "\ufdd1"]
+    mixed += [*AWKWARD, *prose(2, 10), *verse(2, 10)]
+    joined = ["".join(draw.choices(mixed, k=draw.randint(2, 8))) for _ in range(300)]
+    runs = [c * n for c in " \na\t▁ab" for n in (*range(1, 70), 255, 1000)]
+    return [*mixed, *joined, *runs, *fuzz(SEED, 1000)]
+
+
+def test_autotokenizer_gives_the_same_ids_and_the_text_back(pair):
+    ours, theirs, _ = pair
+    for text in documents():
+        ids = ours.encode(text)
+        assert theirs(text)["input_ids"] == ids, f"{text!r} of seed {SEED}"
+        assert theirs.decode(ids) == text
+        assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
+
+
+def test_runs_of_few_letters_that_merge_in_many_ways_have_the_same_ids(tmp_path):
+    draw = random.Random(SEED)
+    for letters in ("ab", "a b", " \n\t"):
+        texts = ["".join(draw.choice(letters) * draw.choice([1, 1, 2, 3, 8]) for _ in range(300))
+                 for _ in range(40)]  # fmt: skip
+        train_tokenizer(texts, 512, tmp_path / "tokenizer.model")
+        ours = Tokenizer(tmp_path)
+        ours.save(tmp_path)
+        theirs = load_tokenizer(tmp_path / "tokenizer.json")
+        for _ in range(1000):
+            text = "".join(draw.choice(letters) * draw.randint(1, 9) for _ in range(20))
+            assert theirs.encode(text) == ours.encode(text), f"{text!r} of seed {SEED}"
+
+
+def test_the_special_ids_are_ours_and_nothing_is_added(pair):
+    ours, theirs, _ = pair
+    special = (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id, theirs.unk_token_id)
+    assert special == (ours.bos_id, ours.eos_id, ours.pad_id, 0)
+    assert len(theirs) == ours.vocab_size
+    assert theirs("")["input_ids"] == []
+    assert ours.eos_id not in theirs("a</s>b")["input_ids"]
+    ids = [1, *ours.encode("text"), 2, 3]
+    assert theirs.decode(ids, skip_special_tokens=True) == "text"
+
+
+def test_our_own_reader_of_tokenizer_json_says_the_same(pair):
+    ours, _, directory = pair
+    theirs = load_tokenizer(directory)
+    texts = documents()
+    assert theirs.encode_batch(texts, 1) == ours.encode_batch(texts, 1)
+    assert (theirs.vocab_size, theirs.unused) == (ours.vocab_size, ours.unused)
+    assert (theirs.bos_id, theirs.eos_id, theirs.pad_id) == (1, 2, 3)
+    assert theirs.piece_bytes().tolist() == ours.piece_bytes().tolist()
+    assert theirs.pieces() == ours.pieces()
+
+
+def test_unused_pieces_are_silent_and_not_found_in_text(tmp_path):
+    train_tokenizer(["hello <unused_3>"], 600, tmp_path / "tokenizer.model")
+    ours = Tokenizer(tmp_path)
+    ours.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.unused > 200
+    assert theirs("hello <unused_3>")["input_ids"] == ours.encode("hello <unused_3>")
+    assert theirs.decode([6, *ours.encode("hello")], skip_special_tokens=True) == "hello"
+
+
+def given(**options):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue]
+        sentence_iterator=iter(prose(1)),
+        model_writer=model,
+        vocab_size=600,
+        minloglevel=2,
+        **options,
+    )
+    processor = sentencepiece.SentencePieceProcessor()
+    processor.LoadFromSerializedProto(model.getvalue())
+    return processor, model.getvalue()
+
+
+PLAIN = {
+    "model_type": "bpe",
+    "byte_fallback": True,
+    "normalization_rule_name": "identity",
+    "add_dummy_prefix": False,
+    "remove_extra_whitespaces": False,
+}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model_type": "unigram"},
+        {"byte_fallback": False},
+        {"normalization_rule_name": "nfkc"},
+        {"add_dummy_prefix": True},
+        {"remove_extra_whitespaces": True},
+        {"user_defined_symbols": ["eta oin", "zzz"]},
+    ],
+)
+def test_a_given_model_that_does_more_than_merge_is_not_exported_wrongly(tmp_path, other):
+    assert set(hugging_face_files(given(**PLAIN)[0])) == {"tokenizer.json", "tokenizer_config.json"}
+    processor, model = given(**{**PLAIN, **other})
+    assert hugging_face_files(processor) == {}
+    (tmp_path / "given.model").write_bytes(model)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"of": "another"}))
+    load_tokenizer(tmp_path / "given.model").save(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["given.model", "tokenizer.model"]
