@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
@@ -17,48 +17,42 @@ from tqdm import tqdm
 import minimind.errors as errors
 from minimind.config import PROJECT
 from minimind.data.encode import Work, encode_share
-from minimind.data.load_tokenizer import AnyTokenizer
-from minimind.data.units import Plan, Unit
+from minimind.data.units import Unit
 
 THREADS = 8  # that tokenise, of one process: it reads about as fast as they do
 LOOK_EVERY = 0.5  # seconds
 
 
 def encode_plan(
-    directory: Path,
-    plan: Plan,
-    tokenizer: AnyTokenizer,
-    is_strict: bool,
+    work: Work,
     share: tuple[int, int] = (0, 1),
     processes: int | None = None,
     progress: bool = True,
     inherited: Sequence[int] = (),
-) -> Work:
+) -> None:
     """Have a share of the units done, with all cores; raises what the first to fail met.
 
     The directory has the plan and the tokenizer, for the other processes to read; locks that they
     must keep, should this one be killed, are `inherited`.
     """
     cores = len(os.sched_getaffinity(0))
-    units = [unit for unit in plan.units if unit.number % share[1] == share[0]]
+    units = [unit for unit in work.plan.units if unit.number % share[1] == share[0]]
     processes = processes or min(-(-cores // THREADS), max(1, len(units)))
     threads = max(1, cores // processes)
     with ExitStack() as stack:
-        command = [sys.executable, "-m", "minimind.data.encode", str(directory)]
+        command = [sys.executable, "-m", "minimind.data.encode", str(work.directory)]
         command += ["--share", f"{share[0]}/{share[1]}", "--threads", str(threads)]
-        command += ["--strict"] if is_strict else []
+        command += ["--strict"] if work.is_strict else []
         helpers = [stack.enter_context(_started(command, inherited)) for _ in range(processes - 1)]
-        work = Work(directory, plan, tokenizer, is_strict, threads, lambda _: None)
         silent = not (progress and sys.stderr.isatty())
         options = {"desc": "tokenizing", "unit": "B", "unit_scale": True, "disable": silent}
         done = sum(unit.bytes for unit in units if work.done(unit))
         bar = tqdm(total=sum(unit.bytes for unit in units), initial=done, **options)
         look = _Look(work, units, helpers, stack.enter_context(bar))
-        encode_share(Work(directory, plan, tokenizer, is_strict, threads, look.tell), share)
+        encode_share(replace(work, threads=threads, tell=look.tell), share)
         for helper in helpers:
             helper.wait()
         look.look()
-    return work
 
 
 @contextmanager

@@ -47,8 +47,8 @@ class Work:
     plan: Plan
     tokenizer: AnyTokenizer
     is_strict: bool  # the first rejection is an error
-    threads: int
-    tell: Callable[[int], None]  # bytes of input done since it was last called
+    threads: int = 1
+    tell: Callable[[int], None] = lambda _: None  # bytes of input done since it was last called
 
     def path(self, kind: str, number: int) -> Path:
         """`unit-00012.json`, its marker, or `rejected-00012.jsonl`."""

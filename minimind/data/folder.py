@@ -13,6 +13,7 @@ from pathlib import Path
 from minimind.data.crew import encode_plan
 from minimind.data.encode import PLAN_NAME, TOKENIZER_NAME, Work
 from minimind.data.load_tokenizer import load_tokenizer
+from minimind.data.manifest import MANIFEST_NAME
 from minimind.data.merge import clear, merge
 from minimind.data.prepare import Asked, Prepared, is_prepared, open_prepared, tokenizer_of
 from minimind.data.units import Plan
@@ -43,21 +44,23 @@ def prepare_folder(
                 return open_prepared(out)  # another job has put it there since we looked
             work = _begun(asked, plan, draft)
             begin.close()
-            jobs, part = asked.processes, share or (0, 1)
-            encode_plan(
-                draft, plan, work.tokenizer, work.is_strict, part, jobs, asked.progress, [lock]
-            )
+            if not is_prepared(draft):  # or it was killed while it cleared up
+                encode_plan(work, share or (0, 1), asked.processes, asked.progress, [lock])
         return None if share else _merged(work, out, asked.max_bad_fraction)
 
 
 def _begun(asked: Asked, plan: Plan, draft: Path) -> Work:
     """The draft with its plan and its tokenizer, which the first of all jobs learns."""
-    tokenizer = tokenizer_of(asked, plan, draft / f"{TOKENIZER_NAME}-{_tokenizer_key(asked, plan)}")
-    draft.mkdir(exist_ok=True)
-    tokenizer.save(draft / TOKENIZER_NAME)
+    tokenizer = tokenizer_of(asked, plan, draft / f"{TOKENIZER_NAME}-{_learnt_key(asked, plan)}")
     policy = {"skips_bad": asked.skips_bad, "max_bad_fraction": asked.max_bad_fraction}
-    write_whole(draft / PLAN_NAME, canonical_json({**plan.to_json(), **policy}))
-    return Work(draft, plan, tokenizer, not asked.skips_bad, 1, lambda _: None)
+    policy["tokenizer"] = tokenizer.fingerprint
+    told, path = canonical_json({**plan.to_json(), **policy}), draft / PLAN_NAME
+    if not path.exists() or path.read_bytes() != told:
+        draft.mkdir(exist_ok=True)
+        (draft / MANIFEST_NAME).unlink(missing_ok=True)  # of another plan, whose end was cut off
+        tokenizer.save(draft / TOKENIZER_NAME)
+        write_whole(path, told)
+    return Work(draft, plan, tokenizer, not asked.skips_bad)
 
 
 def merge_folder(out: Path, force: bool = False) -> Prepared:
@@ -79,7 +82,7 @@ def merge_folder(out: Path, force: bool = False) -> Prepared:
         ) from error
     with storing(f"{out}: cannot be written", REMEDY):
         tokenizer = load_tokenizer(draft / TOKENIZER_NAME)
-        return _merged(Work(draft, plan, tokenizer, not skips, 1, lambda _: None), out, most)
+        return _merged(Work(draft, plan, tokenizer, not skips), out, most)
 
 
 def draft_of(out: Path) -> Path:
@@ -93,10 +96,8 @@ def _place(out: Path, force: bool) -> Path:
     return out
 
 
-def _tokenizer_key(asked: Asked, plan: Plan) -> str:
-    """Of what a tokenizer is learnt from, or which is given."""
-    if asked.tokenizer_path is not None:
-        return load_tokenizer(asked.tokenizer_path).fingerprint
+def _learnt_key(asked: Asked, plan: Plan) -> str:
+    """Of what a tokenizer is learnt from."""
     units = [plan.key_of(unit, "") for unit in plan.units]
     return fingerprint([asked.vocab_size, asked.skips_bad, units])
 
@@ -105,7 +106,7 @@ def _merged(work: Work, out: Path, max_bad_fraction: float) -> Prepared:
     """Put together what is in the draft once nobody works there."""
     with _held(out, "work", fcntl.LOCK_EX):
         if work.directory.exists():  # or another job has put it there meanwhile
-            if not is_prepared(work.directory) or any(map(work.done, work.plan.units)):
+            if not is_prepared(work.directory):  # or it was killed while it cleared up
                 merge(work, max_bad_fraction)
             clear(work.directory)
             sync_directory(work.directory)

@@ -1,6 +1,6 @@
-"""Text -> tokenizer and token shards: in the cache of a run, or in a folder that is kept.
+"""Text -> tokenizer and token shards, in the cache of a run.
 
-Either way it is filled under another name and renamed when it is whole. A preparation that was
+It is filled under another name and renamed when it is whole. A preparation that was
 killed goes on where it stood, and gives the same files as one that was not.
 """
 
@@ -20,7 +20,7 @@ from tqdm import tqdm
 from minimind.data.cache import build_once
 from minimind.data.crew import encode_plan
 from minimind.data.documents import Reading, Rejection
-from minimind.data.encode import PLAN_NAME, TOKENIZER_NAME
+from minimind.data.encode import PLAN_NAME, TOKENIZER_NAME, Work
 from minimind.data.inputs import kind_of
 from minimind.data.load_tokenizer import AnyTokenizer, load_tokenizer
 from minimind.data.manifest import FORMAT_VERSION, MANIFEST_NAME, read_manifest, require_untouched
@@ -76,7 +76,6 @@ class Prepared:
     train: TokenShards
     val: TokenShards
     manifest: dict[str, Any]
-
     names: dict[str, str]  # of inputs as they were prepared -> as they are called now
 
     @property
@@ -148,7 +147,8 @@ def prepare_for_run(asked: Asked, cache_dir: Path) -> Prepared:
             return clear(draft)
         tokenizer.save(draft / TOKENIZER_NAME)
         write_whole(draft / PLAN_NAME, canonical_json(plan.to_json()))
-        work = encode_plan(draft, plan, tokenizer, not asked.skips_bad, progress=asked.progress)
+        work = Work(draft, plan, tokenizer, not asked.skips_bad)
+        encode_plan(work, progress=asked.progress)
         merge(work, asked.max_bad_fraction)
         clear(draft)
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from minimind.cli import main
+from minimind.data import encode, folder
 from minimind.data.prepare import open_prepared
 from minimind.data.tokenizer import MODEL_NAME, train_tokenizer
 from minimind.data.units import MOST_UNITS, SMALLEST_UNIT, Options, Source, make_plan
@@ -259,6 +260,28 @@ def test_a_shard_that_is_cut_is_made_again_before_the_merge(
     assert "1 of" in capsys.readouterr().err
     assert main(words(place, out, *SHARDS)) == 0
     assert files_of(out) == whole
+
+
+def test_a_merge_that_is_cut_while_it_clears_up_is_finished_and_nothing_done_again(
+    place: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def cut(directory: Path) -> None:
+        (directory / "unit-00001.json").unlink()
+        raise KeyboardInterrupt
+
+    def no_unit(*_: Any) -> None:
+        raise AssertionError("done again")
+
+    for finish in (words(place, tmp_path / "0", *SHARDS), ["prepare", "--merge", "--out", "1"]):
+        out = tmp_path / Path(finish[-1]).name if finish[1] == "--merge" else tmp_path / "0"
+        with monkeypatch.context() as patch:
+            patch.setattr(folder, "clear", cut)
+            assert main(words(place, out, *SHARDS)) == 130
+        with monkeypatch.context() as patch:
+            patch.setattr(encode, "encode_unit", no_unit)
+            patch.chdir(tmp_path)
+            assert main(finish) == 0
+        assert files_of(out) == whole
 
 
 def test_two_at_once_in_one_folder_are_one_preparation(
