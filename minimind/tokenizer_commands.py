@@ -49,7 +49,14 @@ def add_parser(subs: Any) -> None:
         )
         return added
 
-    added = action("train", "Learn byte-pair pieces from text, for --tokenizer and AutoTokenizer")
+    _add_training(
+        action("train", "Learn byte-pair pieces from text, for --tokenizer and AutoTokenizer")
+    )
+    added = action("inspect", "Pieces by kind, bytes per token by source, whether text comes back")
+    added.add_argument("tokenizer", metavar="DIR|FILE", help="as for --tokenizer of a run")
+
+
+def _add_training(added: argparse.ArgumentParser) -> None:
     added.add_argument("paths", nargs="*", metavar="PATH", help=TEXT_HELP)
     added.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
     vocabulary = FLAGS["vocab_size"]
@@ -74,9 +81,6 @@ def add_parser(subs: Any) -> None:
         help="share of the documents a run holds out, so not learnt from (0.01)",
     )
     added.add_argument("--force", action="store_true", help="replace an earlier --out")
-
-    added = action("inspect", "Pieces by kind, bytes per token by source, whether text comes back")
-    added.add_argument("tokenizer", metavar="DIR|FILE", help="as for --tokenizer of a run")
 
 
 def run(args: argparse.Namespace) -> int:

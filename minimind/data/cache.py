@@ -47,7 +47,7 @@ def _build(directory: Path, build: Callable[[Path], None], is_resumable: bool) -
         sync_directory(draft)
         os.rename(draft, directory)
         sync_directory(directory.parent)
-    except BaseException as error:  # a Ctrl-C too must leave no draft behind
+    except BaseException as error:  # also a Ctrl-C, which only a resumable draft outlives
         if isinstance(error, RunError | OSError) or not is_resumable:
             shutil.rmtree(draft, ignore_errors=True)
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from minimind.data.manifest import (
 )
 from minimind.data.shards import token_dtype
 from minimind.data.unit_reader import refusal
+from minimind.data.units import Plan, Unit
 from minimind.errors import DataError, UsageError
 from minimind.files import canonical_json, fingerprint, sha256_of, sync_file, write_whole
 
@@ -102,35 +104,13 @@ def _manifest(work: Work, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ]
         for split in SPLITS
     }
-    sources = []
-    for number, source in enumerate(plan.sources):
-        own = [one for unit, one in units if unit.source == number]
-        sources.append(
-            {
-                "name": source.name,
-                "weight": source.weight,
-                "inputs": [
-                    {"path": given.path, "bytes": given.bytes}
-                    for given in plan.inputs
-                    if given.source == number
-                ],
-                "documents": _count(own, "documents"),
-                "tokens": {
-                    split: sum(s["tokens"] for s in shards[split] if s["source"] == number)
-                    for split in SPLITS
-                },
-                "text_bytes": sum(sum(one["text_bytes"].values()) for one in own),
-                "rejected": sum(one["rejected"] for one in own),
-                "sha256": fingerprint([one["sha256"] for one in own]),
-            }
-        )
     manifest = {
         "format_version": FORMAT_VERSION,
         "tokenizer": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
         "dtype": token_dtype(tokenizer.vocab_size).name,
-        "options": work.plan.to_json()["options"],
+        "options": asdict(plan.options),
         "documents": _count(done, "documents"),
         "splits": {
             split: {
@@ -141,13 +121,34 @@ def _manifest(work: Work, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
             }
             for split in SPLITS
         },
-        "sources": sources,
+        "sources": [_source(plan, number, units) for number in range(len(plan.sources))],
         "rejected": {
             "count": sum(one["rejected"] for one in done),
             "first": next((one["first_rejected"] for one in done if one["rejected"]), ""),
         },
     }
     return {**manifest, "fingerprint": tokens_fingerprint(manifest)}
+
+
+def _source(
+    plan: Plan, number: int, units: Sequence[tuple[Unit, dict[str, Any]]]
+) -> dict[str, Any]:
+    """What the manifest says of one source: its inputs, and what came of its units."""
+    own = [one for unit, one in units if unit.source == number]
+    inputs = (given for given in plan.inputs if given.source == number)
+    return {
+        "name": plan.sources[number].name,
+        "weight": plan.sources[number].weight,
+        "inputs": [{"path": given.path, "bytes": given.bytes} for given in inputs],
+        "documents": _count(own, "documents"),
+        "tokens": {
+            split: sum(one["shards"].get(split, {"tokens": 0})["tokens"] for one in own)
+            for split in SPLITS
+        },
+        "text_bytes": sum(sum(one["text_bytes"].values()) for one in own),
+        "rejected": sum(one["rejected"] for one in own),
+        "sha256": fingerprint([one["sha256"] for one in own]),
+    }
 
 
 def tokens_fingerprint(manifest: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from minimind.data.shards import TokenShards
 from minimind.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from minimind.data.tokenizer_files import MODEL_NAME
 from minimind.data.unit_reader import refusal, split_of
-from minimind.data.units import Options, Plan, Source, Unit, make_plan
+from minimind.data.units import Options, Plan, Source, Unit, files_of, make_plan
 from minimind.errors import DataError, UsageError
 from minimind.files import canonical_json, fingerprint, sha256_of, write_whole
 
@@ -135,7 +135,7 @@ def prepare_for_run(asked: Asked, cache_dir: Path) -> Prepared:
     documents = {
         "format_version": FORMAT_VERSION,
         "contents": contents,
-        "options": plan.to_json()["options"],
+        "options": asdict(plan.options),
         "unit_bytes": asked.unit_bytes,
     }
     learnt = cache_dir / f"tokenizer-{fingerprint({**documents, 'vocab_size': asked.vocab_size})}"
@@ -163,9 +163,8 @@ def prepare_for_run(asked: Asked, cache_dir: Path) -> Prepared:
 
 def _content(path: Path) -> list[str]:
     """What the documents of an input depend on, but not what it is called."""
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     try:
-        return [kind_of(path), *(sha256_of(file) for file in files)]
+        return [kind_of(path), *(sha256_of(file) for file in files_of(path))]
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror}); check it") from error
 

@@ -59,10 +59,14 @@ class Input:
             )
 
 
+def files_of(path: Path) -> list[Path]:
+    """The file itself, or all of a dataset's folder, sorted."""
+    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+
 def _size_and_time(path: Path) -> tuple[int, int]:
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     try:
-        stats = [file.stat() for file in files]
+        stats = [file.stat() for file in files_of(path)]
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check it") from error
     return sum(s.st_size for s in stats), max((s.st_mtime_ns for s in stats), default=0)

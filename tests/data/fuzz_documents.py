@@ -355,7 +355,7 @@ def check_inputs(inputs: int, seed: int, directory: Path) -> tuple[int, int]:
         faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
         try:
             counts = check_input(random.Random(f"{seed}/{index}"), directory)
-        except Exception as error:
+        except Exception as error:  # whatever escapes is the finding
             raise AssertionError(f"seed {seed}, input {index}: {error!r}") from error
         finally:
             faulthandler.cancel_dump_traceback_later()  # or it would end whatever comes next

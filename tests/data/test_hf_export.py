@@ -95,7 +95,7 @@ def test_unused_pieces_are_silent_and_not_found_in_text(tmp_path):
 
 def given(**options):
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue]
+    sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue] (no stubs)
         sentence_iterator=iter(prose(1)),
         model_writer=model,
         vocab_size=600,
