@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -40,6 +41,9 @@ def encode_plan(
     processes = processes or min(-(-cores // THREADS), max(1, len(units)))
     threads = max(1, cores // processes)
     with ExitStack() as stack:
+        if share == (0, 1):  # what `merge` asks for next is made meanwhile; it sees what fails
+            background = stack.enter_context(ThreadPoolExecutor(1))
+            background.submit(lambda: work.tokenizer.exported)
         command = [sys.executable, "-m", "minimind.data.encode", str(work.directory)]
         command += ["--share", f"{share[0]}/{share[1]}", "--threads", str(threads)]
         command += ["--strict"] if work.is_strict else []

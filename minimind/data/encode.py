@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from minimind.files import canonical_json, storing, sync_directory, write_whole
 PLAN_NAME = "plan.json"
 TOKENIZER_NAME = "tokenizer"
 LARGE_BYTES = 2**23  # of one batch
+AHEAD = 2  # batches read for each thread: short documents take longer to read than to encode
 REMEDY = "free some space, or give another folder"
 
 
@@ -161,9 +161,9 @@ def _no_collection() -> Iterator[None]:
 
 def _joined(documents: list[np.ndarray], eos: int) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of documents one after the other, each with its end, and their lengths."""
-    lengths = np.fromiter((len(ids) + 1 for ids in documents), np.int64, len(documents))
-    end = np.array([eos], dtype=np.int32)
-    return np.concatenate([end[:0], *chain.from_iterable((ids, end) for ids in documents)]), lengths
+    lengths = np.fromiter(map(len, documents), np.int64, len(documents))
+    ids = np.concatenate([np.empty(0, np.int32), *documents])
+    return np.insert(ids, np.cumsum(lengths), eos), lengths + 1
 
 
 def _overlapped(batches: Iterable[Batch], work: Work) -> Iterator[tuple[Batch, list[np.ndarray]]]:
@@ -179,7 +179,7 @@ def _overlapped(batches: Iterable[Batch], work: Work) -> Iterator[tuple[Batch, l
             is_large = sum(batch.bytes) >= LARGE_BYTES
             waiting.append((batch, pool.submit(encode, batch.texts, threads if is_large else 1)))
             del batch
-            while len(waiting) > (0 if is_large else threads):
+            while len(waiting) > (0 if is_large else AHEAD * threads):
                 found, ids = waiting.popleft()
                 yield found, ids.result()
                 del found, ids

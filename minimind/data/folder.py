@@ -16,6 +16,7 @@ from minimind.data.load_tokenizer import load_tokenizer
 from minimind.data.manifest import MANIFEST_NAME
 from minimind.data.merge import clear, merge
 from minimind.data.prepare import Asked, Prepared, is_prepared, open_prepared, tokenizer_of
+from minimind.data.tokenizer_files import write_tokenizer
 from minimind.data.units import Plan
 from minimind.errors import UsageError
 from minimind.files import canonical_json, fingerprint, storing, sync_directory, write_whole
@@ -58,7 +59,7 @@ def _begun(asked: Asked, plan: Plan, draft: Path) -> Work:
     if not path.exists() or path.read_bytes() != told:
         draft.mkdir(exist_ok=True)
         (draft / MANIFEST_NAME).unlink(missing_ok=True)  # of another plan, whose end was cut off
-        tokenizer.save(draft / TOKENIZER_NAME)
+        write_tokenizer(draft / TOKENIZER_NAME, tokenizer.files())
         write_whole(path, told)
     return Work(draft, plan, tokenizer, not asked.skips_bad)
 

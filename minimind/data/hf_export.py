@@ -16,16 +16,19 @@ from minimind.data.tokenizer_files import CONFIG_NAME, JSON_NAME
 PROBES = 500
 
 
-def hugging_face_files(processor: sentencepiece.SentencePieceProcessor) -> dict[str, bytes]:
+def hugging_face_files(
+    processor: sentencepiece.SentencePieceProcessor, beside: bytes | None = None
+) -> dict[str, bytes]:
     """tokenizer.json and tokenizer_config.json by name; none for a model they cannot express.
 
     That is any but byte-pair pieces with bytes for the rest and text taken as it is. Both sides
-    are tried on every piece and on many put together before anything is given out.
+    are tried on every piece and on many put together before anything is given out, unless just
+    this tokenizer.json stands `beside` the model already: it was tried when it was written.
     """
     if not merges_plainly(processor):
         return {}
     told = json.dumps(_tokenizer(processor), ensure_ascii=False, indent=1).encode()
-    if not _agree(processor, tokenizers.Tokenizer.from_str(told.decode())):
+    if told != beside and not _agree(processor, tokenizers.Tokenizer.from_str(told.decode())):
         return {}
     config = json.dumps(_config(processor), ensure_ascii=False, indent=1).encode()
     return {JSON_NAME: told, CONFIG_NAME: config}

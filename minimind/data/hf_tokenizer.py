@@ -169,9 +169,14 @@ class HuggingFaceTokenizer:
         """What it is read from, by the name each file has in a directory."""
         return dict(self._files)
 
+    @property
+    def exported(self) -> dict[str, bytes]:
+        """The same files; AutoTokenizer loads them as it would the original."""
+        return self.files()
+
     def save(self, directory: str | Path) -> None:
-        """Write the same files; AutoTokenizer loads them as it would the original."""
-        write_tokenizer(directory, self._files)
+        """Write `exported`."""
+        write_tokenizer(directory, self.exported)
 
 
 def _content(path: Path) -> bytes:

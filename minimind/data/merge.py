@@ -49,6 +49,7 @@ def merge(work: Work, max_bad_fraction: float) -> dict[str, Any]:
         raise no_training_documents(work.plan.options.val_fraction, documents)
     if rejected:
         _join_rejected(work)
+    work.tokenizer.save(work.directory / TOKENIZER_NAME)
     kept = [path for path in work.directory.iterdir() if path.name in (REJECTED_NAME, PLAN_NAME)]
     kept += (work.directory / TOKENIZER_NAME).iterdir()
     manifest["files"] = {

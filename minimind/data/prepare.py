@@ -34,7 +34,7 @@ from minimind.data.merge import (
 from minimind.data.readers import read_segment
 from minimind.data.shards import TokenShards
 from minimind.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
-from minimind.data.tokenizer_files import MODEL_NAME
+from minimind.data.tokenizer_files import MODEL_NAME, write_tokenizer
 from minimind.data.unit_reader import refusal, split_of
 from minimind.data.units import Options, Plan, Source, Unit, files_of, make_plan
 from minimind.errors import DataError, UsageError
@@ -145,7 +145,7 @@ def prepare_for_run(asked: Asked, cache_dir: Path) -> Prepared:
     def build(draft: Path) -> None:
         if is_prepared(draft):  # it was killed while it cleared up
             return clear(draft)
-        tokenizer.save(draft / TOKENIZER_NAME)
+        write_tokenizer(draft / TOKENIZER_NAME, tokenizer.files())
         write_whole(draft / PLAN_NAME, canonical_json(plan.to_json()))
         work = Work(draft, plan, tokenizer, not asked.skips_bad)
         encode_plan(work, progress=asked.progress)

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ import sentencepiece
 
 from minimind.data.escaping import SPACE_SIGN, escape, require_unicode, unescape
 from minimind.data.hf_export import hugging_face_files, merges_plainly, normal_pieces
-from minimind.data.long_texts import CHUNK_CHARACTERS, chunks, groups, joints
+from minimind.data.long_texts import CHUNK_CHARACTERS, GROUP_CHARACTERS, chunks, joints
 from minimind.data.pieces import BYTE, CONTROL, FILLER, FILLER_PREFIX, Piece, piece_of, sizes
 from minimind.data.sample import SEED, sample
-from minimind.data.tokenizer_files import MODEL_NAME, write_tokenizer
+from minimind.data.tokenizer_files import JSON_NAME, MODEL_NAME, write_tokenizer
 from minimind.errors import DataError, UsageError
 from minimind.files import write_whole
 
@@ -106,40 +107,40 @@ class Tokenizer:
 
         Long texts are cut into chunks, for memory; `long_texts.chunks` says what that may change.
         """
-        ids: list[list[int]] = [[] for _ in texts]
-        for at, found in self._encoded(texts, threads):
-            ids[at] += found
-        return ids
+        return [list(chain.from_iterable(parts)) for parts in self._encoded(texts, threads)]
 
     def encode_arrays(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
         """The same as int32, a tenth of the memory of lists."""
-        parts: list[list[np.ndarray]] = [[] for _ in texts]
-        for at, found in self._encoded(texts, threads, return_type="numpy"):
-            parts[at].append(found)
-        return [part[0] if len(part) == 1 else np.concatenate(part) for part in parts]
+        found = self._encoded(texts, threads, return_type="numpy")
+        return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in found]
 
-    def _encoded(
-        self, texts: Sequence[str], threads: int, **kind: Any
-    ) -> Iterator[tuple[int, Any]]:
-        """Index of a text and the ids of its next part."""
-        for group in groups(self._chunks(texts)):
-            parts = [part for _, part in group]
-            try:
-                found = self._processor.encode(parts, num_threads=threads, **kind)
-            except (RuntimeError, TypeError):  # what SentencePiece says of half a character
-                for text in texts:
-                    require_unicode(text)
-                raise
-            for (at, _), ids in zip(group, found, strict=True):
-                yield at, ids
+    def _encoded(self, texts: Sequence[str], threads: int, **kind: Any) -> Iterator[list[Any]]:
+        """Of each text the ids of its parts; they are encoded some `GROUP_CHARACTERS` at a time."""
+        found: list[Any] = []
+        ends: list[int] = []
+        group: list[str] = []
+        size = 0
+        try:
+            for text in texts:
+                for part in self._parts(text):
+                    group.append(part)
+                    size += len(part)
+                    if size >= GROUP_CHARACTERS:
+                        found += self._processor.encode(group, num_threads=threads, **kind)
+                        group, size = [], 0
+                ends.append(len(found) + len(group))
+            found += self._processor.encode(group, num_threads=threads, **kind)
+        except (RuntimeError, TypeError):  # what SentencePiece says of half a character
+            for text in texts:
+                require_unicode(text)
+            raise
+        return (found[begin:end] for begin, end in zip([0, *ends], ends, strict=False))
 
-    def _chunks(self, texts: Sequence[str]) -> Iterator[tuple[int, str]]:
-        """Index of a text and its next part; the whole where a model does more than merge."""
-        for at, text in enumerate(texts):
-            if self._joined is None or len(text) <= CHUNK_CHARACTERS:
-                yield at, escape(text)
-            else:
-                yield from ((at, part) for part in chunks(escape(text), self._joined))
+    def _parts(self, text: str) -> Iterable[str]:
+        """What is encoded for itself; the whole where a model does more than merge."""
+        if len(text) <= CHUNK_CHARACTERS or self._joined is None:
+            return (escape(text),)
+        return chunks(escape(text), self._joined)
 
     @cached_property
     def _joined(self) -> frozenset[str] | None:
@@ -175,9 +176,18 @@ class Tokenizer:
         """What it is read from, by the name each file has in a directory."""
         return {MODEL_NAME: self._model}
 
+    @cached_property
+    def exported(self) -> dict[str, bytes]:
+        """The same, with what Hugging Face libraries load where that has the same ids."""
+        try:
+            beside = self.path.with_name(JSON_NAME).read_bytes()
+        except OSError:  # none is there, or none for us
+            beside = None
+        return {**self.files(), **hugging_face_files(self._processor, beside)}
+
     def save(self, directory: str | Path) -> None:
-        """Write it, with what Hugging Face libraries load where that has the same ids."""
-        write_tokenizer(directory, {**self.files(), **hugging_face_files(self._processor)})
+        """Write `exported`."""
+        write_tokenizer(directory, self.exported)
 
 
 def train_tokenizer(

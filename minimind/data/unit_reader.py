@@ -63,7 +63,7 @@ class UnitReader:
     def batches(self) -> Iterator[Batch]:
         """About `BATCH_BYTES` of documents each."""
         batch, size = Batch(), 0
-        for text in self._documents():
+        for text, reached in self._documents():
             content = text.encode()
             digest = hashlib.sha256(content).digest()
             self.digest.update(digest)
@@ -73,29 +73,30 @@ class UnitReader:
             size += len(content)
             if size >= BATCH_BYTES:
                 del text, content
+                self._tell(reached)
                 yield batch
                 batch, size = Batch(), 0
         if batch.texts:
             yield batch
+        self._tell(sum(segment.weight for segment in self.unit.segments))
 
-    def _documents(self) -> Iterator[str]:
+    def _documents(self) -> Iterator[tuple[str, int]]:
+        """Each with the bytes of the unit that are read by then."""
         options = self.options
         reading = Reading(options.text_field, options.max_document_bytes)
+        before = 0
         for segment in self.unit.segments:
-            told = 0
             for found in read_segment(segment, reading):
                 if isinstance(found, Rejection):
                     self._reject(found)
                     continue
-                self._tell(found[1] - told)
-                told = found[1]
-                yield found[0]
+                yield found[0], before + found[1]
                 del found
-            self._tell(segment.weight - told)
+            before += segment.weight
 
-    def _tell(self, size: int) -> None:
-        self.told += size
-        self.tell(size)
+    def _tell(self, reached: int) -> None:
+        self.tell(reached - self.told)
+        self.told = reached
 
     def _reject(self, found: Rejection) -> None:
         if self.is_strict:

@@ -8,6 +8,7 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
+from minimind.data import hf_export
 from minimind.data.hf_export import hugging_face_files
 from minimind.data.load_tokenizer import load_tokenizer
 from minimind.data.tokenizer import Tokenizer, train_tokenizer
@@ -135,3 +136,22 @@ def test_a_given_model_that_does_more_than_merge_is_not_exported_wrongly(tmp_pat
     (tmp_path / "tokenizer.json").write_text(json.dumps({"of": "another"}))
     load_tokenizer(tmp_path / "given.model").save(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["given.model", "tokenizer.model"]
+
+
+def test_the_trial_is_spared_only_where_just_these_files_stand_beside_the_model(
+    tmp_path, monkeypatch
+):
+    tried = []
+    agree = hf_export._agree
+    monkeypatch.setattr(hf_export, "_agree", lambda *both: tried.append(1) or agree(*both))
+    (tmp_path / "tokenizer.model").write_bytes(given(**PLAIN)[1])
+    exported = load_tokenizer(tmp_path).exported
+    assert len(tried) == 1
+    load_tokenizer(tmp_path).save(tmp_path)
+    assert len(tried) == 2
+    assert load_tokenizer(tmp_path).exported == exported
+    assert len(tried) == 2
+    told = (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(told.replace("1.0", "1.00"))
+    assert load_tokenizer(tmp_path).exported == exported
+    assert len(tried) == 3
