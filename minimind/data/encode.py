@@ -26,13 +26,13 @@ import numpy as np
 
 from minimind.data.load_tokenizer import AnyTokenizer, load_tokenizer
 from minimind.data.manifest import SPLITS, is_whole
+from minimind.data.plan_file import PLAN_NAME
 from minimind.data.shards import ShardWriter, token_dtype
 from minimind.data.unit_reader import Batch, UnitReader
 from minimind.data.units import Plan, Unit
 from minimind.errors import RunError
 from minimind.files import canonical_json, storing, sync_directory, write_whole
 
-PLAN_NAME = "plan.json"
 TOKENIZER_NAME = "tokenizer"
 LARGE_BYTES = 2**23  # of one batch
 AHEAD = 2  # batches read for each thread: short documents take longer to read than to encode

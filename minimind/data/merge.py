@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from minimind.data.encode import PLAN_NAME, TOKENIZER_NAME, Work
+from minimind.data.encode import TOKENIZER_NAME, Work
 from minimind.data.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -17,6 +17,7 @@ from minimind.data.manifest import (
     read_manifest,
     seal,
 )
+from minimind.data.plan_file import PLAN_NAME
 from minimind.data.shards import token_dtype
 from minimind.data.unit_reader import refusal
 from minimind.data.units import Plan, Unit

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from minimind.data.cache import build_once
 from minimind.data.crew import encode_plan
 from minimind.data.documents import Reading, Rejection
-from minimind.data.encode import PLAN_NAME, TOKENIZER_NAME, Work
+from minimind.data.encode import TOKENIZER_NAME, Work
 from minimind.data.inputs import kind_of
 from minimind.data.load_tokenizer import AnyTokenizer, load_tokenizer
 from minimind.data.manifest import FORMAT_VERSION, MANIFEST_NAME, read_manifest, require_untouched
@@ -31,6 +31,7 @@ from minimind.data.merge import (
     no_training_documents,
     require_few_rejected,
 )
+from minimind.data.plan_file import PLAN_NAME
 from minimind.data.readers import read_segment
 from minimind.data.shards import TokenShards
 from minimind.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer

@@ -211,7 +211,6 @@ def test_what_is_left_of_another_preparation_is_not_mixed_into_this(
     out = tmp_path / "out"
     small = ("--shard_bytes", "300KiB", "--on_bad_data", "skip", "--shard", "0/2")
     assert main(words(place, out, *small)) == 0
-    assert main(words(place, out, *SHARDS, "--val_fraction", "0.5", "--shard", "0/2")) == 0
     (tmp_path / "out.part" / "unit-00001.json").write_text("{}")
     (tmp_path / "out.part" / "unit-00002.json").write_text("[")
     assert main(words(place, out, *SHARDS)) == 0
@@ -245,8 +244,7 @@ def test_what_was_passed_over_is_judged_by_who_asks_last(
     assert main([*command, "--on_bad_data", "skip", "--shard", "0/1"]) == 0
     assert main(command) == 3
     assert "bad.jsonl:2001 " in capsys.readouterr().err
-    assert main([*command, "--on_bad_data", "skip", "--shard", "0/1"]) == 0
-    assert main(["prepare", "--merge", "--out", str(out)]) == 0
+    assert main([*command, "--on_bad_data", "skip"]) == 0
     assert len((out / "rejected.jsonl").read_text().splitlines()) == 1
 
 
