@@ -98,10 +98,10 @@ def _begun(asked: Asked, plan: Plan, told: dict[str, Any], draft: Path) -> Work:
     return Work(draft, plan, tokenizer, not asked.skips_bad)
 
 
-def merge_folder(out: Path, force: bool = False) -> Prepared:
+def merge_folder(out: Path, force: bool = False, max_bad_fraction: float | None = None) -> Prepared:
     """`out`, from an `out`.part of which every unit is done; a UsageError names what is not.
 
-    What is bad is judged as the jobs that filled it were told.
+    What is bad is judged as the jobs that filled it were told, or by another `max_bad_fraction`.
     """
     out = _place(out, force)
     draft = draft_of(out)
@@ -115,6 +115,7 @@ def merge_folder(out: Path, force: bool = False) -> Prepared:
             f"{draft / PLAN_NAME}: is of another version or damaged ({error!r}); run `minimind"
             " prepare` with the text once more, which keeps what it can"
         ) from error
+    most = most if max_bad_fraction is None else max_bad_fraction
     with storing(f"{out}: cannot be written", REMEDY):
         tokenizer = load_tokenizer(draft / TOKENIZER_NAME)
         return _merged(Work(draft, plan, tokenizer, not skips), found, out, most)

@@ -7,7 +7,7 @@ from pathlib import Path
 from minimind.data.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer import Tokenizer
 from minimind.data.tokenizer_files import JSON_NAME, MODEL_NAME
-from minimind.errors import DataError
+from minimind.errors import DataError, UsageError
 
 AnyTokenizer = Tokenizer | HuggingFaceTokenizer
 
@@ -17,6 +17,8 @@ def load_tokenizer(path: str | Path) -> AnyTokenizer:
 
     Where a directory has both, tokenizer.model is read. A DataError names what was looked for.
     """
+    if str(path) == "":
+        raise UsageError("--tokenizer is empty, as of a variable that is not set; name one")
     path = Path(path).expanduser()
     if not path.exists():
         raise DataError(f"{path}: there is no such tokenizer file or directory; correct the path")

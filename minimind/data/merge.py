@@ -48,6 +48,12 @@ def merge(work: Work, max_bad_fraction: float) -> dict[str, Any]:
     require_few_rejected(manifest, max_bad_fraction, str(work.directory))
     if not manifest["splits"]["train"]["documents"]:
         raise no_training_documents(work.plan.options.val_fraction, documents)
+    for source in manifest["sources"]:
+        if source["weight"] is not None and not source["tokens"]["train"]:
+            raise DataError(
+                f"source {source['name']}: has a weight of {source['weight']:g} and no document to"
+                " train on; add documents, or leave it out"
+            )
     if rejected:
         _join_rejected(work)
     work.tokenizer.save(work.directory / TOKENIZER_NAME)

@@ -13,7 +13,8 @@ from minimind.data.batches import Batches, held_out_rows
 from minimind.data.load_tokenizer import AnyTokenizer, load_tokenizer
 from minimind.data.order import Mixture, Order, Origin
 from minimind.data.prepare import Asked, Prepared, is_prepared, open_prepared, prepare_for_run
-from minimind.data.units import Options, Source
+from minimind.data.sources import Source
+from minimind.data.units import Options
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.flag_groups import DEFAULT_DATA
 from minimind.model.configuration import MiniMindConfig
