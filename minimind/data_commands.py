@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 OPTIONS = ("text_field", "max_document_bytes", "val_fraction")
 NOT_OF_A_MERGE = ("tokenizer", "vocab_size", *OPTIONS, "on_bad_data", "shard_bytes", "processes")
+LONGEST = "longest document accepted, in UTF-8 (64MiB; 2MiB with a Hugging Face --tokenizer, 8MiB"
+LONGEST += " with a SentencePiece model that does more than merge: they take a text at once)"
 BAR = 40  # characters of the longest bar
 
 
@@ -41,7 +43,7 @@ def add_parsers(subs: Any) -> None:
     add("--val_fraction", "--val-fraction", type=fraction, help="held out, by hash (0.01)")
     add("--text_field", "--text-field", help="that has the text (text)")
     most = ("--max_document_bytes", "--max-document-bytes")
-    add(*most, type=count_of_bytes, help="longest document accepted, in UTF-8 (64MiB)")
+    add(*most, type=count_of_bytes, help=LONGEST)
     add("--on_bad_data", "--on-bad-data", choices=("error", "skip"), help="(error)")
     add("--max_bad_fraction", "--max-bad-fraction", type=fraction, help="of all (0.05)")
     add("--shard", type=_share, metavar="I/N", help="do this share, counted from 0, and no merge")
@@ -105,6 +107,7 @@ def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _asked(args: argparse.Namespace) -> Asked:
+    from minimind.data.load_tokenizer import longest_document
     from minimind.data.prepare import Asked
     from minimind.data.sources import Source, join_sources, parse_source, read_sources
     from minimind.data.units import Options
@@ -116,10 +119,11 @@ def _asked(args: argparse.Namespace) -> Asked:
     if not sources:
         raise UsageError("no text was named; give PATHs, --source NAME=PATH or --sources FILE.yaml")
     _require_its_size(args)
+    most: dict[str, Any] = {"max_document_bytes": longest_document(args.tokenizer)}
     return Asked(
         join_sources(sources),
         args.tokenizer,
-        options=Options(**_given(args, OPTIONS)),
+        options=Options(**(most | _given(args, OPTIONS))),
         skips_bad=args.on_bad_data == "skip",
         unit_bytes=args.shard_bytes,
         processes=args.processes,

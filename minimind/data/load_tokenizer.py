@@ -10,6 +10,16 @@ from minimind.data.tokenizer_files import JSON_NAME, MODEL_NAME
 from minimind.errors import DataError, UsageError
 
 AnyTokenizer = Tokenizer | HuggingFaceTokenizer
+LONGEST_DOCUMENT = 2**26  # bytes, whatever the tokenizer
+
+
+def longest_document(path: str | None) -> int:
+    """Bytes of the longest document accepted where nobody says: memory stays within 1 GiB.
+
+    64 MiB, but for a given tokenizer that needs all of a text at once.
+    """
+    given = None if path is None else load_tokenizer(path).longest_at_once
+    return LONGEST_DOCUMENT if given is None else given
 
 
 def load_tokenizer(path: str | Path) -> AnyTokenizer:
