@@ -173,10 +173,16 @@ def _print_sources(sources: list[dict[str, Any]]) -> None:
 def run_data(args: argparse.Namespace) -> int:
     """Print what is in a folder; 3, and what is damaged, where it is."""
     from minimind.data.inspect import damage, inspect
-    from minimind.data.prepare import is_prepared, open_prepared
+    from minimind.data.prepare import NEEDED, missing_of, open_prepared
 
-    if not is_prepared(args.directory):
+    missing = missing_of(args.directory)
+    if len(missing) == len(NEEDED):
         raise DataError(f"{args.directory}: holds no prepared data; name what `prepare` wrote")
+    if missing:
+        raise DataError(
+            f"{args.directory}: has no {missing[0]}, without which it is no prepared data; put it"
+            " back, or prepare the text again"
+        )
     damaged = [] if args.no_verify else list(damage(args.directory))
     if damaged:
         print("\n".join(f"{args.directory}: DAMAGED: {told}" for told in damaged))

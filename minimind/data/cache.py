@@ -13,7 +13,9 @@ from minimind.errors import RunError
 from minimind.files import storing, sync_directory
 
 
-def build_once(directory: Path, build: Callable[[Path], None], is_resumable: bool = False) -> None:
+def build_once(
+    directory: Path, build: Callable[[Path], None], remedy: str, is_resumable: bool = False
+) -> None:
     """Have `build` fill `directory`, unless it is there; others wait for the one that builds.
 
     What is left of a build that was killed is taken up again by one that `is_resumable`.
@@ -25,7 +27,7 @@ def build_once(directory: Path, build: Callable[[Path], None], is_resumable: boo
     """
     if directory.is_dir():
         return
-    with storing(f"{directory}: cannot be written", "free space or give another --cache_dir"):
+    with storing(f"{directory}: cannot be written", remedy):
         directory.parent.mkdir(parents=True, exist_ok=True)
         with open(directory.with_name(f"{directory.name}.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -13,11 +13,16 @@ from minimind.errors import DataError
 # A kibibyte unpacks to 32 MiB at most (zstd; 1 MiB of deflate): a bomb goes off in small parts.
 PIECE_BYTES = 2**10
 BUFFER_BYTES = 2**20
+TOO_FAR_BACK = "requires too much memory"  # what zstd says of a window of more than 2**27 bytes
 GZIP_CONTAINER = 31  # wbits: deflate inside a gzip header and checksum
 
 
 class Damage(Exception):
-    """The rest of a compressed file cannot be had, and why."""
+    """The rest of a file cannot be had, why, and what to do."""
+
+    def __init__(self, what: str, remedy: str = "copy the file again") -> None:
+        super().__init__(what)
+        self.remedy = remedy
 
 
 class Unpacked(io.RawIOBase):
@@ -73,6 +78,11 @@ class Unpacked(io.RawIOBase):
         try:
             self._ready = memoryview(self._stream.decompress(self._packed))
         except self._faults as error:
+            if TOO_FAR_BACK in str(error):
+                raise Damage(
+                    "the compressed stream looks further back than 128 MiB",
+                    "compress it again without --long, or with --long=27 at most",
+                ) from error
             raise Damage(f"the compressed stream is damaged ({error})") from error
         self._packed = b""
         if self._stream.eof:

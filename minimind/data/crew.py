@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -61,12 +62,17 @@ def encode_plan(
 
 @contextmanager
 def _started(command: list[str], inherited: Sequence[int]) -> Iterator[subprocess.Popen[str]]:
-    """A process that encodes too; it does not outlive the `with`."""
+    """A process that encodes too; it does not outlive the `with`, which alone hears of Ctrl-C."""
     package = [str(PROJECT), os.environ.get("PYTHONPATH", "")]  # wherever this was started
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, package))}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=environ, pass_fds=tuple(inherited)
-    ) as process:
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process inherits it
+    try:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=environ, pass_fds=tuple(inherited)
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    with process:
         try:
             yield process
         finally:

@@ -87,7 +87,8 @@ def _finished(told: dict[str, Any], out: Path) -> Prepared:
 
 def _begun(asked: Asked, plan: Plan, told: dict[str, Any], draft: Path) -> Work:
     """The draft with its plan and its tokenizer, which the first of all jobs learns."""
-    tokenizer = tokenizer_of(asked, plan, draft / f"{TOKENIZER_NAME}-{_learnt_key(asked, plan)}")
+    learnt = draft / f"{TOKENIZER_NAME}-{_learnt_key(asked, plan)}"
+    tokenizer = tokenizer_of(asked, plan, learnt, REMEDY)
     content = canonical_json({**told, "tokenizer": tokenizer.fingerprint})
     path = draft / PLAN_NAME
     if not path.exists() or path.read_bytes() != content:

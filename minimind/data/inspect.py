@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from minimind.data.manifest import index_name, read_manifest
 from minimind.data.merge import tokens_fingerprint
 from minimind.data.prepare import Prepared
 from minimind.data.shards import INDEX_DTYPE
+from minimind.errors import DataError
 from minimind.files import sha256_of
 
 MOST_HASHES = 2**21  # documents whose hashes are compared; of more, a share chosen by hash
+END = " [end] "  # of a document, where a row is shown
 SHOWN = 72  # characters of a row or document
 
 
@@ -73,18 +77,19 @@ def damage(directory: Path) -> Iterator[str]:
     manifest = read_manifest(directory)
     if manifest["fingerprint"] != tokens_fingerprint(manifest):
         yield "manifest.json: does not match its own fingerprint"
+    expected = dict(manifest["files"])
     for _, shard in _shards(manifest):
-        index = index_name(shard)
-        for name, expected in ((shard["name"], shard["sha256"]), (index, shard["index_sha256"])):
-            if not (directory / name).is_file():
-                yield f"{name}: is missing"
-            elif sha256_of(directory / name) != expected:
-                yield f"{name}: does not match its sha256"
-    for name, expected in manifest["files"].items():
+        expected |= {shard["name"]: shard["sha256"], index_name(shard): shard["index_sha256"]}
+    for name, digest in _told(sorted(expected.items()), "hashing"):
         if not (directory / name).is_file():
             yield f"{name}: is missing"
-        elif sha256_of(directory / name) != expected:
+        elif sha256_of(directory / name) != digest:
             yield f"{name}: does not match its sha256"
+
+
+def _told(items: Sequence[Any], what: str) -> Iterable[Any]:
+    """The same, with how far one is on a terminal."""
+    return tqdm(items, desc=what, unit=" files", leave=False, disable=not sys.stderr.isatty())
 
 
 def _shards(manifest: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -94,7 +99,19 @@ def _shards(manifest: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _ends(directory: Path, shard: dict[str, Any]) -> np.ndarray:
-    return np.fromfile(directory / index_name(shard), dtype=INDEX_DTYPE).astype(np.int64)
+    """Where each document of a shard ends; a DataError where its index cannot be of it."""
+    path, remedy = directory / index_name(shard), "put back what it was, or prepare the text again"
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
+    size = INDEX_DTYPE.itemsize * shard["documents"]
+    if len(content) != size:
+        raise DataError(f"{path}: has {len(content)} bytes, not {size}; {remedy}")
+    ends = np.frombuffer(content, dtype=INDEX_DTYPE)
+    if ends[-1:].sum() != shard["tokens"] or (ends <= np.insert(ends[:-1], 0, 0)).any():
+        raise DataError(f"{path}: does not say where its documents end; {remedy}")
+    return ends.astype(np.int64)
 
 
 def _lengths(prepared: Prepared) -> list[tuple[int, int]]:
@@ -115,7 +132,7 @@ def _duplicates(prepared: Prepared) -> tuple[list[Duplicate], float, int]:
     hashes: list[int] = []
     places: list[tuple[int, int, int]] = []  # shard, start, end
     shards = [shard for _, shard in _shards(prepared.manifest)]
-    for number, shard in enumerate(shards):
+    for number, shard in enumerate(_told(shards, "comparing")):
         tokens = np.memmap(directory / shard["name"], dtype=dtype, mode="r")
         start = 0
         for end in _ends(directory, shard).tolist():
@@ -146,7 +163,10 @@ def _rows(prepared: Prepared, count: int, row_tokens: int) -> Iterator[str]:
     total = prepared.train.rows(row_tokens)
     places = np.unique(np.linspace(0, total - 1, min(count, total)).astype(np.int64))
     for index, row in zip(places, prepared.train.read_rows(places, row_tokens), strict=True):
-        yield f"row {index}: {shown(prepared.tokenizer.decode(row.tolist()), 4 * SHOWN)}"
+        ends = np.flatnonzero(row == prepared.tokenizer.eos_id)
+        parts = np.split(row, ends)  # all but the first begin with the end of a document
+        text = END.join(prepared.tokenizer.decode(part.tolist()) for part in parts)
+        yield f"row {index}: {shown(text, 4 * SHOWN)}"
 
 
 def shown(text: str, most: int = SHOWN) -> str:

@@ -42,6 +42,8 @@ from minimind.data.units import Options, Plan, Unit, files_of, make_plan
 from minimind.errors import DataError, UsageError
 from minimind.files import canonical_json, fingerprint, sha256_of, write_whole
 
+REMEDY = "free space or give another --cache_dir"
+NEEDED = (MANIFEST_NAME, PLAN_NAME, TOKENIZER_NAME)
 SAMPLED_BYTES = 2**30  # of input, in which passages for a tokenizer are looked for
 
 
@@ -100,8 +102,12 @@ class Prepared:
 
 def is_prepared(path: str | Path) -> bool:
     """Whether the folder holds shards, and not text."""
-    needed = (MANIFEST_NAME, PLAN_NAME, TOKENIZER_NAME)
-    return all((Path(path).expanduser() / name).exists() for name in needed)
+    return not missing_of(path)
+
+
+def missing_of(path: str | Path) -> list[str]:
+    """Of what every prepared folder has, what this one has not."""
+    return [name for name in NEEDED if not (Path(path).expanduser() / name).exists()]
 
 
 def open_prepared(
@@ -144,7 +150,7 @@ def prepare_for_run(asked: Asked, cache_dir: Path) -> Prepared:
         "unit_bytes": asked.unit_bytes,
     }
     learnt = cache_dir / f"tokenizer-{fingerprint({**documents, 'vocab_size': asked.vocab_size})}"
-    tokenizer = tokenizer_of(asked, plan, learnt)
+    tokenizer = tokenizer_of(asked, plan, learnt, REMEDY)
     directory = cache_dir / f"tokens-{fingerprint({**documents, 'is': tokenizer.fingerprint})}"
 
     def build(draft: Path) -> None:
@@ -157,7 +163,7 @@ def prepare_for_run(asked: Asked, cache_dir: Path) -> Prepared:
         merge(work, asked.max_bad_fraction)
         clear(draft)
 
-    build_once(directory, build, is_resumable=True)
+    build_once(directory, build, REMEDY, is_resumable=True)
     prepared = open_prepared(directory, names=[given.path for given in plan.inputs])
     if not asked.skips_bad and (first := prepared.first_rejected):
         raise refusal(first)
@@ -174,12 +180,16 @@ def _content(path: Path) -> list[str]:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror}); check it") from error
 
 
-def tokenizer_of(asked: Asked, plan: Plan, learnt: Path) -> AnyTokenizer:
+def tokenizer_of(asked: Asked, plan: Plan, learnt: Path, remedy: str) -> AnyTokenizer:
     """The tokenizer that was given, or the one learnt into `learnt` by whoever comes first."""
     if asked.tokenizer_path is not None:
         return load_tokenizer(asked.tokenizer_path)
     texts = _training_texts(plan, asked)
-    build_once(learnt, lambda draft: train_tokenizer(texts, asked.vocab_size, draft / MODEL_NAME))
+
+    def build(draft: Path) -> None:
+        train_tokenizer(texts, asked.vocab_size, draft / MODEL_NAME)
+
+    build_once(learnt, build, remedy)
     return load_tokenizer(learnt)
 
 

@@ -24,7 +24,6 @@ from minimind.errors import DataError
 
 Found = Iterator[tuple[str, int] | Rejection]
 PIECE_BYTES = 2**20
-WHAT_TO_DO_ABOUT_DAMAGE = "copy the file again"
 
 
 def read_segment(segment: Segment, reading: Reading) -> Found:
@@ -150,7 +149,7 @@ def _packed_lines(segment: Segment, reading: Reading) -> Found:
             if not number:
                 yield _emptiness(segment.path)
         except Damage as damage:
-            flaw = Flaw(str(damage), WHAT_TO_DO_ABOUT_DAMAGE)
+            flaw = Flaw(str(damage), damage.remedy)
             yield _rejection(segment.path, number + 1, position, flaw)
 
 
@@ -185,7 +184,7 @@ def _rows(segment: Segment, texts: Iterator[str | Flaw]) -> Found:
         if row < segment.stop:
             raise Damage(f"the rows from here to {segment.stop} are missing")
     except Damage as damage:
-        yield Rejection(segment.path, row + 1, None, str(damage), WHAT_TO_DO_ABOUT_DAMAGE)
+        yield Rejection(segment.path, row + 1, None, str(damage), damage.remedy)
 
 
 def _emptiness(path: Path, is_table: bool = False) -> Rejection:

@@ -102,6 +102,10 @@ def _cells(column: Any) -> Iterator[tuple[Any, int]]:
     import pyarrow
     from pyarrow import compute
 
+    if isinstance(column, pyarrow.DictionaryArray):  # not decoded: it may name a long text often
+        column.validate(full=True)
+        texts = [*_cells(column.dictionary), (pyarrow.scalar(None), 0)]
+        return (texts[-1 if number is None else number] for number in column.indices.to_pylist())
     is_large = column.type == pyarrow.large_string()
     content = column.view(pyarrow.large_binary() if is_large else pyarrow.binary())
     content.validate(full=True)
@@ -117,6 +121,7 @@ def _require_text(path: Path, schema: Any, field: str) -> None:
         columns = ", ".join(map(json.dumps, schema.names))
         raise DataError(f"{path}: has no column {name} but {columns}; name the one with the text")
     kind = schema.field(field).type
+    kind = kind.value_type if isinstance(kind, pyarrow.DictionaryType) else kind
     if kind not in (pyarrow.string(), pyarrow.large_string()):
         raise DataError(f"{path}: column {name} holds {kind}, not string; name one with text")
 

@@ -125,6 +125,15 @@ def test_a_damaged_packed_file_is_told(tmp_path, name, content):
     assert "the compressed stream is damaged (" in told.what
 
 
+def test_a_window_that_is_too_large_is_no_damage(tmp_path):
+    window = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
+    packer = zstandard.ZstdCompressor(compression_params=window).compressobj()
+    (tmp_path / "a.jsonl.zst").write_bytes(packer.compress(GOOD) + packer.flush())
+    (told,) = map(str, read(tmp_path / "a.jsonl.zst"))
+    assert "a.jsonl.zst:1 (byte 0): the compressed stream looks further back than 128 MiB" in told
+    assert told.endswith("; compress it again without --long, or with --long=27 at most")
+
+
 def test_zstandard_that_is_not_installed_is_told(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(DataError, match=r"zstandard; pip install 'minimind\[data\]'"):

@@ -63,6 +63,20 @@ def test_rows_are_documents_in_order_whatever_the_segments(tmp_path, write, kind
         assert read(path, unit) == TEXTS
 
 
+def test_texts_that_are_named_by_numbers_are_texts(tmp_path):
+    cells = [TEXTS[n % 7] for n in range(700)]
+    table = pyarrow.table({"text": column(cells).cast(pyarrow.string()).dictionary_encode()})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", 1000) == cells
+    others = pyarrow.array([*cells[:3], None, "", *cells[5:]])
+    table = pyarrow.table({"text": others.dictionary_encode()})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    found = [str(one)[-60:] for one in read(tmp_path / "a.parquet", 1000)[3:5]]
+    assert "text" in found[0]
+    assert "is null" in found[0]
+    assert "document is empty" in found[1]
+
+
 def test_row_groups_of_any_size_are_read_once(tmp_path):
     for size in (30, 256, 699, 700):
         path = write_parquet(tmp_path / f"{size}.parquet", TEXTS, row_group_size=size)
