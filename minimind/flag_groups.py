@@ -167,7 +167,11 @@ class PlaceFlags:
         below=1.0,
     )
     max_document_bytes: int = flag(
-        "longest document accepted, in UTF-8 bytes", 64 * 2**20, "data", at_least=1
+        "longest document accepted, in UTF-8 bytes; 2 or 8 MiB unless given where a --tokenizer"
+        " takes a text at once (docs/data.md)",
+        64 * 2**20,
+        "data",
+        at_least=1,
     )
     text_field: str = flag("field or column that has the text", "text", "data")
     on_bad_data: str = flag(
