@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from minimind.cli import main
@@ -105,13 +106,72 @@ def test_shares_that_are_not_of_one_preparation_are_refused(
 def test_a_share_goes_on_after_its_text_was_mended(place: Path, tmp_path: Path):
     write(tmp_path / "t.jsonl", ["one", "two"])
     out = tmp_path / "out"
-    command = words(place, out, f"--source=t={tmp_path}/t.jsonl:1")
+    command = words(place, out, f"--source=t={tmp_path}/t.jsonl:1", "--val_fraction", "0")
     assert main([*command, "--shard", "0/2"]) == 0
-    write(tmp_path / "t.jsonl", ["one", "three"])
+    write(tmp_path / "t.jsonl", ["one", "six"])  # of the same size
     for part in ("0/2", "1/2"):
         assert main([*command, "--shard", part]) == 0
     assert main(["prepare", "--merge", "--out", str(out)]) == 0
-    assert open_prepared(out).manifest["documents"] == 402
+    assert last_document(out) == "six"
+
+
+def last_document(out: Path) -> str:
+    prepared = open_prepared(out)
+    size = len(prepared.train)
+    ids = prepared.train.read_rows(np.arange(max(0, size - 100), size), 1).ravel().tolist()
+    eos = prepared.tokenizer.eos_id
+    begin = len(ids) - 1 - ids[-2::-1].index(eos)
+    return prepared.tokenizer.decode(ids[begin:])
+
+
+def test_another_preparation_takes_nothing_over_from_one_that_was_cut_at_its_end(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def cut(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "clear", cut)
+        assert main(words(place, out, text=("a",))) == 130
+    assert (tmp_path / "out.part" / "manifest.json").exists()
+    assert main(words(place, out, text=("b",))) == 0
+    assert [source["name"] for source in open_prepared(out).manifest["sources"]] == ["b"]
+
+
+def test_what_was_bad_before_it_was_mended_is_not_listed(place: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    for name in ("bad", "worse"):
+        write(tmp_path / f"{name}.jsonl", ["good", ""])
+    named = [f"--source={name}={tmp_path}/{name}.jsonl:1" for name in ("bad", "worse")]
+    command = words(place, out, *named, "--on_bad_data", "skip")
+    assert main([*command, "--shard", "0/1"]) == 0
+    write(tmp_path / "bad.jsonl", ["good", "mended"])
+    assert main(command) == 0
+    (line,) = (out / "rejected.jsonl").read_text().splitlines()
+    assert json.loads(line)["file"] == str(tmp_path / "worse.jsonl")
+
+
+def test_a_tokenizer_is_learnt_again_for_another_text(place: Path, tmp_path: Path):
+    def command(text: str, name: str) -> list[str]:
+        flags = ["--vocab_size", "512", "--out", str(tmp_path / name)]
+        return ["prepare", str(place / f"{text}.jsonl"), *flags]
+
+    assert main([*command("a", "out"), "--shard", "0/1"]) == 0
+    assert main(command("b", "out")) == 0
+    assert main(command("b", "fresh")) == 0
+    found = [open_prepared(tmp_path / name).manifest["fingerprint"] for name in ("out", "fresh")]
+    assert found[0] == found[1]
+
+
+def test_other_weights_are_another_fingerprint(place: Path, tmp_path: Path):
+    found = set()
+    for weight in (1, 9):
+        out = tmp_path / str(weight)
+        extra = [f"--source=a={place}/a.jsonl:{weight}", f"--source=b={place}/b.jsonl:1"]
+        assert main(words(place, out, *extra, text=())) == 0
+        found.add(open_prepared(out).manifest["fingerprint"])
+    assert len(found) == 2
 
 
 def test_a_whole_preparation_replaces_another_that_nobody_works_on(place: Path, tmp_path: Path):

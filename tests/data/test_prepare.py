@@ -12,12 +12,13 @@ import pytest
 
 from minimind.data import encode, unit_reader
 from minimind.data import prepare as module
+from minimind.data.inputs import Segment
 from minimind.data.manifest import seal
 from minimind.data.prepare import Asked, Prepared, prepare_for_run
 from minimind.data.sources import Source
 from minimind.data.tokenizer import Tokenizer
 from minimind.data.unit_reader import split_of
-from minimind.data.units import Options
+from minimind.data.units import Options, Unit
 from minimind.errors import DataError, StorageError, UsageError
 
 TEXTS = [f"document {i}: " + "the quick brown fox " * (i % 7 + 1) + "春眠\n" for i in range(400)]
@@ -300,6 +301,19 @@ def test_a_held_out_document_teaches_the_tokenizer_nothing(tmp_path):
     tokenizer = make([path], tmp_path / "cache", val_fraction=0.5).tokenizer
     assert any("zq" in text for text in kept)
     assert len(tokenizer.encode("zq")) > 1
+
+
+def test_a_tokenizer_is_learnt_from_a_bounded_part_of_all_units(monkeypatch):
+    units = [Unit(n, 0, (Segment(Path("x.jsonl"), 10 * n, 10 * n + 10, 10),)) for n in range(100)]
+    assert module._sampled(units) == units
+    monkeypatch.setattr(module, "SAMPLED_BYTES", 205)
+    drawn = [unit.number for unit in module._sampled(units)]
+    assert len(drawn) == 20
+    assert drawn == sorted(drawn)
+    assert drawn[0] < 30
+    assert drawn[-1] > 70
+    monkeypatch.setattr(module, "SAMPLED_BYTES", 3)
+    assert len(module._sampled(units)) == 1  # one at least, however large
 
 
 def test_shards_that_were_written_to_after_their_manifest_are_hashed(
