@@ -167,6 +167,7 @@ def test_pieces_are_shown_without_anything_a_terminal_would_obey():
             "max_document_bytes = 9",
         ),
         (["train", "TEXT", "--out", "OUT", "--val_fraction", "0.99999"], 3, "no document is left"),
+        (["train", "TEXT", "TEXT", "--out", "OUT"], 2, "is named twice; name it once"),
         (["train", "NONE", "--out", "OUT"], 3, "no such file"),
         (["train", "BLANK", "--out", "OUT"], 3, "no text to learn"),
         (["inspect"], 2, "required: DIR|FILE"),
