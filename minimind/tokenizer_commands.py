@@ -67,6 +67,14 @@ def _add_training(added: argparse.ArgumentParser) -> None:
         help=f"pieces in all ({vocabulary.default})",
     )
     added.add_argument(
+        *("--special_tokens", "--special-tokens"),
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="pieces of yours that no text is made of, such as '<|im_start|>'",
+    )
+    added.add_argument(
         *("--sample_bytes", "--sample-bytes"),
         type=count_of_bytes,
         default=2**24,
@@ -95,6 +103,7 @@ def run_train(args: argparse.Namespace) -> int:
     from minimind.data.tokenizer import train_tokenizer
     from minimind.data.tokenizer_files import MODEL_NAME, TOKENIZER_FILES
     from minimind.data.tokenizer_measures import measure
+    from minimind.data.vocabulary import require_learnable
     from minimind.new_folder import require_free, written_aside
 
     started = time.perf_counter()
@@ -114,6 +123,7 @@ def run_train(args: argparse.Namespace) -> int:
             "no text was named; give files or directories, for example:"
             " minimind tokenizer train my_text.jsonl --out out/tokenizer"
         )
+    require_learnable(args.vocab_size, args.special_tokens)
     out = args.out.expanduser().resolve()
     require_free(out, args.force, TOKENIZER_FILES, "minimind tokenizer train")
     read = Reader(args.val_fraction, _reading(args), args.on_bad_data == "skip")
@@ -125,7 +135,8 @@ def run_train(args: argparse.Namespace) -> int:
         )
     with written_aside(out) as draft:
         model = draft / MODEL_NAME
-        train_tokenizer(passages, args.vocab_size, model, args.sample_bytes, args.seed)
+        how = (args.sample_bytes, args.seed, args.special_tokens)
+        train_tokenizer(passages, args.vocab_size, model, *how)
         tokenizer = load_tokenizer(model)
         tokenizer.save(draft)
     size = sum(len(passage.encode()) for passage in passages)
@@ -198,13 +209,14 @@ def run_inspect(args: argparse.Namespace) -> int:
     from minimind.data.inputs import find_files
     from minimind.data.load_tokenizer import load_tokenizer
     from minimind.data.tokenizer_measures import AWKWARD, measure
-    from minimind.tokenizer_tables import about, kinds, longest, sources, unused
+    from minimind.tokenizer_tables import about, kinds, longest, sources, special, unused
 
     tokenizer = load_tokenizer(args.tokenizer)
     pieces = tokenizer.pieces()
     files, skips_bad = find_files(args.data_path), args.on_bad_data == "skip"
     print(about(tokenizer))
     print(kinds(pieces))
+    print(special(tokenizer.special_tokens()))
     print(longest(pieces))
     measured = {"awkward text": measure(tokenizer, AWKWARD)}
     for path in files:

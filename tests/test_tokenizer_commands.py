@@ -17,6 +17,7 @@ from minimind.tokenizer_tables import shown
 from tests.data.test_tokenizer import prose, verse
 
 FILES = ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"]
+MANY = [f"<{i}>" for i in range(133)]
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,48 @@ def test_the_same_text_and_seed_give_the_same_files(text, trained, tmp_path, cap
     assert "bytes per token on" in told
     assert "of held-out text" in told
     assert [path.name for path in again.parent.iterdir()] == ["again"]
+
+
+def test_special_tokens_are_pieces_that_are_shown_and_loaded(text, trained, tmp_path, capsys):
+    out, names = tmp_path / "out", ["<|im_start|>", "<|im_end|>", "<tool_call>"]
+    words = ["--out", out, "--vocab_size", 700, "--special_tokens", *names[:2]]
+    assert tokenizer("train", text, *words, "--special-tokens", names[2]) == 0
+    assert AutoTokenizer.from_pretrained(out).convert_tokens_to_ids(names) == [4, 5, 6]
+    assert sorted(contents(out)) == FILES
+    capsys.readouterr()
+    assert tokenizer("inspect", out) == 0
+    told = capsys.readouterr().out
+    assert "2 '</s>'  3 '<pad>'  4 '<|im_start|>'  5 '<|im_end|>'  6 '<tool_call>'\n" in told
+    assert ["control", "7"] in [line.split()[:2] for line in told.splitlines()]
+    (line,) = (line for line in told.splitlines() if line.endswith(" awkward text"))
+    assert line.split()[-3] == "all"
+    assert b"additional" not in contents(trained)["tokenizer_config.json"]
+
+
+REFUSED = {
+    "": "is empty",
+    "<pad>": "is built in",
+    "<0x41>": "is built in",
+    "<unused_7>": "begins with <unused_",
+    "a b": "holds whitespace",
+    "a\u3000": "holds whitespace",
+    "a\n": "holds whitespace",
+    "a\0b": "a character that cannot be printed",
+    "a\ud83d": "a character that cannot be printed",
+    "a\ufdd0": "a character that cannot be printed",
+    "a\u2581": "holds U+2581",
+    "x": "is one character",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_name_that_cannot_be_a_special_token_is_refused(name, text, tmp_path, capsys):
+    words = ["--out", tmp_path / "out", "--special_tokens", "<ok>", name]
+    assert tokenizer("train", text, *words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--special_tokens: {name!r} " in line
+    assert REFUSED[name] in line
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_another_seed_learns_from_another_sample(text, tmp_path):
@@ -157,6 +200,13 @@ def test_pieces_are_shown_without_anything_a_terminal_would_obey():
         (["train", "--out", "OUT"], 2, "no text was named"),
         (["train", "TEXT", "--out", "OUT", "--vocab_size", "511"], 2, "511 is below 512"),
         (["train", "TEXT", "--out", "OUT", "--vocab_size", "2000000"], 2, "2000000 is more than"),
+        (["train", "TEXT", "--out", "OUT", "--special_tokens"], 2, "expected at least one"),
+        (["train", "TEXT", "--out", "OUT", "--special_tokens", "<a>", "<a>"], 2, "is named twice"),
+        (
+            ["train", "TEXT", "--out", "OUT", "--vocab_size", "512", "--special_tokens", *MANY],
+            2,
+            "133 are more than the 132 that vocab_size = 512 has room for",
+        ),
         (["train", "TEXT", "--out", "OUT", "--val_fraction", "1"], 2, "--val_fraction 1.0"),
         (["train", "TEXT", "--out", "OUT", "--sample_bytes", "0"], 2, "--sample_bytes"),
         (["train", "TEXT", "--out", "OUT", "--sample_bytes", "9K"], 2, "--sample_bytes 9216 is"),

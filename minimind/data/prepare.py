@@ -33,11 +33,12 @@ from minimind.data.merge import (
 )
 from minimind.data.readers import read_segment
 from minimind.data.shards import TokenShards
-from minimind.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
+from minimind.data.tokenizer import train_tokenizer
 from minimind.data.tokenizer_files import MODEL_NAME
 from minimind.data.unit_reader import refusal, split_of
 from minimind.data.units import Options, Plan, Source, Unit, files_of, make_plan
-from minimind.errors import DataError, UsageError
+from minimind.data.vocabulary import require_learnable
+from minimind.errors import DataError
 from minimind.files import canonical_json, fingerprint, sha256_of, write_whole
 
 SAMPLED_BYTES = 2**30  # of input, in which passages for a tokenizer are looked for
@@ -58,12 +59,9 @@ class Asked:
     progress: bool = True
 
     def plan(self) -> Plan:
-        """The units of the text that is there now; a UsageError for a vocabulary too small."""
-        if self.tokenizer_path is None and self.vocab_size < SMALLEST_VOCABULARY:
-            raise UsageError(
-                f"vocab_size = {self.vocab_size} is less than {SMALLEST_VOCABULARY}; raise"
-                " --vocab_size"
-            )
+        """The units of the text that is there now; a UsageError for a vocabulary that cannot be."""
+        if self.tokenizer_path is None:
+            require_learnable(self.vocab_size)
         return make_plan(self.sources, self.options, self.unit_bytes)
 
 
