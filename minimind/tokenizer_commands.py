@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from minimind.arguments import Parser, at_least, count_of_bytes
 from minimind.config import FLAGS
-from minimind.errors import DataError, UsageError
+from minimind.errors import DataError, Interrupted, UsageError
 from minimind.files import mebibytes
 
 if TYPE_CHECKING:
@@ -97,7 +97,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    """Learn a tokenizer, write it, and say how it does on text it has not seen."""
+    """Learn a tokenizer, write it, and say how it does on text it has not seen.
+
+    An Interrupted says what a Ctrl-C leaves.
+    """
+    try:
+        return _train(args)
+    except KeyboardInterrupt as stop:
+        raise Interrupted(
+            f"stopped; {args.out} is as it was before, and the same command begins anew"
+        ) from stop
+
+
+def _train(args: argparse.Namespace) -> int:
     from minimind.data.load_tokenizer import load_tokenizer
     from minimind.data.sample import sample
     from minimind.data.tokenizer import train_tokenizer
@@ -139,13 +151,13 @@ def run_train(args: argparse.Namespace) -> int:
         train_tokenizer(passages, args.vocab_size, model, *how)
         tokenizer = load_tokenizer(model)
         tokenizer.save(draft)
+        kind, texts = ("held-out text", read.held_out) if read.held_out else ("that text", passages)
+        found = measure(tokenizer, texts)  # before --out is there, so that a Ctrl-C leaves nothing
     size = sum(len(passage.encode()) for passage in passages)
     print(
         f"{args.out}: {tokenizer.vocab_size:,} pieces ({tokenizer.unused:,} of them unused), learnt"
         f" from {mebibytes(size)} of {read.training:,} documents"
     )
-    kind, texts = ("held-out text", read.held_out) if read.held_out else ("that text", passages)
-    found = measure(tokenizer, texts)
     print(f"{found.bytes_per_token:.3f} bytes per token on {mebibytes(found.bytes)} of {kind}")
     print(f"{time.perf_counter() - started:.1f} seconds")
     return 0

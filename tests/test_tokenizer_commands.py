@@ -192,6 +192,29 @@ def test_pieces_are_shown_without_anything_a_terminal_would_obey():
     assert shown("字".encode()[:2]) == r"'\xe5\xad'"
 
 
+@pytest.mark.parametrize("where", ["sample.sample", "tokenizer.train_tokenizer"])
+def test_ctrl_c_is_answered_in_one_line_and_leaves_what_was_there(
+    where, text, tmp_path, capsys, monkeypatch
+):
+    out = tmp_path / "out"
+    words = ["train", text, "--out", out, "--vocab_size", 512]
+    assert tokenizer(*words) == 0
+    before = contents(out)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"minimind.data.{where}", interrupted)
+    capsys.readouterr()
+    assert tokenizer(*words, "--force", "--special_tokens", "<a>") == 130
+    assert capsys.readouterr().err == (
+        f"minimind: error[INTERRUPTED]: stopped; {out} is as it was before, and the same command"
+        " begins anew\n"
+    )
+    assert contents(out) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize(
     ("words", "status", "told"),
     [

@@ -55,10 +55,10 @@ def whole(place: Path) -> dict[str, bytes]:
     return files
 
 
-def start(command: list[str]) -> subprocess.Popen[bytes]:
+def start(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "minimind.cli", *command]
-    return subprocess.Popen(command, env=environ, start_new_session=True)
+    return subprocess.Popen(command, env=environ, start_new_session=True, **how)
 
 
 def kill_at_random(place: Path, out: Path, times: int, seed: int, *more: str) -> int:
@@ -292,6 +292,44 @@ def test_two_at_once_in_one_folder_are_one_preparation(
     assert sorted(process.wait() for process in both) in ([0, 0], [0, 2])  # or one came too late
     assert files_of(out) == whole
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("more", [(), ("--processes", "2")])
+def test_ctrl_c_is_answered_in_one_line_and_the_same_command_goes_on(
+    place: Path, tmp_path: Path, more: tuple[str, ...]
+):
+    text, out, draft = tmp_path / "long.jsonl", tmp_path / "out", tmp_path / "out.part"
+    text.write_text((place / "a.jsonl").read_text() * 20)
+    command = ["prepare", str(text), "--tokenizer", str(place / MODEL_NAME), *SHARDS, *more]
+    command += ["--out", str(out)]
+    process = start(command, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (done := [*draft.glob("unit-*.json")]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, told = process.communicate()
+    assert process.returncode == 130
+    assert told.decode().splitlines() == [
+        f"minimind: error[INTERRUPTED]: stopped; {draft} keeps what is done, and the same command"
+        " goes on from there"
+    ]
+    names = [path.name.replace("unit", "train").replace("json", "bin") for path in done]
+    kept = {name: (draft / name).stat().st_mtime_ns for name in names}
+    assert main(command) == 0
+    assert {name: (out / name).stat().st_mtime_ns for name in names} == kept
+
+
+def test_ctrl_c_before_anything_is_kept_says_so(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(folder.Asked, "plan", interrupted)
+    assert main(words(place, tmp_path / "out")) == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("stopped with nothing to go on from; run the same command again")
 
 
 def test_helpers_end_with_a_parent_that_is_killed(place: Path, tmp_path: Path):
