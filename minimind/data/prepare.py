@@ -154,8 +154,7 @@ def prepare_for_run(asked: Asked, cache_dir: Path) -> Prepared:
     prepared = open_prepared(directory, names=[given.path for given in plan.inputs])
     if not asked.skips_bad and (first := prepared.first_rejected):
         raise refusal(first)
-    where = " ".join(path for source in asked.sources for path in source.paths)
-    require_few_rejected(prepared.manifest, asked.max_bad_fraction, where)
+    require_few_rejected(prepared.manifest, asked.max_bad_fraction, asked.sources)
     return prepared
 
 
