@@ -15,6 +15,7 @@ from minimind.data.unit_reader import split_of
 from minimind.data.units import Options, Source
 from minimind.tokenizer_tables import shown
 from tests.data.test_tokenizer import prose, verse
+from tests.killing import killed_in_replacing
 
 FILES = ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"]
 MANY = [f"<{i}>" for i in range(133)]
@@ -152,6 +153,22 @@ def test_a_folder_that_is_there_is_replaced_only_if_asked_and_ours(text, tmp_pat
     assert tokenizer("train", *few, 512, "--force") == 2
     assert "notes.txt" in capsys.readouterr().err
     assert (out / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+def test_killed_while_a_folder_is_replaced_it_leaves_nothing_to_the_next(text, tmp_path, at):
+    out = tmp_path / "out"
+    words = ["tokenizer", "train", str(text), "--out", str(out), "--vocab_size"]
+    assert main([*words, "512"]) == 0
+    old = contents(out)
+    killed_in_replacing([*words, "600", "--force"], at)
+    is_new = out.exists() and contents(out) != old
+    assert main([*words, "512"]) == 2
+    assert is_new or contents(out) == old
+    assert Tokenizer(out).vocab_size == (600 if is_new else 512)
+    assert main([*words, "700", "--force"]) == 0
+    assert Tokenizer(out).vocab_size == 700
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_inspect_counts_pieces_tokens_and_what_is_never_used(text, trained, capsys):

@@ -20,6 +20,7 @@ from minimind.data.prepare import open_prepared
 from minimind.data.tokenizer import MODEL_NAME, train_tokenizer
 from minimind.data.units import MOST_UNITS, SMALLEST_UNIT, Options, Source, make_plan
 from tests.conftest import ROOT, sentences
+from tests.killing import killed_in_replacing
 
 SHARDS = ["--shard_bytes", "1000000"]
 
@@ -55,10 +56,10 @@ def whole(place: Path) -> dict[str, bytes]:
     return files
 
 
-def start(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+def start(command: list[str], stderr: int | None = None) -> subprocess.Popen[bytes]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "minimind.cli", *command]
-    return subprocess.Popen(command, env=environ, start_new_session=True, **how)
+    return subprocess.Popen(command, env=environ, start_new_session=True, stderr=stderr)
 
 
 def kill_at_random(place: Path, out: Path, times: int, seed: int, *more: str) -> int:
@@ -203,6 +204,23 @@ def test_what_is_there_is_replaced_by_force_alone(
         (tmp_path / "mine" / name).touch()
     assert main(words(place, tmp_path / "mine", "--force")) == 2
     assert "holds 'weights', which minimind prepare did not write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+def test_killed_while_the_new_folder_takes_the_place_of_the_old_one_of_them_is_put_there(
+    place: Path, whole: dict[str, bytes], tmp_path: Path, at: int
+):
+    out = tmp_path / "out"
+    assert main(words(place, out, "--val_fraction", "0.3")) == 0
+    old = files_of(out)
+    killed_in_replacing(words(place, out, *SHARDS, "--force"), at)
+    assert len([*tmp_path.iterdir()]) > 1
+    is_new = out.exists() and files_of(out) == whole
+    assert main(["prepare", "nothing", "--out", str(out)]) == 2  # it is there
+    assert files_of(out) == (whole if is_new else old)
+    assert main(words(place, out, *SHARDS, "--force")) == 0
+    assert files_of(out) == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_what_is_left_of_another_preparation_is_not_mixed_into_this(
