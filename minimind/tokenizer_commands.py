@@ -179,7 +179,7 @@ class Reader:
         from minimind.data.unit_reader import split_of
 
         for path in find_files(paths):
-            for text in documents_of(path, self.reading, self.skips_bad):
+            for text in texts_of(path, self.reading, self.skips_bad):
                 content = text.encode()
                 self.documents += 1
                 if split_of(sha256(content).digest(), self.val_fraction) == "train":
@@ -190,22 +190,18 @@ class Reader:
                     self._held_out_bytes += len(content)
 
 
-def documents_of(path: Path, reading: Reading, skips_bad: bool) -> Iterator[str]:
+def texts_of(path: Path, reading: Reading, skips_bad: bool) -> Iterator[str]:
     """The texts of one input; how many are read, on a terminal. A DataError for a bad one."""
     from tqdm import tqdm
 
-    from minimind.data.documents import Rejection
     from minimind.data.inputs import segments_of
-    from minimind.data.readers import read_segment
-    from minimind.data.unit_reader import refusal
+    from minimind.data.unit_reader import documents_of, pass_over, refuse
 
-    found = (one for segment in segments_of(path, 2**62) for one in read_segment(segment, reading))
+    reject = pass_over if skips_bad else refuse
+    found = documents_of(segments_of(path, 2**62), reading, reject)
     silent = not sys.stderr.isatty()
-    for one in tqdm(found, desc=path.name, unit=" documents", leave=False, disable=silent):
-        if not isinstance(one, Rejection):
-            yield one[0]
-        elif not skips_bad:
-            raise refusal(str(one))
+    for text, _ in tqdm(found, desc=path.name, unit=" documents", leave=False, disable=silent):
+        yield text
 
 
 def _reading(args: argparse.Namespace) -> Reading:
@@ -232,7 +228,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     print(longest(pieces))
     measured = {"awkward text": measure(tokenizer, AWKWARD)}
     for path in files:
-        measured[str(path)] = measure(tokenizer, documents_of(path, _reading(args), skips_bad))
+        measured[str(path)] = measure(tokenizer, texts_of(path, _reading(args), skips_bad))
     print(sources(measured))
     if files:
         print(unused(pieces, np.sum([measured[str(path)].used for path in files], axis=0)))
