@@ -19,7 +19,7 @@ from minimind.data.manifest import (
 )
 from minimind.data.shards import token_dtype
 from minimind.data.unit_reader import refusal
-from minimind.data.units import Plan, Unit
+from minimind.data.units import Plan, Source, Unit
 from minimind.errors import DataError, UsageError
 from minimind.files import canonical_json, fingerprint, sha256_of, sync_file, write_whole
 
@@ -44,7 +44,7 @@ def merge(work: Work, max_bad_fraction: float) -> dict[str, Any]:
     rejected, documents = manifest["rejected"]["count"], manifest["documents"]
     if rejected and work.is_strict:
         raise refusal(manifest["rejected"]["first"])
-    require_few_rejected(manifest, max_bad_fraction, str(work.directory))
+    require_few_rejected(manifest, max_bad_fraction, work.plan.sources)
     if not manifest["splits"]["train"]["documents"]:
         raise no_training_documents(work.plan.options.val_fraction, documents)
     if rejected:
@@ -74,11 +74,15 @@ def clear(directory: Path) -> None:
             path.unlink()
 
 
-def require_few_rejected(manifest: dict[str, Any], max_bad_fraction: float, where: str) -> None:
+def require_few_rejected(
+    manifest: dict[str, Any], max_bad_fraction: float, sources: Sequence[Source]
+) -> None:
     """Nothing, or a DataError when more is bad than `max_bad_fraction` of all documents."""
     rejected = manifest["rejected"]["count"]
     total = rejected + manifest["documents"]
     if rejected > max_bad_fraction * total:
+        first, *others = (path for source in sources for path in source.paths)
+        where = f"{first} and {len(others)} more" if others else first
         raise DataError(
             f"{where}: {rejected:,} of {total:,} documents are bad, more than max_bad_fraction ="
             f" {max_bad_fraction}; the first is {manifest['rejected']['first']}; mend the text, or"

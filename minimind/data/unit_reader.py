@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from minimind.data.documents import Reading, Rejection
+from minimind.data.inputs import Segment
 from minimind.data.readers import read_segment
 from minimind.data.units import Options, Unit
 from minimind.errors import DataError
@@ -27,6 +28,30 @@ def split_of(digest: bytes, val_fraction: float) -> str:
 def refusal(told: str) -> DataError:
     """What ends a preparation that passes over nothing."""
     return DataError(f"{told}; or pass over what is bad with --on_bad_data skip")
+
+
+def refuse(found: Rejection) -> None:
+    """End a preparation that passes over nothing."""
+    raise refusal(str(found))
+
+
+def pass_over(found: Rejection) -> None:
+    """Nothing: what is bad is neither listed nor counted."""
+
+
+def documents_of(
+    segments: Iterable[Segment], reading: Reading, reject: Callable[[Rejection], None]
+) -> Iterator[tuple[str, int]]:
+    """Each text with the bytes of input that are read by then; `reject` is given what is bad."""
+    before = 0
+    for segment in segments:
+        for found in read_segment(segment, reading):
+            if isinstance(found, Rejection):
+                reject(found)
+                continue
+            yield found[0], before + found[1]
+            del found
+        before += segment.weight
 
 
 @dataclass
@@ -62,13 +87,15 @@ class UnitReader:
 
     def batches(self) -> Iterator[Batch]:
         """About `BATCH_BYTES` of documents each."""
+        options = self.options
+        reading = Reading(options.text_field, options.max_document_bytes)
         batch, size = Batch(), 0
-        for text, reached in self._documents():
+        for text, reached in documents_of(self.unit.segments, reading, self._reject):
             content = text.encode()
             digest = hashlib.sha256(content).digest()
             self.digest.update(digest)
             batch.texts.append(text)
-            batch.splits.append(split_of(digest, self.options.val_fraction))
+            batch.splits.append(split_of(digest, options.val_fraction))
             batch.bytes.append(len(content))
             size += len(content)
             if size >= BATCH_BYTES:
@@ -78,21 +105,7 @@ class UnitReader:
                 batch, size = Batch(), 0
         if batch.texts:
             yield batch
-        self._tell(sum(segment.weight for segment in self.unit.segments))
-
-    def _documents(self) -> Iterator[tuple[str, int]]:
-        """Each with the bytes of the unit that are read by then."""
-        options = self.options
-        reading = Reading(options.text_field, options.max_document_bytes)
-        before = 0
-        for segment in self.unit.segments:
-            for found in read_segment(segment, reading):
-                if isinstance(found, Rejection):
-                    self._reject(found)
-                    continue
-                yield found[0], before + found[1]
-                del found
-            before += segment.weight
+        self._tell(self.unit.bytes)
 
     def _tell(self, reached: int) -> None:
         self.tell(reached - self.told)
@@ -100,7 +113,7 @@ class UnitReader:
 
     def _reject(self, found: Rejection) -> None:
         if self.is_strict:
-            raise refusal(str(found))
+            refuse(found)
         if self._rejections is None:
             self._rejections = open(self.listed, "wb")
             self.first_rejected = str(found)
