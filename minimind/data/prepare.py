@@ -31,7 +31,7 @@ from minimind.data.merge import (
     no_training_documents,
     require_few_rejected,
 )
-from minimind.data.readers import read_segment
+from minimind.data.readers import in_file, read_segment
 from minimind.data.shards import TokenShards
 from minimind.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from minimind.data.tokenizer_files import MODEL_NAME
@@ -191,7 +191,7 @@ def _training_texts(plan: Plan, asked: Asked) -> Iterator[str]:
             for document in read_segment(segment, reading):
                 if isinstance(document, Rejection):
                     if not asked.skips_bad:
-                        raise refusal(str(document))
+                        raise refusal(str(in_file(document)))
                     continue
                 text, position = document
                 bar.update(done + position - bar.n)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from minimind.data.documents import Reading, Rejection
-from minimind.data.readers import read_segment
+from minimind.data.inputs import kind_of
+from minimind.data.readers import in_file, read_segment
 from minimind.data.units import Options, Unit
 from minimind.errors import DataError
 from minimind.files import canonical_json
@@ -56,7 +58,9 @@ class UnitReader:
         self.tell = tell
         self.told = 0  # bytes of input
         self.rejected = 0
-        self.first_rejected = ""
+        self.first_rejected: dict[str, Any] | None = None  # the fields of a Rejection
+        # Of each .jsonl file; lines are listed as counted from the first that this unit has of it.
+        self.lines: Counter[str] = Counter()
         self.digest = hashlib.sha256()  # over the digests of all documents
         self._rejections: BinaryIO | None = None
 
@@ -82,28 +86,33 @@ class UnitReader:
         options = self.options
         reading = Reading(options.text_field, options.max_document_bytes)
         for segment in self.unit.segments:
-            told = 0
+            told = lines = 0
+            before = self.lines[str(segment.path)]
             for found in read_segment(segment, reading):
+                lines += 1
                 if isinstance(found, Rejection):
-                    self._reject(found)
+                    self._reject(found, before)
                     continue
                 self._tell(found[1] - told)
                 told = found[1]
                 yield found[0]
                 del found
             self._tell(segment.weight - told)
+            if kind_of(segment.path) == ".jsonl":
+                self.lines[str(segment.path)] += lines
 
     def _tell(self, size: int) -> None:
         self.told += size
         self.tell(size)
 
-    def _reject(self, found: Rejection) -> None:
+    def _reject(self, found: Rejection, before: int) -> None:
         if self.is_strict:
-            raise refusal(str(found))
+            raise refusal(str(in_file(found)))
+        path, number = str(found.path), found.line + before
         if self._rejections is None:
             self._rejections = open(self.listed, "wb")
-            self.first_rejected = str(found)
-        line = {"file": str(found.path), "line": found.line, "byte": found.byte, "what": found.what}
+            self.first_rejected = {**asdict(found), "path": path, "line": number}
+        line = {"file": path, "line": number, "byte": found.byte, "what": found.what}
         self._rejections.write(canonical_json(line) + b"\n")
         self.rejected += 1
 
