@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from minimind.data.documents import Reading, Rejection
-from minimind.data.inputs import Segment
-from minimind.data.readers import read_segment
+from minimind.data.inputs import Segment, kind_of
+from minimind.data.readers import in_file, read_segment
 from minimind.data.units import Options, Unit
 from minimind.errors import DataError
 from minimind.files import canonical_json
@@ -32,7 +33,7 @@ def refusal(told: str) -> DataError:
 
 def refuse(found: Rejection) -> None:
     """End a preparation that passes over nothing."""
-    raise refusal(str(found))
+    raise refusal(str(in_file(found)))
 
 
 def pass_over(found: Rejection) -> None:
@@ -40,18 +41,28 @@ def pass_over(found: Rejection) -> None:
 
 
 def documents_of(
-    segments: Iterable[Segment], reading: Reading, reject: Callable[[Rejection], None]
+    segments: Iterable[Segment],
+    reading: Reading,
+    reject: Callable[[Rejection], None],
+    lines: Counter[str] | None = None,
 ) -> Iterator[tuple[str, int]]:
-    """Each text with the bytes of input that are read by then; `reject` is given what is bad."""
+    """Each text with the bytes of input that are read by then; `reject` is given what is bad.
+
+    `lines` adds up, by segments that are over, how many each .jsonl file had.
+    """
     before = 0
     for segment in segments:
+        read = 0
         for found in read_segment(segment, reading):
+            read += 1
             if isinstance(found, Rejection):
                 reject(found)
                 continue
             yield found[0], before + found[1]
             del found
         before += segment.weight
+        if lines is not None and kind_of(segment.path) == ".jsonl":
+            lines[str(segment.path)] += read
 
 
 @dataclass
@@ -81,7 +92,9 @@ class UnitReader:
         self.tell = tell
         self.told = 0  # bytes of input
         self.rejected = 0
-        self.first_rejected = ""
+        self.first_rejected: dict[str, Any] | None = None  # the fields of a Rejection
+        # Of each .jsonl file; lines are listed as counted from the first that this unit has of it.
+        self.lines: Counter[str] = Counter()
         self.digest = hashlib.sha256()  # over the digests of all documents
         self._rejections: BinaryIO | None = None
 
@@ -90,7 +103,7 @@ class UnitReader:
         options = self.options
         reading = Reading(options.text_field, options.max_document_bytes)
         batch, size = Batch(), 0
-        for text, reached in documents_of(self.unit.segments, reading, self._reject):
+        for text, reached in documents_of(self.unit.segments, reading, self._reject, self.lines):
             content = text.encode()
             digest = hashlib.sha256(content).digest()
             self.digest.update(digest)
@@ -114,10 +127,12 @@ class UnitReader:
     def _reject(self, found: Rejection) -> None:
         if self.is_strict:
             refuse(found)
+        path = str(found.path)
+        number = found.line + self.lines[path]
         if self._rejections is None:
             self._rejections = open(self.listed, "wb")
-            self.first_rejected = str(found)
-        line = {"file": str(found.path), "line": found.line, "byte": found.byte, "what": found.what}
+            self.first_rejected = {**asdict(found), "path": path, "line": number}
+        line = {"file": path, "line": number, "byte": found.byte, "what": found.what}
         self._rejections.write(canonical_json(line) + b"\n")
         self.rejected += 1
 

@@ -9,13 +9,15 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from minimind.model.configuration import MiniMindConfig
+from minimind.model.document_attention import document_attention
 from minimind.model.loss import IGNORED, next_token_loss
 from minimind.model.rotary import build_pos_cis, rotate
-from minimind.model.visibility import added_to_scores, document_starts, own_positions, visible_keys
+from minimind.model.visibility import Visible, document_starts, own_positions, visible_in_layers
 
 
 class RMSNorm(nn.Module):
@@ -51,7 +53,7 @@ class Attention(nn.Module):
         self.o_proj = ResidualOutput(query_width, config.hidden_size, bias=False)
 
     def forward(
-        self, x_BTE: Tensor, pos_cis: Tensor, visible: Tensor | None, cache: Cache | None
+        self, x_BTE: Tensor, pos_cis: Tensor, visible: Visible, cache: Cache | None
     ) -> Tensor:
         """(B, T, E); keys and values of x join the cache where there is one."""
         heads = (-1, self.head_dim)
@@ -65,15 +67,16 @@ class Attention(nn.Module):
         return self.o_proj(out_BHTD.transpose(1, 2).flatten(-2))
 
 
-def flash_attention(
-    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: Tensor | None
-) -> Tensor:
+def flash_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: Visible) -> Tensor:
     """(B, H, T, D) from torch's fused kernels; no mask tensor is built when visible is None.
 
     visible says which key a query may see, as bool (B or 1, 1, T, S) or added to the scores. None
     means causal over T == S positions or, for a single query, every key. No CUDA kernel but the
     slow one takes a mask and shared key heads together, in every precision: they are repeated.
+    Blocks of documents are passed on to the kernels that skip what no query sees.
     """
+    if isinstance(visible, BlockMask):
+        return document_attention(q_BHTD, k_BKSD, v_BKSD, visible)
     if visible is not None:
         k_BHSD, v_BHSD = _repeated(k_BKSD, q_BHTD), _repeated(v_BKSD, q_BHTD)
         return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=visible)
@@ -88,10 +91,9 @@ def _repeated(x_BKSD: Tensor, q_BHTD: Tensor) -> Tensor:
     return x_BKSD.repeat_interleave(q_BHTD.shape[1] // x_BKSD.shape[1], dim=1)
 
 
-def reference_attention(
-    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: Tensor | None
-) -> Tensor:
+def reference_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: Visible) -> Tensor:
     """What flash_attention gives within rounding, with every intermediate in sight."""
+    assert not isinstance(visible, BlockMask)  # they are for fused kernels alone
     k_BHSD, v_BHSD = _repeated(k_BKSD, q_BHTD), _repeated(v_BKSD, q_BHTD)
     scores_BHTS = q_BHTD @ k_BHSD.transpose(-2, -1) * q_BHTD.shape[-1] ** -0.5
     if visible is None and q_BHTD.shape[2] > 1:
@@ -127,7 +129,7 @@ class Block(nn.Module):
         self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
 
     def forward(
-        self, x_BTE: Tensor, pos_cis: Tensor, visible: Tensor | None, cache: Cache | None
+        self, x_BTE: Tensor, pos_cis: Tensor, visible: Visible, cache: Cache | None
     ) -> Tensor:
         """(B, T, E)."""
         x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), pos_cis, visible, cache)
@@ -187,7 +189,6 @@ class MiniMindModel(nn.Module):
             )
         border = self.config.eos_token_id if self.config.doc_mask and cache is None else None
         starts_BT = None if border is None else document_starts(input_ids, attention_mask, border)
-        visible = visible_keys(length, past, attention_mask, starts_BT, input_ids.device)
         is_below = (
             position_ids is None and attention_mask is None
         )  # past + length, and not read back
@@ -196,8 +197,7 @@ class MiniMindModel(nn.Module):
         end = past + length if is_below or position_ids is None else int(position_ids.max()) + 1
         pos_cis = self._pos_cis_at(past, end, position_ids)
         x_BTE = self.embed_tokens(input_ids)
-        if visible is not None and self.config.use_flash_attn:
-            visible = added_to_scores(visible, x_BTE.dtype)
+        visible = visible_in_layers(self.config, x_BTE, past, attention_mask, starts_BT)
         for block in self.layers:
             x_BTE = block(x_BTE, pos_cis, visible, cache)
         return self.norm(x_BTE)

@@ -18,7 +18,7 @@ from minimind.cli import main
 from minimind.data import encode, folder
 from minimind.data.prepare import open_prepared
 from minimind.data.tokenizer import MODEL_NAME, train_tokenizer
-from minimind.data.units import MOST_UNITS, SMALLEST_UNIT, Options, Source, make_plan
+from minimind.data.units import MOST_UNITS, SMALLEST_UNIT, Options, Plan, Source, make_plan
 from tests.conftest import ROOT, sentences
 from tests.killing import killed_in_replacing
 
@@ -266,6 +266,52 @@ def test_what_was_passed_over_is_judged_by_who_asks_last(
     assert main([*command, "--on_bad_data", "skip", "--shard", "0/1"]) == 0
     assert main(["prepare", "--merge", "--out", str(out)]) == 0
     assert len((out / "rejected.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.fixture(scope="module")
+def bad_everywhere(place: Path) -> list[str]:
+    """The command to prepare what is bad in every unit; --out is to be given."""
+    text = place / "bad.jsonl"
+    lines = (place / "a.jsonl").read_text().splitlines(keepends=True)
+    text.write_text("".join("[]\n" + line if n % 50 == 7 else line for n, line in enumerate(lines)))
+    command = ["prepare", str(text), "--tokenizer", str(place / MODEL_NAME)]
+    return [*command, "--shard_bytes", "100000", "--on_bad_data", "skip"]
+
+
+def test_three_shares_list_what_is_bad_as_one_job_does(bad_everywhere: list[str], tmp_path: Path):
+    assert main([*bad_everywhere, "--out", str(tmp_path / "one")]) == 0
+    command = [*bad_everywhere, "--out", str(tmp_path / "three")]
+    for share in ("2/3", "0/3", "1/3"):
+        assert main([*command, "--shard", share]) == 0
+    assert len(list((tmp_path / "three.part").glob("rejected-*"))) > 6
+    assert main(["prepare", "--merge", "--out", str(tmp_path / "three")]) == 0
+    assert files_of(tmp_path / "three") == files_of(tmp_path / "one")
+    listed = (tmp_path / "one" / "rejected.jsonl").read_text().splitlines()
+    lines = [json.loads(bad)["line"] for bad in listed]
+    assert lines == [8 + 51 * n for n in range(80)]
+
+
+def test_a_unit_that_an_older_version_marked_is_made_again(
+    bad_everywhere: list[str], tmp_path: Path
+):
+    out = tmp_path / "out"
+    command = [*bad_everywhere, "--out", str(out)]
+    assert main(command) == 0
+    expected = files_of(out)
+    assert main([*command, "--force", "--shard", "0/1"]) == 0
+    draft = tmp_path / "out.part"
+    plan = Plan.from_json(json.loads((draft / "plan.json").read_bytes()))
+    fingerprint = open_prepared(out).tokenizer.fingerprint
+    for (
+        unit
+    ) in plan.units:  # it told the first bad line in words, and counted from the file's first
+        path = draft / f"unit-{unit.number:05d}.json"
+        marker = json.loads(path.read_bytes())
+        del marker["lines"]
+        old = {"first_rejected": "", "key": plan.key_of(unit, fingerprint)}
+        path.write_text(json.dumps({**marker, **old}))
+    assert main([*command, "--force"]) == 0
+    assert files_of(out) == expected
 
 
 def test_a_shard_that_is_cut_is_made_again_before_the_merge(
