@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from minimind.model.caches import cached
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.layers import Block, ResidualOutput, RMSNorm
 from minimind.model.loss import IGNORED, next_token_loss
@@ -64,7 +65,7 @@ class MiniMindModel(nn.Module):
     ) -> Tensor:
         """Final hidden states (B, T, E); the arguments are those of MiniMindForCausalLM."""
         rows, length = input_ids.shape
-        past = cache.get_seq_length() if cache is not None else 0
+        past, keys = (0, length) if cache is None else cached(cache, length)
         if attention_mask is not None and attention_mask.shape != (rows, past + length):
             raise ValueError(
                 f"attention_mask of shape {tuple(attention_mask.shape)} must be"
@@ -72,7 +73,7 @@ class MiniMindModel(nn.Module):
             )
         border = self.config.eos_token_id if self.config.doc_mask and cache is None else None
         starts_BT = None if border is None else document_starts(input_ids, attention_mask, border)
-        visible = visible_keys(length, past, attention_mask, starts_BT, input_ids.device)
+        visible = visible_keys(length, past, attention_mask, starts_BT, input_ids.device, keys)
         is_below = (
             position_ids is None and attention_mask is None
         )  # past + length, and not read back
@@ -103,7 +104,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = MiniMindConfig
     config: MiniMindConfig
     base_model_prefix = "model"
-    accepts_loss_kwargs = False  # Trainer divides by the accumulation steps, not forward
+    supports_gradient_checkpointing = True
     _no_split_modules = {"Block"}  # noqa: RUF012 (declared mutable by the base class)
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (likewise)
     # DDP broadcasts buffers, and NCCL refuses complex numbers (gloo does not).
@@ -135,6 +136,11 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         elif isinstance(module, MiniMindModel):
             initialization.copy_(module.pos_cis, module.build_pos_cis())
 
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None, **_: Any) -> Tensor | None:
+        """The mask as it is; generate() would give it four dimensions for a cache of fixed size."""
+        return attention_mask
+
     def forward(
         self,
         input_ids: Tensor,
@@ -145,6 +151,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         shift_labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits (B, T, V), or (B, logits_to_keep, V) for the last positions when that is not 0.
@@ -152,9 +159,19 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask (B, S) is 0 at padding, which may stand on the left; without position_ids,
         positions count the others. shift_labels (B, T) are targets already shifted; labels (B, T)
         are input_ids, shifted here. Targets of -100 are ignored, and the loss is the mean over the
-        rest (0 where none is left). Other keywords, which Hugging Face's tools pass, are ignored.
+        rest (0 where none is left), or their sum over num_items_in_batch, which Trainer counts over
+        all micro-batches of a step. While gradients are checkpointed nothing is cached. Other
+        keywords, which Hugging Face's tools pass, are ignored.
         """
-        if use_cache and past_key_values is None:
+        recomputes = self.training and any(
+            block.gradient_checkpointing for block in self.model.layers
+        )
+        if recomputes and past_key_values is not None:
+            raise ValueError(
+                "past_key_values cannot be used while gradients are checkpointed, for the backward"
+                " pass would fill them twice: call eval(), or leave them out."
+            )
+        if use_cache and past_key_values is None and not recomputes:
             past_key_values = DynamicCache(config=self.config)
         x_BTE = self.model(input_ids, attention_mask, position_ids, past_key_values)
         logits = self.lm_head(x_BTE[:, -logits_to_keep:])
@@ -165,5 +182,6 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         if shift_labels is not None:
             loss_sum, count = next_token_loss(logits, shift_labels)
-            loss = loss_sum / count.clamp(min=1)
+            items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            loss = loss_sum / items
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)

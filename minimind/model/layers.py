@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.rotary import rotate
@@ -22,7 +23,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x_BTE: Tensor) -> Tensor:
-        """(B, T, E) in the dtype of x."""
+        """The same shape, in the dtype of x; the last dimension is normed."""
         return F.rms_norm(x_BTE, self.weight.shape, self.weight, self.eps)
 
 
@@ -44,14 +45,17 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, key_width, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key_width, bias=False)
         self.o_proj = ResidualOutput(query_width, config.hidden_size, bias=False)
+        eps = config.rms_norm_eps
+        self.q_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else nn.Identity()
 
     def forward(
         self, x_BTE: Tensor, pos_cis: Tensor, visible: Tensor | None, cache: Cache | None
     ) -> Tensor:
         """(B, T, E); keys and values of x join the cache where there is one."""
         heads = (-1, self.head_dim)
-        q_BTHD = rotate(self.q_proj(x_BTE).unflatten(-1, heads), pos_cis)
-        k_BTKD = rotate(self.k_proj(x_BTE).unflatten(-1, heads), pos_cis)
+        q_BTHD = rotate(self.q_norm(self.q_proj(x_BTE).unflatten(-1, heads)), pos_cis)
+        k_BTKD = rotate(self.k_norm(self.k_proj(x_BTE).unflatten(-1, heads)), pos_cis)
         v_BTKD = self.v_proj(x_BTE).unflatten(-1, heads)
         k_BKSD, v_BKSD = k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2)
         if cache is not None:
@@ -110,8 +114,11 @@ class FeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x_BTE)) * self.up_proj(x_BTE))
 
 
-class Block(nn.Module):
-    """Attention, then feed-forward; each reads a normed copy and adds to the residual stream."""
+class Block(GradientCheckpointingLayer):
+    """Attention, then feed-forward; each reads a normed copy and adds to the residual stream.
+
+    With gradient checkpointing its input is all that is kept of it for the backward pass.
+    """
 
     def __init__(self, config: MiniMindConfig, layer: int):
         super().__init__()
