@@ -21,7 +21,7 @@ def cached(cache: Cache, length: int) -> tuple[int, int]:
     if wrong:
         raise ValueError(
             f"past_key_values keeps {wrong.__name__}, which MiniMind does not attend over: give a"
-            " DynamicCache or a StaticCache, offloaded or not."
+            " DynamicCache or a StaticCache."
         )
     past = int(cache.get_seq_length())  # StaticCache's is a tensor, which its update changes
     keys = cache.get_mask_sizes(length, 0)[0]
