@@ -16,7 +16,7 @@ AUTO_MAP = {
 """What config.json says under "auto_map": which class of which file."""
 
 _HERE = Path(__file__).parent
-_OURS = re.compile(r"^from minimind\.model\.(\w+) import ", re.MULTILINE)
+_OURS = re.compile(r"^([ \t]*)from minimind\.model\.(\w+) import ", re.MULTILINE)
 
 
 def remote_code() -> dict[str, bytes]:
@@ -31,6 +31,6 @@ def remote_code() -> dict[str, bytes]:
         if f"{module}.py" in found:
             continue
         source = (_HERE / f"{module}.py").read_text(encoding="utf-8")
-        found[f"{module}.py"] = _OURS.sub(r"from .\1 import ", source).encode()
-        waiting += _OURS.findall(source)
+        found[f"{module}.py"] = _OURS.sub(r"\1from .\2 import ", source).encode()
+        waiting += [name for _, name in _OURS.findall(source)]
     return dict(sorted(found.items()))

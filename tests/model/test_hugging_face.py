@@ -165,7 +165,7 @@ def losses_in_trainer(model: Any, accumulation: int, place: Path) -> list[float]
     """Of three steps over 8 rows each, whose numbers of targets differ from row to row."""
     rows = ids_of(seed=4, rows=24, length=20)
     labels = [[IGNORED] * (n % 4 * 6) + row[n % 4 * 6 :] for n, row in enumerate(rows.tolist())]
-    data = [
+    data: Any = [
         {"input_ids": row, "labels": torch.tensor(targets)}
         for row, targets in zip(rows, labels, strict=True)
     ]

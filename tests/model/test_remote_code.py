@@ -69,7 +69,7 @@ def test_every_module_comes_along_and_none_asks_for_this_package():
     for name, content in files.items():
         text = content.decode()
         assert "minimind." not in "".join(re.findall(r"^\s*(?:from|import) .*", text, re.M)), name
-        for module in re.findall(r"^from \.(\w+) import", text, re.M):
+        for module in re.findall(r"^\s*from \.(\w+) import", text, re.M):
             assert f"{module}.py" in files
     for place in AUTO_MAP.values():
         module, name = place.split(".")
