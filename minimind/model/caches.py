@@ -14,9 +14,8 @@ def cached(cache: Cache, length: int) -> tuple[int, int]:
     for a cache that is full, or that does not give back every key as it got it.
     """
     kinds = [type(layer) for layer in getattr(cache, "layers", ())]
-    kinds += (
-        [cache.layer_class_to_replicate] if getattr(cache, "layer_class_to_replicate", 0) else []
-    )
+    if to_come := getattr(cache, "layer_class_to_replicate", None):
+        kinds.append(to_come)
     wrong = next((kind for kind in kinds if kind not in EXACT), None if kinds else type(cache))
     if wrong:
         raise ValueError(
