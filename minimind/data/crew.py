@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -64,9 +65,15 @@ def _started(command: list[str], inherited: Sequence[int]) -> Iterator[subproces
     """A process that encodes too; it does not outlive the `with`."""
     package = [str(PROJECT), os.environ.get("PYTHONPATH", "")]  # wherever this was started
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, package))}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=environ, pass_fds=tuple(inherited)
-    ) as process:
+    # A Ctrl-C reaches helpers too, which inherit that it is blocked: this process answers it alone.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=environ, pass_fds=tuple(inherited)
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    with process:
         try:
             yield process
         finally:

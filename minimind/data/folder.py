@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 from minimind.data.crew import encode_plan
@@ -20,7 +17,7 @@ from minimind.data.tokenizer_files import write_tokenizer
 from minimind.data.units import Plan
 from minimind.errors import UsageError
 from minimind.files import canonical_json, fingerprint, storing, sync_directory, write_whole
-from minimind.new_folder import replace_folder, require_free
+from minimind.new_folder import held, lock_path, replace_folder, require_free
 
 OWN = ("manifest.json", "plan.json", "rejected.jsonl", "tokenizer", "*-[0-9]*.bin", "*-[0-9]*.idx")
 REMEDY = "free some space, mend its rights, or give another --out"
@@ -39,8 +36,8 @@ def prepare_folder(
         out.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             begin = stack.enter_context(ExitStack())
-            begin.enter_context(_held(out, "begin", fcntl.LOCK_EX))
-            lock = stack.enter_context(_held(out, "work", fcntl.LOCK_SH))
+            begin.enter_context(held(out, "begin", fcntl.LOCK_EX))
+            lock = stack.enter_context(held(out, "work", fcntl.LOCK_SH))
             if is_prepared(out) and not force:
                 return open_prepared(out)  # another job has put it there since we looked
             work = _begun(asked, plan, draft)
@@ -105,7 +102,7 @@ def _learnt_key(asked: Asked, plan: Plan) -> str:
 
 def _merged(work: Work, out: Path, max_bad_fraction: float) -> Prepared:
     """Put together what is in the draft once nobody works there."""
-    with _held(out, "work", fcntl.LOCK_EX):
+    with held(out, "work", fcntl.LOCK_EX):
         if work.directory.exists():  # or another job has put it there meanwhile
             if not is_prepared(work.directory):  # or it was killed while it cleared up
                 merge(work, max_bad_fraction)
@@ -113,35 +110,5 @@ def _merged(work: Work, out: Path, max_bad_fraction: float) -> Prepared:
             sync_directory(work.directory)
             replace_folder(out, work.directory)
     for name in ("begin", "work"):
-        _lock_path(out, name).unlink(missing_ok=True)
+        lock_path(out, name).unlink(missing_ok=True)
     return open_prepared(out)
-
-
-def _lock_path(out: Path, name: str) -> Path:
-    return out.with_name(f".{out.name}.{name}.lock")
-
-
-@contextmanager
-def _held(out: Path, name: str, how: int) -> Iterator[int]:
-    """A lock beside `out`, as an open file that other processes may inherit."""
-    path = _lock_path(out, name)
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            try:
-                fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-            except BlockingIOError:
-                print(f"waiting for another prepare that works on {out}", file=sys.stderr)
-                fcntl.flock(descriptor, how)
-            if _is_still(path, descriptor):  # or who held it has removed it
-                yield descriptor
-                return
-        finally:
-            os.close(descriptor)
-
-
-def _is_still(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False

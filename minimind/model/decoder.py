@@ -17,7 +17,7 @@ from minimind.model.configuration import MiniMindConfig
 from minimind.model.layers import Block, ResidualOutput, RMSNorm
 from minimind.model.loss import IGNORED, next_token_loss
 from minimind.model.rotary import build_pos_cis
-from minimind.model.visibility import added_to_scores, document_starts, own_positions, visible_keys
+from minimind.model.visibility import document_starts, own_positions, visible_in_layers
 
 
 class MiniMindModel(nn.Module):
@@ -73,7 +73,6 @@ class MiniMindModel(nn.Module):
             )
         border = self.config.eos_token_id if self.config.doc_mask and cache is None else None
         starts_BT = None if border is None else document_starts(input_ids, attention_mask, border)
-        visible = visible_keys(length, past, attention_mask, starts_BT, input_ids.device, keys)
         is_below = (
             position_ids is None and attention_mask is None
         )  # past + length, and not read back
@@ -82,8 +81,7 @@ class MiniMindModel(nn.Module):
         end = past + length if is_below or position_ids is None else int(position_ids.max()) + 1
         pos_cis = self._pos_cis_at(past, end, position_ids)
         x_BTE = self.embed_tokens(input_ids)
-        if visible is not None and self.config.use_flash_attn:
-            visible = added_to_scores(visible, x_BTE.dtype)
+        visible = visible_in_layers(self.config, x_BTE, past, attention_mask, starts_BT, keys)
         for block in self.layers:
             x_BTE = block(x_BTE, pos_cis, visible, cache)
         return self.norm(x_BTE)

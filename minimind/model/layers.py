@@ -7,11 +7,14 @@ D channels per head, E model width.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from minimind.model.configuration import MiniMindConfig
+from minimind.model.document_attention import document_attention
 from minimind.model.rotary import rotate
+from minimind.model.visibility import Visible
 
 
 class RMSNorm(nn.Module):
@@ -50,7 +53,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else nn.Identity()
 
     def forward(
-        self, x_BTE: Tensor, pos_cis: Tensor, visible: Tensor | None, cache: Cache | None
+        self, x_BTE: Tensor, pos_cis: Tensor, visible: Visible, cache: Cache | None
     ) -> Tensor:
         """(B, T, E); keys and values of x join the cache where there is one."""
         heads = (-1, self.head_dim)
@@ -64,15 +67,16 @@ class Attention(nn.Module):
         return self.o_proj(out_BHTD.transpose(1, 2).flatten(-2))
 
 
-def flash_attention(
-    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: Tensor | None
-) -> Tensor:
+def flash_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: Visible) -> Tensor:
     """(B, H, T, D) from torch's fused kernels; no mask tensor is built when visible is None.
 
     visible says which key a query may see, as bool (B or 1, 1, T, S) or added to the scores. None
     means causal over T == S positions or, for a single query, every key. No CUDA kernel but the
     slow one takes a mask and shared key heads together, in every precision: they are repeated.
+    Blocks of documents are passed on to the kernels that skip what no query sees.
     """
+    if isinstance(visible, BlockMask):
+        return document_attention(q_BHTD, k_BKSD, v_BKSD, visible)
     if visible is not None:
         k_BHSD, v_BHSD = _repeated(k_BKSD, q_BHTD), _repeated(v_BKSD, q_BHTD)
         return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=visible)
@@ -87,10 +91,9 @@ def _repeated(x_BKSD: Tensor, q_BHTD: Tensor) -> Tensor:
     return x_BKSD.repeat_interleave(q_BHTD.shape[1] // x_BKSD.shape[1], dim=1)
 
 
-def reference_attention(
-    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: Tensor | None
-) -> Tensor:
+def reference_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: Visible) -> Tensor:
     """What flash_attention gives within rounding, with every intermediate in sight."""
+    assert not isinstance(visible, BlockMask)  # they are for fused kernels alone
     k_BHSD, v_BHSD = _repeated(k_BKSD, q_BHTD), _repeated(v_BKSD, q_BHTD)
     scores_BHTS = q_BHTD @ k_BHSD.transpose(-2, -1) * q_BHTD.shape[-1] ** -0.5
     if visible is None and q_BHTD.shape[2] > 1:
@@ -129,7 +132,7 @@ class Block(GradientCheckpointingLayer):
         self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
 
     def forward(
-        self, x_BTE: Tensor, pos_cis: Tensor, visible: Tensor | None, cache: Cache | None
+        self, x_BTE: Tensor, pos_cis: Tensor, visible: Visible, cache: Cache | None
     ) -> Tensor:
         """(B, T, E)."""
         x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), pos_cis, visible, cache)

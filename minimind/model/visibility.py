@@ -6,6 +6,12 @@ Shape letters: B rows, T positions, S keys (cached ones included).
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.document_attention import document_blocks, is_fast
+
+Visible = Tensor | BlockMask | None
 
 
 def document_starts(input_ids: Tensor, attention_mask: Tensor | None, eos_id: int) -> Tensor:
@@ -35,6 +41,26 @@ def own_positions(
     if starts_BT is not None:
         counted_BT = counted_BT - torch.where(starts_BT, counted_BT, 0).cummax(-1).values
     return counted_BT.clamp(min=0)[:, past:]
+
+
+def visible_in_layers(
+    config: MiniMindConfig,
+    x_BTE: Tensor,
+    past: int,
+    attention_mask: Tensor | None,
+    starts_BT: Tensor | None,
+    keys: int | None = None,
+) -> Visible:
+    """What the attention of every layer takes, made once for all of them.
+
+    Blocks of documents where their kernels are fast and nothing else is to be hidden, else a mask.
+    """
+    device, is_fused = x_BTE.device, config.use_flash_attn
+    is_by_blocks = is_fused and attention_mask is None and is_fast(device, config.head_dim)
+    if starts_BT is not None and is_by_blocks:
+        return document_blocks(starts_BT)
+    visible = visible_keys(x_BTE.shape[1], past, attention_mask, starts_BT, device, keys)
+    return added_to_scores(visible, x_BTE.dtype) if is_fused and visible is not None else visible
 
 
 def visible_keys(

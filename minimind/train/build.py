@@ -46,7 +46,7 @@ def prepare_data(run: RunConfig) -> Prepared:
     """The run's text as token shards: a prepared folder, or raw text by way of the cache."""
     folders = [path for path in run.data_path if is_prepared(path)]
     if folders and len(run.data_path) > 1:
-        raise DataError(
+        raise UsageError(
             f"--data_path: {folders[0]} holds prepared shards and must be given alone; mix several"
             " texts with `minimind prepare --source`"
         )

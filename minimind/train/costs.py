@@ -15,6 +15,7 @@ MASTER_AND_MOMENTS = 3 * WIDE
 # DeepSpeed's defaults, in elements: what stage 0 flattens for one all-reduce, and how many weights
 # stage 3 keeps gathered, or far from their next use, before it lets go of them.
 FLATTENED, LIVE, REUSE = 5 * 10**8, 10**9, 10**9
+NARROWEST_BY_BLOCKS = 16  # channels of a head, as minimind.model.document_attention has it
 
 
 @dataclass(frozen=True)
@@ -197,11 +198,12 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
 
     Counted as Korthikanti et al. (2022), section 4, count a GPT block, for this one: no dropout,
     SwiGLU, shared key heads. Reference attention adds the scores, of which
-    the softmax is kept in fp32. Documents masked apart add one mask and one table of rotations by
-    row, and key heads repeated for the fused kernels. Upon that comes the larger of the loss (fp32
-    log-probabilities and two gradients of that size) and of the last block's softmax (two fp32
-    gradients, when its feed-forward is done with). Where blocks are recomputed there is one at a
-    time, with the gradients of its feed-forward or softmax, and not beside the loss.
+    the softmax is kept in fp32. Documents masked apart add one table of rotations by row, and one
+    mask with key heads repeated for the fused kernels; where a GPU goes by blocks, a number a
+    token instead. Upon that comes the larger of the loss (fp32 log-probabilities and two gradients
+    of that size) and of the last block's softmax (two fp32 gradients, when its feed-forward is done
+    with). Where blocks are recomputed there is one at a time, with the gradients of its
+    feed-forward or softmax, and not beside the loss.
     """
     b, tokens = BYTES[layout.dtype], layout.rows * shape.max_seq_len
     e, f = shape.dim, shape.hidden_dim
@@ -211,10 +213,13 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
     heads = of_normed * (e + shape.kv_dim) + WIDE * (shape.n_heads + shape.n_kv_heads)
     inputs = b * e * 2  # what q, k, v read, and what gate, up read
     scores = softmax = 0
-    mask = shape.doc_mask * (b if shape.use_flash_attn else 1) * shape.max_seq_len
+    is_by_blocks = layout.device == "cuda" and e // shape.n_heads >= NARROWEST_BY_BLOCKS
+    is_by_blocks = is_by_blocks and shape.use_flash_attn
+    mask = WIDE if is_by_blocks else (b if shape.use_flash_attn else 1) * shape.max_seq_len
+    mask *= shape.doc_mask
     rotations = shape.doc_mask * WIDE * e // shape.n_heads
     if shape.use_flash_attn:
-        keys = e if shape.doc_mask else shape.kv_dim
+        keys = e if shape.doc_mask and not is_by_blocks else shape.kv_dim
         attention = b * (2 * e + 2 * keys) + WIDE * shape.n_heads
     else:
         attention = b * 4 * e

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from minimind.flags import PRESETS, parse_flags
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.document_attention import is_fast
 from minimind.model.loss import next_token_loss
 from minimind.plan import Machine, layout_of, plan, shape_of
 from minimind.train.costs import (
@@ -144,6 +145,19 @@ def test_one_mask_over_long_rows_is_counted_for_all_blocks(dtype: str):
     rows = torch.randint(long.vocab_size, (4, long.max_seq_len + 1))
     model: Any = model_of(long).to(getattr(torch, dtype))
     assert allocated_at_most(model, rows) == pytest.approx(activation_bytes(long, layout), rel=0.02)
+
+
+@pytest.mark.parametrize("n_heads", [4, 8])  # of 16 and 8 channels
+def test_on_a_gpu_documents_need_no_mask_and_no_repeated_keys_where_blocks_are_fast(n_heads: int):
+    shape = replace(SMALL, dim=64, n_heads=n_heads, n_kv_heads=2, max_seq_len=512, doc_mask=True)
+    layout = Layout(2, 1, "bfloat16", rows=4)
+    apart = activation_bytes(replace(shape, doc_mask=False), layout)
+    extra = (activation_bytes(shape, layout) - apart) / (4 * 512)  # bytes of a token
+    rotations = 4 * 64 // n_heads
+    dense = 2 * 512 + shape.n_layers * 2 * 2 * (64 - shape.kv_dim)
+    by_blocks = is_fast(torch.device("cuda"), 64 // n_heads)
+    assert by_blocks == (n_heads == 4)
+    assert extra == rotations + (4 if by_blocks else dense)
 
 
 def test_flops_of_a_token_by_hand():
