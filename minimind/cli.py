@@ -12,7 +12,7 @@ from typing import Any
 
 from minimind import data_commands, tokenizer_commands
 from minimind.arguments import Parser, at_least, positive, share, size_in_bytes
-from minimind.errors import RunError, UsageError
+from minimind.errors import Interrupted, RunError, UsageError
 from minimind.files import storing
 
 
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        return 130  # as a shell has it: 128 + SIGINT
+        return Interrupted.status
     except Exception as error:  # the one place that turns an ending into a line and a status
         if "--debug" in words or not isinstance(error, RunError):
             traceback.print_exception(error)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minimind.arguments import Parser, at_least, count_of_bytes, fraction
-from minimind.errors import DataError, UsageError
+from minimind.errors import DataError, Interrupted, UsageError
 from minimind.files import mebibytes
 
 if TYPE_CHECKING:
@@ -78,7 +78,22 @@ def _share(text: str) -> tuple[int, int]:
 
 
 def run_prepare(args: argparse.Namespace) -> int:
-    """Prepare, and print what there is now."""
+    """Prepare, and print what there is now; an Interrupted says what a Ctrl-C leaves."""
+    from minimind.data.folder import draft_of
+
+    try:
+        return _prepare(args)
+    except KeyboardInterrupt as stop:
+        draft = draft_of(args.out.expanduser().resolve())
+        if not draft.exists():
+            told = "stopped with nothing to go on from; run the same command again"
+            raise Interrupted(told) from stop
+        raise Interrupted(
+            f"stopped; {draft} keeps what is done, and the same command goes on from there"
+        ) from stop
+
+
+def _prepare(args: argparse.Namespace) -> int:
     from minimind.data.folder import merge_folder, prepare_folder
 
     if args.merge and args.shard:

@@ -89,6 +89,13 @@ class Stopped(RunError):
     status = PREEMPTED
 
 
+class Interrupted(RunError):
+    """Ctrl-C, met by a command that says what it leaves behind."""
+
+    code = "INTERRUPTED"
+    status = 130  # as a shell has it: 128 + SIGINT
+
+
 def one_line(program: str, error: BaseException, rank: int = 0, step: int = 0) -> str:
     """`PROGRAM: error[E_NAME] rank=R step=S: what; what to do`, always one line."""
     code = getattr(error, "code", RunError.code)

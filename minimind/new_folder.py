@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -10,13 +11,18 @@ from pathlib import Path
 
 from minimind.errors import UsageError
 from minimind.files import storing, sync_directory
+from minimind.folder_locks import held
+
+MEND = "free some space, or give another --out"
 
 
 def require_free(out: Path, force: bool, own: Sequence[str], author: str) -> None:
     """Nothing, or a UsageError where `out` is taken; with `force` only what `author` wrote goes.
 
-    `own` are the patterns of the names it writes.
+    `own` are the patterns of the names it writes. What a kill left of a replacement is put right.
     """
+    with storing(str(out), MEND):
+        put_back(out)
     if not os.path.lexists(out):
         return
     if not force:
@@ -35,25 +41,61 @@ def require_free(out: Path, force: bool, own: Sequence[str], author: str) -> Non
 def written_aside(out: Path, needed: int = 0) -> Iterator[Path]:
     """A folder to write to, which gets the name `out` at the end: interrupted, it leaves nothing.
 
-    `needed` bytes are told where the disk is full.
+    `needed` bytes are told where the disk is full. Who comes second waits.
     """
-    draft = out.with_name(f"{out.name}.tmp-{os.getpid()}")
-    try:
-        with storing(str(out), "free some space, or give another --out", needed=needed):
-            draft.mkdir(parents=True)
-            yield draft
-            sync_directory(draft)
-            replace_folder(out, draft)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    draft = _beside(out, "draft")
+    with storing(str(out), MEND, needed=needed):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with held(out, "write", fcntl.LOCK_EX):
+            try:
+                shutil.rmtree(draft, ignore_errors=True)  # of one that was killed
+                draft.mkdir()
+                yield draft
+                sync_directory(draft)
+                replace_folder(out, draft)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
 
 
 def replace_folder(out: Path, draft: Path) -> None:
-    """Give `draft` the name `out`; what had it goes after that, so that one of them is there."""
-    before = out.with_name(f"{out.name}.tmp-{os.getpid()}-before")
-    if out.exists():
-        out.rename(before)
-    draft.rename(out)
-    sync_directory(out.parent)
-    if before.exists():
-        shutil.rmtree(before)
+    """Give `draft` the name `out`; what had it goes after that, so that one of them is there.
+
+    A kill between the two renames leaves the old one under another name, for `put_back` to find.
+    """
+    with _swapping(out):
+        if out.exists():
+            out.rename(_beside(out, "before"))
+        draft.rename(out)
+        sync_directory(out.parent)
+        _settle(out)
+
+
+def put_back(out: Path) -> None:
+    """After a `replace_folder` that was killed: `out` is the new folder or the old one, alone."""
+    if any(_beside(out, role).exists() for role in ("before", "gone")):
+        with _swapping(out):
+            pass
+
+
+@contextmanager
+def _swapping(out: Path) -> Iterator[None]:
+    """Nobody else renames at `out`, and nothing is left there of one that was killed."""
+    with held(out, "swap", fcntl.LOCK_EX):
+        _settle(out)
+        yield
+
+
+def _settle(out: Path) -> None:
+    before, gone = _beside(out, "before"), _beside(out, "gone")
+    if before.exists() and not os.path.lexists(out):
+        before.rename(out)
+        sync_directory(out.parent)
+    elif before.exists():
+        shutil.rmtree(gone, ignore_errors=True)
+        before.rename(gone)  # so that what is put back is never half deleted
+    if gone.exists():
+        shutil.rmtree(gone)
+
+
+def _beside(out: Path, role: str) -> Path:
+    return out.parent / f".{out.name}.{role}"

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from minimind.config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig, feed_forward_width
+from minimind.config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig
 from minimind.errors import UsageError
 from minimind.flags import nearest, parse_flags
+from minimind.model.widths import feed_forward_width
 from minimind.train import costs
 from minimind.train.autos import autos, offloads
 from minimind.train.costs import Layout, Memory, Shape
@@ -93,7 +94,7 @@ def shape_of(run: RunConfig) -> Shape:
     """The shape that the run's flags describe."""
     hidden = run.hidden_dim or feed_forward_width(run.dim)
     same = {f.name: getattr(run, f.name) for f in fields(Shape) if f.name in FLAGS}
-    return Shape(**{**same, "hidden_dim": hidden})
+    return Shape(**{**same, "hidden_dim": hidden, "is_tied": run.tie_word_embeddings})
 
 
 def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device: str) -> Layout:
@@ -113,6 +114,7 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         offloads(config, "optimizer"),
         offloads(config, "param"),
         device,
+        run.gradient_checkpointing,
     )
 
 
@@ -250,7 +252,10 @@ def _no_fit(shape: Shape, here: Layout, memory: int) -> str:
     least = min(alternatives(rows), key=lambda s: costs.memory(shape, s).total)
     held = costs.memory(shape, least)
     size, largest = max((getattr(held, column), column) for column in COLUMNS)
-    helps = "--max_seq_len or --n_layers" if largest == "activations" else "--dim or --n_layers"
+    helps = "--dim or --n_layers"
+    if largest == "activations":
+        helps = "--max_seq_len or --n_layers"
+        helps += "" if here.recomputes else ", give --gradient_checkpointing"
     return (
         f"Nothing fits in {memory / GIB:.2f} GiB with {HEADROOM:.0%} kept free:\n"
         f"{name_of(least)} needs {held.total / GIB:.2f} GiB with 1 row in a micro-batch.\n"

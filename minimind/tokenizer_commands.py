@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from minimind.arguments import Parser, at_least, count_of_bytes
 from minimind.config import FLAGS
-from minimind.errors import DataError, UsageError
+from minimind.errors import DataError, Interrupted, UsageError
 from minimind.files import mebibytes
 
 if TYPE_CHECKING:
@@ -67,6 +67,14 @@ def _add_training(added: argparse.ArgumentParser) -> None:
         help=f"pieces in all ({vocabulary.default})",
     )
     added.add_argument(
+        *("--special_tokens", "--special-tokens"),
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="pieces of yours that no text is made of, such as '<|im_start|>'",
+    )
+    added.add_argument(
         *("--sample_bytes", "--sample-bytes"),
         type=count_of_bytes,
         default=2**24,
@@ -89,12 +97,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    """Learn a tokenizer, write it, and say how it does on text it has not seen."""
+    """Learn a tokenizer, write it, and say how it does on text it has not seen.
+
+    An Interrupted says what a Ctrl-C leaves.
+    """
+    try:
+        return _train(args)
+    except KeyboardInterrupt as stop:
+        raise Interrupted(
+            f"stopped; {args.out} is as it was before, and the same command begins anew"
+        ) from stop
+
+
+def _train(args: argparse.Namespace) -> int:
     from minimind.data.load_tokenizer import load_tokenizer
     from minimind.data.sample import sample
     from minimind.data.tokenizer import train_tokenizer
     from minimind.data.tokenizer_files import MODEL_NAME, TOKENIZER_FILES
     from minimind.data.tokenizer_measures import measure
+    from minimind.data.vocabulary import require_learnable
     from minimind.new_folder import require_free, written_aside
 
     started = time.perf_counter()
@@ -114,6 +135,7 @@ def run_train(args: argparse.Namespace) -> int:
             "no text was named; give files or directories, for example:"
             " minimind tokenizer train my_text.jsonl --out out/tokenizer"
         )
+    require_learnable(args.vocab_size, args.special_tokens)
     out = args.out.expanduser().resolve()
     require_free(out, args.force, TOKENIZER_FILES, "minimind tokenizer train")
     read = Reader(args.val_fraction, _reading(args), args.on_bad_data == "skip")
@@ -125,16 +147,17 @@ def run_train(args: argparse.Namespace) -> int:
         )
     with written_aside(out) as draft:
         model = draft / MODEL_NAME
-        train_tokenizer(passages, args.vocab_size, model, args.sample_bytes, args.seed)
+        how = (args.sample_bytes, args.seed, args.special_tokens)
+        train_tokenizer(passages, args.vocab_size, model, *how)
         tokenizer = load_tokenizer(model)
         tokenizer.save(draft)
+        kind, texts = ("held-out text", read.held_out) if read.held_out else ("that text", passages)
+        found = measure(tokenizer, texts)  # before --out is there, so that a Ctrl-C leaves nothing
     size = sum(len(passage.encode()) for passage in passages)
     print(
         f"{args.out}: {tokenizer.vocab_size:,} pieces ({tokenizer.unused:,} of them unused), learnt"
         f" from {mebibytes(size)} of {read.training:,} documents"
     )
-    kind, texts = ("held-out text", read.held_out) if read.held_out else ("that text", passages)
-    found = measure(tokenizer, texts)
     print(f"{found.bytes_per_token:.3f} bytes per token on {mebibytes(found.bytes)} of {kind}")
     print(f"{time.perf_counter() - started:.1f} seconds")
     return 0
@@ -158,7 +181,7 @@ class Reader:
         files = find_files(paths)
         require_once(files)
         for path in files:
-            for text in documents_of(path, self.reading, self.skips_bad):
+            for text in texts_of(path, self.reading, self.skips_bad):
                 content = text.encode()
                 self.documents += 1
                 if split_of(sha256(content).digest(), self.val_fraction) == "train":
@@ -169,22 +192,18 @@ class Reader:
                     self._held_out_bytes += len(content)
 
 
-def documents_of(path: Path, reading: Reading, skips_bad: bool) -> Iterator[str]:
+def texts_of(path: Path, reading: Reading, skips_bad: bool) -> Iterator[str]:
     """The texts of one input; how many are read, on a terminal. A DataError for a bad one."""
     from tqdm import tqdm
 
-    from minimind.data.documents import Rejection
     from minimind.data.inputs import segments_of
-    from minimind.data.readers import read_segment
-    from minimind.data.unit_reader import refusal
+    from minimind.data.unit_reader import documents_of, pass_over, refuse
 
-    found = (one for segment in segments_of(path, 2**62) for one in read_segment(segment, reading))
+    reject = pass_over if skips_bad else refuse
+    found = documents_of(segments_of(path, 2**62), reading, reject)
     silent = not sys.stderr.isatty()
-    for one in tqdm(found, desc=path.name, unit=" documents", leave=False, disable=silent):
-        if not isinstance(one, Rejection):
-            yield one[0]
-        elif not skips_bad:
-            raise refusal(str(one))
+    for text, _ in tqdm(found, desc=path.name, unit=" documents", leave=False, disable=silent):
+        yield text
 
 
 def _reading(args: argparse.Namespace) -> Reading:
@@ -200,17 +219,18 @@ def run_inspect(args: argparse.Namespace) -> int:
     from minimind.data.inputs import find_files
     from minimind.data.load_tokenizer import load_tokenizer
     from minimind.data.tokenizer_measures import AWKWARD, measure
-    from minimind.tokenizer_tables import about, kinds, longest, sources, unused
+    from minimind.tokenizer_tables import about, kinds, longest, sources, special, unused
 
     tokenizer = load_tokenizer(args.tokenizer)
     pieces = tokenizer.pieces()
     files, skips_bad = find_files(args.data_path), args.on_bad_data == "skip"
     print(about(tokenizer))
     print(kinds(pieces))
+    print(special(tokenizer.special_tokens()))
     print(longest(pieces))
     measured = {"awkward text": measure(tokenizer, AWKWARD)}
     for path in files:
-        measured[str(path)] = measure(tokenizer, documents_of(path, _reading(args), skips_bad))
+        measured[str(path)] = measure(tokenizer, texts_of(path, _reading(args), skips_bad))
     print(sources(measured))
     if files:
         print(unused(pieces, np.sum([measured[str(path)].used for path in files], axis=0)))

@@ -14,6 +14,7 @@ from minimind.files import mebibytes
 
 LONGEST = 10
 MOST_UNUSED = 12
+MOST_SPECIAL = 32
 
 
 def about(tokenizer: AnyTokenizer) -> str:
@@ -29,6 +30,13 @@ def kinds(pieces: Sequence[Piece]) -> str:
     count = Counter(piece.kind for piece in pieces)
     rows = [(kind, f"{count[kind]:,}", told) for kind, told in KINDS.items()]
     return _table("pieces by kind", [], rows)
+
+
+def special(names: dict[str, int]) -> str:
+    """What the control pieces are called, the first ids first."""
+    told = [f"{i} {shown(name.encode())}" for name, i in names.items()]
+    more = [f"and {len(told) - MOST_SPECIAL:,} more"] if len(told) > MOST_SPECIAL else []
+    return "\nspecial tokens\n  " + "  ".join(told[:MOST_SPECIAL] + more)
 
 
 def longest(pieces: Sequence[Piece]) -> str:

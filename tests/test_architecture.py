@@ -21,6 +21,7 @@ LAYERS = [
         "minimind.flag_groups",
         "minimind.config",
         "minimind.files",
+        "minimind.folder_locks",
         "minimind.new_folder",
         "minimind.process",
         "minimind.workers",

@@ -16,8 +16,10 @@ from minimind.data.unit_reader import split_of
 from minimind.data.units import Options
 from minimind.tokenizer_tables import shown
 from tests.data.test_tokenizer import prose, verse
+from tests.killing import killed_in_replacing
 
 FILES = ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"]
+MANY = [f"<{i}>" for i in range(133)]
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,48 @@ def test_the_same_text_and_seed_give_the_same_files(text, trained, tmp_path, cap
     assert "bytes per token on" in told
     assert "of held-out text" in told
     assert [path.name for path in again.parent.iterdir()] == ["again"]
+
+
+def test_special_tokens_are_pieces_that_are_shown_and_loaded(text, trained, tmp_path, capsys):
+    out, names = tmp_path / "out", ["<|im_start|>", "<|im_end|>", "<tool_call>"]
+    words = ["--out", out, "--vocab_size", 700, "--special_tokens", *names[:2]]
+    assert tokenizer("train", text, *words, "--special-tokens", names[2]) == 0
+    assert AutoTokenizer.from_pretrained(out).convert_tokens_to_ids(names) == [4, 5, 6]
+    assert sorted(contents(out)) == FILES
+    capsys.readouterr()
+    assert tokenizer("inspect", out) == 0
+    told = capsys.readouterr().out
+    assert "2 '</s>'  3 '<pad>'  4 '<|im_start|>'  5 '<|im_end|>'  6 '<tool_call>'\n" in told
+    assert ["control", "7"] in [line.split()[:2] for line in told.splitlines()]
+    (line,) = (line for line in told.splitlines() if line.endswith(" awkward text"))
+    assert line.split()[-3] == "all"
+    assert b"additional" not in contents(trained)["tokenizer_config.json"]
+
+
+REFUSED = {
+    "": "is empty",
+    "<pad>": "is built in",
+    "<0x41>": "is built in",
+    "<unused_7>": "begins with <unused_",
+    "a b": "holds whitespace",
+    "a\u3000": "holds whitespace",
+    "a\n": "holds whitespace",
+    "a\0b": "a character that cannot be printed",
+    "a\ud83d": "a character that cannot be printed",
+    "a\ufdd0": "a character that cannot be printed",
+    "a\u2581": "holds U+2581",
+    "x": "is one character",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_name_that_cannot_be_a_special_token_is_refused(name, text, tmp_path, capsys):
+    words = ["--out", tmp_path / "out", "--special_tokens", "<ok>", name]
+    assert tokenizer("train", text, *words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--special_tokens: {name!r} " in line
+    assert REFUSED[name] in line
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_another_seed_learns_from_another_sample(text, tmp_path):
@@ -112,6 +156,22 @@ def test_a_folder_that_is_there_is_replaced_only_if_asked_and_ours(text, tmp_pat
     assert (out / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("at", range(1, 5))
+def test_killed_while_a_folder_is_replaced_it_leaves_nothing_to_the_next(text, tmp_path, at):
+    out = tmp_path / "out"
+    words = ["tokenizer", "train", str(text), "--out", str(out), "--vocab_size"]
+    assert main([*words, "512"]) == 0
+    old = contents(out)
+    killed_in_replacing([*words, "600", "--force"], at)
+    is_new = out.exists() and contents(out) != old
+    assert main([*words, "512"]) == 2
+    assert is_new or contents(out) == old
+    assert Tokenizer(out).vocab_size == (600 if is_new else 512)
+    assert main([*words, "700", "--force"]) == 0
+    assert Tokenizer(out).vocab_size == 700
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_inspect_counts_pieces_tokens_and_what_is_never_used(text, trained, capsys):
     capsys.readouterr()
     assert tokenizer("inspect", trained, "--data_path", text) == 0
@@ -150,6 +210,29 @@ def test_pieces_are_shown_without_anything_a_terminal_would_obey():
     assert shown("字".encode()[:2]) == r"'\xe5\xad'"
 
 
+@pytest.mark.parametrize("where", ["sample.sample", "tokenizer.train_tokenizer"])
+def test_ctrl_c_is_answered_in_one_line_and_leaves_what_was_there(
+    where, text, tmp_path, capsys, monkeypatch
+):
+    out = tmp_path / "out"
+    words = ["train", text, "--out", out, "--vocab_size", 512]
+    assert tokenizer(*words) == 0
+    before = contents(out)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"minimind.data.{where}", interrupted)
+    capsys.readouterr()
+    assert tokenizer(*words, "--force", "--special_tokens", "<a>") == 130
+    assert capsys.readouterr().err == (
+        f"minimind: error[INTERRUPTED]: stopped; {out} is as it was before, and the same command"
+        " begins anew\n"
+    )
+    assert contents(out) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize(
     ("words", "status", "told"),
     [
@@ -158,6 +241,13 @@ def test_pieces_are_shown_without_anything_a_terminal_would_obey():
         (["train", "--out", "OUT"], 2, "no text was named"),
         (["train", "TEXT", "--out", "OUT", "--vocab_size", "511"], 2, "511 is below 512"),
         (["train", "TEXT", "--out", "OUT", "--vocab_size", "2000000"], 2, "2000000 is more than"),
+        (["train", "TEXT", "--out", "OUT", "--special_tokens"], 2, "expected at least one"),
+        (["train", "TEXT", "--out", "OUT", "--special_tokens", "<a>", "<a>"], 2, "is named twice"),
+        (
+            ["train", "TEXT", "--out", "OUT", "--vocab_size", "512", "--special_tokens", *MANY],
+            2,
+            "133 are more than the 132 that vocab_size = 512 has room for",
+        ),
         (["train", "TEXT", "--out", "OUT", "--val_fraction", "1"], 2, "--val_fraction 1.0"),
         (["train", "TEXT", "--out", "OUT", "--sample_bytes", "0"], 2, "--sample_bytes"),
         (["train", "TEXT", "--out", "OUT", "--sample_bytes", "9K"], 2, "--sample_bytes 9216 is"),

@@ -65,7 +65,8 @@ def _started(command: list[str], inherited: Sequence[int]) -> Iterator[subproces
     """A process that encodes too; it does not outlive the `with`, which alone hears of Ctrl-C."""
     package = [str(PROJECT), os.environ.get("PYTHONPATH", "")]  # wherever this was started
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, package))}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process inherits it
+    # A Ctrl-C reaches helpers too, which inherit that it is blocked: this process answers it alone.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=environ, pass_fds=tuple(inherited)

@@ -34,6 +34,7 @@ from minimind.errors import RunError
 from minimind.files import canonical_json, storing, sync_directory, write_whole
 
 TOKENIZER_NAME = "tokenizer"
+MARKER_VERSION = 2  # raise it when a marker, or what a merge reads beside it, holds other things
 LARGE_BYTES = 2**23  # of one document
 AHEAD = 2  # batches read for each thread: short documents take longer to read than to encode
 REMEDY = "free some space, or give another folder"
@@ -68,7 +69,7 @@ class Work:
         return found if all(is_whole(self.directory, shard) for shard in shards) else None
 
     def _key(self, unit: Unit) -> str:
-        return self.plan.key_of(unit, self.tokenizer.fingerprint)
+        return f"{MARKER_VERSION}-{self.plan.key_of(unit, self.tokenizer.fingerprint)}"
 
     def begin(self, unit: Unit) -> None:
         """Remove what an earlier attempt left of a unit."""
@@ -141,6 +142,7 @@ def encode_unit(work: Work, unit: Unit) -> None:
             "text_bytes": text_bytes,
             "rejected": reader.rejected,
             "first_rejected": reader.first_rejected,
+            "lines": reader.lines,
             "sha256": reader.digest.hexdigest(),
         }
         work.mark(unit, found)

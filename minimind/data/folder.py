@@ -11,7 +11,6 @@ from typing import Any
 
 from minimind.data.crew import encode_plan
 from minimind.data.encode import TOKENIZER_NAME, Work
-from minimind.data.folder_locks import held, is_held
 from minimind.data.load_tokenizer import load_tokenizer
 from minimind.data.manifest import MANIFEST_NAME
 from minimind.data.merge import clear, merge
@@ -21,6 +20,7 @@ from minimind.data.tokenizer_files import write_tokenizer
 from minimind.data.units import Plan
 from minimind.errors import UsageError
 from minimind.files import canonical_json, fingerprint, storing, sync_directory, write_whole
+from minimind.folder_locks import held, is_held
 from minimind.new_folder import replace_folder, require_free
 
 OWN = ("manifest.json", "plan.json", "rejected.jsonl", "tokenizer", "*-[0-9]*.bin", "*-[0-9]*.idx")

@@ -11,6 +11,7 @@ import sentencepiece
 import tokenizers
 
 from minimind.data.escaping import GUARD, MARK, SPACE_SIGN, escape, unescape
+from minimind.data.pieces import FILLER_PREFIX
 from minimind.data.tokenizer_files import CONFIG_NAME, JSON_NAME
 
 PROBES = 500
@@ -58,6 +59,16 @@ def normal_pieces(processor: sentencepiece.SentencePieceProcessor) -> dict[str, 
     }
 
 
+def special_tokens(processor: sentencepiece.SentencePieceProcessor) -> dict[str, int]:
+    """The pieces that no text is made of, fillers left out, each with its id."""
+    return {
+        processor.id_to_piece(i): i
+        for i in range(processor.vocab_size())
+        if (processor.is_control(i) or processor.is_unknown(i))
+        and not processor.id_to_piece(i).startswith(FILLER_PREFIX)
+    }
+
+
 def _tokenizer(processor: sentencepiece.SentencePieceProcessor) -> dict[str, Any]:
     ids = range(processor.vocab_size())
     specials = [i for i in ids if processor.is_control(i) or processor.is_unknown(i)]
@@ -100,9 +111,12 @@ def _config(processor: sentencepiece.SentencePieceProcessor) -> dict[str, Any]:
         "pad_token": processor.pad_id(),
         "unk_token": processor.unk_id(),
     }
+    others = [name for name, i in special_tokens(processor).items() if i not in specials.values()]
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{name: processor.id_to_piece(i) for name, i in specials.items() if i >= 0},
+        # By this name transformers 4 and 5 both take a list.
+        **({"additional_special_tokens": others} if others else {}),
         "add_bos_token": False,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,

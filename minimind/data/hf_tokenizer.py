@@ -137,6 +137,12 @@ class HuggingFaceTokenizer:
         """The text of ids; special tokens are silent, bytes that are not UTF-8 become U+FFFD."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    def special_tokens(self) -> dict[str, int]:
+        """Names of the tokens that no text is made of, each with its id."""
+        added = sorted(self._tokenizer.get_added_tokens_decoder().items())
+        pieces = self.pieces()
+        return {token.content: i for i, token in added if pieces[i].kind == CONTROL}
+
     def piece_bytes(self) -> np.ndarray:
         """UTF-8 bytes of text that each id stands for: int32 (vocab_size,), 0 for special tokens.
 

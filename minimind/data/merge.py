@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from minimind.data.documents import Rejection
 from minimind.data.encode import TOKENIZER_NAME, Work
 from minimind.data.manifest import (
     FORMAT_VERSION,
@@ -20,7 +23,7 @@ from minimind.data.manifest import (
 from minimind.data.plan_file import PLAN_NAME
 from minimind.data.shards import token_dtype
 from minimind.data.unit_reader import refusal
-from minimind.data.units import Plan, Unit
+from minimind.data.units import Plan, Source, Unit
 from minimind.errors import DataError, UsageError
 from minimind.files import canonical_json, fingerprint, sha256_of, sync_file, write_whole
 
@@ -45,7 +48,7 @@ def merge(work: Work, max_bad_fraction: float) -> dict[str, Any]:
     rejected, documents = manifest["rejected"]["count"], manifest["documents"]
     if rejected and work.is_strict:
         raise refusal(manifest["rejected"]["first"])
-    require_few_rejected(manifest, max_bad_fraction, str(work.directory))
+    require_few_rejected(manifest, max_bad_fraction, work.plan.sources)
     if not manifest["splits"]["train"]["documents"]:
         raise no_training_documents(work.plan.options.val_fraction, documents)
     for source in manifest["sources"]:
@@ -55,7 +58,7 @@ def merge(work: Work, max_bad_fraction: float) -> dict[str, Any]:
                 " train on; add documents, or leave it out"
             )
     if rejected:
-        _join_rejected(work)
+        _join_rejected(work, done)
     work.tokenizer.save(work.directory / TOKENIZER_NAME)
     kept = [path for path in work.directory.iterdir() if path.name in (REJECTED_NAME, PLAN_NAME)]
     kept += (work.directory / TOKENIZER_NAME).iterdir()
@@ -81,11 +84,15 @@ def clear(directory: Path) -> None:
             path.unlink()
 
 
-def require_few_rejected(manifest: dict[str, Any], max_bad_fraction: float, where: str) -> None:
+def require_few_rejected(
+    manifest: dict[str, Any], max_bad_fraction: float, sources: Sequence[Source]
+) -> None:
     """Nothing, or a DataError when more is bad than `max_bad_fraction` of all documents."""
     rejected = manifest["rejected"]["count"]
     total = rejected + manifest["documents"]
     if rejected > max_bad_fraction * total:
+        first, *others = (path for source in sources for path in source.paths)
+        where = f"{first} and {len(others)} more" if others else first
         raise DataError(
             f"{where}: {rejected:,} of {total:,} documents are bad, more than max_bad_fraction ="
             f" {max_bad_fraction}; the first is {manifest['rejected']['first']}; mend the text, or"
@@ -130,10 +137,7 @@ def _manifest(work: Work, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
             for split in SPLITS
         },
         "sources": [_source(plan, number, units) for number in range(len(plan.sources))],
-        "rejected": {
-            "count": sum(one["rejected"] for one in done),
-            "first": next((one["first_rejected"] for one in done if one["rejected"]), ""),
-        },
+        "rejected": {"count": sum(one["rejected"] for one in done), "first": _first_rejected(done)},
     }
     return {**manifest, "fingerprint": tokens_fingerprint(manifest)}
 
@@ -177,13 +181,37 @@ def _count(done: Sequence[dict[str, Any]], what: str) -> int:
     return sum(shard[what] for one in done for shard in one["shards"].values())
 
 
-def _join_rejected(work: Work) -> None:
+def _with_lines_before(
+    done: Sequence[dict[str, Any]],
+) -> Iterator[tuple[dict[str, Any], Counter[str]]]:
+    """What came of each unit, and how many lines of each .jsonl file the units before it have.
+
+    A unit counts from its own first line of a file, so that none reads what others read.
+    """
+    before: Counter[str] = Counter()
+    for one in done:
+        yield one, before
+        before.update(one["lines"])
+
+
+def _first_rejected(done: Sequence[dict[str, Any]]) -> str:
+    for one, before in _with_lines_before(done):
+        if first := one["first_rejected"]:
+            path, line = Path(first["path"]), first["line"] + before[first["path"]]
+            return str(Rejection(**{**first, "path": path, "line": line}))
+    return ""
+
+
+def _join_rejected(work: Work, done: Sequence[dict[str, Any]]) -> None:
     path = work.directory / REJECTED_NAME
     with open(path, "wb") as file:
-        for unit in work.plan.units:
+        for unit, (_, before) in zip(work.plan.units, _with_lines_before(done), strict=True):
             own = work.path("rejected", unit.number)
-            if own.exists():
-                with open(own, "rb") as part:
-                    while piece := part.read(2**20):
-                        file.write(piece)
+            if not own.exists():
+                continue
+            with open(own, "rb") as part:
+                for line in part:
+                    told = json.loads(line)
+                    told["line"] += before[told["file"]]
+                    file.write(canonical_json(told) + b"\n")
     sync_file(path)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from minimind.data.cache import build_once
 from minimind.data.crew import encode_plan
-from minimind.data.documents import Reading, Rejection
+from minimind.data.documents import Reading
 from minimind.data.encode import TOKENIZER_NAME, Work
 from minimind.data.inputs import kind_of
 from minimind.data.load_tokenizer import AnyTokenizer, load_tokenizer
@@ -32,14 +32,14 @@ from minimind.data.merge import (
     require_few_rejected,
 )
 from minimind.data.plan_file import PLAN_NAME
-from minimind.data.readers import read_segment
 from minimind.data.shards import TokenShards
 from minimind.data.sources import Source
-from minimind.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
+from minimind.data.tokenizer import train_tokenizer
 from minimind.data.tokenizer_files import MODEL_NAME, write_tokenizer
-from minimind.data.unit_reader import refusal, split_of
+from minimind.data.unit_reader import documents_of, pass_over, refusal, refuse, split_of
 from minimind.data.units import Options, Plan, Unit, files_of, make_plan
-from minimind.errors import DataError, UsageError
+from minimind.data.vocabulary import require_learnable
+from minimind.errors import DataError
 from minimind.files import canonical_json, fingerprint, sha256_of, write_whole
 
 REMEDY = "free space or give another --cache_dir"
@@ -62,12 +62,9 @@ class Asked:
     progress: bool = True
 
     def plan(self) -> Plan:
-        """The units of the text that is there now; a UsageError for a vocabulary too small."""
-        if self.tokenizer_path is None and self.vocab_size < SMALLEST_VOCABULARY:
-            raise UsageError(
-                f"vocab_size = {self.vocab_size} is less than {SMALLEST_VOCABULARY}; raise"
-                " --vocab_size"
-            )
+        """The units of the text that is there now; a UsageError for a vocabulary that cannot be."""
+        if self.tokenizer_path is None:
+            require_learnable(self.vocab_size)
         return make_plan(self.sources, self.options, self.unit_bytes)
 
 
@@ -167,8 +164,7 @@ def prepare_for_run(asked: Asked, cache_dir: Path) -> Prepared:
     prepared = open_prepared(directory, names=[given.path for given in plan.inputs])
     if not asked.skips_bad and (first := prepared.first_rejected):
         raise refusal(first)
-    where = " ".join(path for source in asked.sources for path in source.paths)
-    require_few_rejected(prepared.manifest, asked.max_bad_fraction, where)
+    require_few_rejected(prepared.manifest, asked.max_bad_fraction, asked.sources)
     return prepared
 
 
@@ -197,25 +193,19 @@ def _training_texts(plan: Plan, asked: Asked) -> Iterator[str]:
     """The documents of some units that are not held out; a DataError when there is none."""
     options, found, held_out = plan.options, False, 0
     reading = Reading(options.text_field, options.max_document_bytes)
+    reject = pass_over if asked.skips_bad else refuse
     segments = [segment for unit in _sampled(plan.units) for segment in unit.segments]
     total = sum(segment.weight for segment in segments)
     silent = not (asked.progress and sys.stderr.isatty())
     with tqdm(total=total, desc="reading", unit="B", unit_scale=True, disable=silent) as bar:
-        for segment in segments:
-            done = bar.n
-            for document in read_segment(segment, reading):
-                if isinstance(document, Rejection):
-                    if not asked.skips_bad:
-                        raise refusal(str(document))
-                    continue
-                text, position = document
-                bar.update(done + position - bar.n)
-                if split_of(sha256(text.encode()).digest(), options.val_fraction) == "train":
-                    found = True
-                    yield text
-                else:
-                    held_out += 1
-            bar.update(done + segment.weight - bar.n)
+        for text, reached in documents_of(segments, reading, reject):
+            bar.update(reached - bar.n)
+            if split_of(sha256(text.encode()).digest(), options.val_fraction) == "train":
+                found = True
+                yield text
+            else:
+                held_out += 1
+        bar.update(total - bar.n)
     if not found:
         raise no_training_documents(options.val_fraction, held_out)
 

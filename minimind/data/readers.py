@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,6 +34,9 @@ def read_segment(segment: Segment, reading: Reading) -> Found:
     they are; the line ends of JSON may be \r\n. Reading goes on behind a rejection, except where a
     damaged file has no more to give. No more is held of a line than a document can need. A file
     that cannot be read at all, or a table without such a column, is a DataError.
+
+    In a .jsonl file a rejection's line counts from the first one of the segment, as long as nobody
+    has read what is before; there each line gives one document or one rejection.
     """
     kind = kind_of(segment.path)
     if segment.start == segment.stop:
@@ -48,16 +52,13 @@ def read_segment(segment: Segment, reading: Reading) -> Found:
 def _plain_lines(segment: Segment, reading: Reading) -> Found:
     with open(segment.path, "rb", buffering=BUFFER_BYTES) as file:
         first = _first_line_within(file, segment)
-        first_number: int | None = None  # found out when there is something to complain about
         lines = _lines(file, first, segment.stop, reading)
-        for index, (begin, end, line) in enumerate(lines):
+        for number, (begin, end, line) in enumerate(lines, 1):
             judged = _judged(line, reading)
             if isinstance(judged, str):
                 yield judged, end - segment.start
             else:
-                if first_number is None:
-                    first_number = _line_number(segment.path, first)
-                yield _rejection(segment.path, first_number + index, begin, judged)
+                yield _rejection(segment.path, number, begin, judged)
 
 
 def _first_line_within(file: BinaryIO, segment: Segment) -> int:
@@ -125,8 +126,15 @@ def _judged(line: bytes | bytearray | None, reading: Reading) -> str | Flaw:
         return flaw
 
 
+def in_file(found: Rejection) -> Rejection:
+    """The rejection with the number its line has in the file: all before it is read for that."""
+    if found.byte is None or kind_of(found.path) != ".jsonl":
+        return found
+    return replace(found, line=_line_number(found.path, found.byte))
+
+
 def _line_number(path: Path, offset: int) -> int:
-    """The number of the line that begins at `offset`: all before it is read for that."""
+    """The number of the line in which the byte at `offset` is."""
     newlines = 0
     with open(path, "rb", buffering=0) as file:
         while offset > 0 and (piece := file.read(min(PIECE_BYTES, offset))):

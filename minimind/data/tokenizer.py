@@ -1,7 +1,8 @@
 """Text <-> token ids with SentencePiece: byte-pair pieces that lose nothing.
 
-Ids: 0 unknown (never produced), 1 beginning, 2 end of a document, 3 padding, then the 256 byte
-pieces and the learnt ones. Any text comes back as it was: characters without a piece become bytes.
+Ids: 0 unknown (never produced), 1 beginning, 2 end of a document, 3 padding, then special tokens
+that were asked for, the 256 byte pieces and the learnt ones. Any text comes back as it was:
+characters without a piece become bytes.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ import numpy as np
 import sentencepiece
 
 from minimind.data.escaping import SPACE_SIGN, escape, require_unicode, unescape
-from minimind.data.hf_export import hugging_face_files, merges_plainly, normal_pieces
+from minimind.data.hf_export import (
+    hugging_face_files,
+    merges_plainly,
+    normal_pieces,
+    special_tokens,
+)
 from minimind.data.long_texts import CHUNK_CHARACTERS, GROUP_CHARACTERS, chunks, joints
 from minimind.data.pieces import BYTE, CONTROL, FILLER, FILLER_PREFIX, Piece, piece_of, sizes
 from minimind.data.sample import SEED, sample
 from minimind.data.tokenizer_files import JSON_NAME, MODEL_NAME, write_tokenizer
-from minimind.errors import DataError, UsageError
+from minimind.data.vocabulary import require_learnable, room_for_characters
+from minimind.errors import DataError
 from minimind.files import write_whole
 
-SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 512, 2**20
-SPECIAL_PIECES = 4
-BYTE_PIECES = 256
-SMALLEST_ALPHABET = 120  # of 512 pieces 252 are left: room for ASCII and as many merges
 SAMPLE_BYTES = 2**24
 LONGEST_AT_ONCE = 2**23  # bytes of a text that is not cut, each of which takes up to 60 of memory
 SENTENCE_CHARACTERS = 1000  # SentencePiece drops sentences of more than 4192 bytes in silence
@@ -158,6 +161,10 @@ class Tokenizer:
         """The text of ids; control pieces are silent, bytes that are not UTF-8 become U+FFFD."""
         return unescape(self._processor.decode([int(i) for i in ids]))
 
+    def special_tokens(self) -> dict[str, int]:
+        """Names of the control pieces, each with its id."""
+        return special_tokens(self._processor)
+
     def piece_bytes(self) -> np.ndarray:
         """UTF-8 bytes of text that each id stands for: int32 (vocab_size,), 0 for control pieces.
 
@@ -202,35 +209,29 @@ def train_tokenizer(
     path: Path,
     sample_bytes: int = SAMPLE_BYTES,
     seed: int = SEED,
+    special: Sequence[str] = (),
 ) -> None:
     """Learn exactly `vocab_size` byte-pair pieces from a sample of the texts and write them.
+
+    `special` names are pieces behind the built-in specials, which no text is ever made of.
 
     The same texts give the same file. SentencePiece wants a piece for every character it is shown
     and refuses Chinese verse at 4,096 pieces, so only as many characters are shown, the most
     frequent ones, as fit half the vocabulary together with the byte pieces; the others end a
     sentence, and are written as bytes when they come up.
     """
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise UsageError(
-            f"vocab_size = {vocab_size} is less than {SMALLEST_VOCABULARY}, of which"
-            f" {SPECIAL_PIECES + BYTE_PIECES} are bytes and specials; raise --vocab_size"
-        )
-    if vocab_size > LARGEST_VOCABULARY:
-        raise UsageError(
-            f"vocab_size = {vocab_size} is more than the {LARGEST_VOCABULARY} that can be learnt;"
-            " lower --vocab_size"
-        )
+    require_learnable(vocab_size, special)
     passages = [escape(passage) for passage in sample(texts, sample_bytes, seed)]
-    room = max(vocab_size // 2 - BYTE_PIECES - SPECIAL_PIECES, SMALLEST_ALPHABET)
-    sentences = list(_sentences(passages, alphabet(passages, room)))
+    known = alphabet(passages, room_for_characters(vocab_size, len(special)))
+    sentences = list(_sentences(passages, known))
     sentences.append(" ")  # Chinese may have none, and without its piece a space would be 3 bytes
     if len(sentences) == 1:
         raise DataError("there is no text to learn a tokenizer from; add documents with text")
-    model = _train(sentences, vocab_size, fillers=0)
+    model = _train(sentences, vocab_size, special, fillers=0)
     fillers = 0
     while isinstance(model, int):  # so many pieces at most: the text is too small for more
         fillers += vocab_size - model  # and once more if it holds a filler's name, no text any more
-        model = _train(sentences, vocab_size, fillers)
+        model = _train(sentences, vocab_size, special, fillers)
     write_whole(path, model)
 
 
@@ -261,7 +262,9 @@ def _sentences(passages: Iterable[str], known: set[str]) -> Iterator[str]:
                     yield text[start : start + SENTENCE_CHARACTERS]
 
 
-def _train(sentences: list[str], vocab_size: int, fillers: int) -> bytes | int:
+def _train(
+    sentences: list[str], vocab_size: int, special: Sequence[str], fillers: int
+) -> bytes | int:
     """The model, or how many pieces are possible when `vocab_size` are too many."""
     model = io.BytesIO()
     try:
@@ -281,7 +284,7 @@ def _train(sentences: list[str], vocab_size: int, fillers: int) -> bytes | int:
             bos_id=1,
             eos_id=2,
             pad_id=3,
-            control_symbols=[f"{FILLER_PREFIX}{i}>" for i in range(fillers)],
+            control_symbols=[*special, *(f"{FILLER_PREFIX}{i}>" for i in range(fillers))],
             num_threads=1,
             minloglevel=2,
         )

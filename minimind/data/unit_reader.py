@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from minimind.data.documents import Reading, Rejection
-from minimind.data.readers import read_segment
+from minimind.data.inputs import Segment, kind_of
+from minimind.data.readers import in_file, read_segment
 from minimind.data.units import Options, Unit
 from minimind.errors import DataError
 from minimind.files import canonical_json
@@ -27,6 +29,40 @@ def split_of(digest: bytes, val_fraction: float) -> str:
 def refusal(told: str) -> DataError:
     """What ends a preparation that passes over nothing."""
     return DataError(f"{told}; or pass over what is bad with --on_bad_data skip")
+
+
+def refuse(found: Rejection) -> None:
+    """End a preparation that passes over nothing."""
+    raise refusal(str(in_file(found)))
+
+
+def pass_over(found: Rejection) -> None:
+    """Nothing: what is bad is neither listed nor counted."""
+
+
+def documents_of(
+    segments: Iterable[Segment],
+    reading: Reading,
+    reject: Callable[[Rejection], None],
+    lines: Counter[str] | None = None,
+) -> Iterator[tuple[str, int]]:
+    """Each text with the bytes of input that are read by then; `reject` is given what is bad.
+
+    `lines` adds up, by segments that are over, how many each .jsonl file had.
+    """
+    before = 0
+    for segment in segments:
+        read = 0
+        for found in read_segment(segment, reading):
+            read += 1
+            if isinstance(found, Rejection):
+                reject(found)
+                continue
+            yield found[0], before + found[1]
+            del found
+        before += segment.weight
+        if lines is not None and kind_of(segment.path) == ".jsonl":
+            lines[str(segment.path)] += read
 
 
 @dataclass
@@ -56,19 +92,23 @@ class UnitReader:
         self.tell = tell
         self.told = 0  # bytes of input
         self.rejected = 0
-        self.first_rejected = ""
+        self.first_rejected: dict[str, Any] | None = None  # the fields of a Rejection
+        # Of each .jsonl file; lines are listed as counted from the first that this unit has of it.
+        self.lines: Counter[str] = Counter()
         self.digest = hashlib.sha256()  # over the digests of all documents
         self._rejections: BinaryIO | None = None
 
     def batches(self) -> Iterator[Batch]:
         """About `BATCH_BYTES` of documents each."""
+        options = self.options
+        reading = Reading(options.text_field, options.max_document_bytes)
         batch, size = Batch(), 0
-        for text, reached in self._documents():
+        for text, reached in documents_of(self.unit.segments, reading, self._reject, self.lines):
             content = text.encode()
             digest = hashlib.sha256(content).digest()
             self.digest.update(digest)
             batch.texts.append(text)
-            batch.splits.append(split_of(digest, self.options.val_fraction))
+            batch.splits.append(split_of(digest, options.val_fraction))
             batch.bytes.append(len(content))
             size += len(content)
             if size >= BATCH_BYTES:
@@ -78,21 +118,7 @@ class UnitReader:
                 batch, size = Batch(), 0
         if batch.texts:
             yield batch
-        self._tell(sum(segment.weight for segment in self.unit.segments))
-
-    def _documents(self) -> Iterator[tuple[str, int]]:
-        """Each with the bytes of the unit that are read by then."""
-        options = self.options
-        reading = Reading(options.text_field, options.max_document_bytes)
-        before = 0
-        for segment in self.unit.segments:
-            for found in read_segment(segment, reading):
-                if isinstance(found, Rejection):
-                    self._reject(found)
-                    continue
-                yield found[0], before + found[1]
-                del found
-            before += segment.weight
+        self._tell(self.unit.bytes)
 
     def _tell(self, reached: int) -> None:
         self.tell(reached - self.told)
@@ -100,11 +126,13 @@ class UnitReader:
 
     def _reject(self, found: Rejection) -> None:
         if self.is_strict:
-            raise refusal(str(found))
+            refuse(found)
+        path = str(found.path)
+        number = found.line + self.lines[path]
         if self._rejections is None:
             self._rejections = open(self.listed, "wb")
-            self.first_rejected = str(found)
-        line = {"file": str(found.path), "line": found.line, "byte": found.byte, "what": found.what}
+            self.first_rejected = {**asdict(found), "path": path, "line": number}
+        line = {"file": path, "line": number, "byte": found.byte, "what": found.what}
         self._rejections.write(canonical_json(line) + b"\n")
         self.rejected += 1
 

@@ -47,7 +47,7 @@ def prepare_data(run: RunConfig) -> Prepared:
     """The run's text as token shards: a prepared folder, or raw text by way of the cache."""
     folders = [path for path in run.data_path if is_prepared(path)]
     if folders and len(run.data_path) > 1:
-        raise DataError(
+        raise UsageError(
             f"--data_path: {folders[0]} holds prepared shards and must be given alone; mix several"
             " texts with `minimind prepare --source`"
         )
@@ -227,6 +227,8 @@ def model_config(run: RunConfig, tokenizer: AnyTokenizer) -> MiniMindConfig:
         rope_theta=run.rope_theta,
         use_flash_attn=run.use_flash_attn,
         doc_mask=run.doc_mask,
+        qk_norm=run.qk_norm,
+        tie_word_embeddings=run.tie_word_embeddings,
         bos_token_id=tokenizer.bos_id if tokenizer.bos_id >= 0 else None,
         eos_token_id=tokenizer.eos_id,
         pad_token_id=tokenizer.pad_id,

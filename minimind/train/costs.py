@@ -15,6 +15,7 @@ MASTER_AND_MOMENTS = 3 * WIDE
 # DeepSpeed's defaults, in elements: what stage 0 flattens for one all-reduce, and how many weights
 # stage 3 keeps gathered, or far from their next use, before it lets go of them.
 FLATTENED, LIVE, REUSE = 5 * 10**8, 10**9, 10**9
+NARROWEST_BY_BLOCKS = 16  # channels of a head, as minimind.model.document_attention has it
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Shape:
     is_tied: bool = True
     use_flash_attn: bool = True
     doc_mask: bool = False
+    qk_norm: bool = False
 
     @property
     def kv_dim(self) -> int:
@@ -44,13 +46,18 @@ class Shape:
 
     @property
     def layer(self) -> int:
-        """Parameters of one block: q and o, k and v, the three of SwiGLU, two norms."""
-        return self.dim * (2 * self.dim + 2 * self.kv_dim + 3 * self.hidden_dim + 2)
+        """Parameters of one block: q and o, k and v, the three of SwiGLU, its norms."""
+        return self.dim * (2 * self.dim + 2 * self.kv_dim + 3 * self.hidden_dim) + self.layer_norms
+
+    @property
+    def layer_norms(self) -> int:
+        """Parameters of the norms of one block: two, and one each of a head's query and key."""
+        return 2 * self.dim + self.qk_norm * 2 * (self.dim // self.n_heads)
 
     @property
     def norms(self) -> int:
-        """Parameters of all norms: two in a block, one before the head."""
-        return self.dim * (2 * self.n_layers + 1)
+        """Parameters of all norms: those of the blocks, one before the head."""
+        return self.n_layers * self.layer_norms + self.dim
 
     @property
     def parameters(self) -> int:
@@ -77,6 +84,7 @@ class Layout:
     offload_optimizer: bool = False
     offload_param: bool = False
     device: str = "cuda"
+    recomputes: bool = False  # gradient checkpointing: of a block its input alone is kept
 
 
 @dataclass(frozen=True)
@@ -189,31 +197,45 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
     """Bytes at the start of the backward pass of one micro-batch: all that it will read again.
 
     Counted as Korthikanti et al. (2022), section 4, count a GPT block, for this one: no dropout,
-    SwiGLU, shared key heads, nothing recomputed. Reference attention adds the scores, of which
-    the softmax is kept in fp32. Documents masked apart add one mask and one table of rotations by
-    row, and key heads repeated for the fused kernels. Upon that comes the larger of the loss (fp32
-    log-probabilities and two gradients of that size) and of the last block's softmax (two fp32
-    gradients, when its feed-forward is done with).
+    SwiGLU, shared key heads. Reference attention adds the scores, of which
+    the softmax is kept in fp32. Documents masked apart add one table of rotations by row, and one
+    mask with key heads repeated for the fused kernels; where a GPU goes by blocks, a number a
+    token instead. Upon that comes the larger of the loss (fp32 log-probabilities and two gradients
+    of that size) and of the last block's softmax (two fp32 gradients, when its feed-forward is done
+    with). Where blocks are recomputed there is one at a time, with the gradients of its
+    feed-forward or softmax, and not beside the loss.
     """
     b, tokens = BYTES[layout.dtype], layout.rows * shape.max_seq_len
     e, f = shape.dim, shape.hidden_dim
     # A fused norm keeps its input and a root per token, the CPU's two fp32 copies and the root.
-    norm = (b * e if layout.device == "cuda" else 2 * WIDE * e) + WIDE
+    of_normed = b if layout.device == "cuda" else 2 * WIDE
+    norm = of_normed * e + WIDE
+    heads = of_normed * (e + shape.kv_dim) + WIDE * (shape.n_heads + shape.n_kv_heads)
     inputs = b * e * 2  # what q, k, v read, and what gate, up read
     scores = softmax = 0
-    mask = shape.doc_mask * (b if shape.use_flash_attn else 1) * shape.max_seq_len
+    is_by_blocks = layout.device == "cuda" and e // shape.n_heads >= NARROWEST_BY_BLOCKS
+    is_by_blocks = is_by_blocks and shape.use_flash_attn
+    mask = WIDE if is_by_blocks else (b if shape.use_flash_attn else 1) * shape.max_seq_len
+    mask *= shape.doc_mask
     rotations = shape.doc_mask * WIDE * e // shape.n_heads
     if shape.use_flash_attn:
-        keys = e if shape.doc_mask else shape.kv_dim
+        keys = e if shape.doc_mask and not is_by_blocks else shape.kv_dim
         attention = b * (2 * e + 2 * keys) + WIDE * shape.n_heads
     else:
         attention = b * 4 * e
         per_token = shape.n_heads * shape.max_seq_len
         scores = per_token * (WIDE if b == WIDE else WIDE + b)
         softmax = 2 * WIDE * per_token - 4 * b * f
-    layer = 2 * norm + inputs + attention + scores + 4 * b * f
+    layer = 2 * norm + inputs + attention + scores + 4 * b * f + shape.qk_norm * heads
     head = norm + b * e
     loss = 3 * WIDE * shape.vocab_size
+    if layout.recomputes:
+        working = b * (3 * f + e)
+        if softmax:
+            low = b * shape.n_heads * shape.max_seq_len if b < WIDE else 0  # its copy is done with
+            working = max(working, softmax + 3 * b * e - norm - low)
+        kept = shape.n_layers * b * e
+        return tokens * (kept + mask + rotations + max(head + loss, layer + working))
     return tokens * (shape.n_layers * layer + mask + rotations + head + max(loss, softmax))
 
 
@@ -243,7 +265,7 @@ def flops_per_token(shape: Shape) -> int:
     multiply (the head does, the embedding and the norms do not); attention is counted as if
     every position saw all T, though a causal kernel does half of it.
     """
-    matrices = shape.n_layers * (shape.layer - 2 * shape.dim) + shape.vocab_size * shape.dim
+    matrices = shape.n_layers * (shape.layer - shape.layer_norms) + shape.vocab_size * shape.dim
     return 6 * matrices + 12 * shape.n_layers * shape.dim * shape.max_seq_len
 
 

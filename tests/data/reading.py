@@ -7,7 +7,7 @@ from typing import Any
 
 from minimind.data.documents import Reading, Rejection
 from minimind.data.inputs import segments_of
-from minimind.data.readers import read_segment
+from minimind.data.readers import in_file, read_segment
 
 WHOLE = 2**62
 
@@ -16,7 +16,7 @@ def read(path: Path, unit_bytes: int = WHOLE, **reading: Any) -> list[str | Reje
     """Documents and rejections in order."""
     how = Reading(**reading)
     found = [one for part in segments_of(path, unit_bytes) for one in read_segment(part, how)]
-    return [one if isinstance(one, Rejection) else one[0] for one in found]
+    return [in_file(one) if isinstance(one, Rejection) else one[0] for one in found]
 
 
 def documents_of(path: Path, **reading: Any) -> list[str]:

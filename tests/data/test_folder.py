@@ -19,9 +19,10 @@ from minimind.data import encode, folder
 from minimind.data.prepare import open_prepared
 from minimind.data.sources import Source, parse_source
 from minimind.data.tokenizer import MODEL_NAME, train_tokenizer
-from minimind.data.units import MOST_UNITS, SMALLEST_UNIT, Options, make_plan
+from minimind.data.units import MOST_UNITS, SMALLEST_UNIT, Options, Plan, make_plan
 from minimind.errors import UsageError
 from tests.conftest import ROOT, sentences
+from tests.killing import killed_in_replacing
 
 SHARDS = ["--shard_bytes", "1000000"]
 
@@ -57,10 +58,10 @@ def whole(place: Path) -> dict[str, bytes]:
     return files
 
 
-def start(command: list[str]) -> subprocess.Popen[bytes]:
+def start(command: list[str], stderr: int | None = None) -> subprocess.Popen[bytes]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "minimind.cli", *command]
-    return subprocess.Popen(command, env=environ, start_new_session=True)
+    return subprocess.Popen(command, env=environ, start_new_session=True, stderr=stderr)
 
 
 def kill_at_random(place: Path, out: Path, times: int, seed: int, *more: str) -> int:
@@ -249,6 +250,23 @@ def test_what_is_there_is_replaced_by_force_alone(
     assert "holds 'weights', which minimind prepare did not write" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("at", range(1, 5))
+def test_killed_while_the_new_folder_takes_the_place_of_the_old_one_of_them_is_put_there(
+    place: Path, whole: dict[str, bytes], tmp_path: Path, at: int
+):
+    out = tmp_path / "out"
+    assert main(words(place, out, "--val_fraction", "0.3")) == 0
+    old = files_of(out)
+    killed_in_replacing(words(place, out, *SHARDS, "--force"), at)
+    assert len([*tmp_path.iterdir()]) > 1
+    is_new = out.exists() and files_of(out) == whole
+    assert main(["prepare", "nothing", "--out", str(out)]) == 2  # it is there
+    assert files_of(out) == (whole if is_new else old)
+    assert main(words(place, out, *SHARDS, "--force")) == 0
+    assert files_of(out) == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_what_is_left_of_another_preparation_is_not_mixed_into_this(
     place: Path, whole: dict[str, bytes], tmp_path: Path
 ):
@@ -290,6 +308,52 @@ def test_what_was_passed_over_is_judged_by_who_asks_last(
     assert "bad.jsonl:2001 " in capsys.readouterr().err
     assert main([*command, "--on_bad_data", "skip"]) == 0
     assert len((out / "rejected.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.fixture(scope="module")
+def bad_everywhere(place: Path) -> list[str]:
+    """The command to prepare what is bad in every unit; --out is to be given."""
+    text = place / "bad.jsonl"
+    lines = (place / "a.jsonl").read_text().splitlines(keepends=True)
+    text.write_text("".join("[]\n" + line if n % 50 == 7 else line for n, line in enumerate(lines)))
+    command = ["prepare", str(text), "--tokenizer", str(place / MODEL_NAME)]
+    return [*command, "--shard_bytes", "100000", "--on_bad_data", "skip"]
+
+
+def test_three_shares_list_what_is_bad_as_one_job_does(bad_everywhere: list[str], tmp_path: Path):
+    assert main([*bad_everywhere, "--out", str(tmp_path / "one")]) == 0
+    command = [*bad_everywhere, "--out", str(tmp_path / "three")]
+    for share in ("2/3", "0/3", "1/3"):
+        assert main([*command, "--shard", share]) == 0
+    assert len(list((tmp_path / "three.part").glob("rejected-*"))) > 6
+    assert main(["prepare", "--merge", "--out", str(tmp_path / "three")]) == 0
+    assert files_of(tmp_path / "three") == files_of(tmp_path / "one")
+    listed = (tmp_path / "one" / "rejected.jsonl").read_text().splitlines()
+    lines = [json.loads(bad)["line"] for bad in listed]
+    assert lines == [8 + 51 * n for n in range(80)]
+
+
+def test_a_unit_that_an_older_version_marked_is_made_again(
+    bad_everywhere: list[str], tmp_path: Path
+):
+    out = tmp_path / "out"
+    command = [*bad_everywhere, "--out", str(out)]
+    assert main(command) == 0
+    expected = files_of(out)
+    assert main([*command, "--force", "--shard", "0/1"]) == 0
+    draft = tmp_path / "out.part"
+    plan = Plan.from_json(json.loads((draft / "plan.json").read_bytes()))
+    fingerprint = open_prepared(out).tokenizer.fingerprint
+    for (
+        unit
+    ) in plan.units:  # it told the first bad line in words, and counted from the file's first
+        path = draft / f"unit-{unit.number:05d}.json"
+        marker = json.loads(path.read_bytes())
+        del marker["lines"]
+        old = {"first_rejected": "", "key": plan.key_of(unit, fingerprint)}
+        path.write_text(json.dumps({**marker, **old}))
+    assert main([*command, "--force"]) == 0
+    assert files_of(out) == expected
 
 
 def test_a_shard_that_is_cut_is_made_again_before_the_merge(
@@ -334,6 +398,44 @@ def test_two_at_once_in_one_folder_are_one_preparation(
     assert sorted(process.wait() for process in both) in ([0, 0], [0, 2])  # or one came too late
     assert files_of(out) == whole
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("more", [(), ("--processes", "2")])
+def test_ctrl_c_is_answered_in_one_line_and_the_same_command_goes_on(
+    place: Path, tmp_path: Path, more: tuple[str, ...]
+):
+    text, out, draft = tmp_path / "long.jsonl", tmp_path / "out", tmp_path / "out.part"
+    text.write_text((place / "a.jsonl").read_text() * 20)
+    command = ["prepare", str(text), "--tokenizer", str(place / MODEL_NAME), *SHARDS, *more]
+    command += ["--out", str(out)]
+    process = start(command, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (done := [*draft.glob("unit-*.json")]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, told = process.communicate()
+    assert process.returncode == 130
+    assert told.decode().splitlines() == [
+        f"minimind: error[INTERRUPTED]: stopped; {draft} keeps what is done, and the same command"
+        " goes on from there"
+    ]
+    names = [path.name.replace("unit", "train").replace("json", "bin") for path in done]
+    kept = {name: (draft / name).stat().st_mtime_ns for name in names}
+    assert main(command) == 0
+    assert {name: (out / name).stat().st_mtime_ns for name in names} == kept
+
+
+def test_ctrl_c_before_anything_is_kept_says_so(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(folder.Asked, "plan", interrupted)
+    assert main(words(place, tmp_path / "out")) == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("stopped with nothing to go on from; run the same command again")
 
 
 def test_helpers_end_with_a_parent_that_is_killed(place: Path, tmp_path: Path):

@@ -15,9 +15,9 @@ import pytest
 
 from minimind.cli import main
 from minimind.data import folder
-from minimind.data.folder_locks import held, is_held
 from minimind.data.prepare import open_prepared
 from minimind.data.tokenizer import MODEL_NAME, train_tokenizer
+from minimind.folder_locks import held, is_held
 from minimind.new_folder import replace_folder
 from tests.conftest import sentences
 

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from minimind.data import hf_export
 from minimind.data.hf_export import hugging_face_files
 from minimind.data.load_tokenizer import load_tokenizer
+from minimind.data.pieces import CONTROL
 from minimind.data.tokenizer import Tokenizer, train_tokenizer
 from tests.data.test_tokenizer import AWKWARD, fuzz, prose, verse
 
@@ -155,3 +156,57 @@ def test_the_trial_is_spared_only_where_just_these_files_stand_beside_the_model(
     (tmp_path / "tokenizer.json").write_text(told.replace("1.0", "1.00"))
     assert load_tokenizer(tmp_path).exported == exported
     assert len(tried) == 3
+
+
+OWN = ["<|im_start|>", "<|im_end|>", "<tool_call>", 'a,"b', "工具调用", "<0xab>"]
+
+
+@pytest.fixture(scope="module", params=[(512, 300), (600, 1), (4096, 300)])
+def special(request, tmp_path_factory):
+    """Ours with special tokens of one's own, much of whose text holds their names, and theirs."""
+    directory = tmp_path_factory.mktemp("special")
+    vocab_size, many = request.param
+    chats = [f"{OWN[0]}user\n{word} {OWN[1]}\n{''.join(OWN)}" for word in prose(3, many)]
+    train_tokenizer(chats, vocab_size, directory / "tokenizer.model", special=OWN)
+    ours = Tokenizer(directory)
+    ours.save(directory)
+    (directory / "tokenizer.model").rename(directory.with_suffix(".model"))
+    return ours, AutoTokenizer.from_pretrained(directory), load_tokenizer(directory)
+
+
+def test_special_tokens_of_ones_own_have_fixed_ids_behind_the_built_in_ones(special):
+    ours, theirs, read = special
+    named = {"<unk>": 0, "<s>": 1, "</s>": 2, "<pad>": 3, **{n: 4 + i for i, n in enumerate(OWN)}}
+    assert ours.special_tokens() == read.special_tokens() == named
+    assert theirs.convert_tokens_to_ids(OWN) == [*range(4, 4 + len(OWN))]
+    assert {*theirs.all_special_tokens} == {*named}
+    assert len(theirs) == ours.vocab_size
+    assert {piece.kind for piece in ours.pieces()[: 4 + len(OWN)]} == {CONTROL}
+    assert read.pieces() == ours.pieces()
+    assert ours.decode(range(4, 4 + len(OWN))) == ""
+    assert theirs.decode([4, *ours.encode("text"), 5], skip_special_tokens=True) == "text"
+
+
+def test_text_is_never_made_of_special_tokens(special):
+    ours, theirs, read = special
+    draw = random.Random(SEED)
+    mixed = [*OWN, *(name[:-1] for name in OWN), *AWKWARD, " ", "\n"]
+    chats = ["".join(draw.choices(mixed, k=draw.randint(1, 9))) for _ in range(1000)]
+    for text in chats + documents():
+        ids = ours.encode(text)
+        assert theirs(text)["input_ids"] == ids == read.encode(text), f"{text!r} of seed {SEED}"
+        assert all(i >= 4 + len(OWN) for i in ids)
+        assert ours.decode(ids) == theirs.decode(ids) == text
+
+
+def test_special_tokens_may_take_all_but_the_last_pieces(tmp_path):
+    names = [f"<|{i}|>" for i in range(132)]
+    train_tokenizer(prose(1) + verse(1), 512, tmp_path / "tokenizer.model", special=names)
+    ours = Tokenizer(tmp_path)
+    ours.save(tmp_path)
+    assert ours.vocab_size == 512
+    assert [*ours.special_tokens()][4:] == names
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text in documents():
+        assert theirs(text)["input_ids"] == ours.encode(text)
+        assert ours.decode(ours.encode(text)) == text

@@ -1,5 +1,6 @@
 """A prepared directory against the text it was made of, and one build against the next."""
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -8,16 +9,18 @@ from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
-from minimind.data import encode, unit_reader
+from minimind.data import encode, readers, unit_reader
 from minimind.data import prepare as module
-from minimind.data.inputs import Segment
+from minimind.data.inputs import Segment, segments_of
 from minimind.data.manifest import seal
 from minimind.data.prepare import Asked, Prepared, prepare_for_run
 from minimind.data.sources import Source
 from minimind.data.tokenizer import Tokenizer
-from minimind.data.unit_reader import split_of
+from minimind.data.unit_reader import UnitReader, split_of
 from minimind.data.units import Options, Unit
 from minimind.errors import DataError, StorageError, UsageError
 
@@ -191,7 +194,7 @@ def test_a_mistake_in_the_text_leaves_nothing(corpus, tmp_path, tokenizer_path):
         file.write('{"text": 3}\n')
     for tokenizer in (None, tokenizer_path):
         with pytest.raises(DataError, match=r"text\.jsonl:401 "):
-            make([corpus], tmp_path / "cache", tokenizer)
+            make([corpus], tmp_path / "cache", tokenizer, unit_bytes=4096)
     assert names(tmp_path / "cache") == []
 
 
@@ -230,6 +233,56 @@ def test_bad_documents_are_passed_over_listed_and_limited(corpus, tmp_path, toke
         make([corpus], tmp_path / "cache", tokenizer_path, unit_bytes=4096)
     with pytest.raises(DataError, match=r"3 of 403 documents are bad, more than max_bad_fraction"):
         make([corpus], tmp_path / "cache", tokenizer_path, max_bad_fraction=0.005, **skipping)
+
+
+def test_no_line_is_read_again_to_number_what_is_passed_over(tmp_path, tokenizer_path, monkeypatch):
+    """By as many units as there are, the same list: what each read of a file is added up."""
+    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl.gz", "d.txt", "e.parquet")]
+    for path, bad in zip(paths[:2], (97, 5), strict=True):
+        write_lines(path, TEXTS)
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text(
+            "".join("[]\n" + line if n % bad == 0 < n else line for n, line in enumerate(lines))
+        )
+    paths[2].write_bytes(gzip.compress(paths[0].read_bytes()))
+    paths[3].write_bytes(b"one\ntwo\nthree\0")
+    rows = [None if n % 97 == 0 < n else text for n, text in enumerate(TEXTS)]
+    parquet.write_table(pyarrow.table({"text": rows}), paths[4], row_group_size=50)
+    given = {"skips_bad": True, "max_bad_fraction": 0.5, "val_fraction": 0.0}
+    monkeypatch.setattr(readers, "_line_number", no_build)
+    made = [
+        make(paths, tmp_path / f"{unit}", tokenizer_path, unit_bytes=unit, **given)
+        for unit in (10**9, 30_000, 4096)
+    ]
+    shards = [len(one.manifest["splits"]["train"]["shards"]) for one in made]
+    assert shards[0] == 1 < 3 < shards[1] < 15 < shards[2]
+    listed = [(one.directory / "rejected.jsonl").read_bytes() for one in made]
+    assert listed[0] == listed[1] == listed[2]
+    assert (
+        made[0].manifest["rejected"] == made[1].manifest["rejected"] == made[2].manifest["rejected"]
+    )
+    told = [json.loads(line) for line in listed[0].splitlines()]
+    contents = {str(path): path.read_bytes() for path in (*paths[:2], paths[3])}
+    contents[str(paths[2])] = contents[str(paths[0])]
+    assert len(told) == 4 + 79 + 4 + 1 + 4
+    for bad in told[:-5]:
+        assert contents[bad["file"]][: bad["byte"]].count(b"\n") == bad["line"] - 1
+    assert (told[-5]["file"], told[-5]["line"]) == (str(paths[3]), 3)
+    assert [bad["line"] for bad in told[-4:]] == [98, 195, 292, 389]
+
+
+def test_parts_of_one_file_in_one_unit_number_its_lines_as_one(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n[]\n' * 20)
+    listed = []
+    for size in (10**9, 100):
+        unit, rejected = Unit(0, 0, tuple(segments_of(path, size))), tmp_path / f"{size}"
+        reader = UnitReader(unit, Options(), False, rejected, lambda _: None)
+        assert sum(len(batch.texts) for batch in reader.batches()) == 20
+        reader.close()
+        assert reader.lines == {str(path): 40}
+        listed.append([json.loads(line)["line"] for line in rejected.read_bytes().splitlines()])
+    assert listed == [list(range(2, 41, 2))] * 2
 
 
 def test_a_document_keeps_its_place_however_the_text_is_cut(corpus, tmp_path, tokenizer_path):

@@ -11,7 +11,7 @@ import zstandard
 
 from minimind.data.documents import Reading, Rejection
 from minimind.data.inputs import segments_of
-from minimind.data.readers import read_segment
+from minimind.data.readers import in_file, read_segment
 from minimind.errors import DataError
 from tests.data.reading import documents_of, read
 
@@ -51,18 +51,13 @@ def test_lines_of_many_pieces_are_found_the_same_in_segments(tmp_path, monkeypat
         assert read(path, unit, **how) == whole
 
 
-def test_lines_before_a_segment_are_counted_once_and_only_for_a_complaint(tmp_path, monkeypatch):
-    from minimind.data import readers
-
-    counted = []
-    count = readers._line_number
-    monkeypatch.setattr(
-        readers, "_line_number", lambda path, offset: counted.append(offset) or count(path, offset)
-    )
-    read(put(tmp_path / "good.jsonl", GOOD * 100), 100)
-    assert counted == []
-    read(put(tmp_path / "bad.jsonl", GOOD * 90 + b"[]\n" * 10), 1440)
-    assert counted == [1440]
+def test_a_bad_line_is_numbered_from_the_segment_until_its_place_in_the_file_is_asked_for(tmp_path):
+    path = put(tmp_path / "a.jsonl", GOOD * 90 + b"[]\n" + GOOD + b'{"text": "\xff"}\n')
+    _, segment = segments_of(path, 85 * len(GOOD))
+    bad = [one for one in read_segment(segment, Reading()) if isinstance(one, Rejection)]
+    assert [one.line for one in bad] == [6, 8]
+    assert [in_file(one).line for one in bad] == [91, 93]
+    assert in_file(in_file(bad[0])) == in_file(bad[0])
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.txt"])

@@ -62,7 +62,7 @@ def test_a_flag_that_contradicts_the_folder_is_refused_and_others_are_taken_from
         with pytest.raises(UsageError, match=rf"{name} = {value} .* but --data_path .*/raw has"):
             train(flags(place, "raw", **wrong), out_dir=str(tmp_path / "other"))
     two = flags(place, "", data_path=[f"{place}/raw", f"{place}/a.jsonl"])
-    with pytest.raises(DataError, match="must be given alone"):
+    with pytest.raises(UsageError, match="must be given alone"):
         train(two, out_dir=str(tmp_path / "other"))
 
 
@@ -90,3 +90,18 @@ def test_a_source_without_a_row_is_named(place: Path, tmp_path: Path):
     assert main(["prepare", *sources, *tokenizer, "--out", f"{tmp_path}/data"]) == 0
     with pytest.raises(DataError, match=r"source c has \d training tokens, fewer than a row of 33"):
         train(flags(place, "", data_path=f"{tmp_path}/data"), out_dir=str(tmp_path / "out"))
+
+
+def test_too_much_bad_text_is_told_by_the_path_of_the_text(place: Path, tmp_path: Path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text((place / "b.jsonl").read_text() + "[]\n" * 30)
+    asked = {"on_bad_data": "skip", "max_bad_fraction": 0.1, "cache_dir": f"{tmp_path}/cache"}
+    asked["tokenizer"] = f"{place}/raw/tokenizer"
+    wanted = rf"^{bad}: 30 of 130 documents are bad, more than max_bad_fraction = 0\.1; the first"
+    for _ in range(2):
+        with pytest.raises(DataError, match=wanted):
+            train(flags(place, "", **asked, data_path=[str(bad)]), out_dir=f"{tmp_path}/out")
+    train(flags(place, "", **{**asked, "max_bad_fraction": 0.5}, data_path=[str(bad)]),
+          out_dir=f"{tmp_path}/out")  # fmt: skip
+    with pytest.raises(DataError, match=wanted):
+        train(flags(place, "", **asked, data_path=[str(bad)]), out_dir=f"{tmp_path}/other")

@@ -24,7 +24,7 @@ def held(out: Path, name: str, how: int) -> Iterator[int]:
             try:
                 fcntl.flock(descriptor, how | fcntl.LOCK_NB)
             except BlockingIOError:
-                print(f"waiting for another prepare that works on {out}", file=sys.stderr)
+                print(f"waiting for another command that works on {out}", file=sys.stderr)
                 fcntl.flock(descriptor, how)
             if _is_still(path, descriptor):  # or who held it has removed it
                 try:

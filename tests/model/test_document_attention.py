@@ -1,0 +1,166 @@
+"""Attention by blocks of documents against the dense mask; on a GPU its gradients too.
+
+Shape letters: B rows, T positions, S keys, H query heads, K key/value heads, D channels.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from minimind.model import document_attention, visibility
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.document_attention import document_blocks, is_fast
+from minimind.model.layers import flash_attention
+from minimind.model.loss import next_token_loss
+from minimind.model.visibility import visible_keys
+
+EOS, V = 2, 50
+CPU = torch.device("cpu")
+uncompiled = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+def starts(length: int, *borders: list[int]) -> Tensor:
+    """Bool (B, T): for each row the positions at which a document begins."""
+    return torch.tensor([[at in row for at in range(length)] for row in borders])
+
+
+def drawn(length: int) -> Tensor:
+    """Rows with borders all over, from one in two positions to one in 300."""
+    draw = torch.manual_seed(length)
+    return torch.stack(
+        [torch.rand(length, generator=draw) < 1 / every for every in (2, 20, 100, 300)]
+    )
+
+
+LAYOUTS = {
+    "one document": starts(256, [], [0]),
+    "documents of one token": starts(200, list(range(200)), list(range(0, 200, 2))),
+    "borders at and beside the edges of blocks": starts(
+        384, [127], [128], [129], [0, 128, 256], [256, 383], [1, 255, 257]
+    ),
+    "a document over many blocks": starts(640, [1, 600], [130, 515]),
+    "less than a block": starts(5, [], [2], [1, 2, 4]),
+    "one token": starts(1, [], [0]),
+    "drawn": drawn(777),
+}
+each_layout = pytest.mark.parametrize("starts_BT", LAYOUTS.values(), ids=LAYOUTS)
+
+
+@each_layout
+def test_the_blocks_are_those_of_the_whole_table(starts_BT: Tensor):
+    blocks, (rows, length) = document_blocks(starts_BT), starts_BT.shape
+    expected = create_block_mask(blocks.mask_mod, rows, None, length, length, "cpu")
+    assert blocks.seq_lengths == expected.seq_lengths
+    for found, other in zip(blocks.as_tuple(), expected.as_tuple(), strict=True):
+        if isinstance(other, Tensor):
+            assert isinstance(found, Tensor)
+            assert torch.equal(found, other)
+    dense = visible_keys(length, 0, None, starts_BT, CPU)
+    at = torch.arange(length)
+    assert dense is not None
+    for row in range(rows):
+        found = blocks.mask_mod(torch.tensor(row), at, at[:, None], at)
+        assert found.tolist() == dense[row, 0].tolist()
+
+
+@uncompiled
+@each_layout
+@pytest.mark.parametrize("key_heads", [6, 2, 1])
+def test_what_comes_out_is_what_the_dense_mask_gives(starts_BT: Tensor, key_heads: int):
+    rows, length = starts_BT.shape
+    draw = torch.manual_seed(1)
+    q = torch.randn(rows, 6, length, 16, generator=draw)
+    k, v = torch.randn(2, rows, key_heads, length, 16, generator=draw)
+    expected = flash_attention(q, k, v, visible_keys(length, 0, None, starts_BT, CPU))
+    found = flash_attention(q, k, v, document_blocks(starts_BT))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def build(**changes: Any) -> MiniMindForCausalLM:
+    shape: dict[str, Any] = {"vocab_size": V, "dim": 64, "n_layers": 3, "n_heads": 4}
+    shape |= {"n_kv_heads": 2, "max_seq_len": 300, "eos_token_id": EOS, "doc_mask": True}
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(**{**shape, **changes}))
+    with torch.no_grad():  # large enough that attention decides
+        for weight in model.parameters():
+            weight.copy_(weight + 0.15 * torch.randn(weight.shape))
+    return model
+
+
+def rows(length: int = 300) -> Tensor:
+    return torch.randint(V, (3, length), generator=torch.manual_seed(2))  # a border in 50
+
+
+@uncompiled
+@torch.no_grad()
+def test_a_model_makes_its_blocks_once_and_gives_the_same_logits(monkeypatch: pytest.MonkeyPatch):
+    model, made = build(), []
+    expected = model(rows()).logits
+    monkeypatch.setattr(visibility, "is_fast", lambda device, head_dim: True)
+    monkeypatch.setattr(
+        visibility,
+        "document_blocks",
+        lambda starts: made.append(document_blocks(starts)) or made[-1],
+    )
+    torch.testing.assert_close(model(rows()).logits, expected, rtol=1e-5, atol=1e-5)
+    assert len(made) == 1
+    slow = build(use_flash_attn=False)
+    for other, options in [
+        (build(doc_mask=False), {}),
+        (slow, {}),
+        (model, {"attention_mask": torch.ones_like(rows())}),
+        (model, {"use_cache": True}),
+    ]:
+        other(rows(), **options)
+        assert len(made) == 1  # whoever cannot take them makes none
+
+
+def test_blocks_are_for_gpus_and_heads_that_triton_multiplies():
+    cuda = torch.device("cuda")
+    assert is_fast(cuda, 16)
+    assert is_fast(cuda, 96)
+    assert not is_fast(cuda, 8)
+    assert not is_fast(CPU, 64)
+
+
+@torch.no_grad()
+def test_other_documents_are_no_reason_to_compile_again():
+    graphs = []
+
+    def counting(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    attend = torch.compile(
+        document_attention.document_attention, backend=counting, fullgraph=True, dynamic=False
+    )
+    q = torch.randn(2, 4, 300, 16)
+    for borders in ([], [5], [128, 200], list(range(300))):
+        attend(q, q, q, document_blocks(starts(300, borders, [7])))
+    assert len(graphs) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles kernels for a CUDA device")
+@pytest.mark.parametrize("n_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("length", [300, 256, 40])
+def test_gradients_on_a_gpu_are_those_of_the_dense_mask(length: int, n_kv_heads: int):
+    cuda = torch.device("cuda", 0)
+
+    def gradients(device: torch.device) -> dict[str, Tensor]:
+        model: Any = build(n_kv_heads=n_kv_heads)
+        model.to(device)
+        ids = rows(length + 1).to(device)
+        loss_sum, count = next_token_loss(model(ids[:, :-1]).logits, ids[:, 1:])
+        (loss_sum / count).backward()
+        return {name: p.grad.cpu() for name, p in model.named_parameters()}
+
+    assert is_fast(cuda, build().config.head_dim)
+    found = gradients(cuda)
+    for name, gradient in gradients(CPU).items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5 * scale)
