@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from minimind import data_commands, tokenizer_commands
+from minimind import data_commands, eval_commands, tokenizer_commands
 from minimind.arguments import Parser, at_least, positive, share, size_in_bytes
 from minimind.errors import RunError, UsageError
 from minimind.files import storing
@@ -36,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--debug", action="store_true", help="show tracebacks")
     _add_plan(subs)
     _add_checkpoint(subs)
+    eval_commands.add_parser(subs)
     data_commands.add_parsers(subs)
     tokenizer_commands.add_parser(subs)
     return parser
@@ -135,6 +136,7 @@ def run_checkpoint(args: argparse.Namespace) -> int:
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "generate": run_generate,
+    "eval": eval_commands.run_eval,
     "plan": run_plan,
     "checkpoint": run_checkpoint,
     "prepare": data_commands.run_prepare,

@@ -84,9 +84,16 @@ def report_evaluation(desk: Desk, state: TrainState) -> None:
     started = time.perf_counter()
     found = evaluate(desk.engine, desk.held_out, desk.run.micro_batch_rows(desk.engine.world_size))
     desk.report.event("eval", step=state.step, **found)
+    shown = [
+        ("", found),
+        *((f" of {name}", sums) for name, sums in found.get("by_source", {}).items()),
+    ]
     desk.report.say(
-        f"step {state.step}: validation loss {found['val_loss']:.4f},"
-        f" perplexity {found['val_ppl']:.1f}, {found['val_bpb']:.3f} bits per byte"
+        "\n".join(
+            f"step {state.step}: validation loss{name} {sums['val_loss']:.4f},"
+            f" perplexity {sums['val_ppl']:.1f}, {sums['val_bpb']:.3f} bits per byte"
+            for name, sums in shown
+        )
     )
     desk.report.pause("evaluate", (time.perf_counter() - started) * 1e3)
 
