@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minimind.arguments import at_least, positive, share
 from minimind.errors import DataError, UsageError
 from minimind.files import storing, write_whole
+from minimind.prompts import read_prompts, read_text
 
 if TYPE_CHECKING:
     from minimind.writing import Sampling, Written
@@ -112,23 +113,11 @@ def _prompt(args: argparse.Namespace) -> str:
     if args.prompt is not None:
         return args.prompt
     if args.prompt_file is not None:
-        return _read(args.prompt_file, "--prompt_file")
+        return read_text(args.prompt_file, "--prompt_file")
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise DataError("standard input: not UTF-8; convert it, or use --prompt") from error
-
-
-def _read(path: str, flag: str) -> str:
-    """A text file, without the newline that ends its last line."""
-    try:
-        return Path(path).read_text(encoding="utf-8").removesuffix("\n")
-    except OSError as error:
-        raise DataError(f"{flag} {path}: {error.strerror}; name a readable file") from error
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{flag} {path}: not UTF-8 at byte {error.start}; save it as UTF-8"
-        ) from error
 
 
 def _show(text: str) -> None:
@@ -162,7 +151,7 @@ def _converse(write: Write, path: Path) -> None:
 
 def _answer(args: argparse.Namespace, write: Write, path: Path) -> None:
     """Write a JSON line for each prompt of a file, in its order."""
-    prompts = [*_prompts(args.prompts)]
+    prompts = read_prompts(args.prompts, "--prompts")
     lines: list[str] = []
     tokens, seconds = 0, 0.0
     for start in range(0, len(prompts), args.batch_size):
@@ -179,27 +168,6 @@ def _answer(args: argparse.Namespace, write: Write, path: Path) -> None:
             write_whole(args.out, "".join(f"{line}\n" for line in lines).encode())
     speed = f"{tokens / max(1e-9, seconds):.0f} tokens/s"
     print(f"[{path}, {len(prompts)} prompts, {speed}]", file=sys.stderr)
-
-
-def _prompts(path: str) -> Iterator[str]:
-    found = False
-    for number, line in enumerate(_read(path, "--prompts").split("\n"), 1):
-        if line.strip():
-            found = True
-            yield _field(line, f"{path}:{number}") if path.endswith(".jsonl") else line
-    if not found:
-        raise DataError(f"--prompts {path}: has no prompt; write one a line")
-
-
-def _field(line: str, where: str) -> str:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f'{where}: is not JSON ({error}); write {{"prompt": "..."}}') from error
-    prompt = value.get("prompt") if isinstance(value, dict) else None
-    if not isinstance(prompt, str):
-        raise DataError(f'{where}: has no "prompt" that is a string; write {{"prompt": "..."}}')
-    return prompt
 
 
 def _require_free(out: Path, force: bool) -> None:

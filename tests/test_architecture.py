@@ -19,6 +19,7 @@ LAYERS = [
         "minimind.errors",
         "minimind.arguments",
         "minimind.flag_groups",
+        "minimind.report_flags",
         "minimind.config",
         "minimind.files",
         "minimind.new_folder",
@@ -55,7 +56,9 @@ LAYERS = [
         "minimind.train.contents",
         "minimind.train.out_dir",
     },
-    {"minimind.train.engine", "minimind.train.report"},
+    {"minimind.train.engine", "minimind.writing", "minimind.prompts"},
+    {"minimind.train.trackers"},
+    {"minimind.train.report"},
     {
         "minimind.train.saver",
         "minimind.train.resume",
@@ -64,6 +67,7 @@ LAYERS = [
         "minimind.train.score",
         "minimind.train.identity",
         "minimind.train.numerics",
+        "minimind.train.samples",
     },
     {
         "minimind.generate",

@@ -191,6 +191,17 @@ def forward_only(device: str, dist_timeout: int) -> Iterator[Any]:
         leave()
 
 
+def open_tracker(name: str, project: str, folder: str, options: Mapping[str, Any]) -> Any:
+    """One of Accelerate's trackers, started; raises whatever its library raises."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    kind: Any = LOGGER_TYPE_TO_CLASS[name]
+    place = {"logging_dir": folder} if kind.requires_logging_directory else {}
+    tracker = kind(project, **place, **options)
+    tracker.start()
+    return tracker
+
+
 def leave() -> None:
     """Leave the process group, so that a later run in this process (a notebook) may begin anew."""
     from accelerate.state import AcceleratorState
