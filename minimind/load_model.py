@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ def load_model(checkpoint: str | None, directory: str | None) -> tuple[Any, AnyT
 def load_directory(path: Path) -> tuple[Any, AnyTokenizer, Path]:
     """The same of a directory with config.json, safetensors and a tokenizer."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
@@ -46,10 +49,11 @@ def load_directory(path: Path) -> tuple[Any, AnyTokenizer, Path]:
     is_ours = isinstance(told, MiniMindConfig)
     kind: Any = MiniMindForCausalLM if is_ours else AutoModelForCausalLM
     try:
-        model, found = kind.from_pretrained(
-            path, config=told, use_safetensors=True, output_loading_info=True, **options
-        )
-    except (OSError, ValueError, RuntimeError) as error:
+        with _quietly():
+            model, found = kind.from_pretrained(
+                path, config=told, use_safetensors=True, output_loading_info=True, **options
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         why = str(error).splitlines()[0]
         raise CheckpointError(f"{path}: cannot be loaded ({why}); export it again") from error
     if wrong := sorted(map(str, (*found["missing_keys"], *found["mismatched_keys"]))):
@@ -61,3 +65,18 @@ def load_directory(path: Path) -> tuple[Any, AnyTokenizer, Path]:
             f" {model.config.vocab_size}; put the tokenizer there that it was trained with"
         )
     return model.eval(), tokenizer, path
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without transformers' bars and tables: what is wrong is told in one line."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        logging.enable_progress_bar()
