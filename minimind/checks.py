@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from minimind.config import RunConfig
 from minimind.errors import UsageError
+from minimind.report_flags import TRACKERS
 
 
 def check(run: RunConfig) -> None:
     """Nothing, or a UsageError about fields that do not fit one another."""
     run.allowed_changes()
+    for name in run.trackers():
+        if name not in TRACKERS:
+            raise UsageError(
+                f"report_to = {run.report_to} ({run.sources['report_to']}): {name!r} is none of"
+                f" {', '.join(TRACKERS)}; name some of those, or none"
+            )
+    if run.sample_prompts and not run.sample_interval:
+        raise UsageError(
+            f"sample_prompts = {run.sample_prompts} ({run.sources['sample_prompts']}) without"
+            " --sample_interval, so that no sample is ever written; give --sample_interval N"
+        )
     if run.max_steps and run.warmup_steps and run.warmup_steps > run.max_steps:
         raise UsageError(
             f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}) is more than"

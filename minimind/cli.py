@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from minimind import data_commands, tokenizer_commands
+from minimind import data_commands, eval_commands, generate_commands, tokenizer_commands
 from minimind.arguments import Parser, at_least, positive, share, size_in_bytes
 from minimind.errors import Interrupted, RunError, UsageError
 from minimind.files import storing
@@ -20,22 +20,10 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
     parser = Parser(prog="minimind", description="Tools for runs of train_pretrain.py.")
     subs = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
-    generate = subs.add_parser("generate", help="text from a checkpoint", allow_abbrev=False)
-    generate.add_argument(
-        "--checkpoint", required=True, help="a run's out_dir, or a step_ directory"
-    )
-    generate.add_argument("--prompt", default="", help="text to continue (default: a new document)")
-    generate.add_argument("--max_new_tokens", type=at_least(1), default=100)
-    generate.add_argument(
-        "--temperature", type=at_least(0.0), default=0.8, help="0: always the likeliest token"
-    )
-    generate.add_argument(
-        "--top_p", type=share, default=0.9, help="draw from the likeliest tokens of this mass"
-    )
-    generate.add_argument("--seed", type=at_least(0), default=42)
-    generate.add_argument("--debug", action="store_true", help="show tracebacks")
+    generate_commands.add_parser(subs)
     _add_plan(subs)
     _add_checkpoint(subs)
+    eval_commands.add_parser(subs)
     data_commands.add_parsers(subs)
     tokenizer_commands.add_parser(subs)
     return parser
@@ -107,17 +95,6 @@ def _add_checkpoint(subs: Any) -> None:
     added.add_argument("--dry_run", "--dry-run", action="store_true", help="only tell")
 
 
-def run_generate(args: argparse.Namespace) -> None:
-    """Print the prompt and its continuation; which checkpoint, and how fast, on stderr."""
-    from minimind.generate import Sampling, generate, load_checkpoint  # imports torch
-
-    model, tokenizer, path = load_checkpoint(args.checkpoint)
-    how = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
-    text, speed = generate(model, tokenizer, args.prompt, how)
-    print(text)
-    print(f"[{path}, {speed:.0f} tokens/s]", file=sys.stderr)
-
-
 def run_plan(args: argparse.Namespace) -> None:
     """Print what every ZeRO stage would need, and what to type."""
     from minimind.plan import Machine, plan
@@ -134,7 +111,8 @@ def run_checkpoint(args: argparse.Namespace) -> int:
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
-    "generate": run_generate,
+    "generate": generate_commands.run_generate,
+    "eval": eval_commands.run_eval,
     "plan": run_plan,
     "checkpoint": run_checkpoint,
     "prepare": data_commands.run_prepare,

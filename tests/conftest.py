@@ -121,3 +121,45 @@ class Launcher:
 @pytest.fixture(scope="session")
 def launch(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
     return Launcher(corpus, tmp_path_factory.mktemp("cache"))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Text of two sources, raw and prepared, and a small run that was trained on it."""
+
+    texts: dict[str, Path]
+    mixed: Path
+    cache: Path
+    run: Path
+
+
+# Of one process, and over in seconds.
+SMALL: dict[str, Any] = {
+    **{"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 64},
+    **{"batch_size": 4, "max_steps": 6, "log_interval": 2, "eval_interval": 3},
+    **{"device": "cpu", "learning_rate": 5e-3},
+}
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    import minimind.train as training
+    from minimind.cli import main
+
+    place = tmp_path_factory.mktemp("trained")
+    found = Trained(
+        {name: place / f"{name}.jsonl" for name in "ab"},
+        place / "mixed",
+        place / "cache",
+        place / "run",
+    )
+    for seed, path in enumerate(found.texts.values(), 1):
+        lines = (json.dumps({"text": text}) + "\n" for text in sentences(seed, 240 - 99 * seed))
+        path.write_text("".join(lines))
+    sources = [f"--source={name}={path}" for name, path in found.texts.items()]
+    sizes = ["--val_fraction", "0.2", "--vocab_size", "600"]
+    assert main(["prepare", *sources, *sizes, "--out", str(found.mixed)]) == 0
+    run: Any = training  # a package that is called like a function
+    places = {"data_path": str(found.mixed), "cache_dir": str(found.cache)}
+    assert run({**SMALL, **places}, out_dir=str(found.run)) == 0
+    return found

@@ -33,6 +33,7 @@ def test_every_flag_named_exists():
     beside = {
         "help",
         "checkpoint",
+        "data",
         "prompt",
         "max_new_tokens",
         "gpus",
@@ -43,7 +44,7 @@ def test_every_flag_named_exists():
         "deepspeed_config_file",
         "use_deepspeed",
         "multi_gpu",
-    }  # of minimind generate and plan, argparse, and accelerate launch
+    }  # of minimind generate, eval and plan, argparse, and accelerate launch
     for name in re.findall(r"--(?:no-)?([a-z][a-z_0-9]+)", README):
         assert name in FLAGS or name in beside, name
 

@@ -133,6 +133,34 @@ class TokenShards:
             self._tell_unknown(starts, result)
         return result
 
+    def source_ends(self) -> np.ndarray:
+        """Where each source ends, int64, counted through all of them."""
+        return np.cumsum(self._tokens, dtype=np.int64)
+
+    def document_ends(self) -> np.ndarray:
+        """Where each document ends, int64, counted through all shards."""
+        ends = [np.zeros(0, dtype=np.int64)]
+        for path, start, stop in zip(self._paths, self._starts, self._starts[1:], strict=False):
+            index = path.with_suffix(".idx")
+            found = start + _read_index(index)
+            if not len(found) or found[-1] != stop or (np.diff(found, prepend=start) < 0).any():
+                raise DataError(
+                    f"{index}: does not say where the documents of {path.name} end; delete"
+                    f" {path.parent} to build it again"
+                )
+            ends.append(found)
+        return np.concatenate(ends)
+
+    def stretch(self, start: int, length: int) -> np.ndarray:
+        """Tokens from `start` on, int64 (length,); a DataError for an id there is none of."""
+        if not 0 <= start <= start + length <= len(self):
+            raise IndexError(f"tokens {start}..{start + length} of {len(self)}")
+        result = np.empty((1, length), dtype=np.int64)
+        self._copy(start, result[0])
+        if length and result.max() >= self._vocab_size:
+            self._tell_unknown(np.array([start]), result)
+        return result[0]
+
     def require_unchanged(self) -> None:
         """Nothing, or a DataError when a file is another than the one that was opened."""
         for path, before in zip(self._paths, self._states, strict=True):
@@ -177,6 +205,14 @@ class TokenShards:
             f" {rows[row, column]}, and the vocabulary has {self._vocab_size} ids; delete"
             f" {path.parent} to build it again"
         )
+
+
+def _read_index(path: Path) -> np.ndarray:
+    try:
+        return np.fromfile(path, dtype=INDEX_DTYPE).astype(np.int64)
+    except OSError as error:
+        remedy = f"delete {path.parent} to build it again"
+        raise DataError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
 
 
 def _state(path: Path) -> tuple[int, int, int]:

@@ -253,7 +253,8 @@ def held_out_of(run: RunConfig, prepared: Prepared) -> HeldOut:
     """The rows every validation reads."""
     row_tokens = run.max_seq_len + 1
     rows = held_out_rows(prepared.val, run.eval_rows, row_tokens)
-    return HeldOut(prepared.val, rows, row_tokens, prepared.tokenizer.piece_bytes())
+    names = tuple(source["name"] for source in prepared.manifest["sources"])
+    return HeldOut(prepared.val, rows, row_tokens, prepared.tokenizer.piece_bytes(), names)
 
 
 def dry_run_text(setup: Setup, resolved: Resolved) -> str:

@@ -160,3 +160,27 @@ _FITS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def _shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# DeepSpeed's own models of the sections that it is strict about.
+MODELS = {
+    "zero_optimization": ("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
+    "bf16": ("deepspeed.runtime.precision_config", "DeepSpeedBF16Config"),
+    "fp16": ("deepspeed.runtime.precision_config", "DeepSpeedFP16Config"),
+    "tensor_parallel": ("deepspeed.runtime.tensor_parallel.config", "TPTrainingConfig"),
+    "compile": ("deepspeed.compile.config", "CompileConfig"),
+    "comms_logger": ("deepspeed.comm.config", "CommsLoggerConfig"),
+    "tensorboard": ("deepspeed.monitor.config", "TensorBoardConfig"),
+    "wandb": ("deepspeed.monitor.config", "WandbConfig"),
+    "csv_monitor": ("deepspeed.monitor.config", "CSVConfig"),
+    "comet": ("deepspeed.monitor.config", "CometConfig"),
+}
+
+
+def fault_told(section: str, fault: Any) -> str:
+    """`SECTION.KEY is VALUE: why`, of a fault that such a model found."""
+    key = ".".join(map(str, (section, *fault["loc"])))
+    if fault["type"] == "extra_forbidden":
+        return f"{key} is no key of DeepSpeed's"
+    given = f" is {fault['input']!r}" if fault["loc"] else ""
+    return f"{key}{given}: {fault['msg']}"

@@ -12,6 +12,7 @@ import torch
 
 from minimind.config import RunConfig
 from minimind.data.batches import Batches
+from minimind.data.inspect import shown
 from minimind.errors import NumericError
 from minimind.files import mebibytes
 from minimind.process import Progress, StopRequest
@@ -19,8 +20,9 @@ from minimind.train.backends import StepResult
 from minimind.train.engine import Engine
 from minimind.train.evaluate import HeldOut, evaluate
 from minimind.train.numerics import SkippedSteps
-from minimind.train.ranks import together
+from minimind.train.ranks import lost_peers, together
 from minimind.train.report import Report
+from minimind.train.samples import Samples, draw
 from minimind.train.saver import Saver
 from minimind.train.schedule import Schedule
 from minimind.train.state import TrainState
@@ -35,6 +37,7 @@ class Desk:
     engine: Engine
     batches: Batches
     held_out: HeldOut
+    samples: Samples | None
     saver: Saver
     report: Report
     skipped: SkippedSteps
@@ -84,11 +87,31 @@ def report_evaluation(desk: Desk, state: TrainState) -> None:
     started = time.perf_counter()
     found = evaluate(desk.engine, desk.held_out, desk.run.micro_batch_rows(desk.engine.world_size))
     desk.report.event("eval", step=state.step, **found)
+    shown = [
+        ("", found),
+        *((f" of {name}", sums) for name, sums in found.get("by_source", {}).items()),
+    ]
     desk.report.say(
-        f"step {state.step}: validation loss {found['val_loss']:.4f},"
-        f" perplexity {found['val_ppl']:.1f}, {found['val_bpb']:.3f} bits per byte"
+        "\n".join(
+            f"step {state.step}: validation loss{name} {sums['val_loss']:.4f},"
+            f" perplexity {sums['val_ppl']:.1f}, {sums['val_bpb']:.3f} bits per byte"
+            for name, sums in shown
+        )
     )
     desk.report.pause("evaluate", (time.perf_counter() - started) * 1e3)
+
+
+def report_samples(desk: Desk, state: TrainState) -> None:
+    """Tell what the model makes of each prompt by now."""
+    if desk.samples is None:
+        return
+    started = time.perf_counter()
+    with lost_peers():
+        texts = draw(desk.engine, desk.samples)
+    for number, (prompt, text) in enumerate(zip(desk.samples.prompts, texts, strict=True)):
+        desk.report.event("sample", step=state.step, number=number, prompt=prompt, text=text)
+        desk.report.say(f"step {state.step}: sample {number + 1}: {shown(prompt + text)}")
+    desk.report.pause("sample", (time.perf_counter() - started) * 1e3)
 
 
 def begin_save(desk: Desk, state: TrainState) -> None:

@@ -30,9 +30,10 @@ from minimind.train.backends import PlainBackend, StepResult, prepare_for_ddp, u
 from minimind.train.build_lock import minded_builds
 from minimind.train.deepspeed_backend import Backend, DeepSpeedBackend
 from minimind.train.deepspeed_config import Resolved
+from minimind.train.deepspeed_schema import MODELS, fault_told
 from minimind.train.optimizer import adamw, parameter_groups
 from minimind.train.profile import PhaseClock
-from minimind.train.ranks import Ranks, lost_peers
+from minimind.train.ranks import Ranks, carrier, lost_peers, rendezvous
 
 # How DeepSpeed and torch's optimizers tell that they will not work with a configuration.
 REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError)
@@ -96,8 +97,8 @@ def _deepspeed(
     buildable = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
     deepspeed.ops.__dict__["__compatible_ops__"] = buildable
     join_by_hand(os.environ)
-    backend, timeout = _backend(device, run.dist_timeout)
-    with _rendezvous():
+    backend, timeout = carrier(device, run.dist_timeout)
+    with rendezvous():
         accelerator = Accelerator(
             mixed_precision=PRECISION[run.dtype],
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=resolved.config),
@@ -134,16 +135,14 @@ def _plain(
 
     run = resolved.run
     if resolved.backend == "single":
-        os.environ.pop("LOCAL_RANK", None)  # by which Accelerate would take DDP to be meant
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, not listed)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        _alone()
     else:
         join_by_hand(os.environ)
     has_unused = resolved.backend == "ddp" and bool(unused_parameters(model))
     prepare_for_ddp(model)
     model.to(getattr(torch, run.dtype))
-    backend, timeout = _backend(device, run.dist_timeout)
-    with _rendezvous():
+    backend, timeout = carrier(device, run.dist_timeout)
+    with rendezvous():
         accelerator = Accelerator(
             mixed_precision="no",
             cpu=device == "cpu",
@@ -160,23 +159,47 @@ def _plain(
     return PlainBackend(forward, model, resolved, groups), accelerator.device
 
 
-def _backend(device: str, dist_timeout: int) -> tuple[str, timedelta]:
-    """What carries the collectives, and when it gives up.
-
-    NCCL then aborts the process without a word of who was late: our own watch comes first.
-    """
-    if device == "cuda":
-        return "nccl", timedelta(seconds=dist_timeout + 60)
-    return "gloo", timedelta(seconds=dist_timeout)
+def _alone() -> None:
+    """Make this process rank 0 of 1."""
+    os.environ.pop("LOCAL_RANK", None)  # by which Accelerate would take DDP to be meant
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, not listed)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 @contextmanager
-def _rendezvous() -> Iterator[None]:
-    """Tell a failure to meet as such: later, the same errors mean that a peer was lost."""
+def forward_only(device: str, dist_timeout: int) -> Iterator[Any]:
+    """An Accelerator for work that trains nothing: it shares out rows and gathers their results.
+
+    At the end the process is in no process group any more.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    _settle(device)
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        _alone()
+    else:
+        join_by_hand(os.environ)
+    backend, timeout = carrier(device, dist_timeout)
+    handlers: list[Any] = [InitProcessGroupKwargs(backend=backend, timeout=timeout)]
     try:
-        yield
-    except dist.DistError as error:
-        raise RendezvousError(f"the ranks did not meet: {error}; check the launcher") from error
+        with rendezvous():
+            accelerator = Accelerator(cpu=device == "cpu", kwargs_handlers=handlers)
+        with lost_peers():
+            yield accelerator
+    finally:
+        leave()
+
+
+def open_tracker(name: str, project: str, folder: str, options: Mapping[str, Any]) -> Any:
+    """One of Accelerate's trackers, started; raises whatever its library raises."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    kind: Any = LOGGER_TYPE_TO_CLASS[name]
+    place = {"logging_dir": folder} if kind.requires_logging_directory else {}
+    tracker = kind(project, **place, **options)
+    tracker.start()
+    return tracker
 
 
 def leave() -> None:
@@ -185,22 +208,7 @@ def leave() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-
-# DeepSpeed's own models of the sections that it is strict about.
-MODELS = {
-    "zero_optimization": ("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
-    "bf16": ("deepspeed.runtime.precision_config", "DeepSpeedBF16Config"),
-    "fp16": ("deepspeed.runtime.precision_config", "DeepSpeedFP16Config"),
-    "tensor_parallel": ("deepspeed.runtime.tensor_parallel.config", "TPTrainingConfig"),
-    "compile": ("deepspeed.compile.config", "CompileConfig"),
-    "comms_logger": ("deepspeed.comm.config", "CommsLoggerConfig"),
-    "tensorboard": ("deepspeed.monitor.config", "TensorBoardConfig"),
-    "wandb": ("deepspeed.monitor.config", "WandbConfig"),
-    "csv_monitor": ("deepspeed.monitor.config", "CSVConfig"),
-    "comet": ("deepspeed.monitor.config", "CometConfig"),
-}
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[str]:
@@ -215,18 +223,10 @@ def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[st
         try:
             getattr(import_module(module), name)(**config[section])
         except ValidationError as error:
-            faults += [f"{path}: {_told(section, fault)}; mend it" for fault in error.errors()]
+            faults += [f"{path}: {fault_told(section, fault)}; mend it" for fault in error.errors()]
         except AssertionError as error:  # an old name beside the new one
             faults.append(f"{path}: {section} is refused by DeepSpeed: {error}; mend it")
     return faults
-
-
-def _told(section: str, fault: Any) -> str:
-    key = ".".join(map(str, (section, *fault["loc"])))
-    if fault["type"] == "extra_forbidden":
-        return f"{key} is no key of DeepSpeed's"
-    given = f" is {fault['input']!r}" if fault["loc"] else ""
-    return f"{key}{given}: {fault['msg']}"
 
 
 class Engine(Ranks):

@@ -1,9 +1,12 @@
-"""Validation loss over a fixed set of held-out rows."""
+"""Validation loss over a fixed set of held-out rows, in all and of every source."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,35 +24,84 @@ class HeldOut:
     rows: np.ndarray
     row_tokens: int
     piece_bytes: np.ndarray
+    sources: tuple[str, ...] = ("data",)
 
-    def batch(self, start: int, size: int) -> np.ndarray:
-        """Rows start..start+size as int64 (size, row_tokens); beyond the last row: `IGNORED`."""
-        wanted = self.rows[start : start + size]
+    def by_source(self) -> dict[str, np.ndarray]:
+        """The rows of each source that has any."""
+        if len(self.sources) == 1:
+            return {self.sources[0]: self.rows}
+        ends = np.cumsum(self.shards.sizes(self.row_tokens))
+        source = np.searchsorted(ends, self.rows, side="right")
+        found = {name: self.rows[source == n] for n, name in enumerate(self.sources)}
+        return {name: rows for name, rows in found.items() if len(rows)}
+
+    def batch(self, wanted: np.ndarray, size: int) -> np.ndarray:
+        """The wanted rows as int64 (size, row_tokens); what they do not fill is `IGNORED`."""
         batch = np.full((size, self.row_tokens), IGNORED, dtype=np.int64)
         if len(wanted):
             batch[: len(wanted)] = self.shards.read_rows(wanted, self.row_tokens)
         return batch
 
 
-def evaluate(engine: Engine, held_out: HeldOut, batch_rows: int) -> dict[str, float]:
+@dataclass(frozen=True)
+class Sums:
+    """Loss in nats, and over how many tokens and bytes of text it was summed."""
+
+    loss: float
+    tokens: float
+    text_bytes: float
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(
+            self.loss + other.loss, self.tokens + other.tokens, self.text_bytes + other.text_bytes
+        )
+
+    @property
+    def mean(self) -> float:
+        """Nats per token."""
+        return self.loss / max(1.0, self.tokens)
+
+    @property
+    def perplexity(self) -> float:
+        """The same as a number of equally likely tokens."""
+        return math.exp(min(self.mean, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Of text, so that models with different tokenizers can be compared."""
+        return self.loss / math.log(2) / max(1.0, self.text_bytes)
+
+    def event(self) -> dict[str, float]:
+        """As metrics.jsonl has it."""
+        told = {"val_loss": self.mean, "val_ppl": self.perplexity, "val_bpb": self.bits_per_byte}
+        return {**told, "tokens": int(self.tokens)}
+
+
+def evaluate(engine: Engine, held_out: HeldOut, batch_rows: int) -> dict[str, Any]:
     """`val_loss` (nats per token), `val_ppl`, `val_bpb` (bits per byte of text) and `tokens`.
 
-    Every rank runs the same number of forward passes, the last ones perhaps on rows of ignored
-    targets: under ZeRO-3 a forward pass is collective. Bits per byte do not depend on the
-    tokenizer, so runs with different ones can be compared.
+    Of mixed sources also `by_source`, the same of each. Every rank runs the same number of forward
+    passes, the last ones perhaps on rows of ignored targets: under ZeRO-3 they are collective.
     """
+    parts = held_out.by_source()
+    found = [_sums(engine, held_out, rows, batch_rows) for rows in parts.values()]
+    flat = engine.sum_over_ranks([number for sums in found for number in sums])
+    each = [Sums(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
+    whole = reduce(add, each)
+    if len(held_out.sources) == 1:
+        return whole.event()
+    by_source = {name: sums.event() for name, sums in zip(parts, each, strict=True)}
+    return {**whole.event(), "by_source": by_source}
+
+
+def _sums(engine: Engine, held_out: HeldOut, rows: np.ndarray, batch_rows: int) -> list[float]:
+    """Loss, tokens and bytes of this rank's share of the rows."""
     sums = [0.0, 0.0, 0.0]
-    for start in range(0, len(held_out.rows), batch_rows * engine.world_size):
-        rows = held_out.batch(start + engine.rank * batch_rows, batch_rows)
-        loss, count = engine.loss_of(torch.from_numpy(rows))
-        targets = rows[:, 1:]
+    for start in range(0, len(rows), batch_rows * engine.world_size):
+        first = start + engine.rank * batch_rows
+        batch = held_out.batch(rows[first : first + batch_rows], batch_rows)
+        loss, count = engine.loss_of(torch.from_numpy(batch))
+        targets = batch[:, 1:]
         text_bytes = held_out.piece_bytes[targets[targets != IGNORED]].sum()
         sums = [sums[0] + float(loss), sums[1] + float(count), sums[2] + float(text_bytes)]
-    loss, tokens, text_bytes = engine.sum_over_ranks(sums)
-    mean = loss / max(1.0, tokens)
-    return {
-        "val_loss": mean,
-        "val_ppl": math.exp(min(mean, 700.0)),
-        "val_bpb": loss / math.log(2) / max(1.0, text_bytes),
-        "tokens": int(tokens),
-    }
+    return sums

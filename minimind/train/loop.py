@@ -8,6 +8,7 @@ from minimind.train.desk import (
     asked_by,
     begin_save,
     report_evaluation,
+    report_samples,
     report_saved,
     report_skipped,
     report_step,
@@ -49,6 +50,8 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
             begin_save(desk, state)  # before the validation, for which a notice may be too short
         if is_due(state.step, run.eval_interval, last) and len(desk.held_out.rows):
             report_evaluation(desk, state)
+        if desk.samples and is_due(state.step, run.sample_interval, last):
+            report_samples(desk, state)
         if profiling:
             desk.report.profile(state.step)
         if stopping and state.step < last:

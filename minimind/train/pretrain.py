@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from minimind.config import RunConfig
+from minimind.config import FLAGS, RunConfig
 from minimind.data.order import Order
 from minimind.data.prepare import Prepared
 from minimind.files import storing
@@ -43,10 +43,12 @@ from minimind.train.numerics import SkippedSteps
 from minimind.train.out_dir import claim, require_writable, write_reference
 from minimind.train.report import Report
 from minimind.train.resume import Resumed, resume
+from minimind.train.samples import prompts_of, samples_of
 from minimind.train.saver import Saver
 from minimind.train.schedule import Schedule
 from minimind.train.setup import Setup, idle_gpus, read_setup, resolved_table
 from minimind.train.state import TrainState
+from minimind.train.trackers import FINISH, open_trackers
 
 # Seconds that a rank waits for another that reads or writes a checkpoint: a disk may be slow, and a
 # rank that is gone or stopped is noticed by other means.
@@ -67,6 +69,7 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
         return 0
     require_default_data(run)
     require_resume_path(run)
+    prompts_of(run)
     require_writable(Path(run.out_dir))
     with ExitStack() as held:
         return train_resolved(setup, resolved, progress, held)
@@ -107,6 +110,10 @@ def train_resolved(setup: Setup, resolved: Resolved, progress: Progress, held: E
             write_reference(out_dir, resolved)
             prepared.list_rejected(out_dir)
         prepared.tokenizer.save(out_dir / "tokenizer")
+    if engine.rank == 0:
+        report.trackers = open_trackers(
+            run, resumed.state.step, {name: getattr(run, name) for name in FLAGS}
+        )
     tell_start(desk, prepared, resumed)
     state, status, reason = train(desk, resumed.state)
     finish(desk, state, status, reason)
@@ -145,6 +152,7 @@ def build_desk(
         engine=engine,
         batches=batches_of(run, prepared, order, engine),
         held_out=held_out_of(run, prepared),
+        samples=samples_of(run, prepared.tokenizer),
         saver=saver,
         report=report,
         skipped=SkippedSteps(run, engine, order, prepared.tokenizer.decode, report),
@@ -248,7 +256,7 @@ def finish(desk: Desk, state: TrainState, status: int, reason: str) -> None:
         desk.report.say(told)
     code = "DONE" if status == 0 else "PREEMPTED"
     desk.report.event("exit", code=code, status=status, reason=reason, step=state.step)
-    desk.report.close()
+    desk.report.close(patience=min(FINISH, desk.run.dist_timeout / 2))  # other ranks wait below
     if status:
         again = "run the same command again"
         if desk.run.resume != "auto":  # which would begin where this start began

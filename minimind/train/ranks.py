@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented)
 
-from minimind.errors import PeerError, RunError, StorageError
+from minimind.errors import PeerError, RendezvousError, RunError, StorageError
 from minimind.peers import Peers
 
 # What gloo and c10d say when the other end of a connection is gone or silent.
@@ -37,6 +37,25 @@ def lost_peers() -> Iterator[None]:
                 f"another rank is gone or does not answer ({reason}); run the same command again"
             ) from error
         raise
+
+
+@contextmanager
+def rendezvous() -> Iterator[None]:
+    """Tell a failure to meet as such: later, the same errors mean that a peer was lost."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise RendezvousError(f"the ranks did not meet: {error}; check the launcher") from error
+
+
+def carrier(device: str, dist_timeout: int) -> tuple[str, timedelta]:
+    """`nccl` or `gloo`, which carries the collectives, and when it gives up.
+
+    NCCL then aborts the process without a word of who was late: our own watch comes first.
+    """
+    if device == "cuda":
+        return "nccl", timedelta(seconds=dist_timeout + 60)
+    return "gloo", timedelta(seconds=dist_timeout)
 
 
 class Ranks:

@@ -14,8 +14,10 @@ from tqdm import tqdm
 from minimind.files import storing
 from minimind.metrics import Metrics
 from minimind.train.profile import mean_ms, profile_table
+from minimind.train.trackers import Trackers
 
-PAUSES: tuple[str, ...] = ("evaluate", "checkpoint")
+PAUSES: tuple[str, ...] = ("evaluate", "checkpoint", "sample")
+ABRUPT = 3.0  # seconds that a tracker gets when a run ends by an error
 
 
 class Report:
@@ -42,6 +44,7 @@ class Report:
         self._since_table: list[dict[str, float]] = []
         self._pauses: dict[str, float] = {}  # ms between the steps of a table, by cause
         self._between_lines: dict[str, float] = {cause: 0.0 for cause in PAUSES}
+        self.trackers = Trackers()
 
     def say(self, text: str) -> None:
         """Print for people, past the progress bar."""
@@ -54,10 +57,11 @@ class Report:
                     self._is_heard = False
 
     def event(self, name: str, **facts: Any) -> None:
-        """Append to metrics.jsonl."""
+        """Append to metrics.jsonl, and hand on to the trackers."""
         if self._metrics:
             with storing(str(self._path), "free some space, or mend the path of --out_dir"):
                 self._metrics.write(name, **facts)
+            self.trackers.event(name, facts)
 
     def begin(self, step: int) -> None:
         """Show the bar from `step` on (terminals only) and start the clock of tokens/s."""
@@ -112,8 +116,12 @@ class Report:
         told = {f"{cause}_ms": spent for cause, spent in pauses.items()}
         self.event("profile", step=step, steps=len(steps), **mean_ms(steps), **told)
 
-    def close(self) -> None:
-        """Leave the terminal as it was; nothing more will be recorded."""
+    def close(self, patience: float = ABRUPT) -> None:
+        """Leave the terminal as it was; nothing more will be recorded.
+
+        Trackers get `patience` seconds to finish.
+        """
+        self.trackers.close(patience)
         if self._metrics:
             self._metrics.close()
             self._metrics = None

@@ -81,12 +81,15 @@ def read_setup(run: RunConfig, launch: Launch) -> Setup:
 
 def choose_device(run: RunConfig, launch: Launch) -> str:
     """`cuda` or `cpu`; a UsageError when there are too few GPUs for what was asked."""
+    return device_for(run.device, run.sources["device"], launch)
+
+
+def device_for(asked: str, source: str, launch: Launch) -> str:
+    """The same of `auto`, `cuda` or `cpu`, asked for by `source`."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if run.device == "cuda" and not gpus:
-        raise UsageError(
-            f"device = cuda ({run.sources['device']}), but torch sees no GPU here; use --device cpu"
-        )
-    if run.device == "cpu" or not gpus:
+    if asked == "cuda" and not gpus:
+        raise UsageError(f"device = cuda ({source}), but torch sees no GPU here; use --device cpu")
+    if asked == "cpu" or not gpus:
         return "cpu"
     if launch.local_world_size > gpus:
         raise UsageError(

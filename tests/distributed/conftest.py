@@ -49,4 +49,5 @@ def other_stage(
     directory = tmp_path_factory.mktemp(f"stage{request.param}")
     config = config_of_stage(request.param, directory)
     flags = f"{FP32} --deepspeed_config {config} --save_interval 9 --keep_last 3"
+    flags += " --sample_interval 10"
     return request.param, config, launch.run(directory / "out", flags)

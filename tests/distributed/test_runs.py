@@ -127,6 +127,7 @@ def test_another_stage_in_the_json_alone_gives_the_same_losses(
     assert largest_relative_difference(other.losses(), fp32.losses()) < 2e-6
     norms = [s["grad_norm"] for s in fp32.events("step")]
     assert [s["grad_norm"] for s in other.events("step")] == pytest.approx(norms, rel=1e-4)
+    assert [s["step"] for s in other.events("sample")] == [10, 20]
 
 
 def test_every_stage_resumes_bit_for_bit_in_fp32(

@@ -130,7 +130,7 @@ def command(words: str) -> Callable[[Path], int]:
 
 COMMANDS: dict[str, Callable[[Path], int]] = {
     "resume": resumed,
-    "generate": command("generate --checkpoint RUN --max_new_tokens 2"),
+    "generate": command("generate --checkpoint RUN --prompt a --max_new_tokens 2"),
 }
 # These look at all checkpoints, or at what training does not read.
 TOOLS: dict[str, Callable[[Path], int]] = {

@@ -60,3 +60,31 @@ def test_perplexity_and_bits_per_byte_follow_from_the_sums():
     assert found["val_ppl"] == pytest.approx(math.exp(2.5))
     assert found["val_bpb"] == pytest.approx(10 / math.log(2) / 8)
     assert found["tokens"] == 4
+
+
+class Mixed(Rows):
+    """The same of two sources of 5 and 6 rows."""
+
+    def sizes(self, row_tokens):
+        return (5, 6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_each_source_has_its_own_figures_and_they_add_up(world_size):
+    bytes_of = np.full(100, 3, dtype=np.int32)
+    rows = np.array([0, 2, 3, 5, 6, 8, 10])
+    ranks = [Ranks(rank, world_size) for rank in range(world_size)]
+    flat, found = [], {}
+    for rank in ranks:
+        held_out = HeldOut(Mixed(), rows, ROW, bytes_of, ("a", "b"))  # type: ignore[arg-type] (stand-ins)
+        found = evaluate(rank, held_out, 2)  # type: ignore[arg-type] (stand-ins)
+        flat.append(rank.sums)
+    assert len({r.passes for r in ranks}) == 1
+    sums = np.sum(flat, axis=0)
+    own = [[row * ROW + k for row in part for k in range(1, ROW)] for part in ((0, 2, 3), rows[3:])]
+    assert sums.tolist() == [sum(own[0]), 12, 36, sum(own[1]), 16, 48]
+    if world_size == 1:
+        assert list(found["by_source"]) == ["a", "b"]
+        assert found["by_source"]["b"]["val_loss"] == sum(own[1]) / 16
+        assert found["by_source"]["a"]["tokens"] == 12
+        assert (found["tokens"], found["val_loss"]) == (28, sum(map(sum, own)) / 28)

@@ -1,0 +1,173 @@
+"""`minimind eval`: what is read, the model that is asked, and the table it prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minimind.arguments import at_least
+from minimind.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from minimind.data.load_tokenizer import AnyTokenizer
+    from minimind.data.prepare import Prepared
+    from minimind.train.evaluate import Sums
+    from minimind.train.score import Part
+
+SPLITS = {"train": ("train",), "val": ("val",), "all": ("train", "val")}
+
+
+def add_parser(subs: Any) -> None:
+    """`eval`."""
+    added = subs.add_parser(
+        "eval",
+        help="loss, perplexity and bits per byte of a model on text",
+        description="Loss, perplexity and bits per byte of text, of each source and of all, in"
+        " one process or in several: torchrun --nproc-per-node 2 -m minimind.cli eval ...",
+        allow_abbrev=False,
+    )
+    add = added.add_argument
+    add("--checkpoint", metavar="PLACE", help="a run's out_dir, or a step_ directory")
+    add("--model", metavar="DIR", help="a directory with config.json, safetensors and a tokenizer")
+    told = "text, each path a source of its own; or folders that `minimind prepare` wrote"
+    add("--data", nargs="+", required=True, metavar="PATH", help=told)
+    add("--split", choices=tuple(SPLITS), help="of a prepared folder (val); raw text is read whole")
+    add("--batch_size", "--batch-size", type=at_least(1), default=8, help="windows at once (8)")
+    most = ("--max_seq_len", "--max-seq-len")
+    add(*most, type=at_least(1), help="tokens of a window (default: the positions of the model)")
+    rows = "windows of each source, and then to the end of the document (default: all)"
+    add("--max_rows", "--max-rows", type=at_least(1), help=rows)
+    masks = argparse.BooleanOptionalAction
+    apart = "each document by itself; off: as packed rows are read, one after another"
+    add("--doc_mask", "--doc-mask", action=masks, default=True, help=apart)
+    add("--text_field", "--text-field", default="text", help="that has the text (text)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--cache_dir", "--cache-dir", default="~/.cache/minimind", help="where tokens are kept")
+    add("--json", action="store_true", help="for programs: one object")
+    add("--debug", action="store_true", help="show tracebacks")
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    """Evaluate, and print what was found; of several processes only the first one prints."""
+    from minimind.launch import read_launch
+    from minimind.load_model import load_model
+    from minimind.train.engine import forward_only
+    from minimind.train.score import score
+    from minimind.train.setup import device_for
+
+    launch = read_launch(os.environ)
+    device = device_for(args.device, "--device", launch)
+    model, tokenizer, path = load_model(args.checkpoint, args.model)
+    length = _window(args.max_seq_len, model.config.max_position_embeddings)
+    prepared = [_prepared(place, tokenizer, args, launch.rank == 0) for place in args.data]
+    parts = [
+        part
+        for place, found in zip(args.data, prepared, strict=True)
+        for part in _parts(place, found, length, args)
+    ]
+    with forward_only(device, dist_timeout=600) as accelerator:
+        found = score(accelerator, model, parts, tokenizer.piece_bytes(), args.batch_size)
+        is_first = accelerator.is_main_process
+    if not found:
+        raise DataError(f"{' '.join(args.data)}: holds no text in this split; give --split all")
+    if is_first:
+        _print(found, path, args.json)
+    return 0
+
+
+def _window(asked: int | None, positions: int) -> int:
+    if asked is not None and asked > positions:
+        raise UsageError(
+            f"--max_seq_len {asked} is more than the {positions} positions of the model; lower it"
+        )
+    return asked or positions
+
+
+def _prepared(
+    place: str, tokenizer: AnyTokenizer, args: argparse.Namespace, is_first: bool
+) -> Prepared:
+    """Tokens of a prepared folder, or of raw text by way of the cache."""
+    from minimind.data.prepare import Asked, is_prepared, open_prepared, prepare_for_run
+    from minimind.data.units import Options, Source
+
+    if not is_prepared(place):
+        if args.split not in (None, "all"):
+            raise UsageError(f"--split {args.split}: {place} is raw text; leave --split out")
+        asked = Asked(
+            (Source("data", (place,)),),
+            str(tokenizer.path),
+            options=Options(args.text_field, val_fraction=0.0),
+            progress=is_first,
+        )
+        return prepare_for_run(asked, Path(args.cache_dir).expanduser())
+    found = open_prepared(Path(place).expanduser())
+    if found.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise DataError(
+            f"{place}: was prepared with another tokenizer than the model's; prepare its text again"
+            f" with --tokenizer {tokenizer.path}, or give the text itself"
+        )
+    return found
+
+
+def _parts(place: str, prepared: Prepared, length: int, args: argparse.Namespace) -> list[Part]:
+    """The windows of each split that is read."""
+    from minimind.data.prepare import is_prepared
+    from minimind.data.windows import windows_of
+    from minimind.train.score import Part
+
+    is_folder = is_prepared(place)
+    splits = SPLITS[args.split or "val"] if is_folder else ("train",)
+    sources = prepared.manifest["sources"]
+    names = tuple(_name(place, source["name"], args.data, is_folder) for source in sources)
+    parts = []
+    for split in splits:
+        shards = prepared.train if split == "train" else prepared.val
+        eos_id = prepared.tokenizer.eos_id
+        windows = windows_of(shards, length, eos_id, args.doc_mask, args.max_rows)
+        exact = prepared.manifest["splits"][split]["text_bytes"]
+        is_whole = len(sources) == 1 and args.max_rows is None
+        known = (exact,) if is_whole else (None,) * len(sources)
+        parts.append(Part(windows, names, known))
+    return parts
+
+
+def _name(place: str, source: str, places: list[str], is_folder: bool) -> str:
+    """What a source is called: by its folder too where there are several."""
+    if not is_folder:
+        return place
+    return source if len(places) == 1 else f"{place}:{source}"
+
+
+def _print(found: Mapping[str, Sums], path: Path, as_json: bool) -> None:
+    whole = reduce(add, found.values())
+    if as_json:
+        told = {"model": str(path), **_figures(whole)}
+        if len(found) > 1:
+            told["by_source"] = {name: _figures(sums) for name, sums in found.items()}
+        print(json.dumps(told, ensure_ascii=False))
+        return
+    wide = max(len(name) for name in (*found, "source"))
+    print(path)
+    print(f"{'source':<{wide}} {'loss':>8} {'perplexity':>11} {'bits/byte':>10} {'tokens':>13}")
+    rows = [*found.items()] + ([("all", whole)] if len(found) > 1 else [])
+    for name, sums in rows:
+        print(
+            f"{name:<{wide}} {sums.mean:>8.4f} {sums.perplexity:>11,.2f}"
+            f" {sums.bits_per_byte:>10.4f} {int(sums.tokens):>13,}"
+        )
+
+
+def _figures(sums: Sums) -> dict[str, Any]:
+    return {
+        "loss": sums.mean,
+        "perplexity": sums.perplexity,
+        "bits_per_byte": sums.bits_per_byte,
+        "tokens": int(sums.tokens),
+        "bytes": int(sums.text_bytes),
+    }

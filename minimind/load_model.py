@@ -1,0 +1,82 @@
+"""A model and its tokenizer from wherever they lie: a training checkpoint or a model directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from minimind.data.load_tokenizer import AnyTokenizer, load_tokenizer
+from minimind.errors import CheckpointError, DataError, UsageError
+from minimind.generate import load_checkpoint
+
+CONFIG = "config.json"
+
+
+def load_model(checkpoint: str | None, directory: str | None) -> tuple[Any, AnyTokenizer, Path]:
+    """The fp32 model on the CPU, its tokenizer, and where they were found; exactly one is given.
+
+    A CheckpointError where the weights do not fit what the directory says of them.
+    """
+    if (checkpoint is None) == (directory is None):
+        found = "neither was" if checkpoint is None else "both were"
+        raise UsageError(
+            f"of --checkpoint (a run's) and --model (an exported directory) {found} given;"
+            " give one of them"
+        )
+    if checkpoint is not None:
+        return load_checkpoint(checkpoint)
+    assert directory is not None
+    return load_directory(Path(directory).expanduser())
+
+
+def load_directory(path: Path) -> tuple[Any, AnyTokenizer, Path]:
+    """The same of a directory with config.json, safetensors and a tokenizer."""
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+
+    if not (path / CONFIG).is_file():
+        raise CheckpointError(f"{path}: has no {CONFIG}; name a directory that export wrote")
+    options = {"local_files_only": True, "dtype": torch.float32}
+    try:
+        told = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except ValueError:  # not one of transformers' own
+        told = MiniMindConfig.from_pretrained(path)
+    is_ours = isinstance(told, MiniMindConfig)
+    kind: Any = MiniMindForCausalLM if is_ours else AutoModelForCausalLM
+    try:
+        with _quietly():
+            model, found = kind.from_pretrained(
+                path, config=told, use_safetensors=True, output_loading_info=True, **options
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        why = str(error).splitlines()[0]
+        raise CheckpointError(f"{path}: cannot be loaded ({why}); export it again") from error
+    if wrong := sorted(map(str, (*found["missing_keys"], *found["mismatched_keys"]))):
+        raise CheckpointError(f"{path}: has no {wrong[0]} as its config.json asks; export it again")
+    tokenizer = load_tokenizer(path)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise DataError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} pieces and the model"
+            f" {model.config.vocab_size}; put the tokenizer there that it was trained with"
+        )
+    return model.eval(), tokenizer, path
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without transformers' bars and tables: what is wrong is told in one line."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        logging.enable_progress_bar()

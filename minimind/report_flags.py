@@ -1,0 +1,43 @@
+"""The flags of what a run tells beside metrics.jsonl: trackers and samples of text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minimind.flag_groups import flag
+
+# Accelerate's names. What a run sends is the same for all.
+TRACKERS = (
+    *("wandb", "tensorboard", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab"),
+    "trackio",
+)
+
+
+@dataclass(frozen=True)
+class ReportFlags:
+    """Who else is told what a run does."""
+
+    report_to: str = flag(
+        "trackers that get every figure of metrics.jsonl too, by commas: none, or"
+        f" {', '.join(TRACKERS)}; one that fails never stops the run",
+        "none",
+        "output",
+    )
+    wandb_project: str = flag("project of the run in the trackers", "minimind", "output")
+    wandb_run_name: str | None = flag(
+        "name of the run there (default: the last folder of --out_dir)", None, "output"
+    )
+    sample_interval: int = flag(
+        "optimizer steps between samples of text; 0: none", 0, "output", at_least=0
+    )
+    sample_prompts: str | None = flag(
+        "file of what the samples begin with: a prompt a line, or .jsonl with a prompt field"
+        " (default: one sample that begins a document)",
+        None,
+        "output",
+    )
+
+    def trackers(self) -> tuple[str, ...]:
+        """The names that --report_to has, each once."""
+        names = (name.strip() for name in self.report_to.split(","))
+        return tuple(dict.fromkeys(name for name in names if name not in ("", "none")))

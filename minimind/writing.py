@@ -1,0 +1,195 @@
+"""Prompts -> their continuations, one token after another, with a key/value cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from minimind.data.load_tokenizer import AnyTokenizer
+from minimind.errors import NumericError, UsageError
+
+BROKEN = "\ufffd\ufdd1"  # ends a text of which the next token may complete a character
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn; temperature 0 takes the likeliest."""
+
+    max_new_tokens: int = 100
+    temperature: float = 0.8
+    top_p: float = 0.9
+    seed: int = 42
+    top_k: int = 0  # 0: of all
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+
+    def arguments(self) -> dict[str, Any]:
+        """The same as transformers has it."""
+        if not self.temperature:
+            return {"do_sample": False}
+        drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return {"do_sample": True, **drawn}
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was generated: of each prompt its continuation, and how long all took."""
+
+    texts: tuple[str, ...]
+    tokens: int
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / max(1e-9, self.seconds)
+
+
+@dataclass
+class _Text:
+    """One prompt and what has come of it so far."""
+
+    prompt: list[int]
+    tokenizer: AnyTokenizer
+    how: Sampling
+    positions: int
+    show: Callable[[str], None] | None = None
+    new: list[int] = field(default_factory=list)
+    text: str = ""
+    shown: int = 0
+    ended: bool = False
+
+    def take(self, token: int) -> None:
+        """Go on by a token, to the end of the document, a stop, or the last position."""
+        if self.ended:
+            return
+        is_end = token == self.tokenizer.eos_id
+        if not is_end:
+            self.new.append(token)
+        is_full = len(self.new) == self.how.max_new_tokens
+        is_full |= len(self.prompt) + len(self.new) == self.positions
+        self.ended = is_end or is_full
+        if self.ended or self.how.stop or self.show:
+            self._read(cut=is_full)
+
+    def _read(self, cut: bool) -> None:
+        text = self.tokenizer.decode(self.new)
+        found = [at for at in map(text.find, self.how.stop) if at >= 0]
+        if found:
+            text, self.ended = text[: min(found)], True
+        elif cut:  # perhaps within the bytes of one character
+            text = text.rstrip(BROKEN)
+        self.text = text
+        certain = len(text) if self.ended else self._certain(text)
+        if self.show and certain > self.shown:
+            self.show(text[self.shown : certain])
+            self.shown = certain
+
+    def _certain(self, text: str) -> int:
+        """Characters that no later token can change, nor make the beginning of a stop."""
+        text = text.rstrip(BROKEN)
+        certain = len(text)
+        for stop in self.how.stop:
+            begun = [size for size in range(1, len(stop)) if text.endswith(stop[:size])]
+            certain = min(certain, len(text) - max(begun, default=0))
+        return certain
+
+
+def write_on(
+    model: Any,
+    tokenizer: AnyTokenizer,
+    prompts: Sequence[str],
+    how: Sampling,
+    show: Callable[[str], None] | None = None,
+    synced: bool = False,
+    first: int = 1,
+) -> Written:
+    """The continuations of all prompts, generated together, each as it would be alone.
+
+    Each stops at the end-of-document token, at a stop, which is left out, or where the positions
+    the model was trained on are used up. `show` gets the text of a single prompt as it comes.
+    `synced`: a forward pass is collective, so no rank stops before the others. `first` is the
+    number of the first prompt, for whoever has to find one that is too long.
+    """
+    positions = model.config.max_position_embeddings
+    texts = []
+    for number, prompt in enumerate(prompts, first):
+        ids = [*tokenizer.encode(prompt)] or [tokenizer.eos_id]  # after a document's end, a new one
+        if len(ids) >= positions:
+            raise UsageError(
+                f"prompt {number} has {len(ids)} tokens and the model {positions} positions;"
+                " shorten it"
+            )
+        texts.append(_Text(ids, tokenizer, how, positions, show))
+    torch.manual_seed(how.seed)
+    started = time.perf_counter()
+    while unfinished := [text for text in texts if not text.ended]:
+        _go_on(model, tokenizer, unfinished, how, synced)
+    seconds = time.perf_counter() - started
+    return Written(tuple(t.text for t in texts), sum(len(t.new) for t in texts), seconds)
+
+
+@torch.no_grad()
+def _go_on(
+    model: Any, tokenizer: AnyTokenizer, texts: list[_Text], how: Sampling, synced: bool
+) -> None:
+    """Generate until all texts have ended, or the longest has no position left.
+
+    What is on its left pads a shorter one: it is not seen, and no position is counted for it.
+    """
+    rows = [text.prompt + text.new for text in texts]
+    longest = max(map(len, rows))
+    padding = [longest - len(row) for row in rows]
+    ids = torch.full((len(rows), longest), tokenizer.pad_id)
+    mask = torch.zeros(len(rows), longest, dtype=torch.long)
+    for number, (row, pad) in enumerate(zip(rows, padding, strict=True)):
+        ids[number, pad:], mask[number, pad:] = torch.tensor(row), 1
+
+    def watch(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        for text, token in zip(texts, ids[:, -1].tolist(), strict=True):
+            text.take(token)
+        return torch.tensor([text.ended for text in texts], device=ids.device)
+
+    processors = [_require_finite]
+    if how.repetition_penalty != 1.0:
+        processors.append(_penalty(padding, how.repetition_penalty))
+    device = next(model.parameters()).device
+    model.generate(
+        ids.to(device),
+        attention_mask=mask.to(device),
+        max_new_tokens=min(how.max_new_tokens - len(texts[0].new), texts[0].positions - longest),
+        eos_token_id=tokenizer.eos_id,
+        pad_token_id=tokenizer.pad_id,
+        use_cache=True,
+        logits_processor=processors,
+        stopping_criteria=[watch],
+        synced_gpus=synced,
+        **how.arguments(),
+    )
+
+
+def _require_finite(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """The logits; a NumericError where nothing can be drawn from them."""
+    if not torch.isfinite(logits).all():
+        raise NumericError(
+            f"the logits of token {ids.shape[1]} are not finite; generate from another checkpoint"
+        )
+    return logits
+
+
+def _penalty(padding: list[int], penalty: float) -> Callable[..., torch.Tensor]:
+    """Makes what a text has already less likely (CTRL, Keskar et al. 2019), its padding apart."""
+
+    def penalised(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.clone()
+        for row, pad in enumerate(padding):
+            there = ids[row, pad:].unique()
+            own = logits[row, there]
+            logits[row, there] = torch.where(own > 0, own / penalty, own * penalty)
+        return logits
+
+    return penalised

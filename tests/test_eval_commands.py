@@ -1,0 +1,206 @@
+"""`minimind eval` against the definition, worked out text by text in float64."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minimind.cli import main
+from minimind.generate import load_checkpoint
+from tests.conftest import ROOT, Trained
+
+
+def texts_of(path: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in path.read_text().splitlines()]
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["eval", *map(str, words), "--device", "cpu", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def direct(run: Path, texts: list[str], length: int) -> tuple[float, int, int]:
+    """Summed loss, tokens and bytes: one text at a time, one stretch at a time, in float64."""
+    model, tokenizer, _ = load_checkpoint(str(run))
+    model = model.double()
+    loss, count, size = 0.0, 0, 0
+    for text in texts:
+        stream = [tokenizer.eos_id, *tokenizer.encode(text), tokenizer.eos_id]
+        size += len(text.encode())
+        for start in range(0, len(stream) - 1, length):
+            ids = torch.tensor([stream[start : start + length + 1]])
+            with torch.no_grad():
+                logits = model(input_ids=ids[:, :-1]).logits.double()
+            chosen = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])
+            loss, count = loss - float(chosen.sum()), count + ids.shape[1] - 1
+    return loss, count, size
+
+
+def test_raw_text_gives_what_the_definition_gives(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+):
+    a, b = trained.texts.values()
+    ask = ("--checkpoint", trained.run, "--cache_dir", trained.cache, "--batch_size", "7")
+    found = asked(capsys, *ask, "--data", a, b, "--max_seq_len", "48")
+    whole = [0.0, 0.0, 0.0]
+    for path in (a, b):
+        loss, tokens, size = direct(trained.run, texts_of(path), 48)
+        own = found["by_source"][str(path)]
+        assert (own["tokens"], own["bytes"]) == (tokens, size)
+        assert own["loss"] == pytest.approx(loss / tokens, rel=1e-6)
+        assert own["perplexity"] == pytest.approx(math.exp(loss / tokens), rel=1e-5)
+        assert own["bits_per_byte"] == pytest.approx(loss / math.log(2) / size, rel=1e-6)
+        whole = [one + more for one, more in zip(whole, (loss, tokens, size), strict=True)]
+    assert found["loss"] == pytest.approx(whole[0] / whole[1], rel=1e-6)
+    assert (found["tokens"], found["bytes"]) == (whole[1], whole[2])
+    assert found["tokens"] % (2 * 7), "the point of the sizes is that nothing divides them"
+
+
+def test_the_batch_does_not_matter_and_the_splits_of_a_folder_are_its_texts(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+):
+    ask = ("--checkpoint", trained.run, "--data")
+    val = asked(capsys, *ask, trained.mixed)
+    assert asked(capsys, *ask, trained.mixed, "--batch_size", "1")["loss"] == pytest.approx(
+        val["loss"], rel=1e-6
+    )
+    train = asked(capsys, *ask, trained.mixed, "--split", "train")
+    both = asked(capsys, *ask, trained.mixed, "--split", "all")
+    raw = asked(capsys, *ask, *trained.texts.values(), "--cache_dir", trained.cache)
+    assert val["tokens"] + train["tokens"] == both["tokens"] == raw["tokens"]
+    assert both["bytes"] == raw["bytes"]
+    assert both["loss"] == pytest.approx(raw["loss"], rel=1e-6)
+    for name, path in trained.texts.items():
+        own, other = both["by_source"][name], raw["by_source"][str(path)]
+        assert own["loss"] == pytest.approx(other["loss"], rel=1e-6)
+    few = asked(capsys, *ask, trained.mixed, "--max_rows", "1")
+    assert 0 < few["tokens"] < val["tokens"]
+    packed = asked(capsys, *ask, trained.mixed, "--no-doc_mask")
+    assert packed["tokens"] == val["tokens"]
+    assert packed["loss"] != val["loss"]
+
+
+def test_the_table_is_for_people(trained: Trained, capsys: pytest.CaptureFixture[str]):
+    assert main(["eval", "--checkpoint", str(trained.run), "--data", str(trained.mixed)]) == 0
+    path, head, *rows = capsys.readouterr().out.splitlines()
+    assert path.endswith("step_00000006")
+    assert head.split() == ["source", "loss", "perplexity", "bits/byte", "tokens"]
+    assert [row.split()[0] for row in rows] == ["a", "b", "all"]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        ("--data MIXED", 2, "neither was given; give one"),
+        ("--checkpoint RUN --model RUN --data MIXED", 2, "both were given; give one"),
+        ("--model RUN --data MIXED", 4, "has no config.json; name a directory"),
+        ("--checkpoint RUN --data nowhere.jsonl", 3, "nowhere.jsonl"),
+        ("--checkpoint RUN --data A --split val", 2, "is raw text; leave --split out"),
+        ("--checkpoint RUN --data MIXED --max_seq_len 65", 2, "more than the 64 positions"),
+        ("--checkpoint RUN --data OTHER", 3, "prepared with another tokenizer than the model's"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_told_in_one_sentence(
+    words: str,
+    status: int,
+    told: str,
+    trained: Trained,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    places = {"RUN": trained.run, "MIXED": trained.mixed, "A": trained.texts["a"]}
+    if "OTHER" in words:
+        places["OTHER"] = tmp_path / "other"
+        prepare = ["prepare", str(trained.texts["b"]), "--vocab_size", "520"]
+        assert main([*prepare, "--out", str(places["OTHER"])]) == 0
+    capsys.readouterr()
+    assert main(["eval", *(str(places.get(word, word)) for word in words.split())]) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+    assert ";" in line
+
+
+def one_of_two(rank: int, port: int, words: list[str], out: str) -> None:
+    """A rank, forked: its only output goes to a file."""
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    with open(f"{out}.{rank}", "w") as file:
+        sys.stdout = file
+        status = main(words)
+    os._exit(status)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_two_processes_give_what_one_gives(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    ask = ["--checkpoint", str(trained.run), "--data", str(trained.mixed), "--batch_size", "3"]
+    alone = asked(capsys, *ask)
+    words, out = ["eval", *ask, "--device", "cpu", "--json"], str(tmp_path / "out")
+    fork, port = multiprocessing.get_context("fork"), free_port()
+    ranks = [fork.Process(target=one_of_two, args=(n, port, words, out)) for n in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+        rank.kill()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    assert Path(f"{out}.1").read_text() == ""
+    together = json.loads(Path(f"{out}.0").read_text())
+    assert together["tokens"] == alone["tokens"]
+    assert together["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+    for name, sums in together["by_source"].items():
+        assert sums == pytest.approx(alone["by_source"][name], rel=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_launched_by_others_it_gives_the_same(
+    launcher: str, trained: Trained, capsys: pytest.CaptureFixture[str]
+):
+    ask = ["--checkpoint", str(trained.run), "--data", str(trained.mixed), "--batch_size", "3"]
+    alone = asked(capsys, *ask)
+    config = str(ROOT / "configs" / "accelerate_config.yaml")
+    port = ["--main_process_port", str(free_port())]
+    before = {
+        "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2"],
+        "accelerate": ["accelerate", "launch", "--config_file", config, "--num_processes", "2"],
+    }[launcher]
+    program = shutil.which(before[0], path=str(Path(sys.executable).parent))
+    assert program
+    more = port if launcher == "accelerate" else []
+    done = subprocess.run(
+        [program, *before[1:], *more, "-m", "minimind.cli", "eval", *ask, "--json"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert json.loads(line)["loss"] == pytest.approx(alone["loss"], abs=1e-6)

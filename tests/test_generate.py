@@ -1,0 +1,236 @@
+"""Text from a model: alone and in batches, streamed, stopped; and the words of the command."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from minimind.cli import main
+from minimind.data.load_tokenizer import AnyTokenizer
+from minimind.errors import UsageError
+from minimind.generate import load_checkpoint
+from minimind.writing import Sampling, write_on
+from tests.conftest import Trained
+
+GREEDY = Sampling(max_new_tokens=40, temperature=0.0)
+PROMPTS = ["春眠", "a", "abc def gh, 曉處 a little longer than the others", ""]
+
+
+@pytest.fixture(scope="module")
+def loaded(trained: Trained) -> tuple[Any, AnyTokenizer]:
+    model, tokenizer, _ = load_checkpoint(str(trained.run))
+    with torch.no_grad():  # a model of six steps says the same to everybody
+        for number, weight in enumerate(model.parameters()):
+            torch.manual_seed(number)
+            weight.add_(0.3 * torch.randn_like(weight))
+    return model, tokenizer
+
+
+def alone_without_cache(model: Any, tokenizer: AnyTokenizer, prompt: str, most: int) -> str:
+    """The likeliest token again and again, everything computed anew for each."""
+    ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    begin = len(ids)
+    while len(ids) - begin < most and len(ids) < model.config.max_position_embeddings:
+        with torch.no_grad():
+            token = int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
+        if token == tokenizer.eos_id:
+            break
+        ids = [*ids, token]
+    return tokenizer.decode(ids[begin:]).rstrip("\ufffd")
+
+
+def test_a_batch_gives_what_each_prompt_gives_alone_and_without_a_cache(loaded):
+    model, tokenizer = loaded
+    for most in (40, 100):  # within the 64 positions, and up to the last of each
+        how = replace(GREEDY, max_new_tokens=most)
+        texts = write_on(model, tokenizer, PROMPTS, how).texts
+        assert list(texts) == [alone_without_cache(model, tokenizer, p, most) for p in PROMPTS]
+        assert len(set(texts)) == len(PROMPTS)
+    penalised = replace(GREEDY, repetition_penalty=1.5)
+    texts = write_on(model, tokenizer, PROMPTS, penalised).texts
+    assert list(texts) == [
+        write_on(model, tokenizer, [prompt], penalised).texts[0] for prompt in PROMPTS
+    ]
+    assert list(texts) != list(write_on(model, tokenizer, PROMPTS, GREEDY).texts)
+
+
+def test_the_seed_decides_and_one_likeliest_token_is_no_choice(loaded):
+    model, tokenizer = loaded
+    drawn = replace(GREEDY, temperature=1.0, top_p=1.0)
+    first, again = (write_on(model, tokenizer, ["ab"], drawn) for _ in range(2))
+    assert first.texts == again.texts
+    assert write_on(model, tokenizer, ["ab"], replace(drawn, seed=7)).texts != first.texts
+    greedy = write_on(model, tokenizer, ["ab"], GREEDY).texts
+    assert greedy != first.texts
+    assert write_on(model, tokenizer, ["ab"], replace(drawn, top_k=1)).texts == greedy
+
+
+class Played:
+    """Says what it is given, whatever it is asked."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.config = SimpleNamespace(max_position_embeddings=1000)
+        self.ids = ids
+
+    def parameters(self):
+        yield torch.zeros(1)
+
+    def generate(self, ids, stopping_criteria, max_new_tokens, **_):
+        for token in self.ids[:max_new_tokens]:
+            ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+            if bool(stopping_criteria[0](ids, None).all()):
+                break
+
+
+def test_text_appears_as_it_is_generated_and_never_half_a_character(loaded):
+    _, tokenizer = loaded
+    text = "ab 鑫é𝄞 cd \ufffd ▁ ef"
+    ids = tokenizer.encode(text)
+    assert len(ids) > len(text), "some characters have to be bytes here"
+    shown: list[str] = []
+    played = Played([*ids, tokenizer.eos_id])
+    written = write_on(played, tokenizer, ["x"], Sampling(), shown.append)
+    assert "".join(shown) == written.texts[0] == text
+    assert len(shown) > 8
+    assert "鑫" in shown
+    assert "𝄞" in shown
+    for size in range(1, len(ids)):  # cut anywhere, what is whole is there
+        cut = write_on(played, tokenizer, ["x"], Sampling(max_new_tokens=size)).texts[0]
+        assert text.startswith(cut)
+        assert len(text.encode()) - len(cut.encode()) >= 0
+
+
+@pytest.mark.parametrize("stop", [("cd",), ("zz", "d e"), ("b 鑫", "ef")])
+def test_a_stop_is_left_out_and_nothing_of_it_is_shown(loaded, stop):
+    _, tokenizer = loaded
+    text = "ab 鑫 c cd ef"
+    shown: list[str] = []
+    how = Sampling(stop=stop)
+    played = Played([*tokenizer.encode(text), tokenizer.eos_id])
+    written = write_on(played, tokenizer, ["x"], how, shown.append)
+    expected = text[: min(at for at in map(text.find, stop) if at >= 0)]
+    assert "".join(shown) == written.texts[0] == expected
+
+
+def test_a_prompt_that_fills_all_positions_is_refused(loaded):
+    model, tokenizer = loaded
+    with pytest.raises(UsageError, match=r"prompt 2 has \d+ tokens and the model 64 positions;"):
+        write_on(model, tokenizer, ["a", "abc " * 60], GREEDY)
+
+
+def said(trained: Trained, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a greedy `minimind generate` prints on standard output."""
+    capsys.readouterr()
+    ask = ["generate", "--checkpoint", str(trained.run), "--temperature", "0"]
+    assert main([*ask, "--max_new_tokens", "9", *words]) == 0
+    told = capsys.readouterr()
+    assert "step_00000006" in told.err
+    assert " tokens/s]" in told.err
+    return told.out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_prompt_comes_by_flag_by_file_or_by_standard_input(
+    trained: Trained,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    by_flag = said(trained, capsys, "--prompt", "a 曉處")
+    assert by_flag.startswith("a 曉處")
+    assert len(by_flag) > len("a 曉處\n")
+    (tmp_path / "prompt.txt").write_text("a 曉處\n", encoding="utf-8")
+    assert said(trained, capsys, "--prompt_file", str(tmp_path / "prompt.txt")) == by_flag
+    monkeypatch.setattr("sys.stdin", io.StringIO("a 曉處"))
+    assert said(trained, capsys) == by_flag
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert said(trained, capsys) == said(trained, capsys, "--prompt", "")
+
+
+def test_at_a_terminal_it_asks_and_ctrl_c_stops_the_text_alone(
+    trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    alone = said(trained, capsys, "--prompt", "曉處")
+    calls = []
+
+    def stopped_at_first(*given: Any, **more: Any) -> Any:
+        calls.append(given[2])
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return write_on(*given, **more)
+
+    monkeypatch.setattr("minimind.writing.write_on", stopped_at_first)
+    monkeypatch.setattr("sys.stdin", Terminal("never\n曉處\n"))
+    out = said(trained, capsys)
+    assert calls == [["never"], ["曉處"]]
+    assert out == f"> never\n> {alone.removesuffix(chr(10))}> \n"
+
+
+def test_a_file_of_prompts_is_answered_in_order(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    lines, fields = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    lines.write_text("ab\n\n曉處\ncd ef\n", encoding="utf-8")
+    prompts = ["ab", "曉處", "cd ef"]
+    fields.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    out = said(trained, capsys, "--prompts", str(lines), "--batch_size", "2")
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [one["prompt"] for one in found] == prompts
+    for one in found:
+        alone = said(trained, capsys, "--prompt", one["prompt"])
+        assert alone == f"{one['prompt']}{one['completion']}\n"
+    answers = tmp_path / "answers.jsonl"
+    asked = ("--prompts", str(fields), "--out", str(answers))
+    assert said(trained, capsys, *asked) == ""
+    assert [json.loads(line) for line in answers.read_text().splitlines()] == found
+    assert main(["generate", "--checkpoint", str(trained.run), *asked]) == 2
+    assert "exists; give another file, or --force" in capsys.readouterr().err
+    said(trained, capsys, *asked, "--force")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        ("--prompt a --prompts P", 2, "--prompt and --prompts were both given"),
+        ("--prompt a --out P", 2, "--out is for the answers to --prompts"),
+        ("--prompt_file nowhere", 3, "--prompt_file nowhere: No such file"),
+        ("--prompts EMPTY", 3, "has no prompt; write one a line"),
+        ("--prompts BAD.jsonl", 3, 'BAD.jsonl:2: has no "prompt" that is a string'),
+        ("--prompts TORN.jsonl", 3, "TORN.jsonl:1: is not JSON"),
+        ("--prompts LATIN", 3, "not UTF-8 at byte 1"),
+        ("--prompts LONG", 2, "prompt 1 has 121 tokens"),
+        ("--prompt a --top_p 0", 2, "--top_p"),
+        ("--prompt a --repetition_penalty 0", 2, "--repetition_penalty"),
+    ],
+)
+def test_what_cannot_be_generated_from_is_told_in_one_sentence(
+    words: str,
+    status: int,
+    told: str,
+    trained: Trained,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    (tmp_path / "P").write_text("a\n")
+    (tmp_path / "EMPTY").write_text("\n")
+    (tmp_path / "BAD.jsonl").write_text('{"prompt": "a"}\n{"prompt": 1}\n')
+    (tmp_path / "TORN.jsonl").write_text('{"prompt": \n')
+    (tmp_path / "LATIN").write_bytes(b"a\xe9\n")
+    (tmp_path / "LONG").write_text("abc " * 60)
+    here = {path.name: str(path) for path in tmp_path.iterdir()}
+    words_given = [here.get(word, word) for word in words.split()]
+    assert main(["generate", "--checkpoint", str(trained.run), *words_given]) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+    assert ";" in line
