@@ -57,9 +57,4 @@ class RunConfig(PlaceFlags, TrainingFlags):
         return replace(self, **values, sources={**self.sources, **dict.fromkeys(values, source)})
 
 
-def feed_forward_width(dim: int) -> int:
-    """Width of the feed-forward where none is given: 8/3 dim, up to a multiple of 64."""
-    return 64 * -(-8 * dim // (3 * 64))
-
-
 FLAGS = {f.name: f for f in fields(RunConfig) if f.metadata}

@@ -142,6 +142,16 @@ class TrainingFlags:
     use_flash_attn: bool = flag(
         "torch's fused attention; off: the reference written out", True, "model"
     )
+    qk_norm: bool = flag("norm every head's query and key, as Qwen3 does", False, "model")
+    tie_word_embeddings: bool = flag(
+        "one matrix as token embedding and output head; off: two", True, "model"
+    )
+    gradient_checkpointing: bool = flag(
+        "keep each block's input alone and compute the rest again in the backward pass: less memory"
+        " for a third more work, the same numbers",
+        False,
+        "model",
+    )
 
 
 @dataclass(frozen=True)

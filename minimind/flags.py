@@ -31,6 +31,8 @@ SHAPE = (
     "max_seq_len",
     "vocab_size",
     "rope_theta",
+    "qk_norm",
+    "tie_word_embeddings",
 )
 
 

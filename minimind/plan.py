@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from minimind.config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig, feed_forward_width
+from minimind.config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig
 from minimind.errors import UsageError
 from minimind.flags import nearest, parse_flags
+from minimind.model.widths import feed_forward_width
 from minimind.train import costs
 from minimind.train.autos import autos, offloads
 from minimind.train.costs import Layout, Memory, Shape
@@ -93,7 +94,7 @@ def shape_of(run: RunConfig) -> Shape:
     """The shape that the run's flags describe."""
     hidden = run.hidden_dim or feed_forward_width(run.dim)
     same = {f.name: getattr(run, f.name) for f in fields(Shape) if f.name in FLAGS}
-    return Shape(**{**same, "hidden_dim": hidden})
+    return Shape(**{**same, "hidden_dim": hidden, "is_tied": run.tie_word_embeddings})
 
 
 def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device: str) -> Layout:

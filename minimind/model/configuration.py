@@ -4,13 +4,14 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from minimind.config import feed_forward_width
+from minimind.model.widths import feed_forward_width
 
 
 class MiniMindConfig(PretrainedConfig):
     """The shape of one model; dim, n_layers and the other short names read and construct it too.
 
     With `doc_mask` attention and positions stop at every eos_token_id, wherever nothing is cached.
+    With `qk_norm` every head's query and key is normed before it is turned (Qwen3).
     """
 
     model_type = "minimind"
@@ -37,6 +38,7 @@ class MiniMindConfig(PretrainedConfig):
         rope_theta: float = 1e6,
         use_flash_attn: bool = True,
         doc_mask: bool = False,
+        qk_norm: bool = False,
         tie_word_embeddings: bool = True,
         bos_token_id: int | None = 1,
         eos_token_id: int | None = 2,
@@ -57,6 +59,7 @@ class MiniMindConfig(PretrainedConfig):
         self.rope_theta = rope_theta
         self.use_flash_attn = use_flash_attn
         self.doc_mask = doc_mask
+        self.qk_norm = qk_norm
         self.tie_word_embeddings = tie_word_embeddings
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id

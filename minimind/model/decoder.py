@@ -1,7 +1,7 @@
-"""The MiniMind decoder: its layers, its initialisation and its Hugging Face face.
+"""The MiniMind decoder: the whole model, its initialisation and its Hugging Face face.
 
-Shape letters: B rows, T positions, S keys (cached ones included), H query heads, K key/value heads,
-D channels per head, E model width, V vocabulary.
+Shape letters: B rows, T positions, S keys (cached ones included), D channels per head, E model
+width, V vocabulary.
 """
 
 from typing import Any, ClassVar
@@ -9,131 +9,15 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from minimind.model.caches import cached
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.document_attention import document_attention
+from minimind.model.layers import Block, ResidualOutput, RMSNorm
 from minimind.model.loss import IGNORED, next_token_loss
-from minimind.model.rotary import build_pos_cis, rotate
-from minimind.model.visibility import Visible, document_starts, own_positions, visible_in_layers
-
-
-class RMSNorm(nn.Module):
-    """x over its root mean square, times a weight; statistics in fp32 also for bf16 and fp16 x."""
-
-    def __init__(self, width: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x_BTE: Tensor) -> Tensor:
-        """(B, T, E) in the dtype of x."""
-        return F.rms_norm(x_BTE, self.weight.shape, self.weight, self.eps)
-
-
-class ResidualOutput(nn.Linear):
-    """The projection that ends a branch and adds to the residual stream: it starts smaller."""
-
-
-class Attention(nn.Module):
-    """Causal self-attention in which H / K query heads share one key/value head."""
-
-    def __init__(self, config: MiniMindConfig, layer: int):
-        super().__init__()
-        self.layer = layer
-        self.head_dim = config.head_dim
-        self.attend = flash_attention if config.use_flash_attn else reference_attention
-        query_width = config.num_attention_heads * config.head_dim
-        key_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, key_width, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, key_width, bias=False)
-        self.o_proj = ResidualOutput(query_width, config.hidden_size, bias=False)
-
-    def forward(
-        self, x_BTE: Tensor, pos_cis: Tensor, visible: Visible, cache: Cache | None
-    ) -> Tensor:
-        """(B, T, E); keys and values of x join the cache where there is one."""
-        heads = (-1, self.head_dim)
-        q_BTHD = rotate(self.q_proj(x_BTE).unflatten(-1, heads), pos_cis)
-        k_BTKD = rotate(self.k_proj(x_BTE).unflatten(-1, heads), pos_cis)
-        v_BTKD = self.v_proj(x_BTE).unflatten(-1, heads)
-        k_BKSD, v_BKSD = k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2)
-        if cache is not None:
-            k_BKSD, v_BKSD = cache.update(k_BKSD, v_BKSD, self.layer)
-        out_BHTD = self.attend(q_BTHD.transpose(1, 2), k_BKSD, v_BKSD, visible)
-        return self.o_proj(out_BHTD.transpose(1, 2).flatten(-2))
-
-
-def flash_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: Visible) -> Tensor:
-    """(B, H, T, D) from torch's fused kernels; no mask tensor is built when visible is None.
-
-    visible says which key a query may see, as bool (B or 1, 1, T, S) or added to the scores. None
-    means causal over T == S positions or, for a single query, every key. No CUDA kernel but the
-    slow one takes a mask and shared key heads together, in every precision: they are repeated.
-    Blocks of documents are passed on to the kernels that skip what no query sees.
-    """
-    if isinstance(visible, BlockMask):
-        return document_attention(q_BHTD, k_BKSD, v_BKSD, visible)
-    if visible is not None:
-        k_BHSD, v_BHSD = _repeated(k_BKSD, q_BHTD), _repeated(v_BKSD, q_BHTD)
-        return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=visible)
-    is_causal = q_BHTD.shape[2] > 1
-    return F.scaled_dot_product_attention(
-        q_BHTD, k_BKSD, v_BKSD, is_causal=is_causal, enable_gqa=True
-    )
-
-
-def _repeated(x_BKSD: Tensor, q_BHTD: Tensor) -> Tensor:
-    """(B, H, S, D): each key/value head once for every query head that shares it."""
-    return x_BKSD.repeat_interleave(q_BHTD.shape[1] // x_BKSD.shape[1], dim=1)
-
-
-def reference_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: Visible) -> Tensor:
-    """What flash_attention gives within rounding, with every intermediate in sight."""
-    assert not isinstance(visible, BlockMask)  # they are for fused kernels alone
-    k_BHSD, v_BHSD = _repeated(k_BKSD, q_BHTD), _repeated(v_BKSD, q_BHTD)
-    scores_BHTS = q_BHTD @ k_BHSD.transpose(-2, -1) * q_BHTD.shape[-1] ** -0.5
-    if visible is None and q_BHTD.shape[2] > 1:
-        visible = torch.ones_like(scores_BHTS[0, 0], dtype=torch.bool).tril()
-    if visible is not None:
-        scores_BHTS = torch.where(visible, scores_BHTS, float("-inf"))
-    return scores_BHTS.softmax(-1, dtype=torch.float32).type_as(v_BHSD) @ v_BHSD
-
-
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020): a gate of SiLU units, without biases."""
-
-    def __init__(self, width: int, hidden_width: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(width, hidden_width, bias=False)
-        self.up_proj = nn.Linear(width, hidden_width, bias=False)
-        self.down_proj = ResidualOutput(hidden_width, width, bias=False)
-
-    def forward(self, x_BTE: Tensor) -> Tensor:
-        """(B, T, E)."""
-        return self.down_proj(F.silu(self.gate_proj(x_BTE)) * self.up_proj(x_BTE))
-
-
-class Block(nn.Module):
-    """Attention, then feed-forward; each reads a normed copy and adds to the residual stream."""
-
-    def __init__(self, config: MiniMindConfig, layer: int):
-        super().__init__()
-        assert config.intermediate_size is not None
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
-
-    def forward(
-        self, x_BTE: Tensor, pos_cis: Tensor, visible: Visible, cache: Cache | None
-    ) -> Tensor:
-        """(B, T, E)."""
-        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), pos_cis, visible, cache)
-        return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
+from minimind.model.rotary import build_pos_cis
+from minimind.model.visibility import document_starts, own_positions, visible_in_layers
 
 
 class MiniMindModel(nn.Module):
@@ -181,7 +65,7 @@ class MiniMindModel(nn.Module):
     ) -> Tensor:
         """Final hidden states (B, T, E); the arguments are those of MiniMindForCausalLM."""
         rows, length = input_ids.shape
-        past = cache.get_seq_length() if cache is not None else 0
+        past, keys = (0, length) if cache is None else cached(cache, length)
         if attention_mask is not None and attention_mask.shape != (rows, past + length):
             raise ValueError(
                 f"attention_mask of shape {tuple(attention_mask.shape)} must be"
@@ -197,7 +81,7 @@ class MiniMindModel(nn.Module):
         end = past + length if is_below or position_ids is None else int(position_ids.max()) + 1
         pos_cis = self._pos_cis_at(past, end, position_ids)
         x_BTE = self.embed_tokens(input_ids)
-        visible = visible_in_layers(self.config, x_BTE, past, attention_mask, starts_BT)
+        visible = visible_in_layers(self.config, x_BTE, past, attention_mask, starts_BT, keys)
         for block in self.layers:
             x_BTE = block(x_BTE, pos_cis, visible, cache)
         return self.norm(x_BTE)
@@ -218,7 +102,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = MiniMindConfig
     config: MiniMindConfig
     base_model_prefix = "model"
-    accepts_loss_kwargs = False  # Trainer divides by the accumulation steps, not forward
+    supports_gradient_checkpointing = True
     _no_split_modules = {"Block"}  # noqa: RUF012 (declared mutable by the base class)
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (likewise)
     # DDP broadcasts buffers, and NCCL refuses complex numbers (gloo does not).
@@ -250,6 +134,11 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         elif isinstance(module, MiniMindModel):
             initialization.copy_(module.pos_cis, module.build_pos_cis())
 
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None, **_: Any) -> Tensor | None:
+        """The mask as it is; generate() would give it four dimensions for a cache of fixed size."""
+        return attention_mask
+
     def forward(
         self,
         input_ids: Tensor,
@@ -260,6 +149,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         shift_labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits (B, T, V), or (B, logits_to_keep, V) for the last positions when that is not 0.
@@ -267,9 +157,19 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask (B, S) is 0 at padding, which may stand on the left; without position_ids,
         positions count the others. shift_labels (B, T) are targets already shifted; labels (B, T)
         are input_ids, shifted here. Targets of -100 are ignored, and the loss is the mean over the
-        rest (0 where none is left). Other keywords, which Hugging Face's tools pass, are ignored.
+        rest (0 where none is left), or their sum over num_items_in_batch, which Trainer counts over
+        all micro-batches of a step. While gradients are checkpointed nothing is cached. Other
+        keywords, which Hugging Face's tools pass, are ignored.
         """
-        if use_cache and past_key_values is None:
+        recomputes = self.training and any(
+            block.gradient_checkpointing for block in self.model.layers
+        )
+        if recomputes and past_key_values is not None:
+            raise ValueError(
+                "past_key_values cannot be used while gradients are checkpointed, for the backward"
+                " pass would fill them twice: call eval(), or leave them out."
+            )
+        if use_cache and past_key_values is None and not recomputes:
             past_key_values = DynamicCache(config=self.config)
         x_BTE = self.model(input_ids, attention_mask, position_ids, past_key_values)
         logits = self.lm_head(x_BTE[:, -logits_to_keep:])
@@ -280,5 +180,6 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         if shift_labels is not None:
             loss_sum, count = next_token_loss(logits, shift_labels)
-            loss = loss_sum / count.clamp(min=1)
+            items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            loss = loss_sum / items
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)

@@ -4,6 +4,7 @@ Shape letters: B rows, T positions, S keys (cached ones included).
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -48,6 +49,7 @@ def visible_in_layers(
     past: int,
     attention_mask: Tensor | None,
     starts_BT: Tensor | None,
+    keys: int,
 ) -> Visible:
     """What the attention of every layer takes, made once for all of them.
 
@@ -57,7 +59,7 @@ def visible_in_layers(
     is_by_blocks = is_fused and attention_mask is None and is_fast(device, config.head_dim)
     if starts_BT is not None and is_by_blocks:
         return document_blocks(starts_BT)
-    visible = visible_keys(x_BTE.shape[1], past, attention_mask, starts_BT, device)
+    visible = visible_keys(x_BTE.shape[1], past, attention_mask, starts_BT, device, keys)
     return added_to_scores(visible, x_BTE.dtype) if is_fused and visible is not None else visible
 
 
@@ -67,23 +69,26 @@ def visible_keys(
     attention_mask: Tensor | None,
     starts_BT: Tensor | None,
     device: torch.device,
+    keys: int | None = None,
 ) -> Tensor | None:
     """Which keys each query sees, bool (B or 1, 1, T, S); None where no mask needs building.
 
+    S is past + length, or `keys` where a cache of fixed size has room for more, which nobody sees.
     A padding query sees itself, or its softmax would be over nothing and its NaN would spread.
     Documents are told apart only where nothing is cached.
     """
-    if attention_mask is None and starts_BT is None and (past == 0 or length == 1):
+    room = 0 if keys is None else keys - past - length
+    if attention_mask is None and starts_BT is None and not room and (past == 0 or length == 1):
         return None
-    key_S = torch.arange(past + length, device=device)
-    query_T1 = key_S[past:, None]
+    key_S = torch.arange(past + length + room, device=device)
+    query_T1 = key_S[past : past + length, None]
     visible = (key_S <= query_T1)[None, None]
     if starts_BT is not None:
         document_BT = starts_BT.cumsum(-1)
         visible = visible & (document_BT[:, None, None] == document_BT[:, None, :, None])
     if attention_mask is None:
         return visible
-    real_B11S = attention_mask.bool()[:, None, None]
+    real_B11S = F.pad(attention_mask.bool(), (0, room))[:, None, None]
     return (key_S == query_T1) | (real_B11S & visible)
 
 

@@ -224,6 +224,8 @@ def model_config(run: RunConfig, tokenizer: AnyTokenizer) -> MiniMindConfig:
         rope_theta=run.rope_theta,
         use_flash_attn=run.use_flash_attn,
         doc_mask=run.doc_mask,
+        qk_norm=run.qk_norm,
+        tie_word_embeddings=run.tie_word_embeddings,
         bos_token_id=tokenizer.bos_id if tokenizer.bos_id >= 0 else None,
         eos_token_id=tokenizer.eos_id,
         pad_token_id=tokenizer.pad_id,

@@ -25,6 +25,8 @@ from minimind.files import canonical_json, fingerprint, sha256_of, sync_director
 from minimind.train.claims import read_object, require_manifest, shown
 
 FORMAT = 4
+# What is so where a checkpoint of this format does not tell: its writer knew nothing else.
+UNTOLD = {"qk_norm": False, "tie_word_embeddings": True}
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_(\d{8,})")
 
@@ -233,7 +235,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[Difference]:
     for group in sorted({*saved, *now}):
         old, new = saved.get(group, {}), now.get(group, {})
         for key in sorted({*old, *new}):
-            before, after = old.get(key), new.get(key)
+            before, after = (side.get(key, UNTOLD.get(key)) for side in (old, new))
             if canonical_json(before) != canonical_json(after):
                 found.append(Difference(group, key, before, after))
     return found

@@ -110,7 +110,10 @@ CONFIG = {
     **dict.fromkeys(("rms_norm_eps", "rope_theta"), ABOVE_0),
     **dict.fromkeys(("use_flash_attn", "doc_mask", "tie_word_embeddings"), YES_OR_NO),
 }
-TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), or_null(COUNT))
+MAYBE_IN_CONFIG = {
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), or_null(COUNT)),
+    "qk_norm": YES_OR_NO,
+}
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -214,11 +217,11 @@ def read_config(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     try:
         found, _ = read_object(path)
         require(found, CONFIG)
-        ids = {name: kind for name, kind in TOKEN_IDS.items() if name in found}
-        require(found, ids)
+        more = {name: kind for name, kind in MAYBE_IN_CONFIG.items() if name in found}
+        require(found, more)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}; {ELSEWHERE}") from error
-    return {name: found[name] for name in (*CONFIG, *ids)}
+    return {name: found[name] for name in (*CONFIG, *more)}
 
 
 def require_course(manifest: dict[str, Any]) -> None:

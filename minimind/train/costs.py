@@ -32,6 +32,7 @@ class Shape:
     is_tied: bool = True
     use_flash_attn: bool = True
     doc_mask: bool = False
+    qk_norm: bool = False
 
     @property
     def kv_dim(self) -> int:
@@ -45,13 +46,18 @@ class Shape:
 
     @property
     def layer(self) -> int:
-        """Parameters of one block: q and o, k and v, the three of SwiGLU, two norms."""
-        return self.dim * (2 * self.dim + 2 * self.kv_dim + 3 * self.hidden_dim + 2)
+        """Parameters of one block: q and o, k and v, the three of SwiGLU, its norms."""
+        return self.dim * (2 * self.dim + 2 * self.kv_dim + 3 * self.hidden_dim) + self.layer_norms
+
+    @property
+    def layer_norms(self) -> int:
+        """Parameters of the norms of one block: two, and one each of a head's query and key."""
+        return 2 * self.dim + self.qk_norm * 2 * (self.dim // self.n_heads)
 
     @property
     def norms(self) -> int:
-        """Parameters of all norms: two in a block, one before the head."""
-        return self.dim * (2 * self.n_layers + 1)
+        """Parameters of all norms: those of the blocks, one before the head."""
+        return self.n_layers * self.layer_norms + self.dim
 
     @property
     def parameters(self) -> int:
@@ -248,7 +254,7 @@ def flops_per_token(shape: Shape) -> int:
     multiply (the head does, the embedding and the norms do not); attention is counted as if
     every position saw all T, though a causal kernel does half of it.
     """
-    matrices = shape.n_layers * (shape.layer - 2 * shape.dim) + shape.vocab_size * shape.dim
+    matrices = shape.n_layers * (shape.layer - shape.layer_norms) + shape.vocab_size * shape.dim
     return 6 * matrices + 12 * shape.n_layers * shape.dim * shape.max_seq_len
 
 

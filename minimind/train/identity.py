@@ -49,6 +49,8 @@ def identity(
             "vocab_size": run.vocab_size,
             "rope_theta": run.rope_theta,
             "doc_mask": run.doc_mask,
+            "qk_norm": run.qk_norm,
+            "tie_word_embeddings": run.tie_word_embeddings,
         },
         "dtype": {"dtype": run.dtype},
         "seed": {"seed": run.seed},

@@ -89,6 +89,8 @@ def train_resolved(setup: Setup, resolved: Resolved, progress: Progress, held: E
     progress.out_dir = out_dir
     torch.manual_seed(run.seed)
     model = MiniMindForCausalLM(model_config(run, prepared.tokenizer))
+    if run.gradient_checkpointing:
+        model.activation_checkpointing_enable()
     engine = build_engine(resolved, model, setup.device)
     engine.introduce(progress.peers)
     require_same_files(engine, out_dir, prepared)

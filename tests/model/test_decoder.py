@@ -15,14 +15,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import DynamicCache
 
-from minimind.model.decoder import (
-    Attention,
-    MiniMindConfig,
-    MiniMindForCausalLM,
-    RMSNorm,
-    flash_attention,
-    reference_attention,
-)
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.layers import Attention, RMSNorm, flash_attention, reference_attention
 from minimind.model.rotary import build_pos_cis
 
 B, T, V = 3, 11, 97

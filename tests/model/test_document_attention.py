@@ -12,8 +12,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from minimind.model import document_attention, visibility
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM, flash_attention
+from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.document_attention import document_blocks, is_fast
+from minimind.model.layers import flash_attention
 from minimind.model.loss import next_token_loss
 from minimind.model.visibility import visible_keys
 

@@ -142,7 +142,7 @@ def test_those_positions_are_what_queries_and_keys_are_turned_by(monkeypatch: py
         seen.append(pos_cis)
         return rotate(x, pos_cis)
 
-    monkeypatch.setattr("minimind.model.decoder.rotate", watched)
+    monkeypatch.setattr("minimind.model.layers.rotate", watched)
     model, ids = build(), torch.tensor([[9, 9, EOS, 9, 9, EOS, EOS, 9]])
     model(ids)
     assert len(seen) == 6  # no logit could tell: turns matter by their differences alone

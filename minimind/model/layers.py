@@ -1,0 +1,139 @@
+"""The layers of the decoder: norm, attention, feed-forward and the block that joins them.
+
+Shape letters: B rows, T positions, S keys (cached ones included), H query heads, K key/value heads,
+D channels per head, E model width.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.document_attention import document_attention
+from minimind.model.rotary import rotate
+from minimind.model.visibility import Visible
+
+
+class RMSNorm(nn.Module):
+    """x over its root mean square, times a weight; statistics in fp32 also for bf16 and fp16 x."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x_BTE: Tensor) -> Tensor:
+        """The same shape, in the dtype of x; the last dimension is normed."""
+        return F.rms_norm(x_BTE, self.weight.shape, self.weight, self.eps)
+
+
+class ResidualOutput(nn.Linear):
+    """The projection that ends a branch and adds to the residual stream: it starts smaller."""
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which H / K query heads share one key/value head."""
+
+    def __init__(self, config: MiniMindConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.attend = flash_attention if config.use_flash_attn else reference_attention
+        query_width = config.num_attention_heads * config.head_dim
+        key_width = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, key_width, bias=False)
+        self.o_proj = ResidualOutput(query_width, config.hidden_size, bias=False)
+        eps = config.rms_norm_eps
+        self.q_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self, x_BTE: Tensor, pos_cis: Tensor, visible: Visible, cache: Cache | None
+    ) -> Tensor:
+        """(B, T, E); keys and values of x join the cache where there is one."""
+        heads = (-1, self.head_dim)
+        q_BTHD = rotate(self.q_norm(self.q_proj(x_BTE).unflatten(-1, heads)), pos_cis)
+        k_BTKD = rotate(self.k_norm(self.k_proj(x_BTE).unflatten(-1, heads)), pos_cis)
+        v_BTKD = self.v_proj(x_BTE).unflatten(-1, heads)
+        k_BKSD, v_BKSD = k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2)
+        if cache is not None:
+            k_BKSD, v_BKSD = cache.update(k_BKSD, v_BKSD, self.layer)
+        out_BHTD = self.attend(q_BTHD.transpose(1, 2), k_BKSD, v_BKSD, visible)
+        return self.o_proj(out_BHTD.transpose(1, 2).flatten(-2))
+
+
+def flash_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: Visible) -> Tensor:
+    """(B, H, T, D) from torch's fused kernels; no mask tensor is built when visible is None.
+
+    visible says which key a query may see, as bool (B or 1, 1, T, S) or added to the scores. None
+    means causal over T == S positions or, for a single query, every key. No CUDA kernel but the
+    slow one takes a mask and shared key heads together, in every precision: they are repeated.
+    Blocks of documents are passed on to the kernels that skip what no query sees.
+    """
+    if isinstance(visible, BlockMask):
+        return document_attention(q_BHTD, k_BKSD, v_BKSD, visible)
+    if visible is not None:
+        k_BHSD, v_BHSD = _repeated(k_BKSD, q_BHTD), _repeated(v_BKSD, q_BHTD)
+        return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=visible)
+    is_causal = q_BHTD.shape[2] > 1
+    return F.scaled_dot_product_attention(
+        q_BHTD, k_BKSD, v_BKSD, is_causal=is_causal, enable_gqa=True
+    )
+
+
+def _repeated(x_BKSD: Tensor, q_BHTD: Tensor) -> Tensor:
+    """(B, H, S, D): each key/value head once for every query head that shares it."""
+    return x_BKSD.repeat_interleave(q_BHTD.shape[1] // x_BKSD.shape[1], dim=1)
+
+
+def reference_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: Visible) -> Tensor:
+    """What flash_attention gives within rounding, with every intermediate in sight."""
+    assert not isinstance(visible, BlockMask)  # they are for fused kernels alone
+    k_BHSD, v_BHSD = _repeated(k_BKSD, q_BHTD), _repeated(v_BKSD, q_BHTD)
+    scores_BHTS = q_BHTD @ k_BHSD.transpose(-2, -1) * q_BHTD.shape[-1] ** -0.5
+    if visible is None and q_BHTD.shape[2] > 1:
+        visible = torch.ones_like(scores_BHTS[0, 0], dtype=torch.bool).tril()
+    if visible is not None:
+        scores_BHTS = torch.where(visible, scores_BHTS, float("-inf"))
+    return scores_BHTS.softmax(-1, dtype=torch.float32).type_as(v_BHSD) @ v_BHSD
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020): a gate of SiLU units, without biases."""
+
+    def __init__(self, width: int, hidden_width: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(width, hidden_width, bias=False)
+        self.up_proj = nn.Linear(width, hidden_width, bias=False)
+        self.down_proj = ResidualOutput(hidden_width, width, bias=False)
+
+    def forward(self, x_BTE: Tensor) -> Tensor:
+        """(B, T, E)."""
+        return self.down_proj(F.silu(self.gate_proj(x_BTE)) * self.up_proj(x_BTE))
+
+
+class Block(GradientCheckpointingLayer):
+    """Attention, then feed-forward; each reads a normed copy and adds to the residual stream.
+
+    With gradient checkpointing its input is all that is kept of it for the backward pass.
+    """
+
+    def __init__(self, config: MiniMindConfig, layer: int):
+        super().__init__()
+        assert config.intermediate_size is not None
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
+
+    def forward(
+        self, x_BTE: Tensor, pos_cis: Tensor, visible: Visible, cache: Cache | None
+    ) -> Tensor:
+        """(B, T, E)."""
+        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), pos_cis, visible, cache)
+        return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
