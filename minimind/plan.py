@@ -114,6 +114,7 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         offloads(config, "optimizer"),
         offloads(config, "param"),
         device,
+        run.gradient_checkpointing,
     )
 
 
@@ -251,7 +252,10 @@ def _no_fit(shape: Shape, here: Layout, memory: int) -> str:
     least = min(alternatives(rows), key=lambda s: costs.memory(shape, s).total)
     held = costs.memory(shape, least)
     size, largest = max((getattr(held, column), column) for column in COLUMNS)
-    helps = "--max_seq_len or --n_layers" if largest == "activations" else "--dim or --n_layers"
+    helps = "--dim or --n_layers"
+    if largest == "activations":
+        helps = "--max_seq_len or --n_layers"
+        helps += "" if here.recomputes else ", give --gradient_checkpointing"
     return (
         f"Nothing fits in {memory / GIB:.2f} GiB with {HEADROOM:.0%} kept free:\n"
         f"{name_of(least)} needs {held.total / GIB:.2f} GiB with 1 row in a micro-batch.\n"

@@ -84,6 +84,7 @@ class Layout:
     offload_optimizer: bool = False
     offload_param: bool = False
     device: str = "cuda"
+    recomputes: bool = False  # gradient checkpointing: of a block its input alone is kept
 
 
 @dataclass(frozen=True)
@@ -196,17 +197,20 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
     """Bytes at the start of the backward pass of one micro-batch: all that it will read again.
 
     Counted as Korthikanti et al. (2022), section 4, count a GPT block, for this one: no dropout,
-    SwiGLU, shared key heads, nothing recomputed. Reference attention adds the scores, of which
+    SwiGLU, shared key heads. Reference attention adds the scores, of which
     the softmax is kept in fp32. Documents masked apart add one table of rotations by row, and one
     mask with key heads repeated for the fused kernels; where a GPU goes by blocks, a number a
     token instead. Upon that comes the larger of the loss (fp32 log-probabilities and two gradients
     of that size) and of the last block's softmax (two fp32 gradients, when its feed-forward is done
-    with).
+    with). Where blocks are recomputed there is one at a time, with the gradients of its
+    feed-forward or softmax, and not beside the loss.
     """
     b, tokens = BYTES[layout.dtype], layout.rows * shape.max_seq_len
     e, f = shape.dim, shape.hidden_dim
     # A fused norm keeps its input and a root per token, the CPU's two fp32 copies and the root.
-    norm = (b * e if layout.device == "cuda" else 2 * WIDE * e) + WIDE
+    of_normed = b if layout.device == "cuda" else 2 * WIDE
+    norm = of_normed * e + WIDE
+    heads = of_normed * (e + shape.kv_dim) + WIDE * (shape.n_heads + shape.n_kv_heads)
     inputs = b * e * 2  # what q, k, v read, and what gate, up read
     scores = softmax = 0
     is_by_blocks = layout.device == "cuda" and e // shape.n_heads >= NARROWEST_BY_BLOCKS
@@ -222,9 +226,16 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
         per_token = shape.n_heads * shape.max_seq_len
         scores = per_token * (WIDE if b == WIDE else WIDE + b)
         softmax = 2 * WIDE * per_token - 4 * b * f
-    layer = 2 * norm + inputs + attention + scores + 4 * b * f
+    layer = 2 * norm + inputs + attention + scores + 4 * b * f + shape.qk_norm * heads
     head = norm + b * e
     loss = 3 * WIDE * shape.vocab_size
+    if layout.recomputes:
+        working = b * (3 * f + e)
+        if softmax:
+            low = b * shape.n_heads * shape.max_seq_len if b < WIDE else 0  # its copy is done with
+            working = max(working, softmax + 3 * b * e - norm - low)
+        kept = shape.n_layers * b * e
+        return tokens * (kept + mask + rotations + max(head + loss, layer + working))
     return tokens * (shape.n_layers * layer + mask + rotations + head + max(loss, softmax))
 
 

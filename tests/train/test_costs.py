@@ -16,7 +16,7 @@ from minimind.flags import PRESETS, parse_flags
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.model.document_attention import is_fast
 from minimind.model.loss import next_token_loss
-from minimind.plan import shape_of
+from minimind.plan import Machine, layout_of, plan, shape_of
 from minimind.train.costs import (
     Layout,
     Shape,
@@ -44,6 +44,7 @@ def model_of(shape: Shape) -> MiniMindForCausalLM:
             tie_word_embeddings=shape.is_tied,
             use_flash_attn=shape.use_flash_attn,
             doc_mask=shape.doc_mask,
+            qk_norm=shape.qk_norm,
         )
     )
 
@@ -51,7 +52,8 @@ def model_of(shape: Shape) -> MiniMindForCausalLM:
 SHAPES = {path.stem: shape_of(parse_flags(["--model", path.stem])) for path in PRESETS.glob("*")}
 SHAPES |= {
     "small": SMALL,
-    "untied": replace(SMALL, is_tied=False),
+    "untied": shape_of(parse_flags("--model tiny --no-tie_word_embeddings".split())),
+    "normed heads": shape_of(parse_flags("--model tiny --qk_norm".split())),
     "no sharing": replace(SMALL, n_kv_heads=4, dim=72, hidden_dim=71),
     "default hidden_dim": shape_of(parse_flags("--dim 200 --n_heads 10 --n_layers 3".split())),
 }
@@ -102,6 +104,38 @@ def test_activations_are_what_the_allocator_gives_out(shape: Shape, dtype: str, 
     assert allocated_at_most(model, rows) == pytest.approx(
         activation_bytes(shape, layout), rel=0.02
     )
+
+
+@pytest.mark.parametrize("attention", ["flash", "reference", "flash, masked", "masked"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_activations_of_normed_heads_and_of_recomputed_blocks_likewise(
+    recomputes: bool, dtype: str, attention: str
+):
+    is_masked, is_fused = "masked" in attention, "flash" in attention
+    shape = replace(SMALL, max_seq_len=128, n_layers=6, n_heads=8, qk_norm=True)
+    shape = replace(shape, use_flash_attn=is_fused, doc_mask=is_masked)
+    model: Any = model_of(shape).to(getattr(torch, dtype)).train()
+    if recomputes:
+        model.activation_checkpointing_enable()
+    layout = Layout(2, 1, dtype, rows=4, device="cpu", recomputes=recomputes)
+    rows = torch.randint(shape.vocab_size, (4, shape.max_seq_len + 1))
+    assert allocated_at_most(model, rows) == pytest.approx(
+        activation_bytes(shape, layout), rel=0.02
+    )
+
+
+def test_plan_counts_recomputed_blocks_and_advises_them_where_nothing_fits():
+    flags = "--dim 64 --n_layers 8 --n_heads 4 --max_seq_len 65536 --no-use_flash_attn".split()
+    machine = Machine(1, 2**30)
+    assert "give --gradient_checkpointing" in plan([*flags, "--batch_size", "1"], machine)
+    flags.append("--gradient_checkpointing")
+    assert "give --gradient_checkpointing" not in plan(flags, machine)
+    run, spare = parse_flags(flags), parse_flags(flags[:-1])
+    held, whole = (
+        memory(shape_of(one), layout_of(one, 1, {}, "cuda")).activations for one in (run, spare)
+    )
+    assert held < whole / 3
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
