@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from minimind.config import RunConfig
+from minimind.config import FLAGS, RunConfig
 from minimind.errors import UsageError
+
+OF_EXPERTS = (
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "aux_loss_alpha",
+    "norm_topk_prob",
+)
 
 
 def check(run: RunConfig) -> None:
@@ -24,6 +32,18 @@ def check(run: RunConfig) -> None:
             f"dim / n_heads = {run.dim // run.n_heads} is odd, and rotary positions need"
             f" pairs of channels; change dim ({run.dim}) or n_heads ({run.n_heads})"
         )
+    if run.num_experts_per_tok > run.n_routed_experts:
+        raise UsageError(
+            f"num_experts_per_tok = {run.num_experts_per_tok}"
+            f" ({run.sources['num_experts_per_tok']}) is more than n_routed_experts ="
+            f" {run.n_routed_experts} ({run.sources['n_routed_experts']}); lower it"
+        )
+    for name in () if run.use_moe else OF_EXPERTS:
+        if run.is_explicit(name) and getattr(run, name) != FLAGS[name].default:
+            raise UsageError(
+                f"{name} = {getattr(run, name)} ({run.sources[name]}) means nothing without"
+                " experts; give --use_moe, or drop it"
+            )
     if run.n_heads % run.n_kv_heads:
         raise UsageError(
             f"n_heads = {run.n_heads} ({run.sources['n_heads']}) is not divisible by"

@@ -9,13 +9,14 @@ from typing import Any
 
 from minimind.errors import UsageError
 from minimind.flag_groups import CHANGEABLE, PlaceFlags, TrainingFlags
+from minimind.model_flags import ModelFlags
 
 PROJECT = Path(__file__).resolve().parent.parent
 DEFAULT_DEEPSPEED_CONFIG = PROJECT / "configs" / "ds_config.json"
 
 
 @dataclass(frozen=True)
-class RunConfig(PlaceFlags, TrainingFlags):
+class RunConfig(PlaceFlags, ModelFlags, TrainingFlags):
     """Everything the command line can say. A step is an optimizer step, over all processes."""
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
