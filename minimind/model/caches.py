@@ -14,14 +14,13 @@ def cached(cache: Cache, length: int) -> tuple[int, int]:
     for a cache that is full, or that does not give back every key as it got it.
     """
     kinds = [type(layer) for layer in getattr(cache, "layers", ())]
-    kinds += (
-        [cache.layer_class_to_replicate] if getattr(cache, "layer_class_to_replicate", 0) else []
-    )
+    if to_come := getattr(cache, "layer_class_to_replicate", None):
+        kinds.append(to_come)
     wrong = next((kind for kind in kinds if kind not in EXACT), None if kinds else type(cache))
     if wrong:
         raise ValueError(
             f"past_key_values keeps {wrong.__name__}, which MiniMind does not attend over: give a"
-            " DynamicCache or a StaticCache, offloaded or not."
+            " DynamicCache or a StaticCache."
         )
     past = int(cache.get_seq_length())  # StaticCache's is a tensor, which its update changes
     keys = cache.get_mask_sizes(length, 0)[0]

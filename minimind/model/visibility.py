@@ -49,7 +49,7 @@ def visible_in_layers(
     past: int,
     attention_mask: Tensor | None,
     starts_BT: Tensor | None,
-    keys: int,
+    keys: int | None = None,
 ) -> Visible:
     """What the attention of every layer takes, made once for all of them.
 

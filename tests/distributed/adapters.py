@@ -19,7 +19,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.distributed.engines import Case, WithFrozenParts, build, course, load, save, state_of
+from tests.distributed.engines import (
+    Case,
+    Recomputing,
+    WithFrozenParts,
+    build,
+    course,
+    load,
+    save,
+    state_of,
+)
 
 SAVED, LAST = 5, 13
 # By these a product of 6 to 13 factors is another float32 than a power, begun anew after 5.
@@ -59,7 +68,9 @@ CASES = {
     "2, bf16, FusedAdam": Case(2, BF16, edits=FUSED),
     "1, bf16, CPUAdam": Case(1, BF16, edits=CPU_ADAM),
     "2, fp32, CPUAdam": Case(2, FP32, edits=CPU_ADAM),
+    "2, fp32, recomputing": Case(2, FP32, model=Recomputing),
     "3, fp32": Case(3, FP32),
+    "3, fp32, recomputing": Case(3, FP32, model=Recomputing),
     "3, bf16": Case(3, BF16),
     "3, fp16": Case(3, FP16, edits=SCALED),
     "3, bf16, experts": Case(3, BF16, shape=EXPERTS),
@@ -98,7 +109,9 @@ def study(name: str, root: Path) -> dict[str, Any]:
 
 
 def _with_everything(name: str) -> Case:
-    return replace(CASES[name], model=WithFrozenParts, flags="" if name.endswith("SGD") else BETAS)
+    case, flags = CASES[name], "" if name.endswith("SGD") else BETAS
+    model = case.model if issubclass(case.model, WithFrozenParts) else WithFrozenParts
+    return replace(case, model=model, flags=flags)
 
 
 def _differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

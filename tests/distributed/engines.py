@@ -52,6 +52,14 @@ class WithFrozenParts(MiniMindForCausalLM):
         return super().forward(*arguments, **options)
 
 
+class Recomputing(WithFrozenParts):
+    """The same, computing every block again in the backward pass."""
+
+    def __init__(self, config: MiniMindConfig) -> None:
+        super().__init__(config)
+        self.activation_checkpointing_enable()
+
+
 FROZEN = (
     "model.layers.0.mlp.up_proj.weight",
     "model.layers.0.mlp.experts.1.up_proj.weight",

@@ -277,6 +277,8 @@ def test_more_ranks_than_shards(only: Path, capsys: pytest.CaptureFixture[str]):
         {"num_attention_heads": 64, "num_key_value_heads": 64},
         {"num_key_value_heads": 2},
         {"tie_word_embeddings": False},
+        {"qk_norm": True},
+        {"qk_norm": "yes"},
         {"doc_mask": True, "eos_token_id": None},
     ],
 )

@@ -9,6 +9,7 @@ from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, Stat
 
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
+from tests.model.references import as_reference
 
 V, NEW, PAD = 97, 200, 3
 LENGTHS = (13, 4, 9)
@@ -69,6 +70,12 @@ def test_each_prompt_alone_gives_the_tokens_of_its_row(
 ):
     for row, prompt in enumerate(prompts):
         assert torch.equal(greedy(model, {"input_ids": prompt}, use_cache=True)[0], expected[row])
+
+
+def test_the_same_weights_as_llama_give_the_same_tokens(
+    model: Any, batch: dict[str, Tensor], expected: Tensor
+):
+    assert torch.equal(greedy(as_reference(model), batch), expected)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])

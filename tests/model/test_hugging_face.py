@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -77,7 +77,7 @@ def test_the_loss_and_its_gradients_are_those_of_transformers_own_model(items: A
     found = model(ids_BT, labels=labels, **options).loss
     expected = reference(ids_BT, labels=labels, **options).loss
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-    found.backward(), expected.backward()
+    (found + expected).backward()
     torch.testing.assert_close(
         model.model.embed_tokens.weight.grad,
         reference.model.embed_tokens.weight.grad,
@@ -159,3 +159,35 @@ def test_embeddings_can_be_read_replaced_and_resized(tied: bool):
     model.tie_weights()
     assert model.model.embed_tokens is other
     assert (model.lm_head.weight is other.weight) == tied
+
+
+def losses_in_trainer(model: Any, accumulation: int, place: Path) -> list[float]:
+    """Of three steps over 8 rows each, whose numbers of targets differ from row to row."""
+    rows = ids_of(seed=4, rows=24, length=20)
+    labels = [[IGNORED] * (n % 4 * 6) + row[n % 4 * 6 :] for n, row in enumerate(rows.tolist())]
+    data: Any = [
+        {"input_ids": row, "labels": torch.tensor(targets)}
+        for row, targets in zip(rows, labels, strict=True)
+    ]
+    arguments = TrainingArguments(
+        str(place),
+        per_device_train_batch_size=8 // accumulation,
+        gradient_accumulation_steps=accumulation,
+        max_steps=3,
+        learning_rate=1e-3,
+        use_cpu=True,
+        report_to=[],
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=data)
+    trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def test_trainer_takes_the_same_steps_however_it_splits_them(tmp_path: Path):
+    whole = losses_in_trainer(build(), 1, tmp_path)
+    assert len(whole) == 3
+    assert losses_in_trainer(build(), 4, tmp_path) == pytest.approx(whole, rel=1e-6)
+    assert losses_in_trainer(as_reference(build()), 4, tmp_path) == pytest.approx(whole, rel=1e-6)

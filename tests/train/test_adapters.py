@@ -121,6 +121,15 @@ def test_every_parameter_is_saved_once_and_whole(found: dict[str, Any], name: st
     assert found[name]["seen"] == LAST * CASES[name].accumulation + looked_at
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_blocks_that_are_computed_again_train_to_the_same_numbers(
+    plain: dict[str, Any], stage: int
+):
+    recomputing = plain[f"{stage}, fp32, recomputing"]
+    assert recomputing["unbroken"] == plain[f"{stage}, fp32"]["unbroken"]
+    assert recomputing["seen"] == plain[f"{stage}, fp32"]["seen"]
+
+
 @pytest.mark.parametrize("name", marked(WRAPPERS, COMPILED))
 def test_the_cases_are_what_they_are_called(found: dict[str, Any], name: str):
     assert found[name]["wrapper"] == WRAPPERS[name]

@@ -12,10 +12,14 @@ import pytest
 import torch
 
 import minimind.train as training
+from minimind.consolidate import consolidate
 from minimind.data.batches import Batches
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.flags import parse_flags
 from minimind.generate import Sampling, generate, load_checkpoint
+from minimind.model.decoder import MiniMindForCausalLM
+from minimind.train.checkpoint import differences
+from minimind.train.resume import load_weights
 from tests.conftest import sentences
 
 train: Any = training  # a package that is called like a function
@@ -60,6 +64,46 @@ def test_nothing_changed_goes_on_bit_for_bit(stopped: Path, run: Path, flags: di
     names = ("loss", "lr", "grad_norm", "tokens", "rows")
     for step, line in steps(stopped / "whole").items():
         assert [steps(run)[step][n] for n in names] == [line[n] for n in names]
+
+
+def test_variants_go_on_bit_for_bit_and_recomputing_is_none_of_them(
+    stopped: Path, flags: dict[str, Any], tmp_path: Path
+):
+    """Normed heads and a head of its own are trained, saved, resumed and consolidated."""
+    variant = {**flags, "qk_norm": True, "tie_word_embeddings": False}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert train(variant, out_dir=str(whole)) == 0
+    assert train(variant, out_dir=str(broken), stop_at_step=5) == 75
+    assert train(variant, out_dir=str(broken), gradient_checkpointing=True) == 0
+    names = ("loss", "lr", "grad_norm", "tokens", "rows")
+    for step, line in steps(whole).items():
+        assert [steps(broken)[step][n] for n in names] == [line[n] for n in names]
+        assert line["loss"] != steps(stopped / "whole")[step]["loss"]
+    assert "gradient_checkpointing: true" in (broken / "config.yaml").read_text()
+    model, _, path = load_checkpoint(str(broken))
+    assert (model.config.qk_norm, model.config.tie_word_embeddings) == (True, False)
+    start = MiniMindForCausalLM(model.config)
+    saved = load_weights(path)
+    assert saved.keys() == dict(start.named_parameters()).keys()
+    assert not torch.equal(saved["lm_head.weight"], saved["model.embed_tokens.weight"])
+    gains = saved["model.layers.0.self_attn.q_norm.weight"]
+    assert gains.shape == (16,)
+    assert not torch.equal(gains, torch.ones(16))
+    done = consolidate(path, tmp_path / "out", "float32", 2**30, force=False)
+    assert done.parameters == sum(p.numel() for p in start.parameters())
+    again: Any = MiniMindForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_a_checkpoint_from_before_there_were_variants_is_one_without_them():
+    before = {"model": {"dim": 32}}
+    now = {"model": {"dim": 32, "qk_norm": False, "tie_word_embeddings": True}}
+    assert differences(before, now) == []
+    now["model"] |= {"qk_norm": True, "tie_word_embeddings": False}
+    told = ["model.qk_norm: False -> True", "model.tie_word_embeddings: True -> False"]
+    assert [str(one) for one in differences(before, now)] == told
 
 
 def test_documents_masked_apart_go_on_bit_for_bit(
