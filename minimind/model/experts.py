@@ -84,9 +84,9 @@ class MixtureOfExperts(nn.Module):
 
         alpha X sum(f P): f, the share of a row's visits that an expert got, and P, its mean score;
         alpha where both are uniform. The default of 0.01 is the one that they found to balance fast
-        and not to disturb; MiniMind's is 0.1. By row (MiniMind's seq_aux, after DeepSeek-V2) and
-        averaged over rows, so that its mean over micro-batches and ranks is the mean over all rows
-        of a step, however these were split up. Padding counts as any other token.
+        and not to disturb; MiniMind has had 0.01 and 0.1. By row (its seq_aux, after DeepSeek-V2)
+        and averaged over rows, so that its mean over micro-batches and ranks is the mean over all
+        rows of a step, however these were split up. Padding counts as any other token.
         """
         share_BX = is_chosen_BTX.float().mean(1) / self.per_token
         balance_B = scores_BTX.shape[-1] * (share_BX * scores_BTX.mean(1)).sum(-1)
