@@ -255,3 +255,12 @@ def test_a_saved_model_comes_back(tmp_path: Path):
 def test_more_experts_a_token_than_there_are_is_refused(chosen: int):
     with pytest.raises(ValueError, match=f"num_experts_per_tok={chosen} must be from 1 to"):
         MiniMindConfig(use_moe=True, num_experts_per_tok=chosen)
+
+
+@torch.no_grad()
+def test_a_single_expert_is_the_dense_model():
+    one = {"n_routed_experts": 1, "num_experts_per_tok": 1, "n_shared_experts": 0}
+    model, dense = moe(**one), build()
+    weights = {n.replace("experts.0.", ""): w for n, w in model.state_dict().items()}
+    dense.load_state_dict({n: w for n, w in weights.items() if "mlp.gate." not in n})
+    torch.testing.assert_close(model(ids()).logits, dense(ids()).logits, rtol=1e-6, atol=1e-6)
