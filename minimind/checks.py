@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from minimind.config import RunConfig
+from minimind.config import FLAGS, RunConfig
 from minimind.errors import UsageError
 from minimind.report_flags import TRACKERS
+
+OF_EXPERTS = (
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "aux_loss_alpha",
+    "norm_topk_prob",
+)
 
 
 def check(run: RunConfig) -> None:
     """Nothing, or a UsageError about fields that do not fit one another."""
     run.allowed_changes()
+    _check_reports(run)
+    _check_model(run)
+    if run.max_steps and run.warmup_steps and run.warmup_steps > run.max_steps:
+        raise UsageError(
+            f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}) is more than"
+            f" max_steps = {run.max_steps} ({run.sources['max_steps']}); lower it, or train longer"
+        )
+
+
+def _check_reports(run: RunConfig) -> None:
     for name in run.trackers():
         if name not in TRACKERS:
             raise UsageError(
@@ -21,11 +39,9 @@ def check(run: RunConfig) -> None:
             f"sample_prompts = {run.sample_prompts} ({run.sources['sample_prompts']}) without"
             " --sample_interval, so that no sample is ever written; give --sample_interval N"
         )
-    if run.max_steps and run.warmup_steps and run.warmup_steps > run.max_steps:
-        raise UsageError(
-            f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}) is more than"
-            f" max_steps = {run.max_steps} ({run.sources['max_steps']}); lower it, or train longer"
-        )
+
+
+def _check_model(run: RunConfig) -> None:
     if run.dim % run.n_heads:
         raise UsageError(
             f"dim = {run.dim} ({run.sources['dim']}) is not divisible by n_heads ="
@@ -36,6 +52,18 @@ def check(run: RunConfig) -> None:
             f"dim / n_heads = {run.dim // run.n_heads} is odd, and rotary positions need"
             f" pairs of channels; change dim ({run.dim}) or n_heads ({run.n_heads})"
         )
+    if run.num_experts_per_tok > run.n_routed_experts:
+        raise UsageError(
+            f"num_experts_per_tok = {run.num_experts_per_tok}"
+            f" ({run.sources['num_experts_per_tok']}) is more than n_routed_experts ="
+            f" {run.n_routed_experts} ({run.sources['n_routed_experts']}); lower it"
+        )
+    for name in () if run.use_moe else OF_EXPERTS:
+        if run.is_explicit(name) and getattr(run, name) != FLAGS[name].default:
+            raise UsageError(
+                f"{name} = {getattr(run, name)} ({run.sources[name]}) means nothing without"
+                " experts; give --use_moe, or drop it"
+            )
     if run.n_heads % run.n_kv_heads:
         raise UsageError(
             f"n_heads = {run.n_heads} ({run.sources['n_heads']}) is not divisible by"

@@ -9,6 +9,7 @@ from typing import Any
 
 from minimind.errors import UsageError
 from minimind.flag_groups import CHANGEABLE, PlaceFlags, TrainingFlags
+from minimind.model_flags import ModelFlags
 from minimind.report_flags import ReportFlags
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -16,7 +17,7 @@ DEFAULT_DEEPSPEED_CONFIG = PROJECT / "configs" / "ds_config.json"
 
 
 @dataclass(frozen=True)
-class RunConfig(ReportFlags, PlaceFlags, TrainingFlags):
+class RunConfig(ReportFlags, PlaceFlags, ModelFlags, TrainingFlags):
     """Everything the command line can say. A step is an optimizer step, over all processes."""
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)

@@ -18,7 +18,7 @@ def flag(help: str, default: Any, group: str, **limits: Any) -> Any:
 
 @dataclass(frozen=True)
 class TrainingFlags:
-    """How long, how and what is trained."""
+    """How long and how is trained; model_flags.py says what."""
 
     epochs: int | None = flag(
         "passes over the training rows (1 unless --max_steps is given; with both, the first"
@@ -108,49 +108,6 @@ class TrainingFlags:
         10,
         "optimizer",
         at_least=0,
-    )
-
-    model: str | None = flag(
-        "preset (configs/models/*.yaml) or a YAML file; the shape flags override it", None, "model"
-    )
-    dim: int = flag("width of the residual stream", 512, "model", at_least=1)
-    n_layers: int = flag("decoder blocks", 8, "model", at_least=1)
-    n_heads: int = flag("query heads", 8, "model", at_least=1)
-    n_kv_heads: int = flag(
-        "key/value heads, shared by groups of query heads", 2, "model", at_least=1
-    )
-    hidden_dim: int | None = flag(
-        "width of the feed-forward (default: 8/3 dim, up to a multiple of 64)",
-        None,
-        "model",
-        at_least=1,
-    )
-    max_seq_len: int = flag(
-        "positions per row that are trained on; a row holds one token more",
-        512,
-        "model",
-        at_least=1,
-    )
-    vocab_size: int = flag(
-        "pieces of the tokenizer trained on the data when --tokenizer is not given",
-        6400,
-        "model",
-        at_least=512,
-        at_most=2**31,
-    )
-    rope_theta: float = flag("base of the rotary frequencies", 1e6, "model", above=0.0)
-    use_flash_attn: bool = flag(
-        "torch's fused attention; off: the reference written out", True, "model"
-    )
-    qk_norm: bool = flag("norm every head's query and key, as Qwen3 does", False, "model")
-    tie_word_embeddings: bool = flag(
-        "one matrix as token embedding and output head; off: two", True, "model"
-    )
-    gradient_checkpointing: bool = flag(
-        "keep each block's input alone and compute the rest again in the backward pass: less memory"
-        " for a third more work, the same numbers",
-        False,
-        "model",
     )
 
 

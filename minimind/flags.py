@@ -33,6 +33,12 @@ SHAPE = (
     "rope_theta",
     "qk_norm",
     "tie_word_embeddings",
+    "use_moe",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "aux_loss_alpha",
+    "norm_topk_prob",
 )
 
 

@@ -16,8 +16,9 @@ from minimind.flags import nearest, parse_flags
 from minimind.model.widths import feed_forward_width
 from minimind.train import costs
 from minimind.train.autos import autos, offloads
-from minimind.train.costs import Layout, Memory, Shape
+from minimind.train.costs import Layout, Memory
 from minimind.train.deepspeed_config import read_deepspeed_json, resolve
+from minimind.train.shape import Shape
 
 HEADROOM = 0.1  # for the CUDA context, the libraries' own buffers and fragmentation
 OWN_FLAGS = ("gpus", "world_size", "memory", "peak_tflops", "mfu", "tokens")
@@ -73,12 +74,13 @@ def plan_text(
     shape, here = shape_of(run), layout_of(run, world_size, config or {}, device)
     tokens = here.rows * run.max_seq_len * run.accumulation_steps * world_size
     flops = costs.flops_per_token(shape)
+    active = "active " if shape.use_moe else ""
     lines = [
         f"parameters  {shape.parameters:,}: {run.n_layers} blocks of {shape.layer:,}, embedding"
         f" and head {shape.embedding:,}, all norms {shape.norms:,}",
         f"step        {here.rows} rows x {run.max_seq_len} tokens x accumulation"
         f" {run.accumulation_steps} x {world_size} processes = {tokens:,} tokens",
-        f"FLOPs       {flops / 1e9:.3g} G per token (6 x weights + 12 x layers x dim x T),"
+        f"FLOPs       {flops / 1e9:.3g} G per token (6 x {active}weights + 12 x layers x dim x T),"
         f" {flops * tokens / 1e12:.3g} T per step",
     ]
     if machine.tokens and machine.peak_tflops:

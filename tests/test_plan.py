@@ -115,6 +115,20 @@ def test_without_memory_there_is_a_table_and_no_advice(capsys):
     assert "fits" not in out.split("Give")[0]
 
 
+def test_of_experts_all_are_counted_and_those_a_token_visits_computed(capsys):
+    flags = ("", "--use_moe", "--use_moe --n_routed_experts 8")
+    dense, few, many = (told(capsys, f"--model tiny {words}") for words in flags)
+    counts = [re.findall(r"^parameters +([\d,]+)", text)[0] for text in (dense, few, many)]
+    sizes = [int(count.replace(",", "")) for count in counts]
+    expert = 3 * 192 * 512
+    assert sizes[1] - sizes[0] == 4 * (4 * expert + 4 * 192)  # of layers; experts, and the gate
+    assert sizes[2] - sizes[1] == 4 * (4 * expert + 4 * 192)
+    assert "(6 x active weights + 12" in few
+    assert "active" not in dense
+    flops = [float(re.findall(r"FLOPs +([\d.]+) G", text)[0]) for text in (dense, few, many)]
+    assert flops[0] < flops[1] == flops[2]  # but for a larger gate, in three digits
+
+
 def test_the_configured_stage_and_offload_are_starred(capsys, tmp_path: Path):
     path = tmp_path / "ds.json"
     zero = '{"stage": 3, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 1000}'

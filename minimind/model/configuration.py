@@ -11,7 +11,9 @@ class MiniMindConfig(PretrainedConfig):
     """The shape of one model; dim, n_layers and the other short names read and construct it too.
 
     With `doc_mask` attention and positions stop at every eos_token_id, wherever nothing is cached.
-    With `qk_norm` every head's query and key is normed before it is turned (Qwen3).
+    With `qk_norm` every head's query and key is normed before it is turned (Qwen3). With `use_moe`
+    every feed-forward is a mixture of experts, each of intermediate_size; without it what stands
+    here of experts means nothing.
     """
 
     model_type = "minimind"
@@ -40,6 +42,12 @@ class MiniMindConfig(PretrainedConfig):
         doc_mask: bool = False,
         qk_norm: bool = False,
         tie_word_embeddings: bool = True,
+        use_moe: bool = False,
+        n_routed_experts: int = 4,
+        num_experts_per_tok: int = 2,
+        n_shared_experts: int = 1,
+        aux_loss_alpha: float = 0.01,
+        norm_topk_prob: bool = True,
         bos_token_id: int | None = 1,
         eos_token_id: int | None = 2,
         pad_token_id: int | None = 3,
@@ -61,6 +69,12 @@ class MiniMindConfig(PretrainedConfig):
         self.doc_mask = doc_mask
         self.qk_norm = qk_norm
         self.tie_word_embeddings = tie_word_embeddings
+        self.use_moe = use_moe
+        self.n_routed_experts = n_routed_experts
+        self.num_experts_per_tok = num_experts_per_tok
+        self.n_shared_experts = n_shared_experts
+        self.aux_loss_alpha = aux_loss_alpha
+        self.norm_topk_prob = norm_topk_prob
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
         self.pad_token_id = pad_token_id
@@ -83,6 +97,11 @@ def _check_shape(config: MiniMindConfig) -> None:
     )
     if config.doc_mask and config.eos_token_id is None:
         raise ValueError("doc_mask=True needs an eos_token_id, at which documents end.")
+    if config.use_moe and not 0 < config.num_experts_per_tok <= config.n_routed_experts:
+        raise ValueError(
+            f"num_experts_per_tok={config.num_experts_per_tok} must be from 1 to"
+            f" n_routed_experts={config.n_routed_experts}."
+        )
     if width % heads:
         raise ValueError(f"hidden_size={width} cannot be divided by num_attention_heads={heads}.")
     if heads % kv_heads:

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, initialization
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from minimind.model.caches import cached
 from minimind.model.configuration import MiniMindConfig
+from minimind.model.experts import MiniMindOutput, Routing, over_layers
 from minimind.model.layers import Block, ResidualOutput, RMSNorm
 from minimind.model.loss import IGNORED, next_token_loss
 from minimind.model.rotary import build_pos_cis
@@ -62,8 +62,11 @@ class MiniMindModel(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
-    ) -> Tensor:
-        """Final hidden states (B, T, E); the arguments are those of MiniMindForCausalLM."""
+    ) -> tuple[Tensor, Routing | None]:
+        """Final hidden states (B, T, E), and while experts train how tokens were routed.
+
+        The arguments are those of MiniMindForCausalLM.
+        """
         rows, length = input_ids.shape
         past, keys = (0, length) if cache is None else cached(cache, length)
         if attention_mask is not None and attention_mask.shape != (rows, past + length):
@@ -82,9 +85,11 @@ class MiniMindModel(nn.Module):
         pos_cis = self._pos_cis_at(past, end, position_ids)
         x_BTE = self.embed_tokens(input_ids)
         visible = visible_in_layers(self.config, x_BTE, past, attention_mask, starts_BT, keys)
+        routings = []
         for block in self.layers:
-            x_BTE = block(x_BTE, pos_cis, visible, cache)
-        return self.norm(x_BTE)
+            x_BTE, *routing = block(x_BTE, pos_cis, visible, cache)
+            routings.append(routing)
+        return self.norm(x_BTE), over_layers(routings)
 
     def _pos_cis_at(self, past: int, end: int, position_ids: Tensor | None) -> Tensor:
         """(T, D/2) for the positions from past to end, (B, T, D/2) for given ones below end."""
@@ -151,15 +156,16 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> MiniMindOutput:
         """Logits (B, T, V), or (B, logits_to_keep, V) for the last positions when that is not 0.
 
         attention_mask (B, S) is 0 at padding, which may stand on the left; without position_ids,
         positions count the others. shift_labels (B, T) are targets already shifted; labels (B, T)
         are input_ids, shifted here. Targets of -100 are ignored, and the loss is the mean over the
         rest (0 where none is left), or their sum over num_items_in_batch, which Trainer counts over
-        all micro-batches of a step. While gradients are checkpointed nothing is cached. Other
-        keywords, which Hugging Face's tools pass, are ignored.
+        all micro-batches of a step. While experts train their aux_loss is in it, and given by
+        itself to who has no targets here. While gradients are checkpointed nothing is cached.
+        Other keywords, which Hugging Face's tools pass, are ignored.
         """
         recomputes = self.training and any(
             block.gradient_checkpointing for block in self.model.layers
@@ -171,7 +177,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             )
         if use_cache and past_key_values is None and not recomputes:
             past_key_values = DynamicCache(config=self.config)
-        x_BTE = self.model(input_ids, attention_mask, position_ids, past_key_values)
+        x_BTE, routing = self.model(input_ids, attention_mask, position_ids, past_key_values)
         logits = self.lm_head(x_BTE[:, -logits_to_keep:])
         loss = None
         if labels is not None:
@@ -181,5 +187,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         if shift_labels is not None:
             loss_sum, count = next_token_loss(logits, shift_labels)
             items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-            loss = loss_sum / items
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+            aux_loss = 0 if routing is None else routing.aux_loss * count  # by its share of items
+            loss = (loss_sum + aux_loss) / items
+        aux_loss, load = routing or (None, None)
+        return MiniMindOutput(loss, logits, past_key_values, aux_loss=aux_loss, expert_load=load)

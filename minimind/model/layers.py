@@ -4,6 +4,8 @@ Shape letters: B rows, T positions, S keys (cached ones included), H query heads
 D channels per head, E model width.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.document_attention import document_attention
+from minimind.model.experts import MixtureOfExperts
 from minimind.model.rotary import rotate
 from minimind.model.visibility import Visible
 
@@ -129,11 +132,19 @@ class Block(GradientCheckpointingLayer):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
+        expert = partial(FeedForward, config.hidden_size, config.intermediate_size)
+        self.mlp = MixtureOfExperts(config, expert) if config.use_moe else expert()
 
     def forward(
         self, x_BTE: Tensor, pos_cis: Tensor, visible: Visible, cache: Cache | None
-    ) -> Tensor:
-        """(B, T, E)."""
+    ) -> tuple[Tensor, ...]:
+        """(B, T, E), and while experts train what Routing has.
+
+        Flat: a reentrant checkpoint sees no gradient in a tuple within.
+        """
         x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), pos_cis, visible, cache)
-        return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
+        normed_BTE = self.post_attention_layernorm(x_BTE)
+        if not isinstance(self.mlp, MixtureOfExperts):
+            return (x_BTE + self.mlp(normed_BTE),)
+        y_BTE, *routing = self.mlp(normed_BTE)
+        return x_BTE + y_BTE, *routing

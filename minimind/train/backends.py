@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from minimind.model.experts import Routing
 from minimind.train.adapters import zero_state
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.optimizer import adamw
@@ -39,6 +40,7 @@ class StepResult:
     skipped_so_far: int  # steps dropped since step 0 for a non-finite gradient
     is_skipped: bool  # this one was, on every rank
     losses: tuple[torch.Tensor, ...]  # mean loss of each of this rank's micro-batches
+    routing: Routing | None = None  # of experts, by layer; mean over this rank's micro-batches
 
 
 class MasterWeights:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.errors import CheckpointError
+from minimind.model_flags import MOST_EXPERTS
 
 LONGEST = 8 * 2**20  # bytes of a JSON file; 10,000 ranks fill a quarter of it
 DEEPEST = 32
@@ -53,6 +54,9 @@ NUMBER = Kind("a number", _number)
 POSITIONS = Kind(
     f"a whole number from 1 to {2**20}", lambda value: _count(value) and 0 < value <= 2**20
 )
+# Modules are made for each before any weight is looked at.
+EXPERTS = Kind(f"a whole number up to {MOST_EXPERTS}", lambda v: _count(v) and v <= MOST_EXPERTS)
+AT_LEAST_0 = Kind("a number from 0", lambda value: _number(value) and value >= 0)
 ABOVE_0 = Kind("a number above 0", lambda value: _number(value) and value > 0)
 YES_OR_NO = Kind("true or false", lambda value: type(value) is bool)
 OBJECT = Kind("an object", lambda value: type(value) is dict)
@@ -112,7 +116,9 @@ CONFIG = {
 }
 MAYBE_IN_CONFIG = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), or_null(COUNT)),
-    "qk_norm": YES_OR_NO,
+    **dict.fromkeys(("qk_norm", "use_moe", "norm_topk_prob"), YES_OR_NO),
+    **dict.fromkeys(("n_routed_experts", "num_experts_per_tok", "n_shared_experts"), EXPERTS),
+    "aux_loss_alpha": AT_LEAST_0,
 }
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from minimind.train.shape import Shape
+
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 WIDE = 4  # bytes of the fp32 numbers that every optimizer here keeps
 MASTER_AND_MOMENTS = 3 * WIDE
@@ -16,58 +18,6 @@ MASTER_AND_MOMENTS = 3 * WIDE
 # stage 3 keeps gathered, or far from their next use, before it lets go of them.
 FLATTENED, LIVE, REUSE = 5 * 10**8, 10**9, 10**9
 NARROWEST_BY_BLOCKS = 16  # channels of a head, as minimind.model.document_attention has it
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The numbers that decide how large a model is and how much it computes."""
-
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    hidden_dim: int
-    vocab_size: int
-    max_seq_len: int
-    is_tied: bool = True
-    use_flash_attn: bool = True
-    doc_mask: bool = False
-    qk_norm: bool = False
-
-    @property
-    def kv_dim(self) -> int:
-        """Width of the keys, and of the values, of one token."""
-        return self.dim // self.n_heads * self.n_kv_heads
-
-    @property
-    def embedding(self) -> int:
-        """Parameters of the token embedding and the output head; a tied one counts once."""
-        return self.vocab_size * self.dim * (1 if self.is_tied else 2)
-
-    @property
-    def layer(self) -> int:
-        """Parameters of one block: q and o, k and v, the three of SwiGLU, its norms."""
-        return self.dim * (2 * self.dim + 2 * self.kv_dim + 3 * self.hidden_dim) + self.layer_norms
-
-    @property
-    def layer_norms(self) -> int:
-        """Parameters of the norms of one block: two, and one each of a head's query and key."""
-        return 2 * self.dim + self.qk_norm * 2 * (self.dim // self.n_heads)
-
-    @property
-    def norms(self) -> int:
-        """Parameters of all norms: those of the blocks, one before the head."""
-        return self.n_layers * self.layer_norms + self.dim
-
-    @property
-    def parameters(self) -> int:
-        """All parameters."""
-        return self.embedding + self.n_layers * self.layer + self.dim
-
-    @property
-    def largest(self) -> int:
-        """Elements of the largest single weight."""
-        return self.dim * max(self.vocab_size, self.hidden_dim, self.dim)
 
 
 @dataclass(frozen=True)
@@ -197,13 +147,13 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
     """Bytes at the start of the backward pass of one micro-batch: all that it will read again.
 
     Counted as Korthikanti et al. (2022), section 4, count a GPT block, for this one: no dropout,
-    SwiGLU, shared key heads. Reference attention adds the scores, of which
-    the softmax is kept in fp32. Documents masked apart add one table of rotations by row, and one
-    mask with key heads repeated for the fused kernels; where a GPU goes by blocks, a number a
-    token instead. Upon that comes the larger of the loss (fp32 log-probabilities and two gradients
-    of that size) and of the last block's softmax (two fp32 gradients, when its feed-forward is done
-    with). Where blocks are recomputed there is one at a time, with the gradients of its
-    feed-forward or softmax, and not beside the loss.
+    SwiGLU, shared key heads, and of experts those that a token visits. Reference attention adds the
+    scores, of which the softmax is kept in fp32. Documents masked apart add one table of rotations
+    by row, and one mask with key heads repeated for the fused kernels; where a GPU goes by blocks,
+    a number a token instead. Upon that comes the larger of the loss (fp32 log-probabilities and two
+    gradients of that size) and of the last block's softmax (two fp32 gradients, when its
+    feed-forward is done with). Where blocks are recomputed there is one at a time, with the
+    gradients of its feed-forward or softmax, and not beside the loss.
     """
     b, tokens = BYTES[layout.dtype], layout.rows * shape.max_seq_len
     e, f = shape.dim, shape.hidden_dim
@@ -212,6 +162,7 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
     norm = of_normed * e + WIDE
     heads = of_normed * (e + shape.kv_dim) + WIDE * (shape.n_heads + shape.n_kv_heads)
     inputs = b * e * 2  # what q, k, v read, and what gate, up read
+    feed_forward = 4 * b * f * shape.visits + (_routing_bytes(shape, b) if shape.use_moe else 0)
     scores = softmax = 0
     is_by_blocks = layout.device == "cuda" and e // shape.n_heads >= NARROWEST_BY_BLOCKS
     is_by_blocks = is_by_blocks and shape.use_flash_attn
@@ -225,8 +176,8 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
         attention = b * 4 * e
         per_token = shape.n_heads * shape.max_seq_len
         scores = per_token * (WIDE if b == WIDE else WIDE + b)
-        softmax = 2 * WIDE * per_token - 4 * b * f
-    layer = 2 * norm + inputs + attention + scores + 4 * b * f + shape.qk_norm * heads
+        softmax = 2 * WIDE * per_token - feed_forward
+    layer = 2 * norm + inputs + attention + scores + feed_forward + shape.qk_norm * heads
     head = norm + b * e
     loss = 3 * WIDE * shape.vocab_size
     if layout.recomputes:
@@ -237,6 +188,16 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
         kept = shape.n_layers * b * e
         return tokens * (kept + mask + rotations + max(head + loss, layer + working))
     return tokens * (shape.n_layers * layer + mask + rotations + head + max(loss, softmax))
+
+
+def _routing_bytes(shape: Shape, b: int) -> int:
+    """What one mixture of experts keeps of a token beside what its experts keep.
+
+    Of each visit its input and its result, three int64 (where it went, its place among the others
+    and back), its weight in fp32 and as it was used; of the token its scores and their sum.
+    """
+    visit = 2 * b * shape.dim + 3 * 8 + WIDE + b
+    return shape.num_experts_per_tok * visit + WIDE * shape.n_routed_experts + WIDE
 
 
 def bytes_sent(shape: Shape, layout: Layout) -> int:
@@ -262,10 +223,11 @@ def flops_per_token(shape: Shape) -> int:
     """FLOPs of one token's forward and backward pass: 6 M + 12 layers dim T.
 
     PaLM, appendix B (Chowdhery et al. 2022), as Kaplan et al. (2020) count: M are the weights that
-    multiply (the head does, the embedding and the norms do not); attention is counted as if
+    multiply (the head does, the embedding, the norms and the experts that a token does not visit
+    do not); attention is counted as if
     every position saw all T, though a causal kernel does half of it.
     """
-    matrices = shape.n_layers * (shape.layer - shape.layer_norms) + shape.vocab_size * shape.dim
+    matrices = shape.n_layers * shape.active + shape.vocab_size * shape.dim
     return 6 * matrices + 12 * shape.n_layers * shape.dim * shape.max_seq_len
 
 

@@ -20,6 +20,7 @@ from minimind.train.backends import StepResult
 from minimind.train.engine import Engine
 from minimind.train.evaluate import HeldOut, evaluate
 from minimind.train.numerics import SkippedSteps
+from minimind.train.objective import routing_facts
 from minimind.train.ranks import lost_peers, together
 from minimind.train.report import Report
 from minimind.train.samples import Samples, draw
@@ -66,6 +67,7 @@ def report_step(desk: Desk, state: TrainState, result: StepResult) -> None:
             "skipped": result.skipped_so_far,
             "tokens": state.tokens,
             "rows": [rows.start, rows.stop],
+            **routing_facts(result.routing, desk.engine),
         },
         desk.batches.tokens_per_step,
     )

@@ -25,12 +25,13 @@ from torch.distributed import distributed_c10d
 from minimind.errors import RendezvousError, UsageError
 from minimind.launch import join_by_hand
 from minimind.model.decoder import MiniMindForCausalLM
-from minimind.model.loss import contagious, next_token_loss
+from minimind.model.loss import contagious
 from minimind.train.backends import PlainBackend, StepResult, prepare_for_ddp, unused_parameters
 from minimind.train.build_lock import minded_builds
 from minimind.train.deepspeed_backend import Backend, DeepSpeedBackend
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.deepspeed_schema import MODELS, fault_told
+from minimind.train.objective import mean_routing, objective_of
 from minimind.train.optimizer import adamw, parameter_groups
 from minimind.train.profile import PhaseClock
 from minimind.train.ranks import Ranks, carrier, lost_peers, rendezvous
@@ -264,34 +265,31 @@ class Engine(Ranks):
         used, skipped_before = backend.begin(lr), backend.skipped_steps
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         tokens = torch.zeros((), dtype=torch.int64, device=self.device)
-        norm, losses = None, []
+        norm, losses, routings = None, [], []
         with lost_peers():
             for number, rows in enumerate(micro_batches, 1):
                 is_last = number == len(micro_batches)
                 with backend.micro_batch(is_last):
                     rows = rows.to(self.device, non_blocking=True)
                     clock.mark("data")
-                    loss, count = self._loss(rows)
+                    goal = objective_of(backend.forward, rows)
                     clock.mark("forward")
-                    mean = loss / count
-                    backend.backward(contagious(mean))
+                    backend.backward(contagious(goal.trained))
                     clock.mark("backward")
                 norm = backend.update(is_last)
                 clock.mark("optimizer")
-                losses.append(mean.detach())
-                loss_sum += loss.detach()
-                tokens += count
+                losses.append(goal.mean.detach())
+                routings.append(goal.routing)
+                loss_sum += goal.loss_sum.detach()
+                tokens += goal.tokens
         skipped = backend.skipped_steps
-        is_skipped = skipped > skipped_before
-        return StepResult(loss_sum, tokens, norm, used, skipped, is_skipped, tuple(losses))
+        counts = (used, skipped, skipped > skipped_before)
+        return StepResult(loss_sum, tokens, norm, *counts, tuple(losses), mean_routing(routings))
 
     @torch.no_grad()
     def loss_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(summed loss, target count) of rows (B, T + 1) without training on them."""
         self.backend.forward.eval()
         with lost_peers():
-            return self._loss(rows.to(self.device))
-
-    def _loss(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = rows[:, :-1].clamp(min=0)  # a row of ignored targets still needs real inputs
-        return next_token_loss(self.backend.forward(input_ids=inputs).logits, rows[:, 1:])
+            goal = objective_of(self.backend.forward, rows.to(self.device))
+        return goal.loss_sum, goal.tokens

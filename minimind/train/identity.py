@@ -8,6 +8,7 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from minimind.checks import OF_EXPERTS
 from minimind.config import PROJECT, RunConfig
 from minimind.data.order import Order
 from minimind.data.prepare import Prepared
@@ -51,6 +52,8 @@ def identity(
             "doc_mask": run.doc_mask,
             "qk_norm": run.qk_norm,
             "tie_word_embeddings": run.tie_word_embeddings,
+            "use_moe": run.use_moe,
+            **({name: getattr(run, name) for name in OF_EXPERTS} if run.use_moe else {}),
         },
         "dtype": {"dtype": run.dtype},
         "seed": {"seed": run.seed},

@@ -6,6 +6,7 @@ hold up a step; and one that fails is left alone after one warning.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import queue
@@ -26,6 +27,7 @@ KINDS = {"step": "train", "eval": "eval", "sample": "sample"}  # events, and wha
 MOST_WAITING = 10_000  # lines that a tracker may be behind
 FINISH = 30.0  # seconds that a tracker gets in the end
 START = 30.0  # and in the beginning
+LIBRARIES = {"tensorboard": "torch.utils.tensorboard"}  # that is not called as its tracker is
 
 
 class Tracker:
@@ -148,8 +150,11 @@ def _beginner(
     """Opens a tracker, when its thread is ready to wait for it."""
     out_dir = Path(run.out_dir)
     run_name = run.wandb_run_name or out_dir.resolve().name
+    failed = _import_failure(name)
 
     def begin() -> Any:
+        if failed:
+            raise failed
         if name == "tensorboard":
             purge = {"purge_step": step + 1} if step else {}
             return open_tracker(name, "tensorboard", str(out_dir), purge)
@@ -163,6 +168,18 @@ def _beginner(
         return open_tracker(name, run.wandb_project, str(out_dir), options)
 
     return begin
+
+
+def _import_failure(name: str) -> Exception | None:
+    """What is wrong with a library, which is imported here and not by several threads at once.
+
+    CPython 3.11 counts how deep it parses for all threads together, and raises where two disagree.
+    """
+    try:
+        importlib.import_module(LIBRARIES.get(name, name))
+    except Exception as error:  # of somebody else's library, as in `Tracker`
+        return error
+    return None
 
 
 def _require_key() -> None:

@@ -42,6 +42,8 @@ ROUND_ROBIN = {f"{ZERO}round_robin_gradients": True, f"{ZERO}parameter_alignment
 WIDE_SUMS = {"data_types.grad_accum_dtype": "fp32"}
 # The scale doubles every 3 steps, overflows, and is halved: all of it before and after the save.
 SCALED = {"fp16.initial_scale_power": 20, "fp16.loss_scale_window": 3, "fp16.hysteresis": 2}
+# With few tokens a micro-batch of a rank leaves some expert idle that others visit.
+EXPERTS = {"use_moe": True, "n_routed_experts": 8, "num_experts_per_tok": 1}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": "auto", "momentum": 0.9}}}
 
 CASES = {
@@ -59,6 +61,8 @@ CASES = {
     "2, bf16, round robin": Case(2, BF16, edits=ROUND_ROBIN),
     "2, bf16, offload": Case(2, BF16, edits=OFFLOAD),
     "2, fp16": Case(2, FP16, edits=SCALED),
+    "ddp, fp32, experts": Case(None, FP32, shape=EXPERTS),
+    "2, bf16, experts": Case(2, BF16, shape=EXPERTS),
     "0, fp32, FusedAdam": Case(0, FP32, edits=FUSED),
     "0, bf16, FusedAdam": Case(0, BF16, edits=FUSED),
     "2, bf16, FusedAdam": Case(2, BF16, edits=FUSED),
@@ -69,6 +73,7 @@ CASES = {
     "3, fp32, recomputing": Case(3, FP32, model=Recomputing),
     "3, bf16": Case(3, BF16),
     "3, fp16": Case(3, FP16, edits=SCALED),
+    "3, bf16, experts": Case(3, BF16, shape=EXPERTS),
     "3, bf16, offload": Case(3, BF16, edits=OFFLOAD),
     "3, bf16, FusedAdam": Case(3, BF16, edits=FUSED),
     "3, bf16, CPUAdam": Case(3, BF16, edits=CPU_ADAM),

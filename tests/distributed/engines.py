@@ -44,8 +44,8 @@ class WithFrozenParts(MiniMindForCausalLM):
     def __init__(self, config: MiniMindConfig) -> None:
         super().__init__(config)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        for name in FROZEN:
-            self.get_parameter(name).requires_grad_(False)
+        for name, p in self.named_parameters():
+            p.requires_grad_(name not in FROZEN)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         self.get_buffer("seen").add_(1)
@@ -60,7 +60,11 @@ class Recomputing(WithFrozenParts):
         self.activation_checkpointing_enable()
 
 
-FROZEN = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight")
+FROZEN = (
+    "model.layers.0.mlp.up_proj.weight",
+    "model.layers.0.mlp.experts.1.up_proj.weight",
+    "model.layers.1.input_layernorm.weight",
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class Case:
     edits: dict[str, Any] = field(default_factory=dict)
     model: type[MiniMindForCausalLM] = MiniMindForCausalLM
     flags: str = ""
+    shape: dict[str, Any] = field(default_factory=dict)  # beside TINY
 
 
 def build(case: Case, seed: int) -> Engine:
@@ -95,7 +100,8 @@ def build(case: Case, seed: int) -> Engine:
         device = "cuda" if case.dtype == "float16" else "cpu"
         resolved = resolve(written, "case.json", run, world_size, device)
     torch.manual_seed(seed)
-    return build_engine(resolved, case.model(MiniMindConfig(**TINY, max_seq_len=LENGTH)), "cpu")
+    config = MiniMindConfig(**TINY, **case.shape, max_seq_len=LENGTH)
+    return build_engine(resolved, case.model(config), "cpu")
 
 
 def text() -> torch.Tensor:

@@ -80,7 +80,7 @@ def test_it_loads_and_generates_where_this_package_is_not_installed(tmp_path: Pa
     ids = torch.randint(4, 97, (2, 9), generator=torch.manual_seed(5))
     models = {
         "plain": build(),
-        "variant": build(qk_norm=True, tie_word_embeddings=False, doc_mask=True),
+        "variant": build(qk_norm=True, tie_word_embeddings=False, doc_mask=True, use_moe=True),
     }
     for name, model in models.items():
         export(model, tmp_path / name)

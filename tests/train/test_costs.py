@@ -19,13 +19,13 @@ from minimind.model.loss import next_token_loss
 from minimind.plan import Machine, layout_of, plan, shape_of
 from minimind.train.costs import (
     Layout,
-    Shape,
     activation_bytes,
     bytes_sent,
     flops_per_token,
     memory,
     seconds,
 )
+from minimind.train.shape import Shape
 
 SMALL = Shape(64, 2, 4, 2, 192, 600, 32)
 ONE_STEP = Layout(stage=2, world_size=4, dtype="bfloat16", rows=2)
@@ -45,6 +45,10 @@ def model_of(shape: Shape) -> MiniMindForCausalLM:
             use_flash_attn=shape.use_flash_attn,
             doc_mask=shape.doc_mask,
             qk_norm=shape.qk_norm,
+            use_moe=shape.use_moe,
+            n_routed_experts=shape.n_routed_experts,
+            num_experts_per_tok=shape.num_experts_per_tok,
+            n_shared_experts=shape.n_shared_experts,
         )
     )
 
@@ -54,6 +58,7 @@ SHAPES |= {
     "small": SMALL,
     "untied": shape_of(parse_flags("--model tiny --no-tie_word_embeddings".split())),
     "normed heads": shape_of(parse_flags("--model tiny --qk_norm".split())),
+    "experts": shape_of(parse_flags("--model tiny --use_moe --n_shared_experts 2".split())),
     "no sharing": replace(SMALL, n_kv_heads=4, dim=72, hidden_dim=71),
     "default hidden_dim": shape_of(parse_flags("--dim 200 --n_heads 10 --n_layers 3".split())),
 }
@@ -125,6 +130,24 @@ def test_activations_of_normed_heads_and_of_recomputed_blocks_likewise(
     )
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("use_flash_attn", [False, True])
+def test_activations_of_experts_likewise(use_flash_attn: bool, recomputes: bool, dtype: str):
+    shape = replace(SMALL, max_seq_len=128, n_layers=6, use_flash_attn=use_flash_attn)
+    shape = replace(shape, use_moe=True, n_routed_experts=6, n_shared_experts=2)
+    model: Any = model_of(shape).to(getattr(torch, dtype))
+    if recomputes:
+        model.activation_checkpointing_enable()
+    layout = Layout(2, 1, dtype, rows=4, device="cpu", recomputes=recomputes)
+    rows = torch.randint(shape.vocab_size, (4, shape.max_seq_len + 1))
+    allocated_at_most(model, rows)  # the gradients of the weights, which are counted elsewhere
+    # A block's gradients while it is recomputed are told up to a dim too many of a token.
+    assert allocated_at_most(model, rows) == pytest.approx(
+        activation_bytes(shape, layout), rel=0.04 if recomputes else 0.02
+    )
+
+
 def test_plan_counts_recomputed_blocks_and_advises_them_where_nothing_fits():
     flags = "--dim 64 --n_layers 8 --n_heads 4 --max_seq_len 65536 --no-use_flash_attn".split()
     machine = Machine(1, 2**30)
@@ -165,6 +188,9 @@ def test_flops_of_a_token_by_hand():
     block = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 192
     assert flops_per_token(SMALL) == 6 * (2 * block + 64 * 600) + 12 * 2 * 64 * 32
     assert flops_per_token(replace(SMALL, is_tied=False)) == flops_per_token(SMALL)
+    experts = replace(SMALL, use_moe=True, n_routed_experts=8)  # of which a token visits 2, and 1
+    visited = block + 2 * 3 * 64 * 192 + 8 * 64
+    assert flops_per_token(experts) == 6 * (2 * visited + 64 * 600) + 12 * 2 * 64 * 32
     assert flops_per_token(SHAPES["0.4b"]) == pytest.approx(2569e6, rel=1e-3)
 
 

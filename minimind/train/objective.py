@@ -1,0 +1,79 @@
+"""What the rows of a micro-batch are trained on, apart from what is told of them.
+
+Rows are (B, T + 1) token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minimind.model.experts import Routing
+from minimind.model.loss import next_token_loss
+from minimind.train.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The summed cross-entropy of one micro-batch, its targets, and how its tokens were routed."""
+
+    loss_sum: torch.Tensor
+    tokens: torch.Tensor
+    routing: Routing | None  # None for a dense model, and outside training
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """Cross-entropy in nats per token: what is reported."""
+        return self.loss_sum / self.tokens
+
+    @property
+    def trained(self) -> torch.Tensor:
+        """What the backward pass begins with: `mean`, and the balance of experts where there are.
+
+        Both are means over rows of one length, so that their mean over micro-batches and ranks is
+        that over the step's rows: how a step is split up changes no more than rounding.
+        """
+        return self.mean if self.routing is None else self.mean + self.routing.aux_loss
+
+
+def objective_of(forward: Any, rows: torch.Tensor) -> Objective:
+    """The objective of rows on the device of `forward`, the model as its backend wraps it."""
+    inputs = rows[:, :-1].clamp(min=0)  # a row of ignored targets still needs real inputs
+    out = forward(input_ids=inputs)
+    loss_sum, tokens = next_token_loss(out.logits, rows[:, 1:])
+    is_routed = out.aux_loss is not None
+    return Objective(
+        loss_sum, tokens, Routing(out.aux_loss, out.expert_load) if is_routed else None
+    )
+
+
+def mean_routing(routings: Sequence[Routing | None]) -> Routing | None:
+    """The mean over micro-batches, without gradients; left on the device until it is reported."""
+    found = [routing for routing in routings if routing is not None]
+    if not found:
+        return None
+    losses = torch.stack([routing.aux_loss.detach() for routing in found])
+    return Routing(losses.mean(), torch.stack([routing.load for routing in found]).mean(0))
+
+
+def routing_facts(routing: Routing | None, ranks: Ranks) -> dict[str, Any]:
+    """`aux_loss` and the load of experts over all ranks, for a step line; reads the device.
+
+    expert_load has the share of visits by expert, averaged over layers. There experts of the same
+    number have nothing to do with each other, so expert_load_range has the least and the largest
+    share of any expert of any layer, as a multiple of the uniform one.
+    """
+    if routing is None:
+        return {}
+    layers, experts = routing.load.shape
+    own = [float(routing.aux_loss), *routing.load.flatten().tolist()]
+    aux_loss, *shares = (number / ranks.world_size for number in ranks.sum_over_ranks(own))
+    multiples = [share * experts for share in shares]
+    return {
+        "aux_loss": aux_loss,
+        "expert_load": [sum(shares[n::experts]) / layers for n in range(experts)],
+        "expert_load_range": [min(multiples), max(multiples)],
+    }
