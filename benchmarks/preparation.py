@@ -31,8 +31,8 @@ from minimind.data.inputs import find_files, segments_of
 from minimind.data.load_tokenizer import load_tokenizer
 from minimind.data.prepare import Asked
 from minimind.data.readers import read_segment
+from minimind.data.sources import Source
 from minimind.data.tokenizer import train_tokenizer
-from minimind.data.units import Source
 from minimind.train.identity import versions
 
 

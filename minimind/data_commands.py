@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from minimind.data.inspect import Found
     from minimind.data.prepare import Asked, Prepared
 
+OPTIONS = ("text_field", "max_document_bytes", "val_fraction")
+NOT_OF_A_MERGE = ("tokenizer", "vocab_size", *OPTIONS, "on_bad_data", "shard_bytes", "processes")
+LONGEST = "longest document accepted, in UTF-8 (64MiB; 2MiB with a Hugging Face --tokenizer, 8MiB"
+LONGEST += " with a SentencePiece model that does more than merge: they take a text at once)"
 BAR = 40  # characters of the longest bar
 
 
@@ -34,13 +39,13 @@ def add_parsers(subs: Any) -> None:
     add("--sources", type=Path, help="YAML file: {NAME: {paths: [...], weight: 2}}")
     add("--out", type=Path, required=True, help="a new folder")
     add("--tokenizer", help="model or directory; without it one is learnt from the text")
-    add("--vocab_size", "--vocab-size", type=at_least(1), default=6400, help="of a learnt one")
-    add("--val_fraction", "--val-fraction", type=fraction, default=0.01, help="held out, by hash")
-    add("--text_field", "--text-field", default="text", help="that has the text (text)")
+    add("--vocab_size", "--vocab-size", type=at_least(1), help="of a learnt one (6400)")
+    add("--val_fraction", "--val-fraction", type=fraction, help="held out, by hash (0.01)")
+    add("--text_field", "--text-field", help="that has the text (text)")
     most = ("--max_document_bytes", "--max-document-bytes")
-    add(*most, type=count_of_bytes, default=64 * 2**20, help="longest document accepted, in UTF-8")
-    add("--on_bad_data", "--on-bad-data", choices=("error", "skip"), default="error")
-    add("--max_bad_fraction", "--max-bad-fraction", type=fraction, default=0.05)
+    add(*most, type=count_of_bytes, help=LONGEST)
+    add("--on_bad_data", "--on-bad-data", choices=("error", "skip"), help="(error)")
+    add("--max_bad_fraction", "--max-bad-fraction", type=fraction, help="of all (0.05)")
     add("--shard", type=_share, metavar="I/N", help="do this share, counted from 0, and no merge")
     add("--merge", action="store_true", help="put together what all --shard I/N have done")
     how = "of input for one shard file (default: by the size of all, at least 16MiB)"
@@ -95,8 +100,11 @@ def _prepare(args: argparse.Namespace) -> int:
         raise UsageError("--merge and --shard were both given; give one of them")
     if args.merge and (args.paths or args.data_path or args.source or args.sources):
         raise UsageError("--merge takes no text; leave it out, it is what the shares were made of")
+    if args.merge and (given := _given(args, NOT_OF_A_MERGE)):
+        told = f"--merge takes no --{next(iter(given))}; leave it out, the shares have theirs"
+        raise UsageError(told)
     if args.merge:
-        prepared = merge_folder(args.out, args.force)
+        prepared = merge_folder(args.out, args.force, args.max_bad_fraction)
     else:
         prepared = prepare_folder(_asked(args), args.out, args.shard, args.force)
     if prepared is None:
@@ -107,9 +115,17 @@ def _prepare(args: argparse.Namespace) -> int:
     return 0
 
 
+def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Of these flags the ones that were typed."""
+    values = ((name, getattr(args, name)) for name in names)
+    return {name: value for name, value in values if value is not None}
+
+
 def _asked(args: argparse.Namespace) -> Asked:
+    from minimind.data.load_tokenizer import longest_document
     from minimind.data.prepare import Asked
-    from minimind.data.units import Options, Source, join_sources, parse_source, read_sources
+    from minimind.data.sources import Source, join_sources, parse_source, read_sources
+    from minimind.data.units import Options
 
     paths = (*args.paths, *args.data_path)
     sources = [Source("data", paths)] if paths else []
@@ -117,16 +133,30 @@ def _asked(args: argparse.Namespace) -> Asked:
     sources += read_sources(args.sources) if args.sources else []
     if not sources:
         raise UsageError("no text was named; give PATHs, --source NAME=PATH or --sources FILE.yaml")
+    _require_its_size(args)
+    most: dict[str, Any] = {"max_document_bytes": longest_document(args.tokenizer)}
     return Asked(
         join_sources(sources),
         args.tokenizer,
-        args.vocab_size,
-        Options(args.text_field, args.max_document_bytes, args.val_fraction),
-        args.on_bad_data == "skip",
-        args.max_bad_fraction,
-        args.shard_bytes,
-        args.processes,
+        options=Options(**(most | _given(args, OPTIONS))),
+        skips_bad=args.on_bad_data == "skip",
+        unit_bytes=args.shard_bytes,
+        processes=args.processes,
+        **_given(args, ("vocab_size", "max_bad_fraction")),
     )
+
+
+def _require_its_size(args: argparse.Namespace) -> None:
+    """Nothing, or a UsageError where a size is given that a given tokenizer has not."""
+    from minimind.data.load_tokenizer import load_tokenizer
+
+    if args.tokenizer is None or args.vocab_size is None:
+        return
+    if args.vocab_size != (found := load_tokenizer(args.tokenizer).vocab_size):
+        raise UsageError(
+            f"--vocab_size {args.vocab_size}: --tokenizer {args.tokenizer} has {found}; leave one"
+            " of them out"
+        )
 
 
 def _print_prepared(prepared: Prepared) -> None:

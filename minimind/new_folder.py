@@ -5,13 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from minimind.errors import UsageError
 from minimind.files import storing, sync_directory
+from minimind.folder_locks import held
 
 MEND = "free some space, or give another --out"
 
@@ -55,7 +55,6 @@ def written_aside(out: Path, needed: int = 0) -> Iterator[Path]:
                 replace_folder(out, draft)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
-                lock_path(out, "write").unlink(missing_ok=True)
 
 
 def replace_folder(out: Path, draft: Path) -> None:
@@ -82,11 +81,8 @@ def put_back(out: Path) -> None:
 def _swapping(out: Path) -> Iterator[None]:
     """Nobody else renames at `out`, and nothing is left there of one that was killed."""
     with held(out, "swap", fcntl.LOCK_EX):
-        try:
-            _settle(out)
-            yield
-        finally:
-            lock_path(out, "swap").unlink(missing_ok=True)
+        _settle(out)
+        yield
 
 
 def _settle(out: Path) -> None:
@@ -103,34 +99,3 @@ def _settle(out: Path) -> None:
 
 def _beside(out: Path, role: str) -> Path:
     return out.parent / f".{out.name}.{role}"
-
-
-def lock_path(out: Path, name: str) -> Path:
-    """The file of a lock that `held` takes."""
-    return _beside(out, f"{name}.lock")
-
-
-@contextmanager
-def held(out: Path, name: str, how: int) -> Iterator[int]:
-    """A lock beside `out`, as an open file that other processes may inherit."""
-    path = lock_path(out, name)
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            try:
-                fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-            except BlockingIOError:
-                print(f"waiting for another command that works on {out}", file=sys.stderr)
-                fcntl.flock(descriptor, how)
-            if _is_still(path, descriptor):  # or who held it has removed it
-                yield descriptor
-                return
-        finally:
-            os.close(descriptor)
-
-
-def _is_still(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False

@@ -175,10 +175,12 @@ class Reader:
 
     def training_texts(self, paths: Sequence[str]) -> Iterator[str]:
         """Every document that a run would train on."""
-        from minimind.data.inputs import find_files
+        from minimind.data.inputs import find_files, require_once
         from minimind.data.unit_reader import split_of
 
-        for path in find_files(paths):
+        files = find_files(paths)
+        require_once(files)
+        for path in files:
             for text in texts_of(path, self.reading, self.skips_bad):
                 content = text.encode()
                 self.documents += 1

@@ -22,6 +22,7 @@ LAYERS = [
         "minimind.model_flags",
         "minimind.config",
         "minimind.files",
+        "minimind.folder_locks",
         "minimind.new_folder",
         "minimind.process",
         "minimind.workers",

@@ -654,13 +654,14 @@ SEVERAL = {
 
 BAD = JSON_FILES | FLAGS | YAML_FILES | KEYS | TYPES | CONFLICTS
 BAD |= LAUNCHERS | COMBINATIONS | SEVERAL
+LONG = [pytest.mark.long]  # every launch takes ten seconds, and all go one way
 BY_LAUNCH = (
     "json trailing comma",
-    "literal clip",
-    "key zero_optimisation",
-    "key stagee",
     "batch impossible",
-    "max_steps shorter than the warm-up",
+    pytest.param("literal clip", marks=LONG),
+    pytest.param("key zero_optimisation", marks=LONG),
+    pytest.param("key stagee", marks=LONG),
+    pytest.param("max_steps shorter than the warm-up", marks=LONG),
 )
 
 

@@ -10,9 +10,10 @@ from transformers import AutoTokenizer
 
 from minimind.cli import main
 from minimind.data.prepare import Asked, prepare_for_run
+from minimind.data.sources import Source
 from minimind.data.tokenizer import Tokenizer
 from minimind.data.unit_reader import split_of
-from minimind.data.units import Options, Source
+from minimind.data.units import Options
 from minimind.tokenizer_tables import shown
 from tests.data.test_tokenizer import prose, verse
 from tests.killing import killed_in_replacing

@@ -89,7 +89,7 @@ class Unpacked(io.RawIOBase):
 
 def unpacked(path: Path) -> Unpacked:
     """The content of a .gz or .zst file; a DataError when nothing here can read it."""
-    if path.suffix == ".zst":
+    if path.suffix.lower() == ".zst":
         zstandard = _zstandard(path)
         start = zstandard.ZstdDecompressor().decompressobj
         return Unpacked(open(path, "rb"), start, zstandard.ZstdError, b"")

@@ -26,16 +26,16 @@ import numpy as np
 
 from minimind.data.load_tokenizer import AnyTokenizer, load_tokenizer
 from minimind.data.manifest import SPLITS, is_whole
+from minimind.data.plan_file import PLAN_NAME
 from minimind.data.shards import ShardWriter, token_dtype
 from minimind.data.unit_reader import Batch, UnitReader
 from minimind.data.units import Plan, Unit
 from minimind.errors import RunError
 from minimind.files import canonical_json, storing, sync_directory, write_whole
 
-PLAN_NAME = "plan.json"
 TOKENIZER_NAME = "tokenizer"
 MARKER_VERSION = 2  # raise it when a marker, or what a merge reads beside it, holds other things
-LARGE_BYTES = 2**23  # of one batch
+LARGE_BYTES = 2**23  # of one document
 AHEAD = 2  # batches read for each thread: short documents take longer to read than to encode
 REMEDY = "free some space, or give another folder"
 
@@ -175,18 +175,27 @@ def _overlapped(batches: Iterable[Batch], work: Work) -> Iterator[tuple[Batch, l
     that is large has all threads, and memory, to itself.
     """
     encode, threads = work.tokenizer.encode_arrays, work.threads
+    large = min(LARGE_BYTES, (work.tokenizer.longest_at_once or sys.maxsize) // threads)
     with ThreadPoolExecutor(threads, thread_name_prefix="tokenize") as pool:
         waiting: deque[tuple[Batch, Future[list[np.ndarray]]]] = deque()
         for batch in batches:
-            is_large = sum(batch.bytes) >= LARGE_BYTES
+            is_large = max(batch.bytes) >= large
+            if is_large:
+                yield from _taken(waiting, 0)
             waiting.append((batch, pool.submit(encode, batch.texts, threads if is_large else 1)))
             del batch
-            while len(waiting) > (0 if is_large else AHEAD * threads):
-                found, ids = waiting.popleft()
-                yield found, ids.result()
-                del found, ids
-        for found, ids in waiting:
-            yield found, ids.result()
+            yield from _taken(waiting, 0 if is_large else AHEAD * threads)
+        yield from _taken(waiting, 0)
+
+
+def _taken(
+    waiting: deque[tuple[Batch, Future[list[np.ndarray]]]], left: int
+) -> Iterator[tuple[Batch, list[np.ndarray]]]:
+    """What comes first, until no more than `left` are waiting."""
+    while len(waiting) > left:
+        found, ids = waiting.popleft()
+        yield found, ids.result()
+        del found, ids
 
 
 def parse_share(text: str) -> tuple[int, int]:

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import fcntl
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from minimind.data.crew import encode_plan
-from minimind.data.encode import PLAN_NAME, TOKENIZER_NAME, Work
+from minimind.data.encode import TOKENIZER_NAME, Work
 from minimind.data.load_tokenizer import load_tokenizer
 from minimind.data.manifest import MANIFEST_NAME
 from minimind.data.merge import clear, merge
+from minimind.data.plan_file import PLAN_NAME, TEXT, described, differences, read_described
 from minimind.data.prepare import Asked, Prepared, is_prepared, open_prepared, tokenizer_of
 from minimind.data.tokenizer_files import write_tokenizer
 from minimind.data.units import Plan
 from minimind.errors import UsageError
 from minimind.files import canonical_json, fingerprint, storing, sync_directory, write_whole
-from minimind.new_folder import held, lock_path, replace_folder, require_free
+from minimind.folder_locks import held, is_held
+from minimind.new_folder import replace_folder, require_free
 
 OWN = ("manifest.json", "plan.json", "rejected.jsonl", "tokenizer", "*-[0-9]*.bin", "*-[0-9]*.idx")
+WAIT = "give another --out, or wait until it is done"
+ALIKE = "give all shares the same, or another --out, or delete it to begin anew"
 REMEDY = "free some space, mend its rights, or give another --out"
 
 
@@ -33,38 +39,69 @@ def prepare_folder(
     out = _place(out, force)
     with storing(f"{out}: cannot be written", REMEDY):
         plan, draft = asked.plan(), draft_of(out)
+        told = _described(asked, plan)
         out.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             begin = stack.enter_context(ExitStack())
             begin.enter_context(held(out, "begin", fcntl.LOCK_EX))
+            if is_held(out, "work"):
+                _require_same(told, draft, f"another prepare is at work on {out}", WAIT)
             lock = stack.enter_context(held(out, "work", fcntl.LOCK_SH))
             if is_prepared(out) and not force:
-                return open_prepared(out)  # another job has put it there since we looked
-            work = _begun(asked, plan, draft)
+                return _finished(told, out)  # another job has put it there since we looked
+            if share:
+                _require_same(told, draft, f"{draft} was begun", ALIKE, ignoring=(TEXT,))
+            work = _begun(asked, plan, told, draft)
             begin.close()
             if not is_prepared(draft):  # or it was killed while it cleared up
                 encode_plan(work, share or (0, 1), asked.processes, asked.progress, [lock])
-        return None if share else _merged(work, out, asked.max_bad_fraction)
+        return None if share else _merged(work, told, out, asked.max_bad_fraction)
 
 
-def _begun(asked: Asked, plan: Plan, draft: Path) -> Work:
+def _described(asked: Asked, plan: Plan) -> dict[str, Any]:
+    """What identifies the preparation, before a tokenizer is learnt for it."""
+    policy = (asked.skips_bad, asked.max_bad_fraction)
+    if asked.tokenizer_path is None:
+        return described(plan, *policy, asked.vocab_size)
+    given = load_tokenizer(asked.tokenizer_path)
+    return {**described(plan, *policy, None), "tokenizer": given.fingerprint}
+
+
+def _require_same(
+    told: dict[str, Any], directory: Path, what: str, remedy: str, ignoring: Sequence[str] = ()
+) -> None:
+    """Nothing, or a UsageError where there is a preparation in `directory`, and another."""
+    there = read_described(directory)
+    found = [] if there is None else differences(told, there)
+    found = [one for one in found if one not in ignoring]
+    if found:
+        raise UsageError(f"{what} with another {', '.join(found)}; {remedy}")
+
+
+def _finished(told: dict[str, Any], out: Path) -> Prepared:
+    """What another job has put there meanwhile, where it is what we were asked for."""
+    if differences(told, read_described(out)):
+        require_free(out, False, OWN, "minimind prepare")
+    return open_prepared(out)
+
+
+def _begun(asked: Asked, plan: Plan, told: dict[str, Any], draft: Path) -> Work:
     """The draft with its plan and its tokenizer, which the first of all jobs learns."""
     tokenizer = tokenizer_of(asked, plan, draft / f"{TOKENIZER_NAME}-{_learnt_key(asked, plan)}")
-    policy = {"skips_bad": asked.skips_bad, "max_bad_fraction": asked.max_bad_fraction}
-    policy["tokenizer"] = tokenizer.fingerprint
-    told, path = canonical_json({**plan.to_json(), **policy}), draft / PLAN_NAME
-    if not path.exists() or path.read_bytes() != told:
+    content = canonical_json({**told, "tokenizer": tokenizer.fingerprint})
+    path = draft / PLAN_NAME
+    if not path.exists() or path.read_bytes() != content:
         draft.mkdir(exist_ok=True)
         (draft / MANIFEST_NAME).unlink(missing_ok=True)  # of another plan, whose end was cut off
         write_tokenizer(draft / TOKENIZER_NAME, tokenizer.files())
-        write_whole(path, told)
+        write_whole(path, content)
     return Work(draft, plan, tokenizer, not asked.skips_bad)
 
 
-def merge_folder(out: Path, force: bool = False) -> Prepared:
+def merge_folder(out: Path, force: bool = False, max_bad_fraction: float | None = None) -> Prepared:
     """`out`, from an `out`.part of which every unit is done; a UsageError names what is not.
 
-    What is bad is judged as the jobs that filled it were told.
+    What is bad is judged as the jobs that filled it were told, or by another `max_bad_fraction`.
     """
     out = _place(out, force)
     draft = draft_of(out)
@@ -78,9 +115,10 @@ def merge_folder(out: Path, force: bool = False) -> Prepared:
             f"{draft / PLAN_NAME}: is of another version or damaged ({error!r}); run `minimind"
             " prepare` with the text once more, which keeps what it can"
         ) from error
+    most = most if max_bad_fraction is None else max_bad_fraction
     with storing(f"{out}: cannot be written", REMEDY):
         tokenizer = load_tokenizer(draft / TOKENIZER_NAME)
-        return _merged(Work(draft, plan, tokenizer, not skips), out, most)
+        return _merged(Work(draft, plan, tokenizer, not skips), found, out, most)
 
 
 def draft_of(out: Path) -> Path:
@@ -100,15 +138,16 @@ def _learnt_key(asked: Asked, plan: Plan) -> str:
     return fingerprint([asked.vocab_size, asked.skips_bad, units])
 
 
-def _merged(work: Work, out: Path, max_bad_fraction: float) -> Prepared:
+def _merged(work: Work, told: dict[str, Any], out: Path, max_bad_fraction: float) -> Prepared:
     """Put together what is in the draft once nobody works there."""
+    draft = work.directory
     with held(out, "work", fcntl.LOCK_EX):
-        if work.directory.exists():  # or another job has put it there meanwhile
-            if not is_prepared(work.directory):  # or it was killed while it cleared up
-                merge(work, max_bad_fraction)
-            clear(work.directory)
-            sync_directory(work.directory)
-            replace_folder(out, work.directory)
-    for name in ("begin", "work"):
-        lock_path(out, name).unlink(missing_ok=True)
+        if not (draft / PLAN_NAME).exists():  # another job has put it there meanwhile
+            return _finished(told, out)
+        _require_same(told, draft, f"another prepare has begun on {out} meanwhile", WAIT)
+        if not is_prepared(draft):  # or it was killed while it cleared up
+            merge(work, max_bad_fraction)
+        clear(draft)
+        sync_directory(draft)
+        replace_folder(out, draft)
     return open_prepared(out)

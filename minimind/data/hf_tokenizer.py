@@ -31,6 +31,7 @@ from minimind.files import fingerprint
 # For a tokenizer.json that comes without the files that say so; GPT-2's never did.
 KNOWN_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
 ANCHOR = "a"
+LONGEST_AT_ONCE = 2**21  # bytes of text, each of which takes up to 280 of memory
 BYTE_NAME = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -43,6 +44,7 @@ class HuggingFaceTokenizer:
     """
 
     KIND = "Hugging Face"
+    longest_at_once = LONGEST_AT_ONCE
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
@@ -128,8 +130,8 @@ class HuggingFaceTokenizer:
         return [one.ids for one in found]
 
     def encode_arrays(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
-        """The same as int32, a tenth of the memory of lists."""
-        return [np.array(ids, dtype=np.int32) for ids in self.encode_batch(texts, threads)]
+        """The same as int32, one text after the other: what the library holds of each is large."""
+        return [np.array(self.encode(text), dtype=np.int32) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; special tokens are silent, bytes that are not UTF-8 become U+FFFD."""

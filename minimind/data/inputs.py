@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minimind.data.tables import dataset_bytes, dataset_rows, is_dataset, row_groups
-from minimind.errors import DataError
+from minimind.errors import DataError, UsageError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".parquet")
 DATASET = "dataset"
@@ -35,7 +35,7 @@ def kind_of(path: Path) -> str:
     if path.is_dir():
         return DATASET
     for suffix in SUFFIXES:
-        if path.name.endswith(suffix):
+        if path.name.lower().endswith(suffix):
             return suffix
     raise DataError(
         f"{path}: the suffix {path.suffix!r} is not {KNOWN};"
@@ -48,8 +48,10 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
 
     A Hugging Face dataset is one input though it is a directory. In directories and globs, hidden
     files and those of other suffixes are passed over: editors and packers leave them there. A
-    path that names nothing, or what cannot be read, is a DataError.
+    path that names nothing, or what cannot be read, is a DataError, an empty one a UsageError.
     """
+    if any(str(path) == "" for path in paths):
+        raise UsageError("the path of a text is empty, as of a variable that is not set; name one")
     found: list[Path] = []
     for path in (Path(path).expanduser() for path in paths):
         try:
@@ -61,18 +63,39 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
     return found
 
 
+def require_once(files: Sequence[Path]) -> None:
+    """Nothing, or a UsageError for a file that is there twice, perhaps by way of a link."""
+    seen: dict[Path, Path] = {}
+    for path in files:
+        real = path.resolve()
+        if (first := seen.get(real)) is not None:
+            told = "is named twice" if first == path else f"is one file with {first}"
+            raise UsageError(
+                f"{path}: {told}; name it once, and give its source a weight if it should be read"
+                " more often"
+            )
+        seen[real] = path
+
+
 def _named_by(path: Path) -> list[Path]:
+    if _is_ours(path):
+        raise DataError(
+            f"{path}: is what `minimind prepare` wrote or still writes, not text; name the text,"
+            " or what it has finished alone as --data_path of a run"
+        )
     if path.exists() or not glob.has_magic(str(path)):
         found = _inputs_of(path)
         if not found:
             raise DataError(f"{path}: holds no {KNOWN} file; name one that does")
     else:
         matches = map(Path, sorted(glob.glob(str(path), recursive=True)))
-        inside = [p for match in matches for p in (_inputs_of(match) if _is_wanted(match) else [])]
+        wanted = (p for p in matches if _is_wanted(p) and not _is_ours(p) | _is_ours(p.parent))
+        inside = [p for match in wanted for p in _inputs_of(match)]
         found = list(dict.fromkeys(inside))  # "**" gives a directory and what is in it
         if not found:
             raise DataError(f"{path}: matches no {KNOWN} file; correct the pattern")
     for file in found:
+        _require_printable(file)
         _require_readable(file)
     return found
 
@@ -102,7 +125,15 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_wanted(path: Path) -> bool:
-    return path.is_dir() or path.name.endswith(SUFFIXES)
+    return path.is_dir() or path.name.lower().endswith(SUFFIXES)
+
+
+def _require_printable(path: Path) -> None:
+    """Names go into JSON, and into messages of one line."""
+    if any(ord(c) < 32 or c == "\x7f" or "\ud800" <= c <= "\udfff" for c in str(path)):
+        raise DataError(
+            f"{str(path)!r}: has a name that is not UTF-8, or control characters in it; rename it"
+        )
 
 
 def _require_readable(path: Path) -> None:
@@ -115,18 +146,28 @@ def _require_readable(path: Path) -> None:
         return
     if not path.is_file():
         raise DataError(f"{path}: is a pipe or a device, not a file; write the text to a file")
-    if path.stat().st_size == 0:
-        raise DataError(f"{path}: is empty; fill it or leave it out")
     with open(path, "rb"):
         pass  # or an OSError: it may not be readable
+
+
+def is_cut(path: Path) -> bool:
+    """Whether segments of an input are as small as one wants."""
+    return kind_of(path) in (".jsonl", DATASET)
 
 
 def segments_of(path: Path, unit_bytes: int) -> list[Segment]:
     """The parts of an input, in order, of about `unit_bytes` each where its format can be cut.
 
+    What is empty is one part of nothing, for its reader to say so.
     A DataError when the tables of a .parquet file or a dataset are damaged.
     """
+    return _parts(path, unit_bytes) or [Segment(path, 0, 0, 0)]
+
+
+def _parts(path: Path, unit_bytes: int) -> list[Segment]:
     kind = kind_of(path)
+    if kind != DATASET and path.stat().st_size == 0:
+        return []
     if kind == ".parquet":
         return _grouped(path, row_groups(path), path.stat().st_size, unit_bytes)
     if kind == DATASET:

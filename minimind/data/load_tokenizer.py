@@ -7,9 +7,19 @@ from pathlib import Path
 from minimind.data.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer import Tokenizer
 from minimind.data.tokenizer_files import JSON_NAME, MODEL_NAME
-from minimind.errors import DataError
+from minimind.errors import DataError, UsageError
 
 AnyTokenizer = Tokenizer | HuggingFaceTokenizer
+LONGEST_DOCUMENT = 2**26  # bytes, whatever the tokenizer
+
+
+def longest_document(path: str | None) -> int:
+    """Bytes of the longest document accepted where nobody says: memory stays within 1 GiB.
+
+    64 MiB, but for a given tokenizer that needs all of a text at once.
+    """
+    given = None if path is None else load_tokenizer(path).longest_at_once
+    return LONGEST_DOCUMENT if given is None else given
 
 
 def load_tokenizer(path: str | Path) -> AnyTokenizer:
@@ -17,6 +27,8 @@ def load_tokenizer(path: str | Path) -> AnyTokenizer:
 
     Where a directory has both, tokenizer.model is read. A DataError names what was looked for.
     """
+    if str(path) == "":
+        raise UsageError("--tokenizer is empty, as of a variable that is not set; name one")
     path = Path(path).expanduser()
     if not path.exists():
         raise DataError(f"{path}: there is no such tokenizer file or directory; correct the path")

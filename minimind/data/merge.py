@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.data.documents import Rejection
-from minimind.data.encode import PLAN_NAME, TOKENIZER_NAME, Work
+from minimind.data.encode import TOKENIZER_NAME, Work
 from minimind.data.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -20,6 +20,7 @@ from minimind.data.manifest import (
     read_manifest,
     seal,
 )
+from minimind.data.plan_file import PLAN_NAME
 from minimind.data.shards import token_dtype
 from minimind.data.unit_reader import refusal
 from minimind.data.units import Plan, Source, Unit
@@ -50,6 +51,12 @@ def merge(work: Work, max_bad_fraction: float) -> dict[str, Any]:
     require_few_rejected(manifest, max_bad_fraction, work.plan.sources)
     if not manifest["splits"]["train"]["documents"]:
         raise no_training_documents(work.plan.options.val_fraction, documents)
+    for source in manifest["sources"]:
+        if source["weight"] is not None and not source["tokens"]["train"]:
+            raise DataError(
+                f"source {source['name']}: has a weight of {source['weight']:g} and no document to"
+                " train on; add documents, or leave it out"
+            )
     if rejected:
         _join_rejected(work, done)
     work.tokenizer.save(work.directory / TOKENIZER_NAME)

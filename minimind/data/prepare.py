@@ -20,7 +20,7 @@ from tqdm import tqdm
 from minimind.data.cache import build_once
 from minimind.data.crew import encode_plan
 from minimind.data.documents import Reading
-from minimind.data.encode import PLAN_NAME, TOKENIZER_NAME, Work
+from minimind.data.encode import TOKENIZER_NAME, Work
 from minimind.data.inputs import kind_of
 from minimind.data.load_tokenizer import AnyTokenizer, load_tokenizer
 from minimind.data.manifest import FORMAT_VERSION, MANIFEST_NAME, read_manifest, require_untouched
@@ -31,11 +31,13 @@ from minimind.data.merge import (
     no_training_documents,
     require_few_rejected,
 )
+from minimind.data.plan_file import PLAN_NAME
 from minimind.data.shards import TokenShards
+from minimind.data.sources import Source
 from minimind.data.tokenizer import train_tokenizer
 from minimind.data.tokenizer_files import MODEL_NAME, write_tokenizer
 from minimind.data.unit_reader import documents_of, pass_over, refusal, refuse, split_of
-from minimind.data.units import Options, Plan, Source, Unit, files_of, make_plan
+from minimind.data.units import Options, Plan, Unit, files_of, make_plan
 from minimind.data.vocabulary import require_learnable
 from minimind.errors import DataError
 from minimind.files import canonical_json, fingerprint, sha256_of, write_whole
@@ -109,12 +111,15 @@ def open_prepared(
     manifest = read_manifest(directory)
     require_untouched(directory, manifest)
     tokenizer = load_tokenizer(directory / TOKENIZER_NAME)
-    given = load_tokenizer(Path(tokenizer_path).expanduser()) if tokenizer_path else tokenizer
-    for path, found in ((directory / TOKENIZER_NAME, tokenizer), (tokenizer_path, given)):
-        if found.fingerprint != manifest["tokenizer"]:
+    told = f"is not the tokenizer that {directory} was made with"
+    if tokenizer.fingerprint != manifest["tokenizer"]:
+        raise DataError(f"{tokenizer.path}: {told}; put that back, or prepare the text again")
+    if tokenizer_path is not None:
+        given = load_tokenizer(tokenizer_path)
+        if given.fingerprint != manifest["tokenizer"]:
             raise DataError(
-                f"{path}: is not the tokenizer that {directory} was made with; leave out"
-                " --tokenizer, or prepare the text again with it"
+                f"{tokenizer_path}: {told}; leave out --tokenizer, or prepare the text"
+                " again with it"
             )
     train, val = (TokenShards(directory, split) for split in ("train", "val"))
     before = [given["path"] for source in manifest["sources"] for given in source["inputs"]]
@@ -168,7 +173,7 @@ def _content(path: Path) -> list[str]:
 def tokenizer_of(asked: Asked, plan: Plan, learnt: Path) -> AnyTokenizer:
     """The tokenizer that was given, or the one learnt into `learnt` by whoever comes first."""
     if asked.tokenizer_path is not None:
-        return load_tokenizer(Path(asked.tokenizer_path).expanduser())
+        return load_tokenizer(asked.tokenizer_path)
     texts = _training_texts(plan, asked)
     build_once(learnt, lambda draft: train_tokenizer(texts, asked.vocab_size, draft / MODEL_NAME))
     return load_tokenizer(learnt)
@@ -176,7 +181,7 @@ def tokenizer_of(asked: Asked, plan: Plan, learnt: Path) -> AnyTokenizer:
 
 def _training_texts(plan: Plan, asked: Asked) -> Iterator[str]:
     """The documents of some units that are not held out; a DataError when there is none."""
-    options, found = plan.options, False
+    options, found, held_out = plan.options, False, 0
     reading = Reading(options.text_field, options.max_document_bytes)
     reject = pass_over if asked.skips_bad else refuse
     segments = [segment for unit in _sampled(plan.units) for segment in unit.segments]
@@ -188,9 +193,11 @@ def _training_texts(plan: Plan, asked: Asked) -> Iterator[str]:
             if split_of(sha256(text.encode()).digest(), options.val_fraction) == "train":
                 found = True
                 yield text
+            else:
+                held_out += 1
         bar.update(total - bar.n)
     if not found:
-        raise no_training_documents(options.val_fraction, 1)
+        raise no_training_documents(options.val_fraction, held_out)
 
 
 def _sampled(units: Sequence[Unit]) -> list[Unit]:

@@ -39,8 +39,12 @@ def read_segment(segment: Segment, reading: Reading) -> Found:
     In a .jsonl file a rejection's line counts from the first one of the segment, as long as nobody
     has read what is before; there each line gives one document or one rejection.
     """
+    kind = kind_of(segment.path)
+    if segment.start == segment.stop:
+        yield _emptiness(segment.path, kind in (".parquet", DATASET))
+        return
     try:
-        yield from _READERS[kind_of(segment.path)](segment, reading)
+        yield from _READERS[kind](segment, reading)
     except OSError as error:
         reason = error.strerror or error
         raise DataError(f"{segment.path}: cannot be read ({reason}); check the file") from error
@@ -151,6 +155,8 @@ def _packed_lines(segment: Segment, reading: Reading) -> Found:
                     yield judged, content.consumed
                 else:
                     yield _rejection(segment.path, number, begin, judged)
+            if not number:
+                yield _emptiness(segment.path)
         except Damage as damage:
             flaw = Flaw(str(damage), WHAT_TO_DO_ABOUT_DAMAGE)
             yield _rejection(segment.path, number + 1, position, flaw)
@@ -188,6 +194,10 @@ def _rows(segment: Segment, texts: Iterator[str | Flaw]) -> Found:
             raise Damage(f"the rows from here to {segment.stop} are missing")
     except Damage as damage:
         yield Rejection(segment.path, row + 1, None, str(damage), WHAT_TO_DO_ABOUT_DAMAGE)
+
+
+def _emptiness(path: Path, is_table: bool = False) -> Rejection:
+    return Rejection(path, 1, None if is_table else 0, "is empty", "fill it or leave it out")
 
 
 def _rejection(path: Path, line: int, begin: int, flaw: Flaw) -> Rejection:

@@ -142,6 +142,8 @@ def _dataset(path: Path) -> Any:
         raise needs_extra(path, "datasets") from error
     try:
         return datasets.load_from_disk(str(directory))
+    except IndexError as error:  # what the library says of a table without any batch
+        raise DataError(f"{path}: is a dataset of no rows; fill it or leave it out") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         # Arrow's errors are ValueErrors; the others come of JSON that has another shape.
         raise DataError(

@@ -36,6 +36,7 @@ from minimind.errors import DataError
 from minimind.files import write_whole
 
 SAMPLE_BYTES = 2**24
+LONGEST_AT_ONCE = 2**23  # bytes of a text that is not cut, each of which takes up to 60 of memory
 SENTENCE_CHARACTERS = 1000  # SentencePiece drops sentences of more than 4192 bytes in silence
 
 # U+2585 marks unknown characters inside the trainer, which skips sentences that have it.
@@ -144,6 +145,11 @@ class Tokenizer:
         if len(text) <= CHUNK_CHARACTERS or self._joined is None:
             return (escape(text),)
         return chunks(escape(text), self._joined)
+
+    @property
+    def longest_at_once(self) -> int | None:
+        """Bytes of text that should be encoded at once at most; None where texts are cut."""
+        return LONGEST_AT_ONCE if self._joined is None else None
 
     @cached_property
     def _joined(self) -> frozenset[str] | None:

@@ -10,10 +10,11 @@ from typing import Any
 
 from minimind.config import RunConfig
 from minimind.data.batches import Batches, held_out_rows
-from minimind.data.load_tokenizer import AnyTokenizer, load_tokenizer
+from minimind.data.load_tokenizer import AnyTokenizer, load_tokenizer, longest_document
 from minimind.data.order import Mixture, Order, Origin
 from minimind.data.prepare import Asked, Prepared, is_prepared, open_prepared, prepare_for_run
-from minimind.data.units import Options, Source
+from minimind.data.sources import Source
+from minimind.data.units import Options
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.flag_groups import DEFAULT_DATA
 from minimind.model.configuration import MiniMindConfig
@@ -52,11 +53,13 @@ def prepare_data(run: RunConfig) -> Prepared:
         )
     if folders:
         return open_prepared(Path(folders[0]), run.tokenizer)
+    is_told = run.is_explicit("max_document_bytes")
+    most = run.max_document_bytes if is_told else longest_document(run.tokenizer)
     asked = Asked(
         (Source("data", run.data_path),),
         run.tokenizer,
         run.vocab_size,
-        Options(run.text_field, run.max_document_bytes, float(run.val_fraction)),
+        Options(run.text_field, most, float(run.val_fraction)),
         run.on_bad_data == "skip",
         run.max_bad_fraction,
     )
@@ -67,10 +70,10 @@ def with_prepared(run: RunConfig, prepared: Prepared) -> RunConfig:
     """The run with what its data decides; a UsageError where a flag says otherwise."""
     by = f"--tokenizer {run.tokenizer}" if run.tokenizer else f"--data_path {prepared.directory}"
     run = _with(run, by, vocab_size=prepared.tokenizer.vocab_size)
+    options = asdict(Options(**prepared.manifest["options"]))
     if not is_prepared(run.data_path[0]):
-        return run
-    options = Options(**prepared.manifest["options"])
-    return _with(run, f"--data_path {prepared.directory}", **asdict(options))
+        return _with(run, by, max_document_bytes=options["max_document_bytes"])
+    return _with(run, f"--data_path {prepared.directory}", **options)
 
 
 def with_tokenizer(run: RunConfig) -> RunConfig:

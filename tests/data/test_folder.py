@@ -17,8 +17,10 @@ import pytest
 from minimind.cli import main
 from minimind.data import encode, folder
 from minimind.data.prepare import open_prepared
+from minimind.data.sources import Source, parse_source
 from minimind.data.tokenizer import MODEL_NAME, train_tokenizer
-from minimind.data.units import MOST_UNITS, SMALLEST_UNIT, Options, Plan, Source, make_plan
+from minimind.data.units import MOST_UNITS, SMALLEST_UNIT, Options, Plan, make_plan
+from minimind.errors import UsageError
 from tests.conftest import ROOT, sentences
 from tests.killing import killed_in_replacing
 
@@ -147,6 +149,7 @@ def test_a_learnt_tokenizer_is_kept_with_the_shards(place: Path, tmp_path: Path)
     assert open_prepared(out).tokenizer.vocab_size == 512
 
 
+SKIPPING = ["--on_bad_data", "skip", "--tokenizer", "{tokenizer}"]
 MISUSE: dict[str, tuple[list[str], str]] = {
     "nothing named": (["--out", "{out}"], "no text was named; give PATHs"),
     "no out": (["{text}"], "arguments are required: --out"),
@@ -170,8 +173,44 @@ MISUSE: dict[str, tuple[list[str], str]] = {
         ["{text}", "--out", "{out}", "--text_field", "body"],
         'a.jsonl:1 (byte 0): has no "body"',
     ),
-    "twice": (["{text}", "{text}", "--out", "{out}"], "is named 2 times; name it once"),
+    "twice": (["{text}", "{text}", "--out", "{out}"], "is named twice; name it once"),
     "merge and text": (["{text}", "--out", "{out}", "--merge"], "--merge takes no text"),
+    "merge and policy": (
+        ["--out", "{out}", "--merge", "--on_bad_data", "skip"],
+        "--merge takes no --on_bad_data; leave it out",
+    ),
+    "merge and tokenizer": (
+        ["--out", "{out}", "--merge", "--tokenizer", "{tokenizer}"],
+        "--merge takes no --tokenizer; leave it out",
+    ),
+    "two sizes": (
+        ["{text}", "--out", "{out}", "--tokenizer", "{tokenizer}", "--vocab_size", "9999"],
+        "has 600; leave one of them out",
+    ),
+    "empty path": (["", "--out", "{out}"], "the path of a text is empty"),
+    "empty tokenizer": (["{text}", "--out", "{out}", "--tokenizer", ""], "--tokenizer is empty"),
+    "small shards": (["{text}", "--out", "{out}", "--shard_bytes", "1"], "shard_bytes = 1 cuts"),
+    "weight nan": (["--out", "{out}", "--source", "a={text}:nan"], "weight = nan is no number"),
+    "weight comma": (["--out", "{out}", "--source", "a={text}:2,5"], "weight = 2,5 is no number"),
+    "weight of a glob": (["--out", "{out}", "--source", "a=*.txt:2x"], "weight = 2x is no number"),
+    "source twice": (
+        ["--out", "{out}", "--sources", "{here}/twice.yaml"],
+        "twice.yaml:2:1: a is written twice; mend the YAML",
+    ),
+    "source of no day": (["--out", "{out}", "--sources", "{here}/day.yaml"], "month must be in"),
+    "source nested": (["--out", "{out}", "--sources", "{here}/deep.yaml"], "deep.yaml: maximum"),
+    "weight of nothing": (
+        ["--out={out}", "--source=a={text}:1", "--source=b={here}/none.jsonl:2", *SKIPPING],
+        "source b: has a weight of 2 and no document to train on; add",
+    ),
+    "all bad": (
+        ["--out", "{out}", "{here}/none.jsonl", "--on_bad_data", "skip"],
+        "no document is left to train on: all were bad",
+    ),
+    "empty file": (
+        ["{here}/none.jsonl", "--out", "{out}"],
+        "none.jsonl:1 (byte 0): is empty; fill it or leave it out; or pass over what is bad",
+    ),
     "fraction": (["{text}", "--out", "{out}", "--val_fraction", "1"], "1 is not from 0 to below 1"),
 }
 
@@ -182,7 +221,12 @@ def test_a_mistake_is_one_line_and_leaves_no_folder(
 ):
     given, told = MISUSE[case]
     out = tmp_path / "out"
-    filled = [word.format(out=out, text=place / "a.jsonl") for word in given]
+    (tmp_path / "none.jsonl").touch()
+    for name, content in (("twice", "a: x\na: y"), ("day", "a: 2024-99-99"), ("deep", "[" * 3000)):
+        (tmp_path / f"{name}.yaml").write_text(content)
+    known = {"out": out, "text": place / "a.jsonl", "here": tmp_path}
+    known["tokenizer"] = place / MODEL_NAME
+    filled = [word.format(**known) for word in given]
     assert main(["prepare", *filled]) in (2, 3)
     error = capsys.readouterr().err
     assert told in error
@@ -229,7 +273,6 @@ def test_what_is_left_of_another_preparation_is_not_mixed_into_this(
     out = tmp_path / "out"
     small = ("--shard_bytes", "300KiB", "--on_bad_data", "skip", "--shard", "0/2")
     assert main(words(place, out, *small)) == 0
-    assert main(words(place, out, *SHARDS, "--val_fraction", "0.5", "--shard", "0/2")) == 0
     (tmp_path / "out.part" / "unit-00001.json").write_text("{}")
     (tmp_path / "out.part" / "unit-00002.json").write_text("[")
     assert main(words(place, out, *SHARDS)) == 0
@@ -263,8 +306,7 @@ def test_what_was_passed_over_is_judged_by_who_asks_last(
     assert main([*command, "--on_bad_data", "skip", "--shard", "0/1"]) == 0
     assert main(command) == 3
     assert "bad.jsonl:2001 " in capsys.readouterr().err
-    assert main([*command, "--on_bad_data", "skip", "--shard", "0/1"]) == 0
-    assert main(["prepare", "--merge", "--out", str(out)]) == 0
+    assert main([*command, "--on_bad_data", "skip"]) == 0
     assert len((out / "rejected.jsonl").read_text().splitlines()) == 1
 
 
@@ -452,6 +494,49 @@ def test_inspect_shows_what_is_there_and_finds_damage(
     assert "DAMAGED: train-00000.idx: is missing" in told
     assert main(["data", "inspect", str(place)]) == 3
     assert "holds no prepared data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("bytes_", "is_refused"), [(1024, False), (1025, True), (10**13, True)])
+def test_a_given_size_of_shards_makes_no_more_than_a_run_can_open(
+    tmp_path: Path, bytes_: int, is_refused: bool
+):
+    file = tmp_path / "large.jsonl"
+    with open(file, "wb") as made:
+        made.truncate(bytes_)  # sparse
+    source = [Source("x", (str(file),))]
+    if is_refused:
+        told = f"shard_bytes = 1 cuts {bytes_:,} bytes of text into more than 1,024 shards"
+        with pytest.raises(UsageError, match=told):
+            make_plan(source, Options(), 1)
+    else:
+        assert len(make_plan(source, Options(), 1).units) == MOST_UNITS
+
+
+def test_files_that_are_not_cut_are_counted_too(tmp_path: Path):
+    for number in range(MOST_UNITS + 1):
+        (tmp_path / f"{number}.txt").write_text("x")
+    with pytest.raises(UsageError, match="cuts 1,025 bytes of text into more than 1,024 shards"):
+        make_plan([Source("x", (str(tmp_path),))], Options(), 1)
+
+
+def test_a_path_that_ends_like_a_weight_is_a_path_if_it_is_there(place: Path, tmp_path: Path):
+    (tmp_path / "d:7").mkdir()
+    assert parse_source(f"a={tmp_path}/d:7") == Source("a", (f"{tmp_path}/d:7",))
+    assert parse_source(f"a={tmp_path}/d:7:2") == Source("a", (f"{tmp_path}/d:7",), 2.0)
+    assert parse_source("a=x:*.jsonl") == Source("a", ("x:*.jsonl",))
+
+
+def test_a_merge_judges_by_the_fraction_it_is_given(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    bad, out = tmp_path / "bad.jsonl", tmp_path / "out"
+    bad.write_text((place / "b.jsonl").read_text() + "[]\n" * 200)
+    command = ["prepare", str(bad), "--tokenizer", str(place / MODEL_NAME), "--out", str(out)]
+    assert main([*command, "--on_bad_data", "skip", "--shard", "0/1"]) == 0
+    assert main(["prepare", "--merge", "--out", str(out)]) == 3
+    assert "raise --max_bad_fraction" in capsys.readouterr().err
+    assert main(["prepare", "--merge", "--out", str(out), "--max_bad_fraction", "0.1"]) == 0
+    assert open_prepared(out).manifest["rejected"]["count"] == 200
 
 
 def test_a_plan_is_about_a_thousand_units_at_most(tmp_path: Path):

@@ -10,8 +10,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from minimind.data.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.load_tokenizer import load_tokenizer
 from minimind.data.prepare import Asked, prepare_for_run
+from minimind.data.sources import Source
 from minimind.data.tokenizer import Tokenizer, train_tokenizer
-from minimind.data.units import Options, Source
+from minimind.data.units import Options
 from minimind.errors import DataError
 from tests.data.test_tokenizer import AWKWARD, fuzz, prose, verse
 

@@ -1,14 +1,21 @@
 """Paths, directories and globs against the files they stand for, and files against their parts."""
 
+import gzip
 import os
+from pathlib import Path
 
 import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from minimind.data.inputs import find_files, segments_of
-from minimind.errors import DataError
+from minimind.data.documents import Reading, Rejection
+from minimind.data.inputs import find_files, kind_of, require_once, segments_of
+from minimind.data.load_tokenizer import load_tokenizer
+from minimind.data.readers import read_segment
+from minimind.data.sources import Source
+from minimind.data.units import Options, make_plan
+from minimind.errors import DataError, UsageError
 
 GOOD = b'{"text": "one"}\n'
 
@@ -25,6 +32,13 @@ def write(directory, *names):
     for name in names:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(GOOD)
+
+
+def read(path):
+    """(texts, rejections as they are told)."""
+    found = [one for part in segments_of(path, 10**9) for one in read_segment(part, Reading())]
+    texts = [one[0] for one in found if not isinstance(one, Rejection)]
+    return texts, [str(one) for one in found if isinstance(one, Rejection)]
 
 
 def names_of(found, directory):
@@ -91,7 +105,6 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path):
     for name, words in [
         ("missing.jsonl", "no such file"),
         ("empty", "holds no .jsonl, .jsonl.gz, .jsonl.zst, .txt or .parquet file"),
-        ("zero.txt", "is empty"),
         ("a.json", "suffix '.json' is not .jsonl, .jsonl.gz, .jsonl.zst, .txt or .parquet"),
         ("a.gz", "suffix '.gz'"),
         ("pipe.jsonl", "pipe or a device"),
@@ -106,6 +119,84 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path):
         assert str(caught.value).startswith(f"{tmp_path / name}: ")
         assert words in str(caught.value)
         assert "; " in str(caught.value)
+
+
+def test_an_empty_path_is_refused_and_not_taken_for_this_directory():
+    with pytest.raises(UsageError, match="path of a text is empty"):
+        find_files([""])
+    with pytest.raises(UsageError, match="--tokenizer is empty"):
+        load_tokenizer("")
+
+
+@pytest.mark.parametrize("name", [b"\xff.jsonl", b"a\nb.jsonl", b"a\x1b.txt"])
+def test_a_name_that_no_message_can_show_is_refused(tmp_path, name):
+    (tmp_path / os.fsdecode(name)).write_bytes(GOOD)
+    with pytest.raises(DataError, match="; rename it") as caught:
+        find_files([tmp_path])
+    assert str(caught.value).isprintable()
+
+
+def test_a_suffix_in_capitals_is_the_same_suffix(tmp_path):
+    write(tmp_path, "UP.JSONL", "b.Txt")
+    (tmp_path / "c.JSONL.GZ").write_bytes(gzip.compress(GOOD))
+    found = find_files([tmp_path])
+    assert names_of(found, tmp_path) == ["UP.JSONL", "b.Txt", "c.JSONL.GZ"]
+    assert [kind_of(path) for path in found] == [".jsonl", ".txt", ".jsonl.gz"]
+    assert read(tmp_path / "c.JSONL.GZ") == (["one"], [])
+
+
+def test_a_link_is_read_by_the_name_it_has_here(tmp_path):
+    write(tmp_path, "blobs/5f2a", "y.jsonl")
+    (tmp_path / "x.jsonl").symlink_to(tmp_path / "blobs" / "5f2a")
+    (tmp_path / "x.txt").symlink_to(tmp_path / "y.jsonl")
+    named = Source("data", (str(tmp_path / "x.jsonl"), str(tmp_path / "x.txt")))
+    plan = make_plan([named], Options())
+    assert [Path(given.path).name for given in plan.inputs] == ["x.jsonl", "x.txt"]
+    texts = [read(Path(given.path))[0] for given in plan.inputs]
+    assert texts == [["one"], [GOOD.decode()]]
+
+
+def test_a_file_that_is_there_twice_is_told_with_both_names(tmp_path):
+    write(tmp_path, "a.jsonl")
+    require_once(find_files([tmp_path]))
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "a.jsonl")
+    with pytest.raises(UsageError, match=r"b\.jsonl: is one file with .*a\.jsonl; name it once"):
+        require_once(find_files([tmp_path]))
+    with pytest.raises(UsageError, match=r"a\.jsonl: is named twice; name it once"):
+        require_once([tmp_path / "a.jsonl"] * 2)
+
+
+def test_what_a_preparation_wrote_is_no_text(tmp_path):
+    write(tmp_path, "all/a.jsonl", "all/made/rejected.jsonl", "all/made/plan.json")
+    for given in (tmp_path / "all", tmp_path / "all" / "*", tmp_path / "all" / "**"):
+        assert names_of(find_files([given]), tmp_path) == ["all/a.jsonl"]
+    with pytest.raises(DataError, match="made: is what `minimind prepare` wrote"):
+        find_files([tmp_path / "all" / "made"])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_a_file_of_no_bytes_is_rejected_like_a_line(tmp_path, name):
+    (tmp_path / name).touch()
+    row = "row 1" if name == "a.parquet" else "byte 0"
+    texts, told = read(tmp_path / name)
+    assert (texts, told) == (
+        [],
+        [f"{tmp_path / name}:1 ({row}): is empty; fill it or leave it out"],
+    )
+
+
+def test_what_holds_no_line_or_row_is_empty_too(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b""))
+    table = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
+    parquet.write_table(table, tmp_path / "b.parquet")
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match="is a dataset of no rows; fill it or leave it out"):
+        segments_of(tmp_path / "saved", 10**9)
+    for name in ("a.jsonl.gz", "b.parquet"):
+        texts, (told,) = read(tmp_path / name)
+        assert texts == []
+        assert "): is empty; fill it or leave it out" in told
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

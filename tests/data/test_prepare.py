@@ -18,9 +18,10 @@ from minimind.data import prepare as module
 from minimind.data.inputs import segments_of
 from minimind.data.manifest import seal
 from minimind.data.prepare import Asked, Prepared, prepare_for_run
+from minimind.data.sources import Source
 from minimind.data.tokenizer import Tokenizer
 from minimind.data.unit_reader import UnitReader, split_of
-from minimind.data.units import Options, Source, Unit
+from minimind.data.units import Options, Unit
 from minimind.errors import DataError, StorageError, UsageError
 
 TEXTS = [f"document {i}: " + "the quick brown fox " * (i % 7 + 1) + "春眠\n" for i in range(400)]

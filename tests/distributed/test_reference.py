@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from minimind.data.order import Order
 from minimind.data.prepare import Asked, prepare_for_run
-from minimind.data.units import Options, Source
+from minimind.data.sources import Source
+from minimind.data.units import Options
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.train.resume import load_weights
 from minimind.train.schedule import Schedule
