@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState  # noqa: TID251 (Trainer leaves one behind)
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -25,6 +26,13 @@ def unregistered() -> Any:
     yield
     CONFIG_MAPPING._extra_content.pop("minimind", None)
     MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.pop(MiniMindConfig, None)
+
+
+@pytest.fixture
+def trainer_leaves() -> Any:
+    """Nothing that Trainer told Accelerate of this process is there for later tests."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def ids_of(seed: int = 1, rows: int = 3, length: int = 40) -> Tensor:
@@ -186,7 +194,7 @@ def losses_in_trainer(model: Any, accumulation: int, place: Path) -> list[float]
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
-def test_trainer_takes_the_same_steps_however_it_splits_them(tmp_path: Path):
+def test_trainer_takes_the_same_steps_however_it_splits_them(tmp_path: Path, trainer_leaves: None):
     whole = losses_in_trainer(build(), 1, tmp_path)
     assert len(whole) == 3
     assert losses_in_trainer(build(), 4, tmp_path) == pytest.approx(whole, rel=1e-6)
