@@ -64,6 +64,14 @@ LAYERS = [
         "minimind.train.numerics",
     },
     {
+        "minimind.tensor_sources",
+        "minimind.foreign_shapes",
+        "minimind.weights",
+        "minimind.whole_files",
+        "minimind.gguf_file",
+    },
+    {
+        "minimind.export",
         "minimind.generate",
         "minimind.plan",
         "minimind.checkpoint_tools",
@@ -71,7 +79,12 @@ LAYERS = [
         "minimind.compare",
         "minimind.tokenizer_tables",
     },
-    {"minimind.checkpoint_commands", "minimind.tokenizer_commands", "minimind.data_commands"},
+    {
+        "minimind.checkpoint_commands",
+        "minimind.tokenizer_commands",
+        "minimind.data_commands",
+        "minimind.weight_commands",
+    },
     {"minimind.train.desk", "minimind.train.build"},
     {"minimind.train.loop"},
     {"minimind.train.pretrain"},
