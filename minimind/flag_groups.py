@@ -139,6 +139,7 @@ class TrainingFlags:
         at_most=2**31,
     )
     rope_theta: float = flag("base of the rotary frequencies", 1e6, "model", above=0.0)
+    norm_eps: float = flag("added to the mean square in every norm", 1e-5, "model", above=0.0)
     use_flash_attn: bool = flag(
         "torch's fused attention; off: the reference written out", True, "model"
     )
@@ -213,6 +214,13 @@ class PlaceFlags:
         "auto: the newest valid checkpoint in out_dir; none: start over; or a checkpoint's path",
         "auto",
         "output",
+    )
+    init_from: str | None = flag(
+        "weights, shape and tokenizer that a new run begins with: a run's out_dir, a step_"
+        " directory, what `minimind export` or `import` wrote, a Llama directory, a MiniMind2 file"
+        " or directory",
+        None,
+        "model",
     )
     save_interval: int = flag(
         "optimizer steps between checkpoints; the last step is always saved",

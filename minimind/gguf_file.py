@@ -7,6 +7,7 @@ Norms stay float32 in every precision: llama.cpp multiplies by nothing else.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -82,22 +83,21 @@ def write_gguf(
     needed = sum(part.bytes for part in parts) + sum(map(len, texts.values()))
     require_room(out, needed)
     with written_aside(out, needed) as draft:
-        writer = gguf.GGUFWriter(draft / NAME, architecture(config))
-        _add_shape(writer, config)
-        writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
-        for name, value in vocabulary.items():
-            _add_entry(writer, f"tokenizer.ggml.{name}", value)
-        for part in parts:
-            kind = gguf.GGMLQuantizationType[part.dtype]
-            writer.add_tensor_info(part.name, part.shape, NUMPY[part.dtype], part.bytes, kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for part in parts:
-            value = part.read().contiguous()
-            plain = value.view(torch.uint16) if value.dtype == torch.bfloat16 else value
-            writer.write_tensor_data(plain.numpy())
-        writer.close()
+        with closing(gguf.GGUFWriter(draft / NAME, architecture(config))) as writer:
+            _add_shape(writer, config)
+            writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
+            for name, value in vocabulary.items():
+                _add_entry(writer, f"tokenizer.ggml.{name}", value)
+            for part in parts:
+                kind = gguf.GGMLQuantizationType[part.dtype]
+                writer.add_tensor_info(part.name, part.shape, NUMPY[part.dtype], part.bytes, kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for part in parts:
+                value = part.read().contiguous()
+                plain = value.view(torch.uint16) if value.dtype == torch.bfloat16 else value
+                writer.write_tensor_data(plain.numpy())
         sync_file(draft / NAME)
         for name, content in texts.items():
             write_durably(draft / name, content)

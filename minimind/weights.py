@@ -201,6 +201,10 @@ def _checked(kind: str, path: Path, claimed: dict[str, Any], source: Source) -> 
         own.pop(HEAD)
         source = _without_head(source)
     _require_same(kind, path, source.shapes, {name: list(v.shape) for name, v in own.items()})
+    for name, value in own.items():
+        if source.dtypes[name].is_floating_point != value.is_floating_point():
+            told = f"{name} is of {source.dtypes[name]}, not {value.dtype}"
+            raise CheckpointError(f"{path}: {told}; {ANEW}")
     found = [name for name in (MODEL_NAME, JSON_NAME) if (path / name).is_file()]
     return Weights(kind, path, config, source, path / found[0] if found else None)
 

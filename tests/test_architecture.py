@@ -86,6 +86,7 @@ LAYERS = [
         "minimind.weight_commands",
     },
     {"minimind.train.desk", "minimind.train.build"},
+    {"minimind.train.initial"},
     {"minimind.train.loop"},
     {"minimind.train.pretrain"},
     {"minimind.cli"},

@@ -13,9 +13,8 @@ from minimind.model.rotary import build_pos_cis, rotate
 
 @pytest.fixture(scope="module")
 def names() -> list[str]:
-    shape = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     with torch.device("meta"):
-        config = MiniMindConfig(**shape, qk_norm=True, tie_word_embeddings=False)
+        config = MiniMindConfig(num_hidden_layers=2, qk_norm=True, tie_word_embeddings=False)
         return list(MiniMindForCausalLM(config).state_dict())
 
 
