@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
     "hidden_dim": None,
     "use_moe": False,
 }
-TOLD: list[str] = "--n_heads 4 --rope_theta 1e4 --norm_eps 1e-5 --max_seq_len 64".split()
+TOLD = ["--n_heads", "4", "--rope_theta", "1e4", "--norm_eps", "1e-5", "--max_seq_len", "64"]
 WQ = "layers.1.attention.wq.weight"
 
 
