@@ -42,7 +42,8 @@ def main(directory: Path, reference: Path) -> int:
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, **options).eval()
     with torch.no_grad():
         difference = float((model(input_ids=held["ids"]).logits - held["logits"]).abs().max())
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    trusted = {"trust_remote_code": options.get("trust_remote_code", False)}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, **trusted)
     same = tokenizer.encode(told["text"]) == told["ids"]
     print(
         f"{directory.name}: {type(model).__name__} by transformers {transformers.__version__},"

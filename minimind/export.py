@@ -22,13 +22,14 @@ from minimind.gguf_file import NAME as GGUF_NAME
 from minimind.gguf_file import gguf_parts, require_gguf, write_gguf
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.interop import to_halves
+from minimind.model.remote_code import AUTO_MAP, remote_code
 from minimind.new_folder import require_free
 from minimind.tensor_sources import INDEX, WHOLE
 from minimind.weights import Weights, require_fitting
 from minimind.whole_files import SHARDS, write_folder
 
 SMALL = ("config.json", "generation_config.json", *TOKENIZER_FILES)
-OWN = (*SMALL, INDEX, WHOLE, SHARDS, GGUF_NAME, "*.py")
+OWN = (*SMALL, INDEX, WHOLE, SHARDS, GGUF_NAME, *remote_code())
 SHARD_BYTES = 2 * 10**9
 
 
@@ -96,8 +97,8 @@ def _texts(
     if form == "llama":
         told = _llama_config(config)
     else:
-        code, auto_map = _remote_code()
-        told = {**_minimind_config(config), **auto_map}
+        code = remote_code()
+        told = {**_minimind_config(config), "auto_map": AUTO_MAP}
     told |= {**ids, "dtype": dtype, "torch_dtype": dtype}  # what transformers 4 reads
     return {
         "config.json": _json(told),
@@ -141,15 +142,6 @@ def _llama_config(config: MiniMindConfig) -> dict[str, Any]:
         "attention_bias": False,
         "hidden_act": "silu",
     }
-
-
-def _remote_code() -> tuple[dict[str, bytes], dict[str, Any]]:
-    """The files of the model's code and what config.json says of them."""
-    try:
-        from minimind.model.remote_code import AUTO_MAP, remote_code  # pyright: ignore[reportMissingImports] (to come)
-    except ModuleNotFoundError:
-        return {}, {}
-    return remote_code(), {"auto_map": AUTO_MAP}
 
 
 def _json(value: dict[str, Any]) -> bytes:

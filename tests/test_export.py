@@ -17,6 +17,7 @@ from minimind import tensor_sources
 from minimind.cli import main
 from minimind.generate import load_checkpoint
 from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.remote_code import AUTO_MAP, remote_code
 from tests.conftest import sentences
 from tests.faults import tiny
 
@@ -87,6 +88,14 @@ def test_what_reads_the_format_gives_the_logits_of_the_checkpoint(name, form, ru
     difference = (logits(theirs) - logits(ours)).abs().max()
     assert difference <= (0 if form == "minimind" else 1e-5)
     assert logits(ours).std() > 0.01
+
+
+def test_the_code_of_the_model_comes_along_in_our_format_alone(exports):
+    told = json.loads((exports / "plain-minimind" / "config.json").read_text())
+    assert told["auto_map"] == AUTO_MAP
+    for name, content in remote_code().items():
+        assert (exports / "plain-minimind" / name).read_bytes() == content
+    assert not list((exports / "plain-llama").glob("*.py"))
 
 
 @pytest.mark.parametrize("form", ["minimind", "llama"])
