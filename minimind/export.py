@@ -25,6 +25,7 @@ from minimind.model.interop import to_halves
 from minimind.model.remote_code import AUTO_MAP, remote_code
 from minimind.new_folder import require_free
 from minimind.tensor_sources import INDEX, WHOLE
+from minimind.train.claims import CONFIG, MAYBE_IN_CONFIG
 from minimind.weights import Weights, require_fitting
 from minimind.whole_files import SHARDS, write_folder
 
@@ -110,9 +111,7 @@ def _texts(
 
 def _minimind_config(config: MiniMindConfig) -> dict[str, Any]:
     """Everything that determines the model, and nothing of the library that wrote it."""
-    known = config.to_dict()
-    own = {name: known[name] for name in known if name in MiniMindConfig().__dict__}
-    own = {name: value for name, value in own.items() if not name.startswith(("_", "transformers"))}
+    own = {name: getattr(config, name) for name in (*CONFIG, *MAYBE_IN_CONFIG)}
     return {**own, "model_type": "minimind", "architectures": ["MiniMindForCausalLM"]}
 
 

@@ -31,9 +31,7 @@ def add_parsers(subs: Any) -> None:
     told = "Weights made elsewhere -> a directory of ours, to go on from or to generate with"
     added = subs.add_parser("import", help=told, description=f"{told}.", allow_abbrev=False)
     add = added.add_argument
-    add(
-        "source", type=Path, metavar="FILE|DIR", help="a .pth file, or a directory with config.json"
-    )
+    add("source", type=Path, metavar="FILE|DIR", help="a file of weights, or a directory")
     add("--from", required=True, choices=("minimind2", "llama"), dest="kind", help="what it is")
     add("--tokenizer", type=Path, help="file or directory (default: the one in DIR)")
     shape = "of a file without config.json: "

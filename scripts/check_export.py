@@ -27,7 +27,7 @@ from minimind.weights import Weights, load_weights_from
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMATS = ("llama", "minimind", "gguf")
-NEEDED = ("torch", "transformers", "safetensors", "gguf")
+NEEDED = ("torch", "transformers", "safetensors", "gguf", "accelerate")  # the last two for gguf
 TEXT = "The quick brown fox, 1234 times:\n  \u6625\u7720\u4e0d\u89ba\u66c9 </s>\t...\n"
 POSITIONS = 1024
 

@@ -43,6 +43,7 @@ def test_every_flag_named_exists():
         "deepspeed_config_file",
         "use_deepspeed",
         "multi_gpu",
+        "format",
     }  # of minimind generate, plan and export, argparse, and accelerate launch
     for name in re.findall(r"--(?:no-)?([a-z][a-z_0-9]+)", README):
         assert name in FLAGS or name in beside, name
