@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from minimind.files import mebibytes
 from minimind.gguf_file import NAME as GGUF_NAME
 from minimind.gguf_file import gguf_parts, require_gguf, write_gguf
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.interop import to_halves
+from minimind.model.interop import to_gguf, to_halves
 from minimind.model.remote_code import AUTO_MAP, remote_code
 from minimind.new_folder import require_free
 from minimind.tensor_sources import INDEX, WHOLE
@@ -60,6 +61,8 @@ def export(
     out = out.resolve()
     require_free(out, force, OWN, "export")
     require_fitting(tokenizer, weights.config)
+    if form != "minimind":
+        require_named(weights.tensors.shapes, form)
     kind = getattr(torch, dtype)
     if form == "gguf":
         if max_shard_bytes is not None:
@@ -83,6 +86,13 @@ def export(
         files = write_folder(out, parts, texts, max_shard_bytes or SHARD_BYTES)
     parameters = sum(math.prod(shape) for shape in weights.tensors.shapes.values())
     return Exported(files, parameters, sum(part.bytes for part in parts))
+
+
+def require_named(names: Iterable[str], form: str) -> None:
+    """Nothing, or a UsageError with a tensor that only our own format knows."""
+    for name in names:
+        if to_gguf(name) is None:  # it names just what a dense Llama or Qwen3 has
+            raise UsageError(f"--format {form} has no name for {name}; export --format minimind")
 
 
 def _texts(

@@ -74,7 +74,8 @@ def shape_of_tensors(path: Path, shapes: Mapping[str, list[int]], given: Given) 
         if getattr(given, name) is None
     ]
     if missing:
-        raise UsageError(f"{path}: tensors do not tell {', '.join(missing)}; give what it has")
+        told = ", ".join(missing)
+        raise UsageError(f"{path}: its tensors do not tell {told}; give them to import or a run")
     heads = given.n_heads or 1
     vocab_size, width = _matrix(path, shapes, EMBEDDING)
     keys = _matrix(path, shapes, f"{LAYER_0}.self_attn.k_proj.weight")[0]

@@ -45,8 +45,7 @@ def gguf_parts(config: MiniMindConfig, source: Source, dtype: torch.dtype) -> li
     names = {}
     for ours in source.shapes:
         theirs = to_gguf(ours)
-        if theirs is None:
-            raise UsageError(f"gguf has no name for {ours}; export another --format")
+        assert theirs is not None, ours  # export.require_named
         names[theirs] = ours
 
     def turn(theirs: str, value: Tensor) -> Tensor:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from minimind import export as export_module
 from minimind import tensor_sources
 from minimind.cli import main
+from minimind.errors import UsageError
 from minimind.generate import load_checkpoint
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.remote_code import AUTO_MAP, remote_code
-from tests.conftest import sentences
+from minimind.weights import load_weights_from
+from tests.conftest import ROOT, sentences
 from tests.faults import tiny
 
 pytest.importorskip("gguf")
@@ -209,6 +216,17 @@ def test_an_export_in_several_files_loads_and_is_exported_again(runs, exports, t
         assert (again / file.name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.parametrize("form", ["llama", "gguf"])
+def test_a_tensor_that_the_format_has_no_name_for_is_refused(form, runs, tmp_path):
+    found = load_weights_from(runs["plain"])
+    names = {name: name for name in found.tensors.shapes}
+    names["model.layers.0.mlp.experts.1.up_proj.weight"] = "model.norm.weight"
+    odd = replace(found, tensors=found.tensors.renamed(names))
+    with pytest.raises(UsageError, match=r"experts.1.up_proj"):
+        export_module.export(odd, found.load_tokenizer(), tmp_path / "out", form)
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_was_written_is_told(runs, tmp_path, capsys):
     assert export(runs["plain"], "llama", tmp_path / "out") == 0
     weights = load_file(tmp_path / "out" / "model.safetensors")
@@ -216,3 +234,23 @@ def test_what_was_written_is_told(runs, tmp_path, capsys):
     told = capsys.readouterr().out
     assert f"{count:,} parameters as llama in float32" in told
     assert "step_00000002" in told
+
+
+@pytest.mark.long
+def test_every_export_loads_where_this_package_cannot_be_imported(runs):
+    """scripts/check_export.py with this interpreter; it makes a fresh environment by itself."""
+    words = ["scripts/check_export.py", "--python", sys.executable, "--checkpoint"]
+    done = subprocess.run(
+        [sys.executable, *words, str(runs["normed"])],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        *(["llama:", "Qwen3ForCausalLM"], ["minimind:", "MiniMindForCausalLM"]),
+        ["gguf:", "Qwen3ForCausalLM"],
+    ]

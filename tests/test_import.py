@@ -406,3 +406,18 @@ def test_gguf_is_one_file(folder, tmp_path, capsys):
     words = ["export", "--checkpoint", folder, "--format", "gguf", "--max_shard_size", "1GB"]
     assert main([*map(str, words), "--out", str(tmp_path / "out")]) == 2
     refused(2, "--max_shard_size", capsys=capsys, tmp_path=tmp_path)
+
+
+def test_a_vocabulary_of_hugging_face_goes_everywhere_but_into_gguf(pth, folder, tmp_path, capsys):
+    assert bring_in(folder, tmp_path / "ours") == 0
+    (tmp_path / "hf").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "ours" / name, tmp_path / "hf" / name)
+    theirs = tmp_path / "hf" / "tokenizer.json"
+    assert bring_in(pth, tmp_path / "theirs", *TOLD, "--tokenizer", theirs) == 0
+    assert (tmp_path / "theirs" / "tokenizer.json").read_bytes() == theirs.read_bytes()
+    assert not (tmp_path / "theirs" / "tokenizer.model").exists()
+    words = ["export", "--checkpoint", tmp_path / "theirs", "--out", tmp_path / "out", "--format"]
+    assert main([*map(str, words), "gguf"]) == 2
+    refused(2, "tokenizer.json", "--format llama", capsys=capsys, tmp_path=tmp_path)
+    assert main([*map(str, words), "llama"]) == 0
