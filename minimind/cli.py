@@ -10,7 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from minimind import data_commands, eval_commands, generate_commands, tokenizer_commands
+from minimind import (
+    data_commands,
+    eval_commands,
+    generate_commands,
+    tokenizer_commands,
+    weight_commands,
+)
 from minimind.arguments import Parser, at_least, positive, share, size_in_bytes
 from minimind.errors import Interrupted, RunError, UsageError
 from minimind.files import storing
@@ -26,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     eval_commands.add_parser(subs)
     data_commands.add_parsers(subs)
     tokenizer_commands.add_parser(subs)
+    weight_commands.add_parsers(subs)
     return parser
 
 
@@ -118,6 +125,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "prepare": data_commands.run_prepare,
     "data": data_commands.run_data,
     "tokenizer": tokenizer_commands.run,
+    "export": weight_commands.run_export,
+    "import": weight_commands.run_import,
 }
 
 

@@ -175,6 +175,13 @@ class PlaceFlags:
         "auto",
         "output",
     )
+    init_from: str | None = flag(
+        "weights, shape and tokenizer that a new run begins with: a run's out_dir, a step_"
+        " directory, what `minimind export` or `import` wrote, a Llama directory, a MiniMind2 file"
+        " or directory",
+        None,
+        "model",
+    )
     save_interval: int = flag(
         "optimizer steps between checkpoints; the last step is always saved",
         1000,

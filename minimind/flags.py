@@ -31,6 +31,7 @@ SHAPE = (
     "max_seq_len",
     "vocab_size",
     "rope_theta",
+    "norm_eps",
     "qk_norm",
     "tie_word_embeddings",
     "use_moe",

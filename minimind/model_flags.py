@@ -42,6 +42,7 @@ class ModelFlags:
         at_most=2**31,
     )
     rope_theta: float = flag("base of the rotary frequencies", 1e6, "model", above=0.0)
+    norm_eps: float = flag("added to the mean square in every norm", 1e-5, "model", above=0.0)
     use_flash_attn: bool = flag(
         "torch's fused attention; off: the reference written out", True, "model"
     )

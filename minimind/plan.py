@@ -44,6 +44,8 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
             known = [f"--{flag}" for flag in (*OWN_FLAGS, *FLAGS)]
             raise UsageError(f"unknown flag {word.split('=')[0]}; {nearest(word, known)}")
     run = parse_flags(argv)
+    if run.init_from is not None:
+        raise UsageError("plan reads no weights, so --init_from tells it no shape; give the flags")
     shipped = os.path.relpath(DEFAULT_DEEPSPEED_CONFIG)
     path = run.deepspeed_config or shipped
     device = "cpu" if run.device == "cpu" else "cuda"

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from minimind import consolidate as consolidate_module
+from minimind import tensor_sources, whole_files
 from minimind.cli import main
 from minimind.generate import load_checkpoint
 from minimind.model.decoder import MiniMindForCausalLM
@@ -289,7 +289,7 @@ def test_a_full_disk_leaves_nothing_and_tells_what_was_needed(
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(consolidate_module, "write_parts", full)
+    monkeypatch.setattr(whole_files, "write_parts", full)
     assert checkpoint("consolidate", run_dir, "--out", tmp_path / "flat") == 5
     told = capsys.readouterr().err
     assert "error[E_STORAGE]" in told
@@ -301,7 +301,7 @@ def test_a_full_disk_leaves_nothing_and_tells_what_was_needed(
 def test_one_tensor_at_a_time_is_in_memory(run_dir, tmp_path, monkeypatch):
     seen: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
-    read = consolidate_module.Contents.read
+    read = tensor_sources.Contents.read
 
     def watched(self, kind, name):
         alive.append(sum(ref() is not None for ref in seen))
@@ -309,7 +309,7 @@ def test_one_tensor_at_a_time_is_in_memory(run_dir, tmp_path, monkeypatch):
         seen.append(weakref.ref(value))
         return value
 
-    monkeypatch.setattr(consolidate_module.Contents, "read", watched)
+    monkeypatch.setattr(tensor_sources.Contents, "read", watched)
     assert checkpoint("consolidate", run_dir, "--out", tmp_path / "flat") == 0
     assert len(seen) == len(tiny.Engine().model.state_dict()) - 1  # lm_head is tied
     assert max(alive) == 0

@@ -44,7 +44,8 @@ def test_every_flag_named_exists():
         "deepspeed_config_file",
         "use_deepspeed",
         "multi_gpu",
-    }  # of minimind generate, eval and plan, argparse, and accelerate launch
+        "format",
+    }  # of minimind generate, eval, plan and export, argparse, and accelerate launch
     for name in re.findall(r"--(?:no-)?([a-z][a-z_0-9]+)", README):
         assert name in FLAGS or name in beside, name
 

@@ -98,7 +98,7 @@ def _tokenizer(processor: sentencepiece.SentencePieceProcessor) -> dict[str, Any
             "byte_fallback": True,
             "ignore_merges": False,
             "vocab": {processor.id_to_piece(i): i for i in ids},
-            "merges": _merges(processor),
+            "merges": merges(processor),
         },
     }
 
@@ -124,7 +124,7 @@ def _config(processor: sentencepiece.SentencePieceProcessor) -> dict[str, Any]:
     }
 
 
-def _merges(processor: sentencepiece.SentencePieceProcessor) -> list[tuple[str, str]]:
+def merges(processor: sentencepiece.SentencePieceProcessor) -> list[tuple[str, str]]:
     """Every way to make a piece from two others, in the order in which they are tried.
 
     SentencePiece ranks the piece that comes out, and of two places takes the left one. Here the two

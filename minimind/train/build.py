@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -69,11 +70,11 @@ def prepare_data(run: RunConfig) -> Prepared:
 def with_prepared(run: RunConfig, prepared: Prepared) -> RunConfig:
     """The run with what its data decides; a UsageError where a flag says otherwise."""
     by = f"--tokenizer {run.tokenizer}" if run.tokenizer else f"--data_path {prepared.directory}"
-    run = _with(run, by, vocab_size=prepared.tokenizer.vocab_size)
+    run = with_decided(run, by, {"vocab_size": prepared.tokenizer.vocab_size})
     options = asdict(Options(**prepared.manifest["options"]))
     if not is_prepared(run.data_path[0]):
-        return _with(run, by, max_document_bytes=options["max_document_bytes"])
-    return _with(run, f"--data_path {prepared.directory}", **options)
+        return with_decided(run, by, {"max_document_bytes": options["max_document_bytes"]})
+    return with_decided(run, f"--data_path {prepared.directory}", options)
 
 
 def with_tokenizer(run: RunConfig) -> RunConfig:
@@ -81,15 +82,22 @@ def with_tokenizer(run: RunConfig) -> RunConfig:
     if run.tokenizer is None:
         return run
     vocab_size = load_tokenizer(run.tokenizer).vocab_size
-    return _with(run, f"--tokenizer {run.tokenizer}", vocab_size=vocab_size)
+    return with_decided(run, f"--tokenizer {run.tokenizer}", {"vocab_size": vocab_size})
 
 
-def _with(run: RunConfig, by: str, **values: Any) -> RunConfig:
+def with_decided(
+    run: RunConfig, by: str, values: Mapping[str, Any], over_presets: bool = True
+) -> RunConfig:
+    """The run with what `by` decides; a UsageError where somebody asked for something else.
+
+    A preset is no more than a default, unless it is said that it counts (`over_presets`).
+    """
     for name, value in values.items():
         given = getattr(run, name)
+        is_asked = run.is_explicit(name) or not (over_presets or run.sources[name] == "default")
         if given == value:
             continue
-        if run.is_explicit(name):
+        if is_asked:
             raise UsageError(
                 f"{name} = {given} ({run.sources[name]}), but {by} has {value}; drop one of the two"
             )
@@ -225,6 +233,7 @@ def model_config(run: RunConfig, tokenizer: AnyTokenizer) -> MiniMindConfig:
         num_key_value_heads=run.n_kv_heads,
         max_position_embeddings=run.max_seq_len,
         rope_theta=run.rope_theta,
+        rms_norm_eps=run.norm_eps,
         use_flash_attn=run.use_flash_attn,
         doc_mask=run.doc_mask,
         qk_norm=run.qk_norm,

@@ -26,7 +26,7 @@ from minimind.train.claims import read_object, require_manifest, shown
 
 FORMAT = 4
 # What is so where a checkpoint of this format does not tell: its writer knew nothing else.
-UNTOLD = {"qk_norm": False, "tie_word_embeddings": True, "use_moe": False}
+UNTOLD = {"qk_norm": False, "tie_word_embeddings": True, "use_moe": False, "norm_eps": 1e-5}
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_(\d{8,})")
 

@@ -216,10 +216,14 @@ def read_state(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     return about
 
 
-def read_config(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """The values in `config.json` that determine the model; the rest is passed over."""
+def read_config(directory: Path, manifest: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The values in `config.json` that determine the model; the rest is passed over.
+
+    Of a checkpoint its manifest must list the file; an exported directory has none.
+    """
     path = directory / "config.json"
-    require_listed(manifest, path)
+    if manifest is not None:
+        require_listed(manifest, path)
     try:
         found, _ = read_object(path)
         require(found, CONFIG)

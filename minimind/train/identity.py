@@ -49,6 +49,7 @@ def identity(
             "hidden_dim": engine.model.config.intermediate_size,
             "vocab_size": run.vocab_size,
             "rope_theta": run.rope_theta,
+            "norm_eps": run.norm_eps,
             "doc_mask": run.doc_mask,
             "qk_norm": run.qk_norm,
             "tie_word_embeddings": run.tie_word_embeddings,

@@ -38,6 +38,7 @@ from minimind.train.deepspeed_config import Resolved
 from minimind.train.desk import Desk
 from minimind.train.engine import Engine, build_engine, leave, section_faults
 from minimind.train.identity import facts, identity, layout, source_commit, versions
+from minimind.train.initial import Initial, read_initial
 from minimind.train.loop import train
 from minimind.train.numerics import SkippedSteps
 from minimind.train.out_dir import claim, require_writable, write_reference
@@ -60,6 +61,8 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     """Train `run` to its end or to a request to stop; 0 or 75. With --dry_run only tell."""
     progress.stop.limit(run.max_minutes)
     launch = read_launch(os.environ)
+    initial = read_initial(run)
+    run = initial.run
     setup = read_setup(run, launch)
     # Mistakes before the work.
     resolved = setup.resolve(sections=partial(section_faults, device=setup.device))
@@ -72,10 +75,12 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     prompts_of(run)
     require_writable(Path(run.out_dir))
     with ExitStack() as held:
-        return train_resolved(setup, resolved, progress, held)
+        return train_resolved(setup, resolved, initial, progress, held)
 
 
-def train_resolved(setup: Setup, resolved: Resolved, progress: Progress, held: ExitStack) -> int:
+def train_resolved(
+    setup: Setup, resolved: Resolved, initial: Initial, progress: Progress, held: ExitStack
+) -> int:
     """The same for a run whose mistakes have been told; `held` closes what it opens."""
     run, is_first = setup.run, setup.launch.rank == 0
     out_dir = Path(run.out_dir)
@@ -90,11 +95,7 @@ def train_resolved(setup: Setup, resolved: Resolved, progress: Progress, held: E
     if is_first and not claimed:
         progress.lock = claim(out_dir)
     progress.out_dir = out_dir
-    torch.manual_seed(run.seed)
-    model = MiniMindForCausalLM(model_config(run, prepared.tokenizer))
-    if run.gradient_checkpointing:
-        model.activation_checkpointing_enable()
-    engine = build_engine(resolved, model, setup.device)
+    engine = build_engine(resolved, begun(run, prepared, initial), setup.device)
     engine.introduce(progress.peers)
     require_same_files(engine, out_dir, prepared)
     with storing(str(out_dir), "mend its rights, or give another --out_dir"):
@@ -102,7 +103,7 @@ def train_resolved(setup: Setup, resolved: Resolved, progress: Progress, held: E
         report = Report(out_dir, schedule.total_steps, engine.device, is_speaker, is_profiling)
     held.callback(report.close)
     report.say(f"{resolved_table(resolved)}\n{idle_gpus(setup.device, setup.launch)}".strip())
-    desk, resumed = build_desk(run, prepared, order, schedule, engine, report, progress)
+    desk, resumed = build_desk(run, prepared, order, schedule, engine, report, progress, initial)
     held.callback(desk.batches.close)
     held.callback(desk.saver.close)
     if engine.rank == 0:
@@ -110,14 +111,23 @@ def train_resolved(setup: Setup, resolved: Resolved, progress: Progress, held: E
             write_reference(out_dir, resolved)
             prepared.list_rejected(out_dir)
         prepared.tokenizer.save(out_dir / "tokenizer")
-    if engine.rank == 0:
-        report.trackers = open_trackers(
-            run, resumed.state.step, {name: getattr(run, name) for name in FLAGS}
-        )
-    tell_start(desk, prepared, resumed)
+        told = {name: getattr(run, name) for name in FLAGS}
+        report.trackers = open_trackers(run, resumed.state.step, told)
+    tell_start(desk, prepared, resumed, initial)
     state, status, reason = train(desk, resumed.state)
     finish(desk, state, status, reason)
     return status
+
+
+def begun(run: RunConfig, prepared: Prepared, initial: Initial) -> MiniMindForCausalLM:
+    """The model a new run begins with, before an engine cuts it up, or copies it."""
+    torch.manual_seed(run.seed)
+    model = MiniMindForCausalLM(model_config(run, prepared.tokenizer))
+    if run.gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    if initial.weights:
+        initial.weights.fill(model)
+    return model
 
 
 def build_desk(
@@ -128,6 +138,7 @@ def build_desk(
     engine: Engine,
     report: Report,
     progress: Progress,
+    initial: Initial,
 ) -> tuple[Desk, Resumed]:
     """What the loop works with, the state resumed; a request to stop is remembered from here on."""
     root = Path(run.out_dir) / "checkpoints"
@@ -142,7 +153,7 @@ def build_desk(
         ranks,
         root,
         run.keep_last,
-        facts(run, same, order, engine),
+        {**facts(run, same, order, engine), "init_from": initial.origin(resumed.manifest)},
         texts(prepared, engine),
         run.async_save,
     )
@@ -171,7 +182,7 @@ def texts(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
     }
 
 
-def tell_start(desk: Desk, prepared: Prepared, resumed: Resumed) -> None:
+def tell_start(desk: Desk, prepared: Prepared, resumed: Resumed, initial: Initial) -> None:
     """Say and record what is about to happen; a StorageError where no checkpoint would fit."""
     run, engine, report, order = desk.run, desk.engine, desk.report, desk.batches.order
     for bad in resumed.rejected:
@@ -187,6 +198,7 @@ def tell_start(desk: Desk, prepared: Prepared, resumed: Resumed) -> None:
         "run_start",
         step=state.step,
         resume_from=str(path) if path else None,
+        init_from=initial.origin(resumed.manifest),
         **layout(run, engine),
         dtype=run.dtype,
         device=engine.device.type,
@@ -211,6 +223,8 @@ def tell_start(desk: Desk, prepared: Prepared, resumed: Resumed) -> None:
         report.event("run_changed", changes=told)
         report.say(f"allowed to change: {'; '.join(told)}")
     report.say(opening(desk, prepared, state, path))
+    if told := initial.line():
+        report.say(told)
     report.say(f"disk     {room}")
 
 

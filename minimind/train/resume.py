@@ -82,19 +82,20 @@ def _candidates(root: Path, asked: str) -> list[Path]:
     sync_directory(root.parent)
     if asked == "none":
         start_over(root)
-        return []
-    if asked == "auto":
-        found = candidates(root)
-        if not found:
-            _require_nothing_lost(root)
-        return found
+    found = meant(root, asked)
+    if asked == "auto" and not found:
+        _require_nothing_lost(root)
+    elif asked != "none" and not found:
+        raise CheckpointError(f"--resume {asked}: holds no checkpoint; use auto or none")
+    return found
+
+
+def meant(root: Path, asked: str) -> list[Path]:
+    """The same without touching anything: none where a run begins, or cannot go on."""
+    if asked in ("none", "auto"):
+        return candidates(root) if asked == "auto" else []
     path = Path(asked)
-    if (path / "checkpoints").is_dir():
-        path = path / "checkpoints"
-        if not candidates(path):
-            raise CheckpointError(f"--resume {asked}: holds no checkpoint; use auto or none")
-        return candidates(path)
-    return [path]
+    return candidates(path / "checkpoints") if (path / "checkpoints").is_dir() else [path]
 
 
 def _require_nothing_lost(root: Path) -> None:

@@ -231,15 +231,15 @@ def _run(key: str, stretch: Any) -> tuple[str, str, int, int]:
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Turn what is wrong with the tensor file read inside into a CheckpointError that names it."""
+def readable(path: Path, way_out: str = ELSEWHERE) -> Iterator[None]:
+    """Turn what is wrong with the file read inside into a CheckpointError that names it."""
     try:
         yield
     except OSError as error:
         told = error.strerror or error
-        raise CheckpointError(f"{path}: cannot be read ({told}); {ELSEWHERE}") from error
+        raise CheckpointError(f"{path}: cannot be read ({told}); {way_out}") from error
     except (SafetensorError, CheckpointError) as error:
-        raise CheckpointError(f"{path}: {error}; {ELSEWHERE}") from error
+        raise CheckpointError(f"{path}: {error}; {way_out}") from error
 
 
 def read_buffers(path: Path, own: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,81 @@
+"""`minimind export` and `minimind import`: their words, what they print, their status."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from minimind.arguments import at_least, positive, size_in_bytes
+from minimind.new_folder import require_free
+
+FORMATS = ("minimind", "llama", "gguf")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_parsers(subs: Any) -> None:
+    """`export` and `import`."""
+    told = "A model as other software loads it. No GPU is needed, one tensor is in memory at a time"
+    added = subs.add_parser("export", help=told, description=f"{told}.", allow_abbrev=False)
+    add = added.add_argument
+    place = "a run's out_dir, a step_ directory, or what `import` or `export` wrote"
+    add("--checkpoint", required=True, metavar="PLACE", help=place)
+    kinds = "minimind: with our code, for transformers; llama: for whatever loads Llama; gguf"
+    add("--format", required=True, choices=FORMATS, help=kinds)
+    add("--dtype", choices=DTYPES, default="float32", help="of the numbers (float32)")
+    most = ("--max_shard_size", "--max-shard-size")
+    add(*most, type=size_in_bytes, metavar="BYTES", help="of a file of safetensors (2GB)")
+    _add_out(added)
+
+    told = "Weights made elsewhere -> a directory of ours, to go on from or to generate with"
+    added = subs.add_parser("import", help=told, description=f"{told}.", allow_abbrev=False)
+    add = added.add_argument
+    add("source", type=Path, metavar="FILE|DIR", help="a file of weights, or a directory")
+    add("--from", required=True, choices=("minimind2", "llama"), dest="kind", help="what it is")
+    add("--tokenizer", type=Path, help="file or directory (default: the one in DIR)")
+    shape = "of a file without config.json: "
+    for name, told in (("n_heads", "query heads"), ("n_kv_heads", "key/value heads, to be sure")):
+        add(f"--{name}", f"--{name.replace('_', '-')}", type=at_least(1), help=shape + told)
+    for name, told in (("rope_theta", "base of its rotations"), ("norm_eps", "added in its norms")):
+        add(f"--{name}", f"--{name.replace('_', '-')}", type=positive, help=shape + told)
+    length = ("--max_seq_len", "--max-seq-len")
+    add(*length, type=at_least(1), help=f"{shape}positions it was trained on")
+    _add_out(added)
+
+
+def _add_out(added: argparse.ArgumentParser) -> None:
+    added.add_argument("--out", type=Path, required=True, help="a new folder")
+    added.add_argument("--force", action="store_true", help="replace an earlier --out")
+    added.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Write a model in another format, and say what was written."""
+    from minimind.export import OWN, export, told  # imports torch
+    from minimind.weights import load_weights_from
+
+    require_free(args.out, args.force, OWN, "export")  # before gigabytes are hashed
+    found = load_weights_from(args.checkpoint)
+    most = args.max_shard_size
+    tokenizer = found.load_tokenizer()
+    done = export(found, tokenizer, args.out, args.format, args.dtype, most, args.force)
+    print(told(done, f"{args.format} in {args.dtype}", found.path, args.out))
+    return 0
+
+
+def run_import(args: argparse.Namespace) -> int:
+    """Write somebody else's model as one of ours, and say what was written."""
+    from minimind.export import OWN, export, told  # imports torch
+    from minimind.weights import Given, load_weights_from
+
+    require_free(args.out, args.force, OWN, "export")
+    given = Given(args.n_heads, args.n_kv_heads, args.rope_theta, args.norm_eps, args.max_seq_len)
+    found = load_weights_from(args.source, given, args.kind)
+    if args.tokenizer:
+        found = replace(found, tokenizer=args.tokenizer)
+    tokenizer = found.load_tokenizer()
+    found.adopt(tokenizer)
+    done = export(found, tokenizer, args.out, "minimind", force=args.force)
+    print(told(done, "minimind in float32", found.path, args.out))
+    return 0

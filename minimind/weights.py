@@ -1,0 +1,236 @@
+"""A model wherever it lies: its shape, its weights one at a time by our names, its tokenizer.
+
+Read are training checkpoints, what `export --format minimind` and `checkpoint consolidate` write,
+directories of Hugging Face's Llama and Qwen3, and MiniMind2's files. Whatever it is, the tensors
+are just those of the shape, or a CheckpointError names the first that is not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minimind.data.load_tokenizer import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer_files import JSON_NAME, MODEL_NAME, TOKENIZER_FILES
+from minimind.errors import CheckpointError, DataError
+from minimind.foreign_shapes import (
+    LLAMA,
+    MINIMIND2,
+    Given,
+    layers_of,
+    shape_of_llama,
+    shape_of_minimind2,
+    shape_of_tensors,
+)
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.interop import (
+    EMBEDDING,
+    HEAD,
+    MINIMIND2_TABLES,
+    from_halves,
+    from_minimind2,
+    to_minimind2,
+)
+from minimind.tensor_sources import Source, of_checkpoint, of_place
+from minimind.train.checkpoint import MANIFEST, choose, read_manifest
+from minimind.train.claims import ELSEWHERE, read_config, read_object, require_listed, shown
+from minimind.train.tensor_files import readable
+
+CONFIG = "config.json"
+CHECKPOINT, OURS = "checkpoint", "minimind"
+ANEW = "get the file anew, or name another"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model that has been looked at, and of which no tensor has been read yet."""
+
+    kind: str  # checkpoint, minimind (an export of ours), llama or minimind2
+    path: Path
+    config: MiniMindConfig
+    tensors: Source
+    tokenizer: Path | None  # file or directory that load_tokenizer takes
+
+    def fill(self, model: MiniMindForCausalLM) -> None:
+        """Put the weights into a model of this shape, one after another."""
+        own = model.state_dict()
+        for name in self.tensors.shapes:
+            own[name].copy_(self.tensors.read(name))
+
+    def load_tokenizer(self) -> AnyTokenizer:
+        """Its tokenizer; a CheckpointError where that is not the one its embedding is for."""
+        if self.tokenizer is None:
+            raise CheckpointError(f"{self.path}: has no tokenizer; give --tokenizer")
+        try:
+            tokenizer = load_tokenizer(self.tokenizer)
+        except DataError as error:  # whose way out is that of a run that has text
+            told = str(error).split(";")[0]
+            raise CheckpointError(f"{told}; {ANEW}") from error
+        require_fitting(tokenizer, self.config)
+        return tokenizer
+
+    def adopt(self, tokenizer: AnyTokenizer) -> None:
+        """Take the special ids from a tokenizer: files without a configuration tell none."""
+        self.config.bos_token_id = tokenizer.bos_id if tokenizer.bos_id >= 0 else None
+        self.config.eos_token_id = tokenizer.eos_id
+        self.config.pad_token_id = tokenizer.pad_id
+
+
+def require_fitting(tokenizer: AnyTokenizer, config: MiniMindConfig) -> None:
+    """Nothing, or a CheckpointError where an embedding has another number of rows."""
+    if tokenizer.vocab_size != config.vocab_size:
+        raise CheckpointError(
+            f"{tokenizer.path}: has {tokenizer.vocab_size} pieces and the embedding"
+            f" {config.vocab_size} rows; give the tokenizer that the model was trained with"
+        )
+
+
+def load_weights_from(
+    place: str | Path, given: Given | None = None, kind: str | None = None
+) -> Weights:
+    """What lies at `place`: a run or step directory, a directory with weights, or a file of them.
+
+    `kind` says what it must be (llama, minimind2); without it, it is found out. `given` is what a
+    file without a configuration does not tell. Raises a CheckpointError or a UsageError.
+    """
+    path = Path(place).expanduser()
+    is_run = (path / "checkpoints").is_dir() or (path / MANIFEST).exists()
+    if kind is None and (is_run or path.name == "checkpoints"):
+        return weights_of_checkpoint(str(place))
+    source = of_place(path)
+    if kind is None:
+        kind = _kind_of(path, source)
+    if kind == OURS:
+        return _checked(kind, path, read_config(path), source)
+    given = given or Given()
+    if kind == MINIMIND2:
+        return _of_minimind2(path, source, given)
+    return _of_llama(path, source, given)
+
+
+def weights_of_checkpoint(place: str) -> Weights:
+    """Those of a training checkpoint, its hashes verified; of a run's the newest valid one.
+
+    Neither DeepSpeed nor the number of processes that trained it is needed.
+    """
+    path, rejected = choose(place)
+    for bad in rejected:
+        print(f"{bad.path} is passed over: {bad.file} {bad.reason}", file=sys.stderr)
+    manifest = read_manifest(path)
+    there = [name for name in TOKENIZER_FILES if (path / name).exists()] or [MODEL_NAME]
+    for name in there:
+        require_listed(manifest, path / name)
+    claimed = read_config(path, manifest)
+    return _checked(CHECKPOINT, path, claimed, of_checkpoint(path))
+
+
+def _kind_of(path: Path, source: Source) -> str:
+    """What a directory or file holds, by the names in it and what its configuration says."""
+    if any(from_minimind2(name) for name in source.shapes if name != HEAD):
+        return MINIMIND2
+    if not path.is_dir():
+        return LLAMA
+    with readable(path / CONFIG, ANEW):
+        found, _ = read_object(path / CONFIG)
+    is_ours = found.get("model_type") == OURS and "use_flash_attn" in found
+    return OURS if is_ours else LLAMA
+
+
+def _of_minimind2(path: Path, source: Source, given: Given) -> Weights:
+    names = {}
+    for theirs in source.shapes:
+        ours = from_minimind2(theirs)
+        if ours:
+            names[ours] = theirs
+        elif not MINIMIND2_TABLES.fullmatch(theirs):
+            raise CheckpointError(
+                f"{path}: {shown(theirs)} is no tensor of a dense MiniMind2 model"
+            )
+    shapes = {ours: source.shapes[theirs] for ours, theirs in names.items()}
+    is_told = path.is_dir() and (path / CONFIG).exists()
+    if is_told:
+        claimed = shape_of_minimind2(path / CONFIG, shapes, given)
+    else:
+        claimed = shape_of_tensors(path, shapes, given)
+    tensors = source.renamed(names)
+    claimed["tie_word_embeddings"] = _is_tied(tensors)
+    return _checked(MINIMIND2, path, claimed, tensors)
+
+
+def _of_llama(path: Path, source: Source, given: Given) -> Weights:
+    if path.is_dir():
+        claimed = shape_of_llama(path / CONFIG)
+    else:
+        claimed = shape_of_tensors(path, source.shapes, given)
+        claimed["tie_word_embeddings"] = _is_tied(source)
+    head_dim = claimed["hidden_size"] // claimed["num_attention_heads"]
+    names = {name: name for name in source.shapes}
+    turned = source.renamed(names, lambda name, value: from_halves(name, value, head_dim))
+    return _checked(LLAMA, path, claimed, turned)
+
+
+def _is_tied(source: Source) -> bool:
+    """Whether the head is the embedding: there is no other, or it has the same numbers."""
+    if HEAD not in source.shapes or EMBEDDING not in source.shapes:
+        return HEAD not in source.shapes
+    if source.shapes[HEAD] != source.shapes[EMBEDDING]:
+        return False
+    return torch.equal(source.read(HEAD), source.read(EMBEDDING))
+
+
+def _checked(kind: str, path: Path, claimed: dict[str, Any], source: Source) -> Weights:
+    """The weights, once every tensor is one of the claimed shape; nothing larger is made before."""
+    misfit = f"{path / CONFIG if path.is_dir() else path}: does not fit the weights"
+    layers = layers_of(source.shapes)
+    if claimed["num_hidden_layers"] != layers:
+        told = f"num_hidden_layers: {layers} -> {claimed['num_hidden_layers']}"
+        raise CheckpointError(f"{misfit} ({told}); {ELSEWHERE}")
+    try:
+        config = MiniMindConfig(**claimed)
+        with torch.device("meta"):
+            own = MiniMindForCausalLM(config).state_dict()
+    except (ValueError, RuntimeError) as error:  # the latter of sizes that int64 cannot hold
+        told = str(error).splitlines()[0]
+        raise CheckpointError(f"{misfit} ({told}); {ELSEWHERE}") from error
+    if config.tie_word_embeddings:
+        own.pop(HEAD)
+        source = _without_head(source)
+    _require_same(kind, path, source.shapes, {name: list(v.shape) for name, v in own.items()})
+    for name, value in own.items():
+        if source.dtypes[name].is_floating_point != value.is_floating_point():
+            told = f"{name} is of {source.dtypes[name]}, not {value.dtype}"
+            raise CheckpointError(f"{path}: {told}; {ANEW}")
+    found = [name for name in (MODEL_NAME, JSON_NAME) if (path / name).is_file()]
+    return Weights(kind, path, config, source, path / found[0] if found else None)
+
+
+def _without_head(source: Source) -> Source:
+    if HEAD in source.shapes and not _is_tied(source):
+        raise CheckpointError(
+            f"{source.place}: {HEAD} is not the embedding, though config.json ties them; correct"
+            " tie_word_embeddings there"
+        )
+    return source.renamed({name: name for name in source.shapes if name != HEAD})
+
+
+def _require_same(
+    kind: str, path: Path, saved: Mapping[str, list[int]], own: Mapping[str, list[int]]
+) -> None:
+    """Nothing, or a CheckpointError with the first tensor that is missing, extra or misshapen."""
+    by = f"its {CONFIG} asks for" if path.is_dir() else "its other tensors ask for"
+    for name in sorted({*saved, *own}):
+        told = shown(to_minimind2(name) or name if kind == MINIMIND2 else name)
+        if saved.get(name) == own.get(name):
+            continue
+        if name not in saved:
+            raise CheckpointError(f"{path}: has no {told}, which {by}; {ANEW}")
+        if name not in own:
+            raise CheckpointError(f"{path}: has {told}, and {by} no such tensor; {ANEW}")
+        raise CheckpointError(
+            f"{path}: {told} is of shape {saved[name]}, and {by} {own[name]}; {ANEW}"
+        )

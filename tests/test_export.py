@@ -1,0 +1,256 @@
+"""minimind export: the same function of token ids in every format, read by what others have."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from minimind import export as export_module
+from minimind import tensor_sources
+from minimind.cli import main
+from minimind.errors import UsageError
+from minimind.generate import load_checkpoint
+from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.remote_code import AUTO_MAP, remote_code
+from minimind.weights import load_weights_from
+from tests.conftest import ROOT, sentences
+from tests.faults import tiny
+
+pytest.importorskip("gguf")
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "normed": {"qk_norm": True, "rope_theta": 500.0},
+    "untied": {"tie_word_embeddings": False, "rms_norm_eps": 1e-3},
+}
+FORMATS = ("minimind", "llama", "gguf")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    tokenizer = tiny.tokenizer_bytes(folder)
+    found = {}
+    for name, more in SHAPES.items():
+        with pytest.MonkeyPatch.context() as patch:
+            heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+            patch.setattr(tiny, "SHAPE", {**tiny.SHAPE, **heads, **more})
+            found[name] = tiny.new_run(folder / name, tokenizer, steps=(2,))
+    return found
+
+
+@pytest.fixture(scope="module")
+def exports(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every model in every format, as NAME-FORMAT."""
+    out = tmp_path_factory.mktemp("exports")
+    for name, run in runs.items():
+        for form in FORMATS:
+            assert export(run, form, out / f"{name}-{form}") == 0
+    return out
+
+
+def export(place: Path, form: str, out: Path, *more: object) -> int:
+    words = ("export", "--checkpoint", place, "--format", form, "--out", out, *more)
+    return main([str(word) for word in words])
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Of 1,024 random positions."""
+    ids = torch.randint(512, (32, 32), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits
+
+
+def loaded(path: Path, **options: Any) -> Any:
+    if (path / "model.gguf").exists():
+        if "normed" in str(path):  # transformers reads no width of a head for qwen3, and takes 128
+            options["head_dim"] = 8
+        return AutoModelForCausalLM.from_pretrained(path, gguf_file="model.gguf", **options)
+    kind = json.loads((path / "config.json").read_text())["model_type"]
+    face = MiniMindForCausalLM if kind == "minimind" else AutoModelForCausalLM
+    return face.from_pretrained(path, **options)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_reads_the_format_gives_the_logits_of_the_checkpoint(name, form, runs, exports):
+    ours, _, _ = load_checkpoint(str(runs[name]))
+    theirs = loaded(exports / f"{name}-{form}")
+    expected = {"minimind": "MiniMind", "llama": "Llama", "gguf": "Llama"}[form]
+    if name == "normed" and form != "minimind":
+        expected = "Qwen3"
+    assert type(theirs).__name__ == f"{expected}ForCausalLM"
+    assert theirs.dtype == torch.float32
+    difference = (logits(theirs) - logits(ours)).abs().max()
+    assert difference <= (0 if form == "minimind" else 1e-5)
+    assert logits(ours).std() > 0.01
+
+
+def test_the_code_of_the_model_comes_along_in_our_format_alone(exports):
+    told = json.loads((exports / "plain-minimind" / "config.json").read_text())
+    assert told["auto_map"] == AUTO_MAP
+    for name, content in remote_code().items():
+        assert (exports / "plain-minimind" / name).read_bytes() == content
+    assert not list((exports / "plain-llama").glob("*.py"))
+
+
+@pytest.mark.parametrize("form", ["minimind", "llama"])
+def test_special_ids_and_the_tokenizer_come_along(form, runs, exports):
+    path = exports / f"plain-{form}"
+    assert json.loads((path / "generation_config.json").read_text()) == {
+        "_from_model_config": True,
+        **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3},
+    }
+    _, ours, _ = load_checkpoint(str(runs["plain"]))
+    theirs = AutoTokenizer.from_pretrained(path)
+    for text in (*sentences(5, 10), " <s> a  </s>\n", "▁x"):
+        assert theirs.encode(text) == ours.encode(text)
+        assert theirs.decode(ours.encode(text)) == text
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.eos_id, ours.pad_id)
+    checkpoint = runs["plain"] / "checkpoints" / "step_00000002"
+    assert (path / "tokenizer.model").read_bytes() == (checkpoint / "tokenizer.model").read_bytes()
+
+
+def test_the_tokenizer_beside_a_gguf_has_our_ids_and_the_one_in_it_those_after_a_space(
+    runs, exports, tmp_path
+):
+    _, ours, _ = load_checkpoint(str(runs["plain"]))
+    beside = AutoTokenizer.from_pretrained(exports / "plain-gguf", gguf_file="model.gguf")
+    (tmp_path / "model.gguf").hardlink_to(exports / "plain-gguf" / "model.gguf")
+    alone = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    for text in (*sentences(5, 10), "a  b\n\n c\t", " begins with a space", "0123", "<unused_0>"):
+        assert beside.encode(text) == ours.encode(text)
+        # transformers does not read add_space_prefix, and puts one where there is none.
+        in_front = text if text.startswith(" ") else f" {text}"
+        assert alone.encode(text) == ours.encode(in_front), text
+    assert alone.encode("</s>") != ours.encode(" </s>")  # it takes the name for the token
+
+
+def test_entries_of_a_gguf_file(exports):
+    from gguf import GGUFReader
+
+    found = GGUFReader(exports / "plain-gguf" / "model.gguf")
+
+    def entry(name: str) -> Any:
+        return found.fields[name].contents()
+
+    assert entry("general.architecture") == "llama"
+    assert entry("llama.attention.head_count_kv") == 2
+    assert entry("llama.rope.dimension_count") == 8
+    assert entry("tokenizer.ggml.model") == "llama"
+    assert entry("tokenizer.ggml.token_type")[:5] == [2, 3, 3, 3, 6]
+    assert entry("tokenizer.ggml.tokens")[:5] == ["<unk>", "<s>", "</s>", "<pad>", "<0x00>"]
+    assert len(entry("tokenizer.ggml.scores")) == 512
+    for name in ("add_bos_token", "add_eos_token", "add_space_prefix"):
+        assert entry(f"tokenizer.ggml.{name}") is False
+    ids = ("bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id")
+    assert [entry(f"tokenizer.ggml.{name}") for name in ids] == [1, 2, 0, 3]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_precisions_are_the_rounded_float32(form, dtype, runs, exports, tmp_path):
+    out = tmp_path / "normed"
+    assert export(runs["normed"], form, out, "--dtype", dtype) == 0
+    kind = getattr(torch, dtype)
+    whole, rounded = loaded(exports / f"normed-{form}"), loaded(out, dtype=kind)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(rounded.state_dict()[name], value.to(kind)), name
+    if form == "gguf":
+        from gguf import GGUFReader
+
+        kinds = {t.name: t.tensor_type.name for t in GGUFReader(out / "model.gguf").tensors}
+        assert kinds["blk.0.attn_norm.weight"] == kinds["blk.1.attn_q_norm.weight"] == "F32"
+        assert kinds["token_embd.weight"] == {"bfloat16": "BF16", "float16": "F16"}[dtype]
+    else:
+        assert {t.dtype for t in load_file(out / "model.safetensors").values()} == {kind}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_float32_files_are_the_same_bytes_whoever_saved_the_checkpoint(
+    form, runs, exports, tmp_path
+):
+    step = runs["normed"] / "checkpoints" / "step_00000002"
+    tiny.recut(step, tmp_path / "two" / "checkpoints", 2, 3)
+    assert export(tmp_path / "two", form, tmp_path / "out") == 0
+    for file in (exports / f"normed-{form}").iterdir():
+        assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes(), file.name
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_one_tensor_at_a_time_is_in_memory(form, runs, tmp_path, monkeypatch):
+    seen: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    read = tensor_sources.Contents.read
+
+    def watched(self, kind, name):
+        alive.append(sum(ref() is not None for ref in seen))
+        value = read(self, kind, name)
+        seen.append(weakref.ref(value))
+        return value
+
+    monkeypatch.setattr(tensor_sources.Contents, "read", watched)
+    assert export(runs["untied"], form, tmp_path / "out", "--dtype", "bfloat16") == 0
+    assert len(seen) == 21
+    assert max(alive) <= 1  # gguf: the one before is let go when the next has been read
+
+
+def test_an_export_in_several_files_loads_and_is_exported_again(runs, exports, tmp_path):
+    out, again = tmp_path / "out", tmp_path / "again"
+    assert export(runs["plain"], "minimind", out, "--max_shard_size", "20KB") == 0
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 4
+    assert torch.equal(logits(loaded(out)), logits(loaded(exports / "plain-minimind")))
+    assert export(out, "llama", again) == 0
+    for file in (exports / "plain-llama").iterdir():
+        assert (again / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("form", ["llama", "gguf"])
+def test_a_tensor_that_the_format_has_no_name_for_is_refused(form, runs, tmp_path):
+    found = load_weights_from(runs["plain"])
+    names = {name: name for name in found.tensors.shapes}
+    names["model.layers.0.mlp.experts.1.up_proj.weight"] = "model.norm.weight"
+    odd = replace(found, tensors=found.tensors.renamed(names))
+    with pytest.raises(UsageError, match=r"experts.1.up_proj"):
+        export_module.export(odd, found.load_tokenizer(), tmp_path / "out", form)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_was_written_is_told(runs, tmp_path, capsys):
+    assert export(runs["plain"], "llama", tmp_path / "out") == 0
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    count = sum(math.prod(t.shape) for t in weights.values())
+    told = capsys.readouterr().out
+    assert f"{count:,} parameters as llama in float32" in told
+    assert "step_00000002" in told
+
+
+@pytest.mark.long
+def test_every_export_loads_where_this_package_cannot_be_imported(runs):
+    """scripts/check_export.py with this interpreter; it makes a fresh environment by itself."""
+    words = ["scripts/check_export.py", "--python", sys.executable, "--checkpoint"]
+    done = subprocess.run(
+        [sys.executable, *words, str(runs["normed"])],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        *(["llama:", "Qwen3ForCausalLM"], ["minimind:", "MiniMindForCausalLM"]),
+        ["gguf:", "Qwen3ForCausalLM"],
+    ]
