@@ -64,6 +64,7 @@ def run_eval(args: argparse.Namespace) -> int:
     launch = read_launch(os.environ)
     device = device_for(args.device, "--device", launch)
     model, tokenizer, path = load_model(args.checkpoint, args.model)
+    model.config.doc_mask = False  # the windows say what is seen together
     length = _window(args.max_seq_len, model.config.max_position_embeddings)
     prepared = [_prepared(place, tokenizer, args, launch.rank == 0) for place in args.data]
     parts = [
