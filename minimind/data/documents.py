@@ -207,9 +207,10 @@ def _parsed(line: str, reading: Reading) -> Any:
         state = "is cut off" if cut else "is not JSON"
         what = f"{state} ({re.sub(r' at$', '', error.msg)} at column {error.colno})"
         raise Flaw(what, f"write {reading.example} on one line") from None
-    brackets = line.count("[") + line.count("{")
-    if brackets > MOST_NESTED and _is_deep(value):
-        raise _nested_too_deep(reading)
+    if len(line) > MOST_NESTED and not _is_flat(value):  # counting takes time
+        brackets = line.count("[") + line.count("{")
+        if brackets > MOST_NESTED and _is_deep(value):
+            raise _nested_too_deep(reading)
     return value
 
 
@@ -224,6 +225,11 @@ def _decoded_json(line: str) -> Any:
 
 def _nested_too_deep(reading: Reading) -> Flaw:
     return Flaw(f"is nested too deep (more than {MOST_NESTED})", f"write {reading.example}")
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether it is the commonest line of all: one field, and that a string."""
+    return isinstance(value, tuple) and len(value) == 1 and isinstance(value[0][1], str)
 
 
 def _is_deep(value: Any) -> bool:

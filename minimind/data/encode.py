@@ -36,7 +36,7 @@ from minimind.files import canonical_json, storing, sync_directory, write_whole
 TOKENIZER_NAME = "tokenizer"
 MARKER_VERSION = 2  # raise it when a marker, or what a merge reads beside it, holds other things
 LARGE_BYTES = 2**23  # of one document
-AHEAD = 2  # batches read for each thread: short documents take longer to read than to encode
+AHEAD = 6  # batches read beyond those at work: short documents are read slower than encoded
 REMEDY = "free some space, or give another folder"
 
 
@@ -184,7 +184,7 @@ def _overlapped(batches: Iterable[Batch], work: Work) -> Iterator[tuple[Batch, l
                 yield from _taken(waiting, 0)
             waiting.append((batch, pool.submit(encode, batch.texts, threads if is_large else 1)))
             del batch
-            yield from _taken(waiting, 0 if is_large else AHEAD * threads)
+            yield from _taken(waiting, 0 if is_large else AHEAD + threads)
         yield from _taken(waiting, 0)
 
 
