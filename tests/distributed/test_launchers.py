@@ -80,7 +80,14 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", COMMANDS)
+# Flags and YAML come to the same, and each costs ten seconds.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long) if name == "accelerate-flags" else name
+        for name in COMMANDS
+    ],
+)
 def test_every_launcher_gives_the_same_run(name: str, launch: Launcher, fp32: Run, tmp_path: Path):
     command, behind = COMMANDS[name]
     done = subprocess.run(

@@ -39,7 +39,7 @@ def require_right(outcomes: list[Outcome]) -> None:
 def test_killed_at_random_it_repeats_the_unbroken_run_bit_for_bit(site: Site):
     """The group, a worker, the launcher, the script; one of them in a save."""
     site.measure()
-    outcomes = list(random_kills(site, kills=2, in_saves=1))
+    outcomes = list(random_kills(site, kills=4, in_saves=1))
     assert sum("SIGKILL" in o.fault for o in outcomes) >= 4
     require_right(outcomes)
 
