@@ -59,6 +59,8 @@ def export(
     StorageError or CheckpointError before that.
     """
     out = out.resolve()
+    if out == weights.path.resolve():
+        raise UsageError(f"--out {out} is what is read; give another folder")
     require_free(out, force, OWN, "export")
     require_fitting(tokenizer, weights.config)
     if form != "minimind":

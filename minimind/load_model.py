@@ -10,8 +10,11 @@ from typing import Any
 from minimind.data.load_tokenizer import AnyTokenizer, load_tokenizer
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.generate import load_checkpoint
+from minimind.train.claims import read_object
 
 CONFIG = "config.json"
+AGAIN = "export it again, or name another"
+FOLLOWS = ("rotary_emb.inv_freq",)  # tensors that older files have, though the shape tells them
 
 
 def load_model(checkpoint: str | None, directory: str | None) -> tuple[Any, AnyTokenizer, Path]:
@@ -33,31 +36,27 @@ def load_model(checkpoint: str | None, directory: str | None) -> tuple[Any, AnyT
 
 def load_directory(path: Path) -> tuple[Any, AnyTokenizer, Path]:
     """The same of a directory with config.json, safetensors and a tokenizer."""
-    import torch
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+    from transformers import GenerationConfig
 
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"{path}: has no {CONFIG}; name a directory that export wrote")
-    options = {"local_files_only": True, "dtype": torch.float32}
-    try:
-        told = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except ValueError:  # not one of transformers' own
-        told = MiniMindConfig.from_pretrained(path)
-    is_ours = isinstance(told, MiniMindConfig)
-    kind: Any = MiniMindForCausalLM if is_ours else AutoModelForCausalLM
+    faults = (OSError, ValueError, TypeError, RuntimeError, SafetensorError, StrictDataclassError)
     try:
         with _quietly():
-            model, found = kind.from_pretrained(
-                path, config=told, use_safetensors=True, output_loading_info=True, **options
-            )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        why = str(error).splitlines()[0]
-        raise CheckpointError(f"{path}: cannot be loaded ({why}); export it again") from error
+            model, found = _read(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path / CONFIG}: {error}; {AGAIN}") from error
+    except faults as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path}: cannot be loaded ({why}); {AGAIN}") from error
     if wrong := sorted(map(str, (*found["missing_keys"], *found["mismatched_keys"]))):
-        raise CheckpointError(f"{path}: has no {wrong[0]} as its config.json asks; export it again")
+        raise CheckpointError(f"{path}: has no {wrong[0]} as its config.json asks; {AGAIN}")
+    if more := [name for name in found["unexpected_keys"] if not name.endswith(FOLLOWS)]:
+        raise CheckpointError(f"{path}: has {min(more)}, which its config.json does not; {AGAIN}")
+    # Ours is what the flags say: a directory's own would add beams, penalties and words to avoid.
+    model.generation_config = GenerationConfig()
     tokenizer = load_tokenizer(path)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise DataError(
@@ -65,6 +64,26 @@ def load_directory(path: Path) -> tuple[Any, AnyTokenizer, Path]:
             f" {model.config.vocab_size}; put the tokenizer there that it was trained with"
         )
     return model.eval(), tokenizer, path
+
+
+def _read(path: Path) -> tuple[Any, dict[str, Any]]:
+    """The model, and what transformers says of its tensors."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from minimind.model.decoder import MiniMindForCausalLM
+
+    told, _ = read_object(path / CONFIG)
+    is_ours = told.get("model_type") == "minimind"
+    kind: Any = MiniMindForCausalLM if is_ours else AutoModelForCausalLM
+    return kind.from_pretrained(
+        path,
+        use_safetensors=True,
+        output_loading_info=True,
+        local_files_only=True,
+        dtype=torch.float32,
+        **({} if is_ours else {"trust_remote_code": False}),
+    )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 
 from minimind.data.load_tokenizer import AnyTokenizer, load_tokenizer
 from minimind.data.tokenizer_files import JSON_NAME, MODEL_NAME, TOKENIZER_FILES
-from minimind.errors import CheckpointError, DataError
+from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.foreign_shapes import (
     LLAMA,
     MINIMIND2,
@@ -57,10 +57,10 @@ class Weights:
     tokenizer: Path | None  # file or directory that load_tokenizer takes
 
     def fill(self, model: MiniMindForCausalLM) -> None:
-        """Put the weights into a model of this shape, one after another."""
+        """Put the weights into a model of this shape, one after another; all are finite."""
         own = model.state_dict()
         for name in self.tensors.shapes:
-            own[name].copy_(self.tensors.read(name))
+            own[name].copy_(self.tensors.read_as(name, own[name].dtype))
 
     def load_tokenizer(self) -> AnyTokenizer:
         """Its tokenizer; a CheckpointError where that is not the one its embedding is for."""
@@ -134,11 +134,18 @@ def _kind_of(path: Path, source: Source) -> str:
     if any(from_minimind2(name) for name in source.shapes if name != HEAD):
         return MINIMIND2
     if not path.is_dir():
+        beside = path.with_name(CONFIG)
+        if path.suffix == ".safetensors" and beside.is_file() and _is_ours(beside):
+            raise UsageError(f"{path}: is of an export of ours; name its directory, {path.parent}")
         return LLAMA
-    with readable(path / CONFIG, ANEW):
-        found, _ = read_object(path / CONFIG)
-    is_ours = found.get("model_type") == OURS and "use_flash_attn" in found
-    return OURS if is_ours else LLAMA
+    return OURS if _is_ours(path / CONFIG) else LLAMA
+
+
+def _is_ours(config: Path) -> bool:
+    """Whether the pairs of rotary channels are adjacent; tensors and their names do not tell."""
+    with readable(config, ANEW):
+        found, _ = read_object(config)
+    return found.get("model_type") == OURS and "use_flash_attn" in found
 
 
 def _of_minimind2(path: Path, source: Source, given: Given) -> Weights:

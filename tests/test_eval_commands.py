@@ -204,3 +204,53 @@ def test_launched_by_others_it_gives_the_same(
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert json.loads(line)["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+
+
+@pytest.fixture
+def exported(trained: Trained, tmp_path: Path) -> Path:
+    """The trained model in Llama's format, to be damaged."""
+    out = tmp_path / "exported"
+    words = ["export", "--checkpoint", str(trained.run), "--format", "llama", "--out", str(out)]
+    assert main(words) == 0
+    return out
+
+
+CONFIGS: dict[str, tuple[Any, str]] = {
+    "no JSON": ("{", "is not JSON"),
+    "no object": ([], "object"),
+    "a layer less": ({"num_hidden_layers": 1}, "model.layers.1."),
+    "a layer more": ({"num_hidden_layers": 3}, "has no model.layers.2."),
+    "another width": ({"hidden_size": 65}, "cannot be loaded"),
+    "null": ({"max_position_embeddings": None}, "cannot be loaded"),
+    "unknown": ({"model_type": "nobodys"}, "cannot be loaded"),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), CONFIGS.values(), ids=CONFIGS.keys())
+def test_a_directory_whose_config_is_wrong_is_refused_in_a_sentence(
+    trained: Trained, exported: Path, change: Any, told: str, capsys: pytest.CaptureFixture[str]
+):
+    config = exported / "config.json"
+    if isinstance(change, dict):
+        change = {**json.loads(config.read_text()), **change}
+    config.write_text(change if isinstance(change, str) else json.dumps(change))
+    capsys.readouterr()
+    text = str(trained.texts["a"])
+    words = ["eval", "--model", str(exported), "--data", text, "--cache_dir", str(trained.cache)]
+    assert main(words) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+    assert "; " in line
+
+
+def test_what_a_directory_says_of_generation_does_not_overrule_the_flags(
+    exported: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["generate", "--model", str(exported), "--prompt", "abc", "--temperature", "0"]
+    words += ["--max_new_tokens", "8"]
+    assert main(words) == 0
+    plain = capsys.readouterr().out
+    for told in ({"min_new_tokens": 30}, {"num_beams": 3}, {"repetition_penalty": 5.0}):
+        (exported / "generation_config.json").write_text(json.dumps(told))
+        assert main(words) == 0
+        assert capsys.readouterr().out == plain

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import weakref
@@ -14,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minimind import export as export_module
 from minimind import tensor_sources
 from minimind.cli import main
-from minimind.errors import UsageError
+from minimind.errors import CheckpointError, UsageError
 from minimind.generate import load_checkpoint
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.remote_code import AUTO_MAP, remote_code
@@ -254,3 +255,31 @@ def test_every_export_loads_where_this_package_cannot_be_imported(runs):
         *(["llama:", "Qwen3ForCausalLM"], ["minimind:", "MiniMindForCausalLM"]),
         ["gguf:", "Qwen3ForCausalLM"],
     ]
+
+
+def test_what_is_read_is_not_written_over(exports: Path, capsys: pytest.CaptureFixture[str]):
+    place = first(exports)
+    before = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()}
+    assert export(place, "minimind", place, "--force") == 2
+    assert "is what is read; give another folder" in capsys.readouterr().err
+    assert {p.name: p.read_bytes() for p in place.iterdir() if p.is_file()} == before
+
+
+def test_a_file_of_an_export_of_ours_is_not_taken_for_llama(exports: Path):
+    with pytest.raises(UsageError, match="name its directory"):
+        load_weights_from(first(exports) / "model.safetensors")
+
+
+def test_weights_that_are_no_numbers_begin_nothing(exports: Path, tmp_path: Path):
+    place = shutil.copytree(first(exports), tmp_path / "broken")
+    tensors = load_file(place / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    found = load_weights_from(place)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has numbers"):
+        found.fill(MiniMindForCausalLM(found.config))
+
+
+def first(exports: Path) -> Path:
+    """An export in our own format."""
+    return next(path for path in sorted(exports.iterdir()) if path.name.endswith("-minimind"))

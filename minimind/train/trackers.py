@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.config import RunConfig
-from minimind.files import storing, write_whole
+from minimind.files import write_whole
 from minimind.train.engine import open_tracker
 
 FILE = "trackers.json"  # in out_dir: what a resumed run goes on under
@@ -65,7 +65,7 @@ class Tracker:
                 values, step = line
                 tracker.log(values, step=step)
             tracker.finish()
-        except Exception as error:  # of somebody else's library: whatever it is, training goes on
+        except (Exception, SystemExit) as error:  # of somebody else's library: training goes on
             self._lose(" ".join(str(error).split()) or type(error).__name__)
 
     def _lose(self, why: str) -> None:
@@ -126,21 +126,23 @@ def open_trackers(run: RunConfig, step: int, config: Mapping[str, Any]) -> Track
     """The trackers of a run that begins, or goes on, at `step`; on its first rank."""
     out_dir = Path(run.out_dir)
     names = run.trackers()
-    with storing(str(out_dir / FILE), "mend its rights, or give another --out_dir"):
-        own_id = _run_id(out_dir / FILE, is_new=step == 0) if "wandb" in names else ""
+    own_id = _run_id(out_dir / FILE, is_new=step == 0) if "wandb" in names else ""
     return Trackers([Tracker(name, _beginner(name, run, step, own_id, config)) for name in names])
 
 
 def _run_id(path: Path, is_new: bool) -> str:
     """What wandb calls the run; kept, so that a resumed run goes on as itself."""
-    kept: Any = None
-    if path.exists() and not is_new:
-        with suppress(ValueError):  # torn, or not ours: then it is another run there, and no more
-            kept = json.loads(path.read_bytes())
-    if isinstance(kept, dict) and isinstance(kept.get("wandb"), str):
-        return kept["wandb"]
-    own_id = secrets.token_hex(4)
-    write_whole(path, json.dumps({"wandb": own_id}).encode() + b"\n")
+    kept, own_id = None, secrets.token_hex(4)
+    try:
+        if path.exists() and not is_new:
+            with suppress(ValueError):  # torn, or not ours: then it is another run there
+                kept = json.loads(path.read_bytes())
+        if isinstance(kept, dict) and isinstance(kept.get("wandb"), str):
+            return kept["wandb"]
+        write_whole(path, json.dumps({"wandb": own_id}).encode() + b"\n")
+    except OSError as error:
+        told = f"warning: {path}: {error.strerror}; a resumed run will be another one in wandb"
+        print(told, file=sys.stderr, flush=True)
     return own_id
 
 
@@ -170,14 +172,14 @@ def _beginner(
     return begin
 
 
-def _import_failure(name: str) -> Exception | None:
+def _import_failure(name: str) -> BaseException | None:
     """What is wrong with a library, which is imported here and not by several threads at once.
 
     CPython 3.11 counts how deep it parses for all threads together, and raises where two disagree.
     """
     try:
         importlib.import_module(LIBRARIES.get(name, name))
-    except Exception as error:  # of somebody else's library, as in `Tracker`
+    except (Exception, SystemExit) as error:  # of somebody else's library, as in `Tracker`
         return error
     return None
 
