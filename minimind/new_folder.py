@@ -29,7 +29,9 @@ def require_free(out: Path, force: bool, own: Sequence[str], author: str) -> Non
         raise UsageError(f"--out {out} exists; give another folder, or --force to replace it")
     if out.is_symlink() or not out.is_dir():
         raise UsageError(f"--out {out} is a file or a link, which --force does not replace")
-    strangers = [p.name for p in sorted(out.iterdir()) if not any(p.match(name) for name in own)]
+    with storing(str(out), MEND):
+        there = sorted(out.iterdir())
+    strangers = [path.name for path in there if not any(path.match(name) for name in own)]
     if strangers:
         raise UsageError(
             f"--out {out} holds {strangers[0]!r}, which {author} did not write, and --force"
@@ -67,7 +69,6 @@ def replace_folder(out: Path, draft: Path) -> None:
             out.rename(_beside(out, "before"))
         draft.rename(out)
         sync_directory(out.parent)
-        _settle(out)
 
 
 def put_back(out: Path) -> None:
@@ -82,7 +83,10 @@ def _swapping(out: Path) -> Iterator[None]:
     """Nobody else renames at `out`, and nothing is left there of one that was killed."""
     with held(out, "swap", fcntl.LOCK_EX):
         _settle(out)
-        yield
+        try:
+            yield
+        finally:
+            _settle(out)  # whatever stopped the renaming: `out` is there
 
 
 def _settle(out: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
     if any(str(path) == "" for path in paths):
         raise UsageError("the path of a text is empty, as of a variable that is not set; name one")
     found: list[Path] = []
-    for path in (Path(path).expanduser() for path in paths):
+    for path in (Path(os.path.expanduser(path)) for path in paths):
         try:
             found += _named_by(path)
         except OSError as error:

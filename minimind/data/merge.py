@@ -61,7 +61,7 @@ def merge(work: Work, max_bad_fraction: float) -> dict[str, Any]:
         _join_rejected(work, done)
     work.tokenizer.save(work.directory / TOKENIZER_NAME)
     kept = [path for path in work.directory.iterdir() if path.name in (REJECTED_NAME, PLAN_NAME)]
-    kept += (work.directory / TOKENIZER_NAME).iterdir()
+    kept += (work.directory / TOKENIZER_NAME / name for name in work.tokenizer.exported)
     manifest["files"] = {
         str(path.relative_to(work.directory)): sha256_of(path) for path in sorted(kept)
     }

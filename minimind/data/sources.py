@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ def _is_meant_as_weight(head: str, tail: str) -> bool:
 
 
 def _exists(path: str) -> bool:
-    return Path(path).expanduser().exists()
+    return os.path.exists(os.path.expanduser(path))  # which no path makes raise
 
 
 def read_sources(path: Path) -> list[Source]:

@@ -20,6 +20,8 @@ def write_tokenizer(directory: str | Path, files: Mapping[str, bytes]) -> None:
     with storing(f"{directory}: cannot write the tokenizer", "free space, or mend the path"):
         directory.mkdir(parents=True, exist_ok=True)
         for name in TOKENIZER_FILES:
+            for left in directory.glob(f"{name}.tmp-*"):  # of one that was killed
+                left.unlink(missing_ok=True)
             if name in files:
                 write_whole(directory / name, files[name])
             else:

@@ -58,6 +58,30 @@ def whole(place: Path) -> dict[str, bytes]:
     return files
 
 
+def test_killed_while_it_writes_the_tokenizer_it_goes_on(
+    place: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "merge", stop)
+        assert main(words(place, out, *SHARDS)) == 130
+    (tmp_path / "out.part" / "tokenizer" / "tokenizer.json.tmp-1").write_text("half")
+    assert main(words(place, out, *SHARDS)) == 0
+    assert files_of(out) == whole
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/a.jsonl", "x" * 5000 + ":2"])
+def test_a_path_that_cannot_be_is_told_like_any_other(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for words in ([path], ["--source", f"a={path}"]):
+        assert main(["prepare", *words, "--out", str(tmp_path / "out")]) in (2, 3)
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 def start(command: list[str], stderr: int | None = None) -> subprocess.Popen[bytes]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "minimind.cli", *command]
