@@ -14,8 +14,8 @@ import torch
 
 from minimind.cli import main
 from minimind.data.load_tokenizer import AnyTokenizer
-from minimind.errors import UsageError
-from minimind.generate import load_checkpoint
+from minimind.errors import NumericError, UsageError
+from minimind.generate import generate, load_checkpoint
 from minimind.writing import Sampling, write_on
 from tests.conftest import Trained
 
@@ -234,3 +234,11 @@ def test_what_cannot_be_generated_from_is_told_in_one_sentence(
     (line,) = capsys.readouterr().err.splitlines()
     assert told in line
     assert ";" in line
+
+
+def test_logits_that_are_no_numbers_are_not_drawn_from(trained: Trained):
+    model, tokenizer, _ = load_checkpoint(str(trained.run))
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(NumericError, match="not finite"):
+        generate(model, tokenizer, "abc", Sampling())
