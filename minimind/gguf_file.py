@@ -32,7 +32,7 @@ FILE_TYPES = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloa
 def require_gguf() -> None:
     """Nothing, or a UsageError where the package that writes such files is missing."""
     try:
-        import gguf  # noqa: F401
+        import gguf  # noqa: F401 (only whether it is there)
     except ModuleNotFoundError as error:
         raise UsageError(
             "--format gguf needs the package gguf, which is not installed; pip install"

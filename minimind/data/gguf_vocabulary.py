@@ -27,7 +27,8 @@ def gguf_vocabulary(tokenizer: object) -> dict[str, Any]:
             f"{getattr(tokenizer, 'path', 'tokenizer')}: gguf is written with SentencePiece"
             " vocabularies alone; export --format llama, and convert that with llama.cpp"
         )
-    found = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.files()["tokenizer.model"])  # pyright: ignore[reportCallIssue]
+    model = tokenizer.files()["tokenizer.model"]
+    found = sentencepiece.SentencePieceProcessor(model_proto=model)  # pyright: ignore[reportCallIssue] (no stubs)
     if not merges_plainly(found):
         raise UsageError(
             f"{tokenizer.path}: gguf has no name for pieces that are not byte pairs with bytes for"

@@ -1,7 +1,7 @@
 """Long texts cut where byte-pair merging cannot notice.
 
 Merging needs about 100 bytes of memory per character of a text, all at once; of a chunk at a time
-it needs that for the chunk, which stays in the processor's caches: English takes a fifth less time.
+it needs that for the chunk. It stays in the processor's caches: an eighth less time for English.
 """
 
 from __future__ import annotations
