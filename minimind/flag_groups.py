@@ -215,6 +215,20 @@ class PlaceFlags:
     profile: bool = flag("print where each step's time went", False, "output")
     profile_interval: int = flag("optimizer steps between profile tables", 10, "output", at_least=1)
 
+    compile: str = flag(
+        "torch.compile the model and its loss; auto: on GPUs, where the model is one graph (ZeRO"
+        " stages 0 to 2, no experts)",
+        "auto",
+        "engine",
+        choices=("auto", "on", "off"),
+    )
+    loss: str = flag(
+        "make the logits of a micro-batch at once (full), or of 1,024 positions at a time, and again"
+        " in the backward pass: less memory for a few percent more work (chunked)",
+        "full",
+        "engine",
+        choices=("full", "chunked"),
+    )
     deepspeed_config: str | None = flag(
         "DeepSpeed JSON, its 'auto' values filled from these flags; none: train without DeepSpeed"
         " (default: what `accelerate launch` was told)",

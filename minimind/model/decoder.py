@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, initialization
 
 from minimind.model.caches import cached
@@ -82,23 +83,28 @@ class MiniMindModel(nn.Module):
         if position_ids is None:
             position_ids = own_positions(past, attention_mask, starts_BT)
         end = past + length if is_below or position_ids is None else int(position_ids.max()) + 1
-        pos_cis = self._pos_cis_at(past, end, position_ids)
+        is_split = torch.compiler.is_compiling() and cache is None  # caches are of eager code too
+        turn = self._turn_at(past, end, position_ids, is_split)
         x_BTE = self.embed_tokens(input_ids)
         visible = visible_in_layers(self.config, x_BTE, past, attention_mask, starts_BT, keys)
         routings = []
         for block in self.layers:
-            x_BTE, *routing = block(x_BTE, pos_cis, visible, cache)
+            x_BTE, *routing = block(x_BTE, turn, visible, cache)
             routings.append(routing)
         return self.norm(x_BTE), over_layers(routings)
 
-    def _pos_cis_at(self, past: int, end: int, position_ids: Tensor | None) -> Tensor:
-        """(T, D/2) for the positions from past to end, (B, T, D/2) for given ones below end."""
+    def _turn_at(self, past: int, end: int, position_ids: Tensor | None, is_split: bool) -> Tensor:
+        """(T, D/2) for the positions from past to end, (B, T, D/2) for given ones below end.
+
+        From pos_cis, or from its view as reals, (..., 2), where channels are split.
+        """
         if end > len(self.pos_cis):
             raise ValueError(
                 f"position {end - 1} is beyond max_position_embeddings={len(self.pos_cis)}:"
                 " shorten the input or raise max_position_embeddings."
             )
-        return self.pos_cis[past:end] if position_ids is None else self.pos_cis[position_ids]
+        table = torch.view_as_real(self.pos_cis) if is_split else self.pos_cis
+        return table[past:end] if position_ids is None else table[position_ids]
 
 
 class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
@@ -155,6 +161,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
+        summed_by: int | None = None,
         **kwargs: Any,
     ) -> MiniMindOutput:
         """Logits (B, T, V), or (B, logits_to_keep, V) for the last positions when that is not 0.
@@ -166,6 +173,9 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         all micro-batches of a step. While experts train their aux_loss is in it, and given by
         itself to who has no targets here. While gradients are checkpointed nothing is cached.
         Other keywords, which Hugging Face's tools pass, are ignored.
+
+        summed_by gives loss_sum and targets of shift_labels in the place of loss and logits: from
+        the logits of all positions when it is 0, of so many at a time when not.
         """
         recomputes = self.training and any(
             block.gradient_checkpointing for block in self.model.layers
@@ -178,6 +188,10 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache and past_key_values is None and not recomputes:
             past_key_values = DynamicCache(config=self.config)
         x_BTE, routing = self.model(input_ids, attention_mask, position_ids, past_key_values)
+        if summed_by is not None:
+            assert shift_labels is not None
+            sums = self._summed_loss(x_BTE, shift_labels, summed_by)
+            return MiniMindOutput(None, **sums, **_routed(routing))
         logits = self.lm_head(x_BTE[:, -logits_to_keep:])
         loss = None
         if labels is not None:
@@ -189,5 +203,30 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             aux_loss = 0 if routing is None else routing.aux_loss * count  # by its share of items
             loss = (loss_sum + aux_loss) / items
-        aux_loss, load = routing or (None, None)
-        return MiniMindOutput(loss, logits, past_key_values, aux_loss=aux_loss, expert_load=load)
+        return MiniMindOutput(loss, logits, past_key_values, **_routed(routing))
+
+    def _summed_loss(self, x_BTE: Tensor, targets_BT: Tensor, positions: int) -> dict[str, Tensor]:
+        """loss_sum and targets, from the logits of so many positions at a time; 0: of all.
+
+        In parts, logits are made once more in the backward pass and never held: at a vocabulary of
+        V, 2 V bytes or more a token for E V multiplications.
+        """
+        if not positions:
+            loss_sum, targets = next_token_loss(self.lm_head(x_BTE), targets_BT)
+            return {"loss_sum": loss_sum, "targets": targets}
+
+        def sums_of(x_NE: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+            return next_token_loss(self.lm_head(x_NE), targets_N)
+
+        parts = zip(
+            x_BTE.flatten(0, 1).split(positions), targets_BT.flatten().split(positions), strict=True
+        )
+        keep = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
+        found = [checkpoint(sums_of, *part, **keep) for part in parts]
+        loss_sum, targets = (torch.stack(sums).sum() for sums in zip(*found, strict=True))
+        return {"loss_sum": loss_sum, "targets": targets}
+
+
+def _routed(routing: Routing | None) -> dict[str, Tensor]:
+    """What the output has of a mixture of experts."""
+    return {} if routing is None else {"aux_loss": routing.aux_loss, "expert_load": routing.load}

@@ -24,10 +24,15 @@ class Routing(NamedTuple):
 
 @dataclass
 class MiniMindOutput(CausalLMOutputWithPast):
-    """What the decoder returns; the last two are there while a mixture of experts trains."""
+    """What the decoder returns; aux_loss and expert_load while a mixture of experts trains.
+
+    loss_sum and targets are there for who asks for sums, in the place of loss and logits.
+    """
 
     aux_loss: Tensor | None = None
     expert_load: Tensor | None = None
+    loss_sum: Tensor | None = None  # fp32 scalar, cross-entropy in nats
+    targets: Tensor | None = None  # int64 scalar, how many it sums
 
 
 class MixtureOfExperts(nn.Module):

@@ -16,6 +16,8 @@ import re
 
 from torch import Tensor
 
+from minimind.model.rotary import in_halves, in_pairs
+
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.weight")
@@ -73,14 +75,9 @@ def to_gguf(name: str) -> str | None:
 
 def to_halves(name: str, weight: Tensor, head_dim: int) -> Tensor:
     """A weight of ours as Hugging Face has it: channel j of a head beside j + D/2, not j + 1."""
-    return _turned(weight, (-1, head_dim // 2, 2)) if name.endswith(TURNED) else weight
+    return in_halves(weight, head_dim) if name.endswith(TURNED) else weight
 
 
 def from_halves(name: str, weight: Tensor, head_dim: int) -> Tensor:
     """The way back, exactly: numbers move, and none changes."""
-    return _turned(weight, (-1, 2, head_dim // 2)) if name.endswith(TURNED) else weight
-
-
-def _turned(weight: Tensor, parts: tuple[int, int, int]) -> Tensor:
-    """The rows of each head, seen as a table of `parts`, read down its columns."""
-    return weight.unflatten(0, parts).transpose(1, 2).flatten(0, 2)
+    return in_pairs(weight, head_dim) if name.endswith(TURNED) else weight

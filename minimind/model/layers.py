@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.document_attention import document_attention
 from minimind.model.experts import MixtureOfExperts
-from minimind.model.rotary import rotate
+from minimind.model.rotary import in_halves, rotate, rotate_halves
 from minimind.model.visibility import Visible
 
 
@@ -33,6 +33,31 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x_BTE, self.weight.shape, self.weight, self.eps)
 
 
+class HeadNorm(RMSNorm):
+    """The norm of every query or key, whose weight follows the order of their channels."""
+
+    def forward(self, x_BTHD: Tensor, is_split: bool = False) -> Tensor:
+        """The same shape; is_split says that channels come as `in_halves` has them."""
+        weight = in_halves(self.weight, len(self.weight)) if is_split else self.weight
+        return F.rms_norm(x_BTHD, weight.shape, weight, self.eps)
+
+
+class HeadProjection(nn.Linear):
+    """The projection to queries or keys, with their channels in either order.
+
+    Here and not in Attention, for ZeRO stage 3 has a weight only while its own module runs.
+    """
+
+    def __init__(self, width: int, heads: int, head_dim: int):
+        super().__init__(width, heads * head_dim, bias=False)
+        self.head_dim = head_dim
+
+    def forward(self, x_BTE: Tensor, is_split: bool = False) -> Tensor:
+        """(B, T, H, D); is_split asks for channels as `in_halves` has them."""
+        weight = in_halves(self.weight, self.head_dim) if is_split else self.weight
+        return F.linear(x_BTE, weight).unflatten(-1, (-1, self.head_dim))
+
+
 class ResidualOutput(nn.Linear):
     """The projection that ends a branch and adds to the residual stream: it starts smaller."""
 
@@ -47,27 +72,42 @@ class Attention(nn.Module):
         self.attend = flash_attention if config.use_flash_attn else reference_attention
         query_width = config.num_attention_heads * config.head_dim
         key_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, key_width, bias=False)
+        self.q_proj = HeadProjection(
+            config.hidden_size, config.num_attention_heads, config.head_dim
+        )
+        self.k_proj = HeadProjection(
+            config.hidden_size, config.num_key_value_heads, config.head_dim
+        )
         self.v_proj = nn.Linear(config.hidden_size, key_width, bias=False)
         self.o_proj = ResidualOutput(query_width, config.hidden_size, bias=False)
         eps = config.rms_norm_eps
-        self.q_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else nn.Identity()
+        self.q_norm = HeadNorm(self.head_dim, eps) if config.qk_norm else None
+        self.k_norm = HeadNorm(self.head_dim, eps) if config.qk_norm else None
 
-    def forward(
-        self, x_BTE: Tensor, pos_cis: Tensor, visible: Visible, cache: Cache | None
-    ) -> Tensor:
-        """(B, T, E); keys and values of x join the cache where there is one."""
-        heads = (-1, self.head_dim)
-        q_BTHD = rotate(self.q_norm(self.q_proj(x_BTE).unflatten(-1, heads)), pos_cis)
-        k_BTKD = rotate(self.k_norm(self.k_proj(x_BTE).unflatten(-1, heads)), pos_cis)
-        v_BTKD = self.v_proj(x_BTE).unflatten(-1, heads)
+    def forward(self, x_BTE: Tensor, turn: Tensor, visible: Visible, cache: Cache | None) -> Tensor:
+        """(B, T, E); keys and values of x join the cache where there is one.
+
+        turn is pos_cis of the positions, complex, or the same as reals for `rotate_halves`.
+        """
+        q_BTHD = self._turned(x_BTE, self.q_proj, self.q_norm, turn)
+        k_BTKD = self._turned(x_BTE, self.k_proj, self.k_norm, turn)
+        v_BTKD = self.v_proj(x_BTE).unflatten(-1, (-1, self.head_dim))
         k_BKSD, v_BKSD = k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2)
         if cache is not None:
             k_BKSD, v_BKSD = cache.update(k_BKSD, v_BKSD, self.layer)
         out_BHTD = self.attend(q_BTHD.transpose(1, 2), k_BKSD, v_BKSD, visible)
         return self.o_proj(out_BHTD.transpose(1, 2).flatten(-2))
+
+    @staticmethod
+    def _turned(
+        x_BTE: Tensor, project: HeadProjection, norm: HeadNorm | None, turn: Tensor
+    ) -> Tensor:
+        """(B, T, H, D): queries or keys where they stand."""
+        is_split = not turn.is_complex()
+        x_BTHD = project(x_BTE, is_split)
+        if norm is not None:
+            x_BTHD = norm(x_BTHD, is_split)
+        return rotate_halves(x_BTHD, turn) if is_split else rotate(x_BTHD, turn)
 
 
 def flash_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: Visible) -> Tensor:
@@ -136,13 +176,13 @@ class Block(GradientCheckpointingLayer):
         self.mlp = MixtureOfExperts(config, expert) if config.use_moe else expert()
 
     def forward(
-        self, x_BTE: Tensor, pos_cis: Tensor, visible: Visible, cache: Cache | None
+        self, x_BTE: Tensor, turn: Tensor, visible: Visible, cache: Cache | None
     ) -> tuple[Tensor, ...]:
         """(B, T, E), and while experts train what Routing has.
 
         Flat: a reentrant checkpoint sees no gradient in a tuple within.
         """
-        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), pos_cis, visible, cache)
+        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), turn, visible, cache)
         normed_BTE = self.post_attention_layernorm(x_BTE)
         if not isinstance(self.mlp, MixtureOfExperts):
             return (x_BTE + self.mlp(normed_BTE),)

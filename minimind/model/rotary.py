@@ -1,5 +1,10 @@
 """Position as rotation: the pos_cis table and its application to queries and keys.
 
+Weights and caches pair ADJACENT channels, everywhere and always. A compiled training pass alone
+pairs channel j with j + D/2, because only so do its loads and stores stay whole: there the rows of
+the projections are put in that order as they are read, which costs a copy of a small matrix, and no
+score changes, since queries and keys move alike.
+
 Shape letters: B rows, T positions, H heads, D channels per head (D is even).
 """
 
@@ -42,3 +47,31 @@ def _rotate_in_reals(x_BTHD: Tensor, turn: Tensor) -> Tensor:
     a, b = x_BTHD.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = torch.view_as_real(turn).unbind(-1)
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).type_as(x_BTHD)
+
+
+def rotate_halves(x_BTHD: Tensor, turn: Tensor) -> Tensor:
+    """What `rotate` gives, of channels in the order of `in_halves` and in that order.
+
+    turn is torch.view_as_real of its pos_cis, fp32 (T, D/2, 2) or, per row, (B, T, D/2, 2).
+    """
+    a, b = x_BTHD.float().chunk(2, -1)
+    cos, sin = turn.unsqueeze(-3).unbind(-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x_BTHD)
+
+
+def in_halves(weight: Tensor, head_dim: int) -> Tensor:
+    """The rows of every head with channels 0, 2, 4, ... first: what were pairs are D/2 apart.
+
+    The order of Hugging Face's Llama. Numbers move and none changes, so `in_pairs` is exact.
+    """
+    return _transposed(weight, (-1, head_dim // 2, 2))
+
+
+def in_pairs(weight: Tensor, head_dim: int) -> Tensor:
+    """The way back from `in_halves`."""
+    return _transposed(weight, (-1, 2, head_dim // 2))
+
+
+def _transposed(weight: Tensor, parts: tuple[int, int, int]) -> Tensor:
+    """The rows of each head, seen as a table of `parts`, read down its columns."""
+    return weight.unflatten(0, parts).transpose(1, 2).flatten(0, 2)

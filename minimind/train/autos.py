@@ -25,6 +25,7 @@ ALWAYS = (
 # Likewise, once a file names an optimizer, a scheduler, or offloads the optimizer.
 OPTIMIZER = tuple(f"optimizer.params.{name}" for name in ("lr", "betas", "weight_decay"))
 ADAM = ("optimizer.params.torch_adam",)
+FUSED = ("optimizer.params.fused",)
 WARMUP = ("scheduler.params.warmup_max_lr", "scheduler.params.warmup_num_steps")
 DECAY = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
 COSINE, CYCLE = ("scheduler.params.cos_min_ratio",), ("scheduler.params.cycle_momentum",)
@@ -38,7 +39,7 @@ def never_left_out(config: Mapping[str, Any]) -> tuple[str, ...]:
     optimizer = optimizer_name(get(config, "optimizer.type"))
     accepted = OPTIMIZERS.get(optimizer or "", "").split()
     keys += tuple(key for key in OPTIMIZER if key.rsplit(".", 1)[1] in accepted)
-    keys += ADAM if optimizer in ("Adam", "AdamW") else ()
+    keys += ADAM + FUSED if optimizer in ("Adam", "AdamW") else ()
     keys += UNTESTED if optimizer and optimizer not in ANY_CASE else ()
     scheduler = get(config, "scheduler.type")
     keys += WARMUP if scheduler in ("WarmupLR", "WarmupDecayLR") else ()
@@ -111,7 +112,11 @@ def _optimizer(config: Mapping[str, Any], run: RunConfig, device: str) -> Filled
     literal = get(config, "optimizer.params.torch_adam")
     in_torch = get(config, "optimizer") is MISSING or literal is True
     in_torch = in_torch or (literal in (MISSING, AUTO) and torch_adam)
-    return {
+    otherwise = any(
+        get(config, f"optimizer.params.{name}") is True for name in ("foreach", "differentiable")
+    )
+    one_kernel = {"optimizer.params.fused": (True, "derived: an AdamW of torch's, in one kernel")}
+    return (one_kernel if in_torch and not otherwise else {}) | {
         "optimizer.params.lr": (run.learning_rate, _by(run, "learning_rate")),
         "optimizer.params.betas": (
             [run.beta1, run.beta2],

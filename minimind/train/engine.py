@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from minimind.config import RunConfig
 from minimind.errors import RendezvousError, UsageError
 from minimind.launch import join_by_hand
 from minimind.model.decoder import MiniMindForCausalLM
@@ -41,6 +42,7 @@ REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError)
 READ_BY_US = tuple(
     f"ACCELERATE_{part}_" for part in ("DEEPSPEED", "CONFIG", "USE", "GRADIENT", "MIXED", "DYNAMO")
 )
+CHUNK = 1024  # positions; of them logits are some MiB
 PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
@@ -55,6 +57,9 @@ def build_engine(resolved: Resolved, model: MiniMindForCausalLM, device: str) ->
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for it
         torch.use_deterministic_algorithms(True)
+    if run.compile == "on":
+        # The table of rotations is looked at as reals; no complex number is computed with.
+        warnings.filterwarnings("ignore", "Torchinductor does not support code generation for comp")
     build = _deepspeed if resolved.backend == "deepspeed" else _plain
     backend, where = build(resolved, model, device)
     assert where.type == device, f"asked for {device}, got {where}"
@@ -115,6 +120,7 @@ def _deepspeed(
     plugin = accelerator.deepspeed_plugin
     assert plugin is not None
     plugin.deepspeed_config.update(resolved.config)  # Accelerate switched steps_per_print off
+    compile_within(model, run)
     named = "optimizer" in resolved.config
     optimizer = DummyOptim(groups, lr=run.learning_rate) if named else adamw(groups, run)
     try:
@@ -154,10 +160,17 @@ def _plain(
                 ),
             ],
         )
+    compile_within(model, run)
     with lost_peers():
         forward = accelerator.prepare_model(model)
     groups = parameter_groups(model, run.weight_decay)
     return PlainBackend(forward, model, resolved, groups), accelerator.device
+
+
+def compile_within(model: MiniMindForCausalLM, run: RunConfig) -> None:
+    """Have the model compiled at its first micro-batch, in place: no name of a weight changes."""
+    if run.compile == "on":
+        model.compile(dynamic=False)
 
 
 def _alone() -> None:
@@ -241,6 +254,7 @@ class Engine(Ranks):
         self.parameters = parameters  # of the whole model; stage 3 leaves each rank a piece
         self.resolved = resolved
         self.device = device
+        self.summed_by = CHUNK if resolved.run.loss == "chunked" else 0
 
     @property
     def model(self) -> Any:
@@ -272,7 +286,7 @@ class Engine(Ranks):
                 with backend.micro_batch(is_last):
                     rows = rows.to(self.device, non_blocking=True)
                     clock.mark("data")
-                    goal = objective_of(backend.forward, rows)
+                    goal = objective_of(backend.forward, rows, self.summed_by)
                     clock.mark("forward")
                     backend.backward(contagious(goal.trained))
                     clock.mark("backward")
@@ -291,5 +305,7 @@ class Engine(Ranks):
         """(summed loss, target count) of rows (B, T + 1) without training on them."""
         self.backend.forward.eval()
         with lost_peers():
-            goal = objective_of(self.backend.forward, rows.to(self.device))
+            # Another graph for rows that are few, and of shapes that vary, would not pay.
+            with torch.compiler.set_stance("force_eager"):
+                goal = objective_of(self.backend.forward, rows.to(self.device), self.summed_by)
         return goal.loss_sum, goal.tokens

@@ -69,6 +69,7 @@ def layout(run: RunConfig, engine: Engine) -> dict[str, Any]:
         "backend": engine.resolved.backend,
         "micro_batch_rows": run.micro_batch_rows(engine.world_size),
         "accumulation_steps": run.accumulation_steps,
+        "compile": run.compile,
     }
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from minimind.model.experts import Routing
-from minimind.model.loss import next_token_loss
 from minimind.train.ranks import Ranks
 
 
@@ -39,14 +38,17 @@ class Objective:
         return self.mean if self.routing is None else self.mean + self.routing.aux_loss
 
 
-def objective_of(forward: Any, rows: torch.Tensor) -> Objective:
-    """The objective of rows on the device of `forward`, the model as its backend wraps it."""
+def objective_of(forward: Any, rows: torch.Tensor, summed_by: int = 0) -> Objective:
+    """The objective of rows on the device of `forward`, the model as its backend wraps it.
+
+    Logits are made for `summed_by` positions at a time; 0: for all. The loss is made within the
+    model, so that whatever compiles the model compiles it too.
+    """
     inputs = rows[:, :-1].clamp(min=0)  # a row of ignored targets still needs real inputs
-    out = forward(input_ids=inputs)
-    loss_sum, tokens = next_token_loss(out.logits, rows[:, 1:])
+    out = forward(input_ids=inputs, shift_labels=rows[:, 1:], summed_by=summed_by)
     is_routed = out.aux_loss is not None
     return Objective(
-        loss_sum, tokens, Routing(out.aux_loss, out.expert_load) if is_routed else None
+        out.loss_sum, out.targets, Routing(out.aux_loss, out.expert_load) if is_routed else None
     )
 
 

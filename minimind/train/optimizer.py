@@ -20,5 +20,6 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def adamw(groups: list[dict[str, Any]], run: RunConfig) -> torch.optim.Optimizer:
-    """Torch's AdamW with the run's learning rate and betas."""
-    return torch.optim.AdamW(groups, lr=run.learning_rate, betas=(run.beta1, run.beta2))
+    """Torch's AdamW with the run's learning rate and betas, in one kernel."""
+    betas = run.beta1, run.beta2
+    return torch.optim.AdamW(groups, lr=run.learning_rate, betas=betas, fused=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,14 +41,14 @@ class Setup:
         world_size, run = self.launch.world_size, self.run
         if self.backend == "deepspeed":
             place = (self.document, self.path, run, world_size, self.device)
-            return resolve(*place, schedule, self.launch, sections)
+            return with_compile(resolve(*place, schedule, self.launch, sections), self.device)
         faults: list[str] = []
         run = adopt_launch(run, self.launch, faults)
         faults += needs_gpu(run, self.device)
         if faults:
             raise fault_error(faults)
         run.micro_batch_rows(world_size)  # raises where they cannot be shared out
-        return Resolved(run, self.backend)
+        return with_compile(Resolved(run, self.backend), self.device)
 
 
 def read_setup(run: RunConfig, launch: Launch) -> Setup:
@@ -77,6 +77,21 @@ def read_setup(run: RunConfig, launch: Launch) -> Setup:
     if "zero_optimization.stage" in launch.deepspeed:  # else 2, which is Accelerate's default too
         put(document, "zero_optimization.stage", AUTO)
     return Setup(run, launch, device, "deepspeed", document, shipped)
+
+
+def with_compile(resolved: Resolved, device: str) -> Resolved:
+    """The same, with --compile auto settled."""
+    run = resolved.run
+    if run.compile != "auto":
+        return resolved
+    because = {
+        "no GPU": device != "cuda",
+        "ZeRO stage 3": resolved.zero_stage == 3,
+        "experts": run.use_moe,
+    }
+    against = [reason for reason, holds in because.items() if holds]
+    told = f"derived: {against[0]}" if against else "derived: GPU"
+    return replace(resolved, run=run.with_values(told, compile="off" if against else "on"))
 
 
 def choose_device(run: RunConfig, launch: Launch) -> str:

@@ -23,7 +23,7 @@ from minimind.data.order import Order
 from minimind.errors import NumericError
 from minimind.flags import parse_flags
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.train import objective
+from minimind.model import decoder
 from minimind.train.deepspeed_config import Resolved, read_deepspeed_json, resolve
 from minimind.train.engine import Engine, build_engine
 from minimind.train.literals import put
@@ -68,8 +68,8 @@ class Spoiler:
 
     def __init__(self, engine: Engine) -> None:
         self.what, self.micro_batch, self.seen = "", -1, 0
-        self.true_loss = objective.next_token_loss
-        objective.next_token_loss = self.loss  # spoilt on purpose
+        self.true_loss = decoder.next_token_loss
+        decoder.next_token_loss = self.loss  # spoilt on purpose
         self.rank = engine.rank
         weights = dict(engine.model.named_parameters())
         weights["model.norm.weight"].register_hook(self.gradient)

@@ -16,7 +16,7 @@ from minimind.data.order import Order
 from minimind.data.tokenizer import Tokenizer
 from minimind.errors import NumericError
 from minimind.flags import parse_flags
-from minimind.train import objective
+from minimind.model import decoder
 from minimind.train.backends import StepResult
 from minimind.train.numerics import MOST_ROWS, SkippedSteps
 from tests.conftest import PACE, SHAPE
@@ -129,13 +129,13 @@ def test_the_budget_is_of_all_steps_but_in_float16_of_those_in_a_row(
 def spoilt_losses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The loss of these forward passes, counted from 0, is infinite; its gradient is not."""
     calls, spoilt = iter(range(10**6)), []
-    true_loss = objective.next_token_loss
+    true_loss = decoder.next_token_loss
 
     def loss(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         value, count = true_loss(*given)
         return (value + math.inf if next(calls) in spoilt else value), count
 
-    monkeypatch.setattr(objective, "next_token_loss", loss)
+    monkeypatch.setattr(decoder, "next_token_loss", loss)
     return spoilt
 
 
