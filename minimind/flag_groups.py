@@ -223,7 +223,7 @@ class PlaceFlags:
         choices=("auto", "on", "off"),
     )
     loss: str = flag(
-        "make the logits of a micro-batch at once (full), or of 1,024 positions at a time, and again"
+        "make the logits of a micro-batch at once (full), or of 1,024 positions at a time and again"
         " in the backward pass: less memory for a few percent more work (chunked)",
         "full",
         "engine",

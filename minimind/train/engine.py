@@ -22,17 +22,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from minimind.config import RunConfig
 from minimind.errors import RendezvousError, UsageError
 from minimind.launch import join_by_hand
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.loss import contagious
 from minimind.train.backends import PlainBackend, StepResult, prepare_for_ddp, unused_parameters
 from minimind.train.build_lock import minded_builds
+from minimind.train.compiled import compile_within, uncompiled
 from minimind.train.deepspeed_backend import Backend, DeepSpeedBackend
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.deepspeed_schema import MODELS, fault_told
-from minimind.train.objective import mean_routing, objective_of
+from minimind.train.objective import mean_routing, objective_of, positions_at_once
 from minimind.train.optimizer import adamw, parameter_groups
 from minimind.train.profile import PhaseClock
 from minimind.train.ranks import Ranks, carrier, lost_peers, rendezvous
@@ -42,7 +42,6 @@ REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError)
 READ_BY_US = tuple(
     f"ACCELERATE_{part}_" for part in ("DEEPSPEED", "CONFIG", "USE", "GRADIENT", "MIXED", "DYNAMO")
 )
-CHUNK = 1024  # positions; of them logits are some MiB
 PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
@@ -57,9 +56,6 @@ def build_engine(resolved: Resolved, model: MiniMindForCausalLM, device: str) ->
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for it
         torch.use_deterministic_algorithms(True)
-    if run.compile == "on":
-        # The table of rotations is looked at as reals; no complex number is computed with.
-        warnings.filterwarnings("ignore", "Torchinductor does not support code generation for comp")
     build = _deepspeed if resolved.backend == "deepspeed" else _plain
     backend, where = build(resolved, model, device)
     assert where.type == device, f"asked for {device}, got {where}"
@@ -167,12 +163,6 @@ def _plain(
     return PlainBackend(forward, model, resolved, groups), accelerator.device
 
 
-def compile_within(model: MiniMindForCausalLM, run: RunConfig) -> None:
-    """Have the model compiled at its first micro-batch, in place: no name of a weight changes."""
-    if run.compile == "on":
-        model.compile(dynamic=False)
-
-
 def _alone() -> None:
     """Make this process rank 0 of 1."""
     os.environ.pop("LOCAL_RANK", None)  # by which Accelerate would take DDP to be meant
@@ -254,7 +244,7 @@ class Engine(Ranks):
         self.parameters = parameters  # of the whole model; stage 3 leaves each rank a piece
         self.resolved = resolved
         self.device = device
-        self.summed_by = CHUNK if resolved.run.loss == "chunked" else 0
+        self.summed_by = positions_at_once(resolved.run)
 
     @property
     def model(self) -> Any:
@@ -304,8 +294,6 @@ class Engine(Ranks):
     def loss_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(summed loss, target count) of rows (B, T + 1) without training on them."""
         self.backend.forward.eval()
-        with lost_peers():
-            # Another graph for rows that are few, and of shapes that vary, would not pay.
-            with torch.compiler.set_stance("force_eager"):
-                goal = objective_of(self.backend.forward, rows.to(self.device), self.summed_by)
+        with lost_peers(), uncompiled():  # a graph for few rows, whose shapes vary, would not pay
+            goal = objective_of(self.backend.forward, rows.to(self.device), self.summed_by)
         return goal.loss_sum, goal.tokens

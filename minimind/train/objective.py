@@ -11,8 +11,16 @@ from typing import Any
 
 import torch
 
+from minimind.config import RunConfig
 from minimind.model.experts import Routing
 from minimind.train.ranks import Ranks
+
+CHUNK = 1024  # positions; logits of so many are some MiB
+
+
+def positions_at_once(run: RunConfig) -> int:
+    """Of how many positions logits are made at a time; 0: of all."""
+    return CHUNK if run.loss == "chunked" else 0
 
 
 @dataclass(frozen=True)

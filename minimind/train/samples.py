@@ -10,6 +10,7 @@ from minimind.config import RunConfig
 from minimind.data.load_tokenizer import AnyTokenizer
 from minimind.errors import UsageError
 from minimind.prompts import read_prompts
+from minimind.train.compiled import uncompiled
 from minimind.train.engine import Engine
 from minimind.writing import Sampling, write_on
 
@@ -55,7 +56,7 @@ def draw(engine: Engine, samples: Samples) -> tuple[str, ...]:
     devices = [engine.device] if engine.device.type == "cuda" else []
     synced = engine.resolved.zero_stage == 3 and engine.world_size > 1
     engine.backend.forward.eval()
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices), uncompiled():
         written = write_on(
             engine.model, samples.tokenizer, samples.prompts, samples.how, synced=synced
         )

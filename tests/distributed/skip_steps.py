@@ -22,8 +22,8 @@ from minimind.config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.data.order import Order
 from minimind.errors import NumericError
 from minimind.flags import parse_flags
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.model import decoder
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.train.deepspeed_config import Resolved, read_deepspeed_json, resolve
 from minimind.train.engine import Engine, build_engine
 from minimind.train.literals import put

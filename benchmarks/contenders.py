@@ -1,0 +1,214 @@
+"""One way to train the same shape, as a process that takes a step whenever it is told to.
+
+    python -m benchmarks.contenders NAME SHAPE ROWS READ_FD WRITE_FD FOLDER
+
+Started by benchmarks.throughput. Between steps a contender waits, and costs nothing. Each stands
+at a gate where its step begins: before the first micro-batch is asked for. What lies between two
+passages of the gate, less the waiting, is its step: all of the loop, not only the mathematics.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minimind.flags import parse_flags
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.decoder import MiniMindForCausalLM
+
+LEARNING_RATE, BETAS, DECAY, CLIP = 5e-4, (0.9, 0.95), 0.1, 1.0
+
+
+class Gate:
+    """Lets one step through for each line it reads, and answers with what the step took."""
+
+    def __init__(self, read: int, write: int) -> None:
+        self.asked, self.answers = open(read), open(write, "w")
+        self.since: tuple[float, float] | None = None
+
+    def passage(self) -> None:
+        """Answer for the step that ends here, and wait until the next may begin."""
+        if self.since is not None:
+            wall, cpu = (now - then for now, then in zip(_clocks(), self.since, strict=True))
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+            self.answers.write(json.dumps({"seconds": wall, "cpu": cpu, "peak_mib": peak}) + "\n")
+            self.answers.flush()
+        if not self.asked.readline():
+            os._exit(0)
+        self.since = _clocks()
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def product(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> None:
+    """train_pretrain.py with these flags, on the text in `folder`."""
+    from minimind.data.batches import Batches
+    from train_pretrain import main
+
+    read = Batches.at
+
+    def at(self: Batches, step: int) -> Any:
+        gate.passage()
+        return read(self, step)
+
+    Batches.at = at
+    out_dir = folder / f"out-{os.getpid()}"
+    given = f"--model {shape} --batch_size {rows} --max_steps 100000 --device cpu --resume none"
+    given += f" --learning_rate {LEARNING_RATE} --eval_rows 0 --save_interval 100000"
+    given += f" --data_path {folder / 'text.jsonl'} --cache_dir {folder / 'cache'}"
+    os._exit(main([*given.split(), "--out_dir", str(out_dir), *flags]))
+
+
+def random_rows(shape: str, rows: int) -> tuple[Any, Callable[[], Iterator[torch.Tensor]]]:
+    """The shape's flags, and rows of random tokens: a loader that costs next to nothing."""
+    run = parse_flags(["--model", shape])
+    text = torch.randint(run.vocab_size, (4096, run.max_seq_len + 1))
+
+    def batches() -> Iterator[torch.Tensor]:
+        while True:
+            yield text[torch.randint(len(text), (rows,))]
+
+    return run, batches
+
+
+def by_hand(gate: Gate, model: torch.nn.Module, loss_of: Any, batches: Iterator[Any]) -> None:
+    """The loop that everybody writes: autocast to bf16, clip, fused AdamW."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=DECAY, fused=True
+    )
+    while True:
+        gate.passage()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(next(batches))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def bare(gate: Gate, shape: str, rows: int, folder: Path) -> None:
+    """The same model in a compiled loop of a few lines, without anything around it."""
+    run, batches = random_rows(shape, rows)
+    model = MiniMindForCausalLM(
+        MiniMindConfig(
+            vocab_size=run.vocab_size,
+            hidden_size=run.dim,
+            num_hidden_layers=run.n_layers,
+            num_attention_heads=run.n_heads,
+            num_key_value_heads=run.n_kv_heads,
+            max_position_embeddings=run.max_seq_len,
+            rope_theta=run.rope_theta,
+        )
+    )
+
+    @torch.compile(dynamic=False)
+    def loss_of(text: torch.Tensor) -> Any:
+        out = model(text[:, :-1], shift_labels=text[:, 1:], summed_by=0)
+        return out.loss_sum / out.targets
+
+    by_hand(gate, model, loss_of, batches())
+
+
+def llama_model(run: Any) -> Any:
+    """transformers' model of the same shape, with SDPA."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=run.vocab_size,
+            hidden_size=run.dim,
+            intermediate_size=MiniMindConfig(hidden_size=run.dim).intermediate_size,
+            num_hidden_layers=run.n_layers,
+            num_attention_heads=run.n_heads,
+            num_key_value_heads=run.n_kv_heads,
+            max_position_embeddings=run.max_seq_len,
+            tie_word_embeddings=True,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+    )
+
+
+def llama(gate: Gate, shape: str, rows: int, folder: Path) -> None:
+    """transformers' LlamaForCausalLM, eager, in the same few lines."""
+    run, batches = random_rows(shape, rows)
+    model = llama_model(run)
+    by_hand(gate, model, lambda text: model(text[:, :-1], labels=text[:, :-1]).loss, batches())
+
+
+def trainer(gate: Gate, shape: str, rows: int, folder: Path) -> None:
+    """transformers' Trainer on the same model, with the DeepSpeed JSON that product resolved."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1
+    )
+    from transformers import Trainer, TrainingArguments, training_args
+
+    # It takes bf16 on a CPU only with use_cpu=True, with which Accelerate leaves DeepSpeed out.
+    training_args.is_torch_bf16_gpu_available = lambda: True
+    run, batches = random_rows(shape, rows)
+    resolved = next(folder.glob("out-*/ds_config.resolved.json"))
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 10**6
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    endless = batches()
+
+    def collate(_: list[int]) -> dict[str, torch.Tensor]:
+        gate.passage()
+        text = next(endless)[:, :-1]
+        return {"input_ids": text, "labels": text}
+
+    arguments = TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        per_device_train_batch_size=rows,
+        max_steps=100_000,
+        learning_rate=LEARNING_RATE,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        weight_decay=DECAY,
+        max_grad_norm=CLIP,
+        bf16=True,
+        lr_scheduler_type="constant",
+        logging_steps=10,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        deepspeed=str(resolved),
+    )
+    Trainer(llama_model(run), arguments, train_dataset=Rows(), data_collator=collate).train()
+
+
+CONTENDERS: dict[str, Callable[..., None]] = {
+    "ours, ZeRO-2, compiled": lambda *place: product(
+        *place, "--compile", "on", "--deepspeed_config", "configs/ds_config.json"
+    ),
+    "ours, single, compiled": lambda *place: product(
+        *place, "--compile", "on", "--deepspeed_config", "none"
+    ),
+    "ours, ZeRO-2, eager": lambda *place: product(
+        *place, "--compile", "off", "--deepspeed_config", "configs/ds_config.json"
+    ),
+    "bare compiled loop": bare,
+    "Llama, eager loop": llama,
+    "Llama, Trainer, ZeRO-2": trainer,
+}
+
+if __name__ == "__main__":
+    name, shape, rows, read, write, folder = sys.argv[1:]
+    CONTENDERS[name](Gate(int(read), int(write)), shape, int(rows), Path(folder))

@@ -1,0 +1,150 @@
+"""A compiled run: one graph, compiled once, with the numbers of an eager one; losses in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from minimind.config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.flags import parse_flags
+from minimind.launch import read_launch
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.decoder import MiniMindForCausalLM
+from minimind.train.deepspeed_config import Resolved
+from minimind.train.engine import Engine, leave
+from minimind.train.objective import objective_of
+from minimind.train.profile import PhaseClock
+from minimind.train.setup import Setup, read_setup, with_compile
+from tests.train.test_backends import engine_of
+
+SHAPE: dict[str, Any] = {
+    **{"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 16},
+}
+ROWS = torch.randint(96, (4, 17), generator=torch.manual_seed(1))
+
+
+def built(**changes: Any) -> MiniMindForCausalLM:
+    torch.manual_seed(2)
+    return MiniMindForCausalLM(MiniMindConfig(**SHAPE, **changes))
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Graphs are captured as ever and then run as they are: inductor alone takes 10 s."""
+    compile_whole = MiniMindForCausalLM.compile
+    monkeypatch.setattr(
+        MiniMindForCausalLM,
+        "compile",
+        lambda self, **options: compile_whole(self, backend="aot_eager", **options),
+    )
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def losses_of(engine: Engine, steps: int) -> list[float]:
+    clock, losses = PhaseClock(torch.device("cpu")), []
+    for step in range(steps):
+        engine.seed(step)
+        clock.begin()
+        result = engine.step(ROWS.split(2), 1e-2, clock)
+        losses.append(float(result.loss_sum / result.tokens))
+    return losses
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"doc_mask": True, "eos_token_id": 2}])
+def test_a_compiled_run_is_one_graph_made_once_with_the_losses_of_an_eager_one(
+    quickly, monkeypatch, changes
+):
+    flags = "--dtype float32 --accumulation_steps 2 --compile"
+    found = {}
+    for compiles in ("off", "on"):
+        engine = engine_of(built(**changes), monkeypatch, f"{flags} {compiles}")
+        try:
+            found[compiles] = losses_of(engine, 3)
+            graphs = counters["stats"]["unique_graphs"]
+            assert graphs == (compiles == "on")
+            before = engine.loss_of(ROWS)
+            assert counters["stats"]["unique_graphs"] == graphs  # what is validated is eager
+            found[compiles] += [float(before[0]), *losses_of(engine, 2)]
+            assert counters["stats"]["unique_graphs"] == graphs
+        finally:
+            leave()
+    assert found["on"] == pytest.approx(found["off"], rel=2e-6)
+    assert not counters["graph_break"]
+    assert not counters["recompiles"]
+
+
+@pytest.mark.long
+def test_inductor_gives_the_losses_of_an_eager_run(monkeypatch):
+    found = {}
+    for compiles in ("off", "on"):
+        engine = engine_of(built(), monkeypatch, f"--dtype bfloat16 --compile {compiles}")
+        try:
+            found[compiles] = losses_of(engine, 8)
+        finally:
+            leave()
+    assert found["on"] == pytest.approx(found["off"], rel=5e-3)
+    assert found["on"][-1] < found["on"][0]
+
+
+@pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("experts", ["", "--use_moe"])
+def test_auto_compiles_on_a_gpu_where_the_model_is_one_graph(stage, device, experts):
+    run = parse_flags(experts.split())
+    config = {} if stage is None else {"zero_optimization": {"stage": stage}}
+    settled = with_compile(Resolved(run, "single", config), device).run
+    assert settled.compile == ("on" if device == "cuda" and stage != 3 and not experts else "off")
+    assert settled.sources["compile"].startswith("derived: ")
+    for asked in ("on", "off"):
+        run = parse_flags([*experts.split(), "--compile", asked])
+        assert with_compile(Resolved(run, "single", config), device).run.compile == asked
+
+
+def test_the_settled_value_is_what_a_run_is_given():
+    path = str(DEFAULT_DEEPSPEED_CONFIG)
+    for given in ("none", path):
+        run = parse_flags(["--device", "cpu", "--deepspeed_config", given])
+        setup: Setup = read_setup(run, read_launch({}))
+        assert setup.resolve().run.compile == "off"
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_moe": True}, {"tie_word_embeddings": False}])
+@pytest.mark.parametrize("positions", [16, 5])  # of 64: evenly, and with a rest
+def test_a_loss_in_parts_is_the_whole_one_with_its_gradients(changes, positions):
+    found = []
+    for summed_by in (0, positions):
+        model = built(**changes).train()
+        goal = objective_of(model, ROWS, summed_by)
+        goal.trained.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found.append((goal.loss_sum.detach(), goal.tokens, gradients))
+    (loss, tokens, gradients), (loss_by_parts, tokens_by_parts, by_parts) = found
+    assert tokens == tokens_by_parts == ROWS[:, 1:].numel()
+    torch.testing.assert_close(loss_by_parts, loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(by_parts, gradients, rtol=1e-5, atol=1e-7)
+
+
+def test_logits_made_in_parts_are_not_kept_for_the_backward_pass():
+    largest = {}
+    for summed_by in (0, 8):
+        kept: list[int] = []
+
+        def keep(tensor: torch.Tensor, kept: list[int] = kept) -> torch.Tensor:
+            if tensor.shape[-1:] == (SHAPE["vocab_size"],):
+                kept.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            goal = objective_of(built(), ROWS, summed_by)
+        assert goal.loss_sum.requires_grad
+        largest[summed_by] = max(kept, default=0)
+    assert largest[0] == ROWS[:, 1:].numel() * SHAPE["vocab_size"]
+    assert largest[8] == 0
