@@ -212,8 +212,6 @@ class PlaceFlags:
         at_least=0,
     )
     log_interval: int = flag("optimizer steps between step lines", 10, "output", at_least=1)
-    profile: bool = flag("print where each step's time went", False, "output")
-    profile_interval: int = flag("optimizer steps between profile tables", 10, "output", at_least=1)
 
     compile: str = flag(
         "torch.compile the model and its loss; auto: on GPUs, where the model is one graph (ZeRO"

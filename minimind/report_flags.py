@@ -17,6 +17,21 @@ TRACKERS = (
 class ReportFlags:
     """Who else is told what a run does."""
 
+    profile: bool = flag("print where each step's time went", False, "output")
+    profile_interval: int = flag("optimizer steps between profile tables", 10, "output", at_least=1)
+    trace_steps: str | None = flag(
+        "FIRST:LAST, both included: steps of which every rank writes a Chrome trace to"
+        " out_dir/traces",
+        None,
+        "output",
+    )
+    peak_tflops: float | None = flag(
+        "10^12 FLOPs a second of one device in --dtype, dense, against which MFU is told (default:"
+        " of NVIDIA's data sheets, for GPUs that are known)",
+        None,
+        "output",
+        above=0.0,
+    )
     report_to: str = flag(
         "trackers that get every figure of metrics.jsonl too, by commas: none, or"
         f" {', '.join(TRACKERS)}; one that fails never stops the run",

@@ -52,10 +52,10 @@ class HeadProjection(nn.Linear):
         super().__init__(width, heads * head_dim, bias=False)
         self.head_dim = head_dim
 
-    def forward(self, x_BTE: Tensor, is_split: bool = False) -> Tensor:
-        """(B, T, H, D); is_split asks for channels as `in_halves` has them."""
+    def forward(self, input: Tensor, is_split: bool = False) -> Tensor:
+        """(B, T, H, D) of input (B, T, E); is_split asks for channels as `in_halves` has them."""
         weight = in_halves(self.weight, self.head_dim) if is_split else self.weight
-        return F.linear(x_BTE, weight).unflatten(-1, (-1, self.head_dim))
+        return F.linear(input, weight).unflatten(-1, (-1, self.head_dim))
 
 
 class ResidualOutput(nn.Linear):

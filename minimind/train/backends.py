@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minimind.model.experts import Routing
 from minimind.train.adapters import zero_state
+from minimind.train.communication import CommunicationClock
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.optimizer import adamw
 from minimind.train.zero_state import ZeroState
@@ -90,6 +91,11 @@ class PlainBackend:
         self.max_norm = run.grad_clip or float("inf")
         self.steps = 0
         self.skipped_steps = 0
+
+    def watch(self, clock: CommunicationClock) -> None:
+        """Have DDP's reductions timed."""
+        if isinstance(self.forward, DistributedDataParallel):
+            clock.watch_ddp(self.forward)
 
     def begin(self, lr: float) -> float:
         """Set the learning rate of the coming update, and return it."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from minimind.train.adapters import require_tested_deepspeed, zero_state
 from minimind.train.backends import PlainBackend
+from minimind.train.communication import CommunicationClock
 from minimind.train.zero_state import ZeroState
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -18,8 +19,9 @@ SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 class DeepSpeedBackend:
     """DeepSpeed reduces, clips and updates by itself, at the last micro-batch of a step."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, collectives: Any = None) -> None:
         self.engine = engine
+        self.collectives = collectives  # DeepSpeed's communication backend
         self.module: nn.Module = engine.module
         self.forward = engine
         self.optimizer = engine.optimizer
@@ -40,6 +42,10 @@ class DeepSpeedBackend:
     def skipped_steps(self) -> int:
         """Steps without an update since step 0, for a gradient that was not finite."""
         return self.engine.skipped_steps
+
+    def watch(self, clock: CommunicationClock) -> None:
+        """Have DeepSpeed's collectives timed."""
+        clock.watch_deepspeed(self.collectives)
 
     def begin(self, lr: float) -> float:
         """Set the learning rate of the coming update, and return the one in force.

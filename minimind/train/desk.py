@@ -17,16 +17,19 @@ from minimind.errors import NumericError
 from minimind.files import mebibytes
 from minimind.process import Progress, StopRequest
 from minimind.train.backends import StepResult
+from minimind.train.communication import CommunicationClock
 from minimind.train.engine import Engine
 from minimind.train.evaluate import HeldOut, evaluate
 from minimind.train.numerics import SkippedSteps
 from minimind.train.objective import routing_facts
+from minimind.train.profile import PhaseClock
 from minimind.train.ranks import lost_peers, together
 from minimind.train.report import Report
 from minimind.train.samples import Samples, draw
 from minimind.train.saver import Saver
 from minimind.train.schedule import Schedule
 from minimind.train.state import TrainState
+from minimind.train.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Desk:
     held_out: HeldOut
     samples: Samples | None
     saver: Saver
+    trace: Trace | None
+    communication: CommunicationClock | None  # watched only while profiling
     report: Report
     skipped: SkippedSteps
     stop: StopRequest
@@ -82,6 +87,22 @@ def report_skipped(
     except NumericError:
         report_saved(desk, wait=True)  # the last good checkpoint may still be on its way
         raise
+
+
+def report_profile(desk: Desk, state: TrainState) -> None:
+    """Where the time of every rank went since the last profile."""
+    desk.report.profile(state.step, desk.engine.gather(desk.report.medians()))
+
+
+def trace(desk: Desk, state: TrainState, clock: PhaseClock) -> None:
+    """Begin or end a trace of this rank where --trace_steps says so."""
+    if desk.trace is None:
+        return
+    started = time.perf_counter()
+    if desk.trace.look(state.step):
+        desk.report.say(f"step {state.step}: trace {desk.trace.path}, for ui.perfetto.dev")
+    clock.is_traced = desk.trace.is_recording
+    desk.report.pause("trace", (time.perf_counter() - started) * 1e3)
 
 
 def report_evaluation(desk: Desk, state: TrainState) -> None:

@@ -28,6 +28,7 @@ from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.loss import contagious
 from minimind.train.backends import PlainBackend, StepResult, prepare_for_ddp, unused_parameters
 from minimind.train.build_lock import minded_builds
+from minimind.train.communication import CommunicationClock
 from minimind.train.compiled import compile_within, uncompiled
 from minimind.train.deepspeed_backend import Backend, DeepSpeedBackend
 from minimind.train.deepspeed_config import Resolved
@@ -127,7 +128,7 @@ def _deepspeed(
         raise UsageError(f"{resolved.path}: DeepSpeed refuses it: {told}; mend it") from error
     for group in list(distributed_c10d._world.pg_map):  # ZeRO's own ones would wait for 30 minutes
         distributed_c10d._set_pg_timeout(timeout, group)
-    return DeepSpeedBackend(prepared), accelerator.device
+    return DeepSpeedBackend(prepared, deepspeed.comm.comm.cdb), accelerator.device
 
 
 def _plain(
@@ -250,6 +251,12 @@ class Engine(Ranks):
     def model(self) -> Any:
         """The model inside the engine."""
         return self.backend.module
+
+    def watched(self) -> CommunicationClock:
+        """A clock by which collectives are timed from now on."""
+        clock = CommunicationClock(self.device)
+        self.backend.watch(clock)
+        return clock
 
     def seed(self, step: int) -> None:
         """Reseed torch for one step, so that no random state needs to be in a checkpoint."""

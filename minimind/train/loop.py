@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+
 from minimind.errors import PREEMPTED
 from minimind.train.desk import (
     Desk,
     asked_by,
     begin_save,
     report_evaluation,
+    report_profile,
     report_samples,
     report_saved,
     report_skipped,
     report_step,
+    trace,
 )
 from minimind.train.profile import PhaseClock
 from minimind.train.state import TrainState, is_due
+
+WARM_UP = 2  # steps, in which everything that lasts is built
 
 
 def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
@@ -24,12 +30,15 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
     and reporting are collective, so none of them may hide behind "if rank 0".
     """
     run, engine, last = desk.run, desk.engine, desk.schedule.total_steps
-    clock = desk.progress.clock = PhaseClock(engine.device)
+    clock = desk.progress.clock = PhaseClock(engine.device, desk.communication)
+    begun = state.step
     desk.report.begin(state.step)
     desk.progress.step = state.step
     if state.step == last and not desk.saver.has(last):  # finished elsewhere, resumed into here
         begin_save(desk, state)
     while state.step < last:
+        settle(state.step - begun)
+        trace(desk, state, clock)
         engine.seed(state.step)
         clock.begin()
         micro_batches = desk.batches.at(state.step)  # fetch
@@ -53,9 +62,16 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
         if desk.samples and is_due(state.step, run.sample_interval, last):
             report_samples(desk, state)
         if profiling:
-            desk.report.profile(state.step)
+            report_profile(desk, state)
         if stopping and state.step < last:
             report_saved(desk, wait=True)
             return state, PREEMPTED, f"stopped on {asked_by(desk)}, saved"
+    trace(desk, state, clock)
     report_saved(desk, wait=True)
     return state, 0, "done"
+
+
+def settle(steps: int) -> None:
+    """Spare the garbage collector what was built in the first steps, and stays."""
+    if steps == WARM_UP:
+        gc.freeze()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shlex
@@ -42,6 +43,7 @@ from minimind.train.initial import Initial, read_initial
 from minimind.train.loop import train
 from minimind.train.numerics import SkippedSteps
 from minimind.train.out_dir import claim, require_writable, write_reference
+from minimind.train.peaks import mfu_per_speed, peak_told
 from minimind.train.report import Report
 from minimind.train.resume import Resumed, resume
 from minimind.train.samples import prompts_of, samples_of
@@ -49,6 +51,7 @@ from minimind.train.saver import Saver
 from minimind.train.schedule import Schedule
 from minimind.train.setup import Setup, idle_gpus, read_setup, resolved_table
 from minimind.train.state import TrainState
+from minimind.train.trace import trace_of, traced_steps
 from minimind.train.trackers import FINISH, open_trackers
 
 # Seconds that a rank waits for another that reads or writes a checkpoint: a disk may be slow, and a
@@ -73,6 +76,7 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     require_default_data(run)
     require_resume_path(run)
     prompts_of(run)
+    traced_steps(run)
     require_writable(Path(run.out_dir))
     with ExitStack() as held:
         return train_resolved(setup, resolved, initial, progress, held)
@@ -100,12 +104,17 @@ def train_resolved(
     require_same_files(engine, out_dir, prepared)
     with storing(str(out_dir), "mend its rights, or give another --out_dir"):
         is_speaker, is_profiling = engine.rank == 0, run.profile
-        report = Report(out_dir, schedule.total_steps, engine.device, is_speaker, is_profiling)
+        share = mfu_per_speed(run, engine.device, engine.world_size)
+        total_steps, device = schedule.total_steps, engine.device
+        report = Report(out_dir, total_steps, device, is_speaker, is_profiling, share)
     held.callback(report.close)
     report.say(f"{resolved_table(resolved)}\n{idle_gpus(setup.device, setup.launch)}".strip())
     desk, resumed = build_desk(run, prepared, order, schedule, engine, report, progress, initial)
     held.callback(desk.batches.close)
     held.callback(desk.saver.close)
+    held.callback(gc.unfreeze)
+    if desk.trace:
+        held.callback(desk.trace.close)
     if engine.rank == 0:
         with storing(str(out_dir), "free some space, or give another --out_dir"):
             write_reference(out_dir, resolved)
@@ -165,6 +174,8 @@ def build_desk(
         held_out=held_out_of(run, prepared),
         samples=samples_of(run, prepared.tokenizer),
         saver=saver,
+        trace=trace_of(run, engine.rank),
+        communication=engine.watched() if run.profile else None,
         report=report,
         skipped=SkippedSteps(run, engine, order, prepared.tokenizer.decode, report),
         stop=progress.begin(),
@@ -237,6 +248,7 @@ def opening(desk: Desk, prepared: Prepared, state: TrainState, path: Path | None
     )
     stage, rate = engine.resolved.zero_stage, engine.resolved.scheduler
     zero = "" if stage is None else f", ZeRO stage {stage}"
+    compiled = ", compiled in the first step" if run.compile == "on" else ""
     by = f"{schedule.shape}, {schedule.warmup_steps} steps of warm-up, peak {schedule.peak:g}"
     by = f"DeepSpeed's {rate}, as its file says" if rate else by
     micro_batch = run.micro_batch_rows(engine.world_size)
@@ -245,8 +257,8 @@ def opening(desk: Desk, prepared: Prepared, state: TrainState, path: Path | None
     steps_left = schedule.total_steps - state.step
     return "\n".join(
         [
-            f"backend {engine.resolved.backend}{zero}, {run.dtype}, on"
-            f" {engine.world_size} x {engine.device.type}",
+            f"backend {engine.resolved.backend}{zero}, {run.dtype}{compiled}, on"
+            f" {engine.world_size} x {engine.device.type}{peak_told(run, engine.device)}",
             f"model    {engine.parameters:,} parameters, vocabulary {run.vocab_size}"
             f" ({prepared.tokenizer.unused} of it unused)",
             f"data     {len(prepared.train):,} training tokens in {order.n_rows:,} rows of"

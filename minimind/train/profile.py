@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import torch
 
+from minimind.train.communication import CommunicationClock
+
 PHASES = ("data", "forward", "backward", "optimizer")
+SHOWN = {"comm": "of it comm."}
 
 
 class PhaseClock:
@@ -18,8 +23,13 @@ class PhaseClock:
     when they are reported, which is the only synchronisation. On a CPU they are a monotonic clock.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, communication: CommunicationClock | None = None
+    ) -> None:
         self._on_gpu = device.type == "cuda"
+        self._communication = communication
+        self._range: Any = None  # of a trace, by the name of the phase
+        self.is_traced = False
         self.passed = 0  # marks since the start: how far this rank is, for its peers
         self.phase = ""  # the one it is in
         self._marks: list[list[tuple[str, torch.cuda.Event | float]]] = []
@@ -28,22 +38,41 @@ class PhaseClock:
         """Start a step: the moment the first micro-batch is asked for."""
         self._marks.append([("", self._now())])
         self._enter("data")
+        self._annotate("data")
 
     def mark(self, phase: str) -> None:
         """Charge the time since the last mark to `phase`."""
         self._marks[-1].append((phase, self._now()))
-        self._enter(PHASES[(PHASES.index(phase) + 1) % len(PHASES)])
+        following = PHASES[(PHASES.index(phase) + 1) % len(PHASES)]
+        self._enter(following)
+        self._annotate("" if phase == PHASES[-1] else following)
 
     def _enter(self, phase: str) -> None:
         self.passed += 1
         self.phase = phase
 
+    def _annotate(self, phase: str) -> None:
+        """Show the phase in a trace, where one is recorded."""
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        if self.is_traced and phase:
+            self._range = torch.profiler.record_function(phase)
+            self._range.__enter__()
+
     def take(self) -> list[dict[str, float]]:
-        """Milliseconds by phase, and their sum as `step`, of each step since the last call."""
+        """Milliseconds by phase, and their sum as `step`, of each step since the last call.
+
+        Communication, where it is watched, is shared out evenly over them as `comm`.
+        """
         marks, self._marks = self._marks, []
         if self._on_gpu:
             torch.cuda.synchronize()
-        return [self._milliseconds(step) for step in marks]
+        steps = [self._milliseconds(step) for step in marks]
+        if self._communication:
+            spent = self._communication.take() / max(1, len(steps))
+            steps = [{**step, "comm": spent} for step in steps]
+        return steps
 
     def _now(self) -> torch.cuda.Event | float:
         if not self._on_gpu:
@@ -62,10 +91,33 @@ class PhaseClock:
         return {**spent, "step": sum(spent.values())}
 
 
-def mean_ms(steps: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each phase over `steps`, as `PHASE_ms`."""
-    names = (*PHASES, "step")
-    return {f"{n}_ms": sum(s[n] for s in steps) / max(1, len(steps)) for n in names}
+def mean_ms(steps: list[dict[str, float]]) -> dict[str, float | None]:
+    """The mean of each phase over `steps`, as `PHASE_ms`; comm_ms is None unless watched."""
+    means = {f"{n}_ms": sum(s[n] for s in steps) / max(1, len(steps)) for n in (*PHASES, "step")}
+    is_watched = bool(steps) and "comm" in steps[0]
+    return {**means, "comm_ms": sum(s["comm"] for s in steps) / len(steps) if is_watched else None}
+
+
+def median_ms(steps: list[dict[str, float]]) -> dict[str, float]:
+    """The median of everything that `steps` have: what one rank tells the others."""
+    return {f"{name}_ms": median(step[name] for step in steps) for name in steps[0]}
+
+
+def ranks_table(ranks: Sequence[Mapping[str, float]]) -> str:
+    """A table of min / median / max over ranks of their medians, and whose the largest is.
+
+    Ranks wait for each other in the backward pass: who is late is seen by its forward pass, or by
+    how little time it spends communicating.
+    """
+    lines = [f"  {'over ranks':<12}{'min':>10}{'median':>10}{'max':>10}  slowest"]
+    for name in ranks[0]:
+        found = [rank[name] for rank in ranks]
+        slowest = found.index(max(found))
+        lines.append(
+            f"  {name.removesuffix('_ms'):<12}{min(found):>10.1f}{median(found):>10.1f}"
+            f"{max(found):>10.1f}  rank {slowest}"
+        )
+    return "\n".join(lines)
 
 
 def profile_table(steps: list[dict[str, float]], pauses: dict[str, float]) -> str:
@@ -76,11 +128,14 @@ def profile_table(steps: list[dict[str, float]], pauses: dict[str, float]) -> st
     """
     whole = median(s["step"] for s in steps)
     lines = [f"  {'phase':<12}{'min ms':>10}{'median':>10}{'max':>10}{'share':>8}"]
-    for name in (*PHASES, "step"):
-        times = [s[name] for s in steps]
+    for name in (*PHASES, "step", "comm"):
+        times = [s[name] for s in steps if name in s]
+        if not times:
+            continue
         share = f"{median(times) / whole:>8.1%}" if whole else ""
         lines.append(
-            f"  {name:<12}{min(times):>10.1f}{median(times):>10.1f}{max(times):>10.1f}{share}"
+            f"  {SHOWN.get(name, name):<12}{min(times):>10.1f}{median(times):>10.1f}"
+            f"{max(times):>10.1f}{share}"
         )
     for name, spent in pauses.items():
         lines.append(f"  {name:<12}{spent:>10.1f}  in all, between the {len(steps)} steps")

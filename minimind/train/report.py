@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from tqdm import tqdm
 
 from minimind.files import storing
 from minimind.metrics import Metrics
-from minimind.train.profile import mean_ms, profile_table
+from minimind.train.profile import mean_ms, median_ms, profile_table, ranks_table
 from minimind.train.trackers import Trackers
 
-PAUSES: tuple[str, ...] = ("evaluate", "checkpoint", "sample")
+PAUSES: tuple[str, ...] = ("evaluate", "checkpoint", "sample", "trace")
 ABRUPT = 3.0  # seconds that a tracker gets when a run ends by an error
 
 
@@ -30,12 +31,15 @@ class Report:
         device: torch.device,
         is_speaker: bool,
         is_profiling: bool,
+        mfu_per_speed: float | None = None,
     ) -> None:
+        """mfu_per_speed is by what tokens/s are multiplied to give MFU; None: no peak is known."""
         self._path = out_dir / "metrics.jsonl"
         self._metrics = Metrics(self._path) if is_speaker else None
         self._is_speaker = is_speaker
         self._is_heard = True
         self._is_profiling = is_profiling
+        self._mfu_per_speed = mfu_per_speed
         self._device = device
         self._total = total_steps
         self._bar: tqdm | None = None
@@ -73,7 +77,7 @@ class Report:
         """Take note of the phase times of some steps."""
         if self._is_speaker:
             self._since_line += steps
-            self._since_table += steps if self._is_profiling else []
+        self._since_table += steps if self._is_profiling else []
 
     def step(self, line: dict[str, Any], tokens_per_step: int) -> None:
         """One `step` event, with the phase times since the last one."""
@@ -86,13 +90,14 @@ class Report:
             **line,
             **mean_ms(steps),
             **{f"{cause}_ms": spent / max(1, len(steps)) for cause, spent in between.items()},
-            "comm_ms": None,
             "tokens_per_second": speed,
-            "mfu": None,
+            "mfu": None if self._mfu_per_speed is None else speed * self._mfu_per_speed,
             "memory_mib": self._memory_mib(),
         }
         self.event("step", **line)
         shown = f"loss {line['loss']:.4f}  lr {line['lr']:.2e}  {speed:,.0f} tokens/s"
+        if line["mfu"] is not None:
+            shown += f"  MFU {line['mfu']:.1%}"
         if self._bar is not None:
             self._bar.set_postfix_str(shown, refresh=False)
             self._bar.update(line["step"] - self._bar.n)
@@ -106,15 +111,24 @@ class Report:
         self._between_lines[cause] += milliseconds
         self._since += milliseconds / 1e3
 
-    def profile(self, step: int) -> None:
-        """The table of where the time since the last one went, and the same as an event."""
+    def medians(self) -> dict[str, float]:
+        """What this rank tells the others of its steps since the last profile."""
+        return {**median_ms(self._since_table), "memory_mib": self._memory_mib()}
+
+    def profile(self, step: int, ranks: Sequence[dict[str, float]]) -> None:
+        """The tables of where the time since the last one went, and the same as an event.
+
+        `ranks` has the medians of every rank.
+        """
         steps, self._since_table = self._since_table, []
         pauses, self._pauses = self._pauses, {}
         if not self._is_speaker:
             return
-        self.say(f"profile, {len(steps)} steps up to step {step}:\n{profile_table(steps, pauses)}")
-        told = {f"{cause}_ms": spent for cause, spent in pauses.items()}
-        self.event("profile", step=step, steps=len(steps), **mean_ms(steps), **told)
+        told = f"profile, {len(steps)} steps up to step {step}:\n{profile_table(steps, pauses)}"
+        self.say(f"{told}\n{ranks_table(ranks)}" if len(ranks) > 1 else told)
+        spent = {f"{cause}_ms": ms for cause, ms in pauses.items()}
+        by_rank = {name: [rank[name] for rank in ranks] for name in ranks[0]}
+        self.event("profile", step=step, steps=len(steps), **mean_ms(steps), **spent, ranks=by_rank)
 
     def close(self, patience: float = ABRUPT) -> None:
         """Leave the terminal as it was; nothing more will be recorded.

@@ -1,0 +1,75 @@
+"""What every rank did in some steps, as Chrome traces that Perfetto opens (--trace_steps)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from minimind.config import RunConfig
+from minimind.errors import UsageError
+from minimind.files import storing
+
+
+def traced_steps(run: RunConfig) -> tuple[int, int] | None:
+    """The first and the last step of --trace_steps; None without. A UsageError for nonsense."""
+    if run.trace_steps is None:
+        return None
+    found = re.fullmatch(r"(\d{1,12}):(\d{1,12})", run.trace_steps)
+    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise UsageError(
+            f"trace_steps = {run.trace_steps} ({run.sources['trace_steps']}) is not FIRST:LAST with"
+            " 1 <= FIRST <= LAST; write 10:13 for steps 10 to 13"
+        )
+    return first, last
+
+
+def trace_of(run: RunConfig, rank: int) -> Trace | None:
+    """What --trace_steps asks for."""
+    steps = traced_steps(run)
+    return Trace(steps, Path(run.out_dir), rank) if steps else None
+
+
+class Trace:
+    """Records from before the first step to after the last one, and writes one file a rank."""
+
+    def __init__(self, steps: tuple[int, int], out_dir: Path, rank: int) -> None:
+        self._first, self._last = steps
+        name = f"steps_{self._first}-{self._last}-rank_{rank}.json.gz"
+        self.path = out_dir / "traces" / name
+        self._profiler: Any = None
+
+    def look(self, step: int) -> bool:
+        """Begin or end where it is due, `step` steps having been taken; whether it ended now.
+
+        A run that begins within them, resumed, records the rest of them.
+        """
+        if self._profiler is None and self._first - 1 <= step < self._last:
+            kinds = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                kinds.append(ProfilerActivity.CUDA)
+            self._profiler = profile(activities=kinds)
+            self._profiler.start()
+        elif self._profiler is not None and step >= self._last:
+            self.close()
+            return True
+        return False
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether steps are being recorded."""
+        return self._profiler is not None
+
+    def close(self) -> None:
+        """Write what has been recorded, if anything is."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        profiler.stop()
+        with storing(str(self.path), "free some space, or mend the path of --out_dir"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(self.path))
