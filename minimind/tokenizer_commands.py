@@ -116,7 +116,7 @@ def _train(args: argparse.Namespace) -> int:
     from minimind.data.tokenizer_files import MODEL_NAME, TOKENIZER_FILES
     from minimind.data.tokenizer_measures import measure
     from minimind.data.vocabulary import require_learnable
-    from minimind.new_folder import require_free, written_aside
+    from minimind.new_folder import NewFolder
 
     started = time.perf_counter()
     if not 0 <= args.val_fraction < 1:
@@ -136,8 +136,9 @@ def _train(args: argparse.Namespace) -> int:
             " minimind tokenizer train my_text.jsonl --out out/tokenizer"
         )
     require_learnable(args.vocab_size, args.special_tokens)
-    out = args.out.expanduser().resolve()
-    require_free(out, args.force, TOKENIZER_FILES, "minimind tokenizer train")
+    path, author = args.out.expanduser().resolve(), "minimind tokenizer train"
+    out = NewFolder(path, args.force, TOKENIZER_FILES, author)
+    out.require_free()
     read = Reader(args.val_fraction, _reading(args), args.on_bad_data == "skip")
     passages = sample(read.training_texts(paths), args.sample_bytes, args.seed)
     if not read.training:
@@ -145,7 +146,7 @@ def _train(args: argparse.Namespace) -> int:
             f"no document is left to learn from: --val_fraction {args.val_fraction} holds out all"
             f" {read.documents}; lower it, or add documents"
         )
-    with written_aside(out) as draft:
+    with out.written_aside() as draft:
         model = draft / MODEL_NAME
         how = (args.sample_bytes, args.seed, args.special_tokens)
         train_tokenizer(passages, args.vocab_size, model, *how)

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from minimind.cli import main
 from minimind.data.prepare import Asked, prepare_for_run
+from minimind.data.sample import sample
 from minimind.data.sources import Source
 from minimind.data.tokenizer import Tokenizer
 from minimind.data.unit_reader import split_of
@@ -208,6 +209,25 @@ def test_inspect_says_which_text_does_not_come_back(tmp_path, text, capsys):
 def test_pieces_are_shown_without_anything_a_terminal_would_obey():
     assert shown("\x1b[31m \n\u202e字".encode()) == r"'\x1b[31m \n\u202e字'"
     assert shown("字".encode()[:2]) == r"'\xe5\xad'"
+
+
+def test_the_second_of_two_to_one_out_is_refused(text, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    words = ["train", text, "--out", out, "--vocab_size"]
+    learnt = []
+
+    def meanwhile(*given):
+        learnt.append(given)
+        if len(learnt) == 1:
+            assert tokenizer(*words, 600) == 0
+        return sample(*given)
+
+    monkeypatch.setattr("minimind.data.sample.sample", meanwhile)
+    assert tokenizer(*words, 512) == 2
+    told = capsys.readouterr().err
+    assert told.endswith(f"--out {out} exists; give another folder, or --force to replace it\n")
+    assert Tokenizer(out).vocab_size == 600
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("where", ["sample.sample", "tokenizer.train_tokenizer"])
