@@ -11,7 +11,7 @@ from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.arguments import at_least
+from minimind.arguments import at_least, count_of_bytes
 from minimind.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ def add_parser(subs: Any) -> None:
     apart = "each document by itself; off: as packed rows are read, one after another"
     add("--doc_mask", "--doc-mask", action=masks, default=True, help=apart)
     add("--text_field", "--text-field", default="text", help="that has the text (text)")
+    longest = ("--max_document_bytes", "--max-document-bytes")
+    told = "longest document of raw text (64MiB; less with a tokenizer that takes a text at once)"
+    add(*longest, type=count_of_bytes, metavar="BYTES", help=told)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--cache_dir", "--cache-dir", default="~/.cache/minimind", help="where tokens are kept")
     add("--json", action="store_true", help="for programs: one object")
@@ -94,16 +97,18 @@ def _prepared(
     place: str, tokenizer: AnyTokenizer, args: argparse.Namespace, is_first: bool
 ) -> Prepared:
     """Tokens of a prepared folder, or of raw text by way of the cache."""
+    from minimind.data.load_tokenizer import longest_document
     from minimind.data.prepare import Asked, is_prepared, open_prepared, prepare_for_run
     from minimind.data.units import Options, Source
 
     if not is_prepared(place):
         if args.split not in (None, "all"):
             raise UsageError(f"--split {args.split}: {place} is raw text; leave --split out")
+        most = args.max_document_bytes or longest_document(str(tokenizer.path))
         asked = Asked(
             (Source("data", (place,)),),
             str(tokenizer.path),
-            options=Options(args.text_field, val_fraction=0.0),
+            options=Options(args.text_field, most, val_fraction=0.0),
             progress=is_first,
         )
         return prepare_for_run(asked, Path(args.cache_dir).expanduser())

@@ -35,10 +35,8 @@ def add_parser(subs: Any) -> None:
         added = actions.add_parser(name, help=told, description=f"{told}.", allow_abbrev=False)
         added.add_argument("--debug", action="store_true", help="show tracebacks")
         longest = ("--max_document_bytes", "--max-document-bytes")
-        most = FLAGS["max_document_bytes"].default
-        added.add_argument(
-            *longest, type=count_of_bytes, default=most, metavar="BYTES", help="accepted (64MiB)"
-        )
+        how = "accepted (64MiB; 2MiB or 8MiB with a tokenizer that takes a text at once)"
+        added.add_argument(*longest, type=count_of_bytes, metavar="BYTES", help=how)
         bad = ("--on_bad_data", "--on-bad-data")
         added.add_argument(*bad, choices=("error", "skip"), default="error", help="(error)")
         text = ("--text_field", "--text-field")
@@ -139,7 +137,7 @@ def _train(args: argparse.Namespace) -> int:
     path, author = args.out.expanduser().resolve(), "minimind tokenizer train"
     out = NewFolder(path, args.force, TOKENIZER_FILES, author)
     out.require_free()
-    read = Reader(args.val_fraction, _reading(args), args.on_bad_data == "skip")
+    read = Reader(args.val_fraction, _reading(args, None), args.on_bad_data == "skip")
     passages = sample(read.training_texts(paths), args.sample_bytes, args.seed)
     if not read.training:
         raise DataError(
@@ -207,10 +205,11 @@ def texts_of(path: Path, reading: Reading, skips_bad: bool) -> Iterator[str]:
         yield text
 
 
-def _reading(args: argparse.Namespace) -> Reading:
+def _reading(args: argparse.Namespace, tokenizer: str | None) -> Reading:
     from minimind.data.documents import Reading
+    from minimind.data.load_tokenizer import longest_document
 
-    return Reading(args.text_field, args.max_document_bytes)
+    return Reading(args.text_field, args.max_document_bytes or longest_document(tokenizer))
 
 
 def run_inspect(args: argparse.Namespace) -> int:
@@ -222,7 +221,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     from minimind.data.tokenizer_measures import AWKWARD, measure
     from minimind.tokenizer_tables import about, kinds, longest, sources, special, unused
 
-    tokenizer = load_tokenizer(args.tokenizer)
+    tokenizer, reading = load_tokenizer(args.tokenizer), _reading(args, args.tokenizer)
     pieces = tokenizer.pieces()
     files, skips_bad = find_files(args.data_path), args.on_bad_data == "skip"
     print(about(tokenizer))
@@ -231,7 +230,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     print(longest(pieces))
     measured = {"awkward text": measure(tokenizer, AWKWARD)}
     for path in files:
-        measured[str(path)] = measure(tokenizer, texts_of(path, _reading(args), skips_bad))
+        measured[str(path)] = measure(tokenizer, texts_of(path, reading, skips_bad))
     print(sources(measured))
     if files:
         print(unused(pieces, np.sum([measured[str(path)].used for path in files], axis=0)))
