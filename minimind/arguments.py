@@ -55,3 +55,15 @@ def size_in_bytes(text: str) -> int:
 def count_of_bytes(text: str) -> int:
     """Of a bare number, or of one with a unit."""
     return int(text) if text.isdecimal() and int(text) else size_in_bytes(text)
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a word of the command line was; Python has halves of characters where it was not."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def utf8(text: str) -> str:
+    """The text itself."""
+    if not is_utf8(text):
+        raise argparse.ArgumentTypeError(f"{text!a} is not UTF-8")
+    return text

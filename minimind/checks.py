@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from minimind.arguments import is_utf8
 from minimind.config import FLAGS, RunConfig
 from minimind.errors import UsageError
 from minimind.report_flags import TRACKERS
@@ -20,6 +21,11 @@ def check(run: RunConfig) -> None:
     run.allowed_changes()
     _check_reports(run)
     _check_model(run)
+    if not is_utf8(run.text_field):
+        raise UsageError(
+            f"text_field = {run.text_field!a} ({run.sources['text_field']}) is not UTF-8, as"
+            " all names of fields are; give the name that the text has"
+        )
     if run.max_steps and run.warmup_steps and run.warmup_steps > run.max_steps:
         raise UsageError(
             f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}) is more than"

@@ -11,7 +11,7 @@ from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.arguments import at_least, count_of_bytes
+from minimind.arguments import at_least, count_of_bytes, utf8
 from minimind.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def add_parser(subs: Any) -> None:
     masks = argparse.BooleanOptionalAction
     apart = "each document by itself; off: as packed rows are read, one after another"
     add("--doc_mask", "--doc-mask", action=masks, default=True, help=apart)
-    add("--text_field", "--text-field", default="text", help="that has the text (text)")
+    told = "that has the text (text)"
+    add("--text_field", "--text-field", type=utf8, default="text", help=told)
     longest = ("--max_document_bytes", "--max-document-bytes")
     told = "longest document of raw text (64MiB; less with a tokenizer that takes a text at once)"
     add(*longest, type=count_of_bytes, metavar="BYTES", help=told)

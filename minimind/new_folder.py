@@ -89,7 +89,7 @@ class NewFolder:
 
 def put_back(out: Path) -> None:
     """`out` is the new folder or the old one, alone, even if a `NewFolder.replace` was killed."""
-    if any(_beside(out, role).exists() for role in ("before", "gone")):
+    if any(os.path.exists(_beside(out, role)) for role in ("before", "gone")):
         with _swapping(out):
             pass
 

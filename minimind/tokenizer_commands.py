@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.arguments import Parser, at_least, count_of_bytes
+from minimind.arguments import Parser, at_least, count_of_bytes, utf8
 from minimind.config import FLAGS
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.files import mebibytes
@@ -40,7 +40,8 @@ def add_parser(subs: Any) -> None:
         bad = ("--on_bad_data", "--on-bad-data")
         added.add_argument(*bad, choices=("error", "skip"), default="error", help="(error)")
         text = ("--text_field", "--text-field")
-        added.add_argument(*text, default="text", metavar="NAME", help="that has the text (text)")
+        named = {"default": "text", "metavar": "NAME", "help": "that has the text (text)"}
+        added.add_argument(*text, type=utf8, **named)
         data = ("--data_path", "--data-path")
         added.add_argument(
             *data, nargs="+", action="extend", default=[], metavar="PATH", help=TEXT_HELP

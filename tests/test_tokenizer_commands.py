@@ -280,6 +280,11 @@ def test_ctrl_c_is_answered_in_one_line_and_leaves_what_was_there(
         (["train", "TEXT", "TEXT", "--out", "OUT"], 2, "is named twice; name it once"),
         (["train", "NONE", "--out", "OUT"], 3, "no such file"),
         (["train", "BLANK", "--out", "OUT"], 3, "no text to learn"),
+        (
+            ["train", "TEXT", "--out", "OUT", "--text_field", "t\udcff"],
+            2,
+            r"'t\udcff' is not UTF-8",
+        ),
         (["inspect"], 2, "required: DIR|FILE"),
         (["inspect", "OUT"], 3, "no such tokenizer"),
         (["inspect", "FOLDER"], 3, "neither tokenizer.model (SentencePiece) nor tokenizer.json"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -133,6 +134,12 @@ def draft_of(out: Path) -> Path:
 def _place(out: Path, force: bool) -> NewFolder:
     place = NewFolder(out.expanduser().resolve(), force, OWN, "minimind prepare")
     place.require_free()
+    draft = draft_of(place.path)
+    if os.path.lexists(draft) and not draft.is_dir():
+        raise UsageError(
+            f"{draft} is a file or a link, and --out {place.path} grows in a folder of that name;"
+            " move it away, or give another --out"
+        )
     return place
 
 

@@ -22,7 +22,7 @@ from minimind.data.manifest import (
 )
 from minimind.data.plan_file import PLAN_NAME
 from minimind.data.shards import token_dtype
-from minimind.data.unit_reader import refusal
+from minimind.data.unit_reader import MOST_LISTED, refusal
 from minimind.data.units import Plan, Source, Unit
 from minimind.errors import DataError, UsageError
 from minimind.files import canonical_json, fingerprint, sha256_of, sync_file, write_whole
@@ -137,7 +137,11 @@ def _manifest(work: Work, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
             for split in SPLITS
         },
         "sources": [_source(plan, number, units) for number in range(len(plan.sources))],
-        "rejected": {"count": sum(one["rejected"] for one in done), "first": _first_rejected(done)},
+        "rejected": {
+            "count": sum(one["rejected"] for one in done),
+            "listed": sum(min(one["rejected"], MOST_LISTED) for one in done),
+            "first": _first_rejected(done),
+        },
     }
     return {**manifest, "fingerprint": tokens_fingerprint(manifest)}
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from minimind.config import FLAGS, RunConfig
+from minimind.data.manifest import where_listed
 from minimind.data.order import Order
 from minimind.data.prepare import Prepared
 from minimind.files import storing
@@ -240,8 +241,9 @@ def opening(desk: Desk, prepared: Prepared, state: TrainState, path: Path | None
     by = f"{schedule.shape}, {schedule.warmup_steps} steps of warm-up, peak {schedule.peak:g}"
     by = f"DeepSpeed's {rate}, as its file says" if rate else by
     micro_batch = run.micro_batch_rows(engine.world_size)
-    rejected = prepared.manifest["rejected"]["count"]
-    bad = f"; {rejected:,} bad documents passed over (rejected.jsonl)" if rejected else ""
+    rejected = prepared.manifest["rejected"]
+    told = f"; {rejected['count']:,} bad documents passed over ({where_listed(rejected)})"
+    bad = told if rejected["count"] else ""
     steps_left = schedule.total_steps - state.step
     return "\n".join(
         [

@@ -330,3 +330,23 @@ def test_a_lock_that_cannot_be_made_names_the_folder_asked_for(
     told = capsys.readouterr().err
     assert " /proc/out: " in told
     assert "lock" not in told
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_what_is_in_the_way_of_the_part_is_named(
+    is_link: bool, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    part = tmp_path / "out.part"
+    part.symlink_to("nothing") if is_link else part.touch()
+    for more in ([], ["--shard", "0/2"]):
+        told = refused(capsys, words(place, tmp_path / "out", *more))
+        assert f"{part} is a file or a link, and --out {tmp_path / 'out'} grows in" in told
+        assert "; move it away, or give another --out" in told
+
+
+def test_an_out_of_too_long_a_name_is_named_as_it_was_given(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / (250 * "x")
+    assert main(words(place, out)) == 5
+    assert f": {out}: File name too long" in capsys.readouterr().err
