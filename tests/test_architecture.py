@@ -101,6 +101,7 @@ LAYERS = [
     {"minimind.train.desk", "minimind.train.build"},
     {"minimind.train.initial"},
     {"minimind.train.loop"},
+    {"minimind.train.dry_run"},
     {"minimind.train.pretrain"},
     {"minimind.cli"},
 ]

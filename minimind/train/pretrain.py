@@ -24,7 +24,6 @@ from minimind.process import Progress
 from minimind.train.build import (
     batches_of,
     continued,
-    dry_run_text,
     held_out_of,
     model_config,
     plan,
@@ -37,6 +36,7 @@ from minimind.train.build import (
 )
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.desk import Desk
+from minimind.train.dry_run import dry_run_text
 from minimind.train.engine import Engine, build_engine, leave, section_faults
 from minimind.train.identity import facts, identity, layout, source_commit, versions
 from minimind.train.initial import Initial, read_initial
