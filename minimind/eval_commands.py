@@ -11,7 +11,7 @@ from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.arguments import at_least
+from minimind.arguments import add_model, at_least
 from minimind.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -32,9 +32,8 @@ def add_parser(subs: Any) -> None:
         " one process or in several: torchrun --nproc-per-node 2 -m minimind.cli eval ...",
         allow_abbrev=False,
     )
+    add_model(added)
     add = added.add_argument
-    add("--checkpoint", metavar="PLACE", help="a run's out_dir, or a step_ directory")
-    add("--model", metavar="DIR", help="a directory with config.json, safetensors and a tokenizer")
     told = "text, each path a source of its own; or folders that `minimind prepare` wrote"
     add("--data", nargs="+", required=True, metavar="PATH", help=told)
     add("--split", choices=tuple(SPLITS), help="of a prepared folder (val); raw text is read whole")
@@ -47,10 +46,8 @@ def add_parser(subs: Any) -> None:
     apart = "each document by itself; off: as packed rows are read, one after another"
     add("--doc_mask", "--doc-mask", action=masks, default=True, help=apart)
     add("--text_field", "--text-field", default="text", help="that has the text (text)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--cache_dir", "--cache-dir", default="~/.cache/minimind", help="where tokens are kept")
     add("--json", action="store_true", help="for programs: one object")
-    add("--debug", action="store_true", help="show tracebacks")
 
 
 def run_eval(args: argparse.Namespace) -> int:
@@ -63,7 +60,7 @@ def run_eval(args: argparse.Namespace) -> int:
 
     launch = read_launch(os.environ)
     device = device_for(args.device, "--device", launch)
-    model, tokenizer, path = load_model(args.checkpoint, args.model)
+    model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer)
     model.config.doc_mask = False  # the windows say what is seen together
     length = _window(args.max_seq_len, model.config.max_position_embeddings)
     prepared = [_prepared(place, tokenizer, args, launch.rank == 0) for place in args.data]

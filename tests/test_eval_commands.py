@@ -105,7 +105,8 @@ def test_the_table_is_for_people(trained: Trained, capsys: pytest.CaptureFixture
     [
         ("--data MIXED", 2, "neither was given; give one"),
         ("--checkpoint RUN --model RUN --data MIXED", 2, "both were given; give one"),
-        ("--model RUN --data MIXED", 4, "has no config.json; name a directory"),
+        ("--model RUN --data MIXED", 2, "is of a training run; give it as --checkpoint"),
+        ("--model A --data MIXED", 4, "is no file that torch.save wrote"),
         ("--checkpoint RUN --data nowhere.jsonl", 3, "nowhere.jsonl"),
         ("--checkpoint RUN --data A --split val", 2, "is raw text; leave --split out"),
         ("--checkpoint RUN --data MIXED --max_seq_len 65", 2, "more than the 64 positions"),
@@ -218,11 +219,11 @@ def exported(trained: Trained, tmp_path: Path) -> Path:
 CONFIGS: dict[str, tuple[Any, str]] = {
     "no JSON": ("{", "is not JSON"),
     "no object": ([], "object"),
-    "a layer less": ({"num_hidden_layers": 1}, "model.layers.1."),
-    "a layer more": ({"num_hidden_layers": 3}, "has no model.layers.2."),
-    "another width": ({"hidden_size": 65}, "cannot be loaded"),
-    "null": ({"max_position_embeddings": None}, "cannot be loaded"),
-    "unknown": ({"model_type": "nobodys"}, "cannot be loaded"),
+    "a layer less": ({"num_hidden_layers": 1}, "num_hidden_layers: 2 -> 1"),
+    "a layer more": ({"num_hidden_layers": 3}, "num_hidden_layers: 2 -> 3"),
+    "another width": ({"hidden_size": 65}, "has heads of 8 channels"),
+    "null": ({"max_position_embeddings": None}, "has max_position_embeddings = None"),
+    "unknown": ({"model_type": "nobodys"}, "has model_type = 'nobodys'"),
 }
 
 
