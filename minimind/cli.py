@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         status = COMMANDS[args.command](args) or 0
         with printing():
-            sys.stdout.flush()
+            print(end="", flush=True)  # which lets a closed one be
         return status
     except BrokenPipeError:  # whoever read is gone (`| head`); nor may Python flush to nobody
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -73,7 +73,7 @@ def run_generate(args: argparse.Namespace) -> int:
     writer = _writer(args)
     if prompts:
         _answer(args, prompts, writer)
-    elif prompt is not None or not sys.stdin.isatty():
+    elif prompt is not None or sys.stdin is None or not sys.stdin.isatty():
         _continue(_stdin() if prompt is None else prompt, writer)
     else:
         _converse(writer)
@@ -129,6 +129,8 @@ def _writer(args: argparse.Namespace) -> _Writer:
 
 
 def _stdin() -> str:
+    if sys.stdin is None:
+        raise UsageError("standard input is closed; give --prompt")
     try:
         return prompt_of(sys.stdin.read())
     except UnicodeDecodeError as error:
@@ -137,8 +139,7 @@ def _stdin() -> str:
 
 def _show(text: str) -> None:
     with printing():
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        print(text, end="", flush=True)
 
 
 def _continue(prompt: str, writer: _Writer) -> None:
@@ -214,7 +215,8 @@ def _line(prompt: str, text: str | None, fault: RunError | None) -> str:
     told = {"prompt": prompt, "completion": text}
     if fault:
         told["error"] = str(fault)
-    return json.dumps(told, ensure_ascii=False) + "\n"
+    is_odd = fault is not None  # perhaps for what cannot be written as it is
+    return json.dumps(told, ensure_ascii=is_odd) + "\n"
 
 
 def _require_free(out: Path, force: bool, prompts: str) -> None:
@@ -222,9 +224,9 @@ def _require_free(out: Path, force: bool, prompts: str) -> None:
     if os.path.lexists(out) and not (force and out.is_file()):
         remedy = "which --force does not replace" if force else "or --force to replace it"
         raise UsageError(f"--out {out} exists; give another file, {remedy}")
-    if out.exists() and Path(prompts).exists() and out.samefile(prompts):
+    if os.path.exists(out) and os.path.exists(prompts) and out.samefile(prompts):
         raise UsageError(f"--out {out} is where the prompts are; give another file")
-    if not out.parent.is_dir():
+    if not os.path.isdir(out.parent):
         raise StorageError(
             f"--out {out}: there is no folder {out.parent}; make it, or give another"
         )

@@ -9,8 +9,15 @@ from typing import Any
 from minimind.data.load_tokenizer import AnyTokenizer
 from minimind.errors import UsageError
 from minimind.model.decoder import MiniMindForCausalLM
-from minimind.weights import CONFIG, Weights, is_checkpoint, load_weights_from
+from minimind.weights import (
+    CONFIG,
+    Weights,
+    is_checkpoint,
+    load_weights_from,
+    weights_of_checkpoint,
+)
 
+WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
 Loaded = tuple[Any, AnyTokenizer, Path]  # the first a MiniMindForCausalLM
 
 
@@ -29,7 +36,10 @@ def load_model(checkpoint: str | None, model: str | None, tokenizer: str | None 
     if checkpoint is not None and tokenizer is not None:
         raise UsageError("--tokenizer is for --model: a checkpoint has its own; leave it out")
     _require_kind(checkpoint, model)
-    found = load_weights_from(checkpoint or model or "")
+    if checkpoint is None:
+        found = load_weights_from(model or "")
+    else:
+        found = weights_of_checkpoint(checkpoint)
     if tokenizer is not None:
         found = replace(found, tokenizer=Path(tokenizer).expanduser())
     return ready(found)
@@ -67,4 +77,6 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _is_exported(path: Path) -> bool:
-    return path.is_file() or (path / CONFIG).is_file()
+    if path.is_file():
+        return path.suffix in WEIGHTS and not is_checkpoint(path.parent)
+    return (path / CONFIG).is_file()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from minimind.data.load_tokenizer import AnyTokenizer
-from minimind.errors import UsageError
+from minimind.errors import DataError, UsageError
 from minimind.sampling import Sampling, chooser
 
 BEFORE = 8  # tokens of a prompt that are decoded with what follows: more than a character has
@@ -88,8 +88,11 @@ class _Text:
 
 
 def ids_of(prompt: str, number: int, tokenizer: AnyTokenizer, positions: int) -> list[int]:
-    """A prompt's ids; a UsageError with its number where they leave no position to go on at."""
-    ids = [*tokenizer.encode(prompt)] or [tokenizer.eos_id]  # after a document's end, a new one
+    """A prompt's ids; an error with its number where they leave no position to go on at."""
+    try:
+        ids = [*tokenizer.encode(prompt)] or [tokenizer.eos_id]  # after a document's end, a new one
+    except DataError as error:
+        raise DataError(f"prompt {number}: {error}") from error
     if len(ids) >= positions:
         raise UsageError(
             f"prompt {number} has {len(ids)} tokens and the model {positions} positions; shorten it"

@@ -261,15 +261,17 @@ def test_prompts_that_are_too_long_cost_no_others(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     long, answers = "abc " * 60, tmp_path / "answers.jsonl"
-    (tmp_path / "prompts.txt").write_text(f"ab\n{long}\ncd\n{long}\n")
-    ask = ["--prompts", str(tmp_path / "prompts.txt"), "--out", str(answers), "--batch_size", "1"]
+    prompts = tmp_path / "prompts.jsonl"
+    asked = ["ab", long, "cd", "\ud800"]
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in asked))
+    ask = ["--prompts", str(prompts), "--out", str(answers), "--batch_size", "1"]
     ask += ["--checkpoint", str(trained.run), "--max_new_tokens", "9", "--top_p", "1"]
     assert main(["generate", *ask]) == 2
     told = capsys.readouterr().err.splitlines()
     assert "2 prompts, " in told[0]
     assert "2 of 4 prompts cannot be gone on with, the first: prompt 2 has 121 tokens" in told[1]
     found = [json.loads(line) for line in answers.read_text().splitlines()]
-    assert [one["prompt"] for one in found] == ["ab", long, "cd", long]
+    assert [one["prompt"] for one in found] == asked
     assert [one["completion"] is None for one in found] == [False, True, False, True]
     assert found[1]["error"] == "prompt 2 has 121 tokens and the model 64 positions; shorten it"
     ask[ask.index("--batch_size") + 1] = "4"
@@ -315,6 +317,8 @@ def test_a_file_of_prompts_is_answered_in_order(
         ("--prompt a --repetition_penalty 1e-45", 2, "1e-45 is not from 0.01 to 100"),
         ("--prompt a --temperature inf", 2, "inf is not 0 or more and finite"),
         ("--prompt a --temperature nan", 2, "nan is not 0 or more and finite"),
+        ("--prompts HALF.jsonl", 3, "prompt 1: a text is not Unicode: half a surrogate pair"),
+        ("--prompts P --out " + "x" * 300, 5, "cannot be written (File name too long)"),
         ("--prompts P --out nowhere/answers", 5, "there is no folder nowhere; make it"),
         ("--prompts P --out /proc/answers", 5, "--out /proc/answers: cannot be written (No such"),
         ("--prompts P --out P --force", 2, "is where the prompts are; give another"),
@@ -333,6 +337,7 @@ def test_what_cannot_be_generated_from_is_told_in_one_sentence(
     (tmp_path / "EMPTY").write_text("\n")
     (tmp_path / "BAD.jsonl").write_text('{"prompt": "a"}\n{"prompt": 1}\n')
     (tmp_path / "TORN.jsonl").write_text('{"prompt": \n')
+    (tmp_path / "HALF.jsonl").write_text('{"prompt": "\\ud800"}\n')
     (tmp_path / "LATIN").write_bytes(b"a\xe9\n")
     (tmp_path / "LONG").write_text("abc " * 60)
     here = {path.name: str(path) for path in tmp_path.iterdir()}
@@ -382,6 +387,21 @@ def test_a_full_standard_output_is_a_storage_error(
     assert "standard output: No space left on device; free" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("closed", "status"), [("sys.stdout", 0), ("sys.stdin", 2)])
+def test_a_closed_stream_is_none_to_write_to_or_read_from(
+    closed: str,
+    status: int,
+    trained: Trained,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(closed, None)
+    given = ["--prompt", "a"] if closed == "sys.stdout" else []
+    assert main(["generate", "--checkpoint", str(trained.run), *given]) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "tokens/s" in line if given else "standard input is closed; give --prompt" in line
+
+
 def test_a_reader_that_has_gone_is_no_fault(
     trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -413,6 +433,8 @@ def test_a_model_is_asked_for_by_what_it_is(
     for flag, place, status, told in (
         ("--checkpoint", out, 2, "is no training run's; give it as --model"),
         ("--model", trained.run, 2, "is of a training run; give it as --checkpoint"),
+        ("--checkpoint", tmp_path, 2, "is GGUF"),
+        ("--checkpoint", trained.cache, 4, "holds no checkpoint; name a run's out_dir"),
         ("--checkpoint", gguf, 2, "is GGUF, which llama.cpp and Ollama read; name the checkpoint"),
         ("--model", gguf, 2, "is GGUF, which llama.cpp and Ollama read; name the checkpoint"),
         ("--model", tmp_path, 2, "is GGUF, which llama.cpp and Ollama read; name the checkpoint"),
