@@ -31,7 +31,7 @@ def add_parser(subs: Any) -> None:
         "eval",
         help="loss, perplexity and bits per byte of a model on text",
         description="Loss, perplexity and bits per byte of text, of each source and of all, in"
-        " one process or in several: torchrun --nproc-per-node 2 -m minimind.cli eval ...",
+        " one process or in several: torchrun --nproc-per-node 2 -m minimind eval ...",
         allow_abbrev=False,
     )
     add_model(added)

@@ -434,7 +434,7 @@ def test_a_model_is_asked_for_by_what_it_is(
         ("--checkpoint", out, 2, "is no training run's; give it as --model"),
         ("--model", trained.run, 2, "is of a training run; give it as --checkpoint"),
         ("--checkpoint", tmp_path, 2, "is GGUF"),
-        ("--checkpoint", trained.cache, 4, "holds no checkpoint; name a run's out_dir"),
+        ("--checkpoint", tmp_path / "no", 4, "holds no checkpoint; name a run's out_dir"),
         ("--checkpoint", gguf, 2, "is GGUF, which llama.cpp and Ollama read; name the checkpoint"),
         ("--model", gguf, 2, "is GGUF, which llama.cpp and Ollama read; name the checkpoint"),
         ("--model", tmp_path, 2, "is GGUF, which llama.cpp and Ollama read; name the checkpoint"),
