@@ -99,8 +99,7 @@ def load_weights_from(
     file without a configuration does not tell. Raises a CheckpointError or a UsageError.
     """
     path = Path(place).expanduser()
-    is_run = (path / "checkpoints").is_dir() or (path / MANIFEST).exists()
-    if kind is None and (is_run or path.name == "checkpoints"):
+    if kind is None and is_checkpoint(path):
         return weights_of_checkpoint(str(place))
     source = of_place(path)
     if kind is None:
@@ -111,6 +110,12 @@ def load_weights_from(
     if kind == MINIMIND2:
         return _of_minimind2(path, source, given)
     return _of_llama(path, source, given)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether it is a training run's, or one of its steps."""
+    is_run = (path / "checkpoints").is_dir() or path.name == "checkpoints"
+    return is_run or (path / MANIFEST).exists()
 
 
 def weights_of_checkpoint(place: str) -> Weights:

@@ -107,6 +107,8 @@ def _require_sound(manifest: dict[str, Any]) -> None:
     for source in manifest["sources"]:
         _require(source, SOURCE, "source")
         _require(source["tokens"], dict.fromkeys(SPLITS, int), "source.tokens")
+        if "split_bytes" in source:  # of text; the first folders of this version do not tell
+            _require(source["split_bytes"], dict.fromkeys(SPLITS, int), "source.split_bytes")
         weight = source.get("weight")
         if not (weight is None or (type(weight) is float and 0 < weight < float("inf"))):
             raise ValueError(f"source.weight = {weight!r}")

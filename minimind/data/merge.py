@@ -102,10 +102,11 @@ def require_few_rejected(
 
 def no_training_documents(val_fraction: float, documents: int) -> DataError:
     """Every document was held out, or there was none."""
-    told = f"val_fraction = {val_fraction} holds all of them out" if documents else "all were bad"
-    return DataError(
-        f"no document is left to train on: {told}; lower --val_fraction or add documents"
-    )
+    told, remedy = "all were bad", "mend the text, or add documents"
+    if documents:
+        told = f"val_fraction = {val_fraction} holds all of them out"
+        remedy = "lower --val_fraction or add documents"
+    return DataError(f"no document is left to train on: {told}; {remedy}")
 
 
 def _manifest(work: Work, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -162,6 +163,7 @@ def _source(
             for split in SPLITS
         },
         "text_bytes": sum(sum(one["text_bytes"].values()) for one in own),
+        "split_bytes": {split: sum(one["text_bytes"][split] for one in own) for split in SPLITS},
         "rejected": sum(one["rejected"] for one in own),
         "sha256": fingerprint([one["sha256"] for one in own]),
     }

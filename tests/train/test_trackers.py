@@ -214,8 +214,8 @@ def test_samples_draw_on_random_numbers_of_their_own(trained: Trained):
     import torch
 
     from minimind.generate import load_checkpoint
+    from minimind.sampling import Sampling
     from minimind.train.samples import Samples, draw
-    from minimind.writing import Sampling
 
     model, tokenizer, _ = load_checkpoint(str(trained.run))
 
