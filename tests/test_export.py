@@ -21,8 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from minimind import export as export_module
 from minimind import tensor_sources
 from minimind.cli import main
-from minimind.errors import CheckpointError, UsageError
+from minimind.data.tokenizer import train_tokenizer
+from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.generate import load_checkpoint
+from minimind.load_model import load_directory
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.remote_code import AUTO_MAP, remote_code
 from minimind.weights import load_weights_from
@@ -278,6 +280,16 @@ def test_weights_that_are_no_numbers_begin_nothing(exports: Path, tmp_path: Path
     found = load_weights_from(place)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight has numbers"):
         found.fill(MiniMindForCausalLM(found.config))
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused_where_a_model_is_loaded(
+    exports: Path, tmp_path: Path
+):
+    place = shutil.copytree(first(exports), tmp_path / "export")
+    (place / "tokenizer.json").unlink()
+    train_tokenizer(sentences(2, 50), 513, place / "tokenizer.model")
+    with pytest.raises(DataError, match="has 513 pieces and the model 512; "):
+        load_directory(place)
 
 
 def first(exports: Path) -> Path:
