@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -257,6 +258,13 @@ def test_every_export_loads_where_this_package_cannot_be_imported(runs):
         *(["llama:", "Qwen3ForCausalLM"], ["minimind:", "MiniMindForCausalLM"]),
         ["gguf:", "Qwen3ForCausalLM"],
     ]
+
+
+def test_the_check_of_exports_says_in_a_line_what_it_cannot_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["check_export.py", "--checkpoint", str(tmp_path / "none")])
+    assert runpy.run_path(str(ROOT / "scripts" / "check_export.py"))["main"]() == 4
+    told = capsys.readouterr().err
+    assert told.startswith(f"check_export: error[E_CHECKPOINT]: {tmp_path / 'none'}: there is no")
 
 
 def test_what_is_read_is_not_written_over(exports: Path, capsys: pytest.CaptureFixture[str]):
