@@ -51,7 +51,7 @@ PLAIN = {
     "hidden_act": "silu",
     "use_sliding_window": False,
 }
-ANEW = "mend it, or name another model"
+ANEW = "name another model, or mend it"
 # What a user says of a shape, and what the configuration of a model calls it.
 SAID = {
     "n_heads": "num_attention_heads",
@@ -157,7 +157,10 @@ def shape_of_minimind2(path: Path, shapes: Mapping[str, list[int]], given: Given
         require(found, MINIMIND2_CONFIG)
         heads = found["n_heads"]
         told = Given(heads, None, found["rope_theta"], found["norm_eps"], found["max_seq_len"])
-        shape = shape_of_tensors(path.parent, shapes, told, MINIMIND2)
+        try:
+            shape = shape_of_tensors(path.parent, shapes, told, MINIMIND2)
+        except UsageError as error:  # of what is told, its heads alone can be wrong
+            raise CheckpointError(f"has n_heads = {heads}, which do not fit its tensors") from error
         width = found.get("hidden_dim")
         if width is None and "multiple_of" in found:
             require(found, {"multiple_of": SIZE})
