@@ -102,10 +102,11 @@ def shape_of_tensors(
         if getattr(given, name) is None
     ]
     if missing:
-        told = ", ".join(missing)
+        told, beside = ", ".join(missing), path.with_name("config.json")
+        instead = f"name {path.parent}, where config.json may, or " if beside.is_file() else ""
         raise UsageError(
-            f"{path}: its tensors do not tell {told}; give them to `minimind import`, or to a run"
-            " with --init_from"
+            f"{path}: its tensors do not tell {told}; {instead}give them to `minimind import`, or"
+            " to a run with --init_from"
         )
     heads = given.n_heads or 1
     head_dim = width // heads

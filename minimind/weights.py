@@ -137,7 +137,9 @@ def _kind_of(path: Path, source: Source, asked: str | None) -> str:
     if not path.is_dir():
         beside = path.with_name(CONFIG)
         if path.suffix == ".safetensors" and beside.is_file() and _is_ours(beside):
-            raise UsageError(f"{path}: is of an export of ours; name its directory, {path.parent}")
+            raise UsageError(
+                f"{path}: is part of a model of ours; name its directory, {path.parent}"
+            )
         return LLAMA
     return OURS if _is_ours(path / CONFIG) else LLAMA
 

@@ -389,7 +389,7 @@ def test_directories_that_are_not_what_they_say(why, llama, tmp_path, capsys):
         ("minimind2", "llama", "has the tensors of llama, not of minimind2; give --from llama"),
         ("llama", "ours", "is an export of ours, and no import is needed; name it as it is to"),
         ("minimind2", "ours", "is an export of ours"),
-        ("llama", "ours/model.safetensors", "is of an export of ours; name its directory"),
+        ("llama", "ours/model.safetensors", "is part of a model of ours; name its directory"),
         ("llama", "run", "is a run of ours, and no import is needed"),
         ("minimind2", "run/checkpoints", "is a run of ours"),
     ],
@@ -412,6 +412,14 @@ def test_names_that_are_nobodys_are_not_called_llamas(pth, tokenizer, tmp_path, 
 
 @pytest.mark.parametrize("kind", ["llama", "minimind2"])
 @pytest.mark.parametrize("place", ["model.gguf", "."])
+def test_a_file_beside_a_configuration_is_told_with_its_folder(llama, tmp_path, capsys):
+    files = [load_file(path) for path in sorted(llama.glob("*.safetensors"))]
+    save_file({**files[0], **files[1]}, tmp_path / "m.safetensors")
+    shutil.copy(llama / "config.json", tmp_path)
+    assert bring_in(tmp_path / "m.safetensors", tmp_path / "out", kind="llama") == 2
+    refused(2, f"name {tmp_path}, where config.json may, or give", capsys=capsys, tmp_path=tmp_path)
+
+
 def test_gguf_is_for_writing_only_and_says_so(kind, place, tmp_path, capsys):
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(99))
     assert bring_in(tmp_path / place, tmp_path / "out", kind=kind) == 4
