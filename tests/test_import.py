@@ -410,8 +410,6 @@ def test_names_that_are_nobodys_are_not_called_llamas(pth, tokenizer, tmp_path, 
         refused(4, named, capsys=capsys, tmp_path=tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["llama", "minimind2"])
-@pytest.mark.parametrize("place", ["model.gguf", "."])
 def test_a_file_beside_a_configuration_is_told_with_its_folder(llama, tmp_path, capsys):
     files = [load_file(path) for path in sorted(llama.glob("*.safetensors"))]
     save_file({**files[0], **files[1]}, tmp_path / "m.safetensors")
@@ -420,6 +418,8 @@ def test_a_file_beside_a_configuration_is_told_with_its_folder(llama, tmp_path, 
     refused(2, f"name {tmp_path}, where config.json may, or give", capsys=capsys, tmp_path=tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["llama", "minimind2"])
+@pytest.mark.parametrize("place", ["model.gguf", "."])
 def test_gguf_is_for_writing_only_and_says_so(kind, place, tmp_path, capsys):
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(99))
     assert bring_in(tmp_path / place, tmp_path / "out", kind=kind) == 4
