@@ -35,10 +35,12 @@ def check(run: RunConfig) -> None:
 
 def _check_reports(run: RunConfig) -> None:
     for name in run.trackers():
+        asked = f"report_to = {run.report_to} ({run.sources['report_to']})"
+        if name == "none":
+            raise UsageError(f"{asked}: none stands beside others; drop it, or them")
         if name not in TRACKERS:
             raise UsageError(
-                f"report_to = {run.report_to} ({run.sources['report_to']}): {name!r} is none of"
-                f" {', '.join(TRACKERS)}; name some of those, or none"
+                f"{asked}: {name!r} is none of {', '.join(TRACKERS)}; name some of those, or none"
             )
     if run.sample_prompts and not run.sample_interval:
         raise UsageError(

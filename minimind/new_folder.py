@@ -43,7 +43,10 @@ class NewFolder:
         if not self.force:
             raise UsageError(f"--out {out} exists; give another folder, or --force to replace it")
         if out.is_symlink() or not out.is_dir():
-            raise UsageError(f"--out {out} is a file or a link, which --force does not replace")
+            raise UsageError(
+                f"--out {out} is a file or a link, which --force does not replace; give another"
+                " folder"
+            )
         with storing(str(out), MEND):
             there = sorted(out.iterdir())
         strangers = [path.name for path in there if not any(map(path.match, self.own))]

@@ -67,11 +67,13 @@ def run_export(args: argparse.Namespace) -> int:
 def run_import(args: argparse.Namespace) -> int:
     """Write somebody else's model as one of ours, and say what was written."""
     from minimind.export import OWN, export, told  # imports torch
-    from minimind.weights import Given, load_weights_from
+    from minimind.foreign_shapes import Given, require_said
+    from minimind.weights import load_weights_from
 
     NewFolder(args.out, args.force, OWN, "export").require_free()
     given = Given(args.n_heads, args.n_kv_heads, args.rope_theta, args.norm_eps, args.max_seq_len)
     found = load_weights_from(args.source, given, args.kind)
+    require_said(found.path, found.config, given)
     if args.tokenizer:
         found = replace(found, tokenizer=args.tokenizer)
     tokenizer = found.load_tokenizer()

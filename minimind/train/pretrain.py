@@ -112,8 +112,9 @@ def train_resolved(
             write_reference(out_dir, resolved)
             prepared.list_rejected(out_dir)
         prepared.tokenizer.save(out_dir / "tokenizer")
-        told = {name: getattr(run, name) for name in FLAGS}
-        report.trackers = open_trackers(run, resumed.state.step, told)
+        if resumed.state.step < schedule.total_steps:  # else they would hold nothing
+            told = {name: getattr(run, name) for name in FLAGS}
+            report.trackers = open_trackers(run, resumed.state.step, told)
     tell_start(desk, prepared, resumed, initial)
     state, status, reason = train(desk, resumed.state)
     finish(desk, state, status, reason)
