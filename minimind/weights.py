@@ -96,7 +96,7 @@ def load_weights_from(
     file without a configuration does not tell. Raises a CheckpointError or a UsageError.
     """
     path = Path(place).expanduser()
-    if is_checkpoint(path) or path.name == "checkpoints":
+    if is_checkpoint(path):
         _require_kind(path, CHECKPOINT, kind)
         return weights_of_checkpoint(str(place))
     source = of_place(path)

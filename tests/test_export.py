@@ -25,7 +25,7 @@ from minimind.cli import main
 from minimind.data.tokenizer import train_tokenizer
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.generate import load_checkpoint
-from minimind.load_model import load_directory
+from minimind.load_model import load_model
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.remote_code import AUTO_MAP, remote_code
 from minimind.weights import load_weights_from
@@ -297,7 +297,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused_where_a_model_is_loade
     (place / "tokenizer.json").unlink()
     train_tokenizer(sentences(2, 50), 513, place / "tokenizer.model")
     with pytest.raises(DataError, match="has 513 pieces and the model 512; "):
-        load_directory(place)
+        load_model(None, str(place))
 
 
 def first(exports: Path) -> Path:
