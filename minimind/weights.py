@@ -61,7 +61,7 @@ class Weights:
         if self.tokenizer is None:
             raise CheckpointError(
                 f"{self.path}: has no tokenizer; put its {MODEL_NAME} or {JSON_NAME} there, or give"
-                " it to `minimind import --tokenizer`"
+                " it as --tokenizer"
             )
         try:
             tokenizer = load_tokenizer(self.tokenizer)

@@ -23,7 +23,7 @@ from minimind import export as export_module
 from minimind import tensor_sources
 from minimind.cli import main
 from minimind.data.tokenizer import train_tokenizer
-from minimind.errors import CheckpointError, DataError, UsageError
+from minimind.errors import CheckpointError, UsageError
 from minimind.generate import load_checkpoint
 from minimind.load_model import load_model
 from minimind.model.decoder import MiniMindForCausalLM
@@ -296,7 +296,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused_where_a_model_is_loade
     place = shutil.copytree(first(exports), tmp_path / "export")
     (place / "tokenizer.json").unlink()
     train_tokenizer(sentences(2, 50), 513, place / "tokenizer.model")
-    with pytest.raises(DataError, match="has 513 pieces and the model 512; "):
+    with pytest.raises(CheckpointError, match="has 513 pieces and the embedding 512 rows; "):
         load_model(None, str(place))
 
 

@@ -449,7 +449,7 @@ def test_a_model_is_asked_for_by_what_it_is(
     ask = ["generate", "--model", str(out), "--prompt", "ab", "--temperature", "0"]
     ask += ["--max_new_tokens", "9"]
     assert main(ask) == 4
-    assert "has no tokenizer; give --tokenizer" in capsys.readouterr().err
+    assert "or give it as --tokenizer" in capsys.readouterr().err
     assert main([*ask, "--tokenizer", str(tokenizer)]) == 0
     assert capsys.readouterr().out == said(trained, capsys, "--prompt", "ab")
 
