@@ -5,8 +5,9 @@ BIN := $(CURDIR)/$(VENV)/bin
 READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 SAMPLE := out/sample
+CHECKPOINT ?= $(SAMPLE)/run
 
-.PHONY: help setup train test test-all check fix smoke matrix elastic faults clean
+.PHONY: help setup train test test-all check check-export fix smoke matrix elastic faults clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -59,6 +60,9 @@ elastic: $(READY) ## save under one ZeRO stage or number of processes, go on und
 
 faults: $(READY) ## kill, fill, stop and damage runs in every way; a table of what came of it: about an hour
 	$(BIN)/python -m tests.faults
+
+check-export: $(READY) ## export the sample run, or CHECKPOINT=out/mine, load it in a fresh environment, compare logits
+	$(BIN)/python scripts/check_export.py --checkpoint $(CHECKPOINT)
 
 clean: ## forget the sample run
 	rm -rf $(SAMPLE)

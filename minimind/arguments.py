@@ -38,7 +38,20 @@ def at_least(bound: float) -> Callable[[str], float]:
 
 share = _checked(float, lambda value: 0 < value <= 1, "not above 0 and at most 1")
 fraction = _checked(float, lambda value: 0 <= value < 1, "not from 0 to below 1")
+finite = _checked(float, lambda value: 0 <= value < float("inf"), "not 0 or more and finite")
+penalty = _checked(float, lambda value: 0.01 <= value <= 100, "not from 0.01 to 100")
 positive = _checked(float, lambda value: 0 < value < float("inf"), "not above 0 and finite")
+
+
+def add_model(added: argparse.ArgumentParser) -> None:
+    """What `minimind.load_model` is given, and where the model is asked."""
+    add = added.add_argument
+    add("--checkpoint", metavar="PLACE", help="a run's out_dir, or a step_ directory")
+    exported = "what export wrote, or another directory of a Llama's or MiniMind2's weights"
+    add("--model", metavar="DIR", help=exported)
+    add("--tokenizer", metavar="PATH", help="of --model (default: the one in DIR)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--debug", action="store_true", help="show tracebacks")
 
 
 def size_in_bytes(text: str) -> int:
@@ -55,3 +68,15 @@ def size_in_bytes(text: str) -> int:
 def count_of_bytes(text: str) -> int:
     """Of a bare number, or of one with a unit."""
     return int(text) if text.isdecimal() and int(text) else size_in_bytes(text)
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a word of the command line was; Python has halves of characters where it was not."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def utf8(text: str) -> str:
+    """The text itself."""
+    if not is_utf8(text):
+        raise argparse.ArgumentTypeError(f"{text!a} is not UTF-8")
+    return text

@@ -17,7 +17,7 @@ from minimind.checkpoint_tools import (
 )
 from minimind.errors import CheckpointError, UsageError
 from minimind.files import mebibytes, storing
-from minimind.new_folder import require_free
+from minimind.new_folder import NewFolder
 from minimind.train.checkpoint import choose
 
 MEND = "mend the path or its rights"
@@ -73,7 +73,8 @@ def run_consolidate(args: argparse.Namespace) -> int:
     from minimind.consolidate import OWN, consolidate, told  # imports torch
 
     place = place_of(args.place, args.checkpoint)
-    require_free(args.out, args.force, OWN, "consolidate")  # before gigabytes are hashed
+    out = NewFolder(args.out, args.force, OWN, "consolidate")
+    out.require_free()  # before gigabytes are hashed
     path = _chosen(place)
     done = consolidate(path, args.out, args.dtype, args.max_shard_size, args.force)
     print(told(done, path, args.out, args.dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from minimind.arguments import is_utf8
 from minimind.config import FLAGS, RunConfig
 from minimind.errors import UsageError
 from minimind.report_flags import TRACKERS
@@ -20,6 +21,11 @@ def check(run: RunConfig) -> None:
     run.allowed_changes()
     _check_reports(run)
     _check_model(run)
+    if not is_utf8(run.text_field):
+        raise UsageError(
+            f"text_field = {run.text_field!a} ({run.sources['text_field']}) is not UTF-8, as"
+            " all names of fields are; give the name that the text has"
+        )
     if run.max_steps and run.warmup_steps and run.warmup_steps > run.max_steps:
         raise UsageError(
             f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}) is more than"
@@ -29,10 +35,12 @@ def check(run: RunConfig) -> None:
 
 def _check_reports(run: RunConfig) -> None:
     for name in run.trackers():
+        asked = f"report_to = {run.report_to} ({run.sources['report_to']})"
+        if name == "none":
+            raise UsageError(f"{asked}: none stands beside others; drop it, or them")
         if name not in TRACKERS:
             raise UsageError(
-                f"report_to = {run.report_to} ({run.sources['report_to']}): {name!r} is none of"
-                f" {', '.join(TRACKERS)}; name some of those, or none"
+                f"{asked}: {name!r} is none of {', '.join(TRACKERS)}; name some of those, or none"
             )
     if run.sample_prompts and not run.sample_interval:
         raise UsageError(

@@ -19,7 +19,7 @@ from minimind import (
 )
 from minimind.arguments import Parser, at_least, positive, share, size_in_bytes
 from minimind.errors import Interrupted, RunError, UsageError
-from minimind.files import storing
+from minimind.files import printing
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -140,8 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"unknown argument {args.run_flags[0]}; see minimind {args.command} --help"
             )
         status = COMMANDS[args.command](args) or 0
-        with storing("standard output", "free some space, or send it somewhere else"):
-            sys.stdout.flush()
+        with printing():
+            print(end="", flush=True)  # which lets a closed one be
         return status
     except BrokenPipeError:  # whoever read is gone (`| head`); nor may Python flush to nobody
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

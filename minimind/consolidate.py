@@ -15,7 +15,7 @@ import torch
 from minimind.data.tokenizer_files import MODEL_NAME, TOKENIZER_FILES
 from minimind.errors import CheckpointError
 from minimind.files import mebibytes
-from minimind.new_folder import require_free
+from minimind.new_folder import NewFolder
 from minimind.tensor_sources import INDEX, WHOLE, of_checkpoint
 from minimind.train.checkpoint import read_manifest
 from minimind.train.claims import read_config, require_listed
@@ -42,13 +42,13 @@ def consolidate(
     Written aside and renamed: an interrupted one leaves nothing under `out`. From any number of
     processes and any ZeRO stage the float32 files are the same byte for byte.
     """
-    out = out.resolve()
-    require_free(out, force, OWN, "consolidate")
+    folder = NewFolder(out.resolve(), force, OWN, "consolidate")
+    folder.require_free()
     source = of_checkpoint(path)
     parts = source.parts(getattr(torch, dtype))
     names = [name for name in TOKENIZER_FILES if (path / name).exists()] or [MODEL_NAME]
     texts = {"config.json": _config_of(path, dtype), **{n: _copied(path, n) for n in names}}
-    files = write_folder(out, parts, texts, max_shard_bytes)
+    files = write_folder(folder, parts, texts, max_shard_bytes)
     parameters = sum(math.prod(shape) for shape in source.shapes.values())
     return Consolidated(files, parameters, sum(part.bytes for part in parts))
 

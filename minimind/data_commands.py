@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.arguments import Parser, at_least, count_of_bytes, fraction
+from minimind.arguments import Parser, at_least, count_of_bytes, fraction, utf8
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.files import mebibytes
 
@@ -41,7 +41,7 @@ def add_parsers(subs: Any) -> None:
     add("--tokenizer", help="model or directory; without it one is learnt from the text")
     add("--vocab_size", "--vocab-size", type=at_least(1), help="of a learnt one (6400)")
     add("--val_fraction", "--val-fraction", type=fraction, help="held out, by hash (0.01)")
-    add("--text_field", "--text-field", help="that has the text (text)")
+    add("--text_field", "--text-field", type=utf8, help="that has the text (text)")
     most = ("--max_document_bytes", "--max-document-bytes")
     add(*most, type=count_of_bytes, help=LONGEST)
     add("--on_bad_data", "--on-bad-data", choices=("error", "skip"), help="(error)")
@@ -169,8 +169,11 @@ def _print_prepared(prepared: Prepared) -> None:
 
 
 def _print_rejected(rejected: dict[str, Any]) -> None:
+    from minimind.data.manifest import where_listed
+
     if rejected["count"]:
-        print(f"bad    {rejected['count']:>14,} passed over (rejected.jsonl): {rejected['first']}")
+        where = where_listed(rejected)
+        print(f"bad    {rejected['count']:>14,} passed over ({where}): {rejected['first']}")
 
 
 def _print_sources(sources: list[dict[str, Any]]) -> None:

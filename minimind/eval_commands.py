@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Mapping
 from functools import reduce
 from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.arguments import at_least
+from minimind.arguments import add_model, at_least, count_of_bytes, fraction, utf8
 from minimind.errors import DataError, UsageError
+from minimind.files import printing
 
 if TYPE_CHECKING:
     from minimind.data.load_tokenizer import AnyTokenizer
@@ -29,28 +31,33 @@ def add_parser(subs: Any) -> None:
         "eval",
         help="loss, perplexity and bits per byte of a model on text",
         description="Loss, perplexity and bits per byte of text, of each source and of all, in"
-        " one process or in several: torchrun --nproc-per-node 2 -m minimind.cli eval ...",
+        " one process or in several: torchrun --nproc-per-node 2 -m minimind eval ...",
         allow_abbrev=False,
     )
+    add_model(added)
     add = added.add_argument
-    add("--checkpoint", metavar="PLACE", help="a run's out_dir, or a step_ directory")
-    add("--model", metavar="DIR", help="a directory with config.json, safetensors and a tokenizer")
     told = "text, each path a source of its own; or folders that `minimind prepare` wrote"
     add("--data", nargs="+", required=True, metavar="PATH", help=told)
     add("--split", choices=tuple(SPLITS), help="of a prepared folder (val); raw text is read whole")
     add("--batch_size", "--batch-size", type=at_least(1), default=8, help="windows at once (8)")
     most = ("--max_seq_len", "--max-seq-len")
     add(*most, type=at_least(1), help="tokens of a window (default: the positions of the model)")
-    rows = "windows of each source, and then to the end of the document (default: all)"
+    rows = "windows of each source in a split, and then to the document's end (default: all)"
     add("--max_rows", "--max-rows", type=at_least(1), help=rows)
     masks = argparse.BooleanOptionalAction
     apart = "each document by itself; off: as packed rows are read, one after another"
     add("--doc_mask", "--doc-mask", action=masks, default=True, help=apart)
-    add("--text_field", "--text-field", default="text", help="that has the text (text)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    told = "that has the text (text)"
+    add("--text_field", "--text-field", type=utf8, default="text", help=told)
+    longest = ("--max_document_bytes", "--max-document-bytes")
+    told = "longest document of raw text (64MiB; less with a tokenizer that takes a text at once)"
+    add(*longest, type=count_of_bytes, metavar="BYTES", help=told)
+    bad = "what is no document of raw text ends this (error), or is passed over and told"
+    add("--on_bad_data", "--on-bad-data", choices=("error", "skip"), default="error", help=bad)
+    share = "of the documents, with skip (0.05)"
+    add("--max_bad_fraction", "--max-bad-fraction", type=fraction, default=0.05, help=share)
     add("--cache_dir", "--cache-dir", default="~/.cache/minimind", help="where tokens are kept")
     add("--json", action="store_true", help="for programs: one object")
-    add("--debug", action="store_true", help="show tracebacks")
 
 
 def run_eval(args: argparse.Namespace) -> int:
@@ -61,9 +68,10 @@ def run_eval(args: argparse.Namespace) -> int:
     from minimind.train.score import score
     from minimind.train.setup import device_for
 
+    _require_once(args.data)
     launch = read_launch(os.environ)
     device = device_for(args.device, "--device", launch)
-    model, tokenizer, path = load_model(args.checkpoint, args.model)
+    model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer)
     model.config.doc_mask = False  # the windows say what is seen together
     length = _window(args.max_seq_len, model.config.max_position_embeddings)
     prepared = [_prepared(place, tokenizer, args, launch.rank == 0) for place in args.data]
@@ -75,11 +83,23 @@ def run_eval(args: argparse.Namespace) -> int:
     with forward_only(device, dist_timeout=600) as accelerator:
         found = score(accelerator, model, parts, tokenizer.piece_bytes(), args.batch_size)
         is_first = accelerator.is_main_process
-    if not found:
-        raise DataError(f"{' '.join(args.data)}: holds no text in this split; give --split all")
     if is_first:
-        _print(found, path, args.json)
+        told = [count for part in parts for count in part.text_bytes]
+        with printing():
+            _print(found, path, None in told, args.json)
     return 0
+
+
+def _require_once(places: list[str]) -> None:
+    """Nothing, or a UsageError for text that would count twice."""
+    from minimind.data.inputs import find_files, require_once
+    from minimind.data.prepare import is_prepared
+
+    paths: list[Path] = []
+    for place in places:
+        is_folder = is_prepared(place)
+        paths += [Path(place).expanduser()] if is_folder else find_files([place])
+    require_once(paths, "")
 
 
 def _window(asked: int | None, positions: int) -> int:
@@ -94,19 +114,28 @@ def _prepared(
     place: str, tokenizer: AnyTokenizer, args: argparse.Namespace, is_first: bool
 ) -> Prepared:
     """Tokens of a prepared folder, or of raw text by way of the cache."""
+    from minimind.data.load_tokenizer import longest_document
     from minimind.data.prepare import Asked, is_prepared, open_prepared, prepare_for_run
     from minimind.data.units import Options, Source
 
     if not is_prepared(place):
         if args.split not in (None, "all"):
             raise UsageError(f"--split {args.split}: {place} is raw text; leave --split out")
+        most = args.max_document_bytes or longest_document(str(tokenizer.path))
         asked = Asked(
             (Source("data", (place,)),),
             str(tokenizer.path),
-            options=Options(args.text_field, val_fraction=0.0),
+            options=Options(args.text_field, most, val_fraction=0.0),
+            skips_bad=args.on_bad_data == "skip",
+            max_bad_fraction=args.max_bad_fraction,
             progress=is_first,
         )
-        return prepare_for_run(asked, Path(args.cache_dir).expanduser())
+        found = prepare_for_run(asked, Path(args.cache_dir).expanduser())
+        if is_first and (bad := found.manifest["rejected"]["count"]):
+            whole = bad + found.manifest["documents"]
+            told = f"{bad:,} of {whole:,} documents are bad and passed over"
+            print(f"{place}: {told}, the first: {found.first_rejected}", file=sys.stderr)
+        return found
     found = open_prepared(Path(place).expanduser())
     if found.tokenizer.fingerprint != tokenizer.fingerprint:
         raise DataError(
@@ -131,10 +160,19 @@ def _parts(place: str, prepared: Prepared, length: int, args: argparse.Namespace
         shards = prepared.train if split == "train" else prepared.val
         eos_id = prepared.tokenizer.eos_id
         windows = windows_of(shards, length, eos_id, args.doc_mask, args.max_rows)
-        exact = prepared.manifest["splits"][split]["text_bytes"]
-        is_whole = len(sources) == 1 and args.max_rows is None
-        known = (exact,) if is_whole else (None,) * len(sources)
+        whole = prepared.manifest["splits"][split]["text_bytes"]
+        if args.max_rows is not None:
+            known = (None,) * len(sources)
+        elif len(sources) == 1:
+            known = (whole,)
+        else:
+            known = tuple(source.get("split_bytes", {}).get(split) for source in sources)
         parts.append(Part(windows, names, known))
+    if not sum(len(part.windows) for part in parts):
+        raise DataError(
+            f"{place}: its {splits[0]} split holds no text; give --split train, or prepare it with"
+            " a larger --val_fraction"
+        )
     return parts
 
 
@@ -145,10 +183,15 @@ def _name(place: str, source: str, places: list[str], is_folder: bool) -> str:
     return source if len(places) == 1 else f"{place}:{source}"
 
 
-def _print(found: Mapping[str, Sums], path: Path, as_json: bool) -> None:
+def _print(found: Mapping[str, Sums], path: Path, is_counted: bool, as_json: bool) -> None:
+    """What was found; `is_counted`: the bytes of some text are not known, but of its tokens."""
     whole = reduce(add, found.values())
     if as_json:
-        told = {"model": str(path), **_figures(whole)}
+        told = {
+            "model": str(path),
+            **_figures(whole),
+            "bytes_of": "tokens" if is_counted else "text",
+        }
         if len(found) > 1:
             told["by_source"] = {name: _figures(sums) for name, sums in found.items()}
         print(json.dumps(told, ensure_ascii=False))
@@ -162,6 +205,8 @@ def _print(found: Mapping[str, Sums], path: Path, as_json: bool) -> None:
             f"{name:<{wide}} {sums.mean:>8.4f} {sums.perplexity:>11,.2f}"
             f" {sums.bits_per_byte:>10.4f} {int(sums.tokens):>13,}"
         )
+    if is_counted:
+        print("bits/byte: over the bytes of the tokens; those of the text are not known here")
 
 
 def _figures(sums: Sums) -> dict[str, Any]:

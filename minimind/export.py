@@ -24,7 +24,7 @@ from minimind.gguf_file import gguf_parts, require_gguf, write_gguf
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.interop import to_gguf, to_halves
 from minimind.model.remote_code import AUTO_MAP, remote_code
-from minimind.new_folder import require_free
+from minimind.new_folder import NewFolder
 from minimind.tensor_sources import INDEX, WHOLE
 from minimind.train.claims import CONFIG, MAYBE_IN_CONFIG
 from minimind.weights import Weights, require_fitting
@@ -61,7 +61,8 @@ def export(
     out = out.resolve()
     if out == weights.path.resolve():
         raise UsageError(f"--out {out} is what is read; give another folder")
-    require_free(out, force, OWN, "export")
+    folder = NewFolder(out, force, OWN, "export")
+    folder.require_free()
     require_fitting(tokenizer, weights.config)
     if form != "minimind":
         require_named(weights.tensors.shapes, form)
@@ -73,7 +74,7 @@ def export(
         parts = gguf_parts(weights.config, weights.tensors, kind)
         vocabulary, config = gguf_vocabulary(tokenizer), weights.config
         # Beside it, as transformers puts a space in front of a text when it reads the former alone.
-        write_gguf(out, config, vocabulary, parts, kind, tokenizer.exported)
+        write_gguf(folder, config, vocabulary, parts, kind, tokenizer.exported)
         files = [GGUF_NAME]
     else:
         source = weights.tensors
@@ -85,7 +86,7 @@ def export(
             )
         parts = source.parts(kind)
         texts = _texts(weights.config, tokenizer, form, dtype)
-        files = write_folder(out, parts, texts, max_shard_bytes or SHARD_BYTES)
+        files = write_folder(folder, parts, texts, max_shard_bytes or SHARD_BYTES)
     parameters = sum(math.prod(shape) for shape in weights.tensors.shapes.values())
     return Exported(files, parameters, sum(part.bytes for part in parts))
 

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Replace a file in one go: a reader finds the old content or the new, never a part."""
-    draft = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    draft = _draft(path)
     try:
         write_durably(draft, content)
         os.replace(draft, path)
@@ -33,20 +33,38 @@ def write_whole(path: Path, content: bytes) -> None:
         draft.unlink(missing_ok=True)
 
 
+def require_writable(path: Path) -> None:
+    """Nothing, or the OSError that `write_whole` would meet, before there is anything to lose."""
+    _draft(path).touch()
+    _draft(path).unlink()
+
+
+def _draft(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp-{os.getpid()}")
+
+
 @contextmanager
 def storing(what: str, remedy: str, needed: int = 0) -> Iterator[None]:
     """Turn an OSError inside into a StorageError: `what: why; remedy`.
 
-    A full disk or quota is told with the bytes `needed` and those that are free.
+    A full disk or quota is told with the bytes `needed` and those that are free. A pipe whose
+    reader has gone is no fault, and passes as it is.
     """
     try:
         yield
+    except BrokenPipeError:
+        raise
     except OSError as error:
         told = f"{error.filename or what}: {error.strerror or error}"
         if needed and error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = free_bytes(Path(what))
             told += f", {needed:,} bytes ({mebibytes(needed)}) needed, {free:,} free"
         raise StorageError(f"{told}; {remedy}") from error
+
+
+def printing() -> AbstractContextManager[None]:
+    """The same of what is written to standard output."""
+    return storing("standard output", "free some space, or send it somewhere else")
 
 
 def free_bytes(path: Path) -> int:

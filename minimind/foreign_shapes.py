@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from minimind.errors import CheckpointError, UsageError
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.interop import EMBEDDING, to_minimind2
 from minimind.train.claims import (
     ABOVE_0,
     COUNT,
@@ -27,7 +29,7 @@ from minimind.train.claims import (
 from minimind.train.tensor_files import readable
 
 MINIMIND2, LLAMA = "minimind2", "llama"
-EMBEDDING, LAYER_0 = "model.embed_tokens.weight", "model.layers.0"
+LAYER_0 = "model.layers.0"
 # Hugging Face's names of architectures that ours can hold, and whether q and k are normed.
 ARCHITECTURES = {"llama": False, "qwen3": True, "minimind": False}
 MINIMIND2_CONFIG = {
@@ -49,7 +51,15 @@ PLAIN = {
     "hidden_act": "silu",
     "use_sliding_window": False,
 }
-ANEW = "it cannot be brought in"
+ANEW = "name another model, or mend it"
+# What a user says of a shape, and what the configuration of a model calls it.
+SAID = {
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "rope_theta": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+    "max_seq_len": "max_position_embeddings",
+}
 
 
 @dataclass(frozen=True)
@@ -63,22 +73,42 @@ class Given:
     max_seq_len: int | None = None
 
 
-def shape_of_tensors(path: Path, shapes: Mapping[str, list[int]], given: Given) -> dict[str, Any]:
+def require_said(path: Path, config: MiniMindConfig, given: Given) -> None:
+    """Nothing, or a UsageError where a model is not what a user said of it."""
+    for flag, name in SAID.items():
+        said, found = getattr(given, flag), getattr(config, name)
+        if said not in (None, found):
+            raise UsageError(f"--{flag} {said} is not the {name} = {found} of {path}; drop it")
+
+
+def name_in(kind: str, name: str) -> str:
+    """What a file of that kind calls a tensor of ours."""
+    return (to_minimind2(name) or name) if kind == MINIMIND2 else name
+
+
+def shape_of_tensors(
+    path: Path, shapes: Mapping[str, list[int]], given: Given, kind: str = LLAMA
+) -> dict[str, Any]:
     """What MiniMindConfig is made from, of tensors by our names without a configuration.
 
     A UsageError names the flags of all that they do not tell.
     """
+    vocab_size, width = _matrix(path, shapes, EMBEDDING, kind)
+    keys = _matrix(path, shapes, f"{LAYER_0}.self_attn.k_proj.weight", kind)[0]
+    inner = _matrix(path, shapes, f"{LAYER_0}.mlp.gate_proj.weight", kind)[0]
     missing = [
         f"--{name}"
         for name in ("n_heads", "rope_theta", "norm_eps", "max_seq_len")
         if getattr(given, name) is None
     ]
     if missing:
-        told = ", ".join(missing)
-        raise UsageError(f"{path}: its tensors do not tell {told}; give them to import or a run")
+        told, beside = ", ".join(missing), path.with_name("config.json")
+        instead = f"name {path.parent}, where config.json may, or " if beside.is_file() else ""
+        raise UsageError(
+            f"{path}: its tensors do not tell {told}; {instead}give them to `minimind import`, or"
+            " to a run with --init_from"
+        )
     heads = given.n_heads or 1
-    vocab_size, width = _matrix(path, shapes, EMBEDDING)
-    keys = _matrix(path, shapes, f"{LAYER_0}.self_attn.k_proj.weight")[0]
     head_dim = width // heads
     if width % heads or not head_dim or keys % head_dim:
         raise UsageError(
@@ -93,13 +123,14 @@ def shape_of_tensors(path: Path, shapes: Mapping[str, list[int]], given: Given) 
     return {
         "vocab_size": vocab_size,
         "hidden_size": width,
-        "intermediate_size": _matrix(path, shapes, f"{LAYER_0}.mlp.gate_proj.weight")[0],
+        "intermediate_size": inner,
         "num_hidden_layers": layers_of(shapes),
         "num_attention_heads": heads,
         "num_key_value_heads": keys // head_dim,
         "max_position_embeddings": given.max_seq_len,
         "rms_norm_eps": given.norm_eps,
         "rope_theta": given.rope_theta,
+        "qk_norm": f"{LAYER_0}.self_attn.q_norm.weight" in shapes,  # Qwen3's
     }
 
 
@@ -120,15 +151,17 @@ def shape_of_minimind2(path: Path, shapes: Mapping[str, list[int]], given: Given
         for name in ("norm_eps", "rope_theta", "max_seq_len"):
             said = getattr(given, name)
             if said is not None:
-                _require_same(found, name, said, f"--{name} {said}")
-                found[name] = said
+                found.setdefault(name, said)
         missing = [name for name in ("rope_theta", "norm_eps", "max_seq_len") if name not in found]
         if missing:
             raise UsageError(f"{path}: has no {missing[0]}; give --{missing[0]}")
         require(found, MINIMIND2_CONFIG)
         heads = found["n_heads"]
         told = Given(heads, None, found["rope_theta"], found["norm_eps"], found["max_seq_len"])
-        shape = shape_of_tensors(path.parent, shapes, told)
+        try:
+            shape = shape_of_tensors(path.parent, shapes, told, MINIMIND2)
+        except UsageError as error:  # of what is told, its heads alone can be wrong
+            raise CheckpointError(f"has n_heads = {heads}, which do not fit its tensors") from error
         width = found.get("hidden_dim")
         if width is None and "multiple_of" in found:
             require(found, {"multiple_of": SIZE})
@@ -153,18 +186,13 @@ def minimind2_width(dim: int, multiple_of: int) -> int:
     return multiple_of * -(-int(2 * (4 * dim) / 3) // multiple_of)
 
 
-def _matrix(path: Path, shapes: Mapping[str, list[int]], name: str) -> list[int]:
+def _matrix(path: Path, shapes: Mapping[str, list[int]], name: str, kind: str) -> list[int]:
     if len(shapes.get(name, ())) != 2:
         told = f"of shape {shapes[name]}" if name in shapes else "missing"
-        raise CheckpointError(f"{path}: {name} is {told}, so its model cannot be told; {ANEW}")
-    return shapes[name]
-
-
-def _require_same(found: Mapping[str, Any], name: str, said: Any, by: str) -> None:
-    if name in found and found[name] != said:
-        raise UsageError(
-            f"{by} is not the {name} = {shown(found[name])} of its config.json; drop it"
+        raise CheckpointError(
+            f"{path}: {name_in(kind, name)} is {told}, so its model cannot be told; {ANEW}"
         )
+    return shapes[name]
 
 
 def shape_of_llama(path: Path) -> dict[str, Any]:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.arguments import at_least, positive, share
-from minimind.errors import DataError, UsageError
-from minimind.files import storing, write_whole
-from minimind.prompts import read_prompts, read_text
+from minimind.arguments import add_model, at_least, finite, penalty, share
+from minimind.errors import DataError, RunError, StorageError, UsageError
+from minimind.files import printing, require_writable, storing, write_whole
+from minimind.prompts import prompt_of, read_prompts, read_text
 
 if TYPE_CHECKING:
-    from minimind.writing import Sampling, Written
-
-Write = Callable[..., "Written"]
+    from minimind.data.load_tokenizer import AnyTokenizer
+    from minimind.sampling import Sampling
+    from minimind.writing import Written
 
 
 def add_parser(subs: Any) -> None:
@@ -29,9 +32,8 @@ def add_parser(subs: Any) -> None:
         " prompt it asks for one at a terminal, and reads standard input elsewhere.",
         allow_abbrev=False,
     )
+    add_model(added)
     add = added.add_argument
-    add("--checkpoint", metavar="PLACE", help="a run's out_dir, or a step_ directory")
-    add("--model", metavar="DIR", help="a directory with config.json, safetensors and a tokenizer")
     add("--prompt", help="text to continue; '' begins a new document")
     add("--prompt_file", "--prompt-file", metavar="FILE", help="the prompt is what this file has")
     told = "a prompt a line (blank ones passed over), or .jsonl with a prompt field"
@@ -41,17 +43,15 @@ def add_parser(subs: Any) -> None:
     add("--batch_size", "--batch-size", type=at_least(1), default=16, help="prompts at once (16)")
     add("--max_new_tokens", "--max-new-tokens", type=at_least(1), default=100)
     likeliest = "0: always the likeliest token"
-    add("--temperature", type=at_least(0.0), default=0.8, help=likeliest)
+    add("--temperature", type=finite, default=0.8, help=likeliest)
     many = "draw from so many of the likeliest tokens (default: 0, from all)"
     add("--top_k", "--top-k", type=at_least(0), default=0, help=many)
     mass = "draw from the likeliest tokens of this mass"
     add("--top_p", "--top-p", type=share, default=0.9, help=mass)
     again = "above 1: what the text has already is less likely"
-    add("--repetition_penalty", "--repetition-penalty", type=positive, default=1.0, help=again)
+    add("--repetition_penalty", "--repetition-penalty", type=penalty, default=1.0, help=again)
     add("--stop", nargs="+", default=[], metavar="TEXT", help="end before any of these")
     add("--seed", type=at_least(0), default=42)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--debug", action="store_true", help="show tracebacks")
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -63,42 +63,58 @@ def run_generate(args: argparse.Namespace) -> int:
         raise UsageError("--out is for the answers to --prompts; give that, or redirect the output")
     if "" in args.stop:
         raise UsageError("--stop '' would end before any text; leave it out")
-    write, path = _writer(args)
-    if args.prompts is not None:
-        _answer(args, write, path)
-    elif given or not sys.stdin.isatty():
-        _continue(_prompt(args), write, path)
+    if args.out:
+        _require_free(args.out, args.force, args.prompts)
+    # Files are read before gigabytes of weights are.
+    prompts = read_prompts(args.prompts, "--prompts") if args.prompts is not None else []
+    prompt = args.prompt
+    if args.prompt_file is not None:
+        prompt = read_text(args.prompt_file, "--prompt_file")
+    writer = _writer(args)
+    if prompts:
+        _answer(args, prompts, writer)
+    elif prompt is not None or sys.stdin is None or not sys.stdin.isatty():
+        _continue(_stdin() if prompt is None else prompt, writer)
     else:
-        _converse(write, path)
+        _converse(writer)
     return 0
 
 
-def _writer(args: argparse.Namespace) -> tuple[Write, Path]:
-    """What writes on prompts with the model that was named, and where that is."""
-    from minimind.launch import Launch
-    from minimind.load_model import load_model
-    from minimind.train.setup import device_for
-    from minimind.writing import write_on
+@dataclass(frozen=True)
+class _Writer:
+    """A model, and how it writes."""
 
-    if args.out:
-        _require_free(args.out, args.force)
-    how = _sampling(args)
-    device = device_for(args.device, "--device", Launch())
-    model, tokenizer, path = load_model(args.checkpoint, args.model)
-    model = model.to(device)
+    model: Any
+    tokenizer: AnyTokenizer
+    path: Path
+    how: Sampling
 
     def write(
-        prompts: list[str], show: Callable[[str], None] | None = None, first: int = 1
+        self, prompts: Sequence[str], numbers: Sequence[int], show: Callable[[str], None] | None
     ) -> Written:
-        return write_on(model, tokenizer, prompts, how, show, first=first)
+        """The continuations of prompts that have these numbers."""
+        from minimind.writing import write_on
 
-    return write, path
+        return write_on(self.model, self.tokenizer, prompts, self.how, show=show, numbers=numbers)
+
+    def fault(self, prompt: str, number: int) -> RunError | None:
+        """Why a prompt cannot be gone on with, if it cannot."""
+        from minimind.writing import ids_of
+
+        try:
+            ids_of(prompt, number, self.tokenizer, self.model.config.max_position_embeddings)
+        except (UsageError, DataError) as error:
+            return error
+        return None
 
 
-def _sampling(args: argparse.Namespace) -> Sampling:
-    from minimind.writing import Sampling
+def _writer(args: argparse.Namespace) -> _Writer:
+    from minimind.launch import Launch
+    from minimind.load_model import load_model
+    from minimind.sampling import Sampling
+    from minimind.train.setup import device_for
 
-    return Sampling(
+    how = Sampling(
         args.max_new_tokens,
         args.temperature,
         args.top_p,
@@ -107,70 +123,115 @@ def _sampling(args: argparse.Namespace) -> Sampling:
         args.repetition_penalty,
         tuple(args.stop),
     )
+    device = device_for(args.device, "--device", Launch())
+    model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer)
+    return _Writer(model.to(device), tokenizer, path, how)
 
 
-def _prompt(args: argparse.Namespace) -> str:
-    if args.prompt is not None:
-        return args.prompt
-    if args.prompt_file is not None:
-        return read_text(args.prompt_file, "--prompt_file")
+def _stdin() -> str:
+    if sys.stdin is None:
+        raise UsageError("standard input is closed; give --prompt")
     try:
-        return sys.stdin.read()
+        return prompt_of(sys.stdin.read())
     except UnicodeDecodeError as error:
         raise DataError("standard input: not UTF-8; convert it, or use --prompt") from error
 
 
 def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    with printing():
+        print(text, end="", flush=True)
 
 
-def _continue(prompt: str, write: Write, path: Path) -> None:
+def _continue(prompt: str, writer: _Writer) -> None:
     """Print a prompt and its continuation."""
+    if fault := writer.fault(prompt, 1):
+        raise fault
     _show(prompt)
-    written = write([prompt], _show)
-    print()
-    print(f"[{path}, {written.speed:.0f} tokens/s]", file=sys.stderr)
+    written = writer.write([prompt], [1], _show)
+    _show("\n")
+    print(f"[{writer.path}, {written.speed:.0f} tokens/s]", file=sys.stderr)
 
 
-def _converse(write: Write, path: Path) -> None:
+def _converse(writer: _Writer) -> None:
     """Ask for prompts until Ctrl-D; Ctrl-C stops a text and not the program."""
-    print(f"{path}: Ctrl-C stops a text, Ctrl-D ends", file=sys.stderr)
-    while True:
+    print(f"{writer.path}: Ctrl-C stops a text, Ctrl-D ends", file=sys.stderr)
+    for number in count(1):
         try:
-            prompt = input("> ")
+            with printing():
+                prompt = input("> ")
+            if fault := writer.fault(prompt, number):
+                print(fault, file=sys.stderr)
+                continue
             _show(prompt)
-            written = write([prompt], _show)
+            written = writer.write([prompt], [number], _show)
             print(f"\n[{written.speed:.0f} tokens/s]", file=sys.stderr)
         except EOFError:
-            print()
-            return
+            return _show("\n")
+        except UnicodeDecodeError as error:
+            print(f"not UTF-8 ({error.reason}); type it again", file=sys.stderr)
         except KeyboardInterrupt:
-            print()
+            _show("\n")
 
 
-def _answer(args: argparse.Namespace, write: Write, path: Path) -> None:
-    """Write a JSON line for each prompt of a file, in its order."""
-    prompts = read_prompts(args.prompts, "--prompts")
+def _answer(args: argparse.Namespace, prompts: list[str], writer: _Writer) -> None:
+    """Write a JSON line for each prompt of a file, in its order.
+
+    One that cannot be gone on with is answered with why, and told at the end as the error it is.
+    """
+    faults = {n: fault for n, p in enumerate(prompts, 1) if (fault := writer.fault(p, n))}
+    if len(faults) == len(prompts):
+        raise _refusal(args, faults, prompts)
     lines: list[str] = []
     tokens, seconds = 0, 0.0
     for start in range(0, len(prompts), args.batch_size):
-        batch = prompts[start : start + args.batch_size]
-        written = write(batch, None, start + 1)
-        for prompt, text in zip(batch, written.texts, strict=True):
-            line = json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False)
+        batch = dict(enumerate(prompts[start : start + args.batch_size], start + 1))
+        good = {number: prompt for number, prompt in batch.items() if number not in faults}
+        written = writer.write([*good.values()], [*good], None)
+        texts = dict(zip(good, written.texts, strict=True))
+        for number, prompt in batch.items():
+            line = _line(prompt, texts.get(number), faults.get(number))
             lines.append(line)
             if not args.out:
-                _show(f"{line}\n")
+                _show(line)
         tokens, seconds = tokens + written.tokens, seconds + written.seconds
     if args.out:
         with storing(str(args.out), "free some space, or give another --out"):
-            write_whole(args.out, "".join(f"{line}\n" for line in lines).encode())
+            write_whole(args.out, "".join(lines).encode())
     speed = f"{tokens / max(1e-9, seconds):.0f} tokens/s"
-    print(f"[{path}, {len(prompts)} prompts, {speed}]", file=sys.stderr)
+    print(f"[{writer.path}, {len(prompts) - len(faults)} prompts, {speed}]", file=sys.stderr)
+    if faults:
+        raise _refusal(args, faults, prompts)
 
 
-def _require_free(out: Path, force: bool) -> None:
-    if out.exists() and not (force and out.is_file()):
+def _refusal(
+    args: argparse.Namespace, faults: Mapping[int, RunError], prompts: Sequence[str]
+) -> RunError:
+    first = next(iter(faults.values()))
+    told = f"{len(faults)} of {len(prompts)} prompts cannot be gone on with, the first"
+    return type(first)(f"--prompts {args.prompts}: {told}: {first}")
+
+
+def _line(prompt: str, text: str | None, fault: RunError | None) -> str:
+    told = {"prompt": prompt, "completion": text}
+    if fault:
+        told["error"] = str(fault)
+    is_odd = fault is not None  # perhaps for what cannot be written as it is
+    return json.dumps(told, ensure_ascii=is_odd) + "\n"
+
+
+def _require_free(out: Path, force: bool, prompts: str) -> None:
+    """Nothing, or what stands in the way of the answers, before they are worked for."""
+    if os.path.lexists(out) and not (force and out.is_file()):
         remedy = "which --force does not replace" if force else "or --force to replace it"
         raise UsageError(f"--out {out} exists; give another file, {remedy}")
+    if os.path.exists(out) and os.path.exists(prompts) and out.samefile(prompts):
+        raise UsageError(f"--out {out} is where the prompts are; give another file")
+    if not os.path.isdir(out.parent):
+        raise StorageError(
+            f"--out {out}: there is no folder {out.parent}; make it, or give another"
+        )
+    try:
+        require_writable(out)
+    except OSError as error:
+        told = f"cannot be written ({error.strerror})"
+        raise StorageError(f"--out {out}: {told}; give another file") from error

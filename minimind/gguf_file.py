@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from minimind.errors import UsageError
 from minimind.files import sync_file, write_durably
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.interop import to_gguf, to_halves
-from minimind.new_folder import written_aside
+from minimind.new_folder import NewFolder
 from minimind.tensor_sources import Source
 from minimind.train.tensor_files import Part
 from minimind.whole_files import require_room
@@ -66,7 +65,7 @@ def architecture(config: MiniMindConfig) -> str:
 
 
 def write_gguf(
-    out: Path,
+    out: NewFolder,
     config: MiniMindConfig,
     vocabulary: Mapping[str, Any],
     parts: list[Part],
@@ -80,8 +79,8 @@ def write_gguf(
     import gguf
 
     needed = sum(part.bytes for part in parts) + sum(map(len, texts.values()))
-    require_room(out, needed)
-    with written_aside(out, needed) as draft:
+    require_room(out.path, needed)
+    with out.written_aside(needed) as draft:
         with closing(gguf.GGUFWriter(draft / NAME, architecture(config))) as writer:
             _add_shape(writer, config)
             writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])

@@ -9,10 +9,15 @@ from pathlib import Path
 from minimind.errors import DataError
 
 
+def prompt_of(text: str) -> str:
+    """What a file or standard input has, without the newline that ends its last line."""
+    return text.removeprefix("\ufeff").removesuffix("\n")
+
+
 def read_text(path: str, flag: str) -> str:
-    """A text file, without the newline that ends its last line; `flag` named it."""
+    """`prompt_of` a text file; `flag` named it."""
     try:
-        return Path(path).read_text(encoding="utf-8").removesuffix("\n")
+        return prompt_of(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"{flag} {path}: {error.strerror}; name a readable file") from error
     except UnicodeDecodeError as error:

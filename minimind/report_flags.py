@@ -53,6 +53,8 @@ class ReportFlags:
     )
 
     def trackers(self) -> tuple[str, ...]:
-        """The names that --report_to has, each once."""
+        """The names that --report_to has, each once; `none` alone is no name."""
+        if self.report_to.strip() == "none":
+            return ()
         names = (name.strip() for name in self.report_to.split(","))
-        return tuple(dict.fromkeys(name for name in names if name not in ("", "none")))
+        return tuple(dict.fromkeys(name for name in names if name))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -27,6 +27,11 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 PICKLED = ("pytorch_model.bin", "*.pth", "*.pt")
 ANEW = "get the file anew, or name another"
+GGUF_MAGIC = b"GGUF"
+WRITTEN_ONLY = (
+    "is GGUF, which is written here and not read; name what it was exported from: a run, or a"
+    " directory of safetensors"
+)
 SPELT = {  # in the header of a safetensors file
     torch.float64: "F64",
     torch.float32: "F32",
@@ -50,6 +55,7 @@ class Source:
     shapes: Mapping[str, list[int]]
     dtypes: Mapping[str, torch.dtype]
     read: Callable[[str], Tensor]
+    spelt: Mapping[str, str] = field(default_factory=dict)  # what the file calls those renamed
 
     def renamed(
         self, names: Mapping[str, str], turn: Callable[[str, Tensor], Tensor] | None = None
@@ -65,6 +71,7 @@ class Source:
             shapes={new: self.shapes[old] for new, old in names.items()},
             dtypes={new: self.dtypes[old] for new, old in names.items()},
             read=read,
+            spelt={new: self.spelt.get(old, old) for new, old in names.items()},
         )
 
     def parts(self, dtype: torch.dtype) -> list[Part]:
@@ -86,12 +93,12 @@ class Source:
         found = self.read(name)
         cast = found.to(dtype)
         if cast.is_floating_point() and not torch.isfinite(cast).all():
+            told = f"{self.place}: {self.spelt.get(name, name)} has numbers that"
             if torch.isfinite(found).all():
                 raise NumericError(
-                    f"{name} has numbers that {str(dtype)[6:]} does not reach; export in another"
-                    " --dtype"
+                    f"{told} {str(dtype)[6:]} does not reach; export in another --dtype"
                 )
-            raise CheckpointError(f"{self.place}: {name} has numbers that are not finite; {ANEW}")
+            raise CheckpointError(f"{told} are not finite; {ANEW}")
         return cast
 
 
@@ -127,6 +134,8 @@ def of_place(place: Path) -> Source:
     if (place / WHOLE).exists():
         return of_safetensors([place / WHOLE], place)
     found = sorted({path for pattern in PICKLED for path in place.glob(pattern)})
+    if not found and (written := sorted(place.glob("*.gguf"))):
+        raise CheckpointError(f"{written[0]}: {WRITTEN_ONLY}")
     if len(found) != 1:
         told = f"{len(found)} of {', '.join(PICKLED)}" if found else "none of torch's"
         raise CheckpointError(
@@ -173,6 +182,11 @@ def _indexed(index: Path) -> list[Path]:
 
 def of_pickled(path: Path) -> Source:
     """The tensors of a file of torch.save, mapped and not read, with no code of its own run."""
+    with readable(path, ANEW):
+        with path.open("rb") as file:
+            is_gguf = file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    if is_gguf:
+        raise CheckpointError(f"{path}: {WRITTEN_ONLY}")
     with readable(path, ANEW):
         if not zipfile.is_zipfile(path):
             raise CheckpointError("is no file that torch.save wrote since version 1.6")

@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.arguments import Parser, at_least, count_of_bytes
+from minimind.arguments import Parser, at_least, count_of_bytes, utf8
 from minimind.config import FLAGS
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.files import mebibytes
@@ -35,14 +35,13 @@ def add_parser(subs: Any) -> None:
         added = actions.add_parser(name, help=told, description=f"{told}.", allow_abbrev=False)
         added.add_argument("--debug", action="store_true", help="show tracebacks")
         longest = ("--max_document_bytes", "--max-document-bytes")
-        most = FLAGS["max_document_bytes"].default
-        added.add_argument(
-            *longest, type=count_of_bytes, default=most, metavar="BYTES", help="accepted (64MiB)"
-        )
+        how = "accepted (64MiB; 2MiB or 8MiB with a tokenizer that takes a text at once)"
+        added.add_argument(*longest, type=count_of_bytes, metavar="BYTES", help=how)
         bad = ("--on_bad_data", "--on-bad-data")
         added.add_argument(*bad, choices=("error", "skip"), default="error", help="(error)")
         text = ("--text_field", "--text-field")
-        added.add_argument(*text, default="text", metavar="NAME", help="that has the text (text)")
+        named = {"default": "text", "metavar": "NAME", "help": "that has the text (text)"}
+        added.add_argument(*text, type=utf8, **named)
         data = ("--data_path", "--data-path")
         added.add_argument(
             *data, nargs="+", action="extend", default=[], metavar="PATH", help=TEXT_HELP
@@ -116,7 +115,7 @@ def _train(args: argparse.Namespace) -> int:
     from minimind.data.tokenizer_files import MODEL_NAME, TOKENIZER_FILES
     from minimind.data.tokenizer_measures import measure
     from minimind.data.vocabulary import require_learnable
-    from minimind.new_folder import require_free, written_aside
+    from minimind.new_folder import NewFolder
 
     started = time.perf_counter()
     if not 0 <= args.val_fraction < 1:
@@ -136,16 +135,17 @@ def _train(args: argparse.Namespace) -> int:
             " minimind tokenizer train my_text.jsonl --out out/tokenizer"
         )
     require_learnable(args.vocab_size, args.special_tokens)
-    out = args.out.expanduser().resolve()
-    require_free(out, args.force, TOKENIZER_FILES, "minimind tokenizer train")
-    read = Reader(args.val_fraction, _reading(args), args.on_bad_data == "skip")
+    path, author = args.out.expanduser().resolve(), "minimind tokenizer train"
+    out = NewFolder(path, args.force, TOKENIZER_FILES, author)
+    out.require_free()
+    read = Reader(args.val_fraction, _reading(args, None), args.on_bad_data == "skip")
     passages = sample(read.training_texts(paths), args.sample_bytes, args.seed)
     if not read.training:
         raise DataError(
             f"no document is left to learn from: --val_fraction {args.val_fraction} holds out all"
             f" {read.documents}; lower it, or add documents"
         )
-    with written_aside(out) as draft:
+    with out.written_aside() as draft:
         model = draft / MODEL_NAME
         how = (args.sample_bytes, args.seed, args.special_tokens)
         train_tokenizer(passages, args.vocab_size, model, *how)
@@ -206,10 +206,11 @@ def texts_of(path: Path, reading: Reading, skips_bad: bool) -> Iterator[str]:
         yield text
 
 
-def _reading(args: argparse.Namespace) -> Reading:
+def _reading(args: argparse.Namespace, tokenizer: str | None) -> Reading:
     from minimind.data.documents import Reading
+    from minimind.data.load_tokenizer import longest_document
 
-    return Reading(args.text_field, args.max_document_bytes)
+    return Reading(args.text_field, args.max_document_bytes or longest_document(tokenizer))
 
 
 def run_inspect(args: argparse.Namespace) -> int:
@@ -221,7 +222,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     from minimind.data.tokenizer_measures import AWKWARD, measure
     from minimind.tokenizer_tables import about, kinds, longest, sources, special, unused
 
-    tokenizer = load_tokenizer(args.tokenizer)
+    tokenizer, reading = load_tokenizer(args.tokenizer), _reading(args, args.tokenizer)
     pieces = tokenizer.pieces()
     files, skips_bad = find_files(args.data_path), args.on_bad_data == "skip"
     print(about(tokenizer))
@@ -230,7 +231,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     print(longest(pieces))
     measured = {"awkward text": measure(tokenizer, AWKWARD)}
     for path in files:
-        measured[str(path)] = measure(tokenizer, texts_of(path, _reading(args), skips_bad))
+        measured[str(path)] = measure(tokenizer, texts_of(path, reading, skips_bad))
     print(sources(measured))
     if files:
         print(unused(pieces, np.sum([measured[str(path)].used for path in files], axis=0)))

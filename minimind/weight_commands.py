@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.arguments import at_least, positive, size_in_bytes
-from minimind.new_folder import require_free
+from minimind.new_folder import NewFolder
 
 FORMATS = ("minimind", "llama", "gguf")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -55,7 +55,7 @@ def run_export(args: argparse.Namespace) -> int:
     from minimind.export import OWN, export, told  # imports torch
     from minimind.weights import load_weights_from
 
-    require_free(args.out, args.force, OWN, "export")  # before gigabytes are hashed
+    NewFolder(args.out, args.force, OWN, "export").require_free()  # before gigabytes are hashed
     found = load_weights_from(args.checkpoint)
     most = args.max_shard_size
     tokenizer = found.load_tokenizer()
@@ -67,11 +67,13 @@ def run_export(args: argparse.Namespace) -> int:
 def run_import(args: argparse.Namespace) -> int:
     """Write somebody else's model as one of ours, and say what was written."""
     from minimind.export import OWN, export, told  # imports torch
-    from minimind.weights import Given, load_weights_from
+    from minimind.foreign_shapes import Given, require_said
+    from minimind.weights import load_weights_from
 
-    require_free(args.out, args.force, OWN, "export")
+    NewFolder(args.out, args.force, OWN, "export").require_free()
     given = Given(args.n_heads, args.n_kv_heads, args.rope_theta, args.norm_eps, args.max_seq_len)
     found = load_weights_from(args.source, given, args.kind)
+    require_said(found.path, found.config, given)
     if args.tokenizer:
         found = replace(found, tokenizer=args.tokenizer)
     tokenizer = found.load_tokenizer()

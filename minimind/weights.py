@@ -23,19 +23,13 @@ from minimind.foreign_shapes import (
     MINIMIND2,
     Given,
     layers_of,
+    name_in,
     shape_of_llama,
     shape_of_minimind2,
     shape_of_tensors,
 )
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.model.interop import (
-    EMBEDDING,
-    HEAD,
-    MINIMIND2_TABLES,
-    from_halves,
-    from_minimind2,
-    to_minimind2,
-)
+from minimind.model.interop import EMBEDDING, HEAD, MINIMIND2_TABLES, from_halves, from_minimind2
 from minimind.tensor_sources import Source, of_checkpoint, of_place
 from minimind.train.checkpoint import MANIFEST, choose, read_manifest
 from minimind.train.claims import ELSEWHERE, read_config, read_object, require_listed, shown
@@ -65,7 +59,10 @@ class Weights:
     def load_tokenizer(self) -> AnyTokenizer:
         """Its tokenizer; a CheckpointError where that is not the one its embedding is for."""
         if self.tokenizer is None:
-            raise CheckpointError(f"{self.path}: has no tokenizer; give --tokenizer")
+            raise CheckpointError(
+                f"{self.path}: has no tokenizer; put its {MODEL_NAME} or {JSON_NAME} there, or give"
+                " it as --tokenizer"
+            )
         try:
             tokenizer = load_tokenizer(self.tokenizer)
         except DataError as error:  # whose way out is that of a run that has text
@@ -99,18 +96,25 @@ def load_weights_from(
     file without a configuration does not tell. Raises a CheckpointError or a UsageError.
     """
     path = Path(place).expanduser()
-    is_run = (path / "checkpoints").is_dir() or (path / MANIFEST).exists()
-    if kind is None and (is_run or path.name == "checkpoints"):
+    if is_checkpoint(path):
+        _require_kind(path, CHECKPOINT, kind)
         return weights_of_checkpoint(str(place))
     source = of_place(path)
-    if kind is None:
-        kind = _kind_of(path, source)
+    found = _kind_of(path, source, kind)
+    _require_kind(path, found, kind)
+    kind = kind or found
     if kind == OURS:
         return _checked(kind, path, read_config(path), source)
     given = given or Given()
     if kind == MINIMIND2:
         return _of_minimind2(path, source, given)
     return _of_llama(path, source, given)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether it is a training run's, or one of its steps."""
+    is_run = (path / "checkpoints").is_dir() or path.name == "checkpoints"
+    return is_run or (path / MANIFEST).exists()
 
 
 def weights_of_checkpoint(place: str) -> Weights:
@@ -129,16 +133,33 @@ def weights_of_checkpoint(place: str) -> Weights:
     return _checked(CHECKPOINT, path, claimed, of_checkpoint(path))
 
 
-def _kind_of(path: Path, source: Source) -> str:
+def _kind_of(path: Path, source: Source, asked: str | None) -> str:
     """What a directory or file holds, by the names in it and what its configuration says."""
-    if any(from_minimind2(name) for name in source.shapes if name != HEAD):
+    if any(map(from_minimind2, source.shapes)):
         return MINIMIND2
+    if asked == MINIMIND2 and not layers_of(source.shapes):
+        return asked  # names of neither: the first is told
     if not path.is_dir():
         beside = path.with_name(CONFIG)
         if path.suffix == ".safetensors" and beside.is_file() and _is_ours(beside):
-            raise UsageError(f"{path}: is of an export of ours; name its directory, {path.parent}")
+            raise UsageError(
+                f"{path}: is part of a model of ours; name its directory, {path.parent}"
+            )
         return LLAMA
     return OURS if _is_ours(path / CONFIG) else LLAMA
+
+
+def _require_kind(path: Path, found: str, asked: str | None) -> None:
+    """Nothing, or a UsageError where a place plainly holds something else than was asked for."""
+    if asked in (None, found):
+        return
+    if found in (CHECKPOINT, OURS):
+        is_what = "a run of ours" if found == CHECKPOINT else "an export of ours"
+        raise UsageError(
+            f"{path}: is {is_what}, and no import is needed; name it as it is to `minimind export`"
+            " or --init_from"
+        )
+    raise UsageError(f"{path}: has the tensors of {found}, not of {asked}; give --from {found}")
 
 
 def _is_ours(config: Path) -> bool:
@@ -156,14 +177,15 @@ def _of_minimind2(path: Path, source: Source, given: Given) -> Weights:
             names[ours] = theirs
         elif not MINIMIND2_TABLES.fullmatch(theirs):
             raise CheckpointError(
-                f"{path}: {shown(theirs)} is no tensor of a dense MiniMind2 model"
+                f"{path}: {shown(theirs)} is no tensor of a dense MiniMind2 model, and only those"
+                " are brought in; name the file of one"
             )
     shapes = {ours: source.shapes[theirs] for ours, theirs in names.items()}
     is_told = path.is_dir() and (path / CONFIG).exists()
     if is_told:
         claimed = shape_of_minimind2(path / CONFIG, shapes, given)
     else:
-        claimed = shape_of_tensors(path, shapes, given)
+        claimed = shape_of_tensors(path, shapes, given, MINIMIND2)
     tensors = source.renamed(names)
     claimed["tie_word_embeddings"] = _is_tied(tensors)
     return _checked(MINIMIND2, path, claimed, tensors)
@@ -210,7 +232,7 @@ def _checked(kind: str, path: Path, claimed: dict[str, Any], source: Source) -> 
     _require_same(kind, path, source.shapes, {name: list(v.shape) for name, v in own.items()})
     for name, value in own.items():
         if source.dtypes[name].is_floating_point != value.is_floating_point():
-            told = f"{name} is of {source.dtypes[name]}, not {value.dtype}"
+            told = f"{source.spelt.get(name, name)} is of {source.dtypes[name]}, not {value.dtype}"
             raise CheckpointError(f"{path}: {told}; {ANEW}")
     found = [name for name in (MODEL_NAME, JSON_NAME) if (path / name).is_file()]
     return Weights(kind, path, config, source, path / found[0] if found else None)
@@ -219,8 +241,8 @@ def _checked(kind: str, path: Path, claimed: dict[str, Any], source: Source) -> 
 def _without_head(source: Source) -> Source:
     if HEAD in source.shapes and not _is_tied(source):
         raise CheckpointError(
-            f"{source.place}: {HEAD} is not the embedding, though config.json ties them; correct"
-            " tie_word_embeddings there"
+            f"{source.place}: {source.spelt.get(HEAD, HEAD)} is not the embedding, though"
+            " config.json ties them; correct tie_word_embeddings there"
         )
     return source.renamed({name: name for name in source.shapes if name != HEAD})
 
@@ -231,7 +253,7 @@ def _require_same(
     """Nothing, or a CheckpointError with the first tensor that is missing, extra or misshapen."""
     by = f"its {CONFIG} asks for" if path.is_dir() else "its other tensors ask for"
     for name in sorted({*saved, *own}):
-        told = shown(to_minimind2(name) or name if kind == MINIMIND2 else name)
+        told = shown(name_in(kind, name))
         if saved.get(name) == own.get(name):
             continue
         if name not in saved:

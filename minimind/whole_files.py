@@ -8,7 +8,7 @@ from pathlib import Path
 
 from minimind.errors import StorageError
 from minimind.files import free_bytes, mebibytes, write_durably
-from minimind.new_folder import written_aside
+from minimind.new_folder import NewFolder
 from minimind.tensor_sources import INDEX, WHOLE
 from minimind.train.tensor_files import Part, write_parts
 
@@ -16,15 +16,15 @@ SHARDS = "model-*-of-*.safetensors"
 
 
 def write_folder(
-    out: Path, parts: list[Part], texts: Mapping[str, bytes], max_shard_bytes: int
+    out: NewFolder, parts: list[Part], texts: Mapping[str, bytes], max_shard_bytes: int
 ) -> list[str]:
     """The names of the tensor files written to `out`, which appears whole or not at all.
 
     A StorageError before anything is written where it does not fit on the disk.
     """
     needed = sum(part.bytes for part in parts) + sum(map(len, texts.values()))
-    require_room(out, needed)
-    with written_aside(out, needed) as draft:
+    require_room(out.path, needed)
+    with out.written_aside(needed) as draft:
         files = _write(parts, draft, max_shard_bytes)
         for name, content in texts.items():
             write_durably(draft / name, content)

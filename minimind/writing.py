@@ -10,29 +10,11 @@ from typing import Any
 import torch
 
 from minimind.data.load_tokenizer import AnyTokenizer
-from minimind.errors import NumericError, UsageError
+from minimind.errors import DataError, UsageError
+from minimind.sampling import Sampling, chooser
 
+BEFORE = 8  # tokens of a prompt that are decoded with what follows: more than a character has
 BROKEN = "\ufffd\ufdd1"  # ends a text of which the next token may complete a character
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn; temperature 0 takes the likeliest."""
-
-    max_new_tokens: int = 100
-    temperature: float = 0.8
-    top_p: float = 0.9
-    seed: int = 42
-    top_k: int = 0  # 0: of all
-    repetition_penalty: float = 1.0
-    stop: tuple[str, ...] = ()
-
-    def arguments(self) -> dict[str, Any]:
-        """The same as transformers has it."""
-        if not self.temperature:
-            return {"do_sample": False}
-        drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        return {"do_sample": True, **drawn}
 
 
 @dataclass(frozen=True)
@@ -57,6 +39,7 @@ class _Text:
     tokenizer: AnyTokenizer
     how: Sampling
     positions: int
+    random: torch.Generator
     show: Callable[[str], None] | None = None
     new: list[int] = field(default_factory=list)
     text: str = ""
@@ -77,7 +60,7 @@ class _Text:
             self._read(cut=is_full)
 
     def _read(self, cut: bool) -> None:
-        text = self.tokenizer.decode(self.new)
+        text = self._decoded()
         found = [at for at in map(text.find, self.how.stop) if at >= 0]
         if found:
             text, self.ended = text[: min(found)], True
@@ -89,6 +72,11 @@ class _Text:
             self.show(text[self.shown : certain])
             self.shown = certain
 
+    def _decoded(self) -> str:
+        """What is new, as it reads behind the prompt: a decoder may take a first space away."""
+        before = self.prompt[-BEFORE:]
+        return self.tokenizer.decode([*before, *self.new])[len(self.tokenizer.decode(before)) :]
+
     def _certain(self, text: str) -> int:
         """Characters that no later token can change, nor make the beginning of a stop."""
         text = text.rstrip(BROKEN)
@@ -99,6 +87,19 @@ class _Text:
         return certain
 
 
+def ids_of(prompt: str, number: int, tokenizer: AnyTokenizer, positions: int) -> list[int]:
+    """A prompt's ids; an error with its number where they leave no position to go on at."""
+    try:
+        ids = [*tokenizer.encode(prompt)] or [tokenizer.eos_id]  # after a document's end, a new one
+    except DataError as error:
+        raise DataError(f"prompt {number}: {error}") from error
+    if len(ids) >= positions:
+        raise UsageError(
+            f"prompt {number} has {len(ids)} tokens and the model {positions} positions; shorten it"
+        )
+    return ids
+
+
 def write_on(
     model: Any,
     tokenizer: AnyTokenizer,
@@ -106,26 +107,20 @@ def write_on(
     how: Sampling,
     show: Callable[[str], None] | None = None,
     synced: bool = False,
-    first: int = 1,
+    numbers: Sequence[int] | None = None,
 ) -> Written:
     """The continuations of all prompts, generated together, each as it would be alone.
 
     Each stops at the end-of-document token, at a stop, which is left out, or where the positions
     the model was trained on are used up. `show` gets the text of a single prompt as it comes.
-    `synced`: a forward pass is collective, so no rank stops before the others. `first` is the
-    number of the first prompt, for whoever has to find one that is too long.
+    `synced`: a forward pass is collective, so no rank stops before the others. By its number, 1
+    and on unless given, a prompt is told of, and draws.
     """
     positions = model.config.max_position_embeddings
     texts = []
-    for number, prompt in enumerate(prompts, first):
-        ids = [*tokenizer.encode(prompt)] or [tokenizer.eos_id]  # after a document's end, a new one
-        if len(ids) >= positions:
-            raise UsageError(
-                f"prompt {number} has {len(ids)} tokens and the model {positions} positions;"
-                " shorten it"
-            )
-        texts.append(_Text(ids, tokenizer, how, positions, show))
-    torch.manual_seed(how.seed)
+    for number, prompt in zip(numbers or range(1, len(prompts) + 1), prompts, strict=True):
+        ids = ids_of(prompt, number, tokenizer, positions)
+        texts.append(_Text(ids, tokenizer, how, positions, how.random_of(number), show))
     started = time.perf_counter()
     while unfinished := [text for text in texts if not text.ended]:
         _go_on(model, tokenizer, unfinished, how, synced)
@@ -154,9 +149,6 @@ def _go_on(
             text.take(token)
         return torch.tensor([text.ended for text in texts], device=ids.device)
 
-    processors = [_require_finite]
-    if how.repetition_penalty != 1.0:
-        processors.append(_penalty(padding, how.repetition_penalty))
     device = next(model.parameters()).device
     model.generate(
         ids.to(device),
@@ -165,31 +157,8 @@ def _go_on(
         eos_token_id=tokenizer.eos_id,
         pad_token_id=tokenizer.pad_id,
         use_cache=True,
-        logits_processor=processors,
+        do_sample=False,
+        logits_processor=[chooser(how, padding, [text.random for text in texts])],
         stopping_criteria=[watch],
         synced_gpus=synced,
-        **how.arguments(),
     )
-
-
-def _require_finite(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """The logits; a NumericError where nothing can be drawn from them."""
-    if not torch.isfinite(logits).all():
-        raise NumericError(
-            f"the logits of token {ids.shape[1]} are not finite; generate from another checkpoint"
-        )
-    return logits
-
-
-def _penalty(padding: list[int], penalty: float) -> Callable[..., torch.Tensor]:
-    """Makes what a text has already less likely (CTRL, Keskar et al. 2019), its padding apart."""
-
-    def penalised(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        logits = logits.clone()
-        for row, pad in enumerate(padding):
-            there = ids[row, pad:].unique()
-            own = logits[row, there]
-            logits[row, there] = torch.where(own > 0, own / penalty, own * penalty)
-        return logits
-
-    return penalised

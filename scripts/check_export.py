@@ -16,11 +16,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from minimind.errors import RunError
 from minimind.export import export
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.weights import Weights, load_weights_from
@@ -55,27 +57,35 @@ def fresh_python(folder: Path) -> Path:
     return python
 
 
-def main() -> int:
-    """0 if every format gives the checkpoint's logits, else 1."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkpoint", required=True, help="a run's out_dir, or an export")
-    parser.add_argument("--format", choices=FORMATS, action="append", help="again for more of them")
-    parser.add_argument("--python", type=Path, help="an interpreter to use as it is")
-    args = parser.parse_args()
-    weights = load_weights_from(args.checkpoint)
+def check(weights: Weights, forms: Sequence[str], python: Path | None) -> int:
+    """0 if every format gives the checkpoint's logits, else 1; what differs is printed."""
     statuses = []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         write_reference(weights, folder)
-        python = args.python.absolute() if args.python else fresh_python(folder / "venv")
+        python = python.absolute() if python else fresh_python(folder / "venv")
         environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         environ |= {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
-        for form in args.format or FORMATS:
+        for form in forms:
             export(weights, weights.load_tokenizer(), folder / form, form)
             command = [python, ROOT / "examples" / "load_export.py", folder / form, folder]
             done = subprocess.run(list(map(str, command)), env=environ, cwd=folder)
             statuses.append(done.returncode)
     return int(any(statuses))
+
+
+def main() -> int:
+    """The same of the command line; the status of the error where nothing can be exported."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", required=True, help="a run's out_dir, or an export")
+    parser.add_argument("--format", choices=FORMATS, action="append", help="again for more of them")
+    parser.add_argument("--python", type=Path, help="an interpreter to use as it is")
+    args = parser.parse_args()
+    try:
+        return check(load_weights_from(args.checkpoint), args.format or FORMATS, args.python)
+    except RunError as error:
+        print(f"check_export: error[{error.code}]: {error}", file=sys.stderr)
+        return error.status
 
 
 if __name__ == "__main__":

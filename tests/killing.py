@@ -12,11 +12,11 @@ from tests.conftest import ROOT
 CODE = """
 import os, shutil, signal, sys
 from pathlib import Path
-from minimind import new_folder
+from minimind.new_folder import NewFolder
 from minimind.cli import main
 
 at, words = int(sys.argv[1]), sys.argv[2:]
-replace, calls = new_folder.replace_folder, []
+replace, calls = NewFolder.replace, []
 
 def counted(call):
     def change(*args, **kwargs):
@@ -30,9 +30,7 @@ def replacing(*args):
     Path.rename, shutil.rmtree = counted(Path.rename), counted(shutil.rmtree)
     return replace(*args)
 
-new_folder.replace_folder = replacing
-from minimind.data import folder
-folder.replace_folder = replacing
+NewFolder.replace = replacing
 main(words)
 sys.exit(f"was not killed; {len(calls)} calls")
 """

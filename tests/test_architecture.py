@@ -60,7 +60,7 @@ LAYERS = [
         "minimind.train.contents",
         "minimind.train.out_dir",
     },
-    {"minimind.train.engine", "minimind.writing", "minimind.prompts"},
+    {"minimind.train.engine", "minimind.sampling", "minimind.writing", "minimind.prompts"},
     {"minimind.train.trackers"},
     {"minimind.train.report"},
     {
@@ -101,8 +101,10 @@ LAYERS = [
     {"minimind.train.desk", "minimind.train.build"},
     {"minimind.train.initial"},
     {"minimind.train.loop"},
+    {"minimind.train.dry_run"},
     {"minimind.train.pretrain"},
     {"minimind.cli"},
+    {"minimind.__main__"},
 ]
 STRANGERS = [("minimind.data", "minimind.model"), ("minimind.model", "minimind.data")]
 SEAM = "minimind.train.engine"

@@ -282,6 +282,22 @@ def test_what_exists_is_replaced_only_by_force_and_only_if_it_is_ours(run_dir, t
     assert [p.name for p in tmp_path.iterdir() if ".tmp-" in p.name] == []
 
 
+def test_what_appears_during_the_work_is_not_replaced(run_dir, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "flat"
+    write_parts = whole_files.write_parts
+
+    def meanwhile(*given):
+        out.mkdir()
+        (out / "model.safetensors").write_text("of another")
+        write_parts(*given)
+
+    monkeypatch.setattr(whole_files, "write_parts", meanwhile)
+    assert checkpoint("consolidate", run_dir, "--out", out) == 2
+    assert f"--out {out} exists; give another" in capsys.readouterr().err
+    assert (out / "model.safetensors").read_text() == "of another"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["flat", "run"]
+
+
 def test_a_full_disk_leaves_nothing_and_tells_what_was_needed(
     run_dir, tmp_path, capsys, monkeypatch
 ):

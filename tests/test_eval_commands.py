@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import multiprocessing
@@ -17,6 +18,9 @@ import pytest
 import torch
 
 from minimind.cli import main
+from minimind.data.manifest import read_manifest, seal
+from minimind.data.pieces import sizes
+from minimind.data.tokenizer import Tokenizer
 from minimind.generate import load_checkpoint
 from tests.conftest import ROOT, Trained
 
@@ -73,9 +77,9 @@ def test_the_batch_does_not_matter_and_the_splits_of_a_folder_are_its_texts(
 ):
     ask = ("--checkpoint", trained.run, "--data")
     val = asked(capsys, *ask, trained.mixed)
-    assert asked(capsys, *ask, trained.mixed, "--batch_size", "1")["loss"] == pytest.approx(
-        val["loss"], rel=1e-6
-    )
+    for size in (1, 10**30):
+        again = asked(capsys, *ask, trained.mixed, "--batch_size", size)
+        assert again["loss"] == pytest.approx(val["loss"], rel=1e-6)
     train = asked(capsys, *ask, trained.mixed, "--split", "train")
     both = asked(capsys, *ask, trained.mixed, "--split", "all")
     raw = asked(capsys, *ask, *trained.texts.values(), "--cache_dir", trained.cache)
@@ -92,6 +96,85 @@ def test_the_batch_does_not_matter_and_the_splits_of_a_folder_are_its_texts(
     assert packed["loss"] != val["loss"]
 
 
+def test_bytes_are_those_of_the_text_where_they_are_known(
+    trained: Trained,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    ask = ("--checkpoint", trained.run, "--cache_dir", trained.cache, "--data")
+    plain = asked(capsys, *ask, trained.mixed)
+    few = asked(capsys, *ask, trained.texts["a"], "--max_rows", "1")
+    assert few["bytes"] == len(texts_of(trained.texts["a"])[0].encode())
+    older = tmp_path / "older"
+    shutil.copytree(trained.mixed, older)
+    manifest = read_manifest(older)
+    for source in manifest["sources"]:
+        assert sum(source.pop("split_bytes").values()) == source["text_bytes"]
+    del manifest["sha256"]
+    (older / "manifest.json").write_text(json.dumps(seal(manifest)))
+    found = asked(capsys, *ask, older)
+    assert {**found, "bytes_of": "text"} == plain
+    assert (found["bytes_of"], few["bytes_of"]) == ("tokens", "tokens")
+
+    def twice(self: Tokenizer) -> Any:
+        return 2 * sizes(self.pieces())
+
+    monkeypatch.setattr(Tokenizer, "piece_bytes", twice)
+    assert asked(capsys, *ask, trained.mixed) == plain
+    assert asked(capsys, *ask, older)["bytes"] == 2 * plain["bytes"]
+    again = asked(capsys, *ask, trained.texts["a"], "--max_rows", "1")
+    assert again["bytes"] == 2 * few["bytes"]
+    assert main(["eval", *map(str, ask), str(older)]) == 0
+    assert "over the bytes of the tokens" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_documents_are_kept_apart_whatever_the_model_was_trained_with(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "exported"
+    words = ["export", "--checkpoint", str(trained.run), "--format", "minimind"]
+    assert main([*words, "--out", str(out)]) == 0
+    found = []
+    for doc_mask in (False, True):
+        config = json.loads((out / "config.json").read_text())
+        (out / "config.json").write_text(json.dumps({**config, "doc_mask": doc_mask}))
+        told = asked(capsys, "--model", out, "--data", trained.mixed)
+        packed = asked(capsys, "--model", out, "--data", trained.mixed, "--no-doc_mask")
+        found.append((told, packed))
+    assert found[0] == found[1]
+
+
+def test_bad_lines_end_it_or_are_passed_over_and_told(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    text = tmp_path / "text.jsonl"
+    lines = trained.texts["a"].read_text().splitlines()[:8]
+    text.write_text("\n".join([*lines[:4], "{", *lines[4:]]) + "\n")
+    cache = ("--cache_dir", str(tmp_path / "cache"))
+    ask = ("--checkpoint", str(trained.run), "--data", str(text), *cache)
+    assert main(["eval", *ask]) == 3
+    assert "pass over what is bad with --on_bad_data skip" in capsys.readouterr().err
+    assert main(["eval", *ask, "--on_bad_data", "skip"]) == 3
+    assert "raise --max_bad_fraction" in capsys.readouterr().err
+    assert main(["eval", *ask, "--on_bad_data", "skip", "--max_bad_fraction", "0.2"]) == 0
+    told = capsys.readouterr()
+    assert "1 of 9 documents are bad and passed over, the first: " in told.err
+    assert "text.jsonl:5 " in told.err
+    text.write_text("\n".join(lines) + "\n")
+    assert main(["eval", *ask]) == 0
+    assert capsys.readouterr() == (told.out, "")
+
+
+def test_a_full_standard_output_is_a_storage_error(
+    trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(full, write_through=True))
+        assert main(["eval", "--checkpoint", str(trained.run), "--data", str(trained.mixed)]) == 5
+    assert "standard output: No space left on device; free" in capsys.readouterr().err
+
+
 def test_the_table_is_for_people(trained: Trained, capsys: pytest.CaptureFixture[str]):
     assert main(["eval", "--checkpoint", str(trained.run), "--data", str(trained.mixed)]) == 0
     path, head, *rows = capsys.readouterr().out.splitlines()
@@ -105,10 +188,15 @@ def test_the_table_is_for_people(trained: Trained, capsys: pytest.CaptureFixture
     [
         ("--data MIXED", 2, "neither was given; give one"),
         ("--checkpoint RUN --model RUN --data MIXED", 2, "both were given; give one"),
-        ("--model RUN --data MIXED", 4, "has no config.json; name a directory"),
+        ("--model RUN --data MIXED", 2, "is of a training run; give it as --checkpoint"),
+        ("--model A --data MIXED", 4, "is no file that torch.save wrote"),
         ("--checkpoint RUN --data nowhere.jsonl", 3, "nowhere.jsonl"),
         ("--checkpoint RUN --data A --split val", 2, "is raw text; leave --split out"),
         ("--checkpoint RUN --data MIXED --max_seq_len 65", 2, "more than the 64 positions"),
+        ("--checkpoint RUN --data A A", 2, "is named twice; name it once"),
+        ("--checkpoint RUN --data MIXED MIXED/", 2, "named twice; name it once"),
+        ("--checkpoint RUN --data A FOLDER", 2, "name it once"),
+        ("--checkpoint RUN --data WHOLE", 3, "val split holds no text; give --split train, or"),
         ("--checkpoint RUN --data OTHER", 3, "prepared with another tokenizer than the model's"),
     ],
 )
@@ -121,6 +209,15 @@ def test_what_cannot_be_evaluated_is_told_in_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ):
     places = {"RUN": trained.run, "MIXED": trained.mixed, "A": trained.texts["a"]}
+    places |= {"MIXED/": f"{trained.mixed}/", "FOLDER": tmp_path / "folder"}
+    if "FOLDER" in words:
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder" / "link.jsonl").symlink_to(trained.texts["a"])
+    if "WHOLE" in words:
+        places["WHOLE"] = tmp_path / "whole"
+        prepare = ["prepare", str(trained.texts["b"]), "--val_fraction", "0"]
+        prepare += ["--tokenizer", str(trained.mixed / "tokenizer")]
+        assert main([*prepare, "--out", str(places["WHOLE"])]) == 0
     if "OTHER" in words:
         places["OTHER"] = tmp_path / "other"
         prepare = ["prepare", str(trained.texts["b"]), "--vocab_size", "520"]
@@ -218,11 +315,11 @@ def exported(trained: Trained, tmp_path: Path) -> Path:
 CONFIGS: dict[str, tuple[Any, str]] = {
     "no JSON": ("{", "is not JSON"),
     "no object": ([], "object"),
-    "a layer less": ({"num_hidden_layers": 1}, "model.layers.1."),
-    "a layer more": ({"num_hidden_layers": 3}, "has no model.layers.2."),
-    "another width": ({"hidden_size": 65}, "cannot be loaded"),
-    "null": ({"max_position_embeddings": None}, "cannot be loaded"),
-    "unknown": ({"model_type": "nobodys"}, "cannot be loaded"),
+    "a layer less": ({"num_hidden_layers": 1}, "num_hidden_layers: 2 -> 1"),
+    "a layer more": ({"num_hidden_layers": 3}, "num_hidden_layers: 2 -> 3"),
+    "another width": ({"hidden_size": 65}, "has heads of 8 channels"),
+    "null": ({"max_position_embeddings": None}, "has max_position_embeddings = None"),
+    "unknown": ({"model_type": "nobodys"}, "has model_type = 'nobodys'"),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -21,8 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from minimind import export as export_module
 from minimind import tensor_sources
 from minimind.cli import main
+from minimind.data.tokenizer import train_tokenizer
 from minimind.errors import CheckpointError, UsageError
 from minimind.generate import load_checkpoint
+from minimind.load_model import load_model
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.remote_code import AUTO_MAP, remote_code
 from minimind.weights import load_weights_from
@@ -257,6 +260,13 @@ def test_every_export_loads_where_this_package_cannot_be_imported(runs):
     ]
 
 
+def test_the_check_of_exports_says_in_a_line_what_it_cannot_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["check_export.py", "--checkpoint", str(tmp_path / "none")])
+    assert runpy.run_path(str(ROOT / "scripts" / "check_export.py"))["main"]() == 4
+    told = capsys.readouterr().err
+    assert told.startswith(f"check_export: error[E_CHECKPOINT]: {tmp_path / 'none'}: there is no")
+
+
 def test_what_is_read_is_not_written_over(exports: Path, capsys: pytest.CaptureFixture[str]):
     place = first(exports)
     before = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()}
@@ -278,6 +288,16 @@ def test_weights_that_are_no_numbers_begin_nothing(exports: Path, tmp_path: Path
     found = load_weights_from(place)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight has numbers"):
         found.fill(MiniMindForCausalLM(found.config))
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused_where_a_model_is_loaded(
+    exports: Path, tmp_path: Path
+):
+    place = shutil.copytree(first(exports), tmp_path / "export")
+    (place / "tokenizer.json").unlink()
+    train_tokenizer(sentences(2, 50), 513, place / "tokenizer.model")
+    with pytest.raises(CheckpointError, match="has 513 pieces and the embedding 512 rows; "):
+        load_model(None, str(place))
 
 
 def first(exports: Path) -> Path:

@@ -84,6 +84,7 @@ def test_every_flag_is_in_the_help_under_a_group():
         ("--n_heads 8 --n_kv_heads 3", ["n_heads = 8", "n_kv_heads = 3 (--n_kv_heads)"]),
         ("--dim", ["expected one argument"]),
         ("--config no.yaml", ["no.yaml", "No such file"]),
+        ("--text_field t\udcff", [r"text_field = 't\udcff' (--text_field) is not UTF-8"]),
         ("--vocab_size 100", ["vocab_size = 100", "at least 512"]),
     ],
 )

@@ -140,6 +140,11 @@ def test_llama_and_qwen3_come_in_and_go_out_again_number_by_number(face, tokeniz
     with torch.no_grad():
         expected = theirs(ids()).logits
     assert (logits(out) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    told = ["--n_heads", 4, "--rope_theta", 777, "--norm_eps", 1e-6, "--max_seq_len", 64]
+    file, bare = tmp_path / "theirs" / "model.safetensors", tmp_path / "bare"
+    assert bring_in(file, bare, *told, "--tokenizer", tokenizer, kind="llama") == 0
+    assert (bare / file.name).read_bytes() == (out / file.name).read_bytes()
+    assert (bare / "config.json").read_bytes() == (out / "config.json").read_bytes()
     words = ["export", "--checkpoint", out, "--format", "llama", "--out", back]
     assert main(list(map(str, words))) == 0
     again = load_file(back / "model.safetensors")
@@ -169,6 +174,7 @@ def refused(status: int, *named: str, capsys: pytest.CaptureFixture[str], tmp_pa
     told = capsys.readouterr().err
     assert told.startswith("minimind: error["), told
     assert len(told.splitlines()) == 1
+    assert "; " in told  # the way out
     for name in named:
         assert name in told
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]
@@ -182,14 +188,14 @@ class Code:
 
 BAD_TENSORS = {
     "missing": ({WQ: None}, WQ),
-    "missing embedding": ({"tok_embeddings.weight": None}, "model.embed_tokens.weight"),
+    "missing embedding": ({"tok_embeddings.weight": None}, "tok_embeddings.weight"),
     "extra": ({"layers.1.attention.wx.weight": torch.zeros(2)}, "layers.1.attention.wx.weight"),
     "extra layer": ({"layers.2.ffn_norm.weight": torch.zeros(32)}, "layers.2."),
     "experts": ({"layers.0.feed_forward.gate.weight": torch.zeros(4, 32)}, "feed_forward.gate"),
     "shape": ({WQ: torch.zeros(32, 16)}, WQ),
-    "flat": ({"tok_embeddings.weight": torch.zeros(512)}, "model.embed_tokens.weight"),
-    "not finite": ({WQ: torch.full((32, 32), torch.inf)}, "model.layers.1.self_attn.q_proj.weight"),
-    "whole numbers": ({WQ: torch.zeros(32, 32, dtype=torch.int64)}, "layers.1.self_attn.q_proj"),
+    "flat": ({"tok_embeddings.weight": torch.zeros(512)}, "tok_embeddings.weight"),
+    "not finite": ({WQ: torch.full((32, 32), torch.inf)}, f"{WQ} has"),
+    "whole numbers": ({WQ: torch.zeros(32, 32, dtype=torch.int64)}, WQ),
     "stretched": ({WQ: torch.zeros(1).expand(32, 32)}, WQ),
     "code": ({WQ: Code()}, "pretrain_32.pth"),
     "a number": ({"step": 3}, "step"),
@@ -259,7 +265,8 @@ def test_flags_that_the_tensors_contradict(more, named, pth, tokenizer, tmp_path
         ({"dim": 64}, "dim = 64"),
         ({"n_layers": 3}, "n_layers = 3"),
         ({"n_kv_heads": 4}, "n_kv_heads = 4"),
-        ({"n_heads": 7}, "n_heads 7"),
+        ({"n_heads": 7}, "n_heads = 7"),
+        ({"norm_eps": 0}, "norm_eps"),
         ({"multiple_of": 64}, "hidden_dim = 128"),
         ({"vocab_size": 6400}, "vocab_size = 6400"),
         ({"use_moe": True}, "use_moe"),
@@ -269,9 +276,8 @@ def test_flags_that_the_tensors_contradict(more, named, pth, tokenizer, tmp_path
 )
 def test_a_configuration_that_its_tensors_contradict(change, named, folder, tmp_path, capsys):
     (folder / "config.json").write_text(json.dumps({**CONFIG, **change}))
-    status = bring_in(folder, tmp_path / "out")
-    assert status == (2 if "n_heads" in change else 4)
-    refused(status, "MiniMind2", named, capsys=capsys, tmp_path=tmp_path)
+    assert bring_in(folder, tmp_path / "out") == 4
+    refused(4, "MiniMind2/config.json", named, capsys=capsys, tmp_path=tmp_path)
 
 
 def test_an_old_configuration_without_a_base_of_rotations(folder, tmp_path, capsys):
@@ -282,11 +288,15 @@ def test_an_old_configuration_without_a_base_of_rotations(folder, tmp_path, caps
     assert bring_in(folder, tmp_path / "out", "--rope_theta", 1e4) == 0
 
 
-def test_a_tokenizer_of_another_size_than_the_embedding(pth, tmp_path, capsys):
+def test_a_tokenizer_of_another_size_than_the_embedding(pth, tokenizer, tmp_path, capsys):
     other = tmp_path / "other.model"
     train_tokenizer(sentences(2, 50), 600, other)
     assert bring_in(pth, tmp_path / "out", *TOLD, "--tokenizer", other) == 4
     refused(4, "other.model", "600", "512", capsys=capsys, tmp_path=tmp_path)
+    wide = torch.cat([WEIGHTS["tok_embeddings.weight"], torch.ones(88, 32)])
+    torch.save({**WEIGHTS, "tok_embeddings.weight": wide, "output.weight": wide}, pth)
+    assert bring_in(pth, tmp_path / "out", *TOLD, "--tokenizer", tokenizer) == 4
+    refused(4, "tokenizer.model", "512", "600", capsys=capsys, tmp_path=tmp_path)
     assert bring_in(pth, tmp_path / "out", *TOLD) == 4
     refused(4, "--tokenizer", capsys=capsys, tmp_path=tmp_path)
 
@@ -306,9 +316,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
 
 
 def changed_config(**change: Any) -> Any:
+    """A value of None takes the name away."""
+
     def change_it(path: Path) -> None:
-        told = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps({**told, **change}))
+        told = {**json.loads((path / "config.json").read_text()), **change}
+        kept = {name: value for name, value in told.items() if value is not None}
+        (path / "config.json").write_text(json.dumps(kept))
 
     return change_it
 
@@ -356,6 +369,7 @@ BAD_FOLDERS = {
     "layers": (changed_config(num_hidden_layers=10**9), "num_hidden_layers"),
     "vocabulary": (changed_config(vocab_size=10**12), "embed_tokens"),
     "tied": (changed_config(tie_word_embeddings=False), "lm_head.weight"),
+    "silent of a tie": (changed_config(tie_word_embeddings=None), "has no 'lm_head.weight'"),
 }
 
 
@@ -366,6 +380,95 @@ def test_directories_that_are_not_what_they_say(why, llama, tmp_path, capsys):
     change(place)
     assert bring_in(place, tmp_path / "out", kind="llama") == 4
     refused(4, str(place), named, capsys=capsys, tmp_path=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "words"),
+    [
+        ("llama", "m.pth", "has the tensors of minimind2, not of llama; give --from minimind2"),
+        ("minimind2", "llama", "has the tensors of llama, not of minimind2; give --from llama"),
+        ("llama", "ours", "is an export of ours, and no import is needed; name it as it is to"),
+        ("minimind2", "ours", "is an export of ours"),
+        ("llama", "ours/model.safetensors", "is part of a model of ours; name its directory"),
+        ("llama", "run", "is a run of ours, and no import is needed"),
+        ("minimind2", "run/checkpoints", "is a run of ours"),
+    ],
+)
+def test_another_kind_than_was_named_is_told_with_what_to_name(
+    kind, place, words, llama, tokenizer, tmp_path, capsys
+):
+    (llama.parent / "run" / "checkpoints").mkdir(parents=True, exist_ok=True)
+    told = [*TOLD, "--tokenizer", tokenizer]
+    assert bring_in(llama.parent / place, tmp_path / "out", *told, kind=kind) == 2
+    refused(2, f"{place}: {words}", capsys=capsys, tmp_path=tmp_path)
+
+
+def test_names_that_are_nobodys_are_not_called_llamas(pth, tokenizer, tmp_path, capsys):
+    torch.save({"wte.weight": torch.zeros(4, 4)}, pth)
+    for kind, named in (("minimind2", "'wte.weight' is no tensor"), ("llama", "embed_tokens")):
+        assert bring_in(pth, tmp_path / "out", "--tokenizer", tokenizer, kind=kind) == 4
+        refused(4, named, capsys=capsys, tmp_path=tmp_path)
+
+
+def test_a_file_beside_a_configuration_is_told_with_its_folder(llama, tmp_path, capsys):
+    files = [load_file(path) for path in sorted(llama.glob("*.safetensors"))]
+    save_file({**files[0], **files[1]}, tmp_path / "m.safetensors")
+    shutil.copy(llama / "config.json", tmp_path)
+    assert bring_in(tmp_path / "m.safetensors", tmp_path / "out", kind="llama") == 2
+    refused(2, f"name {tmp_path}, where config.json may, or give", capsys=capsys, tmp_path=tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["llama", "minimind2"])
+@pytest.mark.parametrize("place", ["model.gguf", "."])
+def test_gguf_is_for_writing_only_and_says_so(kind, place, tmp_path, capsys):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(99))
+    assert bring_in(tmp_path / place, tmp_path / "out", kind=kind) == 4
+    words = "model.gguf: is GGUF, which is written here and not read; name what it was exported"
+    refused(4, words, capsys=capsys, tmp_path=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flag", "named"),
+    [
+        (("--n_heads", "8"), "--n_heads 8 is not the num_attention_heads = 4"),
+        (("--n_kv_heads", "4"), "--n_kv_heads 4 is not the num_key_value_heads = 2"),
+        (("--rope_theta", "7"), "--rope_theta 7.0 is not the rope_theta = 10000.0"),
+        (("--norm_eps", "1e-3"), "--norm_eps 0.001 is not the rms_norm_eps = 1e-05"),
+        (("--max_seq_len", "65"), "--max_seq_len 65 is not the max_position_embeddings = 64"),
+    ],
+)
+def test_a_flag_that_a_configuration_contradicts_is_refused(
+    flag, named, llama, folder, tmp_path, capsys
+):
+    for place, kind in ((llama, "llama"), (folder, "minimind2")):
+        assert bring_in(place, tmp_path / "out", *flag, kind=kind) == 2
+        refused(2, named, str(place), capsys=capsys, tmp_path=tmp_path)
+
+
+def test_special_ids_are_those_of_the_tokenizer_that_comes_along(llama, tmp_path):
+    place = Path(shutil.copytree(llama, tmp_path / "llama"))
+    changed_config(bos_token_id=7, eos_token_id=[8, 9], pad_token_id=10)(place)
+    assert bring_in(place, tmp_path / "out", kind="llama") == 0
+    for file in ("config.json", "generation_config.json"):
+        told = json.loads((tmp_path / "out" / file).read_text())
+        ids = [told[f"{name}_token_id"] for name in ("bos", "eos", "pad")]
+        assert ids == [1, 2, 3], file
+
+
+def test_a_head_that_a_configuration_is_silent_of_is_its_own(llama, tmp_path):
+    """As transformers has it: tie_word_embeddings is False where it is not named."""
+    place = Path(shutil.copytree(llama, tmp_path / "llama"))
+    changed_config(tie_word_embeddings=None)(place)
+    embedding = WEIGHTS["tok_embeddings.weight"]
+    changed_tensors(**{"lm_head.weight": embedding.flip(0)})(place)
+    index = place / "model.safetensors.index.json"
+    told = json.loads(index.read_text())
+    told["weight_map"]["lm_head.weight"] = "model-00002-of-00002.safetensors"
+    index.write_text(json.dumps(told))
+    assert bring_in(place, tmp_path / "out", kind="llama") == 0
+    assert load_weights_from(tmp_path / "out").config.tie_word_embeddings is False
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(written["lm_head.weight"], embedding.flip(0))
 
 
 # --- where it goes ------------------------------------------------------------------------------

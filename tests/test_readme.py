@@ -1,6 +1,7 @@
 """What README.md says against what is there: the folder tree, the flags, the make targets."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 from minimind.config import FLAGS
@@ -62,3 +63,18 @@ def test_the_exit_statuses_are_the_errors_own():
     known = {0, errors.PREEMPTED, *(k.status for k in kinds if issubclass(k, errors.RunError))}
     told = README.split("The exit status says how a run ended:")[1].split("run the same command")[0]
     assert {int(n) for n in re.findall(r"\b(\d+) [a-z]", told)} <= known
+
+
+def test_the_chinese_one_has_all_that_this_one_has():
+    chinese = (ROOT / "README_zh.md").read_text(encoding="utf-8")
+    assert chinese.count("\n## ") == README.count("\n## ")
+    for pattern in (r"`(--[a-z_-]+)", r"\]\(([\w/.]+)\)", r"`(make [a-z-]+)`", r"^\|", r"^```"):
+        counted = [Counter(re.findall(pattern, text, re.MULTILINE)) for text in (README, chinese)]
+        assert not counted[0] - counted[1], pattern
+    for block in README.split("```")[1::2]:
+        for command in re.findall(r"^(?:bash|\.venv/bin/minimind) [^\"#\n]+", block, re.MULTILINE):
+            assert command in chinese
+    told = README.split("The exit status says")[1].split("An error is")[0]
+    assert re.findall(r"\d+", told) == re.findall(
+        r"\d+", chinese.split("退出码说明")[1].split("错误只有一行")[0]
+    )

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from minimind.cli import main
 from minimind.data.prepare import Asked, prepare_for_run
+from minimind.data.sample import sample
 from minimind.data.sources import Source
 from minimind.data.tokenizer import Tokenizer
 from minimind.data.unit_reader import split_of
@@ -210,6 +211,25 @@ def test_pieces_are_shown_without_anything_a_terminal_would_obey():
     assert shown("字".encode()[:2]) == r"'\xe5\xad'"
 
 
+def test_the_second_of_two_to_one_out_is_refused(text, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    words = ["train", text, "--out", out, "--vocab_size"]
+    learnt = []
+
+    def meanwhile(*given):
+        learnt.append(given)
+        if len(learnt) == 1:
+            assert tokenizer(*words, 600) == 0
+        return sample(*given)
+
+    monkeypatch.setattr("minimind.data.sample.sample", meanwhile)
+    assert tokenizer(*words, 512) == 2
+    told = capsys.readouterr().err
+    assert told.endswith(f"--out {out} exists; give another folder, or --force to replace it\n")
+    assert Tokenizer(out).vocab_size == 600
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize("where", ["sample.sample", "tokenizer.train_tokenizer"])
 def test_ctrl_c_is_answered_in_one_line_and_leaves_what_was_there(
     where, text, tmp_path, capsys, monkeypatch
@@ -260,6 +280,11 @@ def test_ctrl_c_is_answered_in_one_line_and_leaves_what_was_there(
         (["train", "TEXT", "TEXT", "--out", "OUT"], 2, "is named twice; name it once"),
         (["train", "NONE", "--out", "OUT"], 3, "no such file"),
         (["train", "BLANK", "--out", "OUT"], 3, "no text to learn"),
+        (
+            ["train", "TEXT", "--out", "OUT", "--text_field", "t\udcff"],
+            2,
+            r"'t\udcff' is not UTF-8",
+        ),
         (["inspect"], 2, "required: DIR|FILE"),
         (["inspect", "OUT"], 3, "no such tokenizer"),
         (["inspect", "FOLDER"], 3, "neither tokenizer.model (SentencePiece) nor tokenizer.json"),

@@ -41,8 +41,12 @@ def encode_plan(
     units = [unit for unit in work.plan.units if unit.number % share[1] == share[0]]
     processes = processes or min(-(-cores // THREADS), max(1, len(units)))
     threads = max(1, cores // processes)
+    done = sum(unit.bytes for unit in units if work.done(unit))
+    left = sum(unit.bytes for unit in units) - done
     with ExitStack() as stack:
-        if share == (0, 1):  # what `merge` asks for next is made meanwhile; it sees what fails
+        if share == (0, 1) and left:  # what `merge` asks for next is made meanwhile, and seen there
+            # Work that is stopped waits for it, a second for 32,000 pieces: Python aborts where it
+            # ends while a daemon thread is in a library. It writes nothing.
             background = stack.enter_context(ThreadPoolExecutor(1))
             background.submit(lambda: work.tokenizer.exported)
         command = [sys.executable, "-m", "minimind.data.encode", str(work.directory)]
@@ -51,8 +55,7 @@ def encode_plan(
         helpers = [stack.enter_context(_started(command, inherited)) for _ in range(processes - 1)]
         silent = not (progress and sys.stderr.isatty())
         options = {"desc": "tokenizing", "unit": "B", "unit_scale": True, "disable": silent}
-        done = sum(unit.bytes for unit in units if work.done(unit))
-        bar = tqdm(total=sum(unit.bytes for unit in units), initial=done, **options)
+        bar = tqdm(total=done + left, initial=done, **options)
         look = _Look(work, units, helpers, stack.enter_context(bar))
         encode_share(replace(work, threads=threads, tell=look.tell), share)
         for helper in helpers:

@@ -34,7 +34,7 @@ from minimind.errors import RunError
 from minimind.files import canonical_json, storing, sync_directory, write_whole
 
 TOKENIZER_NAME = "tokenizer"
-MARKER_VERSION = 2  # raise it when a marker, or what a merge reads beside it, holds other things
+MARKER_VERSION = 3  # raise it when a marker, or what a merge reads beside it, holds other things
 LARGE_BYTES = 2**23  # of one document
 AHEAD = 6  # batches read beyond those at work: short documents are read slower than encoded
 REMEDY = "free some space, or give another folder"

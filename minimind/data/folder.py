@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from minimind.data.units import Plan
 from minimind.errors import UsageError
 from minimind.files import canonical_json, fingerprint, storing, sync_directory, write_whole
 from minimind.folder_locks import held, is_held
-from minimind.new_folder import replace_folder, require_free
+from minimind.new_folder import NewFolder
 
 OWN = ("manifest.json", "plan.json", "rejected.jsonl", "tokenizer", "*-[0-9]*.bin", "*-[0-9]*.idx")
 WAIT = "give another --out, or wait until it is done"
@@ -36,7 +38,8 @@ def prepare_folder(
 
     A unit that `out`.part has of just this text and these options is not made again.
     """
-    out = _place(out, force)
+    place = _place(out, force)
+    out = place.path
     with storing(f"{out}: cannot be written", REMEDY):
         plan, draft = asked.plan(), draft_of(out)
         told = _described(asked, plan)
@@ -48,14 +51,14 @@ def prepare_folder(
                 _require_same(told, draft, f"another prepare is at work on {out}", WAIT)
             lock = stack.enter_context(held(out, "work", fcntl.LOCK_SH))
             if is_prepared(out) and not force:
-                return _finished(told, out)  # another job has put it there since we looked
+                return _finished(told, place)  # another job has put it there since we looked
             if share:
                 _require_same(told, draft, f"{draft} was begun", ALIKE, ignoring=(TEXT,))
             work = _begun(asked, plan, told, draft)
             begin.close()
             if not is_prepared(draft):  # or it was killed while it cleared up
                 encode_plan(work, share or (0, 1), asked.processes, asked.progress, [lock])
-        return None if share else _merged(work, told, out, asked.max_bad_fraction)
+        return None if share else _merged(work, told, place, asked.max_bad_fraction)
 
 
 def _described(asked: Asked, plan: Plan) -> dict[str, Any]:
@@ -78,11 +81,11 @@ def _require_same(
         raise UsageError(f"{what} with another {', '.join(found)}; {remedy}")
 
 
-def _finished(told: dict[str, Any], out: Path) -> Prepared:
+def _finished(told: dict[str, Any], place: NewFolder) -> Prepared:
     """What another job has put there meanwhile, where it is what we were asked for."""
-    if differences(told, read_described(out)):
-        require_free(out, False, OWN, "minimind prepare")
-    return open_prepared(out)
+    if differences(told, read_described(place.path)):
+        replace(place, force=False).require_free()
+    return open_prepared(place.path)
 
 
 def _begun(asked: Asked, plan: Plan, told: dict[str, Any], draft: Path) -> Work:
@@ -104,7 +107,8 @@ def merge_folder(out: Path, force: bool = False, max_bad_fraction: float | None 
 
     What is bad is judged as the jobs that filled it were told, or by another `max_bad_fraction`.
     """
-    out = _place(out, force)
+    place = _place(out, force)
+    out = place.path
     draft = draft_of(out)
     if not (draft / PLAN_NAME).exists():
         raise UsageError(f"{draft}: is not there; run `minimind prepare --shard I/N` first")
@@ -119,7 +123,7 @@ def merge_folder(out: Path, force: bool = False, max_bad_fraction: float | None 
     most = most if max_bad_fraction is None else max_bad_fraction
     with storing(f"{out}: cannot be written", REMEDY):
         tokenizer = load_tokenizer(draft / TOKENIZER_NAME)
-        return _merged(Work(draft, plan, tokenizer, not skips), found, out, most)
+        return _merged(Work(draft, plan, tokenizer, not skips), found, place, most)
 
 
 def draft_of(out: Path) -> Path:
@@ -127,10 +131,16 @@ def draft_of(out: Path) -> Path:
     return out.with_name(f"{out.name}.part")
 
 
-def _place(out: Path, force: bool) -> Path:
-    out = out.expanduser().resolve()
-    require_free(out, force, OWN, "minimind prepare")
-    return out
+def _place(out: Path, force: bool) -> NewFolder:
+    place = NewFolder(out.expanduser().resolve(), force, OWN, "minimind prepare")
+    place.require_free()
+    draft = draft_of(place.path)
+    if os.path.lexists(draft) and not draft.is_dir():
+        raise UsageError(
+            f"{draft} is a file or a link, and --out {place.path} grows in a folder of that name;"
+            " move it away, or give another --out"
+        )
+    return place
 
 
 def _learnt_key(asked: Asked, plan: Plan) -> str:
@@ -139,16 +149,18 @@ def _learnt_key(asked: Asked, plan: Plan) -> str:
     return fingerprint([asked.vocab_size, asked.skips_bad, units])
 
 
-def _merged(work: Work, told: dict[str, Any], out: Path, max_bad_fraction: float) -> Prepared:
+def _merged(
+    work: Work, told: dict[str, Any], place: NewFolder, max_bad_fraction: float
+) -> Prepared:
     """Put together what is in the draft once nobody works there."""
-    draft = work.directory
+    draft, out = work.directory, place.path
     with held(out, "work", fcntl.LOCK_EX):
         if not (draft / PLAN_NAME).exists():  # another job has put it there meanwhile
-            return _finished(told, out)
+            return _finished(told, place)
         _require_same(told, draft, f"another prepare has begun on {out} meanwhile", WAIT)
         if not is_prepared(draft):  # or it was killed while it cleared up
             merge(work, max_bad_fraction)
         clear(draft)
         sync_directory(draft)
-        replace_folder(out, draft)
+        place.replace(draft)
     return open_prepared(out)

@@ -13,6 +13,7 @@ from minimind.errors import DataError, UsageError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".parquet")
 DATASET = "dataset"
+WEIGHTED = ", and give its source a weight if it should be read more often"
 KNOWN = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
 
 
@@ -64,17 +65,14 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
     return found
 
 
-def require_once(files: Sequence[Path]) -> None:
+def require_once(files: Sequence[Path], more: str = WEIGHTED) -> None:
     """Nothing, or a UsageError for a file that is there twice, perhaps by way of a link."""
     seen: dict[Path, Path] = {}
     for path in files:
         real = path.resolve()
         if (first := seen.get(real)) is not None:
             told = "is named twice" if first == path else f"is one file with {first}"
-            raise UsageError(
-                f"{path}: {told}; name it once, and give its source a weight if it should be read"
-                " more often"
-            )
+            raise UsageError(f"{path}: {told}; name it once{more}")
         seen[real] = path
 
 

@@ -6,10 +6,15 @@ it needs that for the chunk. It stays in the processor's caches: an eighth less 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from minimind.data.pieces import BYTE, Piece
 
 CHUNK_CHARACTERS = 2**9
 LONGEST_CHUNK = 2**16
+RUN_TOKENS = 2**16
 GROUP_CHARACTERS = 2**21  # are encoded together, by all threads
 
 
@@ -37,3 +42,21 @@ def chunks(
         start = cut
     if start < size or not size:
         yield text[start:]
+
+
+def runs(ids: np.ndarray, pieces: Callable[[], Iterable[Piece]]) -> Iterator[list[int]]:
+    """Parts of `ids` that have, one after another, the text of the whole; a character is not cut.
+
+    `pieces` are asked for where there is more than one part.
+    """
+    if len(ids) <= RUN_TOKENS:
+        yield ids.tolist()
+        return
+    inner = np.array([p.kind == BYTE and 0x80 <= p.content[0] < 0xC0 for p in pieces()])
+    start, size = 0, len(ids)
+    while start < size:
+        end = start + RUN_TOKENS
+        while end < size and inner[ids[end]]:
+            end += 1
+        yield ids[start:end].tolist()
+        start = end

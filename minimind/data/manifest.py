@@ -39,6 +39,13 @@ def is_whole(directory: Path, shard: dict[str, Any]) -> bool:
     return all(path.is_file() and path.stat().st_size == size for path, size in paths)
 
 
+def where_listed(rejected: dict[str, Any]) -> str:
+    """The list of what was passed over, and how much of it that has if it is not all."""
+    listed = rejected.get("listed", rejected["count"])  # earlier versions listed all
+    some = "" if listed == rejected["count"] else f"{listed:,} of them in "
+    return f"{some}rejected.jsonl"
+
+
 def seal(manifest: dict[str, Any]) -> dict[str, Any]:
     """The manifest with the sha256 of its own canonical form without that field."""
     return {**manifest, "sha256": fingerprint(manifest)}
@@ -100,6 +107,8 @@ def _require_sound(manifest: dict[str, Any]) -> None:
     for source in manifest["sources"]:
         _require(source, SOURCE, "source")
         _require(source["tokens"], dict.fromkeys(SPLITS, int), "source.tokens")
+        if "split_bytes" in source:  # of text; the first folders of this version do not tell
+            _require(source["split_bytes"], dict.fromkeys(SPLITS, int), "source.split_bytes")
         weight = source.get("weight")
         if not (weight is None or (type(weight) is float and 0 < weight < float("inf"))):
             raise ValueError(f"source.weight = {weight!r}")

@@ -22,7 +22,7 @@ from minimind.data.manifest import (
 )
 from minimind.data.plan_file import PLAN_NAME
 from minimind.data.shards import token_dtype
-from minimind.data.unit_reader import refusal
+from minimind.data.unit_reader import MOST_LISTED, refusal
 from minimind.data.units import Plan, Source, Unit
 from minimind.errors import DataError, UsageError
 from minimind.files import canonical_json, fingerprint, sha256_of, sync_file, write_whole
@@ -102,10 +102,11 @@ def require_few_rejected(
 
 def no_training_documents(val_fraction: float, documents: int) -> DataError:
     """Every document was held out, or there was none."""
-    told = f"val_fraction = {val_fraction} holds all of them out" if documents else "all were bad"
-    return DataError(
-        f"no document is left to train on: {told}; lower --val_fraction or add documents"
-    )
+    told, remedy = "all were bad", "mend the text, or add documents"
+    if documents:
+        told = f"val_fraction = {val_fraction} holds all of them out"
+        remedy = "lower --val_fraction or add documents"
+    return DataError(f"no document is left to train on: {told}; {remedy}")
 
 
 def _manifest(work: Work, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -137,7 +138,11 @@ def _manifest(work: Work, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
             for split in SPLITS
         },
         "sources": [_source(plan, number, units) for number in range(len(plan.sources))],
-        "rejected": {"count": sum(one["rejected"] for one in done), "first": _first_rejected(done)},
+        "rejected": {
+            "count": sum(one["rejected"] for one in done),
+            "listed": sum(min(one["rejected"], MOST_LISTED) for one in done),
+            "first": _first_rejected(done),
+        },
     }
     return {**manifest, "fingerprint": tokens_fingerprint(manifest)}
 
@@ -158,6 +163,7 @@ def _source(
             for split in SPLITS
         },
         "text_bytes": sum(sum(one["text_bytes"].values()) for one in own),
+        "split_bytes": {split: sum(one["text_bytes"][split] for one in own) for split in SPLITS},
         "rejected": sum(one["rejected"] for one in own),
         "sha256": fingerprint([one["sha256"] for one in own]),
     }

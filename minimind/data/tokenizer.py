@@ -27,7 +27,7 @@ from minimind.data.hf_export import (
     normal_pieces,
     special_tokens,
 )
-from minimind.data.long_texts import CHUNK_CHARACTERS, GROUP_CHARACTERS, chunks, joints
+from minimind.data.long_texts import CHUNK_CHARACTERS, GROUP_CHARACTERS, chunks, joints, runs
 from minimind.data.pieces import BYTE, CONTROL, FILLER, FILLER_PREFIX, Piece, piece_of, sizes
 from minimind.data.sample import SEED, sample
 from minimind.data.tokenizer_files import JSON_NAME, MODEL_NAME, write_tokenizer
@@ -159,7 +159,9 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; control pieces are silent, bytes that are not UTF-8 become U+FFFD."""
-        return unescape(self._processor.decode([int(i) for i in ids]))
+        given = ids if isinstance(ids, np.ndarray) else np.fromiter(ids, np.int64)
+        parts = [given.tolist()] if self._joined is None else runs(given, self.pieces)
+        return unescape("".join(map(self._processor.decode, parts)))
 
     def special_tokens(self) -> dict[str, int]:
         """Names of the control pieces, each with its id."""

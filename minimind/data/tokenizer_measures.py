@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 
 from minimind.data.load_tokenizer import AnyTokenizer
 
-BATCH_BYTES = 2**22
+BATCH_BYTES = 2**20  # a longer text is a batch of its own
 SHOWN_AROUND = 12
 # What tokenizers tend to change: spaces, line ends, accents in two parts, rare characters, and what
 # looks like their own signs.
@@ -44,15 +43,18 @@ class Measured:
 
 
 def measure(tokenizer: AnyTokenizer, texts: Iterable[str]) -> Measured:
-    """The texts encoded, decoded and compared, a bounded part of them in memory."""
+    """The texts encoded, decoded and compared, a batch of them in memory.
+
+    A text that is longer than `longest_document` of the tokenizer is for its reader to refuse.
+    """
     threads = os.cpu_count() or 1
     found = Measured(np.zeros(tokenizer.vocab_size, dtype=np.int64))
-    for batch in _batches(texts):
-        for text, ids in zip(batch, tokenizer.encode_batch(batch, threads), strict=True):
+    for batch, size in _batches(texts):
+        found.bytes += size
+        for text, ids in zip(batch, tokenizer.encode_arrays(batch, threads), strict=True):
             found.documents += 1
-            found.bytes += len(text.encode())
             found.tokens += len(ids)
-            found.used += np.bincount(ids, minlength=len(found.used)) if ids else 0
+            found.used += np.bincount(ids, minlength=len(found.used))
             back = tokenizer.decode(ids)
             if back != text:
                 found.changed += 1
@@ -60,16 +62,19 @@ def measure(tokenizer: AnyTokenizer, texts: Iterable[str]) -> Measured:
     return found
 
 
-def _batches(texts: Iterable[str]) -> Iterator[Sequence[str]]:
+def _batches(texts: Iterable[str]) -> Iterator[tuple[list[str], int]]:
+    """Texts of up to `BATCH_BYTES` together, with how many bytes they are."""
+    batch: list[str] = []
     size = 0
-
-    def number(text: str) -> int:
-        nonlocal size
-        size += len(text)
-        return size // BATCH_BYTES
-
-    for _, batch in groupby(texts, number):
-        yield [*batch]
+    for text in texts:
+        own = len(text.encode())
+        if batch and size + own > BATCH_BYTES:
+            yield batch, size
+            batch, size = [], 0
+        batch.append(text)
+        size += own
+    if batch:
+        yield batch, size
 
 
 def _change(document: int, text: str, back: str) -> str:

@@ -18,6 +18,7 @@ from minimind.errors import DataError
 from minimind.files import canonical_json
 
 BATCH_BYTES = 2**20  # of text, for the threads to share
+MOST_LISTED = 10_000  # of what one unit rejects; all of it is counted
 
 
 def split_of(digest: bytes, val_fraction: float) -> str:
@@ -88,7 +89,7 @@ class UnitReader:
         self.unit = unit
         self.options = options
         self.is_strict = is_strict  # the first rejection is an error
-        self.listed = listed  # the file for them otherwise
+        self.listed = listed  # the file for them otherwise, for the first `MOST_LISTED`
         self.tell = tell
         self.told = 0  # bytes of input
         self.rejected = 0
@@ -132,8 +133,9 @@ class UnitReader:
         if self._rejections is None:
             self._rejections = open(self.listed, "wb")
             self.first_rejected = {**asdict(found), "path": path, "line": number}
-        line = {"file": path, "line": number, "byte": found.byte, "what": found.what}
-        self._rejections.write(canonical_json(line) + b"\n")
+        if self.rejected < MOST_LISTED:
+            line = {"file": path, "line": number, "byte": found.byte, "what": found.what}
+            self._rejections.write(canonical_json(line) + b"\n")
         self.rejected += 1
 
     def close(self) -> None:

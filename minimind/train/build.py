@@ -19,14 +19,11 @@ from minimind.data.units import Options
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.flag_groups import DEFAULT_DATA
 from minimind.model.configuration import MiniMindConfig
-from minimind.plan import plan_text
 from minimind.train.claims import ELSEWHERE, require_course
-from minimind.train.deepspeed_config import Resolved
 from minimind.train.engine import Engine
 from minimind.train.evaluate import HeldOut
 from minimind.train.resume import Resumed
 from minimind.train.schedule import Schedule, plan_schedule
-from minimind.train.setup import Setup, flags_table, resolved_table
 
 
 def require_default_data(run: RunConfig) -> None:
@@ -44,16 +41,21 @@ def require_resume_path(run: RunConfig) -> None:
         raise CheckpointError(f"--resume {run.resume}: no such directory; name a step_ directory")
 
 
-def prepare_data(run: RunConfig) -> Prepared:
-    """The run's text as token shards: a prepared folder, or raw text by way of the cache."""
+def prepared_folder(run: RunConfig) -> Path | None:
+    """The folder of shards that is given as data, if one is; a UsageError if not alone."""
     folders = [path for path in run.data_path if is_prepared(path)]
     if folders and len(run.data_path) > 1:
         raise UsageError(
             f"--data_path: {folders[0]} holds prepared shards and must be given alone; mix several"
             " texts with `minimind prepare --source`"
         )
-    if folders:
-        return open_prepared(Path(folders[0]), run.tokenizer)
+    return Path(folders[0]).expanduser() if folders else None
+
+
+def prepare_data(run: RunConfig) -> Prepared:
+    """The run's text as token shards: a prepared folder, or raw text by way of the cache."""
+    if folder := prepared_folder(run):
+        return open_prepared(folder, run.tokenizer)
     is_told = run.is_explicit("max_document_bytes")
     most = run.max_document_bytes if is_told else longest_document(run.tokenizer)
     asked = Asked(
@@ -270,14 +272,3 @@ def held_out_of(run: RunConfig, prepared: Prepared) -> HeldOut:
     rows = held_out_rows(prepared.val, run.eval_rows, row_tokens)
     names = tuple(source["name"] for source in prepared.manifest["sources"])
     return HeldOut(prepared.val, rows, row_tokens, prepared.tokenizer.piece_bytes(), names)
-
-
-def dry_run_text(setup: Setup, resolved: Resolved) -> str:
-    """What the run would be, and what it would cost, as far as that is known without the text."""
-    run = with_tokenizer(resolved.run)
-    tables = [f"flags:\n{flags_table(run)}"]
-    if resolved.config:
-        tables.append(resolved_table(resolved))
-    world_size = setup.launch.world_size
-    costs = plan_text(run, world_size, resolved.config, device=setup.device)
-    return "\n\n".join([*tables, costs])

@@ -105,8 +105,9 @@ def _given(run: RunConfig) -> Given:
 def _shaped(run: RunConfig, by: str, config: MiniMindConfig, tokenizer: Path | None) -> RunConfig:
     shape = {flag: getattr(config, name) for flag, name in SHAPE.items()}
     run = with_decided(run, by, shape, over_presets=False)
-    if run.sources["max_seq_len"] == "default":
-        run = run.with_values(by, max_seq_len=config.max_position_embeddings)
+    length = config.max_position_embeddings
+    if run.sources["max_seq_len"] == "default" and length != run.max_seq_len:
+        run = run.with_values(by, max_seq_len=length)
     if run.tokenizer is None and not is_prepared(run.data_path[0]):
         if tokenizer is None:
             raise UsageError(

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from minimind.config import FLAGS, RunConfig
+from minimind.data.manifest import where_listed
 from minimind.data.order import Order
 from minimind.data.prepare import Prepared
 from minimind.files import storing
@@ -24,7 +25,6 @@ from minimind.process import Progress
 from minimind.train.build import (
     batches_of,
     continued,
-    dry_run_text,
     held_out_of,
     model_config,
     plan,
@@ -37,6 +37,7 @@ from minimind.train.build import (
 )
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.desk import Desk
+from minimind.train.dry_run import dry_run_text
 from minimind.train.engine import Engine, build_engine, leave, section_faults
 from minimind.train.identity import facts, identity, layout, source_commit, versions
 from minimind.train.initial import Initial, read_initial
@@ -120,8 +121,9 @@ def train_resolved(
             write_reference(out_dir, resolved)
             prepared.list_rejected(out_dir)
         prepared.tokenizer.save(out_dir / "tokenizer")
-        told = {name: getattr(run, name) for name in FLAGS}
-        report.trackers = open_trackers(run, resumed.state.step, told)
+        if resumed.state.step < schedule.total_steps:  # else they would hold nothing
+            told = {name: getattr(run, name) for name in FLAGS}
+            report.trackers = open_trackers(run, resumed.state.step, told)
     tell_start(desk, prepared, resumed, initial)
     state, status, reason = train(desk, resumed.state)
     finish(desk, state, status, reason)
@@ -252,8 +254,9 @@ def opening(desk: Desk, prepared: Prepared, state: TrainState, path: Path | None
     by = f"{schedule.shape}, {schedule.warmup_steps} steps of warm-up, peak {schedule.peak:g}"
     by = f"DeepSpeed's {rate}, as its file says" if rate else by
     micro_batch = run.micro_batch_rows(engine.world_size)
-    rejected = prepared.manifest["rejected"]["count"]
-    bad = f"; {rejected:,} bad documents passed over (rejected.jsonl)" if rejected else ""
+    rejected = prepared.manifest["rejected"]
+    told = f"; {rejected['count']:,} bad documents passed over ({where_listed(rejected)})"
+    bad = told if rejected["count"] else ""
     steps_left = schedule.total_steps - state.step
     return "\n".join(
         [

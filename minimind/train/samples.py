@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from minimind.config import RunConfig
 from minimind.data.load_tokenizer import AnyTokenizer
 from minimind.errors import UsageError
 from minimind.prompts import read_prompts
+from minimind.sampling import Sampling
 from minimind.train.compiled import uncompiled
 from minimind.train.engine import Engine
-from minimind.writing import Sampling, write_on
+from minimind.writing import write_on
 
 NEW_TOKENS = 64  # of a sample, at most
 
@@ -53,10 +52,9 @@ def draw(engine: Engine, samples: Samples) -> tuple[str, ...]:
 
     All ranks draw the same: under ZeRO-3 a forward pass is collective.
     """
-    devices = [engine.device] if engine.device.type == "cuda" else []
     synced = engine.resolved.zero_stage == 3 and engine.world_size > 1
     engine.backend.forward.eval()
-    with torch.random.fork_rng(devices), uncompiled():
+    with uncompiled():
         written = write_on(
             engine.model, samples.tokenizer, samples.prompts, samples.how, synced=synced
         )

@@ -68,7 +68,7 @@ def score(
     texts = _Texts(parts)
     model = model.to(accelerator.device)
     bytes_of = torch.from_numpy(piece_bytes).to(accelerator.device)
-    loader = DataLoader(texts, batch_size=batch_rows, collate_fn=_batch)
+    loader = DataLoader(texts, batch_size=min(batch_rows, len(texts)), collate_fn=_batch)
     names = [name for part in parts for name in part.names]
     sums = torch.zeros(len(names), 3, dtype=torch.float64)
     counted = 0

@@ -5,9 +5,37 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
+import pytest
+
+from minimind.cli import main
 from minimind.data.crew import _started
+from minimind.data.tokenizer import Tokenizer
+from tests.conftest import sentences
+
+
+def test_the_export_is_made_beside_the_work_and_not_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made: list[bool] = []  # on the main thread
+    export = Tokenizer.exported.func
+
+    def recorded(tokenizer: Tokenizer) -> dict[str, bytes]:
+        made.append(threading.current_thread() is threading.main_thread())
+        return export(tokenizer)
+
+    monkeypatch.setattr(Tokenizer, "exported", property(recorded))
+    (tmp_path / "t.txt").write_text("\n".join(sentences(1, 200)))
+    words = ["prepare", str(tmp_path / "t.txt"), "--vocab_size", "512", "--val_fraction", "0"]
+    words += ["--out", str(tmp_path / "out")]
+    assert main([*words, "--shard", "0/1"]) == 0
+    assert made.count(False) == 1
+    made.clear()
+    assert main(words) == 0
+    assert made
+    assert all(made)
 
 
 def test_a_helper_does_not_hear_of_ctrl_c_and_the_first_process_does():

@@ -17,12 +17,15 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from minimind.cli import main
+from minimind import eval_commands
+from minimind.cli import build_parser, main
 from minimind.data import encode
 from minimind.data.load_tokenizer import load_tokenizer, longest_document
 from minimind.data.prepare import open_prepared
 from minimind.data.tokenizer import MODEL_NAME, train_tokenizer
+from minimind.data.tokenizer_measures import measure
 from minimind.data.unit_reader import Batch
+from minimind.errors import DataError
 from tests.conftest import ROOT, sentences
 
 MIB = 2**20
@@ -109,6 +112,51 @@ def test_a_document_that_a_tokenizer_would_need_too_much_memory_for_is_refused(
     manifest = open_prepared(tmp_path / "skipped").manifest
     assert (manifest["documents"], manifest["rejected"]["count"]) == (1, 1)
     assert manifest["options"]["max_document_bytes"] == 2 * MIB
+
+
+def test_inspecting_a_tokenizer_takes_documents_as_long_as_preparing_does(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "t.txt").write_text("a " * MIB + "b")
+    command = ["tokenizer", "inspect", str(place / "bytes.json"), "--data_path"]
+    command.append(str(tmp_path / "t.txt"))
+    assert main(command) == 3
+    assert "longer than max_document_bytes = 2097152" in capsys.readouterr().err
+    (tmp_path / "t.txt").write_text("a " * 9 + "b")
+    assert main([*command, "--max_document_bytes", "19"]) == 0
+    assert main([*command, "--max_document_bytes", "18"]) == 3
+
+
+def test_evaluating_raw_text_takes_documents_as_long_as_preparing_does(place: Path, tmp_path: Path):
+    (tmp_path / "t.txt").write_text("a " * MIB + "b")
+    words = ["eval", "--model", "m", "--data", str(tmp_path / "t.txt")]
+    args = build_parser().parse_args([*words, "--cache_dir", str(tmp_path / "cache")])
+    tokenizer = load_tokenizer(place / "bytes.json")
+    with pytest.raises(DataError, match="longer than max_document_bytes = 2097152"):
+        eval_commands._prepared(words[-1], tokenizer, args, False)
+    args.max_document_bytes = 9
+    (tmp_path / "t.txt").write_text("a " * 5)
+    with pytest.raises(DataError, match="longer than max_document_bytes = 9"):
+        eval_commands._prepared(words[-1], tokenizer, args, False)
+
+
+def test_what_is_measured_at_once_is_bounded_in_bytes():
+    third = "\u5b57" * (MIB // 9)
+    texts = [third, third, third, third, 2 * MIB * "a", "b", "b"]
+    seen: list[list[int]] = []
+
+    def encode_arrays(batch: list[str], threads: int) -> list[np.ndarray]:
+        seen.append([len(text.encode()) for text in batch])
+        return [np.zeros(1, dtype=np.int32) for _ in batch]
+
+    comes_back = iter(texts)
+    tokenizer: Any = SimpleNamespace(
+        vocab_size=9, encode_arrays=encode_arrays, decode=lambda _: next(comes_back)
+    )
+    found = measure(tokenizer, iter(texts))
+    sizes = [len(text.encode()) for text in texts]
+    assert seen == [sizes[:3], sizes[3:4], sizes[4:5], sizes[5:]]
+    assert (found.bytes, found.documents, found.changed) == (sum(sizes), 7, 0)
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from minimind.cli import main
-from minimind.data import encode, folder
+from minimind.data import encode, folder, merge, unit_reader
 from minimind.data.prepare import open_prepared
 from minimind.data.sources import Source, parse_source
 from minimind.data.tokenizer import MODEL_NAME, train_tokenizer
@@ -197,6 +197,7 @@ MISUSE: dict[str, tuple[list[str], str]] = {
         ["{text}", "--out", "{out}", "--text_field", "body"],
         'a.jsonl:1 (byte 0): has no "body"',
     ),
+    "field": (["{text}", "--out", "{out}", "--text_field", "t\udcff"], r"'t\udcff' is not UTF-8"),
     "twice": (["{text}", "{text}", "--out", "{out}"], "is named twice; name it once"),
     "merge and text": (["{text}", "--out", "{out}", "--merge"], "--merge takes no text"),
     "merge and policy": (
@@ -332,6 +333,28 @@ def test_what_was_passed_over_is_judged_by_who_asks_last(
     assert "bad.jsonl:2001 " in capsys.readouterr().err
     assert main([*command, "--on_bad_data", "skip"]) == 0
     assert len((out / "rejected.jsonl").read_text().splitlines()) == 1
+
+
+def test_of_much_that_is_bad_all_is_counted_and_a_part_listed(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(unit_reader, "MOST_LISTED", 3)
+    monkeypatch.setattr(merge, "MOST_LISTED", 3)
+    good = (place / "b.jsonl").read_text()
+    (tmp_path / "a.jsonl").write_text(good + "[]\n" * 5 + good[: good.index("\n") + 1])
+    (tmp_path / "b.jsonl").write_text(good + "[]\n" * 2)
+    command = ["prepare", "--on_bad_data", "skip", "--tokenizer", str(place / MODEL_NAME)]
+    command += [f"--source={name}={tmp_path / name}.jsonl" for name in "ab"]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().out
+    assert "7 passed over (5 of them in rejected.jsonl)" in told
+    assert main(["data", "inspect", str(tmp_path / "out")]) == 0
+    assert "7 passed over (5 of them in rejected.jsonl)" in capsys.readouterr().out
+    manifest = open_prepared(tmp_path / "out").manifest
+    assert manifest["rejected"]["count"] == 7
+    assert [source["rejected"] for source in manifest["sources"]] == [5, 2]
+    listed = (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()
+    assert [json.loads(line)["line"] for line in listed] == [2001, 2002, 2003, 2001, 2002]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from minimind.data import folder
 from minimind.data.prepare import open_prepared
 from minimind.data.tokenizer import MODEL_NAME, train_tokenizer
 from minimind.folder_locks import held, is_held
-from minimind.new_folder import replace_folder
+from minimind.new_folder import NewFolder
 from tests.conftest import sentences
 
 
@@ -197,7 +197,7 @@ def finish_while_waited_for(out: Path, monkeypatch: pytest.MonkeyPatch, command:
         thread = threading.Thread(target=lambda: status.append(main(command)))
         thread.start()
         assert waiting.wait(30)
-        replace_folder(out, out.with_name("done"))
+        NewFolder(out, False, (), "test").replace(out.with_name("done"))
     thread.join()
     return status[0]
 
@@ -241,6 +241,38 @@ def test_a_plan_that_was_replaced_before_its_merge_is_not_merged(
     told = refused(capsys, words(place, out))
     assert "another prepare has begun on" in told
     assert not out.exists()
+
+
+@pytest.mark.parametrize("is_merge", [False, True])
+def test_what_appears_during_the_work_is_not_replaced(
+    is_merge: bool,
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    out = tmp_path / "out"
+    clear = folder.clear
+
+    def meanwhile(draft: Path) -> None:
+        out.mkdir()
+        (out / "thesis.tex").write_text("mine")
+        clear(draft)
+
+    command = words(place, out)
+    if is_merge:
+        assert main([*command, "--shard", "0/1"]) == 0
+        command = ["prepare", "--merge", "--out", str(out)]
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "clear", meanwhile)
+        assert f"--out {out} exists; give another folder, or --force" in refused(capsys, command)
+        (out / "thesis.tex").unlink()
+        out.rmdir()
+        assert "which minimind prepare did not write" in refused(capsys, [*command, "--force"])
+    assert [path.name for path in out.iterdir()] == ["thesis.tex"]
+    (out / "thesis.tex").rename(tmp_path / "thesis.tex")
+    assert main([*command, "--force"]) == 0  # of what is done in the .part
+    assert len(open_prepared(out).manifest["sources"]) == 2
 
 
 def test_no_lock_is_left_by_one_that_failed_or_succeeded(place: Path, tmp_path: Path):
@@ -298,3 +330,23 @@ def test_a_lock_that_cannot_be_made_names_the_folder_asked_for(
     told = capsys.readouterr().err
     assert " /proc/out: " in told
     assert "lock" not in told
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_what_is_in_the_way_of_the_part_is_named(
+    is_link: bool, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    part = tmp_path / "out.part"
+    part.symlink_to("nothing") if is_link else part.touch()
+    for more in ([], ["--shard", "0/2"]):
+        told = refused(capsys, words(place, tmp_path / "out", *more))
+        assert f"{part} is a file or a link, and --out {tmp_path / 'out'} grows in" in told
+        assert "; move it away, or give another --out" in told
+
+
+def test_an_out_of_too_long_a_name_is_named_as_it_was_given(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / (250 * "x")
+    assert main(words(place, out)) == 5
+    assert f": {out}: File name too long" in capsys.readouterr().err

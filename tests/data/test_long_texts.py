@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from minimind.data import long_texts
 from minimind.data import tokenizer as tokenizers_module
 from minimind.data.long_texts import chunks, joints
 from minimind.data.tokenizer import Tokenizer, train_tokenizer
@@ -29,6 +30,17 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(tokenizers_module, "chunks", cut_small)
 
     return cut
+
+
+@pytest.mark.parametrize("most", [1, 2, 7])
+def test_ids_decoded_a_run_at_a_time_are_the_text_of_the_whole(tokenizer, monkeypatch, most):
+    text = "".join([*prose(2, 5), *verse(2, 5), *AWKWARD, *fuzz(most, 50)])
+    ids = tokenizer.encode_arrays([text], threads=1)[0]
+    monkeypatch.setattr(long_texts, "RUN_TOKENS", most)
+    parts = list(long_texts.runs(ids, tokenizer.pieces))
+    assert len(parts) > 100
+    assert [i for part in parts for i in part] == ids.tolist()
+    assert tokenizer.decode(ids) == text
 
 
 @pytest.mark.parametrize("limit", [64, 97, 1000])

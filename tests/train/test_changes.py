@@ -16,8 +16,9 @@ from minimind.consolidate import consolidate
 from minimind.data.batches import Batches
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.flags import parse_flags
-from minimind.generate import Sampling, generate, load_checkpoint
+from minimind.generate import generate, load_checkpoint
 from minimind.model.decoder import MiniMindForCausalLM
+from minimind.sampling import Sampling
 from minimind.train.checkpoint import differences
 from minimind.train.resume import load_weights
 from tests.conftest import sentences

@@ -15,10 +15,11 @@ import minimind.train as training
 from minimind.cli import main
 from minimind.errors import CheckpointError, UsageError
 from minimind.flags import parse_flags
-from minimind.generate import Sampling, generate, load_checkpoint
+from minimind.generate import generate, load_checkpoint
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.loss import next_token_loss
+from minimind.sampling import Sampling
 from minimind.train import desk
 from minimind.train.claims import read_config
 from minimind.train.engine import Engine, leave

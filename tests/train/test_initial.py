@@ -208,6 +208,37 @@ def test_what_a_file_does_not_tell_must_be_said(name, places, tmp_path):
         read_initial(parse_flags(given))
 
 
+def test_the_length_of_a_row_is_not_ascribed_to_a_file_that_does_not_tell_it(places, tmp_path):
+    said = {key: value for key, value in of_pth().items() if key != "max_seq_len"}
+    words = [word for key, value in said.items() for word in (f"--{key}", str(value))]
+    given = ["--init_from", str(places / "file.pth"), "--out_dir", str(tmp_path), *words]
+    run = read_initial(parse_flags([*given, "--data_path", str(places / "data")])).run
+    assert (run.max_seq_len, run.sources["max_seq_len"]) == (512, "default")
+    assert run.sources["n_layers"] == f"--init_from {places / 'file.pth'}"
+
+
+def test_a_directory_of_minimind2_tells_its_length_and_leaves_it_free(places, tmp_path):
+    folder = tmp_path / "MiniMind2"
+    folder.mkdir()
+    shutil.copy(places / "file.pth", folder / "pytorch_model.bin")
+    shutil.copy(places / "tokenizer.model", folder / "tokenizer.model")
+    told = {name: getattr(SHAPE, name) for name in minimind2.Shape.__dataclass_fields__}
+    (folder / "config.json").write_text(json.dumps({**told, "max_seq_len": 8192}))
+    given = ["--init_from", str(folder), "--out_dir", str(tmp_path)]
+    run = read_initial(parse_flags(given)).run
+    assert (run.max_seq_len, run.sources["max_seq_len"]) == (8192, f"--init_from {folder}")
+    assert read_initial(parse_flags([*given, "--max_seq_len", "48"])).run.max_seq_len == 48
+    with pytest.raises(UsageError, match=r"rope_theta = 7\.0 \(--rope_theta\), but --init_from"):
+        read_initial(parse_flags([*given, "--rope_theta", "7"]))
+
+
+def test_numbers_that_are_none_are_told_by_the_name_that_the_file_has(places, tmp_path):
+    wrong = {**WEIGHTS, "layers.1.attention.wq.weight": torch.full((32, 32), torch.nan)}
+    torch.save(wrong, tmp_path / "file.pth")
+    with pytest.raises(CheckpointError, match=r"file\.pth: layers\.1\.attention\.wq\.weight has"):
+        run(places, tmp_path / "out", tmp_path / "file.pth", **of_pth())
+
+
 def test_a_file_without_a_tokenizer_needs_one_or_prepared_text(places, tmp_path):
     words = [word for key, value in of_pth().items() for word in (f"--{key}", str(value))]
     given = ["--init_from", str(places / "file.pth"), "--out_dir", str(tmp_path), *words]

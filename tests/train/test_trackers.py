@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 
 import minimind.train as training
 from minimind.errors import DataError, UsageError
+from minimind.flags import parse_flags
 from minimind.train import trackers
 from minimind.train.trackers import Tracker, figures
 from tests.conftest import SMALL, Trained
@@ -90,6 +92,8 @@ def test_wandb_and_tensorboard_hold_what_metrics_jsonl_holds_over_a_resume(
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert [path.name for path in files] == [f"run-{own_id}.wandb"] * 2
     assert dict(record for path in files for record in wandb_history(path)) == expected
+    assert train(asked) == 0  # nothing is left to do, and nothing to tell
+    assert sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")) == files
     assert scalars(tmp_path / "run" / "tensorboard") == {
         (step, name): np.float32(value)
         for step, values in expected.items()
@@ -109,6 +113,43 @@ def scalars(folder: Path) -> dict[tuple[int, str], np.float32]:
                 if value.metadata.plugin_data.plugin_name == "scalars":
                     found[event.step, value.tag] = np.float32(make_ndarray(value.tensor).item())
     return found
+
+
+def test_what_tensorboard_was_told_beyond_the_checkpoint_is_purged_when_a_run_goes_on(
+    tmp_path: Path,
+):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = parse_flags(["--report_to", "tensorboard", "--out_dir", str(tmp_path)])
+    for first, last in ((0, 5), (3, 6)):  # killed at step 5, resumed from the checkpoint of step 3
+        told = trackers.open_trackers(run, first, {})
+        for step in range(first + 1, last + 1):
+            told.event("step", {"step": step, "loss": float(10 * first + step)})
+        told.close(60)
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
+    assert [(one.step, one.value) for one in found] == [
+        *((1, 1.0), (2, 2.0), (3, 3.0)),
+        *((4, 34.0), (5, 35.0), (6, 36.0)),
+    ]
+
+
+def test_wandb_knows_a_resumed_run_as_itself_and_a_new_one_in_the_same_folder_as_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ids: list[str] = []
+
+    def open_tracker(name: str, project: str, folder: str, options: dict[str, Any]) -> Any:
+        ids.append(options["id"])
+        return SimpleNamespace(finish=lambda: None)
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(trackers, "open_tracker", open_tracker)
+    run = parse_flags(["--report_to", "wandb", "--out_dir", str(tmp_path)])
+    for step in (0, 3, 0, 5):
+        trackers.open_trackers(run, step, {}).close(60)
+    assert ids[0] == ids[1]
+    assert ids[2] == ids[3]
+    assert ids[0] != ids[2]
 
 
 class Broken:
@@ -188,6 +229,13 @@ def test_a_misspelt_tracker_is_refused(trained: Trained, tmp_path: Path):
         train(flags(trained, report_to="wandbb", out_dir=str(tmp_path / "run")))
 
 
+@pytest.mark.parametrize("asked", ["none,wandb", "wandb, none", "none,none"])
+def test_none_beside_trackers_is_refused(asked: str):
+    with pytest.raises(UsageError, match=r"report_to = .*none stands beside others; drop it"):
+        parse_flags(["--report_to", asked])
+    assert parse_flags(["--report_to", "none"]).trackers() == ()
+
+
 def curve(out_dir: Path) -> list[tuple[Any, ...]]:
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     names = ("step", "loss", "lr", "grad_norm", "rows")
@@ -214,8 +262,8 @@ def test_samples_draw_on_random_numbers_of_their_own(trained: Trained):
     import torch
 
     from minimind.generate import load_checkpoint
+    from minimind.sampling import Sampling
     from minimind.train.samples import Samples, draw
-    from minimind.writing import Sampling
 
     model, tokenizer, _ = load_checkpoint(str(trained.run))
 

@@ -1,0 +1,7 @@
+"""`python -m minimind`, as where no `minimind` is on the path."""
+
+import sys
+
+from minimind.cli import main
+
+sys.exit(main())

@@ -1,0 +1,74 @@
+"""`--dry_run` with a prepared folder as data: told from its manifest, refused where it is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from minimind.cli import main
+from minimind.errors import DataError, UsageError
+from minimind.flags import parse_flags
+from minimind.launch import read_launch
+from minimind.train.dry_run import dry_run_text
+from minimind.train.setup import read_setup
+from tests.conftest import sentences
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What `prepare` made of some text, with a vocabulary that is not the default."""
+    text = tmp_path / "t.jsonl"
+    text.write_text("".join(json.dumps({"text": one}) + "\n" for one in sentences(1, 200)))
+    words = ["prepare", str(text), "--vocab_size", "520", "--val_fraction", "0.1"]
+    assert main([*words, "--out", str(tmp_path / "data")]) == 0
+    return tmp_path / "data"
+
+
+def told(folder: Path, *words: str) -> str:
+    given = ["--deepspeed_config", "none", "--data_path", str(folder), *words]
+    setup = read_setup(parse_flags(given), read_launch({}))
+    return dry_run_text(setup, setup.resolve())
+
+
+def test_the_table_says_what_the_folder_holds(folder: Path):
+    found = json.loads((folder / "manifest.json").read_bytes())["splits"]
+    for path in folder.glob("*.bin"):  # nothing is read of it
+        path.write_bytes(bytes(path.stat().st_size))
+    out = told(folder, "--max_seq_len", "63")
+    assert f"data: {folder}" in out
+    tokens, documents = found["train"]["tokens"], found["train"]["documents"]
+    assert f"{tokens:,} tokens, {documents} documents, about {tokens // 64:,} rows of 64" in out
+    (line,) = (line for line in out.splitlines() if line.split()[:2] == ["vocab_size", "520"])
+    assert str(folder) in line
+
+
+def test_a_flag_that_the_folder_contradicts_is_refused(folder: Path):
+    with pytest.raises(UsageError, match=r"val_fraction = 0\.5 .* has 0\.1; drop one of the two"):
+        told(folder, "--val_fraction", "0.5")
+
+
+def test_another_tokenizer_than_the_folder_was_made_with_is_refused(folder: Path, tmp_path: Path):
+    words = ["tokenizer", "train", str(tmp_path / "t.jsonl"), "--vocab_size", "512", "--out"]
+    assert main([*words, str(tmp_path / "other")]) == 0
+    with pytest.raises(DataError, match="is not the tokenizer that"):
+        told(folder, "--tokenizer", str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("case", ["cut", "missing", "manifest"])
+def test_a_folder_that_cannot_be_used_is_refused(folder: Path, case: str):
+    shard = folder / "train-00000.bin"
+    if case == "cut":
+        shard.write_bytes(shard.read_bytes()[:-2])
+    elif case == "missing":
+        shard.unlink()
+    else:
+        (folder / "manifest.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot be read" if case == "manifest" else "missing or"):
+        told(folder)
+
+
+def test_a_folder_beside_other_text_is_refused(folder: Path, tmp_path: Path):
+    with pytest.raises(UsageError, match="must be given alone"):
+        told(folder, str(tmp_path / "t.jsonl"))
