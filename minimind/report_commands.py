@@ -25,9 +25,8 @@ def add_parser(subs: Any) -> None:
         allow_abbrev=False,
     )
     add = added.add_argument
-    add(
-        "places", nargs="+", type=Path, metavar="OUT_DIR", help="a run's out_dir; several: compared"
-    )
+    told = "a run's out_dir; several are compared"
+    add("places", nargs="+", type=Path, metavar="OUT_DIR", help=told)
     add("--out", type=Path, metavar="FILE.html", help="write the page there")
     add("--force", action="store_true", help="replace an earlier report at --out")
     add("--debug", action="store_true", help="show tracebacks")

@@ -22,6 +22,7 @@ class Line:
     look: str = "plain"  # plain, raw, lost, dots, limit
     value: str | None = None  # what the legend says beside the name; None: the last y
     in_legend: bool = True
+    end: str = ""  # what stands at its right end, where there is room
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Chart:
     columns: int = 1000
     x_name: str = "step"
     form: Callable[[float], str] = exact
+    tick_form: Callable[[float], str] | None = None  # None: as many digits as tell them apart
 
     def at(self, x: np.ndarray) -> np.ndarray:
         """0 at the left edge to 1 at the right one."""

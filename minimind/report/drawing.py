@@ -7,20 +7,17 @@ so that every drawn value can be read back from the path.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from html import escape
 
 import numpy as np
 
-from minimind.report.charts import Chart, Line, Mark, Scale, scale_of
+from minimind.report.charts import Chart, Line, Scale, scale_of
+from minimind.report.labels import end_labels, mark_labels
 from minimind.report.numbers import linear_ticks, log_ticks, tick_labels
 from minimind.report.thin import extremes
 
 SIZE = 1000
 X_TICKS, Y_TICKS = 6, 5
-WIDE, NARROW = 1100.0, 270.0  # pixels of a plot on a large screen and on a phone
-LETTER = 6.4  # pixels
-ROWS = 3  # of labels above each other
 
 
 def drawn(chart: Chart) -> str:
@@ -41,17 +38,20 @@ def drawn(chart: Chart) -> str:
     ]
     edges = {"x0": chart.span[0], "x1": chart.span[1], "y0": scale.low, "y1": scale.high}
     data = " ".join(f'data-{name}="{value!r}"' for name, value in edges.items())
-    kinds = f"chart{' wide' if chart.is_wide else ''}{' stacked' if chart.layers else ''}"
+    ends = end_labels(chart, scale)
+    flags = {"wide": chart.is_wide, "stacked": chart.layers, "ended": ends}
+    kinds = " ".join(["chart", *(name for name, is_so in flags.items() if is_so)])
     cut = f", cut off: up to {chart.form(scale.highest)}" if math.isfinite(scale.highest) else ""
     unit = escape(f"{chart.unit}{', log scale' if scale.is_log else ''}{cut}")
     return (
         f'<figure class="{kinds}" id="{chart.key}" {data} data-log="{int(scale.is_log)}">'
         f'<figcaption><h3>{escape(chart.title)}</h3><span class="unit">{unit}</span>'
         f'<span class="legend">{_legend(chart)}</span></figcaption>'
-        f"{_labels(chart) if chart.has_labels else ''}"
+        f"{mark_labels(chart) if chart.has_labels else ''}"
         f'<div class="plot"><svg viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none" role="img"'
         f' aria-label="{escape(chart.title)}, {unit}">{"".join(inside)}</svg>'
-        f'{_y_labels(chart, scale)}{_signs(chart, scale)}<div class="cursor"></div></div>'
+        f"{_y_labels(chart, scale)}{_signs(chart, scale)}{ends}"
+        '<div class="cursor"></div></div>'
         f'<div class="across">{_x_labels(chart)}</div></figure>'
     )
 
@@ -66,21 +66,22 @@ def _across(chart: Chart, begin: float, end: float) -> str:
 
 
 def _grid(chart: Chart, scale: Scale) -> str:
-    lines = "".join(f"M0 {y * SIZE:.1f}H{SIZE}" for y, _ in _y_ticks(scale))
+    lines = "".join(f"M0 {y * SIZE:.1f}H{SIZE}" for y, _ in _y_ticks(chart, scale))
     return f'<path class="grid" d="{lines}"/>'
 
 
-def _y_ticks(scale: Scale) -> list[tuple[float, str]]:
+def _y_ticks(chart: Chart, scale: Scale) -> list[tuple[float, str]]:
     """Share of the height from the top, and label."""
     pick = log_ticks if scale.is_log else linear_ticks
     ticks = pick(scale.low, scale.high, Y_TICKS)
     at = 1 - scale.at(np.array(ticks, dtype=float))
-    return list(zip(at.tolist(), tick_labels(ticks), strict=True))
+    texts = [chart.tick_form(t) for t in ticks] if chart.tick_form else tick_labels(ticks)
+    return list(zip(at.tolist(), texts, strict=True))
 
 
 def _y_labels(chart: Chart, scale: Scale) -> str:
     return "".join(
-        f'<span class="y" style="top:{at:.2%}">{text}</span>' for at, text in _y_ticks(scale)
+        f'<span class="y" style="top:{at:.2%}">{text}</span>' for at, text in _y_ticks(chart, scale)
     )
 
 
@@ -88,17 +89,23 @@ def _x_labels(chart: Chart) -> str:
     ticks = linear_ticks(*chart.span, X_TICKS)
     texts = tick_labels(ticks)
     spans = [
-        f'<span class="x" style="left:{_x(chart, t) / SIZE:.2%}">{text}</span>'
+        f'<span class="x{_side(chart, t)}" style="left:{_x(chart, t) / SIZE:.2%}">{text}</span>'
         for t, text in zip(ticks, texts, strict=True)
     ]
     return "".join(spans) + f'<span class="x-name">{escape(chart.x_name)}</span>'
+
+
+def _side(chart: Chart, tick: float) -> str:
+    """Labels near an edge stay within it."""
+    at = _x(chart, tick) / SIZE
+    return " first" if at < 0.03 else " final" if at > 0.97 else ""
 
 
 def _curve(chart: Chart, scale: Scale, line: Line) -> str:
     kept = extremes(line.x, line.y, chart.columns, chart.span)
     x = chart.at(line.x[kept]) * SIZE
     y = (1 - scale.at(line.y[kept])) * SIZE
-    if line.look == "dots":
+    if "dots" in line.look:
         pairs = zip(x.tolist(), y.tolist(), strict=True)
         path = "".join(f"M{a:.1f} {b:.1f}h0" for a, b in pairs if math.isfinite(b))
     else:
@@ -179,7 +186,7 @@ def values_drawn(chart: Chart) -> dict[str, list[list[float | None]]]:
     """Name -> x and y of the points drawn, for the reader's pointer; six digits are enough."""
     found = {}
     for line in chart.lines:
-        if line.look not in ("lost", "limit"):
+        if "lost" not in line.look and line.look not in ("limit", "joined"):
             kept = extremes(line.x, line.y, chart.columns, chart.span)
             found[line.name] = [_short(line.x[kept]), _short(line.y[kept])]
     for layer in chart.layers:
@@ -194,39 +201,3 @@ def _short(values: np.ndarray) -> list[float | None]:
         return int(value) if value == int(value) else float(f"{value:.6g}")
 
     return [told(value) for value in values.tolist()]
-
-
-def _labels(chart: Chart) -> str:
-    """The words of the marks, in rows above the plot; on a phone they stand in other rows."""
-    marks = sorted(chart.marks, key=lambda mark: mark.x)
-    wide, narrow = (_rows(chart, marks, pixels) for pixels in (WIDE, NARROW))
-    spans = []
-    for mark, row, row_narrow in zip(marks, wide, narrow, strict=True):
-        left = _x(chart, mark.x) / SIZE
-        side = " left" if left > 0.5 else ""
-        hidden = (" no-wide" if row < 0 else "") + (" no-narrow" if row_narrow < 0 else "")
-        spans.append(
-            f'<span class="label {mark.kind}{side}{hidden}"'
-            f' style="left:{left:.2%};--w:{max(0, row)};--n:{max(0, row_narrow)}">'
-            f"{escape(mark.label)}</span>"
-        )
-    sizes = f"--w:{max(wide, default=-1) + 1};--n:{max(narrow, default=-1) + 1}"
-    return f'<div class="labels" style="{sizes}">{"".join(spans)}</div>'
-
-
-def _rows(chart: Chart, marks: Sequence[Mark], pixels: float) -> list[int]:
-    """The row of each label, the first in which it hits no other; -1 where there is none."""
-    taken: list[list[tuple[float, float]]] = [[] for _ in range(ROWS)]
-    found = []
-    for mark in marks:
-        at, size = _x(chart, mark.x) / SIZE * pixels, len(mark.label) * LETTER + 14
-        begin = at - size if at > pixels / 2 else at
-        free = [
-            row
-            for row, spans in enumerate(taken)
-            if all(begin > high or begin + size < low for low, high in spans)
-        ]
-        found.append(free[0] if free and begin > -30 and begin + size < pixels + 30 else -1)
-        if found[-1] >= 0:
-            taken[found[-1]].append((begin, begin + size))
-    return found

@@ -46,6 +46,7 @@ class Figures:
     lost_seconds: float
     skipped: int
     starts: int
+    resumes: int
     crashes: int
     kind: str
     ending: str
@@ -73,7 +74,7 @@ def figures_of(run: Run, now: float) -> Figures:
         total_steps=int(total) if math.isfinite(total) else None,
         loss=float(loss[last]) if last is not None else math.nan,
         loss_step=int(steps[last]) if last is not None else 0,
-        mean_loss=_mean_at_the_end(loss),
+        mean_loss=_last(smoothed_loss(run)),
         best=_best(run),
         last_validation=evals[-1] if evals else math.nan,
         tokens=_last(run.column("tokens")),
@@ -87,6 +88,7 @@ def figures_of(run: Run, now: float) -> Figures:
         lost_seconds=sum(_spent(run, True).values()) / 1e3,
         skipped=len(run.events("step_skipped")),
         starts=sum(not s.start.is_implied or len(s.steps) > 0 for s in stretches),
+        resumes=sum(s.start.facts.get("resume_from") is not None for s in stretches),
         crashes=sum(kind == "crashed" for kind, _ in ends),
         kind=kind,
         ending=ending,
@@ -104,20 +106,12 @@ def _best(run: Run) -> Best | None:
     if not found:
         return None
     lowest = min(found, key=lambda e: number(e["val_loss"]))
-    step, loss, ppl, bpb = (
-        number(lowest.get(n)) for n in ("step", "val_loss", "val_ppl", "val_bpb")
-    )
-    return Best(int(step), loss, ppl, bpb)
-
-
-def _mean_at_the_end(loss: np.ndarray) -> float:
-    tail = loss[-window_of(len(loss)) :]
-    tail = tail[np.isfinite(tail)]
-    return float(tail.mean()) if len(tail) else math.nan
+    loss, ppl, bpb = (number(lowest.get(name)) for name in ("val_loss", "val_ppl", "val_bpb"))
+    return Best(int(lowest["step"]), loss, ppl, bpb)
 
 
 def _speed(run: Run) -> float:
-    """Tokens over the seconds they took, pauses apart; the lines weigh as the steps they tell of."""
+    """Tokens over seconds, pauses apart; the lines weigh as the steps they stand for."""
     speed, taken = run.column("tokens_per_second"), run.column("taken")
     fine = np.isfinite(speed) & (speed > 0)
     per_token = _weighted(1.0 / np.where(fine, speed, np.nan), taken)

@@ -70,13 +70,13 @@ def marks_of(run: Run, axis: Axis, now: float) -> list[Mark]:
     for n, stretch in enumerate(run.stretches):
         start = stretch.start
         is_last = stretch is run.stretches[-1]
-        kind, words = how_it_ended(stretch, is_last, now)
+        kind, _ = how_it_ended(stretch, is_last, now)
         if n and math.isfinite(start.first_step) and not start.is_implied:
             is_now = start.facts.get("world_size")
-            changed = f" on {is_now} processes, not {world}" if world not in (None, is_now) else ""
-            found.append(
-                (start.first_step, "resume", f"resumed at {start.first_step:,.0f}{changed}")
-            )
+            changed = f", {world} → {is_now} processes" if world not in (None, is_now) else ""
+            word = "begun anew" if start.facts.get("resume_from") is None else "resumed"
+            label = f"{word} at {start.first_step:,.0f}{changed}"
+            found.append((start.first_step, "resume", label))
         world = start.facts.get("world_size", world)
         if kind in ("crashed", "failed", "stopped"):
             at = max(start.last_step, min(start.first_step, 1e300))
@@ -91,6 +91,7 @@ def marks_of(run: Run, axis: Axis, now: float) -> list[Mark]:
 
 
 def bands_of(run: Run, axis: Axis) -> list[tuple[float, float]]:
+    """The stretches that were lost and, most of them, taken again."""
     found = []
     for stretch in run.stretches:
         if stretch.lost_steps:

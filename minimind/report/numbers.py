@@ -66,7 +66,7 @@ def mebibytes(value: float) -> str:
 
 def percent(share: float) -> str:
     """`32 %`, `0.4 %`."""
-    return f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"
+    return f"{share:.0%}" if share >= 0.0995 or not share else f"{share:.1%}"
 
 
 def moment(seconds: float) -> str:
@@ -107,18 +107,18 @@ def log_ticks(low: float, high: float, most: int) -> list[float]:
 def tick_labels(ticks: Sequence[float]) -> list[str]:
     """Labels that tell the ticks apart, all of one form."""
     digits = 2
+    is_small = any(0 < abs(t) < 1e-3 for t in ticks)
     while digits < 8:
         digits += 1
-        texts = [_tick(t, digits) for t in ticks]
-        if len(set(texts)) == len(texts) and all(
-            _tells(t, x) for t, x in zip(ticks, texts, strict=True)
-        ):
+        texts = [_tick(t, digits, is_small) for t in ticks]
+        pairs = zip(ticks, texts, strict=True)
+        if len(set(texts)) == len(texts) and all(_tells(t, text) for t, text in pairs):
             return texts
     return [f"{t:g}" for t in ticks]
 
 
-def _tick(value: float, digits: int) -> str:
-    if value and abs(value) < 1e-3:
+def _tick(value: float, digits: int, is_small: bool) -> str:
+    if value and is_small and abs(value) < 1:
         mantissa, power = f"{value:.{digits - 1}e}".split("e")
         return f"{float(mantissa):g}e{int(power)}"
     for unit, letter in LONG:

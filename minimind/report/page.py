@@ -11,7 +11,7 @@ from html import escape
 
 from minimind.report.configuration import Configuration
 from minimind.report.drawing import drawn, values_drawn
-from minimind.report.figures import Figures
+from minimind.report.figures import Best, Figures
 from minimind.report.moments import axis_of
 from minimind.report.numbers import count, duration, exact, mebibytes, milliseconds, moment, percent
 from minimind.report.panels import charts_of
@@ -27,7 +27,7 @@ from minimind.report.tables import (
     shares_bar,
     starts_table,
 )
-from minimind.report.words import course, what_it_is
+from minimind.report.words import course, results, setbacks, what_it_is
 
 GENERATOR = '<meta name="generator" content="minimind report">'
 
@@ -37,10 +37,11 @@ def page(
 ) -> str:
     """The HTML of one run, or of several compared."""
     charts = charts_of(runs, [one.grad_clip for one in given], now)
+    is_alone = " alone" if len(runs) == 1 else ""
     values = {chart.key: values_drawn(chart) for chart in charts}
     body = [
         _opening(runs, each),
-        f'<div class="charts{" alone" if len(runs) == 1 else ""}">{"".join(map(drawn, charts))}</div>',
+        f'<div class="charts{is_alone}">{"".join(map(drawn, charts))}</div>',
         *_closing(runs, given, now),
         f"<footer>Written {moment(now)} by minimind report from metrics.jsonl in "
         f"{', '.join(f'<code>{escape(str(run.place))}</code>' for run in runs)}.{_unread(runs)}"
@@ -69,9 +70,9 @@ def _opening(runs: Sequence[Run], each: Sequence[Figures]) -> str:
             for run, one in zip(runs, each, strict=True)
             if one.shares
         )
-        return f"<h1>{count(len(runs), 'run')} compared</h1>{final_table(runs, each)}" + (
-            f"<h2>Where the time went</h2>{bars}" if bars else ""
-        )
+        bars = f"<h2>Where the time went</h2>{bars}" if bars else ""
+        title = f"<h1>{count(len(runs), 'run')} compared</h1>"
+        return f"{title}{final_table(runs, each)}{bars}<h2>Course</h2>"
     run, one = runs[0], each[0]
     told = f'<p class="quiet">{escape(what_it_is(run))}</p>' if what_it_is(run) else ""
     lead = f'<h1>{escape(run.name)}</h1>{told}<p class="lead">{escape(_sentence(run, one))}</p>'
@@ -84,8 +85,8 @@ def _opening(runs: Sequence[Run], each: Sequence[Figures]) -> str:
 def _sentence(run: Run, one: Figures) -> str:
     if not run.records.starts:
         return "Nothing is recorded yet."
-    text = course(one)
-    return f"{text[0].upper()}{text[1:]}."
+    text = [course(one), results(one), setbacks(one)]
+    return " ".join(f"{part[0].upper()}{part[1:]}." for part in text if part)
 
 
 def _tiles(one: Figures) -> str:
@@ -93,12 +94,8 @@ def _tiles(one: Figures) -> str:
     best = one.best
     told = [
         ("loss", exact(one.loss), f"{exact(one.mean_loss)} smoothed"),
-        ("best validation", exact(best.loss) if best else "none", _beside(best) if best else ""),
-        (
-            "tokens",
-            f"{one.tokens:,.0f}" if math.isfinite(one.tokens) else "0",
-            f"{one.step:,} {of}",
-        ),
+        ("best validation", exact(best.loss) if best else "none", _beside(best)),
+        ("tokens", f"{one.tokens:,.0f}" if one.tokens > 0 else "0", f"{one.step:,} {of}"),
         ("tokens/s", exact(one.tokens_per_second), f"{milliseconds(one.step_ms)} a step"),
         ("time", duration(one.seconds), _interrupted(one)),
         ("memory", mebibytes(one.memory_mib), "peak of one process"),
@@ -111,11 +108,8 @@ def _tiles(one: Figures) -> str:
     )
 
 
-def _beside(best: object) -> str:
-    from minimind.report.figures import Best
-
-    assert isinstance(best, Best)
-    return f"step {best.step:,}, {best.bits_per_byte:.3f} bits/byte"
+def _beside(best: Best | None) -> str:
+    return f"step {best.step:,}, {best.bits_per_byte:.3f} bits/byte" if best else ""
 
 
 def _interrupted(one: Figures) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from minimind.report.charts import Chart, Layer, Line, Point
 from minimind.report.figures import WORDS, smoothed_loss, window_of
 from minimind.report.moments import Axis, axis_of, bands_of, marks_of, points_of
-from minimind.report.numbers import count, exact, mebibytes, milliseconds, percent, short
+from minimind.report.numbers import count, exact, milliseconds, percent, short
 from minimind.report.records import PAUSES, PHASES, SHOWN_EXPERTS, number
 from minimind.report.runs import Run
 from minimind.report.thin import bins, grouped_mean
@@ -30,7 +30,7 @@ def charts_of(runs: Sequence[Run], clips: Sequence[float], now: float) -> list[C
         ("tokens_per_second", "Throughput", "tokens/s, pauses apart", exact, True),
         ("lr", "Learning rate", "", exact, True),
         ("grad_norm", "Gradient norm", "before clipping", exact, False),
-        ("memory_mib", "Memory", "peak so far of one process, MiB", mebibytes, True),
+        ("memory_mib", "Memory", "peak so far of one process", exact, True),
         ("mfu", "MFU", "share of the stated peak", percent, True),
     )
     for name, title, unit, form, from_zero in simple:
@@ -55,49 +55,41 @@ def _base(axis: Axis, key: str, title: str, unit: str) -> Chart:
 def _loss(runs: Sequence[Run], axis: Axis, now: float) -> Chart:
     lines: list[Line] = []
     points: list[Point] = []
+    feet: list[tuple[str, str, np.ndarray]] = []
     is_alone = len(runs) == 1
     for n, run in enumerate(runs):
-        tone, name = tone_of(n), "" if is_alone else run.name
-        x = axis.of(run, run.column("step"))
+        tone, x, loss = tone_of(n), axis.of(run, run.column("step")), run.column("loss")
         lines += _lost(run, axis, "loss", tone)
-        lines.append(
-            Line(f"{name} loss".strip(), tone, x, run.column("loss"), "raw", None, is_alone)
-        )
-        words = f"mean of {count(window_of(len(x)), 'line')}" if is_alone else name
-        lines.append(Line(words, tone, x, smoothed_loss(run)))
-        lines += _validation(
-            run, axis, "validation" if is_alone else f"{name} validation", tone, is_alone
-        )
+        name = "loss" if is_alone else f"{run.name} loss"
+        lines.append(Line(name, tone, x, loss, "raw", in_legend=is_alone))
+        words = f"mean of {count(window_of(len(x)), 'line')}" if is_alone else run.name
+        end = "loss" if is_alone else run.name
+        lines.append(Line(words, tone, x, smoothed_loss(run), end=end))
+        lines += _validation(run, axis, tone, is_alone)
         points += points_of(run, axis, tone, now)
+    if is_alone:
+        found = {"checkpoints": "checkpoint_saved", "skipped steps": "step_skipped"}
+        places = {name: _places(runs[0], axis, event) for name, event in found.items()}
+        feet = [(name, name.split()[0], x) for name, x in places.items() if len(x)]
     chart = _base(axis, "loss", "Loss", "nats per token")
-    saved = _places(runs[0], axis, "checkpoint_saved") if is_alone else np.empty(0)
-    skipped = _places(runs[0], axis, "step_skipped") if is_alone else np.empty(0)
-    feet = [("checkpoints", "saved", saved), ("skipped steps", "skipped", skipped)]
-    feet = [one for one in feet if len(one[2])]
-    return replace(
-        chart,
-        lines=lines,
-        points=points,
-        ticks_below=feet,
-        is_wide=True,
-        has_labels=is_alone,
-        may_be_log=True,
-    )
+    chart = replace(chart, lines=lines, points=points, ticks_below=feet, may_be_log=True)
+    return replace(chart, is_wide=True, has_labels=is_alone)
 
 
-def _validation(run: Run, axis: Axis, name: str, tone: str, is_alone: bool) -> list[Line]:
+def _validation(run: Run, axis: Axis, tone: str, is_alone: bool) -> list[Line]:
+    """Its points, joined; those that were lost faintly."""
+    name, tone = ("validation", "val") if is_alone else (f"{run.name} validation", tone)
     lines = []
     for is_lost in (True, False):
         events = run.events("eval", is_lost)
-        if events:
-            x = axis.of(run, np.array([number(e["step"]) for e in events]))
-            y = np.array([number(e.get("val_loss")) for e in events])
-            color = "val" if is_alone else tone
-            if not is_lost:
-                lines.append(Line(f"{name} ", color, x, y, "joined", None, False))
-            look = "dots lost" if is_lost else "dots"
-            shown = f"{name} lost" if is_lost else name
-            lines.append(Line(shown, color, x, y, look, None, is_alone and not is_lost))
+        x = axis.of(run, np.array([number(e["step"]) for e in events]))
+        y = np.array([number(e.get("val_loss")) for e in events])
+        if events and is_lost:
+            lines.append(Line(f"{name}, lost", tone, x, y, "dots lost", in_legend=False))
+        elif events:
+            lines.append(Line(f"{name}, joined", tone, x, y, "joined", in_legend=False))
+            end = "validation" if is_alone else ""
+            lines.append(Line(name, tone, x, y, "dots", in_legend=is_alone, end=end))
     return lines
 
 
@@ -133,7 +125,7 @@ def _phases(run: Run, axis: Axis, n: int, is_alone: bool) -> Chart:
         comm = grouped_mean(run.column("comm_ms"), taken, group)
         lines = [Line("of which communication", "comm", right, comm, "limit", "", True)]
     title = "Time of a step" if is_alone else f"Time of a step: {run.name}"
-    chart = _base(axis, f"phases{n or ''}", title, "ms; what lies between steps on top")
+    chart = _base(axis, f"phases{n or ''}", title, "by phase; what lies between steps on top")
     return replace(
         chart,
         begins=left,
@@ -143,6 +135,7 @@ def _phases(run: Run, axis: Axis, n: int, is_alone: bool) -> Chart:
         from_zero=True,
         is_wide=is_alone,
         form=milliseconds,
+        tick_form=milliseconds,
     )
 
 
@@ -159,8 +152,19 @@ def _simple(
         lines += _lost(run, axis, column, tone_of(n)) if is_alone else []
         x, y = axis.of(run, run.column("step")), run.column(column)
         lines.append(Line(title.lower() if is_alone else run.name, tone_of(n), x, y))
+    if column == "memory_mib":
+        lines, unit = _in_gibibytes(lines, unit)
     chart = _base(axis, column, title, unit)
-    return replace(chart, lines=lines, from_zero=from_zero, may_be_log=not from_zero, form=form)
+    ticks = form if form is percent else None
+    chart = replace(chart, lines=lines, form=form, tick_form=ticks)
+    return replace(chart, from_zero=from_zero, may_be_log=not from_zero)
+
+
+def _in_gibibytes(lines: list[Line], unit: str) -> tuple[list[Line], str]:
+    """The same, in MiB as they come where they are small."""
+    if max((float(np.nanmax(line.y, initial=0.0)) for line in lines), default=0.0) < 4096:
+        return lines, f"{unit}, MiB"
+    return [replace(line, y=line.y / 1024) for line in lines], f"{unit}, GiB"
 
 
 def _clipping(chart: Chart, runs: Sequence[Run], axis: Axis, clips: Sequence[float]) -> Chart:

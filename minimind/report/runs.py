@@ -124,20 +124,21 @@ class Run:
     @property
     def last_step(self) -> float:
         """The one it stands at: of its last line that holds, or of its last run_start."""
-        ends = [s.steps[s.holds][-1] for s in self.stretches if s.holds.any()]
-        begins = [s.start.first_step for s in self.stretches]
-        return max([float(ends[-1])] if ends else [x for x in begins if x < math.inf], default=0.0)
+        held = [
+            stretch.steps[stretch.holds][-1] for stretch in self.stretches if stretch.holds.any()
+        ]
+        begun = [s.start.first_step for s in self.stretches if math.isfinite(s.start.first_step)]
+        return float(held[-1]) if held else max(begun, default=0.0)
 
 
 def runs_of(records: list[Records]) -> list[Run]:
     """Runs with names that tell them apart: the last parts of their paths, as many as it takes."""
-    parts = [r.place.absolute().parts for r in records]
-    deepest = max((len(p) for p in parts), default=1)
-    for depth in range(1, deepest + 1):
-        names = ["/".join(p[-depth:]).removeprefix("//") for p in parts]
-        if len(set(names)) == len(names):
-            break
-    return [Run(r.place, n, r) for r, n in zip(records, names, strict=True)]
+    parts = [one.place.absolute().parts for one in records]
+    depth = 1
+    while len({path[-depth:] for path in parts}) < len(set(parts)):
+        depth += 1
+    names = ["/".join(path[-depth:]) or "/" for path in parts]
+    return [Run(one.place, name, one) for one, name in zip(records, names, strict=True)]
 
 
 def how_it_ended(stretch: Stretch, is_last: bool, now: float) -> tuple[str, str]:

@@ -11,7 +11,10 @@ const last = new Map(charts.flatMap(c => [...c.querySelectorAll("b[data-name]")]
   .map(b => [b, b.textContent])));
 function nearest(xs, x) {
   let low = 0, high = xs.length - 1;
-  while (low < high) { const mid = (low + high) >> 1; if (xs[mid] < x) low = mid + 1; else high = mid; }
+  while (low < high) {
+    const mid = (low + high) >> 1;
+    if (xs[mid] < x) low = mid + 1; else high = mid;
+  }
   return low && x - xs[low - 1] < xs[low] - x ? low - 1 : low;
 }
 function told(y) {

@@ -24,9 +24,9 @@ h3 { font-size: 15px; margin: 0; }
 p { margin: 4px 0; max-width: 62em; }
 .lead { font-size: 17px; } .quiet, .unit, small, footer { color: var(--soft); }
 footer { margin-top: 44px; font-size: 13px; border-top: 1px solid var(--rule); padding-top: 10px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 1px;
-  margin: 20px 0 18px; background: var(--rule); border: 1px solid var(--rule); }
-.tile { background: var(--paper); padding: 10px 14px; }
+.tiles { display: flex; flex-wrap: wrap; margin: 20px 0 18px; gap: 1px; background: var(--rule);
+  border: 1px solid var(--rule); }
+.tile { background: var(--paper); padding: 10px 14px; flex: 1 1 150px; }
 .tile span { display: block; color: var(--soft); font-size: 13px; }
 .tile b { font-size: 23px; line-height: 1.25; font-weight: 600; white-space: nowrap; }
 .tile small { display: block; }
@@ -69,13 +69,17 @@ svg .foot { stroke: var(--c); stroke-width: 1.5; }
 .y { right: calc(100% + 7px); transform: translateY(-50%); }
 .across { position: relative; height: 22px; margin-left: 46px; }
 .x { top: 6px; transform: translateX(-50%); } .x-name { right: 0; top: 20px; }
-.across .x:first-child { transform: translateX(-20%); }
+.x.first { transform: translateX(-20%); } .x.final { transform: translateX(-85%); }
 .labels { position: relative; height: calc(var(--w) * 19px); margin-left: 46px; }
 .label { position: absolute; top: calc(var(--w) * 19px); font-size: 12px; line-height: 17px;
   white-space: nowrap; padding: 0 5px; border-left: 2px solid var(--soft); color: var(--soft); }
 .label.left { transform: translateX(-100%); border-left: 0; border-right: 2px solid var(--soft); }
 .label.crashed, .label.failed { color: var(--bad); border-color: var(--bad); }
 .label.no-wide { display: none; }
+.ended .plot, .ended .across, .ended .labels { margin-right: 104px; }
+.end { position: absolute; left: calc(100% + 8px); font-size: 12.5px; line-height: 14px;
+  width: 96px; transform: translateY(-50%); color: var(--c); font-weight: 600; overflow: hidden;
+  text-overflow: ellipsis; white-space: nowrap; }
 .sign { position: absolute; width: 0; height: 0; }
 .sign::before { content: "\\d7"; position: absolute; font: 700 22px/0 Arial, sans-serif;
   transform: translate(-50%, 0); color: var(--c); }
@@ -88,7 +92,10 @@ table { border-collapse: collapse; font-size: 14px; width: 100%; }
 th { text-align: left; font-weight: 600; color: var(--soft); font-size: 13px; }
 th, td { padding: 5px 16px 5px 0; border-bottom: 1px solid var(--rule); vertical-align: top;
   font-variant-numeric: tabular-nums; white-space: nowrap; }
-.starts td:nth-child(5), .flags td { white-space: normal; overflow-wrap: anywhere; min-width: 8em; }
+.starts td:nth-child(5) { white-space: normal; min-width: 14em; }
+.halves { display: grid; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); gap: 0 40px; }
+.flags td { white-space: normal; overflow-wrap: anywhere; padding: 3px 12px 3px 0; }
+.flags td:first-child { white-space: nowrap; }
 code { font: 13px/1.4 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 .how.crashed, .how.failed { color: var(--bad); font-weight: 600; }
 .how.done { color: var(--good); } .how.running { font-weight: 600; }
@@ -97,16 +104,18 @@ code { font: 13px/1.4 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mon
 .pairs b { margin-right: 8px; } .pairs code { color: var(--soft); }
 blockquote { margin: 8px 0; padding: 6px 12px; background: var(--wash); white-space: pre-wrap;
   overflow-wrap: anywhere; }
-@media (max-width: 700px) { main { padding: 16px 14px 32px; } h1 { font-size: 22px; }
+@media screen and (max-width: 700px) { main { padding: 16px 14px 32px; } h1 { font-size: 22px; }
   .lead { font-size: 16px; } .charts { grid-template-columns: minmax(0, 1fr); gap: 26px; }
-  .tiles { grid-template-columns: 1fr 1fr; } .tile { padding: 8px 10px; }
+  .tile { padding: 8px 10px; flex-basis: 40%; } .halves { display: block; }
   .tile b { font-size: 20px; } figcaption .legend { margin-left: 0; width: 100%; }
   .wide .plot { height: 240px; } .plot, .across, .labels { margin-left: 40px; }
   .labels { height: calc(var(--n) * 19px); } .label { top: calc(var(--n) * 19px); }
+  .end { display: none; } .ended .plot, .ended .across, .ended .labels { margin-right: 0; }
   .label.no-wide { display: block; } .label.no-narrow { display: none; } }
 @media print { :root { color-scheme: light; } main { max-width: none; padding: 0; }
   body { font-size: 11px; } .lead { font-size: 13px; } h1 { font-size: 19px; }
-  h2 { break-after: avoid; margin-top: 22px; } .wide .plot { height: 230px; }
+  h2, h3 { break-after: avoid; } h2 { margin-top: 22px; }
+  .tile { flex-basis: 15%; padding: 5px 8px; } .wide .plot { height: 230px; }
   .plot { height: 140px; } .charts { grid-template-columns: 1fr 1fr; gap: 16px 24px; }
   .tile b { font-size: 16px; } table, code, .pairs { font-size: 10px; } tr { break-inside: avoid; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } @page { margin: 14mm; } }
@@ -117,7 +126,7 @@ TONES = (
     *(f"p-{n}" for n in "data forward backward optimizer evaluate checkpoint sample".split()),
     "val",
 )
-OTHERS = {"saved": "good", "skipped": "bad", "clipped": "val", "limit": "soft", "comm": "ink"}
+OTHERS = {"checkpoints": "good", "skipped": "bad", "clipped": "val", "limit": "soft", "comm": "ink"}
 OTHERS |= {"range": "soft"}
 
 

@@ -10,7 +10,16 @@ from typing import Any
 
 from minimind.report.configuration import Configuration, differences
 from minimind.report.figures import WORDS, Figures
-from minimind.report.numbers import DASH, duration, exact, mebibytes, milliseconds, moment, percent
+from minimind.report.numbers import (
+    DASH,
+    count,
+    duration,
+    exact,
+    mebibytes,
+    milliseconds,
+    moment,
+    percent,
+)
 from minimind.report.panels import tone_of
 from minimind.report.records import PAUSES, PHASES, number
 from minimind.report.runs import Run, how_it_ended
@@ -32,37 +41,38 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") ->
 
 def starts_table(run: Run, now: float) -> str:
     """One row for each start: when, from where, on what, how far, how it ended."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for stretch in run.stretches:
         start, facts = stretch.start, stretch.start.facts
         kind, words = how_it_ended(stretch, stretch is run.stretches[-1], now)
         first, last = start.first_step, start.last_step
         steps = DASH if math.isinf(first) else f"{first:,.0f}"
         steps += f" to {last:,.0f}" if math.isfinite(last) else ""
-        on = " ".join(
-            (
-                f"{facts.get('world_size', '?')} {_kind_of(facts)}",
-                backend_of(facts.get("backend"), facts.get("zero_stage")),
-                str(facts.get("dtype") or ""),
-            )
-        )
+        on = _processes(facts)
         if start.is_implied:
             on = "no run_start recorded"
         lost = f"{stretch.lost_steps:,}" if stretch.lost_steps else ""
-        rows.append(
-            [moment(start.first_time), steps, duration(stretch.seconds), escape(on)]
-            + [f'<span class="how {kind}">{escape(words)}</span>{_remarks(start.events)}', lost]
-        )
+        end = f'<span class="how {kind}">{escape(words)}</span>{_remarks(start.events)}'
+        when, seconds = moment(start.first_time), duration(stretch.seconds)
+        rows.append((when, steps, seconds, escape(on), end, lost))
     if len(rows) > MOST_STARTS:
         left = len(rows) - MOST_STARTS
         half = MOST_STARTS // 2
-        rows = [*rows[:half], [f"{left} more", "", "", "", "", ""], *rows[-half:]]
+        rows = [*rows[:half], (f"{left} more", "", "", "", "", ""), *rows[-half:]]
     head = ("started", "steps", "time", "processes", "end", "steps lost")
     return table(head, rows, "starts")
 
 
-def _kind_of(facts: dict[str, Any]) -> str:
-    return {"cuda": "GPU", "cpu": "CPU"}.get(str(facts.get("device")), "")
+def _processes(facts: dict[str, Any]) -> str:
+    """`2 processes (cpu), DeepSpeed ZeRO-2, float32`."""
+    world, device = number(facts.get("world_size")), facts.get("device")
+    told = [count(int(world), "process", "processes")] if math.isfinite(world) else []
+    told = [f"{told[0]} ({device})"] if told and device else told
+    told += [
+        backend_of(facts.get("backend"), facts.get("zero_stage")),
+        str(facts.get("dtype") or ""),
+    ]
+    return ", ".join(one for one in told if one)
 
 
 def _remarks(events: Sequence[dict[str, Any]]) -> str:
@@ -70,9 +80,8 @@ def _remarks(events: Sequence[dict[str, Any]]) -> str:
     told = []
     for event in events:
         if event["event"] == "checkpoint_rejected":
-            told.append(
-                f"passed over {event.get('path')}: {event.get('file')} {event.get('reason')}"
-            )
+            why = f"{event.get('file')} {event.get('reason')}"
+            told.append(f"passed over {event.get('path')}: {why}")
         elif event["event"] == "run_changed" and isinstance(event.get("changes"), list):
             told.append("changed " + "; ".join(map(str, event["changes"])))
     return "".join(f"<br><small>{escape(one)}</small>" for one in told[:10])
@@ -84,12 +93,11 @@ def final_table(runs: Sequence[Run], each: Sequence[Figures]) -> str:
     for n, (run, f) in enumerate(zip(runs, each, strict=True)):
         best = f"{f.best.loss:.4f} <small>at {f.best.step:,}</small>" if f.best else DASH
         name = f'<span class="key {tone_of(n)}"><i></i>{escape(run.name)}</span>'
-        rows.append(
-            [name, f"{f.step:,}", exact(f.tokens), exact(f.mean_loss), best]
-            + [exact(f.tokens_per_second), milliseconds(f.step_ms), mebibytes(f.memory_mib)]
-            + [duration(f.seconds), f"{max(0, f.starts - 1)}", f"{f.crashes}"]
-            + [f'<span class="how {f.kind}">{escape(f.ending)}</span>']
-        )
+        end = f'<span class="how {f.kind}">{escape(f.ending)}</span>'
+        losses = (f"{f.step:,}", exact(f.tokens), exact(f.mean_loss), best)
+        costs = (exact(f.tokens_per_second), milliseconds(f.step_ms), mebibytes(f.memory_mib))
+        course = (duration(f.seconds), f"{f.resumes}", f"{f.crashes}")
+        rows.append((name, *losses, *costs, *course, end))
     head = ("run", "steps", "tokens", "loss, smoothed", "best validation", "tokens/s", "step")
     return table((*head, "memory", "time", "resumes", "crashes", "end"), rows, "final")
 
@@ -115,7 +123,10 @@ def configuration_table(one: Configuration) -> str:
     rows = [[f"<code>{escape(x)}</code>" for x in (f.name, f.text, f.source)] for f in asked]
     left = [flag for flag in one.flags if flag.is_default]
     pairs = [f"<span>{escape(f.name)} <code>{escape(f.text)}</code></span>" for f in left]
-    text = table(("flag", "value", "source"), rows, "flags")
+    half = -(-len(rows) // 2) if len(rows) > 12 else len(rows)
+    head = ("flag", "value", "source")
+    halves = (table(head, part, "flags") for part in (rows[:half], rows[half:]) if part)
+    text = f'<div class="halves">{"".join(halves)}</div>'
     text += f'<p class="pairs"><b>Defaults</b> {" ".join(pairs)}</p>' if pairs else ""
     keys = [f"<span>{escape(f.name)} <code>{escape(f.text)}</code></span>" for f in one.deepspeed]
     return text + (f'<p class="pairs"><b>DeepSpeed</b> {" ".join(keys)}</p>' if keys else "")
