@@ -104,7 +104,7 @@ class Scale:
 
 
 def scale_of(values: np.ndarray, from_zero: bool, may_be_log: bool) -> Scale:
-    """The scale that shows `values`: with room at the edges, a logarithm over two decades or so.
+    """The scale that shows `values`: with room at the edges, a logarithm where they are far apart.
 
     A few values beyond all others are cut off, and said to be, rather than flatten the rest.
     """
@@ -112,7 +112,7 @@ def scale_of(values: np.ndarray, from_zero: bool, may_be_log: bool) -> Scale:
     if not len(values):
         return Scale(0.0, 1.0)
     low, high = float(values.min()), float(values.max())
-    if may_be_log and low > 0 and high > 40 * low:
+    if may_be_log and low > 0 and high > 12 * low:
         room = (high / low) ** 0.04
         return Scale(low / room, high * room, True)
     highest = math.nan

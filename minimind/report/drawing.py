@@ -110,8 +110,8 @@ def _curve(chart: Chart, scale: Scale, line: Line) -> str:
         path = "".join(f"M{a:.1f} {b:.1f}h0" for a, b in pairs if math.isfinite(b))
     else:
         path = path_of(x, y)
-    name = escape(line.name, quote=True)
-    return f'<path class="line {line.look} {line.tone}" data-name="{name}" d="{path}"/>'
+    name, alone = escape(line.name, quote=True), " dots" if np.isfinite(y).sum() == 1 else ""
+    return f'<path class="line {line.look}{alone} {line.tone}" data-name="{name}" d="{path}"/>'
 
 
 def path_of(x: np.ndarray, y: np.ndarray) -> str:
@@ -154,7 +154,7 @@ def _legend(chart: Chart) -> str:
         if line.in_legend
     ]
     entries += [(layer.name, layer.tone, "layer", layer.value) for layer in chart.layers]
-    entries += [(name, tone, "foot", "") for name, tone, x in chart.ticks_below if len(x)]
+    entries += [(name, tone, "foot", "") for name, tone, _ in chart.ticks_below]
     return "".join(
         f'<span class="key {tone}"><i class="{look}"></i>{escape(name)}'
         f'<b data-name="{escape(name, quote=True)}">{escape(value)}</b></span>'

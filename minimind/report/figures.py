@@ -54,7 +54,7 @@ class Figures:
 
 def window_of(lines: int) -> int:
     """How many lines the smoothed loss is a mean of."""
-    return max(1, min(lines // 3, max(5, lines // 40)))
+    return max(1, min(lines // 3, max(5, lines // 80)))
 
 
 def figures_of(run: Run, now: float) -> Figures:

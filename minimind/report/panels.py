@@ -13,10 +13,12 @@ from minimind.report.moments import Axis, axis_of, bands_of, marks_of, points_of
 from minimind.report.numbers import count, exact, milliseconds, percent, short
 from minimind.report.records import PAUSES, PHASES, SHOWN_EXPERTS, number
 from minimind.report.runs import Run
-from minimind.report.thin import bins, grouped_mean
+from minimind.report.thin import bins, grouped_mean, smoothed
 
 TONES = 8
 STACK_COLUMNS = 500
+NOISY = 300  # lines from which a curve is drawn with its mean
+FEW = 120  # points that still show one by one
 
 
 def charts_of(runs: Sequence[Run], clips: Sequence[float], now: float) -> list[Chart]:
@@ -37,7 +39,9 @@ def charts_of(runs: Sequence[Run], clips: Sequence[float], now: float) -> list[C
         if any(run.has(name) for run in runs):
             chart = _simple(runs, axis, name, (title, unit, form, from_zero))
             drawn.append(_clipping(chart, runs, axis, clips) if name == "grad_norm" else chart)
-    drawn += [_experts(run, axis, n, is_alone) for n, run in enumerate(runs) if run.has("experts")]
+    drawn += [
+        _experts(run, axis, n, is_alone) for n, run in enumerate(runs) if run.has("expert_most")
+    ]
     marks = marks_of(runs[0], axis, now) if is_alone else []
     bands = bands_of(runs[0], axis) if is_alone else []
     return [replace(chart, marks=marks, bands=bands) for chart in drawn]
@@ -68,9 +72,14 @@ def _loss(runs: Sequence[Run], axis: Axis, now: float) -> Chart:
         lines += _validation(run, axis, tone, is_alone)
         points += points_of(run, axis, tone, now)
     if is_alone:
-        found = {"checkpoints": "checkpoint_saved", "skipped steps": "step_skipped"}
+        found = {"checkpoint": "checkpoint_saved", "skipped step": "step_skipped"}
         places = {name: _places(runs[0], axis, event) for name, event in found.items()}
-        feet = [(name, name.split()[0], x) for name, x in places.items() if len(x)]
+        shown = {name: x if len(x) <= FEW else x[:0] for name, x in places.items()}
+        feet = [
+            (count(len(x), name), name.split()[0], shown[name])
+            for name, x in places.items()
+            if len(x)
+        ]
     chart = _base(axis, "loss", "Loss", "nats per token")
     chart = replace(chart, lines=lines, points=points, ticks_below=feet, may_be_log=True)
     return replace(chart, is_wide=True, has_labels=is_alone)
@@ -84,12 +93,13 @@ def _validation(run: Run, axis: Axis, tone: str, is_alone: bool) -> list[Line]:
         events = run.events("eval", is_lost)
         x = axis.of(run, np.array([number(e["step"]) for e in events]))
         y = np.array([number(e.get("val_loss")) for e in events])
+        look = "dots" if len(x) <= FEW else "plain"
         if events and is_lost:
-            lines.append(Line(f"{name}, lost", tone, x, y, "dots lost", in_legend=False))
+            lines.append(Line(f"{name}, lost", tone, x, y, f"{look} lost", in_legend=False))
         elif events:
             lines.append(Line(f"{name}, joined", tone, x, y, "joined", in_legend=False))
             end = "validation" if is_alone else ""
-            lines.append(Line(name, tone, x, y, "dots", in_legend=is_alone, end=end))
+            lines.append(Line(name, tone, x, y, look, in_legend=is_alone, end=end))
     return lines
 
 
@@ -151,7 +161,11 @@ def _simple(
     for n, run in enumerate(runs):
         lines += _lost(run, axis, column, tone_of(n)) if is_alone else []
         x, y = axis.of(run, run.column("step")), run.column(column)
-        lines.append(Line(title.lower() if is_alone else run.name, tone_of(n), x, y))
+        name = title.lower() if is_alone else run.name
+        if len(x) > NOISY and column in ("grad_norm", "tokens_per_second", "mfu"):
+            lines.append(Line(f"{name}, each line", tone_of(n), x, y, "raw", in_legend=False))
+            name, y = f"{name}, smoothed" if is_alone else name, smoothed(y, window_of(len(y)))
+        lines.append(Line(name, tone_of(n), x, y))
     if column == "memory_mib":
         lines, unit = _in_gibibytes(lines, unit)
     chart = _base(axis, column, title, unit)
@@ -175,7 +189,7 @@ def _clipping(chart: Chart, runs: Sequence[Run], axis: Axis, clips: Sequence[flo
         lines.append(Line("--grad_clip", "limit", at, np.full(2, limit), "limit", short(limit)))
     if len(runs) > 1:
         return replace(chart, lines=lines)
-    clipped = runs[0].column("clipped") > 0
+    clipped = runs[0].column("is_clipped") > 0
     x = axis.of(runs[0], runs[0].column("step")[clipped])
     share = f"clipped in {percent(float(clipped.mean()))} of the lines" if len(clipped) else ""
     feet = [(share, "clipped", x)] if len(x) else []

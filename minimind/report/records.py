@@ -20,16 +20,18 @@ from minimind.files import storing
 
 PHASES = ("data", "forward", "backward", "optimizer")
 PAUSES = ("evaluate", "checkpoint", "sample")
+BEYOND = 1e100  # no figure of a run; sums of such would overflow
 SHOWN_EXPERTS = 8  # more of them are shown by their range alone
 NAMES = (
-    *("step", "time", "loss", "lr", "grad_norm", "clipped", "tokens", "tokens_per_second"),
+    *("step", "time", "loss", "lr", "grad_norm", "tokens", "tokens_per_second"),
     *("mfu", "memory_mib", "step_ms", "comm_ms"),
     *(f"{name}_ms" for name in (*PHASES, *PAUSES)),
 )
 KEPT = {
     *("eval", "checkpoint_saved", "checkpoint_rejected", "checkpoint_resharded"),
     *("run_changed", "step_skipped", "sample", "profile"),
-}  # events that are read beside run_start, step and exit
+}
+READ = KEPT | {"step", "exit"}  # beside run_start
 
 
 @dataclass
@@ -67,23 +69,27 @@ class Start:
     def add_step(self, line: dict[str, Any]) -> None:
         """Append the figures of a step line."""
         rows = len(self._columns.get("step", ()))
-        for name, value in _figures(line).items():
-            if name not in self._columns:
-                self._columns[name] = array("d", [math.nan]) * rows
-            self._columns[name].append(value)
-        for column in self._columns.values():
-            if len(column) == rows:
-                column.append(math.nan)
+        for name in NAMES:
+            self._append(name, line.get(name), rows)
+        self._append("is_clipped", float(line.get("clipped") is True), rows)
+        for name, value in _routing(line).items():
+            self._append(name, value, rows)
+
+    def _append(self, name: str, value: Any, rows: int) -> None:
+        column = self._columns.get(name)
+        if column is None:
+            column = self._columns[name] = array("d")
+        if len(column) < rows:  # of experts, which some lines may be without
+            column.extend([math.nan] * (rows - len(column)))
+        column.append(value if type(value) is float else number(value))  # most are: 10^7 calls
 
     def column(self, name: str) -> np.ndarray:
         """float64 (step lines,); NaN where there is no figure."""
-        if name in self._columns:
-            return np.frombuffer(self._columns[name], dtype=np.float64)
-        return np.full(len(self._columns.get("step", ())), np.nan)
-
-    def names(self) -> set[str]:
-        """The columns there are."""
-        return set(self._columns)
+        found = np.full(len(self._columns.get("step", ())), np.nan)
+        told = self._columns.get(name, array("d"))
+        found[: len(told)] = told
+        found[~(np.abs(found) < BEYOND)] = np.nan
+        return found
 
 
 @dataclass(frozen=True)
@@ -96,13 +102,10 @@ class Records:
 
 
 def number(value: Any, otherwise: float = math.nan) -> float:
-    """A JSON value as a float; `otherwise` for what is none, or not finite."""
+    """A JSON value as a float; `otherwise` for what is none, not finite, or absurd."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return otherwise
-    try:
-        return float(value) if math.isfinite(value) else otherwise
-    except OverflowError:
-        return otherwise
+    return float(value) if abs(value) < BEYOND else otherwise
 
 
 def read_records(place: Path) -> Records:
@@ -135,12 +138,14 @@ def _take(starts: list[Start], line: dict[str, Any]) -> None:
     name = line.get("event")
     if name == "run_start":
         starts.append(Start(facts=line, is_implied=False))
-    elif name not in KEPT | {"step", "exit"}:
+    elif not isinstance(name, str) or name not in READ:
         return
     elif not starts or starts[-1].end is not None or _goes_back(starts[-1], line):
         starts.append(Start())
     start = starts[-1]
-    start.last_time = number(line.get("time"), start.last_time)
+    now = number(line.get("time"))
+    if math.isfinite(now) and not now <= start.last_time:  # which is NaN at first
+        start.last_time = now
     if name == "step" and math.isfinite(number(line.get("step"))):
         start.add_step(line)
     elif name == "exit":
@@ -154,14 +159,13 @@ def _goes_back(start: Start, line: dict[str, Any]) -> bool:
     return line["event"] == "step" and number(line.get("step")) <= start.last_step
 
 
-def _figures(line: dict[str, Any]) -> dict[str, float]:
-    figures = {name: number(line.get(name)) for name in NAMES if name in line}
-    figures["clipped"] = float(line.get("clipped") is True)
+def _routing(line: dict[str, Any]) -> dict[str, float]:
+    """Of a mixture of experts: the load of each as a multiple of an even one, and its range."""
     load, bounds = line.get("expert_load"), line.get("expert_load_range")
+    found: dict[str, float] = {}
     if isinstance(load, list):
-        figures["experts"] = float(len(load))
         shares = enumerate(load[:SHOWN_EXPERTS])
-        figures |= {f"expert_{n}": number(share) * len(load) for n, share in shares}
+        found = {f"expert_{n}": number(share) * len(load) for n, share in shares}
     if isinstance(bounds, list) and len(bounds) == 2:
-        figures |= {"expert_least": number(bounds[0]), "expert_most": number(bounds[1])}
-    return figures
+        found |= {"expert_least": number(bounds[0]), "expert_most": number(bounds[1])}
+    return found

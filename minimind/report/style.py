@@ -126,7 +126,7 @@ TONES = (
     *(f"p-{n}" for n in "data forward backward optimizer evaluate checkpoint sample".split()),
     "val",
 )
-OTHERS = {"checkpoints": "good", "skipped": "bad", "clipped": "val", "limit": "soft", "comm": "ink"}
+OTHERS = {"checkpoint": "good", "skipped": "bad", "clipped": "val", "limit": "soft", "comm": "ink"}
 OTHERS |= {"range": "soft"}
 
 
