@@ -77,7 +77,7 @@ class Chart:
     has_labels: bool = False
     columns: int = 1000
     x_name: str = "step"
-    form: Callable[[float], str] = exact
+    form: Callable[[float], str] = exact  # of values in words; the script goes by its name
     tick_form: Callable[[float], str] | None = None  # None: as many digits as tell them apart
 
     def at(self, x: np.ndarray) -> np.ndarray:

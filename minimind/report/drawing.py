@@ -44,7 +44,8 @@ def drawn(chart: Chart) -> str:
     cut = f", cut off: up to {chart.form(scale.highest)}" if math.isfinite(scale.highest) else ""
     unit = escape(f"{chart.unit}{', log scale' if scale.is_log else ''}{cut}")
     return (
-        f'<figure class="{kinds}" id="{chart.key}" {data} data-log="{int(scale.is_log)}">'
+        f'<figure class="{kinds}" id="{chart.key}" {data} data-log="{int(scale.is_log)}"'
+        f' data-form="{chart.form.__name__}">'
         f'<figcaption><h3>{escape(chart.title)}</h3><span class="unit">{unit}</span>'
         f'<span class="legend">{_legend(chart)}</span></figcaption>'
         f"{mark_labels(chart) if chart.has_labels else ''}"

@@ -12,7 +12,7 @@ LONG = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def exact(value: float) -> str:
-    """`12,535`, `3.6006`, `2.0e-03`: as many digits as a reader can use."""
+    """`12,535`, `3.6006`, `2.00e-3`: as many digits as a reader can use."""
     if not math.isfinite(value):
         return DASH
     size = abs(value)
@@ -22,7 +22,8 @@ def exact(value: float) -> str:
         return f"{value:.1f}"
     if size >= 0.01:
         return f"{value:.4f}" if size < 10 else f"{value:.2f}"
-    return f"{value:.2e}" if value else "0"
+    mantissa, power = f"{value:.2e}".split("e")
+    return f"{mantissa}e{int(power)}" if value else "0"
 
 
 def short(value: float) -> str:

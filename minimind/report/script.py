@@ -17,8 +17,11 @@ function nearest(xs, x) {
   }
   return low && x - xs[low - 1] < xs[low] - x ? low - 1 : low;
 }
-function told(y) {
+function told(y, form) {
   if (y === null || y === undefined) return "\\u2013";
+  if (form === "percent") return (100 * y).toFixed(1) + "%";
+  if (form === "milliseconds")
+    return y >= 999.5 ? +(y / 1e3).toPrecision(3) + " s" : +y.toPrecision(3) + " ms";
   const size = Math.abs(y);
   if (size >= 1000) return Math.round(y).toLocaleString("en-US");
   if (size && size < 0.01) return y.toExponential(2);
@@ -35,7 +38,8 @@ function point(x) {
       const found = (drawn[chart.id] || {})[b.dataset.name];
       if (found && found[0].length)
         b.textContent = told(found[1][chart.classList.contains("stacked")
-          ? Math.max(0, found[0].findIndex(end => end >= x)) : nearest(found[0], x)]);
+          ? Math.max(0, found[0].findIndex(end => end >= x)) : nearest(found[0], x)],
+          chart.dataset.form);
     }
   }
 }
@@ -56,7 +60,7 @@ for (const chart of charts) {
   };
   plot.addEventListener("pointermove", at);
   plot.addEventListener("pointerdown", at);
-  plot.addEventListener("pointerleave", leave);
+  plot.addEventListener("pointerleave", event => event.pointerType === "touch" || leave());
 }
 const asked = /^#step=([0-9]+)$/.exec(location.hash);
 if (asked) point(+asked[1]);

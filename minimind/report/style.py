@@ -47,7 +47,7 @@ figcaption .legend { margin-left: auto; }
 .key i.layer { width: 11px; height: 11px; border: 0; background: var(--c); }
 .key i.foot { width: 2px; height: 9px; border: 0; background: var(--c); }
 .key.dashed i { border-top-style: dashed; }
-.plot { position: relative; height: 190px; margin-left: 46px; border-bottom: 1px solid var(--soft);
+.plot { position: relative; height: 190px; margin-left: 54px; border-bottom: 1px solid var(--soft);
   touch-action: pan-y; cursor: crosshair; }
 .wide .plot { height: 320px; } .wide.stacked .plot { height: 240px; }
 svg { position: absolute; inset: 0; width: 100%; height: 100%; display: block; overflow: visible; }
@@ -67,10 +67,10 @@ svg .foot { stroke: var(--c); stroke-width: 1.5; }
 .y, .x, .x-name { position: absolute; font-size: 12px; line-height: 1; color: var(--soft);
   font-variant-numeric: tabular-nums; white-space: nowrap; }
 .y { right: calc(100% + 7px); transform: translateY(-50%); }
-.across { position: relative; height: 22px; margin-left: 46px; }
+.across { position: relative; height: 22px; margin-left: 54px; }
 .x { top: 6px; transform: translateX(-50%); } .x-name { right: 0; top: 20px; }
 .x.first { transform: translateX(-20%); } .x.final { transform: translateX(-85%); }
-.labels { position: relative; height: calc(var(--w) * 19px); margin-left: 46px; }
+.labels { position: relative; height: calc(var(--w) * 19px); margin-left: 54px; }
 .label { position: absolute; top: calc(var(--w) * 19px); font-size: 12px; line-height: 17px;
   white-space: nowrap; padding: 0 5px; border-left: 2px solid var(--soft); color: var(--soft); }
 .label.left { transform: translateX(-100%); border-left: 0; border-right: 2px solid var(--soft); }
@@ -92,7 +92,7 @@ table { border-collapse: collapse; font-size: 14px; width: 100%; }
 th { text-align: left; font-weight: 600; color: var(--soft); font-size: 13px; }
 th, td { padding: 5px 16px 5px 0; border-bottom: 1px solid var(--rule); vertical-align: top;
   font-variant-numeric: tabular-nums; white-space: nowrap; }
-.starts td:nth-child(5) { white-space: normal; min-width: 14em; }
+.starts td:nth-child(5), .final td:last-child { white-space: normal; min-width: 14em; }
 .halves { display: grid; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); gap: 0 40px; }
 .flags td { white-space: normal; overflow-wrap: anywhere; padding: 3px 12px 3px 0; }
 .flags td:first-child { white-space: nowrap; }
@@ -108,14 +108,15 @@ blockquote { margin: 8px 0; padding: 6px 12px; background: var(--wash); white-sp
   .lead { font-size: 16px; } .charts { grid-template-columns: minmax(0, 1fr); gap: 26px; }
   .tile { padding: 8px 10px; flex-basis: 40%; } .halves { display: block; }
   .tile b { font-size: 20px; } figcaption .legend { margin-left: 0; width: 100%; }
-  .wide .plot { height: 240px; } .plot, .across, .labels { margin-left: 40px; }
+  .wide .plot { height: 240px; } .plot, .across, .labels { margin-left: 48px; }
   .labels { height: calc(var(--n) * 19px); } .label { top: calc(var(--n) * 19px); }
   .end { display: none; } .ended .plot, .ended .across, .ended .labels { margin-right: 0; }
   .label.no-wide { display: block; } .label.no-narrow { display: none; } }
 @media print { :root { color-scheme: light; } main { max-width: none; padding: 0; }
   body { font-size: 11px; } .lead { font-size: 13px; } h1 { font-size: 19px; }
   h2, h3 { break-after: avoid; } h2 { margin-top: 22px; }
-  .tile { flex-basis: 15%; padding: 5px 8px; } .wide .plot { height: 230px; }
+  .tile { flex-basis: 15%; padding: 5px 8px; } .wide .plot { height: 200px; }
+  .wide.stacked .plot { height: 150px; }
   .plot { height: 140px; } .charts { grid-template-columns: 1fr 1fr; gap: 16px 24px; }
   .tile b { font-size: 16px; } table, code, .pairs { font-size: 10px; } tr { break-inside: avoid; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } @page { margin: 14mm; } }

@@ -226,5 +226,5 @@ def test_a_browser_draws_the_values_and_reads_them_at_a_step(run, tmp_path):
     assert values["loss"] == "4.8750"  # by the script, from 4.0000
     assert values["validation"] == "4.2500"
     assert values["learning rate"] == "3.03e-5"
-    assert values["forward"] == "29.0"
+    assert values["forward"] == "29 ms"
     assert "step 33" in seen
