@@ -112,7 +112,7 @@ def scale_of(values: np.ndarray, from_zero: bool, may_be_log: bool) -> Scale:
     if not len(values):
         return Scale(0.0, 1.0)
     low, high = float(values.min()), float(values.max())
-    if may_be_log and low > 0 and high > 12 * low:
+    if may_be_log and low > 1e-30 and high > 12 * low:
         room = (high / low) ** 0.04
         return Scale(low / room, high * room, True)
     highest = math.nan

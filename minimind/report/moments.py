@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minimind.report.charts import Mark, Point
+from minimind.report.records import number
 from minimind.report.runs import Run, how_it_ended
 
 POINTS = 4000  # pixel columns of all curves of one chart together
@@ -34,8 +35,9 @@ class Axis:
 
 def axis_of(runs: Sequence[Run]) -> Axis:
     """The axis from the first line of any run to the last."""
-    sizes = {s.start.facts.get("tokens_per_step") for run in runs for s in run.stretches}
-    axis = Axis(len(sizes - {None}) > 1, (0.0, 1.0), max(100, min(1000, POINTS // len(runs))))
+    told = [s.start.facts.get("tokens_per_step") for run in runs for s in run.stretches]
+    sizes = {number(size) for size in told if math.isfinite(number(size))}
+    axis = Axis(len(sizes) > 1, (0.0, 1.0), max(100, min(1000, POINTS // len(runs))))
     low, high = [], []
     for run in runs:
         for stretch in run.stretches:
@@ -79,11 +81,11 @@ def marks_of(run: Run, axis: Axis, now: float) -> list[Mark]:
             found.append((start.first_step, "resume", label))
         world = start.facts.get("world_size", world)
         if kind in ("crashed", "failed", "stopped"):
-            at = max(start.last_step, min(start.first_step, 1e300))
+            known = [step for step in (start.first_step, start.last_step) if math.isfinite(step)]
             short_word = {"stopped": "stopped", "crashed": "crashed"}.get(kind)
             label = short_word or f"failed ({(start.end or {}).get('code')})"
-            if math.isfinite(at) and at < 1e300:
-                found.append((at, kind, f"{label} at {at:,.0f}"))
+            if known:
+                found.append((max(known), kind, f"{label} at {max(known):,.0f}"))
     steps = axis.of(run, np.array([step for step, _, _ in found]))
     inside = (axis.span[0] <= steps) & (steps <= axis.span[1])
     marks = zip(steps.tolist(), found, inside.tolist(), strict=True)

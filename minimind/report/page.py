@@ -109,7 +109,10 @@ def _tiles(one: Figures) -> str:
 
 
 def _beside(best: Best | None) -> str:
-    return f"step {best.step:,}, {best.bits_per_byte:.3f} bits/byte" if best else ""
+    if best is None:
+        return ""
+    is_known = math.isfinite(best.bits_per_byte)
+    return f"step {best.step:,}" + (f", {best.bits_per_byte:.3f} bits/byte" if is_known else "")
 
 
 def _interrupted(one: Figures) -> str:

@@ -20,7 +20,7 @@ from minimind.files import storing
 
 PHASES = ("data", "forward", "backward", "optimizer")
 PAUSES = ("evaluate", "checkpoint", "sample")
-BEYOND = 1e100  # no figure of a run; sums of such would overflow
+BEYOND = 1e100  # no figure of a run; such, and their inverse, would overflow
 SHOWN_EXPERTS = 8  # more of them are shown by their range alone
 NAMES = (
     *("step", "time", "loss", "lr", "grad_norm", "tokens", "tokens_per_second"),
@@ -89,6 +89,7 @@ class Start:
         told = self._columns.get(name, array("d"))
         found[: len(told)] = told
         found[~(np.abs(found) < BEYOND)] = np.nan
+        found[np.abs(found) < 1 / BEYOND] = 0.0
         return found
 
 
@@ -105,6 +106,8 @@ def number(value: Any, otherwise: float = math.nan) -> float:
     """A JSON value as a float; `otherwise` for what is none, not finite, or absurd."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return otherwise
+    if abs(value) < 1 / BEYOND:
+        return 0.0
     return float(value) if abs(value) < BEYOND else otherwise
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from minimind.report.records import PAUSES, PHASES, Records, Start, number
+from minimind.report.records import BEYOND, PAUSES, PHASES, Records, Start, number
 
 PREEMPTED = 75
-QUIET = 120.0  # seconds without a line after which a run without an end is not called running
+QUIET = 120.0  # seconds without a line after which a run is not called running, if it is quick
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Stretch:
     @cached_property
     def taken(self) -> np.ndarray:
         """Steps that each line stands for: those since the line before."""
-        return np.diff(self.steps, prepend=min(self.start.first_step, 1e300))
+        taken = np.diff(self.steps, prepend=min(self.start.first_step, BEYOND))
+        return np.where(taken > 0, taken, 1.0)
 
     @property
     def holds(self) -> np.ndarray:
@@ -147,7 +148,7 @@ def how_it_ended(stretch: Stretch, is_last: bool, now: float) -> tuple[str, str]
     if end is None:
         if not is_last:
             return "crashed", "crashed: no end recorded"
-        is_fresh = now - stretch.start.last_time < QUIET
+        is_fresh = now - stretch.start.last_time < max(QUIET, 3 * _pace(stretch.start))
         return ("running", "still running") if is_fresh else ("silent", "no end recorded")
     status, reason = end.get("status"), str(end.get("reason") or "")
     if status == 0:
@@ -155,6 +156,13 @@ def how_it_ended(stretch: Stretch, is_last: bool, now: float) -> tuple[str, str]
     if status == PREEMPTED:
         return "stopped", reason or "stopped and saved"
     return "failed", f"status {status}, {end.get('code')}: {reason}"
+
+
+def _pace(start: Start) -> float:
+    """Seconds between its last two step lines."""
+    times = start.column("time")[-2:]
+    gap = float(times[1] - times[0]) if len(times) == 2 else 0.0
+    return gap if math.isfinite(gap) else 0.0
 
 
 def _column(stretch: Stretch, name: str) -> np.ndarray:

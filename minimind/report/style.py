@@ -95,7 +95,7 @@ th, td { padding: 5px 16px 5px 0; border-bottom: 1px solid var(--rule); vertical
 .starts td:nth-child(5), .final td:last-child { white-space: normal; min-width: 14em; }
 .halves { display: grid; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); gap: 0 40px; }
 .flags td { white-space: normal; overflow-wrap: anywhere; padding: 3px 12px 3px 0; }
-.flags td:first-child { white-space: nowrap; }
+.flags td:first-child { white-space: nowrap; } .flags td + td { min-width: 7.5em; }
 code { font: 13px/1.4 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 .how.crashed, .how.failed { color: var(--bad); font-weight: 600; }
 .how.done { color: var(--good); } .how.running { font-weight: 600; }

@@ -69,4 +69,4 @@ def grouped_mean(values: np.ndarray, weights: np.ndarray, group: np.ndarray) -> 
     size = int(group[-1]) + 1 if len(group) else 0
     total = np.bincount(group, np.nan_to_num(values) * weight, size)
     counted = np.bincount(group, weight, size)
-    return np.where(counted > 0, total / np.maximum(counted, 1e-300), 0.0)
+    return np.divide(total, counted, out=np.zeros(size), where=counted > 0)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from minimind.report.figures import WORDS, Figures, smoothed_loss
-from minimind.report.numbers import count, duration, exact, mebibytes, percent, short
+from minimind.report.numbers import count, duration, exact, mebibytes, percent
 from minimind.report.records import number
 from minimind.report.runs import Run
 
@@ -83,7 +83,8 @@ def as_text(run: Run, figures: Figures, blocks: bool = True) -> str:
         mean = f", {figures.mean_loss:.4f} smoothed"
         lines.append(f"  loss        {figures.loss:.4f} at step {figures.loss_step:,}{mean}")
     if best := figures.best:
-        beside = f", perplexity {short(best.perplexity)}, {best.bits_per_byte:.3f} bits per byte"
+        told = ((", perplexity", best.perplexity), (", bits per byte", best.bits_per_byte))
+        beside = "".join(f"{name} {value:.4g}" for name, value in told if math.isfinite(value))
         lines.append(f"  validation  {best.loss:.4f} at step {best.step:,}, the best{beside}")
     if math.isfinite(figures.tokens):
         speed = f", {exact(figures.tokens_per_second)} tokens/s"

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -177,6 +178,23 @@ def test_runs_whose_steps_differ_in_size_are_compared_by_tokens(run, tmp_path):
 def test_a_run_with_little_to_draw_has_a_page(tmp_path, lines):
     text = page_of(tmp_path, write_run(tmp_path / "run", lines))
     assert "nan" not in re.sub(r"<script>.*</script>", "", text, flags=re.DOTALL).lower()
+
+
+def test_whatever_a_line_holds_there_is_a_page(tmp_path):
+    odd = [None, "x", [], {}, [1], {"a": 1}, -1, 0, 1e308, 10**400, True, EVIL, 1e-320, 5e98, 0.5]
+    for seed in range(40):
+        draw = random.Random(seed)
+        lines = crashed_and_resumed()
+        lines[3] |= {"expert_load": [0.5, 0.5], "expert_load_range": [0.9, 1.1], "comm_ms": 3.0}
+        lines.insert(5, {"event": "profile", "step": 5, "ranks": [{"rank": 0, "step_ms": 4}]})
+        lines.insert(5, {"event": "sample", "step": 5, "number": 0, "prompt": "a", "text": "b"})
+        for _ in range(draw.choice([1, 5, 40])):
+            line = draw.choice(lines)
+            line[draw.choice([*line])] = draw.choice(odd)
+        place = write_run(tmp_path / "run", lines)
+        assert main(["report", str(place)]) == 0
+        text = page_of(tmp_path, place).split("<script")[0]
+        assert "nan" not in text, seed
 
 
 def test_ranks_are_told_by_their_least_median_and_largest(tmp_path):

@@ -111,6 +111,8 @@ def test_a_run_without_an_end_is_running_while_it_writes(tmp_path):
     last = run.records.starts[0].last_time
     assert figures_of(run, last + 5).kind == "running"
     assert figures_of(run, last + 5000).kind == "silent"
+    slow = made_run(tmp_path, [run_start(), step_line(1), step_line(20_001)])
+    assert figures_of(slow, slow.records.starts[0].last_time + 5000).kind == "running"
 
 
 @pytest.mark.parametrize("lines", [[], [run_start()], [run_start(), step_line(1)]])
@@ -129,7 +131,7 @@ def test_the_summary_says_what_a_reader_asks_first(tmp_path):
         "step 40 of 40 after 7.6 s: done",
         "2 resumes, 1 crash, 6 steps lost (0.6 s)",
         "loss        4.0000 at step 40",
-        "validation  4.2500 at step 40, the best, perplexity 2, 1.417 bits per byte",
+        "validation  4.2500 at step 40, the best, perplexity 2, bits per byte 1.417",
         "4,000, 1,000 tokens/s",
         "data 1.0%, forward 29%, backward 60%, optimizer 10%",
         "340 MiB",
