@@ -9,7 +9,7 @@ import numpy as np
 
 from minimind.report.charts import Chart, Mark, Scale
 
-WIDE, NARROW = 1100.0, 320.0  # pixels of a plot on a large screen and on a phone
+WIDE, NARROW = 480.0, 290.0  # pixels of the narrowest plot on a screen, and on a phone
 LETTER = 6.4  # pixels
 ROWS = 3  # of labels above each other
 END_GAP = 0.055  # of the height, between names at the ends of lines

@@ -92,7 +92,7 @@ table { border-collapse: collapse; font-size: 14px; width: 100%; }
 th { text-align: left; font-weight: 600; color: var(--soft); font-size: 13px; }
 th, td { padding: 5px 16px 5px 0; border-bottom: 1px solid var(--rule); vertical-align: top;
   font-variant-numeric: tabular-nums; white-space: nowrap; }
-.starts td:nth-child(5), .final td:last-child { white-space: normal; min-width: 14em; }
+.starts td:nth-child(5), .final td:last-child { white-space: normal; min-width: 18em; }
 .halves { display: grid; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); gap: 0 40px; }
 .flags td { white-space: normal; overflow-wrap: anywhere; padding: 3px 12px 3px 0; }
 .flags td:first-child { white-space: nowrap; } .flags td + td { min-width: 7.5em; }

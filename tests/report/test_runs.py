@@ -63,8 +63,8 @@ def test_the_shares_are_of_all_the_time_that_was_measured_also_of_what_was_lost(
 
 def test_tokens_per_second_are_tokens_over_seconds_not_a_mean_of_speeds(tmp_path):
     lines = [run_start(), step_line(10, tokens_per_second=100.0)]
-    lines += [step_line(20, tokens_per_second=300.0)]
-    assert figures_of(made_run(tmp_path, lines), NOW).tokens_per_second == pytest.approx(150.0)
+    lines += [step_line(40, tokens_per_second=300.0)]
+    assert figures_of(made_run(tmp_path, lines), NOW).tokens_per_second == pytest.approx(200.0)
 
 
 def test_a_later_start_that_took_no_step_undoes_all_the_same(tmp_path):
