@@ -14,6 +14,7 @@ from minimind import (
     data_commands,
     eval_commands,
     generate_commands,
+    report_commands,
     tokenizer_commands,
     weight_commands,
 )
@@ -33,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     data_commands.add_parsers(subs)
     tokenizer_commands.add_parser(subs)
     weight_commands.add_parsers(subs)
+    report_commands.add_parser(subs)
     return parser
 
 
@@ -127,6 +129,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "tokenizer": tokenizer_commands.run,
     "export": weight_commands.run_export,
     "import": weight_commands.run_import,
+    "report": report_commands.run_report,
 }
 
 

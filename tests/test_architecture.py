@@ -89,6 +89,7 @@ LAYERS = [
         "minimind.consolidate",
         "minimind.compare",
         "minimind.tokenizer_tables",
+        "minimind.report",
     },
     {
         "minimind.checkpoint_commands",
@@ -97,6 +98,7 @@ LAYERS = [
         "minimind.eval_commands",
         "minimind.generate_commands",
         "minimind.weight_commands",
+        "minimind.report_commands",
     },
     {"minimind.train.desk", "minimind.train.build"},
     {"minimind.train.initial"},

@@ -46,7 +46,8 @@ def test_every_flag_named_exists():
         "use_deepspeed",
         "multi_gpu",
         "format",
-    }  # of minimind generate, eval, plan and export, argparse, and accelerate launch
+        "out",
+    }  # of minimind generate, eval, plan, export and report, argparse, and accelerate launch
     for name in re.findall(r"--(?:no-)?([a-z][a-z_0-9]+)", README):
         assert name in FLAGS or name in beside, name
 

@@ -1,0 +1,248 @@
+"""`minimind report`: the page as a file, the summary, what is refused, and a browser's view."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minimind.cli import main
+from minimind.report.page import GENERATOR
+from tests.conftest import ROOT
+from tests.report.made import Drawn, crashed_and_resumed, page_of, run_start, step_line, write_run
+
+EVIL = "<script>alert('x')</script>\"&"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CONFIGURATION = """\
+# The flags of this run; --config reads them back. Behind each: where it came from.
+max_steps: 40  # --max_steps
+learning_rate: 0.001  # run.yaml
+data_path: [one.jsonl,
+  two.jsonl]  # --data_path
+seed: 42  # default
+"""
+
+
+def refused(capsys: pytest.CaptureFixture[str], status: int, *words: object) -> str:
+    assert main(["report", *map(str, words)]) == status
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    return told.err
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", crashed_and_resumed())
+
+
+def test_without_out_the_summary_of_each_run_is_printed(capsys, run, tmp_path):
+    other = write_run(tmp_path / "other", [run_start(), step_line(1)])
+    assert main(["report", str(run), str(other / "metrics.jsonl")]) == 0
+    told = capsys.readouterr().out
+    assert told.index(str(run)) < told.index(str(other))
+    assert "step 40 of 40" in told
+    assert "step 1 of 40" in told
+
+
+def test_a_terminal_of_ascii_gets_ascii(monkeypatch, run):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["report", str(run)]) == 0
+    stream.seek(0)
+    assert "@@" in stream.read()
+
+
+@pytest.mark.parametrize(
+    ("place", "told"), [("nowhere", "is no folder"), ("there", "holds no metrics.jsonl")]
+)
+def test_a_place_that_is_no_run_is_told_in_one_sentence(capsys, tmp_path, place, told):
+    (tmp_path / "there").mkdir()
+    err = refused(capsys, 2, tmp_path / place)
+    assert told in err
+    assert "give the --out_dir of a run" in err
+
+
+def test_the_same_run_twice_is_a_mistake(capsys, run):
+    assert "given twice" in refused(capsys, 2, run, f"{run}/../run")
+
+
+def test_what_lies_at_out_stays_unless_it_is_a_report_and_force_is_given(capsys, run, tmp_path):
+    out = tmp_path / "deep" / "report.html"
+    assert main(["report", str(run), "--out", str(out)]) == 0
+    capsys.readouterr()
+    assert "--force to replace it" in refused(capsys, 2, run, "--out", out)
+    out.write_text(f"<!doctype html>{GENERATOR}earlier one")
+    assert main(["report", str(run), "--out", str(out), "--force"]) == 0
+    assert "earlier one" not in out.read_text()
+    capsys.readouterr()
+    metrics = run / "metrics.jsonl"
+    before = metrics.read_bytes()
+    for taken in (metrics, run):
+        assert "replaces nothing else" in refused(capsys, 2, run, "--out", taken, "--force")
+    assert metrics.read_bytes() == before
+
+
+def test_a_disk_that_is_full_is_told_and_leaves_nothing(capsys, monkeypatch, run, tmp_path):
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    before = sorted(tmp_path.iterdir())
+    told = refused(capsys, 5, run, "--out", tmp_path / "report.html")
+    assert "No space left" in told
+    assert "give another --out" in told
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_out_under_a_file_is_told(capsys, run, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "E_STORAGE" in refused(capsys, 5, run, "--out", tmp_path / "file" / "report.html")
+
+
+def test_the_page_needs_nothing_from_elsewhere(run, tmp_path):
+    text = page_of(tmp_path, run)
+    assert "default-src 'none'" in text
+    assert not re.search(r"https?:|\bsrc=|\bhref=|url\(|@import", text)
+
+
+def test_text_from_a_run_is_never_markup(tmp_path):
+    place = tmp_path / "<b>&'run"
+    sample = {"event": "sample", "step": 1, "number": 0, "prompt": EVIL, "text": EVIL}
+    failed = {"event": "exit", "step": 1, "status": EVIL, "code": EVIL, "reason": EVIL}
+    changed = {"event": "run_changed", "changes": [EVIL]}
+    rejected = {"event": "checkpoint_rejected", "path": EVIL, "file": EVIL, "reason": EVIL}
+    facts = dict.fromkeys(("dtype", "device", "backend", "commit", "world_size"), EVIL)
+    start = run_start(**facts, versions={EVIL: EVIL})
+    write_run(place, [start, rejected, changed, step_line(1), sample, failed])
+    (place / "config.yaml").write_text(f"wandb_run_name: {EVIL}  # {EVIL}\n")
+    (place / "ds_config.resolved.json").write_text(json.dumps({EVIL: {EVIL: EVIL}}))
+    other = write_run(tmp_path / "other", [run_start(), step_line(1)])
+    for places in ((place,), (place, other)):
+        text = page_of(tmp_path, *places)
+        assert EVIL not in text
+        assert Drawn(text).tags.count("script") == 2
+        assert "<b>&'" not in text
+
+
+def test_the_configuration_is_shown_with_its_sources(run, tmp_path):
+    (run / "config.yaml").write_text(CONFIGURATION)
+    (run / "ds_config.resolved.json").write_text('{"zero_optimization": {"stage": 2}}')
+    text = page_of(tmp_path, run)
+    row = "<td><code>{}</code></td>"
+    for told in (
+        ("learning_rate", "0.001", "run.yaml"),
+        ("data_path", "[one.jsonl, two.jsonl]", "--data_path"),
+    ):
+        assert "".join(map(row.format, told)) in text
+    assert "<span>seed <code>42</code></span>" in text
+    assert "<span>zero_optimization.stage <code>2</code></span>" in text
+
+
+def test_several_runs_are_compared(run, tmp_path):
+    other = write_run(tmp_path / "other", [run_start(), *(step_line(n) for n in range(1, 31))])
+    (run / "config.yaml").write_text("seed: 1  # --seed\nout_dir: a  # --out_dir\n")
+    (other / "config.yaml").write_text("seed: 2  # --seed\nout_dir: b  # --out_dir\n")
+    text = page_of(tmp_path, run, other)
+    page = Drawn(text)
+    assert page.points("loss", "run loss")[-1, 0] == pytest.approx(40)
+    assert page.points("loss", "other loss")[-1, 0] == pytest.approx(30)
+    assert "<td><code>seed</code></td><td><code>1</code></td><td><code>2</code></td>" in text
+    assert "<code>out_dir</code>" not in text
+    assert {"phases", "phases1"} <= set(page.edges)
+
+
+def test_runs_whose_steps_differ_in_size_are_compared_by_tokens(run, tmp_path):
+    start = run_start(tokens_per_step=400)
+    lines = (step_line(n, tokens=400 * n) for n in range(1, 11))
+    text = page_of(tmp_path, run, write_run(tmp_path / "other", [start, *lines]))
+    page = Drawn(text)
+    assert 'data-axis="tokens"' in text
+    for name in ("run loss", "other loss"):
+        assert page.points("loss", name)[-1, 0] == pytest.approx(4000, abs=1)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [[], [run_start()], [run_start(), step_line(1)], [run_start(), step_line(1, loss=None)]],
+)
+def test_a_run_with_little_to_draw_has_a_page(tmp_path, lines):
+    text = page_of(tmp_path, write_run(tmp_path / "run", lines))
+    assert "nan" not in re.sub(r"<script>.*</script>", "", text, flags=re.DOTALL).lower()
+
+
+def test_whatever_a_line_holds_there_is_a_page(tmp_path):
+    odd = [None, "x", [], {}, [1], {"a": 1}, -1, 0, 1e308, 10**400, True, EVIL, 1e-320, 5e98, 0.5]
+    for seed in range(40):
+        draw = random.Random(seed)
+        lines = crashed_and_resumed()
+        lines[3] |= {"expert_load": [0.5, 0.5], "expert_load_range": [0.9, 1.1], "comm_ms": 3.0}
+        lines.insert(5, {"event": "profile", "step": 5, "ranks": [{"rank": 0, "step_ms": 4}]})
+        lines.insert(5, {"event": "sample", "step": 5, "number": 0, "prompt": "a", "text": "b"})
+        for _ in range(draw.choice([1, 5, 40])):
+            line = draw.choice(lines)
+            line[draw.choice([*line])] = draw.choice(odd)
+        place = write_run(tmp_path / "run", lines)
+        assert main(["report", str(place)]) == 0
+        text = page_of(tmp_path, place).split("<script")[0]
+        assert "nan" not in text, seed
+
+
+def test_ranks_are_told_by_their_least_median_and_largest(tmp_path):
+    by_rank = {"forward_ms": [10.0, 12.0, 50.0], "step_ms": "?", "mystery": 1}
+    for ranks in (
+        by_rank,
+        [{"rank": n, "forward_ms": v} for n, v in enumerate([10.0, 12.0, 50.0])],
+    ):
+        profile = {"event": "profile", "step": 1, "ranks": ranks}
+        text = page_of(tmp_path, write_run(tmp_path / "run", [run_start(), step_line(1), profile]))
+        cells = "<td>forward</td><td>10 ms</td><td>12 ms</td><td>50 ms</td><td>rank 2</td>"
+        assert cells in text
+
+
+def test_the_report_is_written_without_torch(run):
+    code = (
+        "import sys; from minimind.cli import main; main(sys.argv[1:]);"
+        " sys.exit('torch' in sys.modules)"
+    )
+    words = [sys.executable, "-c", code, "report", str(run)]
+    assert subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_a_browser_draws_the_values_and_reads_them_at_a_step(run, tmp_path):
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
+    page_of(tmp_path, run)
+    words = "--headless --no-sandbox --disable-gpu --virtual-time-budget=2000 --dump-dom".split()
+    done = subprocess.run(
+        [
+            browser,
+            *words,
+            f"--user-data-dir={tmp_path}/p",
+            f"file://{tmp_path}/report.html#step=33",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    seen = done.stdout
+    if GENERATOR not in seen:  # a stub, or confined to another folder
+        pytest.skip(f"{browser} does not open a file here: {done.stderr[-200:]}")
+    losses = Drawn(seen).points("loss", "loss", "raw")
+    assert losses[:, 1] == pytest.approx([9.0 - n / 8 for n in range(1, 41)], abs=0.01)
+    values = dict(re.findall(r'<b data-name="([^"]+)">([^<]*)</b>', seen))
+    assert values["loss"] == "4.8750"  # by the script, from 4.0000
+    assert values["validation"] == "4.2500"
+    assert values["learning rate"] == "3.03e-5"
+    assert values["forward"] == "29 ms"
+    assert "step 33" in seen

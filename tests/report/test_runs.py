@@ -1,0 +1,157 @@
+"""Reading metrics.jsonl: which lines hold after crashes and resumes, and what a run comes to."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from minimind.report.figures import figures_of
+from minimind.report.records import read_records
+from minimind.report.runs import how_it_ended, runs_of
+from minimind.report.words import as_text, sparkline
+from tests.report.made import (
+    NOW,
+    PHASES,
+    crashed_and_resumed,
+    end,
+    evaluation,
+    made_run,
+    run_start,
+    step_line,
+    write_run,
+)
+
+
+def test_steps_taken_again_are_those_of_the_last_writing(tmp_path):
+    run = made_run(tmp_path, crashed_and_resumed())
+    assert run.column("step").tolist() == list(range(1, 41))
+    assert run.column("loss").tolist() == [9.0 - n / 8 for n in range(1, 41)]
+    ((stretch, indices),) = run.lost()
+    assert stretch.steps[indices].tolist() == [10, 11, 12, 13, 14, 15, 16]
+    assert stretch.start.column("loss")[indices].tolist() == [7.75, *[1.0] * 6]
+
+
+def test_a_validation_that_a_crash_undid_is_not_the_best_one(tmp_path):
+    run = made_run(tmp_path, crashed_and_resumed())
+    best = figures_of(run, NOW).best
+    assert best is not None
+    assert (best.step, best.loss) == (40, 4.25)
+    assert [e["step"] for e in run.events("eval", is_lost=True)] == [15]
+
+
+def test_how_each_start_ended(tmp_path):
+    run = made_run(tmp_path, crashed_and_resumed())
+    ends = [how_it_ended(s, s is run.stretches[-1], NOW)[0] for s in run.stretches]
+    assert ends == ["crashed", "stopped", "done"]
+    figures = figures_of(run, NOW)
+    assert (figures.starts, figures.resumes, figures.crashes) == (3, 2, 1)
+    assert (figures.lost_steps, figures.lost_seconds) == (6, pytest.approx(0.6))
+    assert (figures.step, figures.total_steps, figures.tokens) == (40, 40, 4000)
+
+
+def test_the_shares_are_of_all_the_time_that_was_measured_also_of_what_was_lost(tmp_path):
+    lines = [run_start(), step_line(10, evaluate_ms=100.0), step_line(12), run_start(10)]
+    shares = figures_of(made_run(tmp_path, [*lines, step_line(11)]), NOW).shares
+    whole = 13 * sum(PHASES.values()) + 10 * 100.0
+    assert shares["forward"] == pytest.approx(13 * 29.0 / whole)
+    assert shares["evaluate"] == pytest.approx(1000.0 / whole)
+    assert sum(shares.values()) == pytest.approx(1)
+
+
+def test_tokens_per_second_are_tokens_over_seconds_not_a_mean_of_speeds(tmp_path):
+    lines = [run_start(), step_line(10, tokens_per_second=100.0)]
+    lines += [step_line(40, tokens_per_second=300.0)]
+    assert figures_of(made_run(tmp_path, lines), NOW).tokens_per_second == pytest.approx(200.0)
+
+
+def test_a_later_start_that_took_no_step_undoes_all_the_same(tmp_path):
+    lines = [run_start(), *(step_line(n) for n in range(1, 9)), run_start(5)]
+    run = made_run(tmp_path, lines)
+    assert run.column("step").tolist() == [1, 2, 3, 4, 5]
+    assert run.last_step == 5
+    assert figures_of(run, NOW).lost_steps == 3
+
+
+def test_a_start_that_failed_before_it_began_undoes_nothing(tmp_path):
+    failed = end(0, 4, "E_CHECKPOINT", "damaged")
+    lines = [run_start(), step_line(1), step_line(2), end(2), failed]
+    run = made_run(tmp_path, lines)
+    assert run.column("step").tolist() == [1, 2]
+    assert how_it_ended(run.stretches[-1], True, NOW)[0] == "failed"
+
+
+def test_steps_that_go_back_without_a_run_start_begin_anew(tmp_path):
+    lines = [run_start(), step_line(1), step_line(2), step_line(3), '{"event": "run_st\n']
+    run = made_run(tmp_path, [*lines, step_line(2, loss=0.25), step_line(3, loss=0.5)])
+    assert run.column("step").tolist() == [1, 2, 3]
+    assert run.column("loss").tolist() == [8.875, 0.25, 0.5]
+    assert run.records.unread_lines == 1
+
+
+def test_what_cannot_be_read_is_passed_over_and_counted(tmp_path):
+    torn = json.dumps(step_line(9))[:40]
+    strange = [
+        *({"event": "eclipse", "step": 3}, {"event": ["step"]}, {"no": "event"}, "[1]\n", "\n"),
+        *("7\n", "\x00\x00\n", '{"event": "step", "loss": 1e999, "step": 2}\n'),
+        *(step_line(3, loss="low", lr=None, tokens=[1], grad_norm=True, expert_load="x"), torn),
+    ]
+    run = made_run(tmp_path, [run_start(), step_line(1), *strange])
+    assert run.column("step").tolist() == [1, 2, 3]
+    assert [math.isnan(value) for value in run.column("loss")] == [False, True, True]
+    assert np.isnan(run.column("grad_norm")[2])
+    assert run.records.unread_lines == 3
+    assert figures_of(run, NOW).loss == 8.875
+
+
+def test_a_run_without_an_end_is_running_while_it_writes(tmp_path):
+    run = made_run(tmp_path, [run_start(), step_line(1)])
+    last = run.records.starts[0].last_time
+    assert figures_of(run, last + 5).kind == "running"
+    assert figures_of(run, last + 5000).kind == "silent"
+    slow = made_run(tmp_path, [run_start(), step_line(1), step_line(20_001)])
+    assert figures_of(slow, slow.records.starts[0].last_time + 5000).kind == "running"
+
+
+@pytest.mark.parametrize("lines", [[], [run_start()], [run_start(), step_line(1)]])
+def test_a_run_of_nothing_or_of_one_step_has_a_summary(tmp_path, lines):
+    run = made_run(tmp_path, lines)
+    text = as_text(run, figures_of(run, NOW))
+    assert text.startswith(str(tmp_path))
+    assert "nan" not in text.lower()
+
+
+def test_the_summary_says_what_a_reader_asks_first(tmp_path):
+    run = made_run(tmp_path, crashed_and_resumed())
+    text = as_text(run, figures_of(run, NOW))
+    for told in (
+        "1,000 parameters, float32, DDP on 2 processes (cpu)",
+        "step 40 of 40 after 7.6 s: done",
+        "2 resumes, 1 crash, 6 steps lost (0.6 s)",
+        "loss        4.0000 at step 40",
+        "validation  4.2500 at step 40, the best, perplexity 2, bits per byte 1.417",
+        "4,000, 1,000 tokens/s",
+        "data 1.0%, forward 29%, backward 60%, optimizer 10%",
+        "340 MiB",
+    ):
+        assert told in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_the_sparkline_falls_as_the_curve_does():
+    assert sparkline(np.array([4.0, 3.0, 2.0, 1.0]), "1234").startswith("4321  4.00 to 1.00")
+    assert sparkline(np.array([4.0, math.nan]), "1234") == ""
+    assert len(sparkline(np.linspace(1, 2, 5000), "1234").split()[0]) == 60
+
+
+def test_runs_are_named_by_as_much_of_their_path_as_it_takes(tmp_path):
+    places = [write_run(tmp_path / one, []) for one in ("x/run", "y/run", "y/other")]
+    names = [run.name for run in runs_of([read_records(place) for place in places])]
+    assert names == ["x/run", "y/run", "y/other"]
+
+
+def test_where_validation_is_null_there_is_no_best(tmp_path):
+    lines = [run_start(), step_line(1), {**evaluation(1, 1.0), "val_loss": None}]
+    assert figures_of(made_run(tmp_path, lines), NOW).best is None
