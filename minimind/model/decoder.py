@@ -4,6 +4,7 @@ Shape letters: B rows, T positions, S keys (cached ones included), D channels pe
 width, V vocabulary.
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -190,8 +191,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         x_BTE, routing = self.model(input_ids, attention_mask, position_ids, past_key_values)
         if summed_by is not None:
             assert shift_labels is not None
-            sums = self._summed_loss(x_BTE, shift_labels, summed_by)
-            return MiniMindOutput(None, **sums, **_routed(routing))
+            loss_sum, targets = self._summed_loss(x_BTE, shift_labels, summed_by)
+            return MiniMindOutput(loss_sum=loss_sum, targets=targets, **_routed(routing))
         logits = self.lm_head(x_BTE[:, -logits_to_keep:])
         loss = None
         if labels is not None:
@@ -205,15 +206,16 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             loss = (loss_sum + aux_loss) / items
         return MiniMindOutput(loss, logits, past_key_values, **_routed(routing))
 
-    def _summed_loss(self, x_BTE: Tensor, targets_BT: Tensor, positions: int) -> dict[str, Tensor]:
+    def _summed_loss(
+        self, x_BTE: Tensor, targets_BT: Tensor, positions: int
+    ) -> tuple[Tensor, Tensor]:
         """loss_sum and targets, from the logits of so many positions at a time; 0: of all.
 
         In parts, logits are made once more in the backward pass and never held: at a vocabulary of
         V, 2 V bytes or more a token for E V multiplications.
         """
         if not positions:
-            loss_sum, targets = next_token_loss(self.lm_head(x_BTE), targets_BT)
-            return {"loss_sum": loss_sum, "targets": targets}
+            return next_token_loss(self.lm_head(x_BTE), targets_BT)
 
         def sums_of(x_NE: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
             return next_token_loss(self.lm_head(x_NE), targets_N)
@@ -221,12 +223,12 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         parts = zip(
             x_BTE.flatten(0, 1).split(positions), targets_BT.flatten().split(positions), strict=True
         )
-        keep = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
-        found = [checkpoint(sums_of, *part, **keep) for part in parts]
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # draws nothing
+        found = [again(sums_of, *part) for part in parts]
         loss_sum, targets = (torch.stack(sums).sum() for sums in zip(*found, strict=True))
-        return {"loss_sum": loss_sum, "targets": targets}
+        return loss_sum, targets
 
 
-def _routed(routing: Routing | None) -> dict[str, Tensor]:
+def _routed(routing: Routing | None) -> dict[str, Any]:
     """What the output has of a mixture of experts."""
     return {} if routing is None else {"aux_loss": routing.aux_loss, "expert_load": routing.load}

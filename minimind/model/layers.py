@@ -36,10 +36,10 @@ class RMSNorm(nn.Module):
 class HeadNorm(RMSNorm):
     """The norm of every query or key, whose weight follows the order of their channels."""
 
-    def forward(self, x_BTHD: Tensor, is_split: bool = False) -> Tensor:
+    def forward(self, x_BTE: Tensor, is_split: bool = False) -> Tensor:
         """The same shape; is_split says that channels come as `in_halves` has them."""
         weight = in_halves(self.weight, len(self.weight)) if is_split else self.weight
-        return F.rms_norm(x_BTHD, weight.shape, weight, self.eps)
+        return F.rms_norm(x_BTE, weight.shape, weight, self.eps)
 
 
 class HeadProjection(nn.Linear):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,6 +51,15 @@ class Desk:
     skipped: SkippedSteps
     stop: StopRequest
     progress: Progress
+
+
+def close_with(held: ExitStack, desk: Desk) -> None:
+    """Have `held` end what works beside the loop, however the loop ends."""
+    held.callback(desk.batches.close)
+    held.callback(desk.saver.close)
+    held.callback(gc.unfreeze)  # a notebook goes on
+    if desk.trace:
+        held.callback(desk.trace.close)
 
 
 def asked_by(desk: Desk) -> str:

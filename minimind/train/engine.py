@@ -12,9 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
@@ -25,18 +24,15 @@ from torch.distributed import distributed_c10d
 from minimind.errors import RendezvousError, UsageError
 from minimind.launch import join_by_hand
 from minimind.model.decoder import MiniMindForCausalLM
-from minimind.model.loss import contagious
-from minimind.train.backends import PlainBackend, StepResult, prepare_for_ddp, unused_parameters
+from minimind.train.backends import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.train.build_lock import minded_builds
-from minimind.train.communication import CommunicationClock
-from minimind.train.compiled import compile_within, uncompiled
+from minimind.train.compiled import compile_within
 from minimind.train.deepspeed_backend import Backend, DeepSpeedBackend
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.deepspeed_schema import MODELS, fault_told
-from minimind.train.objective import mean_routing, objective_of, positions_at_once
 from minimind.train.optimizer import adamw, parameter_groups
-from minimind.train.profile import PhaseClock
-from minimind.train.ranks import Ranks, carrier, lost_peers, rendezvous
+from minimind.train.ranks import carrier, lost_peers, rendezvous
+from minimind.train.stepping import Engine
 
 # How DeepSpeed and torch's optimizers tell that they will not work with a configuration.
 REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError)
@@ -232,75 +228,3 @@ def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[st
         except AssertionError as error:  # an old name beside the new one
             faults.append(f"{path}: {section} is refused by DeepSpeed: {error}; mend it")
     return faults
-
-
-class Engine(Ranks):
-    """Takes optimizer steps over all ranks, on one of the backends."""
-
-    def __init__(
-        self, backend: Backend, resolved: Resolved, device: torch.device, parameters: int
-    ) -> None:
-        super().__init__(timedelta(seconds=resolved.run.dist_timeout))
-        self.backend = backend
-        self.parameters = parameters  # of the whole model; stage 3 leaves each rank a piece
-        self.resolved = resolved
-        self.device = device
-        self.summed_by = positions_at_once(resolved.run)
-
-    @property
-    def model(self) -> Any:
-        """The model inside the engine."""
-        return self.backend.module
-
-    def watched(self) -> CommunicationClock:
-        """A clock by which collectives are timed from now on."""
-        clock = CommunicationClock(self.device)
-        self.backend.watch(clock)
-        return clock
-
-    def seed(self, step: int) -> None:
-        """Reseed torch for one step, so that no random state needs to be in a checkpoint."""
-        mixed = (self.resolved.run.seed * 1_000_003 + step) * 4_099 + self.rank
-        torch.manual_seed(mixed % 2**63)
-
-    def step(
-        self, micro_batches: Sequence[torch.Tensor], lr: float, clock: PhaseClock
-    ) -> StepResult:
-        """One optimizer step over this rank's micro-batches, each (B, T + 1) token ids.
-
-        The learning rate is set first: at the last micro-batch DeepSpeed reduces, clips and
-        updates. Rows are packed, so that every micro-batch on every rank has the same number of
-        targets: only therefore is the mean over micro-batches and ranks the mean over tokens.
-        """
-        backend = self.backend
-        used, skipped_before = backend.begin(lr), backend.skipped_steps
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        tokens = torch.zeros((), dtype=torch.int64, device=self.device)
-        norm, losses, routings = None, [], []
-        with lost_peers():
-            for number, rows in enumerate(micro_batches, 1):
-                is_last = number == len(micro_batches)
-                with backend.micro_batch(is_last):
-                    rows = rows.to(self.device, non_blocking=True)
-                    clock.mark("data")
-                    goal = objective_of(backend.forward, rows, self.summed_by)
-                    clock.mark("forward")
-                    backend.backward(contagious(goal.trained))
-                    clock.mark("backward")
-                norm = backend.update(is_last)
-                clock.mark("optimizer")
-                losses.append(goal.mean.detach())
-                routings.append(goal.routing)
-                loss_sum += goal.loss_sum.detach()
-                tokens += goal.tokens
-        skipped = backend.skipped_steps
-        counts = (used, skipped, skipped > skipped_before)
-        return StepResult(loss_sum, tokens, norm, *counts, tuple(losses), mean_routing(routings))
-
-    @torch.no_grad()
-    def loss_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(summed loss, target count) of rows (B, T + 1) without training on them."""
-        self.backend.forward.eval()
-        with lost_peers(), uncompiled():  # a graph for few rows, whose shapes vary, would not pay
-            goal = objective_of(self.backend.forward, rows.to(self.device), self.summed_by)
-        return goal.loss_sum, goal.tokens

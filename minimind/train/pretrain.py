@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shlex
@@ -36,7 +35,7 @@ from minimind.train.build import (
     with_prepared,
 )
 from minimind.train.deepspeed_config import Resolved
-from minimind.train.desk import Desk
+from minimind.train.desk import Desk, close_with
 from minimind.train.dry_run import dry_run_text
 from minimind.train.engine import Engine, build_engine, leave, section_faults
 from minimind.train.identity import facts, identity, layout, source_commit, versions
@@ -111,11 +110,7 @@ def train_resolved(
     held.callback(report.close)
     report.say(f"{resolved_table(resolved)}\n{idle_gpus(setup.device, setup.launch)}".strip())
     desk, resumed = build_desk(run, prepared, order, schedule, engine, report, progress, initial)
-    held.callback(desk.batches.close)
-    held.callback(desk.saver.close)
-    held.callback(gc.unfreeze)
-    if desk.trace:
-        held.callback(desk.trace.close)
+    close_with(held, desk)
     if engine.rank == 0:
         with storing(str(out_dir), "free some space, or give another --out_dir"):
             write_reference(out_dir, resolved)

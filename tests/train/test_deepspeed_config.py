@@ -46,6 +46,7 @@ def test_every_auto_of_the_shipped_file_is_the_flags_number():
         "eps": 1e-8,
         "weight_decay": 0.05,
         "torch_adam": True,
+        "fused": True,  # in one kernel
     }
     assert found["zero_optimization"]["reduce_bucket_size"] == 12 * 64 * 64
 

@@ -1,0 +1,91 @@
+"""One optimizer step over all ranks, on whichever backend engine.py has built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from minimind.model.loss import contagious
+from minimind.train.backends import StepResult
+from minimind.train.communication import CommunicationClock
+from minimind.train.compiled import uncompiled
+from minimind.train.deepspeed_backend import Backend
+from minimind.train.deepspeed_config import Resolved
+from minimind.train.objective import mean_routing, objective_of, positions_at_once
+from minimind.train.profile import PhaseClock
+from minimind.train.ranks import Ranks, lost_peers
+
+
+class Engine(Ranks):
+    """Takes optimizer steps over all ranks, on one of the backends."""
+
+    def __init__(
+        self, backend: Backend, resolved: Resolved, device: torch.device, parameters: int
+    ) -> None:
+        super().__init__(timedelta(seconds=resolved.run.dist_timeout))
+        self.backend = backend
+        self.parameters = parameters  # of the whole model; stage 3 leaves each rank a piece
+        self.resolved = resolved
+        self.device = device
+        self.summed_by = positions_at_once(resolved.run)
+
+    @property
+    def model(self) -> Any:
+        """The model inside the engine."""
+        return self.backend.module
+
+    def watched(self) -> CommunicationClock:
+        """A clock by which collectives are timed from now on."""
+        clock = CommunicationClock(self.device)
+        self.backend.watch(clock)
+        return clock
+
+    def seed(self, step: int) -> None:
+        """Reseed torch for one step, so that no random state needs to be in a checkpoint."""
+        mixed = (self.resolved.run.seed * 1_000_003 + step) * 4_099 + self.rank
+        torch.manual_seed(mixed % 2**63)
+
+    def step(
+        self, micro_batches: Sequence[torch.Tensor], lr: float, clock: PhaseClock
+    ) -> StepResult:
+        """One optimizer step over this rank's micro-batches, each (B, T + 1) token ids.
+
+        The learning rate is set first: at the last micro-batch DeepSpeed reduces, clips and
+        updates. Rows are packed, so that every micro-batch on every rank has the same number of
+        targets: only therefore is the mean over micro-batches and ranks the mean over tokens.
+        """
+        backend = self.backend
+        used, skipped_before = backend.begin(lr), backend.skipped_steps
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        tokens = torch.zeros((), dtype=torch.int64, device=self.device)
+        norm, losses, routings = None, [], []
+        with lost_peers():
+            for number, rows in enumerate(micro_batches, 1):
+                is_last = number == len(micro_batches)
+                with backend.micro_batch(is_last):
+                    rows = rows.to(self.device, non_blocking=True)
+                    clock.mark("data")
+                    goal = objective_of(backend.forward, rows, self.summed_by)
+                    clock.mark("forward")
+                    backend.backward(contagious(goal.trained))
+                    clock.mark("backward")
+                norm = backend.update(is_last)
+                clock.mark("optimizer")
+                losses.append(goal.mean.detach())
+                routings.append(goal.routing)
+                loss_sum += goal.loss_sum.detach()
+                tokens += goal.tokens
+        skipped = backend.skipped_steps
+        counts = (used, skipped, skipped > skipped_before)
+        return StepResult(loss_sum, tokens, norm, *counts, tuple(losses), mean_routing(routings))
+
+    @torch.no_grad()
+    def loss_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(summed loss, target count) of rows (B, T + 1) without training on them."""
+        self.backend.forward.eval()
+        with lost_peers(), uncompiled():  # a graph for few rows, whose shapes vary, would not pay
+            goal = objective_of(self.backend.forward, rows.to(self.device), self.summed_by)
+        return goal.loss_sum, goal.tokens
