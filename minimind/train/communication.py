@@ -91,8 +91,12 @@ class _Waited:
         return getattr(self._work, name)
 
 
-def reduce_bucket(clock: CommunicationClock, bucket: Any) -> torch.futures.Future[Any]:
-    """DDP's own reduction, the mean over all ranks, as a communication hook."""
+def reduce_bucket(clock, bucket):
+    """DDP's own reduction, the mean over all ranks, as a communication hook.
+
+    A future of the bucket. DDP compares annotations, if there are any, with the types themselves,
+    which they are not in a module that postpones them.
+    """
     begun = clock.now()
     gradients = bucket.buffer().div_(dist.get_world_size())
     work: Any = dist.all_reduce(gradients, async_op=True)

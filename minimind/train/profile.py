@@ -13,7 +13,7 @@ import torch
 from minimind.train.communication import CommunicationClock
 
 PHASES = ("data", "forward", "backward", "optimizer")
-SHOWN = {"comm": "of it comm."}
+SHOWN = {"comm": "of it comm.", "memory_mib": "memory MiB"}
 
 
 class PhaseClock:
@@ -112,10 +112,11 @@ def ranks_table(ranks: Sequence[Mapping[str, float]]) -> str:
     lines = [f"  {'over ranks':<12}{'min':>10}{'median':>10}{'max':>10}  slowest"]
     for name in ranks[0]:
         found = [rank[name] for rank in ranks]
-        slowest = found.index(max(found))
+        slowest, short = found.index(max(found)), name.removesuffix("_ms")
+        shown = SHOWN.get(short, short)
         lines.append(
-            f"  {name.removesuffix('_ms'):<12}{min(found):>10.1f}{median(found):>10.1f}"
-            f"{max(found):>10.1f}  rank {slowest}"
+            f"  {shown:<12}{min(found):>10.1f}{median(found):>10.1f}{max(found):>10.1f}"
+            f"  rank {slowest}"
         )
     return "\n".join(lines)
 

@@ -77,7 +77,8 @@ def test_numbers_deepspeed_has_defaults_for_are_written_even_when_the_file_omits
 def test_an_adam_block_without_numbers_gets_the_flags():
     bare = {"optimizer": {"type": "AdamW"}}
     params = resolved("--beta2 0.8 --weight_decay 0", config=bare).config["optimizer"]["params"]
-    assert params == {"lr": 5e-4, "betas": [0.9, 0.8], "weight_decay": 0.0, "torch_adam": True}
+    fixed = {"torch_adam": True, "fused": True}
+    assert params == {"lr": 5e-4, "betas": [0.9, 0.8], "weight_decay": 0.0, **fixed}
     assert resolved(config={"optimizer": {"type": "adamw"}}).config["optimizer"]["params"]["betas"]
 
 

@@ -1,0 +1,109 @@
+"""Which lines of a step read a number back from the device, on which a GPU would be waited for.
+
+    python -m tests.distributed.host_reads OUT.json    (one process; stages 0, 1, 2, then none)
+
+On a CPU nothing is waited for, but the reads are the same calls: of a scalar (`item`, `float`,
+`bool`, a tensor as an `if`), of a tensor (`tolist`, `numpy`), and copies to the CPU. Each is put
+down to the innermost frame of ours, of DeepSpeed's or of Accelerate's. What is sent between ranks
+about themselves (the control group) lies on the CPU anyway, and is not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minimind.train.profile import PhaseClock
+from tests.distributed.engines import Case, build, course
+
+PACKAGES = ("minimind", "deepspeed", "accelerate")
+OFF_DEVICE = ("sum_over_ranks", "gather")  # small facts, which travel over gloo
+
+
+def origin() -> str:
+    """`package: function` of the innermost frame of a package that is asked about."""
+    for frame in reversed(traceback.extract_stack()):
+        parts = Path(frame.filename).parts
+        package = next((name for name in PACKAGES if name in parts), None)
+        if package and "tests" not in parts:
+            return f"{package}: {frame.name}"
+    return "test"
+
+
+class HostReads(TorchDispatchMode):
+    """Counts them by origin while it is in force."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.note()
+        return func(*args, **(kwargs or {}))
+
+    def note(self) -> None:
+        place = origin()
+        if not place.endswith(OFF_DEVICE):
+            self.found[place] += 1
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Reads within, by origin."""
+    reads = HostReads()
+    true = {name: getattr(torch.Tensor, name) for name in ("tolist", "numpy", "cpu")}
+
+    def noting(name: str) -> Any:
+        def read(self: torch.Tensor, *given: Any, **named: Any) -> Any:
+            reads.note()
+            return true[name](self, *given, **named)
+
+        return read
+
+    for name in true:
+        setattr(torch.Tensor, name, noting(name))
+    try:
+        with reads:
+            yield reads.found
+    finally:
+        for name, method in true.items():
+            setattr(torch.Tensor, name, method)
+
+
+def reads_of_steps(case: Case, steps: int = 3) -> dict[str, float]:
+    """Reads in a step by origin, after two steps that do not count."""
+    engine = build(case, seed=1)
+    course(engine, 0, 2)
+    table = torch.zeros((2, 17), dtype=torch.int64)
+    clock = PhaseClock(engine.device)
+    with counted() as found:
+        for step in range(2, 2 + steps):
+            engine.seed(step)
+            clock.begin()
+            engine.step([table] * engine.resolved.run.accumulation_steps, 1e-3, clock)
+    return {place: count / steps for place, count in sorted(found.items())}
+
+
+if __name__ == "__main__":
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {**alone, "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu"}
+    cases = {
+        f"stage {stage}, {dtype}": Case(stage, dtype)
+        for stage in (0, 1, 2)
+        for dtype in ("bfloat16", "float32")
+    }
+    told = {name: reads_of_steps(case) for name, case in cases.items()}
+    print(json.dumps(told, indent=1))
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(json.dumps(told))
