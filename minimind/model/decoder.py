@@ -18,7 +18,7 @@ from minimind.model.configuration import MiniMindConfig
 from minimind.model.experts import MiniMindOutput, Routing, over_layers
 from minimind.model.layers import Block, ResidualOutput, RMSNorm
 from minimind.model.loss import IGNORED, next_token_loss
-from minimind.model.rotary import build_pos_cis
+from minimind.model.rotary import build_pos_cis, cos_sin
 from minimind.model.visibility import document_starts, own_positions, visible_in_layers
 
 
@@ -26,10 +26,11 @@ class MiniMindModel(nn.Module):
     """Token embedding, blocks and final norm, with the one pos_cis table all blocks share.
 
     pos_cis is complex64 and no part of the state dict: three numbers of the configuration
-    determine it, so a checkpoint cannot disagree with them.
+    determine it, so a checkpoint cannot disagree with them. pos_reals is it for compiled code.
     """
 
     pos_cis: Tensor
+    pos_reals: Tensor
 
     def __init__(self, config: MiniMindConfig):
         super().__init__()
@@ -38,6 +39,7 @@ class MiniMindModel(nn.Module):
         self.layers = nn.ModuleList(Block(config, n) for n in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.register_buffer("pos_cis", self.build_pos_cis(), persistent=False)
+        self.register_buffer("pos_reals", cos_sin(self.pos_cis), persistent=False)
 
     def build_pos_cis(self) -> Tensor:
         """A fresh complex64 (max_position_embeddings, D/2) table on the default device."""
@@ -56,6 +58,7 @@ class MiniMindModel(nn.Module):
             return self.build_pos_cis().to(device)
 
         super()._apply(move, recurse)
+        self.pos_reals = cos_sin(self.pos_cis)  # not rounded to what was asked of the weights
         return self
 
     def forward(
@@ -97,15 +100,15 @@ class MiniMindModel(nn.Module):
     def _turn_at(self, past: int, end: int, position_ids: Tensor | None, is_split: bool) -> Tensor:
         """(T, D/2) for the positions from past to end, (B, T, D/2) for given ones below end.
 
-        From pos_cis, or from its view as reals, (..., 2), where channels are split.
+        From pos_cis, or from pos_reals, (2, ...), where channels are split.
         """
         if end > len(self.pos_cis):
             raise ValueError(
                 f"position {end - 1} is beyond max_position_embeddings={len(self.pos_cis)}:"
                 " shorten the input or raise max_position_embeddings."
             )
-        table = torch.view_as_real(self.pos_cis) if is_split else self.pos_cis
-        return table[past:end] if position_ids is None else table[position_ids]
+        chosen = slice(past, end) if position_ids is None else position_ids
+        return self.pos_reals[:, chosen] if is_split else self.pos_cis[chosen]
 
 
 class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
@@ -118,7 +121,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules = {"Block"}  # noqa: RUF012 (declared mutable by the base class)
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (likewise)
     # DDP broadcasts buffers, and NCCL refuses complex numbers (gloo does not).
-    _ddp_params_and_buffers_to_ignore: ClassVar[list[str]] = ["model.pos_cis"]
+    _ddp_params_and_buffers_to_ignore: ClassVar[list[str]] = ["model.pos_cis", "model.pos_reals"]
 
     def __init__(self, config: MiniMindConfig):
         super().__init__(config)
@@ -145,6 +148,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             initialization.ones_(module.weight)
         elif isinstance(module, MiniMindModel):
             initialization.copy_(module.pos_cis, module.build_pos_cis())
+            initialization.copy_(module.pos_reals, cos_sin(module.build_pos_cis()))
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None, **_: Any) -> Tensor | None:

@@ -52,11 +52,18 @@ def _rotate_in_reals(x_BTHD: Tensor, turn: Tensor) -> Tensor:
 def rotate_halves(x_BTHD: Tensor, turn: Tensor) -> Tensor:
     """What `rotate` gives, of channels in the order of `in_halves` and in that order.
 
-    turn is torch.view_as_real of its pos_cis, fp32 (T, D/2, 2) or, per row, (B, T, D/2, 2).
+    turn is `cos_sin` of its pos_cis, fp32 (2, T, D/2) or, per row, (2, B, T, D/2). Each half is
+    rounded before they are joined: compiled, that is one pass over x, and the other way is two.
     """
-    a, b = x_BTHD.float().chunk(2, -1)
-    cos, sin = turn.unsqueeze(-3).unbind(-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x_BTHD)
+    a, b = (half.float() for half in x_BTHD.chunk(2, -1))
+    cos, sin = turn.unsqueeze(-2).unbind(0)
+    halves = (a * cos - b * sin).type_as(x_BTHD), (a * sin + b * cos).type_as(x_BTHD)
+    return torch.cat(halves, -1)
+
+
+def cos_sin(pos_cis: Tensor) -> Tensor:
+    """The real and the imaginary parts of pos_cis, fp32 (2, ...), each without gaps."""
+    return torch.stack((pos_cis.real, pos_cis.imag))
 
 
 def in_halves(weight: Tensor, head_dim: int) -> Tensor:

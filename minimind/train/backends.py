@@ -162,14 +162,15 @@ class PlainBackend:
 
 
 def prepare_for_ddp(module: nn.Module) -> None:
-    """Keep complex buffers such as pos_cis out of what DDP sends: NCCL refuses complex numbers.
+    """Keep buffers that are no state out of what DDP sends: NCCL refuses complex pos_cis.
 
     By the names they have in `module`, which torch.compile prefixes with `_orig_mod.`. Every rank
     builds them from the configuration, so nothing is lost (pytorch issue 99652).
     """
-    complex_buffers = [name for name, b in module.named_buffers() if b.is_complex()]
+    state = module.state_dict()
+    tables = [name for name, _ in module.named_buffers() if name not in state]
     # The name that DDP looks for; no attribute that a module declares.
-    setattr(module, "_ddp_params_and_buffers_to_ignore", complex_buffers)  # noqa: B010 (likewise)
+    setattr(module, "_ddp_params_and_buffers_to_ignore", tables)  # noqa: B010 (likewise)
 
 
 def unused_parameters(model: nn.Module) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import AbstractContextManager
 
 import torch
@@ -19,8 +18,6 @@ def compile_within(model: MiniMindForCausalLM, run: RunConfig) -> None:
     """
     if run.compile != "on":
         return
-    # The table of rotations is looked at as reals; no complex number is computed with.
-    warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex")
     model.compile(dynamic=False)
 
 

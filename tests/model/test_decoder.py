@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.model.layers import Attention, RMSNorm, flash_attention, reference_attention
-from minimind.model.rotary import build_pos_cis
+from minimind.model.rotary import build_pos_cis, cos_sin
 
 B, T, V = 3, 11, 97
 
@@ -300,9 +300,10 @@ def test_saved_model_loads_with_equal_logits(tmp_path: Path, ids_BT: Tensor, tie
     assert torch.equal(loaded(ids_BT).logits, model(ids_BT).logits)
 
 
-def test_pos_cis_is_one_buffer_and_not_saved(model: MiniMindForCausalLM):
-    assert [name for name, _ in model.named_buffers()] == ["model.pos_cis"]
-    assert not [name for name in model.state_dict() if "pos_cis" in name]
+def test_tables_of_positions_are_one_of_a_kind_and_not_saved(model: MiniMindForCausalLM):
+    assert [name for name, _ in model.named_buffers()] == ["model.pos_cis", "model.pos_reals"]
+    assert not [name for name in model.state_dict() if "pos_" in name]
+    assert torch.equal(model.model.pos_reals, cos_sin(table_of(model)))
 
 
 @pytest.mark.parametrize(
@@ -321,6 +322,8 @@ def test_pos_cis_stays_complex64_and_exact_wherever_the_model_moves(
     moved = move(model)
     assert moved.model.pos_cis.dtype == torch.complex64
     assert torch.equal(moved.model.pos_cis, table_of(moved))
+    assert moved.model.pos_reals.dtype == torch.float32
+    assert torch.equal(moved.model.pos_reals, cos_sin(table_of(moved)))
 
 
 @torch.no_grad()
@@ -352,7 +355,7 @@ def gloo(tmp_path: Path) -> Iterator[None]:
 
 
 def test_ddp_broadcasts_no_complex_buffer(gloo: None, model: MiniMindForCausalLM):
-    names = [name for name, buffer in model.named_buffers() if buffer.is_complex()]
+    names = [name for name, _ in model.named_buffers()]
     assert names == model._ddp_params_and_buffers_to_ignore
     wrapped = DistributedDataParallel(model)
     assert wrapped.parameters_to_ignore == set(names)

@@ -1,0 +1,121 @@
+"""Rotary position, compiled and not: complex numbers against reals in halves.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.rotary [--rounds 40] [--out FILE.json]
+
+Queries of 8 heads and keys of 2, 64 channels each, 8 rows of 512 positions, forward and backward,
+one of each in turn. "halves, compiled" is what a compiled run does with activations; what putting
+the projections' rows in that order costs, once a layer and micro-batch, stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minimind.model.rotary import build_pos_cis, cos_sin, in_halves, rotate, rotate_halves
+from minimind.train.identity import source_commit, versions
+
+ROWS, POSITIONS, HEADS, CHANNELS, WIDTH = 8, 512, (8, 2), 64, 512
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def in_complex(x: Tensor, pos_cis: Tensor) -> Tensor:
+    """The eager form of `rotate`, also where it is compiled."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * pos_cis.unsqueeze(-2)).flatten(-2).type_as(x)
+
+
+def forward_and_backward(turn: Callable[..., Tensor], table: Tensor, dtype: torch.dtype) -> object:
+    """A step of `turn` on queries and keys, and on what comes back."""
+    given = [torch.randn(ROWS, POSITIONS, h, CHANNELS, dtype=dtype) for h in HEADS]
+    back = [torch.randn_like(x) for x in given]
+    given = [x.requires_grad_() for x in given]
+
+    def step() -> None:
+        for x, gradient in zip(given, back, strict=True):
+            x.grad = None
+            turn(x, table).backward(gradient)
+
+    return step
+
+
+def reordering(dtype: torch.dtype) -> object:
+    """A step of both projections' weights, forward and backward."""
+    weights = [torch.randn(h * CHANNELS, WIDTH, dtype=dtype).requires_grad_() for h in HEADS]
+    back = [torch.randn_like(w) for w in weights]
+    compiled = torch.compile(in_halves, dynamic=False)
+
+    def step() -> None:
+        for w, gradient in zip(weights, back, strict=True):
+            w.grad = None
+            compiled(w, CHANNELS).backward(gradient)
+
+    return step
+
+
+def main() -> None:
+    """Run it, print the table, write the JSON."""
+    asked = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    asked.add_argument("--rounds", type=int, default=40)
+    asked.add_argument("--out", type=Path)
+    given = asked.parse_args()
+    warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex")
+    pos_cis, before = build_pos_cis(CHANNELS, POSITIONS, 1e6), os.getloadavg()
+    reals, found = cos_sin(pos_cis), {}
+    for name, dtype in DTYPES.items():
+        steps = {
+            "complex, eager": forward_and_backward(rotate, pos_cis, dtype),
+            "complex, compiled": forward_and_backward(
+                torch.compile(in_complex, dynamic=False), pos_cis, dtype
+            ),
+            "halves, compiled": forward_and_backward(
+                torch.compile(rotate_halves, dynamic=False), reals, dtype
+            ),
+            "weights into halves": reordering(dtype),
+        }
+        spent: dict[str, list[float]] = {one: [] for one in steps}
+        for number in range(given.rounds + 3):  # the first compile, and touch memory
+            for one, step in steps.items():
+                started = time.perf_counter()
+                step()
+                if number >= 3:
+                    spent[one].append((time.perf_counter() - started) * 1e3)
+        base = spent["complex, compiled"]
+        print(f"{name:24}{'ms':>8}{'least':>8}{'speed':>8}")
+        for one, times in spent.items():
+            pairs = zip(base, times, strict=True)
+            speed = statistics.median(theirs / ours for theirs, ours in pairs)
+            found[f"{name}, {one}"] = {
+                "ms": statistics.median(times),
+                "least_ms": min(times),
+                "speed_against_complex_compiled": speed,
+            }
+            print(f"{one:24}{statistics.median(times):8.2f}{min(times):8.2f}{speed:8.2f}")
+    told = {
+        "command": " ".join(["python -m benchmarks.rotary", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": {"before": before, "after": os.getloadavg()},
+        "commit": source_commit(),
+        "versions": versions(),
+        "found": found,
+    }
+    if given.out:
+        given.out.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
