@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from minimind.errors import UsageError
@@ -49,7 +50,7 @@ def add_model(added: argparse.ArgumentParser) -> None:
     add("--checkpoint", metavar="PLACE", help="a run's out_dir, or a step_ directory")
     exported = "what export wrote, or another directory of a Llama's or MiniMind2's weights"
     add("--model", metavar="DIR", help=exported)
-    add("--tokenizer", metavar="PATH", help="of --model (default: the one in DIR)")
+    add("--tokenizer", type=filled, metavar="PATH", help="of --model (default: the one in DIR)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--debug", action="store_true", help="show tracebacks")
 
@@ -73,6 +74,18 @@ def count_of_bytes(text: str) -> int:
 def is_utf8(text: str) -> bool:
     """Whether a word of the command line was; Python has halves of characters where it was not."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def filled(text: str) -> str:
+    """The text itself; an empty one would be the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty, as of a variable that is not set")
+    return text
+
+
+def path_of(text: str) -> Path:
+    """The path of a text that is not empty."""
+    return Path(filled(text))
 
 
 def utf8(text: str) -> str:

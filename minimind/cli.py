@@ -7,7 +7,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from minimind import (
@@ -18,7 +17,7 @@ from minimind import (
     tokenizer_commands,
     weight_commands,
 )
-from minimind.arguments import Parser, at_least, positive, share, size_in_bytes
+from minimind.arguments import Parser, at_least, path_of, positive, share, size_in_bytes
 from minimind.errors import Interrupted, RunError, UsageError
 from minimind.files import printing
 
@@ -89,7 +88,7 @@ def _add_checkpoint(subs: Any) -> None:
     added = action(
         "consolidate", "Write whole tensors as safetensors, once the hashes are verified"
     )
-    added.add_argument("--out", type=Path, required=True, help="a new folder")
+    added.add_argument("--out", type=path_of, required=True, help="a new folder")
     added.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     most = ("--max_shard_size", "--max-shard-size")
     added.add_argument(

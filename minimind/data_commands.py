@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.arguments import Parser, at_least, count_of_bytes, fraction, utf8
+from minimind.arguments import Parser, at_least, count_of_bytes, fraction, path_of, utf8
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.files import mebibytes
 
@@ -37,7 +37,7 @@ def add_parsers(subs: Any) -> None:
     told = "NAME=PATH or NAME=PATH:WEIGHT; again for another source, or more of the same"
     add("--source", action="append", default=[], help=told)
     add("--sources", type=Path, help="YAML file: {NAME: {paths: [...], weight: 2}}")
-    add("--out", type=Path, required=True, help="a new folder")
+    add("--out", type=path_of, required=True, help="a new folder")
     add("--tokenizer", help="model or directory; without it one is learnt from the text")
     add("--vocab_size", "--vocab-size", type=at_least(1), help="of a learnt one (6400)")
     add("--val_fraction", "--val-fraction", type=fraction, help="held out, by hash (0.01)")

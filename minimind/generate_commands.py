@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.arguments import add_model, at_least, finite, penalty, share
+from minimind.arguments import add_model, at_least, finite, path_of, penalty, share
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.files import printing, require_writable, storing, write_whole
 from minimind.prompts import prompt_of, read_prompts, read_text
@@ -38,7 +38,7 @@ def add_parser(subs: Any) -> None:
     add("--prompt_file", "--prompt-file", metavar="FILE", help="the prompt is what this file has")
     told = "a prompt a line (blank ones passed over), or .jsonl with a prompt field"
     add("--prompts", metavar="FILE", help=f"{told}; answers as JSON lines, in order")
-    add("--out", type=Path, metavar="FILE", help="where these go, instead of standard output")
+    add("--out", type=path_of, metavar="FILE", help="where these go, instead of standard output")
     add("--force", action="store_true", help="replace an earlier --out")
     add("--batch_size", "--batch-size", type=at_least(1), default=16, help="prompts at once (16)")
     add("--max_new_tokens", "--max-new-tokens", type=at_least(1), default=100)

@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.arguments import Parser, at_least, count_of_bytes, utf8
+from minimind.arguments import Parser, at_least, count_of_bytes, path_of, utf8
 from minimind.config import FLAGS
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.files import mebibytes
@@ -57,7 +57,7 @@ def add_parser(subs: Any) -> None:
 
 def _add_training(added: argparse.ArgumentParser) -> None:
     added.add_argument("paths", nargs="*", metavar="PATH", help=TEXT_HELP)
-    added.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    added.add_argument("--out", type=path_of, required=True, metavar="DIR", help="a new folder")
     vocabulary = FLAGS["vocab_size"]
     added.add_argument(
         *("--vocab_size", "--vocab-size"),

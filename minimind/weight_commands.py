@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from minimind.arguments import at_least, positive, size_in_bytes
+from minimind.arguments import at_least, filled, path_of, positive, size_in_bytes
 from minimind.new_folder import NewFolder
 
 FORMATS = ("minimind", "llama", "gguf")
@@ -20,7 +19,7 @@ def add_parsers(subs: Any) -> None:
     added = subs.add_parser("export", help=told, description=f"{told}.", allow_abbrev=False)
     add = added.add_argument
     place = "a run's out_dir, a step_ directory, or what `import` or `export` wrote"
-    add("--checkpoint", required=True, metavar="PLACE", help=place)
+    add("--checkpoint", type=filled, required=True, metavar="PLACE", help=place)
     kinds = "minimind: with our code, for transformers; llama: for whatever loads Llama; gguf"
     add("--format", required=True, choices=FORMATS, help=kinds)
     add("--dtype", choices=DTYPES, default="float32", help="of the numbers (float32)")
@@ -31,9 +30,9 @@ def add_parsers(subs: Any) -> None:
     told = "Weights made elsewhere -> a directory of ours, to go on from or to generate with"
     added = subs.add_parser("import", help=told, description=f"{told}.", allow_abbrev=False)
     add = added.add_argument
-    add("source", type=Path, metavar="FILE|DIR", help="a file of weights, or a directory")
+    add("source", type=path_of, metavar="FILE|DIR", help="a file of weights, or a directory")
     add("--from", required=True, choices=("minimind2", "llama"), dest="kind", help="what it is")
-    add("--tokenizer", type=Path, help="file or directory (default: the one in DIR)")
+    add("--tokenizer", type=path_of, help="file or directory (default: the one in DIR)")
     shape = "of a file without config.json: "
     for name, told in (("n_heads", "query heads"), ("n_kv_heads", "key/value heads, to be sure")):
         add(f"--{name}", f"--{name.replace('_', '-')}", type=at_least(1), help=shape + told)
@@ -45,7 +44,7 @@ def add_parsers(subs: Any) -> None:
 
 
 def _add_out(added: argparse.ArgumentParser) -> None:
-    added.add_argument("--out", type=Path, required=True, help="a new folder")
+    added.add_argument("--out", type=path_of, required=True, help="a new folder")
     added.add_argument("--force", action="store_true", help="replace an earlier --out")
     added.add_argument("--debug", action="store_true", help="show tracebacks")
 

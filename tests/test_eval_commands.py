@@ -52,6 +52,28 @@ def direct(run: Path, texts: list[str], length: int) -> tuple[float, int, int]:
     return loss, count, size
 
 
+def test_sources_of_one_name_in_two_folders_are_told_apart(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    learnt = ["--tokenizer", str(trained.run / "tokenizer"), "--val_fraction", "0"]
+    for folder, text in zip(folders, trained.texts.values(), strict=True):
+        assert main(["prepare", str(text), "--out", str(folder), *learnt]) == 0
+    ask = ("--checkpoint", trained.run, "--split", "train", "--max_rows", "2")
+    found = asked(capsys, *ask, "--data", *folders)
+    assert [*found["by_source"]] == [f"{folder}:data" for folder in folders]
+
+
+def test_raw_text_is_taken_as_long_as_the_tokenizer_takes_it(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(Tokenizer, "longest_at_once", 10)
+    ask = ["--checkpoint", str(trained.run), "--cache_dir", str(trained.cache), "--device", "cpu"]
+    text = str(next(iter(trained.texts.values())))
+    assert main(["eval", *ask, "--data", text]) == 3
+    assert "max_document_bytes = 10;" in capsys.readouterr().err
+
+
 def test_raw_text_gives_what_the_definition_gives(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from minimind.cli import main
 from minimind.config import FLAGS
 from minimind.errors import UsageError
 from minimind.flags import build_parser, parse_flags, run_of
@@ -15,6 +16,26 @@ SEED_LINE = (
 
 def parse(line: str):
     return parse_flags(line.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["export", "--checkpoint", "", "--format", "llama", "--out", "o"], "--checkpoint"),
+        (["export", "--checkpoint", "c", "--format", "llama", "--out", ""], "--out"),
+        (["import", "--from", "llama", "", "--out", "o"], "FILE|DIR"),
+        (["import", "--from", "llama", "m", "--out", "o", "--tokenizer", ""], "--tokenizer"),
+        (["generate", "--model", "m", "--tokenizer", "", "--prompt", "a"], "--tokenizer"),
+        (["generate", "--model", "m", "--prompts", "p", "--out", ""], "--out"),
+        (["prepare", "t.jsonl", "--out", "", "--force"], "--out"),
+        (["tokenizer", "train", "t.jsonl", "--out", "", "--force"], "--out"),
+    ],
+)
+def test_an_empty_place_is_not_the_current_directory(words, flag, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert f"argument {flag}: is empty, as of a variable" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_seed_documents_line_means_what_it_says():

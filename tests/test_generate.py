@@ -106,6 +106,15 @@ def test_draws_have_the_probabilities_that_the_flags_ask_for():
         assert shares(temperature=tiny) == [1, 0, 0, 0]
 
 
+def test_a_draw_of_just_0_takes_no_token_that_was_ruled_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(1))
+    how = Sampling(temperature=1.0, top_p=1.0, top_k=1)
+    choose = chooser(how, [0], [how.random_of(1)])
+    assert (
+        int(choose(torch.zeros(1, 1, dtype=torch.long), torch.tensor([[0.0, 0, 5]])).argmax()) == 2
+    )
+
+
 def test_padding_is_no_text_that_could_be_repeated():
     ids = torch.tensor([[3, 3, 1], [2, 0, 1]])
     how = replace(GREEDY, repetition_penalty=2.0)

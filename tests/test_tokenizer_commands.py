@@ -311,3 +311,10 @@ def test_help_needs_neither_torch_nor_a_tokenizer_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_inspect_takes_documents_as_long_as_its_tokenizer_does(trained, text, monkeypatch, capsys):
+    monkeypatch.setattr(Tokenizer, "longest_at_once", 40)
+    assert tokenizer("inspect", trained, "--data_path", text) == 3
+    assert "max_document_bytes = 40;" in capsys.readouterr().err
+    assert tokenizer("inspect", trained, "--data_path", text, "--max_document_bytes", "1MiB") == 0

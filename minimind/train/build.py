@@ -109,20 +109,25 @@ def with_decided(
 
 def plan(run: RunConfig, prepared: Prepared, world_size: int) -> tuple[Order, Schedule]:
     """Which rows each step reads and how many steps there are; a DataError for too little text."""
+    n_rows = prepared.train.rows(run.max_seq_len + 1)
+    require_rows_of_each(run, prepared)
+    rows_per_step = require_a_step(run, world_size, len(prepared.train), n_rows)
+    order = Order(n_rows, rows_per_step, run.seed, mixture=mixture_of(run, prepared))
+    return order, plan_schedule(run, order.steps_per_epoch)
+
+
+def require_a_step(run: RunConfig, world_size: int, tokens: int, n_rows: int) -> int:
+    """The rows of one step; a DataError where there are fewer."""
     micro_batch = run.micro_batch_rows(world_size)
     rows_per_step = micro_batch * run.accumulation_steps * world_size
-    row_tokens = run.max_seq_len + 1
-    n_rows = prepared.train.rows(row_tokens)
-    require_rows_of_each(run, prepared)
     if n_rows < rows_per_step:
         raise DataError(
-            f"{' '.join(run.data_path)}: {len(prepared.train):,} training tokens make {n_rows} rows"
-            f" of {row_tokens}, fewer than the {rows_per_step} of one step"
+            f"{' '.join(run.data_path)}: {tokens:,} training tokens make {n_rows} rows"
+            f" of {run.max_seq_len + 1}, fewer than the {rows_per_step} of one step"
             f" ({micro_batch} x {run.accumulation_steps} x {world_size} processes); add text, or"
             " lower --batch_size, --accumulation_steps or --max_seq_len"
         )
-    order = Order(n_rows, rows_per_step, run.seed, mixture=mixture_of(run, prepared))
-    return order, plan_schedule(run, order.steps_per_epoch)
+    return rows_per_step
 
 
 def require_rows_of_each(run: RunConfig, prepared: Prepared) -> None:

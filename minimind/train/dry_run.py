@@ -12,7 +12,7 @@ from minimind.data.manifest import is_whole, read_manifest
 from minimind.data.units import Options
 from minimind.errors import DataError
 from minimind.plan import plan_text
-from minimind.train.build import prepared_folder, with_decided, with_tokenizer
+from minimind.train.build import prepared_folder, require_a_step, with_decided, with_tokenizer
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.setup import Setup, flags_table, resolved_table
 
@@ -28,6 +28,9 @@ def dry_run_text(setup: Setup, resolved: Resolved) -> str:
         _require_usable(folder, manifest, run.tokenizer)
         run = _with_manifest(run, folder, manifest)
         tables.append(_data_table(folder, manifest, run.max_seq_len + 1))
+        tokens = manifest["splits"]["train"]["tokens"]
+        rows = tokens // (run.max_seq_len + 1)  # of several sources perhaps a few fewer
+        require_a_step(resolved.run, setup.launch.world_size, tokens, rows)
     tables.insert(0, f"flags:\n{flags_table(run)}")
     if resolved.config:
         tables.append(resolved_table(resolved))

@@ -69,6 +69,11 @@ def test_a_folder_that_cannot_be_used_is_refused(folder: Path, case: str):
         told(folder)
 
 
+def test_a_folder_of_fewer_rows_than_a_step_is_refused_as_at_the_start(folder: Path):
+    with pytest.raises(DataError, match=r"training tokens make 0 rows of 100001, fewer than"):
+        told(folder, "--max_seq_len", "100000")
+
+
 def test_a_folder_beside_other_text_is_refused(folder: Path, tmp_path: Path):
     with pytest.raises(UsageError, match="must be given alone"):
         told(folder, str(tmp_path / "t.jsonl"))
