@@ -1,6 +1,7 @@
 """What our loop costs over the engine beneath it, and what the profiling hooks cost.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.overhead TEXT.jsonl [--model tiny] [--pairs 100]
+    OMP_NUM_THREADS=1 python -m benchmarks.overhead TEXT.jsonl [--pairs 100]
+        [--model tiny|least|PRESET]
         [--deepspeed_config configs/ds_config.json] [--out FILE.json]
 
 One process, one run. Where the loop asks for its rows, a bare step is taken on the same engine with
@@ -29,6 +30,9 @@ from minimind.train.identity import source_commit, versions
 from minimind.train.stepping import Engine
 
 WARM = 10  # steps
+# A step of some milliseconds, which hides nothing: `--model least`.
+LEAST = {"dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32}
+LEAST |= {"vocab_size": 1024, "batch_size": 2}
 
 
 class NoClock:
@@ -120,7 +124,7 @@ def run(race: Race, given: argparse.Namespace, folder: Path) -> None:
     train: Any = training
     try:
         train(
-            model=given.model,
+            **(LEAST if given.model == "least" else {"model": given.model}),
             data_path=[str(given.text)],
             out_dir=str(folder / "out"),
             cache_dir=str(folder / "cache"),
@@ -162,6 +166,9 @@ def main() -> None:
         "loop_with_hooks_ms": statistics.median(pair["loop"] for pair in with_hooks) * 1e3,
         "loop_over_engine_ms": statistics.median(p["loop"] - p["bare"] for p in without) * 1e3,
         "hooks_share": statistics.median(hooks),
+        "hooks_ms": statistics.median(
+            (one["loop"] - two["loop"]) * 1e3 for one, two in zip(with_hooks, without, strict=True)
+        ),
     }
     print(json.dumps(found, indent=1))
     told = {

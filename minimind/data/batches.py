@@ -13,11 +13,13 @@ from minimind.data.order import Order
 from minimind.data.shards import TokenShards
 
 ROWS_AT_ONCE = 1024  # whose places in the order are computed together, as many steps as they are
+# Steps of fewer tokens are read several together: handing over to a thread costs more than they do.
+TOKENS_AT_ONCE = 2**15
 
 
 @dataclass(frozen=True)
-class Step:
-    """The rows of a step on their device, and when they have arrived there (None: they have)."""
+class Block:
+    """The rows of some steps on their device, and when they have arrived (None: they have)."""
 
     rows: torch.Tensor
     arrived: torch.cuda.Event | None
@@ -27,8 +29,9 @@ class Batches:
     """One rank's micro-batches, by step.
 
     While a step is trained on, the next one is read and, to a GPU, sent: on a stream of its own,
-    from pinned memory. Each of `workers` threads reads one step ahead; without any, none is. That
-    is all the state there is, and it is never saved: asking for any other step only costs one wait.
+    from pinned memory; small ones by the block. Each of `workers` threads reads one block ahead;
+    without any, a step is read when it is asked for. That is all the state there is, and it is
+    never saved: asking for any other step only costs one wait.
     """
 
     def __init__(
@@ -56,8 +59,11 @@ class Batches:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ahead = workers
+        self._share = order.rows_per_step // world_size
+        small = TOKENS_AT_ONCE // (self._share * row_tokens)
+        self._steps_at_once = max(1, small) if workers else 1
         self._reader = ThreadPoolExecutor(max(1, workers), thread_name_prefix="read-ahead")
-        self._pending: dict[int, Future[Step]] = {}
+        self._pending: dict[int, Future[Block]] = {}  # by number of the block
         self._places = threading.Lock()
         self._known = range(0)  # the steps whose row indices are in _indices
         self._indices = np.empty((0, 0), dtype=np.int64)
@@ -72,19 +78,27 @@ class Batches:
 
         What the current stream is then given to do waits for rows that are still under way.
         """
-        future = self._pending.pop(step, None) or self._reader.submit(self._read, step)
-        wanted = range(step + 1, step + 1 + self._ahead)
-        for other in self._pending.keys() - set(wanted):
-            self._pending.pop(other).cancel()
-        found = future.result()
-        for later in wanted:
-            if later not in self._pending:
-                self._pending[later] = self._reader.submit(self._read, later)
+        number, at = divmod(step, self._steps_at_once)
+        found = self._block(number) if self._ahead else self._read(number)
         if found.arrived is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(found.arrived)
             found.rows.record_stream(stream)  # or its memory would be reused while it is read
-        return list(found.rows.split(self._micro_batch_rows))
+        rows = found.rows[at * self._share : (at + 1) * self._share]
+        return list(rows.split(self._micro_batch_rows))
+
+    def _block(self, number: int) -> Block:
+        """A block that was read ahead, or is read now; those behind it are begun."""
+        wanted = range(number, number + 1 + self._ahead)
+        for other in self._pending.keys() - set(wanted):
+            self._pending.pop(other).cancel()
+        if number not in self._pending:
+            self._pending[number] = self._reader.submit(self._read, number)
+        found = self._pending[number].result()
+        for later in wanted[1:]:
+            if later not in self._pending:
+                self._pending[later] = self._reader.submit(self._read, later)
+        return found
 
     def require_unchanged(self) -> None:
         """Nothing, or a DataError when a token file was changed since it was opened."""
@@ -94,24 +108,26 @@ class Batches:
         """End the background thread."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, step: int) -> Step:
-        rows = torch.from_numpy(self._shards.read_rows(self._rows_for(step), self._row_tokens))
+    def _read(self, number: int) -> Block:
+        first = number * self._steps_at_once
+        steps = range(first, first + self._steps_at_once)
+        places = np.concatenate([self._rows_for(step) for step in steps])
+        rows = torch.from_numpy(self._shards.read_rows(places, self._row_tokens))
         if self._stream is None:
-            return Step(rows, None)
+            return Block(rows, None)
         with torch.cuda.stream(self._stream):
             sent = rows.pin_memory().to(self._device, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record(self._stream)
-            return Step(sent, arrived)
+            return Block(sent, arrived)
 
     def _rows_for(self, step: int) -> np.ndarray:
         """This rank's row indices, computed for many steps when one is asked for."""
         with self._places:
             if step not in self._known:
-                share = self.order.rows_per_step // self._world_size
-                self._known = range(step, step + max(1, ROWS_AT_ONCE // share))
+                self._known = range(step, step + max(1, ROWS_AT_ONCE // self._share))
                 indices = self.order.rows_for(step, self._rank, self._world_size, len(self._known))
-                self._indices = indices.reshape(len(self._known), share)
+                self._indices = indices.reshape(len(self._known), self._share)
             return self._indices[step - self._known.start]
 
 

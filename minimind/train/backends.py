@@ -99,7 +99,8 @@ class PlainBackend:
 
     def begin(self, lr: float) -> float:
         """Set the learning rate of the coming update, and return it."""
-        self.forward.train()
+        if not self.module.training:  # after a validation: it goes through all modules
+            self.forward.train()
         for group in self.torch_optimizer.param_groups:
             group["lr"] = lr
         return lr

@@ -52,7 +52,8 @@ class DeepSpeedBackend:
 
         A scheduler block in the file keeps its own: DeepSpeed advances it after every update.
         """
-        self.engine.train()
+        if not self.module.training:  # after a validation: it goes through all modules
+            self.engine.train()
         if self.engine.lr_scheduler is None:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr

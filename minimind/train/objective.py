@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class Objective:
     tokens: torch.Tensor
     routing: Routing | None  # None for a dense model, and outside training
 
-    @property
+    @cached_property
     def mean(self) -> torch.Tensor:
         """Cross-entropy in nats per token: what is reported."""
         return self.loss_sum / self.tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import reduce
 from typing import Any
 
 import torch
@@ -45,8 +46,11 @@ class Engine(Ranks):
 
     def seed(self, step: int) -> None:
         """Reseed torch for one step, so that no random state needs to be in a checkpoint."""
-        mixed = (self.resolved.run.seed * 1_000_003 + step) * 4_099 + self.rank
-        torch.manual_seed(mixed % 2**63)
+        mixed = ((self.resolved.run.seed * 1_000_003 + step) * 4_099 + self.rank) % 2**63
+        # Not torch.manual_seed, which takes most of a millisecond to seed devices of other kinds.
+        torch.default_generator.manual_seed(mixed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(mixed)
 
     def step(
         self, micro_batches: Sequence[torch.Tensor], lr: float, clock: PhaseClock
@@ -59,9 +63,7 @@ class Engine(Ranks):
         """
         backend = self.backend
         used, skipped_before = backend.begin(lr), backend.skipped_steps
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        tokens = torch.zeros((), dtype=torch.int64, device=self.device)
-        norm, losses, routings = None, [], []
+        norm, losses, routings, sums, counts = None, [], [], [], []
         with lost_peers():
             for number, rows in enumerate(micro_batches, 1):
                 is_last = number == len(micro_batches)
@@ -76,11 +78,19 @@ class Engine(Ranks):
                 clock.mark("optimizer")
                 losses.append(goal.mean.detach())
                 routings.append(goal.routing)
-                loss_sum += goal.loss_sum.detach()
-                tokens += goal.tokens
+                sums.append(goal.loss_sum.detach().double())
+                counts.append(goal.tokens)
         skipped = backend.skipped_steps
-        counts = (used, skipped, skipped > skipped_before)
-        return StepResult(loss_sum, tokens, norm, *counts, tuple(losses), mean_routing(routings))
+        return StepResult(
+            _total(sums),
+            _total(counts),
+            norm,
+            used,
+            skipped,
+            skipped > skipped_before,
+            tuple(losses),
+            mean_routing(routings),
+        )
 
     @torch.no_grad()
     def loss_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,3 +99,8 @@ class Engine(Ranks):
         with lost_peers(), uncompiled():  # a graph for few rows, whose shapes vary, would not pay
             goal = objective_of(self.backend.forward, rows.to(self.device), self.summed_by)
         return goal.loss_sum, goal.tokens
+
+
+def _total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their sum, left on the device."""
+    return reduce(torch.add, parts)

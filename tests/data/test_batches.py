@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from minimind.data.batches import Batches, held_out_rows
+from minimind.data.batches import TOKENS_AT_ONCE, Batches, held_out_rows
 from minimind.data.order import Order
 from minimind.data.shards import TokenShards
 from tests.data.made import write
@@ -25,9 +25,9 @@ def shards(tmp_path):
 def batches(shards):
     made = []
 
-    def make(micro_batch_rows, rank=0, world_size=1, reader=shards):
+    def make(micro_batch_rows, rank=0, world_size=1, reader=shards, workers=1):
         order = Order(shards.rows(ROW), 8, seed=1)
-        made.append(Batches(reader, order, ROW, micro_batch_rows, rank, world_size, CPU))
+        made.append(Batches(reader, order, ROW, micro_batch_rows, rank, world_size, CPU, workers))
         return made[-1]
 
     yield make
@@ -78,9 +78,20 @@ def test_a_failed_read_surfaces_where_its_step_is_asked_for(shards, batches):
 
     seen = []
     reader = batches(2, reader=Failing())
-    reader.at(0)
+    together = TOKENS_AT_ONCE // (8 * ROW)
+    for step in range(together):
+        reader.at(step)
     with pytest.raises(OSError, match="disk gone"):
-        reader.at(1)
+        reader.at(together)
+
+
+def test_steps_read_together_or_alone_and_in_any_order_are_the_same(batches):
+    ahead, alone = batches(2), batches(2, workers=0)
+    together = TOKENS_AT_ONCE // (8 * ROW)
+    assert together > 1
+    for step in (0, 1, together - 1, together, 3 * together + 1, 2, 5 * together, 0):
+        for one, other in zip(ahead.at(step), alone.at(step), strict=True):
+            assert torch.equal(one, other)
 
 
 def test_a_step_that_is_no_whole_number_of_micro_batches_is_refused(batches):
