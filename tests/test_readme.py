@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from benchmarks.table import written
 from minimind.config import FLAGS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,3 +80,9 @@ def test_the_chinese_one_has_all_that_this_one_has():
     assert re.findall(r"\d+", told) == re.findall(
         r"\d+", chinese.split("退出码说明")[1].split("错误只有一行")[0]
     )
+
+
+def test_the_table_of_speeds_is_that_of_the_newest_results():
+    for name in ("README.md", "README_zh.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert written(text) == text

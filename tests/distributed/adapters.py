@@ -69,6 +69,8 @@ CASES = {
     "1, bf16, CPUAdam": Case(1, BF16, edits=CPU_ADAM),
     "2, fp32, CPUAdam": Case(2, FP32, edits=CPU_ADAM),
     "2, fp32, recomputing": Case(2, FP32, model=Recomputing),
+    "2, bf16, one graph": Case(2, BF16, flags="--compile on"),
+    "ddp, bf16, one graph": Case(None, BF16, flags="--compile on"),
     "3, fp32": Case(3, FP32),
     "3, fp32, recomputing": Case(3, FP32, model=Recomputing),
     "3, bf16": Case(3, BF16),
@@ -78,7 +80,7 @@ CASES = {
     "3, bf16, FusedAdam": Case(3, BF16, edits=FUSED),
     "3, bf16, CPUAdam": Case(3, BF16, edits=CPU_ADAM),
 }
-COMPILED = [name for name in CASES if name.endswith(("FusedAdam", "CPUAdam"))]
+COMPILED = [name for name in CASES if name.endswith(("FusedAdam", "CPUAdam", "one graph"))]
 
 
 def study(name: str, root: Path) -> dict[str, Any]:
@@ -111,7 +113,7 @@ def study(name: str, root: Path) -> dict[str, Any]:
 def _with_everything(name: str) -> Case:
     case, flags = CASES[name], "" if name.endswith("SGD") else BETAS
     model = case.model if issubclass(case.model, WithFrozenParts) else WithFrozenParts
-    return replace(case, model=model, flags=flags)
+    return replace(case, model=model, flags=f"{flags} {case.flags}")
 
 
 def _differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
