@@ -31,8 +31,8 @@ def table() -> str:
     lines.append(
         f"{told['date']}, {told['machine']['cpus']} CPU cores, {told['threads']} threads, load"
         f" {told['load']['before'][0]:.1f} before; torch {versions['torch']}, transformers"
-        f" {versions['transformers']}, DeepSpeed {versions['deepspeed']}; medians of {rounds} rounds,"
-        f" `{told['command']}` (`benchmarks/results/{newest.name}`)."
+        f" {versions['transformers']}, DeepSpeed {versions['deepspeed']}; medians of {rounds}"
+        f" rounds, `python -m benchmarks.throughput` (`benchmarks/results/{newest.name}`)."
     )
     return "\n".join(lines)
 

@@ -78,7 +78,7 @@ class Batches:
 
         What the current stream is then given to do waits for rows that are still under way.
         """
-        number, at = divmod(step, self._steps_at_once)
+        number, at = divmod(step - self.order.origin.step, self._steps_at_once)
         found = self._block(number) if self._ahead else self._read(number)
         if found.arrived is not None:
             stream = torch.cuda.current_stream(self._device)
@@ -109,7 +109,7 @@ class Batches:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, number: int) -> Block:
-        first = number * self._steps_at_once
+        first = self.order.origin.step + number * self._steps_at_once  # none before it is known
         steps = range(first, first + self._steps_at_once)
         places = np.concatenate([self._rows_for(step) for step in steps])
         rows = torch.from_numpy(self._shards.read_rows(places, self._row_tokens))

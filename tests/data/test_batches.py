@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minimind.data.batches import TOKENS_AT_ONCE, Batches, held_out_rows
-from minimind.data.order import Order
+from minimind.data.order import Order, Origin
 from minimind.data.shards import TokenShards
 from tests.data.made import write
 
@@ -92,6 +92,14 @@ def test_steps_read_together_or_alone_and_in_any_order_are_the_same(batches):
     for step in (0, 1, together - 1, together, 3 * together + 1, 2, 5 * together, 0):
         for one, other in zip(ahead.at(step), alone.at(step), strict=True):
             assert torch.equal(one, other)
+
+
+def test_an_order_that_took_over_is_read_from_there_on(shards):
+    order = Order(shards.rows(ROW), 8, seed=1, origin=Origin(step=7, rows=56, epoch=0, offset=56))
+    reader = Batches(shards, order, ROW, 2, 0, 1, CPU)
+    direct = shards.read_rows(order.rows_for(7, 0, 1), ROW)
+    np.testing.assert_array_equal(torch.cat(reader.at(7)).numpy(), direct)
+    reader.close()
 
 
 def test_a_step_that_is_no_whole_number_of_micro_batches_is_refused(batches):
