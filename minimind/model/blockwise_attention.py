@@ -3,10 +3,13 @@
 Torch's fused attention for CPUs multiplies bf16 at a fraction of the rate that its matrix products
 do where there is no AMX. Here scores are such products, and what is between them is fused by the
 compiler. A block of queries meets the keys up to its own end, so that most of what is masked is
-never computed; of its probabilities none is kept for the backward pass. Shape letters: B rows,
-T positions, H query heads, K key/value heads, G = H / K, D channels per head, N queries of a block,
-S the keys up to its end.
+never computed; of its probabilities none is kept for the backward pass. In bf16 scores are rounded
+before the softmax, as where attention is written out. Shape letters: B rows, T positions, H query
+heads, K key/value heads, G = H / K, D channels per head, N queries of a block, S the keys up to its
+end.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +27,7 @@ def blockwise_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tenso
         end = start + q_BKGND.shape[3]
         seen = k_BKTD[:, :, :end], v_BKTD[:, :, :end]
         # Nothing is drawn, so that no random state needs to be kept.
-        again = {"use_reentrant": False, "preserve_rng_state": False}
+        again: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         blocks.append(checkpoint(_block, q_BKGND, *seen, **again))
     return torch.cat(blocks, dim=3).flatten(1, 2)
 

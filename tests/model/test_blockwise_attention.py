@@ -43,7 +43,11 @@ def test_blocks_give_what_float64_gives_with_gradients(length: int):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # its softmax is fp32
 
 
-def test_bf16_is_as_near_to_float64_as_torchs_own():
+def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return layers.reference_attention(q, k, v, None)
+
+
+def test_bf16_is_as_near_to_float64_as_attention_written_out():
     low = drawn(2 * BLOCK + 3, torch.bfloat16)
     exact = with_gradients(fused, [x.detach().double().requires_grad_() for x in low])
 
@@ -51,8 +55,8 @@ def test_bf16_is_as_near_to_float64_as_torchs_own():
         found = zip(with_gradients(attend, low), exact, strict=True)
         return [(one.double() - other).norm().item() / other.norm().item() for one, other in found]
 
-    for ours, theirs in zip(errors(blockwise_attention), errors(fused), strict=True):
-        assert ours < 1.5 * theirs < 0.02
+    for ours, theirs in zip(errors(blockwise_attention), errors(written_out), strict=True):
+        assert ours < 1.2 * theirs < 0.02
 
 
 def test_no_probability_is_kept_for_the_backward_pass():
