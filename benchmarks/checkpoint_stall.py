@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.record import preset
 from minimind.flags import parse_flags
 from minimind.launch import read_launch
-from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
 from minimind.train.engine import Engine, build_engine, leave
 from minimind.train.identity import versions
 from minimind.train.profile import PhaseClock
@@ -47,16 +46,8 @@ def build(model: str) -> Engine:
     """A single-process engine of the preset's shape, on the CPU."""
     run = parse_flags(["--model", model, "--device", "cpu", "--deepspeed_config", "none"])
     torch.manual_seed(0)
-    shape = MiniMindConfig(
-        vocab_size=run.vocab_size,
-        hidden_size=run.dim,
-        num_hidden_layers=run.n_layers,
-        num_attention_heads=run.n_heads,
-        num_key_value_heads=run.n_kv_heads,
-        max_position_embeddings=run.max_seq_len,
-    )
     resolved = read_setup(run, read_launch(os.environ)).resolve()
-    return build_engine(resolved, MiniMindForCausalLM(shape), "cpu")
+    return build_engine(resolved, preset(model), "cpu")
 
 
 def measure(engine: Engine, folder: Path, rounds: int) -> dict[str, list[float]]:

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.record import preset
 from minimind.flags import parse_flags
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
 
 LEARNING_RATE, BETAS, DECAY, CLIP = 5e-4, (0.9, 0.95), 0.1, 1.0
 
@@ -98,18 +98,8 @@ def by_hand(gate: Gate, model: torch.nn.Module, loss_of: Any, batches: Iterator[
 
 def bare(gate: Gate, shape: str, rows: int, folder: Path) -> None:
     """The same model in a compiled loop of a few lines, without anything around it."""
-    run, batches = random_rows(shape, rows)
-    model = MiniMindForCausalLM(
-        MiniMindConfig(
-            vocab_size=run.vocab_size,
-            hidden_size=run.dim,
-            num_hidden_layers=run.n_layers,
-            num_attention_heads=run.n_heads,
-            num_key_value_heads=run.n_kv_heads,
-            max_position_embeddings=run.max_seq_len,
-            rope_theta=run.rope_theta,
-        )
-    )
+    _, batches = random_rows(shape, rows)
+    model = preset(shape)
 
     @torch.compile(dynamic=False)
     def loss_of(text: torch.Tensor) -> Any:

@@ -16,17 +16,14 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks.record import arguments, record
 from minimind.data.batches import Batches
 from minimind.train.communication import COLLECTIVES
-from minimind.train.identity import source_commit, versions
 from minimind.train.stepping import Engine
 
 WARM = 10  # steps
@@ -145,14 +142,11 @@ def run(race: Race, given: argparse.Namespace, folder: Path) -> None:
 
 def main() -> None:
     """Run it, print the figures, write the JSON."""
-    asked = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    asked = arguments(__doc__)
     asked.add_argument("text", type=Path)
     asked.add_argument("--model", default="tiny")
     asked.add_argument("--pairs", type=int, default=100)
     asked.add_argument("--deepspeed_config", default="configs/ds_config.json")
-    asked.add_argument("--out", type=Path)
     given = asked.parse_args()
     race, before = Race(given.pairs), os.getloadavg()
     with tempfile.TemporaryDirectory() as kept:
@@ -171,19 +165,7 @@ def main() -> None:
         ),
     }
     print(json.dumps(found, indent=1))
-    told = {
-        "command": " ".join(["python -m benchmarks.overhead", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load": {"before": before, "after": os.getloadavg()},
-        "commit": source_commit(),
-        "versions": versions(),
-        "found": found,
-        "pairs": race.found,
-    }
-    if given.out:
-        given.out.write_text(json.dumps(told, indent=1) + "\n")
+    record(given.out, "overhead", before, found=found, pairs=race.found)
 
 
 if __name__ == "__main__":

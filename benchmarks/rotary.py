@@ -9,21 +9,17 @@ the projections' rows in that order costs, once a layer and micro-batch, stands 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.record import arguments, record
 from minimind.model.rotary import build_pos_cis, cos_sin, in_halves, rotate, rotate_halves
-from minimind.train.identity import source_commit, versions
 
 ROWS, POSITIONS, HEADS, CHANNELS, WIDTH = 8, 512, (8, 2), 64, 512
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -65,11 +61,8 @@ def reordering(dtype: torch.dtype) -> object:
 
 def main() -> None:
     """Run it, print the table, write the JSON."""
-    asked = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    asked = arguments(__doc__)
     asked.add_argument("--rounds", type=int, default=40)
-    asked.add_argument("--out", type=Path)
     given = asked.parse_args()
     warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex")
     pos_cis, before = build_pos_cis(CHANNELS, POSITIONS, 1e6), os.getloadavg()
@@ -103,18 +96,7 @@ def main() -> None:
                 "speed_against_complex_compiled": speed,
             }
             print(f"{one:24}{statistics.median(times):8.2f}{min(times):8.2f}{speed:8.2f}")
-    told = {
-        "command": " ".join(["python -m benchmarks.rotary", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load": {"before": before, "after": os.getloadavg()},
-        "commit": source_commit(),
-        "versions": versions(),
-        "found": found,
-    }
-    if given.out:
-        given.out.write_text(json.dumps(told, indent=1) + "\n")
+    record(given.out, "rotary", before, found=found)
 
 
 if __name__ == "__main__":

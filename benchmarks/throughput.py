@@ -12,10 +12,8 @@ Memory is the peak of resident memory, the imports included. The model runs in b
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -27,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import CONTENDERS
+from benchmarks.record import arguments, record
 from minimind.flags import parse_flags
-from minimind.train.identity import source_commit, versions
 
 WARM = 4  # steps before the first round: compiling, the first touch of memory
 BASE = "Llama, eager loop"
@@ -131,15 +129,12 @@ def shown(table: Mapping[str, Mapping[str, float]], base: str) -> str:
 
 def main() -> None:
     """Run it, print the table, write the JSON."""
-    asked = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    asked = arguments(__doc__)
     asked.add_argument("text", type=Path)
     asked.add_argument("--model", default="26m")
     asked.add_argument("--rows", type=int, default=8)
     asked.add_argument("--rounds", type=int, default=20)
     asked.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    asked.add_argument("--out", type=Path)
     given = asked.parse_args()
     before = os.getloadavg()
     with tempfile.TemporaryDirectory() as kept:
@@ -150,22 +145,7 @@ def main() -> None:
     tokens = given.rows * parse_flags(["--model", given.model]).max_seq_len
     table = summary(found, tokens, base)
     print(shown(table, base))
-    told = {
-        "command": " ".join(["python -m benchmarks.throughput", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": {
-            "cpus": os.cpu_count(),
-            "processor": platform.processor() or platform.machine(),
-        },
-        "threads": os.environ.get("OMP_NUM_THREADS"),
-        "load": {"before": before, "after": os.getloadavg()},
-        "commit": source_commit(),
-        "versions": versions(),
-        "table": table,
-        "steps": found,
-    }
-    if given.out:
-        given.out.write_text(json.dumps(told, indent=1) + "\n")
+    record(given.out, "throughput", before, table=table, steps=found)
 
 
 if __name__ == "__main__":

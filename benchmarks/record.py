@@ -1,0 +1,64 @@
+"""What every results file says beside its figures: the command, the machine, the versions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minimind.flags import parse_flags
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.decoder import MiniMindForCausalLM
+from minimind.train.identity import source_commit, versions
+
+
+def arguments(text: str | None) -> argparse.ArgumentParser:
+    """A parser that shows the module's docstring as it stands, and knows --out FILE.json."""
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path)
+    return parser
+
+
+def record(out: Path | None, name: str, load_before: Any, **found: Any) -> None:
+    """Write what `benchmarks.name` found to `out`, if that was asked for."""
+    if out is None:
+        return
+    told = {
+        "command": " ".join([f"python -m benchmarks.{name}", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {
+            "cpus": os.cpu_count(),
+            "processor": platform.processor() or platform.machine(),
+        },
+        "threads": torch.get_num_threads(),
+        "load": {"before": load_before, "after": os.getloadavg()},
+        "commit": source_commit(),
+        "versions": versions(),
+        **found,
+    }
+    out.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def preset(name: str) -> MiniMindForCausalLM:
+    """A fresh model of a preset's shape."""
+    run = parse_flags(["--model", name])
+    return MiniMindForCausalLM(
+        MiniMindConfig(
+            vocab_size=run.vocab_size,
+            hidden_size=run.dim,
+            num_hidden_layers=run.n_layers,
+            num_attention_heads=run.n_heads,
+            num_key_value_heads=run.n_kv_heads,
+            max_position_embeddings=run.max_seq_len,
+            rope_theta=run.rope_theta,
+        )
+    )
