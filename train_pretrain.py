@@ -16,9 +16,8 @@ from minimind.process import Progress, take_back_stderr
 def main(argv: list[str]) -> int:
     """The exit status of the run that `argv` asks for."""
     take_back_stderr()
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "99"
-    )  # --trace_steps is told of by us; read at import
+    # Read when torch is imported; of --trace_steps we tell ourselves.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     progress = Progress(rank=int(os.environ.get("RANK", "0")))
     ending = Ending(progress, debug="--debug" in argv)
     ending.watch()

@@ -6,8 +6,9 @@
 
 One process, one run. Where the loop asks for its rows, a bare step is taken on the same engine with
 the same rows: forward, backward and step as its library documents them, and nothing else. A pair is
-a step of the loop and the bare one before it. Hooks are those of --profile: every other pair's loop
-step has them, the clock of phases and the timed collectives; the others have neither.
+a step of the loop and the bare one before it. The loop's steps are of three kinds in turn: as
+without --profile (the clock of phases, of which step lines are made); with the hooks of --profile
+(the timed collectives too); and with neither. The bare step never has any.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from minimind.train.communication import COLLECTIVES
 from minimind.train.stepping import Engine
 
 WARM = 10  # steps
+KINDS = ("as ever", "hooks", "neither")
 # A step of some milliseconds, which hides nothing: `--model least`.
 LEAST = {"dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32}
 LEAST |= {"vocab_size": 1024, "batch_size": 2}
@@ -47,28 +49,30 @@ class Race:
 
     def __init__(self, pairs: int) -> None:
         self.pairs, self.taken = pairs, 0
-        self.began = 0.0
+        self.began = self.reading = 0.0
         self.engine: Any = None
         self.bare = 0.0
         self.found: list[dict[str, Any]] = []  # seconds of each pair, and whether it had hooks
-        self.has_hooks = True
+        self.kind = KINDS[0]
         self.timed: dict[str, Any] = {}
 
     def at(self, read: Any, batches: Batches, step: int) -> Any:
-        """The rows of a step: the loop's last step ends here, and its next one begins."""
+        """The rows of a step; the loop's last step ends here, and its next one begins."""
         now = time.perf_counter()
         if self.taken > WARM:
-            spent = {"bare": self.bare, "loop": now - self.began, "hooks": self.has_hooks}
+            spent = {"bare": self.bare, "loop": now - self.began + self.reading, "kind": self.kind}
             self.found.append(spent)
-        if len(self.found) == 2 * self.pairs:
+        if len(self.found) == len(KINDS) * self.pairs:
             raise KeyboardInterrupt
         rows = read(batches, step)
+        self.reading = time.perf_counter() - now
         if self.engine is not None:
+            self.switch_hooks(False)
             started = time.perf_counter()
             self.bare_step(rows)
             self.bare = time.perf_counter() - started
-            self.has_hooks = not self.has_hooks
-            self.switch_hooks()
+            self.kind = KINDS[self.taken % len(KINDS)]
+            self.switch_hooks(self.kind == "hooks")
         self.taken += 1
         self.began = time.perf_counter()
         return read(batches, step)
@@ -90,7 +94,7 @@ class Race:
                 backend.backward(out.loss_sum / out.targets)
                 backend.update(True)
 
-    def switch_hooks(self) -> None:
+    def switch_hooks(self, on: bool) -> None:
         """Take the timed collectives away, or put them back."""
         collectives = getattr(self.engine.backend, "collectives", None)
         if collectives is None:
@@ -98,7 +102,7 @@ class Race:
         if not self.timed:
             self.timed = {n: vars(collectives)[n] for n in COLLECTIVES if n in vars(collectives)}
         for name, timed in self.timed.items():
-            if self.has_hooks:
+            if on:
                 setattr(collectives, name, timed)
             else:
                 vars(collectives).pop(name, None)  # the class's own is under it
@@ -115,7 +119,7 @@ def run(race: Race, given: argparse.Namespace, folder: Path) -> None:
 
     def with_or_without(self: Engine, rows: Any, lr: float, clock: Any) -> Any:
         race.engine = self
-        return step(self, rows, lr, clock if race.has_hooks else NoClock(clock))
+        return step(self, rows, lr, NoClock(clock) if race.kind == "neither" else clock)
 
     Batches.at, Engine.step = gated, with_or_without
     train: Any = training
@@ -151,18 +155,19 @@ def main() -> None:
     race, before = Race(given.pairs), os.getloadavg()
     with tempfile.TemporaryDirectory() as kept:
         run(race, given, Path(kept))
-    with_hooks = [pair for pair in race.found if pair["hooks"]]
-    without = [pair for pair in race.found if not pair["hooks"]]
-    hooks = [one["loop"] / two["loop"] - 1 for one, two in zip(with_hooks, without, strict=True)]
+    by_kind = {kind: [pair for pair in race.found if pair["kind"] == kind] for kind in KINDS}
+    both = list(zip(by_kind["hooks"], by_kind["neither"], strict=True))
     found = {
         "bare_ms": statistics.median(pair["bare"] for pair in race.found) * 1e3,
-        "loop_ms": statistics.median(pair["loop"] for pair in without) * 1e3,
-        "loop_with_hooks_ms": statistics.median(pair["loop"] for pair in with_hooks) * 1e3,
-        "loop_over_engine_ms": statistics.median(p["loop"] - p["bare"] for p in without) * 1e3,
-        "hooks_share": statistics.median(hooks),
-        "hooks_ms": statistics.median(
-            (one["loop"] - two["loop"]) * 1e3 for one, two in zip(with_hooks, without, strict=True)
+        **{
+            f"loop_ms, {kind}": statistics.median(pair["loop"] for pair in pairs) * 1e3
+            for kind, pairs in by_kind.items()
+        },
+        "loop_over_engine_ms": statistics.median(
+            (pair["loop"] - pair["bare"]) * 1e3 for pair in by_kind["as ever"]
         ),
+        "hooks_ms": statistics.median((one["loop"] - two["loop"]) * 1e3 for one, two in both),
+        "hooks_share": statistics.median(one["loop"] / two["loop"] - 1 for one, two in both),
     }
     print(json.dumps(found, indent=1))
     record(given.out, "overhead", before, found=found, pairs=race.found)

@@ -31,7 +31,9 @@ def in_complex(x: Tensor, pos_cis: Tensor) -> Tensor:
     return torch.view_as_real(pairs * pos_cis.unsqueeze(-2)).flatten(-2).type_as(x)
 
 
-def forward_and_backward(turn: Callable[..., Tensor], table: Tensor, dtype: torch.dtype) -> object:
+def forward_and_backward(
+    turn: Callable[..., Tensor], table: Tensor, dtype: torch.dtype
+) -> Callable[[], None]:
     """A step of `turn` on queries and keys, and on what comes back."""
     given = [torch.randn(ROWS, POSITIONS, h, CHANNELS, dtype=dtype) for h in HEADS]
     back = [torch.randn_like(x) for x in given]
@@ -45,7 +47,7 @@ def forward_and_backward(turn: Callable[..., Tensor], table: Tensor, dtype: torc
     return step
 
 
-def reordering(dtype: torch.dtype) -> object:
+def reordering(dtype: torch.dtype) -> Callable[[], None]:
     """A step of both projections' weights, forward and backward."""
     weights = [torch.randn(h * CHANNELS, WIDTH, dtype=dtype).requires_grad_() for h in HEADS]
     back = [torch.randn_like(w) for w in weights]

@@ -7,7 +7,9 @@ Every contender (benchmarks/contenders.py) is a process of its own that waits be
 that all see the same machine and none shares an allocator. Each round lets every one of them take
 one step, in an order that moves on. A ratio is the median over rounds of two steps of the same
 round; the process's own CPU seconds stand beside the clock's, as they hear less of the neighbours.
-Memory is the peak of resident memory, the imports included. The model runs in bf16 everywhere.
+Memory is the peak of resident memory, the imports included. All compute in bf16: ours and the
+Trainer with bf16 weights and fp32 masters, as DeepSpeed has it, the loops written by hand with fp32
+weights under autocast, as such loops have it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from benchmarks.record import arguments, record
 from minimind.flags import parse_flags
 
 WARM = 4  # steps before the first round: compiling, the first touch of memory
-BASE = "Llama, eager loop"
+BASE, BARE = "Llama, eager loop", "bare compiled loop"
 
 
 class Contender:
@@ -112,6 +114,7 @@ def summary(found: Mapping[str, Any], tokens: int, base: str) -> dict[str, Any]:
             "speed_by_cpu": ratio(found, name, base, "cpu"),
             "peak_mib": steps[-1]["peak_mib"],
             "memory": steps[-1]["peak_mib"] / base_peak,
+            "speed_against_bare": ratio(found, name, BARE, "seconds") if BARE in found else None,
         }
     return table
 

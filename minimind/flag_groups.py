@@ -160,7 +160,7 @@ class PlaceFlags:
         "data",
     )
     num_workers: int = flag(
-        "threads that read rows ahead, one step each; 0: read when a step asks",
+        "threads that read rows ahead, a step or, of small ones, several; 0: read when a step asks",
         1,
         "data",
         at_least=0,
@@ -222,7 +222,7 @@ class PlaceFlags:
     )
     loss: str = flag(
         "make the logits of a micro-batch at once (full), or of 1,024 positions at a time and again"
-        " in the backward pass: less memory for a few percent more work (chunked)",
+        " in the backward pass: less memory for another pass through the head (chunked)",
         "full",
         "engine",
         choices=("full", "chunked"),

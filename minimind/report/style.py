@@ -9,7 +9,8 @@ STYLE = """
   --wash: #f6f7f9; --k0: #0072b2; --k1: #d55e00; --k2: #009e73; --k3: #b0578d; --k4: #b8860b;
   --k5: #3a9bd9; --k6: #6b5b95; --k7: #555; --val: #d55e00; --bad: #c0392b; --good: #00795a;
   --p-data: #e69f00; --p-forward: #56b4e9; --p-backward: #0072b2; --p-optimizer: #009e73;
-  --p-evaluate: #cc79a7; --p-checkpoint: #d55e00; --p-sample: #999; }
+  --p-evaluate: #cc79a7; --p-checkpoint: #d55e00; --p-sample: #999;
+  --p-trace: #ccc; }
 @media (prefers-color-scheme: dark) { :root { --paper: #14181d; --ink: #e4e8ec; --soft: #97a3af;
   --rule: #2c343d; --wash: #1b2128; --k0: #56b4e9; --k1: #f08b43; --k2: #2fc99b; --k3: #d98cba;
   --k4: #e6b422; --k5: #9ad0f5; --k6: #b3a1e0; --k7: #b5b5b5; --val: #f08b43; --bad: #ff7b6b;
@@ -124,7 +125,7 @@ blockquote { margin: 8px 0; padding: 6px 12px; background: var(--wash); white-sp
 
 TONES = (
     *(f"k{n}" for n in range(8)),
-    *(f"p-{n}" for n in "data forward backward optimizer evaluate checkpoint sample".split()),
+    *(f"p-{n}" for n in "data forward backward optimizer evaluate checkpoint sample trace".split()),
     "val",
 )
 OTHERS = {"checkpoint": "good", "skipped": "bad", "clipped": "val", "limit": "soft", "comm": "ink"}

@@ -1,7 +1,7 @@
 """How long a rank has a collective of the step under way: what `comm_ms` is, with --profile.
 
-It is an 'of which': reduction happens in the backward pass and the gathering of weights in the
-update, and where communication overlaps with computing it is counted all the same.
+It is an 'of which': reduction happens in the backward pass and, at stages 1 and 2, the gathering of
+weights in the update, and where communication overlaps with computing it is counted all the same.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def reduce_bucket(clock, bucket):
     which they are not in a module that postpones them.
     """
     begun = clock.now()
-    gradients = bucket.buffer().div_(dist.get_world_size())
+    gradients = bucket.buffer().mul_(1 / dist.get_world_size())  # as it does, to the last bit
     work: Any = dist.all_reduce(gradients, async_op=True)
 
     def through(reduced: torch.futures.Future[Any]) -> torch.Tensor:

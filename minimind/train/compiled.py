@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
-import torch
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from minimind.config import RunConfig
 from minimind.model.decoder import MiniMindForCausalLM
@@ -21,6 +21,14 @@ def compile_within(model: MiniMindForCausalLM, run: RunConfig) -> None:
     model.compile(dynamic=False)
 
 
-def uncompiled() -> AbstractContextManager[object]:
-    """Runs what is called within as it is written, compiled or not."""
-    return torch.compiler.set_stance("force_eager")
+@contextmanager
+def uncompiled(model: Any) -> Iterator[None]:
+    """Run the model as it is written, compiled or not; whatever else is compiled stays so.
+
+    Document masks on a GPU are: attention that is compiled by itself.
+    """
+    compiled, model._compiled_call_impl = model._compiled_call_impl, None
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = compiled

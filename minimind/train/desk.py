@@ -59,7 +59,7 @@ def close_with(held: ExitStack, desk: Desk) -> None:
     held.callback(desk.saver.close)
     held.callback(gc.unfreeze)  # a notebook goes on
     if desk.trace:
-        held.callback(desk.trace.close)
+        held.callback(desk.trace.stop)
 
 
 def asked_by(desk: Desk) -> str:
@@ -105,14 +105,19 @@ def report_profile(desk: Desk, state: TrainState) -> None:
     desk.report.profile(state.step, desk.engine.gather(desk.report.medians()))
 
 
-def trace(desk: Desk, state: TrainState, clock: PhaseClock) -> None:
-    """Begin or end a trace of this rank where --trace_steps says so."""
-    if desk.trace is None:
+def trace(desk: Desk, state: TrainState, clock: PhaseClock, is_over: bool = False) -> None:
+    """Begin or end a trace on every rank, where --trace_steps says so or the run is over."""
+    recorder = desk.trace
+    if recorder is None or not recorder.is_due(state.step, is_over):
         return
     started = time.perf_counter()
-    if desk.trace.look(state.step):
-        desk.report.say(f"step {state.step}: trace {desk.trace.path}, for ui.perfetto.dev")
-    clock.is_traced = desk.trace.is_recording
+    if recorder.is_recording:
+        clock.is_traced = False
+        together(desk.engine, recorder.write)
+        desk.report.say(f"step {state.step}: trace {recorder.path}, for ui.perfetto.dev")
+    else:
+        recorder.begin()
+        clock.is_traced = True
     desk.report.pause("trace", (time.perf_counter() - started) * 1e3)
 
 

@@ -64,9 +64,10 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
         if profiling:
             report_profile(desk, state)
         if stopping and state.step < last:
+            trace(desk, state, clock, is_over=True)
             report_saved(desk, wait=True)
             return state, PREEMPTED, f"stopped on {asked_by(desk)}, saved"
-    trace(desk, state, clock)
+    trace(desk, state, clock, is_over=True)
     report_saved(desk, wait=True)
     return state, 0, "done"
 
@@ -74,4 +75,5 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
 def settle(steps: int) -> None:
     """Spare the garbage collector what was built in the first steps, and stays."""
     if steps == WARM_UP:
+        gc.collect()
         gc.freeze()

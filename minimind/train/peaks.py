@@ -20,6 +20,7 @@ VENDOR = {
     "H100 NVL": 835.0,
     "H100": 989.0,
     "GH200": 989.0,
+    "A100 PCIe": 312.0,
     "A100": 312.0,
     "A800": 312.0,
     "H800": 989.0,
@@ -47,8 +48,12 @@ def peak_of(run: RunConfig, device: torch.device) -> tuple[float, str] | None:
 
 
 def is_model(model: str, name: str) -> bool:
-    """Whether a device called `name` is that model, and not one of another size or for laptops."""
-    return re.search(rf"\b{model}\b(?! Laptop| D\b)", name) is not None
+    """Whether a device called `name` is that model, and not one of another size or for laptops.
+
+    What a slice of a GPU (MIG) or a variant of less power reaches is not told.
+    """
+    other = r"(?! Laptop| D\b| Ti\b| NVL| PCIe| .*\bMIG\b)"
+    return re.search(rf"\b{model}\b{other}", name) is not None
 
 
 def mfu_per_speed(run: RunConfig, device: torch.device, world_size: int) -> float | None:

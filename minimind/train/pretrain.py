@@ -219,7 +219,7 @@ def tell_start(desk: Desk, prepared: Prepared, resumed: Resumed, initial: Initia
         rotary=engine.gather(str(engine.model.model.pos_cis.dtype)),
     )
     now = layout(run, engine)
-    before = {key: resumed.manifest.get(key) for key in now}
+    before = {key: resumed.manifest.get(key, now[key]) for key in now}  # an old one tells less
     if path and before != now:
         told = [f"{key} {before[key]} -> {now[key]}" for key in now if before[key] != now[key]]
         report.say(f"shared out anew: {', '.join(told)}")

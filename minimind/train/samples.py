@@ -54,7 +54,7 @@ def draw(engine: Engine, samples: Samples) -> tuple[str, ...]:
     """
     synced = engine.resolved.zero_stage == 3 and engine.world_size > 1
     engine.backend.forward.eval()
-    with uncompiled():
+    with uncompiled(engine.model):
         written = write_on(
             engine.model, samples.tokenizer, samples.prompts, samples.how, synced=synced
         )

@@ -47,7 +47,7 @@ class Engine(Ranks):
     def seed(self, step: int) -> None:
         """Reseed torch for one step, so that no random state needs to be in a checkpoint."""
         mixed = ((self.resolved.run.seed * 1_000_003 + step) * 4_099 + self.rank) % 2**63
-        # Not torch.manual_seed, which takes most of a millisecond to seed devices of other kinds.
+        # Not torch.manual_seed, which goes through devices of every kind each time.
         torch.default_generator.manual_seed(mixed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(mixed)
@@ -96,7 +96,8 @@ class Engine(Ranks):
     def loss_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(summed loss, target count) of rows (B, T + 1) without training on them."""
         self.backend.forward.eval()
-        with lost_peers(), uncompiled():  # a graph for few rows, whose shapes vary, would not pay
+        # Of few rows, and of several shapes: a graph would not pay.
+        with lost_peers(), uncompiled(self.model):
             goal = objective_of(self.backend.forward, rows.to(self.device), self.summed_by)
         return goal.loss_sum, goal.tokens
 

@@ -43,33 +43,39 @@ class Trace:
         self.path = out_dir / "traces" / name
         self._profiler: Any = None
 
-    def look(self, step: int) -> bool:
-        """Begin or end where it is due, `step` steps having been taken; whether it ended now.
-
-        A run that begins within them, resumed, records the rest of them.
-        """
-        if self._profiler is None and self._first - 1 <= step < self._last:
-            kinds = [ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                kinds.append(ProfilerActivity.CUDA)
-            self._profiler = profile(activities=kinds)
-            self._profiler.start()
-        elif self._profiler is not None and step >= self._last:
-            self.close()
-            return True
-        return False
-
     @property
     def is_recording(self) -> bool:
         """Whether steps are being recorded."""
         return self._profiler is not None
 
-    def close(self) -> None:
-        """Write what has been recorded, if anything is."""
+    def is_due(self, step: int, is_over: bool = False) -> bool:
+        """Whether to begin, or to write, `step` steps having been taken; alike on every rank.
+
+        A run that begins within the steps, resumed, records the rest of them; one that is over
+        before the last has what there is written.
+        """
+        if self.is_recording:
+            return is_over or step >= self._last
+        return not is_over and self._first - 1 <= step < self._last
+
+    def begin(self) -> None:
+        """Record from now on."""
+        kinds = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            kinds.append(ProfilerActivity.CUDA)
+        self._profiler = profile(activities=kinds)
+        self._profiler.start()
+
+    def stop(self) -> Any:
+        """The profiler that recorded, if one did; a run that fails leaves it at that."""
         profiler, self._profiler = self._profiler, None
-        if profiler is None:
-            return
-        profiler.stop()
+        if profiler is not None:
+            profiler.stop()
+        return profiler
+
+    def write(self) -> None:
+        """End the recording and write it; a StorageError where it cannot be."""
+        profiler = self.stop()
         with storing(str(self.path), "free some space, or mend the path of --out_dir"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(self.path))

@@ -68,7 +68,7 @@ def test_one_rank_and_two_ranks_read_the_same_rows(batches):
         assert all(map(torch.equal, alone.at(step), shared))
 
 
-def test_a_failed_read_surfaces_where_its_step_is_asked_for(shards, batches):
+def test_a_failed_read_surfaces_where_a_step_of_its_block_is_asked_for(shards, batches):
     class Failing:
         def read_rows(self, indices, row_tokens):
             if threading.current_thread() is threading.main_thread() or len(seen) == 1:

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from minimind.metrics import Metrics
+from minimind.report import records
 from minimind.train.profile import PHASES, PhaseClock, mean_ms, profile_table
+from minimind.train.report import PAUSES, Report
 
 
 def test_every_moment_of_a_step_is_charged_to_one_phase():
@@ -60,3 +62,27 @@ def test_numbers_keep_full_precision_and_non_finite_ones_are_null(tmp_path):
     assert line["loss"] == 0.1 + 0.2
     assert line["norm"] is None
     assert line["rows"] == [None, 1]
+
+
+def test_a_straggler_shows_by_its_rank(tmp_path, capsys):
+    report = Report(tmp_path, 4, torch.device("cpu"), is_speaker=True, is_profiling=True)
+    steps = [{**dict.fromkeys(PHASES, ms), "step": 4 * ms, "comm": 1.0} for ms in (2.0, 3.0, 9.0)]
+    report.took(steps)
+    own = report.medians()
+    assert (own["forward_ms"], own["step_ms"], own["comm_ms"]) == (3.0, 12.0, 1.0)
+    assert own["memory_mib"] > 0
+    late = {**own, "forward_ms": 40.0, "comm_ms": 0.25}
+    report.profile(3, [own, late])
+    report.close()
+    shown = capsys.readouterr().out
+    row = next(line for line in shown.split("over ranks")[1].splitlines() if "forward" in line)
+    assert row.split() == ["forward", "3.0", "21.5", "40.0", "rank", "1"]
+    event = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert event["ranks"]["forward_ms"] == [3.0, 40.0]
+    assert event["ranks"]["comm_ms"] == [1.0, 0.25]
+    assert event["comm_ms"] == 1.0
+    assert event["forward_ms"] == pytest.approx(14 / 3)
+
+
+def test_pauses_are_told_and_read_by_the_same_names():
+    assert tuple(records.PAUSES) == tuple(PAUSES)

@@ -31,13 +31,15 @@ def test_a_trace_has_the_phases_of_its_steps_and_no_others(tmp_path: Path, begin
     trace, clock = Trace((2, 3), tmp_path, rank=1), PhaseClock(CPU)
     ended = []
     for taken in range(begins_at, 5):
-        ended.append(trace.look(taken))
+        if trace.is_due(taken):
+            ended.append((taken, trace.is_recording))
+            trace.write() if trace.is_recording else trace.begin()
         clock.is_traced = trace.is_recording
         clock.begin()
         for phase in ("data", "forward", "backward", "optimizer"):
             torch.dot(torch.ones(8), torch.ones(8))
             clock.mark(phase)
-    assert ended == [taken == 3 for taken in range(begins_at, 5)]
+    assert ended == [(max(begins_at, 1), False), (3, True)]
     written = tmp_path / "traces" / "steps_2-3-rank_1.json.gz"
     assert [path.name for path in (tmp_path / "traces").iterdir()] == [written.name]
     names = [
@@ -50,17 +52,20 @@ def test_a_trace_has_the_phases_of_its_steps_and_no_others(tmp_path: Path, begin
 
 def test_a_run_that_ends_early_writes_what_it_has_and_a_full_disk_is_told(tmp_path: Path):
     trace = Trace((1, 9), tmp_path, rank=0)
-    trace.close()  # nothing begun, nothing written
+    assert trace.stop() is None  # nothing begun, nothing written
+    assert not trace.is_due(0, is_over=True)
     assert list(tmp_path.iterdir()) == []
-    trace.look(0)
+    trace.begin()
     torch.ones(2)
-    trace.close()
+    assert (trace.is_due(4), trace.is_due(4, is_over=True)) == (False, True)
+    trace.write()
     assert trace.path.exists()
+    assert not trace.is_recording
     blocked = Trace((1, 9), tmp_path / "file", rank=0)
     (tmp_path / "file").write_text("")
-    blocked.look(0)
+    blocked.begin()
     with pytest.raises(StorageError, match="; free some space, or mend the path of --out_dir"):
-        blocked.close()
+        blocked.write()
 
 
 @pytest.mark.parametrize(
@@ -75,6 +80,13 @@ def test_a_run_that_ends_early_writes_what_it_has_and_a_full_disk_is_told(tmp_pa
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H800 PCIe", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A100-PCIE-40GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
         ("NVIDIA RTX A4000", None),
         ("Tesla T4", None),
     ],
