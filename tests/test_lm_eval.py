@@ -138,8 +138,8 @@ def test_a_directory_whose_weights_do_not_fit_is_told(
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     assert main(["generate", "--model", str(tmp_path), "--prompt", "a"]) == 4
     (line,) = capsys.readouterr().err.splitlines()
-    assert "as its config.json asks; export it again" in line
+    assert f"{tmp_path}/config.json: does not fit the weights (num_hidden_layers: 2 -> 3); " in line
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
     assert main(["generate", "--model", str(tmp_path), "--prompt", "a"]) == 4
     (line,) = capsys.readouterr().err.splitlines()
-    assert "cannot be loaded" in line
+    assert f"{tmp_path}/model.safetensors: Error while deserializing header" in line

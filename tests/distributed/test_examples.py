@@ -47,6 +47,7 @@ def trained(launch: Launcher, fp32: Run, tmp_path_factory: pytest.TempPathFactor
     return {name: run.result() for name, run in started.items()}
 
 
+@pytest.mark.long
 @pytest.mark.launch
 @pytest.mark.parametrize("name", sorted({*EXAMPLES, "single"}))
 def test_an_example_trains_as_the_shipped_file_does(name: str, trained: dict[str, Run], fp32: Run):
@@ -65,6 +66,7 @@ def test_an_example_trains_as_the_shipped_file_does(name: str, trained: dict[str
     assert rates == [s["lr"] for s in fp32.events("step")]
 
 
+@pytest.mark.long
 @pytest.mark.launch
 def test_a_schedule_of_deepspeeds_goes_on_where_it_was(
     launch: Launcher, trained: dict[str, Run], tmp_path: Path
@@ -77,6 +79,7 @@ def test_a_schedule_of_deepspeeds_goes_on_where_it_was(
     assert resumed.curve() == whole.curve()[9:]
 
 
+@pytest.mark.long
 @pytest.mark.launch
 def test_bf16_means_the_same_at_stage_0_and_without_deepspeed(trained: dict[str, Run]):
     """DeepSpeed's first step at stage 0 would be Adam's second, if it were left as it is."""

@@ -130,6 +130,7 @@ def test_another_stage_in_the_json_alone_gives_the_same_losses(
     assert [s["step"] for s in other.events("sample")] == [10, 20]
 
 
+@pytest.mark.long  # tests/train/test_adapters.py has every stage in one launch
 def test_every_stage_resumes_bit_for_bit_in_fp32(
     other_stage: tuple[int, Path, Run], launch: Launcher, tmp_path: Path
 ):
