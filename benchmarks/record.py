@@ -33,7 +33,10 @@ def record(out: Path | None, name: str, load_before: Any, **found: Any) -> None:
     if out is None:
         return
     told = {
-        "command": " ".join([f"python -m benchmarks.{name}", *sys.argv[1:]]),
+        # Where files lie on this machine tells nobody anything.
+        "command": " ".join(
+            [f"python -m benchmarks.{name}", *(word.split("/")[-1] for word in sys.argv[1:])]
+        ),
         "date": time.strftime("%Y-%m-%d"),
         "machine": {
             "cpus": os.cpu_count(),
