@@ -3,7 +3,6 @@
 Shape letters: B rows, T positions, V vocabulary.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -38,4 +37,5 @@ def contagious(loss: Tensor) -> Tensor:
     An infinite loss may well have gradients of 0, which nobody would notice. Whoever looks at the
     reduced gradient afterwards sees both faults, on every rank; nothing is read back to the host.
     """
-    return loss * torch.where(torch.isfinite(loss.detach()), 1.0, float("nan"))
+    known = loss.detach()
+    return loss * (known - known + 1)  # 1, and NaN of what is no number or infinite

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -29,19 +29,28 @@ OptimizerOf = Callable[[Groups], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step: this rank's summed loss and target count, and the global norm.
+    """One optimizer step: this rank's losses and target counts, and the global norm.
 
     Tensors stay on the device; whoever reports them reads them.
     """
 
-    loss_sum: torch.Tensor
-    tokens: torch.Tensor
+    loss_sums: tuple[torch.Tensor, ...]  # over the targets of each of its micro-batches
+    targets: tuple[torch.Tensor, ...]
     grad_norm: float | torch.Tensor | None
     lr: float  # as the optimizer had it
-    skipped_so_far: int  # steps dropped since step 0 for a non-finite gradient
-    is_skipped: bool  # this one was, on every rank
-    losses: tuple[torch.Tensor, ...]  # mean loss of each of this rank's micro-batches
+    skipped_so_far: int | torch.Tensor  # steps dropped since step 0 for a non-finite gradient
+    is_skipped: bool | torch.Tensor  # this one was, on every rank
     routing: Routing | None = None  # of experts, by layer; mean over this rank's micro-batches
+
+    @property
+    def loss_sum(self) -> torch.Tensor:
+        """Over all of them, in float64."""
+        return reduce(torch.add, (part.double() for part in self.loss_sums))
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """Targets of all of them."""
+        return reduce(torch.add, self.targets)
 
 
 class MasterWeights:
@@ -84,13 +93,13 @@ class PlainBackend:
         self.forward = forward
         self.masters = MasterWeights(groups, partial(adamw, run=run)) if is_low else None
         self.optimizer: Any = self.masters or adamw(groups, run)
-        self.torch_optimizer = self.masters.optimizer if self.masters else self.optimizer
+        self.torch_optimizer: Any = self.masters.optimizer if self.masters else self.optimizer
         device = next(module.parameters()).device.type
         self.scaler = torch.amp.GradScaler(device, enabled=run.dtype == "float16")
         self.micro_batches = run.accumulation_steps
         self.max_norm = run.grad_clip or float("inf")
         self.steps = 0
-        self.skipped_steps = 0
+        self.skipped_steps: int | torch.Tensor = 0
 
     def watch(self, clock: CommunicationClock) -> None:
         """Have DDP's reductions timed."""
@@ -124,11 +133,12 @@ class PlainBackend:
         self.scaler.unscale_(self.torch_optimizer)
         updated = [p for group in self.torch_optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(updated, self.max_norm)
-        # The norm is of the reduced gradient: not finite on every rank, or on none.
-        overflowed = not bool(torch.isfinite(norm))
-        self.skipped_steps += overflowed
-        if not overflowed:
-            self.scaler.step(self.torch_optimizer)
+        # The norm is of the reduced gradient: not finite on every rank, or on none. Fused AdamW
+        # leaves weights, moments and count alone by a number on the device, as GradScaler has it.
+        is_skipped = ~torch.isfinite(norm)
+        self.skipped_steps = self.skipped_steps + is_skipped
+        self.torch_optimizer.found_inf = is_skipped.float()
+        self.torch_optimizer.step()
         self.scaler.update()  # learns from what unscale_ found
         self.torch_optimizer.zero_grad()
         if self.masters:
@@ -145,7 +155,7 @@ class PlainBackend:
         kept = self.scaler.state_dict()  # empty unless it scales
         return {
             "global_steps": self.steps,
-            "skipped_steps": self.skipped_steps,
+            "skipped_steps": int(self.skipped_steps),
             "loss_scaler": {**kept, "cur_scale": kept["scale"]} if kept else {},
             "scheduler_iteration": None,
         }

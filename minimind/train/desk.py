@@ -5,12 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-
-import torch
 
 from minimind.config import RunConfig
 from minimind.data.batches import Batches
@@ -80,7 +77,7 @@ def report_step(desk: Desk, state: TrainState, result: StepResult) -> None:
             "lr": result.lr,
             "grad_norm": norm,
             "clipped": norm is not None and 0 < desk.run.grad_clip < norm < math.inf,
-            "skipped": result.skipped_so_far,
+            "skipped": int(result.skipped_so_far),
             "tokens": state.tokens,
             "rows": [rows.start, rows.stop],
             **routing_facts(result.routing, desk.engine),
@@ -89,12 +86,13 @@ def report_step(desk: Desk, state: TrainState, result: StepResult) -> None:
     )
 
 
-def report_skipped(
-    desk: Desk, state: TrainState, micro_batches: Sequence[torch.Tensor], result: StepResult
-) -> None:
-    """Tell of a step that was skipped; a NumericError on every rank when it is one too many."""
+def report_skipped(desk: Desk, state: TrainState, result: StepResult, is_due: bool) -> None:
+    """Tell of steps that were skipped; a NumericError on every rank when there is one too many.
+
+    Where only the device knows, it is asked when something is due anyway.
+    """
     try:
-        desk.skipped.look(state.step, micro_batches, result)
+        desk.skipped.look(state.step, result, is_due)
     except NumericError:
         report_saved(desk, wait=True)  # the last good checkpoint may still be on its way
         raise

@@ -31,9 +31,8 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
     """
     run, engine, last = desk.run, desk.engine, desk.schedule.total_steps
     clock = desk.progress.clock = PhaseClock(engine.device, desk.communication)
-    begun = state.step
+    begun = desk.progress.step = state.step
     desk.report.begin(state.step)
-    desk.progress.step = state.step
     if state.step == last and not desk.saver.has(last):  # finished elsewhere, resumed into here
         begin_save(desk, state)
     while state.step < last:
@@ -45,17 +44,18 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
         result = engine.step(micro_batches, desk.schedule.lr_at(state.step), clock)  # step
         state = state.after(desk.batches.tokens_per_step)  # advance
         desk.progress.step = state.step
-        report_skipped(desk, state, micro_batches, result)
         asked, failed = engine.sum_over_ranks([bool(desk.stop.reason), desk.saver.has_failed])
         stopping = asked > 0 or state.step == run.stop_at_step
         report_saved(desk, wait=failed > 0)
         logging = is_due(state.step, run.log_interval, last)
         profiling = run.profile and is_due(state.step, run.profile_interval, last)
+        saving = is_due(state.step, run.save_interval, last) or stopping
+        report_skipped(desk, state, result, is_due=logging or profiling or saving)
         if logging or profiling:
             desk.report.took(clock.take())
         if logging:
             report_step(desk, state, result)
-        if is_due(state.step, run.save_interval, last) or stopping:
+        if saving:
             begin_save(desk, state)  # before the validation, for which a notice may be too short
         if is_due(state.step, run.eval_interval, last) and len(desk.held_out.rows):
             report_evaluation(desk, state)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from minimind.train.report import Report
 ROWS_FILE = "nonfinite_rows.jsonl"
 # Dumped of one rank and step: where the weights themselves are at fault, every row seems to be.
 MOST_ROWS = 64
+MOST_UNREAD = 64  # steps, whose losses are kept until they are looked at
 
 
 @dataclass(frozen=True)
@@ -48,25 +49,37 @@ class SkippedSteps:
     run: RunConfig
     ranks: Ranks
     order: Order
+    batches_at: Callable[[int], Sequence[torch.Tensor]]  # this rank's micro-batches, by step
     text_of: Callable[[list[int]], str]
     report: Report
     in_a_row: int = 0
+    unread: list[tuple[int, StepResult]] = field(default_factory=list)
 
     @property
     def path(self) -> Path:
         """Where the rows are dumped."""
         return Path(self.run.out_dir) / ROWS_FILE
 
-    def look(self, step: int, micro_batches: Sequence[torch.Tensor], result: StepResult) -> None:
+    def look(self, step: int, result: StepResult, is_due: bool = True) -> None:
         """Nothing for a step that was taken; one that was skipped is told, its rows dumped.
 
-        A NumericError on every rank once there are more than `max_skipped`. The losses are read
-        only here: a step that is taken waits for none of them.
+        A NumericError on every rank once there are more than `max_skipped`. Where only the device
+        knows of it, steps are looked at together, when `is_due` or they are many.
         """
-        self.in_a_row = self.in_a_row + 1 if result.is_skipped else 0
-        if not result.is_skipped:
+        if not isinstance(result.is_skipped, torch.Tensor):
+            return self._look_at(step, result, result.is_skipped)
+        self.unread.append((step, result))
+        if is_due or len(self.unread) == MOST_UNREAD:
+            unread, self.unread = self.unread, []
+            flags = torch.stack([torch.as_tensor(one.is_skipped) for _, one in unread])
+            for (number, one), is_skipped in zip(unread, flags.tolist(), strict=True):
+                self._look_at(number, one, is_skipped)
+
+    def _look_at(self, step: int, result: StepResult, is_skipped: bool) -> None:
+        self.in_a_row = self.in_a_row + 1 if is_skipped else 0
+        if not is_skipped:
             return
-        found = self.ranks.gather(self._at_fault(step, micro_batches, result.losses))
+        found = self.ranks.gather(self._at_fault(step, result.loss_sums))
         at_fault = {rank: own.micro_batches for rank, own in enumerate(found) if own.micro_batches}
         reason = "loss" if at_fault else "gradient"
         if self.ranks.rank == 0:
@@ -77,20 +90,18 @@ class SkippedSteps:
         self.report.event("step_skipped", step=step, reason=reason, ranks=list(at_fault))
         told = f"step {step} is skipped: {_told(at_fault)}"
         in_fp16 = self.run.dtype == "float16"
-        count = self.in_a_row if in_fp16 else result.skipped_so_far
+        count = self.in_a_row if in_fp16 else int(result.skipped_so_far)
         told += f"; {count} {'in a row' if in_fp16 else 'in all'}"
         if count > self.run.max_skipped:
             raise NumericError(f"{told}, {self._way_out()}", cause_rank=min(at_fault, default=0))
         self.report.say(f"{told}, {self.run.max_skipped} are allowed (--max_skipped)")
 
-    def _at_fault(
-        self, step: int, micro_batches: Sequence[torch.Tensor], losses: Sequence[torch.Tensor]
-    ) -> AtFault:
+    def _at_fault(self, step: int, losses: Sequence[torch.Tensor]) -> AtFault:
         order, rank, world_size = self.order, self.ranks.rank, self.ranks.world_size
         first = order.positions(step - 1).start + order.rows_per_step // world_size * rank
         indices = order.rows_for(step - 1, rank, world_size).tolist()
         bad = [number for number, loss in enumerate(losses) if not math.isfinite(float(loss))]
-        rows = []
+        rows, micro_batches = [], self.batches_at(step - 1) if bad else []
         for number in bad:
             batch = micro_batches[number].tolist()
             for at, tokens in enumerate(batch, number * len(batch)):

@@ -163,18 +163,19 @@ def build_desk(
         texts(prepared, engine),
         run.async_save,
     )
+    batches = batches_of(run, prepared, order, engine)
     desk = Desk(
         run=run,
         schedule=schedule,
         engine=engine,
-        batches=batches_of(run, prepared, order, engine),
+        batches=batches,
         held_out=held_out_of(run, prepared),
         samples=samples_of(run, prepared.tokenizer),
         saver=saver,
         trace=trace_of(run, engine.rank),
         communication=engine.watched() if run.profile else None,
         report=report,
-        skipped=SkippedSteps(run, engine, order, prepared.tokenizer.decode, report),
+        skipped=SkippedSteps(run, engine, order, batches.at, prepared.tokenizer.decode, report),
         stop=progress.begin(),
         progress=progress,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import reduce
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ class Engine(Ranks):
         """
         backend = self.backend
         used, skipped_before = backend.begin(lr), backend.skipped_steps
-        norm, losses, routings, sums, counts = None, [], [], [], []
+        norm, routings, sums, counts = None, [], [], []
         with lost_peers():
             for number, rows in enumerate(micro_batches, 1):
                 is_last = number == len(micro_batches)
@@ -76,19 +75,17 @@ class Engine(Ranks):
                     clock.mark("backward")
                 norm = backend.update(is_last)
                 clock.mark("optimizer")
-                losses.append(goal.mean.detach())
                 routings.append(goal.routing)
-                sums.append(goal.loss_sum.detach().double())
+                sums.append(goal.loss_sum.detach())
                 counts.append(goal.tokens)
         skipped = backend.skipped_steps
         return StepResult(
-            _total(sums),
-            _total(counts),
+            tuple(sums),
+            tuple(counts),
             norm,
             used,
             skipped,
             skipped > skipped_before,
-            tuple(losses),
             mean_routing(routings),
         )
 
@@ -100,8 +97,3 @@ class Engine(Ranks):
         with lost_peers(), uncompiled(self.model):
             goal = objective_of(self.backend.forward, rows.to(self.device), self.summed_by)
         return goal.loss_sum, goal.tokens
-
-
-def _total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Their sum, left on the device."""
-    return reduce(torch.add, parts)

@@ -133,7 +133,7 @@ def course(engine: Engine, first: int, last: int) -> list[dict[str, Any]]:
                 "rows": [row for share in engine.gather(rows.tolist()) for row in share],
                 "loss": loss / tokens,
                 "norm": None if result.grad_norm is None else float(result.grad_norm),
-                "skipped": result.skipped_so_far,
+                "skipped": int(result.skipped_so_far),
                 "scale": scaler.get("cur_scale"),
             }
         )

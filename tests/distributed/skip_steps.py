@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,11 @@ def state_of(engine: Engine) -> list[Any]:
     return [digest.hexdigest(), held.optimizer_step() or 0]
 
 
+def micro_batches_of(rows: torch.Tensor, rank: int, step: int) -> Sequence[torch.Tensor]:
+    """Those of one of two ranks."""
+    return rows[torch.from_numpy(ORDER.rows_for(step, rank, 2))].split(2)
+
+
 def course(stage: int | None, dtype: str, changes: list[str], out_dir: Path) -> dict[str, Any]:
     """What this rank saw of both runs."""
     rows, clock = all_rows(), PhaseClock(torch.device("cpu"))
@@ -112,23 +118,32 @@ def course(stage: int | None, dtype: str, changes: list[str], out_dir: Path) -> 
     for is_spoilt in (True, False):
         engine = engine_of(stage, dtype, changes, out_dir)
         report = Report(out_dir, len(COURSE), engine.device, engine.rank == 0, False)
-        steps = SkippedSteps(engine.resolved.run, engine, ORDER, str, report)
+        steps = SkippedSteps(
+            engine.resolved.run,
+            engine,
+            ORDER,
+            lambda step, rank=engine.rank: micro_batches_of(rows, rank, step),
+            str,
+            report,
+        )
         spoiler = Spoiler(engine)
         for step, fault in enumerate(COURSE):
             if fault and not is_spoilt:
                 continue
             spoiler.aim(fault)
-            own = torch.from_numpy(ORDER.rows_for(step, engine.rank, 2))
-            micro_batches, before = rows[own].split(2), state_of(engine)
+            micro_batches = micro_batches_of(rows, engine.rank, step)
+            before = state_of(engine)
             clock.begin()
             result = engine.step(micro_batches, 1e-2, clock)
             if not is_spoilt:
                 continue
-            found["skipped"].append([result.is_skipped, result.skipped_so_far])
+            found["skipped"].append([bool(result.is_skipped), int(result.skipped_so_far)])
             found["unchanged"].append(state_of(engine) == before)
-            found["losses"].append([float(loss) for loss in result.losses])
+            found["losses"].append(
+                [float(loss / n) for loss, n in zip(result.loss_sums, result.targets, strict=True)]
+            )
             try:
-                steps.look(step + 1, micro_batches, result)
+                steps.look(step + 1, result)
             except NumericError as error:
                 found["raised"] = [step + 1, str(error), error.cause_rank]
         report.close()
