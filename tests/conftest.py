@@ -6,6 +6,7 @@ import json
 import os
 import random
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,24 @@ class Launcher:
 @pytest.fixture(scope="session")
 def launch(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
     return Launcher(corpus, tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Any]:
+    """A tests.forking.Nursery."""
+    from tests.forking import Nursery
+
+    found = Nursery()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def forked(launch: Launcher, nursery: Any) -> Launcher:
+    """Runs without run_accelerate.sh, for what is not about how a run is started."""
+    from tests.forking import Forked
+
+    return Forked(launch, nursery)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import math
 import multiprocessing
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from minimind.data.pieces import sizes
 from minimind.data.tokenizer import Tokenizer
 from minimind.generate import load_checkpoint
 from tests.conftest import ROOT, Trained
+from tests.forking import free_port
 
 
 def texts_of(path: Path) -> list[str]:
@@ -265,12 +265,6 @@ def one_of_two(rank: int, port: int, words: list[str], out: str) -> None:
         sys.stdout = file
         status = main(words)
     os._exit(status)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -80,7 +80,6 @@ CASES = {
     "3, bf16, FusedAdam": Case(3, BF16, edits=FUSED),
     "3, bf16, CPUAdam": Case(3, BF16, edits=CPU_ADAM),
 }
-COMPILED = [name for name in CASES if name.endswith(("FusedAdam", "CPUAdam", "one graph"))]
 
 
 def study(name: str, root: Path) -> dict[str, Any]:

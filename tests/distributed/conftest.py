@@ -26,10 +26,10 @@ def unbroken(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(scope="session")
-def fp32(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def fp32(forked: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The yardstick of the equivalences: fp32, ZeRO-2, two processes of two micro-batches."""
     out_dir = tmp_path_factory.mktemp("fp32") / "out"
-    return launch.run(out_dir, f"{FP32} --save_interval 9 --keep_last 3")
+    return forked.run(out_dir, f"{FP32} --save_interval 9 --keep_last 3")
 
 
 def config_of_stage(stage: int, directory: Path) -> Path:
@@ -43,11 +43,11 @@ def config_of_stage(stage: int, directory: Path) -> Path:
 
 @pytest.fixture(scope="session", params=[0, 1, 3])
 def other_stage(
-    request: pytest.FixtureRequest, launch: Launcher, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, forked: Launcher, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, Path, Run]:
     """The yardstick again, with another stage in the DeepSpeed JSON and nothing else changed."""
     directory = tmp_path_factory.mktemp(f"stage{request.param}")
     config = config_of_stage(request.param, directory)
     flags = f"{FP32} --deepspeed_config {config} --save_interval 9 --keep_last 3"
     flags += " --sample_interval 10"
-    return request.param, config, launch.run(directory / "out", flags)
+    return request.param, config, forked.run(directory / "out", flags)

@@ -21,13 +21,13 @@ pytestmark = pytest.mark.launch
 ONE_STEP = "--dtype float32 --max_steps 1 --learning_rate 1 --schedule constant --weight_decay 0"
 
 
-def test_one_step_moves_the_weights_by_exactly_the_clipping_norm(launch: Launcher, tmp_path: Path):
+def test_one_step_moves_the_weights_by_exactly_the_clipping_norm(forked: Launcher, tmp_path: Path):
     written = json.loads(DEFAULT_DEEPSPEED_CONFIG.read_text())
     written["optimizer"] = {"type": "SGD", "params": {"lr": "auto"}}
     config = tmp_path / "sgd.json"
     config.write_text(json.dumps(written))
     out = tmp_path / "out"
-    run = launch.run(out, f"{ONE_STEP} --grad_clip 0.25 --deepspeed_config {config}")
+    run = forked.run(out, f"{ONE_STEP} --grad_clip 0.25 --deepspeed_config {config}")
     assert run.status == 0, run.stderr
     (step,) = run.events("step")
     assert step["clipped"]

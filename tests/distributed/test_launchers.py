@@ -23,6 +23,7 @@ from minimind.errors import UsageError
 from scripts.launch_plan import DEEPSPEED_FIELDS, Asked, count_gpus, fields, plan
 from tests.conftest import ROOT, Launcher, Run
 from tests.distributed.conftest import FP32
+from tests.forking import free_port
 
 SCRIPT = str(ROOT / "train_pretrain.py")
 SHIPPED = ROOT / "configs" / "accelerate_config.yaml"
@@ -53,12 +54,6 @@ COMMANDS: dict[str, tuple[str, list[str]]] = {
     "deepspeed": (f"deepspeed --num_gpus 2 --master_port PORT {SCRIPT}", NAMED),
     "notebook": ("python -c NOTEBOOK PORT", NAMED),
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def words(command: str, flags: Sequence[str]) -> list[str]:

@@ -6,9 +6,6 @@ DDP and all four stages in both precisions are measured in one launch, by measur
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ import pytest
 from minimind.flags import parse_flags
 from minimind.plan import shape_of
 from minimind.train.costs import Layout, bytes_sent, memory
-from tests.conftest import ROOT
+from tests.forking import Nursery
 
 pytestmark = pytest.mark.launch
 TINY = shape_of(parse_flags(["--model", "tiny"]))
@@ -30,19 +27,13 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], dict[str, Any]]:
+def measured(
+    nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[Any, ...], dict[str, Any]]:
     out = tmp_path_factory.mktemp("memory") / "held.json"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*launcher, "-m", "tests.distributed.measure_memory", str(out)]
-        + [f"{stage},{dtype},{accumulation}" for stage, dtype, accumulation in CASES],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    cases = [f"{stage},{dtype},{accumulation}" for stage, dtype, accumulation in CASES]
+    statuses, _, told = nursery.run("tests.distributed.measure_memory", [str(out), *cases], out)
+    assert statuses == [0, 0], told
     return {tuple(found["of"]): found for found in json.loads(Path(out).read_text())}
 
 

@@ -132,17 +132,17 @@ def test_another_stage_in_the_json_alone_gives_the_same_losses(
 
 @pytest.mark.long  # tests/train/test_adapters.py has every stage in one launch
 def test_every_stage_resumes_bit_for_bit_in_fp32(
-    other_stage: tuple[int, Path, Run], launch: Launcher, tmp_path: Path
+    other_stage: tuple[int, Path, Run], forked: Launcher, tmp_path: Path
 ):
     _, config, whole = other_stage
     saved = whole.out_dir / "checkpoints" / "step_00000009"
-    resumed = launch.run(tmp_path, f"{FP32} --deepspeed_config {config} --resume {saved}")
+    resumed = forked.run(tmp_path, f"{FP32} --deepspeed_config {config} --resume {saved}")
     assert resumed.status == 0, resumed.stderr
     assert resumed.curve() == whole.curve()[9:]
 
 
-def test_one_process_of_four_is_two_of_two(launch: Launcher, fp32: Run, tmp_path: Path):
-    one = launch.run(tmp_path, f"{FP32} --accumulation_steps 4", processes=1)
+def test_one_process_of_four_is_two_of_two(forked: Launcher, fp32: Run, tmp_path: Path):
+    one = forked.run(tmp_path, f"{FP32} --accumulation_steps 4", processes=1)
     assert one.status == 0, one.stderr
     assert one.events("run_start")[0]["world_size"] == 1
     assert largest_relative_difference(one.losses(), fp32.losses()) < 2e-6
@@ -150,10 +150,10 @@ def test_one_process_of_four_is_two_of_two(launch: Launcher, fp32: Run, tmp_path
 
 
 def test_ddp_is_deepspeed_and_split_batches_counts_over_all_processes(
-    launch: Launcher, fp32: Run, tmp_path: Path
+    forked: Launcher, fp32: Run, tmp_path: Path
 ):
     flags = f"{FP32} --deepspeed_config none --split_batches --batch_size 4"
-    ddp = launch.run(tmp_path, flags)
+    ddp = forked.run(tmp_path, flags)
     assert ddp.status == 0, ddp.stderr
     (start,) = ddp.events("run_start")
     assert (start["backend"], start["zero_stage"], start["world_size"]) == ("ddp", None, 2)
@@ -184,17 +184,17 @@ def kill_all(started: subprocess.Popen[str]) -> None:
 
 
 def test_killed_stopped_and_started_again_it_repeats_the_unbroken_run_bit_for_bit(
-    launch: Launcher, unbroken: Run, tmp_path: Path
+    launch: Launcher, forked: Launcher, unbroken: Run, tmp_path: Path
 ):
     flags = f"{LONGER} --eval_interval 30"
     started = launch.start(tmp_path, flags)
     wait_for(started, tmp_path, '"step": 8,')
     kill_all(started)
-    stopped = launch.run(tmp_path, f"{flags} --stop_at_step 57")
+    stopped = forked.run(tmp_path, f"{flags} --stop_at_step 57")
     assert stopped.status == 75, stopped.stderr
     assert stopped.events("exit")[-1]["status"] == 75
     assert "run the same command again" in stopped.stdout
-    resumed = launch.run(tmp_path, f"{flags} --stop_at_step 57")
+    resumed = forked.run(tmp_path, f"{flags} --stop_at_step 57")
     assert resumed.status == 0, resumed.stderr
     first, second, third = resumed.events("run_start")
     assert (first["step"], third["step"]) == (0, 57)
@@ -210,20 +210,20 @@ def test_killed_stopped_and_started_again_it_repeats_the_unbroken_run_bit_for_bi
 @pytest.mark.parametrize(
     "stage", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.long), 3]
 )
-def test_a_stopped_run_goes_on_bit_for_bit_in_bf16(stage: int, launch: Launcher, tmp_path: Path):
+def test_a_stopped_run_goes_on_bit_for_bit_in_bf16(stage: int, forked: Launcher, tmp_path: Path):
     """Stage 2 is the test above; stage 1 has its wrapper, stage 0 is also in test_zero_state."""
     config = config_of_stage(stage, tmp_path)
     flags = f"--deepspeed_config {config} --save_interval 9 --keep_last 3"
-    whole = launch.run(tmp_path / "whole", flags)
+    whole = forked.run(tmp_path / "whole", flags)
     assert whole.status == 0, whole.stderr
     saved = whole.out_dir / "checkpoints" / "step_00000009"
-    resumed = launch.run(tmp_path / "resumed", f"{flags} --resume {saved}")
+    resumed = forked.run(tmp_path / "resumed", f"{flags} --resume {saved}")
     assert resumed.status == 0, resumed.stderr
     assert resumed.curve() == whole.curve()[9:]
 
 
 def test_one_run_goes_on_along_a_chain_of_world_sizes_and_stages(
-    launch: Launcher, fp32: Run, tmp_path: Path
+    forked: Launcher, fp32: Run, tmp_path: Path
 ):
     """Processes 2 -> 1 -> 4 -> 2, stages 2 -> 3 -> 0 -> 2: the rows and losses of the unbroken run.
 
@@ -237,7 +237,7 @@ def test_one_run_goes_on_along_a_chain_of_world_sizes_and_stages(
         flags += f" --accumulation_steps {accumulation}"
         flags += f" --deepspeed_config {config_of_stage(stage, tmp_path)}"
         flags += f" --stop_at_step {last}" if last else ""
-        part = launch.run(out, flags, processes=processes)
+        part = forked.run(out, flags, processes=processes)
         assert part.status == (75 if last else 0), part.stderr
         (reshard,) = part.events("checkpoint_resharded")
         assert reshard["from"] == layout
@@ -252,10 +252,10 @@ def test_one_run_goes_on_along_a_chain_of_world_sizes_and_stages(
         saved = out / "checkpoints" / f"step_{last or 20:08d}"
 
 
-def test_a_checkpoint_of_deepspeed_goes_on_without_it(launch: Launcher, fp32: Run, tmp_path: Path):
+def test_a_checkpoint_of_deepspeed_goes_on_without_it(forked: Launcher, fp32: Run, tmp_path: Path):
     saved = fp32.out_dir / "checkpoints" / "step_00000009"
     flags = f"{FP32} --deepspeed_config none --resume {saved}"
-    resumed = launch.run(tmp_path / "out", flags)
+    resumed = forked.run(tmp_path / "out", flags)
     assert resumed.status == 0, resumed.stderr
     (reshard,) = resumed.events("checkpoint_resharded")
     assert (reshard["from"]["zero_stage"], reshard["to"]["zero_stage"]) == (2, None)

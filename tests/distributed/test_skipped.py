@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, Launcher
+from tests.conftest import Launcher
 from tests.distributed.skip_steps import COURSE, ORDER, all_rows
+from tests.forking import Nursery
 
 pytestmark = pytest.mark.launch
 # Stage 3 comes last: it replaces torch's linear function in the whole process.
@@ -32,17 +30,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(root: Path) -> dict[str, list[dict[str, Any]]]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*launcher, "-m", "tests.distributed.skip_steps", str(root), *CASES],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+def told(root: Path, nursery: Nursery) -> dict[str, list[dict[str, Any]]]:
+    words = [str(root), *CASES]
+    statuses, _, said = nursery.run("tests.distributed.skip_steps", words, root / "ranks")
+    assert statuses == [0, 0], said
     return dict(zip(CASES, json.loads((root / "told.json").read_text()), strict=True))
 
 

@@ -7,27 +7,23 @@ was stopped with a checkpoint, takes two steps, saves and clears the older check
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from tests.conftest import PACE, ROOT, SHAPE
 from tests.faults.harness import Site, Start
 from tests.faults.outcomes import Outcome, acknowledged, curve, events, gist, unfinished
+from tests.forking import SILENT, Nursery, state_of
 
 BRIEF = f"{SHAPE} {PACE} --max_steps 4 --save_interval 2 --keep_last 1"
 TRACED = ("write", "mkdir", "fsync", "rename", "unlink", "unlinkat", "rmdir")
-SILENT = 180.0  # seconds after which a forked run counts as stuck
 
 
 def no_strace() -> str:
@@ -36,32 +32,6 @@ def no_strace() -> str:
         return "strace is not installed"
     tried = subprocess.run(["strace", "-o", os.devnull, "true"], capture_output=True, text=True)
     return f"strace may not trace: {tried.stderr.strip()}" if tried.returncode else ""
-
-
-class Nursery:
-    """The process that runs are forked from."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.nursery"],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def ask(self, **question: Any) -> int:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin
-        assert stdout
-        stdin.write(json.dumps(question) + "\n")
-        stdin.flush()
-        return int(stdout.readline())
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
 
 
 @dataclass(frozen=True)
@@ -125,21 +95,13 @@ class Bench:
     ) -> Ended:
         """Train to the end; the `ranks` named are traced `since` then, and suffer `inject`."""
         argv = [*self.site.places(out_dir), *f"{BRIEF} {self.kind.flags} {flags}".split()]
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
         log = out_dir.with_suffix(".log")
-        pids = []
-        for rank in range(self.kind.world):
-            environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank)}
-            environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.kind.world)}
-            environ = {} if self.kind.world == 1 else environ
-            stop = since if rank in ranks else ""
-            pids.append(self.nursery.ask(argv=argv, environ=environ, log=str(log), stop=stop))
+        stops = [since if rank in ranks else "" for rank in range(self.kind.world)]
+        pids = self.nursery.fork("train_pretrain", argv, stops, log, log)
         prefix = out_dir.with_suffix(".trace")
         try:
             tracer = self._trace([pids[rank] for rank in ranks], inject, prefix) if ranks else None
-            statuses, seconds = self._wait(pids)
+            statuses, seconds = self.nursery.wait(pids)
         except BaseException:
             Start.kill(pids)
             raise
@@ -151,7 +113,7 @@ class Bench:
     @staticmethod
     def _trace(pids: list[int], inject: str, prefix: Path) -> subprocess.Popen[bytes]:
         for pid in pids:  # one that is attached to before it stops would miss its SIGCONT
-            _wait_for(lambda pid=pid: _state(pid) == "T", "has not stopped")
+            _wait_for(lambda pid=pid: state_of(pid) == "T", "has not stopped")
         command = ["strace", "-ff", "-y", "-ttt", "-T", "-s", "40", "-o", str(prefix)]
         command += ["-e", f"trace={','.join(TRACED)}", "-e", "signal=none"]
         command += ["-e", f"inject={inject}"] if inject else []
@@ -163,26 +125,6 @@ class Bench:
             _wait_for(lambda status=status: "TracerPid:\t0\n" not in status.read_text(), "is free")
             os.kill(pid, signal.SIGCONT)
         return tracer
-
-    def _wait(self, pids: list[int]) -> tuple[list[int], float]:
-        """Exit statuses, and seconds between the first end and the last.
-
-        Like a launcher, tells the others to stop when one has failed.
-        """
-        statuses: dict[int, int] = {}
-        began, first = time.monotonic(), 0.0
-        while len(statuses) < len(pids):
-            for pid in pids:
-                if pid in statuses or not _is_over(pid):
-                    continue
-                statuses[pid] = self.nursery.ask(wait=pid)
-                first = first or time.monotonic()
-                for other in set(pids) - set(statuses) if statuses[pid] not in (0, 75) else ():
-                    os.kill(other, signal.SIGTERM)
-            if time.monotonic() - (first or began) > SILENT:
-                raise TimeoutError(f"stuck; ended were {statuses} of {pids}")
-            time.sleep(0.01)
-        return [statuses[pid] for pid in pids], time.monotonic() - first
 
     def check(self, out_dir: Path, outcome: Outcome) -> None:
         """Start again without a fault: it must go on where it had promised, and repeat."""
@@ -208,16 +150,6 @@ class Bench:
     def clear(self, out_dir: Path) -> None:
         for path in [*out_dir.parent.glob(f"{out_dir.name}.*"), out_dir]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _state(pid: int) -> str:
-    """The letter by which /proc tells what a process is doing."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def _is_over(pid: int) -> bool:
-    """Whether a process is dead; its parent, the nursery, has not asked for its status yet."""
-    return _state(pid) in "ZX"
 
 
 def _wait_for(reached: Callable[[], bool], told: str) -> None:

@@ -6,9 +6,10 @@ import re
 import signal
 from collections.abc import Iterator
 
-from tests.faults.forked import ALONE, PAIR, TRACED, Bench, Kind, Nursery, no_strace
+from tests.faults.forked import ALONE, PAIR, TRACED, Bench, Kind, no_strace
 from tests.faults.harness import Site
 from tests.faults.outcomes import Outcome, events, gist
+from tests.forking import Nursery
 
 KILLED_AT = tuple(call for call in TRACED if call != "write")
 FAILING = (("fsync", "EIO"), ("rename", "EDQUOT"), ("write", "ENOSPC"))

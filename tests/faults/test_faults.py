@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.forked import ALONE, Bench, Nursery, no_strace
+from tests.faults.forked import ALONE, Bench, no_strace
 from tests.faults.harness import Site
 from tests.faults.kills import random_kills
 from tests.faults.outcomes import Outcome, table
 from tests.faults.syscalls import fail_at_each, in_order, kill_at_each
+from tests.forking import Nursery
 
 pytestmark = pytest.mark.launch
 
@@ -23,12 +24,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.fixture(scope="module")
-def bench(site: Site) -> Iterator[Bench]:
+def bench(site: Site, nursery: Nursery) -> Bench:
     if reason := no_strace():
         pytest.skip(reason)
-    nursery = Nursery()
-    yield Bench(site, nursery, ALONE)
-    nursery.close()
+    return Bench(site, nursery, ALONE)
 
 
 def require_right(outcomes: list[Outcome]) -> None:
@@ -36,11 +35,12 @@ def require_right(outcomes: list[Outcome]) -> None:
     assert not wrong, "\n".join([*table(outcomes), *wrong])
 
 
-def test_killed_at_random_it_repeats_the_unbroken_run_bit_for_bit(site: Site):
-    """The group, a worker, the launcher, the script; one of them in a save."""
+@pytest.mark.parametrize("kills", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_killed_at_random_it_repeats_the_unbroken_run_bit_for_bit(site: Site, kills: int):
+    """The group, a worker, then the launcher, the script; one of them in a save."""
     site.measure()
-    outcomes = list(random_kills(site, kills=4, in_saves=1))
-    assert sum("SIGKILL" in o.fault for o in outcomes) >= 4
+    outcomes = list(random_kills(site, kills, in_saves=1))
+    assert sum("SIGKILL" in o.fault for o in outcomes) >= kills
     require_right(outcomes)
 
 

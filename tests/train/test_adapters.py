@@ -7,9 +7,6 @@ which takes minutes to compile the first time, is long.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -17,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.distributed.adapters import CASES, COMPILED, LAST, SAVED
+from tests.distributed.adapters import CASES, LAST, SAVED
 from tests.distributed.engines import FROZEN, TINY
+from tests.forking import Nursery
 
 pytestmark = pytest.mark.launch
 WRAPPERS = {
@@ -32,21 +29,30 @@ WRAPPERS = {
     "0, bf16, FusedAdam": "FP16_Optimizer",
     "0, fp32, FusedAdam": "FusedAdam",
 }
-CROSSINGS = [
+# Of each wrapper and way of saving one; the rest is long.
+SHORT = [
+    *("ddp, fp32", "ddp, bf16", "0, fp32", "0, bf16", "1, bf16, fp32 sums", "2, fp32"),
+    *("2, bf16, round robin", "2, fp16", "2, bf16, experts", "2, fp32, recomputing"),
+    *("3, fp32", "3, bf16"),
+]
+LONG = [name for name in CASES if name not in SHORT]
+SHORT_CROSSINGS = [
     "2, bf16, round robin -> 1, bf16, fp32 sums",
     "1, bf16, fp32 sums -> 2, bf16",
-    "3, bf16 -> 2, bf16",
     "2, bf16, round robin -> 3, bf16",
+    "3, bf16 -> 2, bf16",
+]
+LONG_CROSSINGS = [
     "2, fp16 -> 3, fp16",
     "2, bf16, experts -> 3, bf16, experts",
-]
-COMPILED_CROSSINGS = [
     "2, bf16 -> 2, bf16, FusedAdam",
     "2, bf16, FusedAdam -> 1, bf16, CPUAdam",
     "1, bf16, CPUAdam -> 2, bf16",
     "0, bf16, FusedAdam -> 2, bf16",
     "2, bf16 -> 0, bf16, FusedAdam",
 ]
+RECOMPUTING = ["2, fp32, recomputing", "3, fp32, recomputing"]
+SOURCES = [name.partition(" -> ")[0] for name in LONG_CROSSINGS]
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -54,45 +60,38 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: name.startswith("3") or " -> 3" in name)
 
 
-def studied(directory: Path, names: Iterable[str]) -> dict[str, Any]:
+def studied(nursery: Nursery, directory: Path, names: Iterable[str]) -> dict[str, Any]:
     out = directory / "found.json"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*launcher, "-m", "tests.distributed.adapters", str(out), *in_order(names)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = [str(out), *in_order(names)]
+    statuses, _, told = nursery.run("tests.distributed.adapters", words, directory / "ranks")
+    assert statuses == [0, 0], told[-3000:]
     return json.loads(out.read_text())
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    names = [name for name in CASES if name not in COMPILED]
-    return studied(tmp_path_factory.mktemp("plain"), [*names, *CROSSINGS])
+def plain(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return studied(nursery, tmp_path_factory.mktemp("plain"), [*SHORT, *SHORT_CROSSINGS])
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    names = ["2, bf16", *COMPILED, *COMPILED_CROSSINGS]  # a source before what goes on from it
-    return studied(tmp_path_factory.mktemp("compiled"), names)
+def more(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The rest, a source before what goes on from it."""
+    names = [name for name in CASES if name not in SHORT or name in SOURCES]
+    return studied(nursery, tmp_path_factory.mktemp("more"), [*names, *LONG_CROSSINGS])
 
 
 @pytest.fixture
 def found(request: pytest.FixtureRequest, name: str) -> dict[str, Any]:
     """What was seen of one case, from the launch that it belongs to."""
-    fixture = "compiled" if name in (*COMPILED, *COMPILED_CROSSINGS) else "plain"
-    return request.getfixturevalue(fixture)
+    is_short = name in (*SHORT, *SHORT_CROSSINGS)
+    return request.getfixturevalue("plain" if is_short else "more")
 
 
 def marked(names: Iterable[str], long: Iterable[str]) -> list[Any]:
     return [pytest.param(n, marks=pytest.mark.long) if n in long else n for n in names]
 
 
-@pytest.mark.parametrize("name", marked(CASES, COMPILED))
+@pytest.mark.parametrize("name", marked(CASES, LONG))
 def test_the_same_configuration_goes_on_bit_for_bit(found: dict[str, Any], name: str):
     """Made anew, in an engine that trained on meanwhile, and from before the first step."""
     seen = found[name]
@@ -103,7 +102,7 @@ def test_the_same_configuration_goes_on_bit_for_bit(found: dict[str, Any], name:
     assert seen["unbroken"][-1]["loss"] < seen["unbroken"][0]["loss"]
 
 
-@pytest.mark.parametrize("name", marked(CASES, COMPILED))
+@pytest.mark.parametrize("name", marked(CASES, LONG))
 def test_every_parameter_is_saved_once_and_whole(found: dict[str, Any], name: str):
     """Frozen ones without moments, the tied embedding once, and the buffer as it was counted."""
     keys = found[name]["keys"]
@@ -121,24 +120,24 @@ def test_every_parameter_is_saved_once_and_whole(found: dict[str, Any], name: st
     assert found[name]["seen"] == LAST * CASES[name].accumulation + looked_at
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", marked(RECOMPUTING, LONG))
 def test_blocks_that_are_computed_again_train_to_the_same_numbers(
-    plain: dict[str, Any], stage: int
+    found: dict[str, Any], plain: dict[str, Any], name: str
 ):
-    recomputing = plain[f"{stage}, fp32, recomputing"]
-    assert recomputing["unbroken"] == plain[f"{stage}, fp32"]["unbroken"]
-    assert recomputing["seen"] == plain[f"{stage}, fp32"]["seen"]
+    kept = plain[name.removesuffix(", recomputing")]
+    assert found[name]["unbroken"] == kept["unbroken"]
+    assert found[name]["seen"] == kept["seen"]
 
 
-@pytest.mark.parametrize("name", marked(WRAPPERS, COMPILED))
+@pytest.mark.parametrize("name", marked(WRAPPERS, LONG))
 def test_the_cases_are_what_they_are_called(found: dict[str, Any], name: str):
     assert found[name]["wrapper"] == WRAPPERS[name]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "fp16" in name])
-def test_the_loss_scale_goes_on_through_overflows(plain: dict[str, Any], name: str):
+@pytest.mark.parametrize("name", marked([name for name in CASES if "fp16" in name], LONG))
+def test_the_loss_scale_goes_on_through_overflows(found: dict[str, Any], name: str):
     """What the bit-for-bit test compares does happen: halved and doubled before and after."""
-    steps = plain[name]["unbroken"]
+    steps = found[name]["unbroken"]
     assert steps[SAVED - 1]["skipped"] > 0
     assert steps[-1]["skipped"] > steps[SAVED - 1]["skipped"]
     scales = [step["scale"] for step in steps[SAVED:]]
@@ -146,7 +145,7 @@ def test_the_loss_scale_goes_on_through_overflows(plain: dict[str, Any], name: s
     assert any(b < a for a, b in pairwise(scales))
 
 
-@pytest.mark.parametrize("name", marked([*CROSSINGS, *COMPILED_CROSSINGS], COMPILED_CROSSINGS))
+@pytest.mark.parametrize("name", marked([*SHORT_CROSSINGS, *LONG_CROSSINGS], LONG_CROSSINGS))
 def test_another_wrapper_or_optimizer_class_goes_on_with_the_same_moments(
     found: dict[str, Any], name: str
 ):

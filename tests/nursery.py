@@ -1,17 +1,19 @@
 """Runs forked from one process that has already imported everything: a start in a second.
 
-Reads one JSON object a line: `{"argv": [...], "environ": {...}, "log": PATH, "stop": WHERE}` forks
-a process that calls train_pretrain.main(argv), and answers its pid; `{"wait": PID}` answers its
-exit status, negative for a signal. At "start" or before "training" it waits for SIGCONT, so that
-strace can attach; with "" it does not wait.
+Reads one JSON object a line: `{"module": NAME, "argv": [...], "environ": {...}, "out": PATH, "err":
+PATH, "stop": WHERE}` forks a process that runs the module as `python -m` would, and answers its
+pid; `{"wait": PID}` answers its exit status, negative for a signal. At "start" or before "training"
+it waits for SIGCONT, so that strace can attach; with "" it does not wait.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import sys
+import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,32 +39,35 @@ def stop_before_training() -> None:
 
 
 def give_birth(asked: dict[str, Any]) -> int:
-    """The pid of a process that runs train_pretrain.py on `argv`."""
+    """The pid of a process that runs a module."""
     pid = os.fork()
     if pid:
         return pid
     os.setsid()
-    log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for new, old in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(new, old)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for place, old in ((asked["out"], 1), (asked["err"], 2)):
+        os.dup2(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND), old)
     os.environ.update(asked["environ"])
     if asked["stop"] == "start":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif asked["stop"] == "training":
         stop_before_training()
+    sys.argv = [asked["module"], *asked["argv"]]
+    ended: Any = 99
     try:
-        ended = import_module("train_pretrain").main(asked["argv"])
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException as error:  # whatever it is, this copy must not go on as the nursery
-        os.write(2, f"{error!r}\n".encode())
-        ended = 99
+        runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
+        ended = 0
+    except SystemExit as told:
+        ended = told.code or 0
+    except BaseException:  # whatever it is, this copy must not go on as the nursery
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(ended)
 
 
 def main() -> int:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the libraries print is no answer
     warm_up()
