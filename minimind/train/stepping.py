@@ -75,7 +75,7 @@ class Engine(Ranks):
                     backend.backward(contagious(goal.trained))
                     clock.mark("backward")
                 norm = backend.update(is_last)
-                clock.mark("optimizer")
+                clock.mark("optimizer", is_last)
                 losses.append(goal.mean.detach())
                 routings.append(goal.routing)
                 sums.append(goal.loss_sum.detach().double())

@@ -12,7 +12,7 @@ import torch
 from minimind.errors import StorageError, UsageError
 from minimind.flags import parse_flags
 from minimind.train.peaks import VENDOR, is_model, mfu_per_speed, peak_of, peak_told
-from minimind.train.profile import PhaseClock
+from minimind.train.profile import PHASES, PhaseClock
 from minimind.train.trace import Trace, traced_steps
 
 CPU = torch.device("cpu")
@@ -36,9 +36,10 @@ def test_a_trace_has_the_phases_of_its_steps_and_no_others(tmp_path: Path, begin
             trace.write() if trace.is_recording else trace.begin()
         clock.is_traced = trace.is_recording
         clock.begin()
-        for phase in ("data", "forward", "backward", "optimizer"):
-            torch.dot(torch.ones(8), torch.ones(8))
-            clock.mark(phase)
+        for is_last in (False, True):  # two micro-batches
+            for phase in PHASES:
+                torch.dot(torch.ones(8), torch.ones(8))
+                clock.mark(phase, is_last and phase == PHASES[-1])
     assert ended == [(max(begins_at, 1), False), (3, True)]
     written = tmp_path / "traces" / "steps_2-3-rank_1.json.gz"
     assert [path.name for path in (tmp_path / "traces").iterdir()] == [written.name]
@@ -46,8 +47,8 @@ def test_a_trace_has_the_phases_of_its_steps_and_no_others(tmp_path: Path, begin
         event["name"] for event in json.loads(gzip.decompress(written.read_bytes()))["traceEvents"]
     ]
     steps = 3 - max(begins_at, 1)
-    assert [names.count(phase) for phase in ("data", "forward", "optimizer")] == [steps] * 3
-    assert names.count("aten::dot") == 4 * steps
+    assert [names.count(phase) for phase in PHASES] == [2 * steps] * 4
+    assert names.count("aten::dot") == 8 * steps
 
 
 def test_a_run_that_ends_early_writes_what_it_has_and_a_full_disk_is_told(tmp_path: Path):
