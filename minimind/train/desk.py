@@ -113,10 +113,10 @@ def trace(desk: Desk, state: TrainState, clock: PhaseClock, is_over: bool = Fals
     started = time.perf_counter()
     if recorder.is_recording:
         clock.is_traced = False
-        together(desk.engine, recorder.write)
-        desk.report.say(f"step {state.step}: trace {recorder.path}, for ui.perfetto.dev")
+        path = together(desk.engine, partial(recorder.write, state.step))[desk.engine.rank]
+        desk.report.say(f"step {state.step}: trace {path}, for ui.perfetto.dev")
     else:
-        recorder.begin()
+        recorder.begin(state.step)
         clock.is_traced = True
     desk.report.pause("trace", (time.perf_counter() - started) * 1e3)
 
