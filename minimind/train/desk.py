@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -30,8 +30,34 @@ from minimind.train.report import Report
 from minimind.train.samples import Samples, draw
 from minimind.train.saver import Saver
 from minimind.train.schedule import Schedule
-from minimind.train.state import TrainState
+from minimind.train.state import TrainState, is_due
 from minimind.train.trace import Trace
+
+WARM_UP = 2  # steps, in which everything that lasts is built
+
+
+class Spared:
+    """What the garbage collector passes over while the run lasts: what its first steps built.
+
+    Thawing is of everything that is frozen. Where a notebook has frozen something by itself, the
+    run freezes nothing, so that it has nothing to thaw.
+    """
+
+    def __init__(self) -> None:
+        self._is_ours = False
+
+    def settle(self, steps: int) -> None:
+        """Spare the collector all that is there, once the run has taken its first steps."""
+        if steps == WARM_UP and not gc.get_freeze_count():
+            gc.collect()
+            gc.freeze()
+            self._is_ours = True
+
+    def thaw(self) -> None:
+        """Undo it, if it was done."""
+        if self._is_ours:
+            gc.unfreeze()
+            self._is_ours = False
 
 
 @dataclass(frozen=True)
@@ -51,13 +77,14 @@ class Desk:
     skipped: SkippedSteps
     stop: StopRequest
     progress: Progress
+    spared: Spared = field(default_factory=Spared)
 
 
 def close_with(held: ExitStack, desk: Desk) -> None:
     """Have `held` end what works beside the loop, however the loop ends."""
     held.callback(desk.batches.close)
     held.callback(desk.saver.close)
-    held.callback(gc.unfreeze)  # a notebook goes on
+    held.callback(desk.spared.thaw)
     if desk.trace:
         held.callback(desk.trace.stop)
 
@@ -103,6 +130,13 @@ def report_skipped(
 def report_profile(desk: Desk, state: TrainState) -> None:
     """Where the time of every rank went since the last profile."""
     desk.report.profile(state.step, desk.engine.gather(desk.report.medians()))
+
+
+def report_collectives(desk: Desk, state: TrainState, stopping: bool) -> None:
+    """Every --profile_interval what DeepSpeed's comms_logger tells, where its JSON has it on."""
+    is_time = stopping or is_due(state.step, desk.run.profile_interval, desk.schedule.total_steps)
+    if is_time and (told := desk.engine.backend.collectives_table()):
+        desk.report.say(f"DeepSpeed's comms_logger, up to step {state.step}:\n{told}")
 
 
 def trace(desk: Desk, state: TrainState, clock: PhaseClock, is_over: bool = False) -> None:
@@ -182,3 +216,9 @@ def report_saved(desk: Desk, wait: bool) -> None:
         size = mebibytes(saved["bytes"])
         desk.report.say(f"step {saved['step']}: checkpoint {saved['path']} ({size})")
         desk.saver.retire()
+
+
+def wind_up(desk: Desk, state: TrainState, clock: PhaseClock) -> None:
+    """Write what is recorded and wait for what is being saved: the run is over, or stops."""
+    trace(desk, state, clock, is_over=True)
+    report_saved(desk, wait=True)

@@ -100,6 +100,7 @@ def train_resolved(
         progress.lock = claim(out_dir)
     progress.out_dir = out_dir
     engine = build_engine(resolved, begun(run, prepared, initial), setup.device)
+    held.callback(engine.release)
     engine.introduce(progress.peers)
     require_same_files(engine, out_dir, prepared)
     with storing(str(out_dir), "mend its rights, or give another --out_dir"):
