@@ -40,7 +40,7 @@ class NoClock:
     def __init__(self, true: Any) -> None:
         self.true = true
 
-    def mark(self, phase: str) -> None:
+    def mark(self, phase: str, is_last: bool = False) -> None:
         """Do nothing."""
 
 

@@ -52,6 +52,7 @@ LAYERS = [
         "minimind.train.build_lock",
         "minimind.train.profile",
         "minimind.train.communication",
+        "minimind.train.deepspeed_logs",
         "minimind.train.compiled",
         "minimind.train.stepping",
         "minimind.train.trace",

@@ -65,8 +65,8 @@ class Batches:
         self._reader = ThreadPoolExecutor(max(1, workers), thread_name_prefix="read-ahead")
         self._pending: dict[int, Future[Block]] = {}  # by number of the block
         self._places = threading.Lock()
-        self._known = range(0)  # the steps whose row indices are in _indices
-        self._indices = np.empty((0, 0), dtype=np.int64)
+        self._stretch = max(1, ROWS_AT_ONCE // self._share)  # steps
+        self._known: dict[int, np.ndarray] = {}  # row indices by number of the stretch
 
     @property
     def tokens_per_step(self) -> int:
@@ -122,13 +122,19 @@ class Batches:
             return Block(sent, arrived)
 
     def _rows_for(self, step: int) -> np.ndarray:
-        """This rank's row indices, computed for many steps when one is asked for."""
+        """This rank's row indices, computed for a stretch of steps when one is asked for.
+
+        As many stretches are kept as blocks are read at a time, which may lie in different ones.
+        """
+        number, at = divmod(step - self.order.origin.step, self._stretch)
         with self._places:
-            if step not in self._known:
-                self._known = range(step, step + max(1, ROWS_AT_ONCE // self._share))
-                indices = self.order.rows_for(step, self._rank, self._world_size, len(self._known))
-                self._indices = indices.reshape(len(self._known), self._share)
-            return self._indices[step - self._known.start]
+            if number not in self._known:
+                first = step - at
+                found = self.order.rows_for(first, self._rank, self._world_size, self._stretch)
+                self._known[number] = found.reshape(self._stretch, self._share)
+                if len(self._known) > self._ahead + 2:
+                    self._known.pop(next(iter(self._known)))
+            return self._known[number][at]
 
 
 def held_out_rows(shards: TokenShards, n: int, row_tokens: int) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
-from statistics import median
 from typing import Any
 
 from minimind.report.configuration import Configuration, differences
@@ -21,6 +20,7 @@ from minimind.report.numbers import (
     percent,
 )
 from minimind.report.panels import tone_of
+from minimind.report.ranks import spreads
 from minimind.report.records import PAUSES, PHASES, number
 from minimind.report.runs import Run, how_it_ended
 from minimind.report.words import backend_of
@@ -142,34 +142,20 @@ def differences_table(runs: Sequence[Run], each: Sequence[Configuration]) -> str
 
 
 def ranks_table(run: Run) -> str:
-    """Least, median and largest milliseconds over the ranks, of the last profile that has them."""
-    for event in reversed(run.events("profile")):
-        rows = []
-        for name in (*PHASES, "step"):
-            by_rank = _by_rank(event.get("ranks"), f"{name}_ms")
-            if by_rank:
-                slowest = max(by_rank, key=lambda rank: by_rank[rank])
-                times = [*by_rank.values()]
-                told = [milliseconds(t) for t in (min(times), median(times), max(times))]
-                rows.append([name, *told, escape(f"rank {slowest}")])
-        if rows:
-            step = number(event.get("step"))
-            head = ("phase", "fastest rank", "median", "slowest rank", "which")
-            return f"<h2>Ranks, up to step {step:,.0f}</h2>{table(head, rows)}"
-    return ""
-
-
-def _by_rank(ranks: Any, name: str) -> dict[str, float]:
-    """Rank -> milliseconds, of a list of objects or of an object of lists."""
-    if isinstance(ranks, dict):
-        values = ranks.get(name)
-        told = enumerate(values) if isinstance(values, list) else ()
-    elif isinstance(ranks, list):
-        objects = [(n, one) for n, one in enumerate(ranks) if isinstance(one, dict)]
-        told = [(one.get("rank", n), one.get(name)) for n, one in objects]
-    else:
-        return {}
-    return {str(rank): number(ms) for rank, ms in told if math.isfinite(number(ms))}
+    """Least, median and largest over the ranks, of the last profile in which several told."""
+    step, found = spreads(run)
+    if not found:
+        return ""
+    rows = [
+        [one.name, one.least, one.median, one.largest, escape(f"rank {one.rank}")] for one in found
+    ]
+    head = ("", "least of a rank", "median", "largest", "whose that is")
+    return (
+        f"<h2>Ranks, up to step {step:,.0f}</h2>{table(head, rows, 'ranks')}"
+        '<p class="quiet">Of times, each rank tells the median over its steps. Ranks wait for one'
+        " another in the backward pass: a late one shows by its forward pass, or by how little it"
+        " communicates.</p>"
+    )
 
 
 def samples_list(run: Run) -> str:

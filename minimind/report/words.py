@@ -8,6 +8,7 @@ import numpy as np
 
 from minimind.report.figures import WORDS, Figures, smoothed_loss
 from minimind.report.numbers import count, duration, exact, mebibytes, percent
+from minimind.report.ranks import in_brief
 from minimind.report.records import number
 from minimind.report.runs import Run
 
@@ -72,7 +73,7 @@ def spent(figures: Figures) -> str:
 
 
 def as_text(run: Run, figures: Figures, blocks: bool = True) -> str:
-    """The run for a terminal, 6 to 9 lines; without `blocks` in ASCII alone."""
+    """The run for a terminal, 6 to 10 lines; without `blocks` in ASCII alone."""
     lines = [
         str(run.place),
         f"  run         {what_it_is(run) or 'nothing is known of it'}",
@@ -94,6 +95,7 @@ def as_text(run: Run, figures: Figures, blocks: bool = True) -> str:
         lines.append(f"  time        {spent(figures)}")
     if math.isfinite(figures.memory_mib):
         lines.append(f"  memory      {mebibytes(figures.memory_mib)} at most, of one process")
+    lines += [f"  ranks       {told}"] if (told := in_brief(run)) else []
     drawn = sparkline(smoothed_loss(run), BLOCKS if blocks else PLAIN)
     text = "\n".join([*lines, f"  {drawn}"] if drawn else lines)
     return text if blocks else text.encode("ascii", "replace").decode()

@@ -106,6 +106,13 @@ class PlainBackend:
         if isinstance(self.forward, DistributedDataParallel):
             clock.watch_ddp(self.forward)
 
+    def collectives_table(self) -> str:
+        """Nothing: DeepSpeed's comms_logger is not here."""
+        return ""
+
+    def release(self) -> None:
+        """Do nothing: what is timed goes with the model."""
+
     def begin(self, lr: float) -> float:
         """Set the learning rate of the coming update, and return it."""
         if not self.module.training:  # after a validation: it goes through all modules

@@ -68,6 +68,12 @@ def combination_faults(
         if run.is_explicit(name)
     ]
     found += _least(config) + _not_ours(config)
+    if run.compile == "on" and get(config, "flops_profiler.enabled") is True:
+        found.append(
+            "flops_profiler.enabled is true, and in a model that is compiled the profiler miscounts"
+            f" and has it compiled again and again; drop compile = on ({run.sources['compile']})"
+            " or switch the profiler off"
+        )
     stage = get(config, f"{ZERO}stage")
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         where = sources.get(f"{ZERO}stage", path)

@@ -29,12 +29,28 @@ class CommunicationClock:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._spans: list[tuple[Any, Any]] = []
+        self._watched: Any = None
+        self._found: dict[str, Any] = {}  # what the object itself had, beside its class
 
     def watch_deepspeed(self, backend: Any) -> None:
-        """Time the collectives of `backend`, DeepSpeed's own object for them."""
+        """Time the collectives of `backend`, DeepSpeed's own object for them, until `release`.
+
+        The object is the process's, and is there after the run.
+        """
+        self._watched = backend
+        self._found = {name: vars(backend)[name] for name in COLLECTIVES if name in vars(backend)}
         for name in COLLECTIVES:
             if hasattr(backend, name):
                 setattr(backend, name, self._timed(getattr(backend, name)))
+
+    def release(self) -> None:
+        """Leave the object of DeepSpeed as it was found."""
+        if self._watched is None:
+            return
+        for name in COLLECTIVES:
+            vars(self._watched).pop(name, None)
+        vars(self._watched).update(self._found)
+        self._watched = None
 
     def watch_ddp(self, model: Any) -> None:
         """Have DDP reduce each bucket as it would by itself, and time it."""

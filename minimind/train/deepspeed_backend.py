@@ -11,6 +11,7 @@ from torch import nn
 from minimind.train.adapters import require_tested_deepspeed, zero_state
 from minimind.train.backends import PlainBackend
 from minimind.train.communication import CommunicationClock
+from minimind.train.deepspeed_logs import CollectivesLog
 from minimind.train.zero_state import ZeroState
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -19,9 +20,13 @@ SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 class DeepSpeedBackend:
     """DeepSpeed reduces, clips and updates by itself, at the last micro-batch of a step."""
 
-    def __init__(self, engine: Any, collectives: Any = None) -> None:
+    def __init__(
+        self, engine: Any, collectives: Any = None, log: CollectivesLog | None = None
+    ) -> None:
         self.engine = engine
         self.collectives = collectives  # DeepSpeed's communication backend
+        self._log = log
+        self._clock: CommunicationClock | None = None
         self.module: nn.Module = engine.module
         self.forward = engine
         self.optimizer = engine.optimizer
@@ -45,7 +50,19 @@ class DeepSpeedBackend:
 
     def watch(self, clock: CommunicationClock) -> None:
         """Have DeepSpeed's collectives timed."""
+        self._clock = clock
         clock.watch_deepspeed(self.collectives)
+
+    def collectives_table(self) -> str:
+        """What DeepSpeed's comms_logger tells since the last call; nothing where it is off."""
+        return self._log.table() if self._log else ""
+
+    def release(self) -> None:
+        """Leave what of DeepSpeed belongs to the process as it was found."""
+        if self._clock:
+            self._clock.release()
+        if self._log:
+            self._log.release()
 
     def begin(self, lr: float) -> float:
         """Set the learning rate of the coming update, and return the one in force.

@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from minimind.config import RunConfig
@@ -27,8 +27,34 @@ from minimind.train.report import Report
 from minimind.train.samples import Samples, draw
 from minimind.train.saver import Saver
 from minimind.train.schedule import Schedule
-from minimind.train.state import TrainState
+from minimind.train.state import TrainState, is_due
 from minimind.train.trace import Trace
+
+WARM_UP = 2  # steps, in which everything that lasts is built
+
+
+class Spared:
+    """What the garbage collector passes over while the run lasts: what its first steps built.
+
+    Thawing is of everything that is frozen. Where a notebook has frozen something by itself, the
+    run freezes nothing, so that it has nothing to thaw.
+    """
+
+    def __init__(self) -> None:
+        self._is_ours = False
+
+    def settle(self, steps: int) -> None:
+        """Spare the collector all that is there, once the run has taken its first steps."""
+        if steps == WARM_UP and not gc.get_freeze_count():
+            gc.collect()
+            gc.freeze()
+            self._is_ours = True
+
+    def thaw(self) -> None:
+        """Undo it, if it was done."""
+        if self._is_ours:
+            gc.unfreeze()
+            self._is_ours = False
 
 
 @dataclass(frozen=True)
@@ -48,13 +74,14 @@ class Desk:
     skipped: SkippedSteps
     stop: StopRequest
     progress: Progress
+    spared: Spared = field(default_factory=Spared)
 
 
 def close_with(held: ExitStack, desk: Desk) -> None:
     """Have `held` end what works beside the loop, however the loop ends."""
     held.callback(desk.batches.close)
     held.callback(desk.saver.close)
-    held.callback(gc.unfreeze)  # a notebook goes on
+    held.callback(desk.spared.thaw)
     if desk.trace:
         held.callback(desk.trace.stop)
 
@@ -103,6 +130,13 @@ def report_profile(desk: Desk, state: TrainState) -> None:
     desk.report.profile(state.step, desk.engine.gather(desk.report.medians()))
 
 
+def report_collectives(desk: Desk, state: TrainState, stopping: bool) -> None:
+    """Every --profile_interval what DeepSpeed's comms_logger tells, where its JSON has it on."""
+    is_time = stopping or is_due(state.step, desk.run.profile_interval, desk.schedule.total_steps)
+    if is_time and (told := desk.engine.backend.collectives_table()):
+        desk.report.say(f"DeepSpeed's comms_logger, up to step {state.step}:\n{told}")
+
+
 def trace(desk: Desk, state: TrainState, clock: PhaseClock, is_over: bool = False) -> None:
     """Begin or end a trace on every rank, where --trace_steps says so or the run is over."""
     recorder = desk.trace
@@ -111,10 +145,10 @@ def trace(desk: Desk, state: TrainState, clock: PhaseClock, is_over: bool = Fals
     started = time.perf_counter()
     if recorder.is_recording:
         clock.is_traced = False
-        together(desk.engine, recorder.write)
-        desk.report.say(f"step {state.step}: trace {recorder.path}, for ui.perfetto.dev")
+        path = together(desk.engine, partial(recorder.write, state.step))[desk.engine.rank]
+        desk.report.say(f"step {state.step}: trace {path}, for ui.perfetto.dev")
     else:
-        recorder.begin()
+        recorder.begin(state.step)
         clock.is_traced = True
     desk.report.pause("trace", (time.perf_counter() - started) * 1e3)
 
@@ -180,3 +214,9 @@ def report_saved(desk: Desk, wait: bool) -> None:
         size = mebibytes(saved["bytes"])
         desk.report.say(f"step {saved['step']}: checkpoint {saved['path']} ({size})")
         desk.saver.retire()
+
+
+def wind_up(desk: Desk, state: TrainState, clock: PhaseClock) -> None:
+    """Write what is recorded and wait for what is being saved: the run is over, or stops."""
+    trace(desk, state, clock, is_over=True)
+    report_saved(desk, wait=True)

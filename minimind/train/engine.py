@@ -29,6 +29,7 @@ from minimind.train.build_lock import minded_builds
 from minimind.train.compiled import compile_within
 from minimind.train.deepspeed_backend import Backend, DeepSpeedBackend
 from minimind.train.deepspeed_config import Resolved
+from minimind.train.deepspeed_logs import CollectivesLog, time_from_the_start
 from minimind.train.deepspeed_schema import MODELS, fault_told
 from minimind.train.optimizer import adamw, parameter_groups
 from minimind.train.ranks import carrier, lost_peers, rendezvous
@@ -124,7 +125,18 @@ def _deepspeed(
         raise UsageError(f"{resolved.path}: DeepSpeed refuses it: {told}; mend it") from error
     for group in list(distributed_c10d._world.pg_map):  # ZeRO's own ones would wait for 30 minutes
         distributed_c10d._set_pg_timeout(timeout, group)
-    return DeepSpeedBackend(prepared, deepspeed.comm.comm.cdb), accelerator.device
+    log = _heard(deepspeed, prepared, resolved.config)
+    return DeepSpeedBackend(prepared, deepspeed.comm.comm.cdb, log), accelerator.device
+
+
+def _heard(deepspeed: Any, engine: Any, config: Mapping[str, Any]) -> CollectivesLog:
+    """DeepSpeed's log of collectives, and its two profilers heard, where they are switched on."""
+    log = CollectivesLog(deepspeed.comm.comm, config.get("comms_logger"))
+    if log.is_on and config["comms_logger"].get("verbose") and "log_level" not in config:
+        deepspeed.utils.logging.set_log_level_from_string("info")
+    if config.get("flops_profiler", {}).get("enabled"):
+        time_from_the_start(engine.flops_profiler, engine.module)
+    return log
 
 
 def _plain(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-
 from minimind.errors import PREEMPTED
 from minimind.train.desk import (
     Desk,
     asked_by,
     begin_save,
+    report_collectives,
     report_evaluation,
     report_profile,
     report_samples,
@@ -16,11 +15,10 @@ from minimind.train.desk import (
     report_skipped,
     report_step,
     trace,
+    wind_up,
 )
 from minimind.train.profile import PhaseClock
 from minimind.train.state import TrainState, is_due
-
-WARM_UP = 2  # steps, in which everything that lasts is built
 
 
 def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
@@ -36,7 +34,7 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
     if state.step == last and not desk.saver.has(last):  # finished elsewhere, resumed into here
         begin_save(desk, state)
     while state.step < last:
-        settle(state.step - begun)
+        desk.spared.settle(state.step - begun)
         trace(desk, state, clock)
         engine.seed(state.step)
         clock.begin()
@@ -63,17 +61,9 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
             report_samples(desk, state)
         if profiling:
             report_profile(desk, state)
+        report_collectives(desk, state, stopping)
         if stopping and state.step < last:
-            trace(desk, state, clock, is_over=True)
-            report_saved(desk, wait=True)
+            wind_up(desk, state, clock)
             return state, PREEMPTED, f"stopped on {asked_by(desk)}, saved"
-    trace(desk, state, clock, is_over=True)
-    report_saved(desk, wait=True)
+    wind_up(desk, state, clock)
     return state, 0, "done"
-
-
-def settle(steps: int) -> None:
-    """Spare the garbage collector what was built in the first steps, and stays."""
-    if steps == WARM_UP:
-        gc.collect()
-        gc.freeze()

@@ -100,13 +100,13 @@ def train_resolved(
         progress.lock = claim(out_dir)
     progress.out_dir = out_dir
     engine = build_engine(resolved, begun(run, prepared, initial), setup.device)
+    held.callback(engine.release)
     engine.introduce(progress.peers)
     require_same_files(engine, out_dir, prepared)
     with storing(str(out_dir), "mend its rights, or give another --out_dir"):
-        is_speaker, is_profiling = engine.rank == 0, run.profile
         share = mfu_per_speed(run, engine.device, engine.world_size)
-        total_steps, device = schedule.total_steps, engine.device
-        report = Report(out_dir, total_steps, device, is_speaker, is_profiling, share)
+        total_steps, is_speaker = schedule.total_steps, engine.rank == 0
+        report = Report(out_dir, total_steps, engine.device, is_speaker, run.profile, share)
     held.callback(report.close)
     report.say(f"{resolved_table(resolved)}\n{idle_gpus(setup.device, setup.launch)}".strip())
     desk, resumed = build_desk(run, prepared, order, schedule, engine, report, progress, initial)

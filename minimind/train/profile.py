@@ -40,12 +40,12 @@ class PhaseClock:
         self._enter("data")
         self._annotate("data")
 
-    def mark(self, phase: str) -> None:
-        """Charge the time since the last mark to `phase`."""
+    def mark(self, phase: str, is_last: bool = False) -> None:
+        """Charge the time since the last mark to `phase`; the last one of a step ends it."""
         self._marks[-1].append((phase, self._now()))
         following = PHASES[(PHASES.index(phase) + 1) % len(PHASES)]
         self._enter(following)
-        self._annotate("" if phase == PHASES[-1] else following)
+        self._annotate("" if is_last else following)
 
     def _enter(self, phase: str) -> None:
         self.passed += 1

@@ -19,7 +19,7 @@ from minimind.train.deepspeed_config import (
     read_deepspeed_json,
     resolve,
 )
-from minimind.train.literals import AUTO, adopt_launch, put
+from minimind.train.literals import AUTO, adopt_launch, get, put
 from minimind.train.schedule import Schedule
 
 
@@ -88,6 +88,7 @@ def with_compile(resolved: Resolved, device: str) -> Resolved:
         "no GPU": device != "cuda",
         "ZeRO stage 3": resolved.zero_stage == 3,
         "experts": run.use_moe,
+        "DeepSpeed's flops_profiler": get(resolved.config, "flops_profiler.enabled") is True,
     }
     against = [reason for reason, holds in because.items() if holds]
     told = f"derived: {against[0]}" if against else "derived: GPU"

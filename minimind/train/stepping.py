@@ -43,6 +43,10 @@ class Engine(Ranks):
         self.backend.watch(clock)
         return clock
 
+    def release(self) -> None:
+        """Let go of what outlives the run in this process: a notebook goes on."""
+        self.backend.release()
+
     def seed(self, step: int) -> None:
         """Reseed torch for one step, so that no random state needs to be in a checkpoint."""
         mixed = ((self.resolved.run.seed * 1_000_003 + step) * 4_099 + self.rank) % 2**63
@@ -74,7 +78,7 @@ class Engine(Ranks):
                     backend.backward(contagious(goal.trained))
                     clock.mark("backward")
                 norm = backend.update(is_last)
-                clock.mark("optimizer")
+                clock.mark("optimizer", is_last)
                 routings.append(goal.routing)
                 sums.append(goal.loss_sum.detach())
                 counts.append(goal.tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,16 @@ def trace_of(run: RunConfig, rank: int) -> Trace | None:
 
 
 class Trace:
-    """Records from before the first step to after the last one, and writes one file a rank."""
+    """Records from before the first step to after the last one, and writes one file a rank.
+
+    A file is named by the steps that are in it, which may be fewer than were asked for; where a
+    start before recorded from the same step on, its files stay and the name has a number.
+    """
 
     def __init__(self, steps: tuple[int, int], out_dir: Path, rank: int) -> None:
         self._first, self._last = steps
-        name = f"steps_{self._first}-{self._last}-rank_{rank}.json.gz"
-        self.path = out_dir / "traces" / name
+        self._place, self._rank = out_dir / "traces", rank
+        self._begins = self._number = 0
         self._profiler: Any = None
 
     @property
@@ -58,8 +63,11 @@ class Trace:
             return is_over or step >= self._last
         return not is_over and self._first - 1 <= step < self._last
 
-    def begin(self) -> None:
-        """Record from now on."""
+    def begin(self, step: int) -> None:
+        """Record from now on, `step` steps having been taken."""
+        self._begins = step + 1
+        # Now, when no rank of this start writes yet, so that all of them find the same number.
+        self._number = 1 + max(self._numbers(), default=0)
         kinds = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             kinds.append(ProfilerActivity.CUDA)
@@ -73,9 +81,18 @@ class Trace:
             profiler.stop()
         return profiler
 
-    def write(self) -> None:
-        """End the recording and write it; a StorageError where it cannot be."""
+    def write(self, step: int) -> Path:
+        """End the recording with `step` and write it; a StorageError where it cannot be."""
         profiler = self.stop()
-        with storing(str(self.path), "free some space, or mend the path of --out_dir"):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(self.path))
+        again = f"-again_{self._number}" if self._number > 1 else ""
+        path = self._place / f"steps_{self._begins}-{step}{again}-rank_{self._rank}.json.gz"
+        with storing(str(path), "free some space, or mend the path of --out_dir"):
+            self._place.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        return path
+
+    def _numbers(self) -> Iterator[int]:
+        """Those of the recordings that begin with the same step."""
+        for path in self._place.glob(f"steps_{self._begins}-*"):
+            if found := re.fullmatch(r"steps_\d+-\d+(-again_(\d+))?-rank_\d+\.json\.gz", path.name):
+                yield int(found[2] or 1)

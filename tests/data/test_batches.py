@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from minimind.data.batches import TOKENS_AT_ONCE, Batches, held_out_rows
+from minimind.data.batches import ROWS_AT_ONCE, TOKENS_AT_ONCE, Batches, held_out_rows
 from minimind.data.order import Order, Origin
 from minimind.data.shards import TokenShards
 from tests.data.made import write
@@ -92,6 +92,25 @@ def test_steps_read_together_or_alone_and_in_any_order_are_the_same(batches):
     for step in (0, 1, together - 1, together, 3 * together + 1, 2, 5 * together, 0):
         for one, other in zip(ahead.at(step), alone.at(step), strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_places_are_computed_once_though_blocks_take_turns(batches, monkeypatch, workers):
+    computed, rows_for = [], Order.rows_for
+
+    def counted(order: Order, step: int, *given: int) -> np.ndarray:
+        computed.append(step)
+        return rows_for(order, step, *given)
+
+    reader = batches(2, workers=workers)
+    monkeypatch.setattr(Order, "rows_for", counted)
+    stretch = ROWS_AT_ONCE // 8
+    for step in range(stretch):  # as one thread and another, a stretch ahead, ask in turn
+        for asked in (step, stretch + step):
+            np.testing.assert_array_equal(
+                reader._rows_for(asked), rows_for(reader.order, asked, 0, 1)
+            )
+    assert computed == [0, stretch]
 
 
 def test_an_order_that_took_over_is_read_from_there_on(shards):

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -197,16 +198,43 @@ def test_whatever_a_line_holds_there_is_a_page(tmp_path):
         assert "nan" not in text, seed
 
 
-def test_ranks_are_told_by_their_least_median_and_largest(tmp_path):
-    by_rank = {"forward_ms": [10.0, 12.0, 50.0], "step_ms": "?", "mystery": 1}
-    for ranks in (
-        by_rank,
-        [{"rank": n, "forward_ms": v} for n, v in enumerate([10.0, 12.0, 50.0])],
+BY_RANK: dict[str, list[float]] = {
+    **{"forward_ms": [10.0, 12.0, 50.0], "backward_ms": [70.0, 69.0, 30.0]},
+    **{"step_ms": [90.0, 91.0, 90.5], "comm_ms": [41.0, 40.0, 2.0]},
+    "memory_mib": [300.0, 420.0, 2048.0],
+}
+
+
+@pytest.mark.parametrize("as_objects", [False, True])
+def test_ranks_are_told_by_their_least_median_and_largest(tmp_path, capsys, as_objects):
+    ranks: Any = {**BY_RANK, "optimizer_ms": "?", "mystery": 1}
+    if as_objects:
+        ranks = [{"rank": n, **{k: v[n] for k, v in BY_RANK.items()}} for n in range(3)]
+    profile = {"event": "profile", "step": 1, "ranks": ranks}
+    place = write_run(tmp_path / "run", [run_start(), step_line(1), profile])
+    text = page_of(tmp_path, place)
+    for cells in (
+        ("forward", "10 ms", "12 ms", "50 ms", "rank 2"),
+        ("step", "90 ms", "90.5 ms", "91 ms", "rank 1"),
+        ("of it comm.", "2 ms", "40 ms", "41 ms", "rank 0"),
+        ("memory peak", "300 MiB", "420 MiB", "2.0 GiB", "rank 2"),
     ):
-        profile = {"event": "profile", "step": 1, "ranks": ranks}
-        text = page_of(tmp_path, write_run(tmp_path / "run", [run_start(), step_line(1), profile]))
-        cells = "<td>forward</td><td>10 ms</td><td>12 ms</td><td>50 ms</td><td>rank 2</td>"
-        assert cells in text
+        assert "".join(f"<td>{cell}</td>" for cell in cells) in text
+    capsys.readouterr()
+    assert main(["report", str(place)]) == 0
+    assert (
+        "  ranks       forward 10 ms to 50 ms (rank 2), comm. 2 ms to 41 ms (rank 0),"
+        " memory 300 MiB to 2.0 GiB (rank 2)\n"
+    ) in capsys.readouterr().out
+
+
+def test_one_rank_is_not_compared_with_itself(tmp_path, capsys):
+    alone = {"event": "profile", "step": 2, "ranks": {k: v[:1] for k, v in BY_RANK.items()}}
+    place = write_run(tmp_path / "run", [run_start(), step_line(1), step_line(2), alone])
+    assert "<h2>Ranks" not in page_of(tmp_path, place)
+    several = {"event": "profile", "step": 1, "ranks": BY_RANK}  # before it went on in one process
+    write_run(place, [run_start(), step_line(1), several, step_line(2), alone])
+    assert "<h2>Ranks, up to step 1</h2>" in page_of(tmp_path, place)
 
 
 def test_the_report_is_written_without_torch(run):

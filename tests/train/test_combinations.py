@@ -13,6 +13,7 @@ from minimind.flags import parse_flags
 from minimind.launch import Launch, read_launch
 from minimind.train.deepspeed_config import Resolved, resolve
 from minimind.train.literals import put
+from minimind.train.setup import with_compile
 
 ENGAGED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"}
 CYCLE = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3}}
@@ -203,6 +204,17 @@ def test_a_warm_up_as_long_as_max_steps_is_taken():
 def test_float16_is_taken_on_a_gpu_from_stage_1(stage: int):
     found = resolved("--dtype float16", {f"{ZERO}stage": stage}, device="cuda")
     assert found.config["fp16"]["enabled"] is True
+
+
+def test_a_model_that_deepspeed_counts_is_not_compiled():
+    block = {"flops_profiler.enabled": True}
+    with pytest.raises(
+        UsageError, match=r"flops_profiler.enabled .* drop compile = on \(--compile\)"
+    ):
+        resolved("--compile on", block)
+    assert resolved("--compile on", {"flops_profiler.enabled": False}).run.compile == "on"
+    assert with_compile(resolved("", block, "cuda"), "cuda").run.compile == "off"
+    assert with_compile(resolved("", {}, "cuda"), "cuda").run.compile == "on"
 
 
 def test_a_precision_of_the_file_names_its_own_block():

@@ -84,6 +84,20 @@ def test_a_backends_collectives_are_timed_from_the_call_to_the_end_of_the_wait()
     assert not hasattr(backend, "all_gather")  # what it lacks it does not get
 
 
+def test_a_backend_is_left_as_it_was_found():
+    backend = Backend()
+    vars(backend)["broadcast"] = own = backend.broadcast  # somebody else watches it too
+    clock = CommunicationClock(CPU)
+    clock.watch_deepspeed(backend)
+    assert "all_reduce" in vars(backend)
+    clock.release()
+    assert vars(backend) == {"told": [], "broadcast": own}
+    clock.release()  # once more, or without anything watched, is nothing
+    CommunicationClock(CPU).release()
+    backend.all_reduce("gradient")
+    assert clock.take() == 0.0
+
+
 def test_the_names_are_those_of_deepspeeds_backend():
     from deepspeed.comm.torch import TorchBackend  # noqa: TID251 (its names are what is tested)
 

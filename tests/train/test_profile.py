@@ -3,13 +3,21 @@
 import json
 import math
 import time
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pytest
 import torch
 
+import minimind.train as training
+from minimind.data.batches import Batches
 from minimind.metrics import Metrics
 from minimind.report import records
+from minimind.train import stepping
+from minimind.train.backends import PlainBackend
 from minimind.train.profile import PHASES, PhaseClock, mean_ms, profile_table
 from minimind.train.report import PAUSES, Report
 
@@ -86,3 +94,42 @@ def test_a_straggler_shows_by_its_rank(tmp_path, capsys):
 
 def test_pauses_are_told_and_read_by_the_same_names():
     assert tuple(records.PAUSES) == tuple(PAUSES)
+
+
+def slowed(work: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """The same, `seconds` later."""
+
+    def late(*given: Any, **named: Any) -> Any:
+        time.sleep(seconds)
+        return work(*given, **named)
+
+    return late
+
+
+def test_the_phases_are_the_time_from_one_line_to_the_next(corpus, tmp_path, monkeypatch):
+    """By the clock of metrics.jsonl, which knows of no phase; every part of a step is slow."""
+    for owner, name, seconds in (
+        (Batches, "at", 0.02),
+        (PlainBackend, "begin", 0.01),
+        (stepping, "objective_of", 0.02),
+        (PlainBackend, "backward", 0.03),
+        (PlainBackend, "update", 0.01),
+    ):
+        monkeypatch.setattr(owner, name, slowed(getattr(owner, name), seconds))
+    train: Any = training  # a package that is called like a function
+    shape = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32}
+    pace = {"batch_size": 2, "accumulation_steps": 2, "max_steps": 16, "log_interval": 1}
+    places = {"data_path": [str(corpus)], "out_dir": str(tmp_path / "out")}
+    rest = {"cache_dir": str(tmp_path / "cache"), "vocab_size": 600, "eval_rows": 0}
+    fixed = {"device": "cpu", "deepspeed_config": "none", "save_interval": 100}
+    assert train({**shape, **pace, **places, **rest, **fixed}, profile=True) == 0
+    text = (tmp_path / "out" / "metrics.jsonl").read_text()
+    told = [json.loads(line) for line in text.splitlines()]
+    lines = [one for one in told if one["event"] == "step"]
+    least = {"data_ms": 30, "forward_ms": 40, "backward_ms": 60, "optimizer_ms": 20}
+    assert all(line[name] >= ms for line in lines for name, ms in least.items())
+    shares = [
+        sum(line[f"{phase}_ms"] for phase in PHASES) / (line["time"] - before["time"]) / 1e3
+        for before, line in pairwise(lines[:-1])  # the last one is saved too
+    ]
+    assert 0.98 < median(shares) < 1.0

@@ -12,7 +12,7 @@ import torch
 from minimind.errors import StorageError, UsageError
 from minimind.flags import parse_flags
 from minimind.train.peaks import VENDOR, is_model, mfu_per_speed, peak_of, peak_told
-from minimind.train.profile import PhaseClock
+from minimind.train.profile import PHASES, PhaseClock
 from minimind.train.trace import Trace, traced_steps
 
 CPU = torch.device("cpu")
@@ -33,21 +33,22 @@ def test_a_trace_has_the_phases_of_its_steps_and_no_others(tmp_path: Path, begin
     for taken in range(begins_at, 5):
         if trace.is_due(taken):
             ended.append((taken, trace.is_recording))
-            trace.write() if trace.is_recording else trace.begin()
+            trace.write(taken) if trace.is_recording else trace.begin(taken)
         clock.is_traced = trace.is_recording
         clock.begin()
-        for phase in ("data", "forward", "backward", "optimizer"):
-            torch.dot(torch.ones(8), torch.ones(8))
-            clock.mark(phase)
+        for is_last in (False, True):  # two micro-batches
+            for phase in PHASES:
+                torch.dot(torch.ones(8), torch.ones(8))
+                clock.mark(phase, is_last and phase == PHASES[-1])
     assert ended == [(max(begins_at, 1), False), (3, True)]
-    written = tmp_path / "traces" / "steps_2-3-rank_1.json.gz"
+    written = tmp_path / "traces" / f"steps_{max(begins_at, 1) + 1}-3-rank_1.json.gz"
     assert [path.name for path in (tmp_path / "traces").iterdir()] == [written.name]
     names = [
         event["name"] for event in json.loads(gzip.decompress(written.read_bytes()))["traceEvents"]
     ]
     steps = 3 - max(begins_at, 1)
-    assert [names.count(phase) for phase in ("data", "forward", "optimizer")] == [steps] * 3
-    assert names.count("aten::dot") == 4 * steps
+    assert [names.count(phase) for phase in PHASES] == [2 * steps] * 4
+    assert names.count("aten::dot") == 8 * steps
 
 
 def test_a_run_that_ends_early_writes_what_it_has_and_a_full_disk_is_told(tmp_path: Path):
@@ -55,17 +56,32 @@ def test_a_run_that_ends_early_writes_what_it_has_and_a_full_disk_is_told(tmp_pa
     assert trace.stop() is None  # nothing begun, nothing written
     assert not trace.is_due(0, is_over=True)
     assert list(tmp_path.iterdir()) == []
-    trace.begin()
+    trace.begin(0)
     torch.ones(2)
     assert (trace.is_due(4), trace.is_due(4, is_over=True)) == (False, True)
-    trace.write()
-    assert trace.path.exists()
+    assert trace.write(4) == tmp_path / "traces" / "steps_1-4-rank_0.json.gz"
+    assert (tmp_path / "traces" / "steps_1-4-rank_0.json.gz").stat().st_size > 0
     assert not trace.is_recording
     blocked = Trace((1, 9), tmp_path / "file", rank=0)
     (tmp_path / "file").write_text("")
-    blocked.begin()
+    blocked.begin(0)
     with pytest.raises(StorageError, match="; free some space, or mend the path of --out_dir"):
-        blocked.write()
+        blocked.write(1)
+
+
+def test_a_start_within_the_steps_leaves_the_traces_before_it(tmp_path: Path):
+    def recorded(begins: int, ends: int, rank: int = 0) -> str:
+        trace = Trace((3, 9), tmp_path, rank)
+        trace.begin(begins)
+        return trace.write(ends).name
+
+    assert recorded(2, 5) == "steps_3-5-rank_0.json.gz"  # stopped there
+    first = (tmp_path / "traces" / "steps_3-5-rank_0.json.gz").read_bytes()
+    assert recorded(5, 9) == "steps_6-9-rank_0.json.gz"  # resumed there
+    assert recorded(2, 5) == "steps_3-5-again_2-rank_0.json.gz"  # resumed from before it all
+    assert recorded(2, 9, rank=3) == "steps_3-9-again_3-rank_3.json.gz"  # one rank is as another
+    assert (tmp_path / "traces" / "steps_3-5-rank_0.json.gz").read_bytes() == first
+    assert len(list((tmp_path / "traces").iterdir())) == 4
 
 
 @pytest.mark.parametrize(

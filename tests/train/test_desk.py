@@ -1,0 +1,50 @@
+"""What a run leaves behind in its process: nothing frozen but what was before it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import minimind.train as training
+from minimind.train.desk import WARM_UP, Spared
+
+train: Any = training  # a package that is called like a function
+FLAGS: dict[str, Any] = {
+    **{"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32},
+    **{"vocab_size": 600, "batch_size": 2, "device": "cpu", "eval_rows": 0},
+    **{"save_interval": 100, "deepspeed_config": "none"},
+}
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+
+
+def test_what_the_first_steps_built_is_spared_and_given_back():
+    spared = Spared()
+    for steps in range(WARM_UP):
+        spared.settle(steps)
+    assert gc.get_freeze_count() == 0
+    spared.settle(WARM_UP)
+    assert gc.get_freeze_count() > 0
+    spared.thaw()
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("steps", [1, WARM_UP + 1])
+def test_what_a_notebook_froze_by_itself_stays_frozen(corpus: Path, tmp_path: Path, steps: int):
+    places = {"data_path": [str(corpus)], "out_dir": str(tmp_path / "out")}
+    gc.freeze()
+    assert train(**FLAGS, **places, cache_dir=str(tmp_path / "cache"), max_steps=steps) == 0
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()
+    again = {**places, "out_dir": str(tmp_path / "again"), "cache_dir": str(tmp_path / "cache")}
+    assert train(**FLAGS, **again, max_steps=steps) == 0
+    assert gc.get_freeze_count() == 0
