@@ -109,6 +109,7 @@ blockquote { margin: 8px 0; padding: 6px 12px; background: var(--wash); white-sp
   .lead { font-size: 16px; } .charts { grid-template-columns: minmax(0, 1fr); gap: 26px; }
   .tile { padding: 8px 10px; flex-basis: 40%; } .halves { display: block; }
   .tile b { font-size: 20px; } figcaption .legend { margin-left: 0; width: 100%; }
+  .ranks { font-size: 13px; } .ranks :is(th, td) { padding-right: 9px; }
   .wide .plot { height: 240px; } .plot, .across, .labels { margin-left: 48px; }
   .labels { height: calc(var(--n) * 19px); } .label { top: calc(var(--n) * 19px); }
   .end { display: none; } .ended .plot, .ended .across, .ended .labels { margin-right: 0; }

@@ -149,7 +149,7 @@ def ranks_table(run: Run) -> str:
     rows = [
         [one.name, one.least, one.median, one.largest, escape(f"rank {one.rank}")] for one in found
     ]
-    head = ("", "least of a rank", "median", "largest", "whose that is")
+    head = ("", "least", "median", "largest", "of")
     return (
         f"<h2>Ranks, up to step {step:,.0f}</h2>{table(head, rows, 'ranks')}"
         '<p class="quiet">Of times, each rank tells the median over its steps. Ranks wait for one'
