@@ -59,6 +59,7 @@ LAYERS = [
         "minimind.train.zero_state",
         "minimind.train.adapters",
         "minimind.train.claims",
+        "minimind.train.architecture",
         "minimind.train.tensor_files",
         "minimind.train.checkpoint",
         "minimind.train.contents",
@@ -80,6 +81,7 @@ LAYERS = [
     {
         "minimind.tensor_sources",
         "minimind.foreign_shapes",
+        "minimind.foreign_weights",
         "minimind.weights",
         "minimind.whole_files",
         "minimind.gguf_file",
