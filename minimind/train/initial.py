@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from minimind.checks import check
 from minimind.config import RunConfig
-from minimind.data.load_tokenizer import load_tokenizer
+from minimind.data.load_tokenizer import AnyTokenizer, load_tokenizer
 from minimind.data.prepare import is_prepared
 from minimind.errors import CheckpointError, UsageError
 from minimind.foreign_shapes import Given
@@ -61,6 +63,16 @@ class Initial:
     run: RunConfig
     architecture: Architecture
     weights: Weights | None = None
+
+    def build(self, run: RunConfig, tokenizer: AnyTokenizer) -> Any:
+        """The model that `run`, now resolved, begins with, before an engine cuts or copies it."""
+        torch.manual_seed(run.seed)
+        model = self.architecture.build(run, tokenizer)
+        if run.gradient_checkpointing:
+            model.activation_checkpointing_enable()
+        if self.weights:
+            self.weights.fill(model)
+        return model
 
     def origin(self, resumed: Mapping[str, Any]) -> dict[str, str] | None:
         """For the record: what place the weights came from, and of what kind it is.

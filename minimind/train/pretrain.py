@@ -10,9 +10,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from minimind.config import FLAGS, RunConfig
 from minimind.data.manifest import where_listed
@@ -99,7 +96,7 @@ def train_resolved(
     if is_first and not claimed:
         progress.lock = claim(out_dir)
     progress.out_dir = out_dir
-    engine = build_engine(resolved, begun(run, prepared, initial), setup.device)
+    engine = build_engine(resolved, initial.build(run, prepared.tokenizer), setup.device)
     engine.introduce(progress.peers)
     require_same_files(engine, out_dir, prepared)
     with storing(str(out_dir), "mend its rights, or give another --out_dir"):
@@ -123,17 +120,6 @@ def train_resolved(
     state, status, reason = train(desk, resumed.state)
     finish(desk, state, status, reason)
     return status
-
-
-def begun(run: RunConfig, prepared: Prepared, initial: Initial) -> Any:
-    """The model a new run begins with, before an engine cuts it up, or copies it."""
-    torch.manual_seed(run.seed)
-    model = initial.architecture.build(run, prepared.tokenizer)
-    if run.gradient_checkpointing:
-        model.activation_checkpointing_enable()
-    if initial.weights:
-        initial.weights.fill(model)
-    return model
 
 
 def build_desk(
