@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from minimind.arguments import is_utf8
 from minimind.config import FLAGS, RunConfig
 from minimind.errors import UsageError
+from minimind.model_flags import SHAPE
 from minimind.report_flags import TRACKERS
 
 OF_EXPERTS = (
@@ -49,7 +52,30 @@ def _check_reports(run: RunConfig) -> None:
         )
 
 
+def _check_hugging_face(run: RunConfig, place: str) -> None:
+    """What --model hf:PLACE owns, or transformers' models have not."""
+    if not place or not Path(place).expanduser().exists():
+        raise UsageError(
+            f"--model hf:{place}: there is no such directory or file, and no model hub is asked;"
+            " fetch the model, and name its directory or its config.json"
+        )
+    for name in SHAPE:
+        if name not in ("max_seq_len", "vocab_size") and run.is_explicit(name):
+            raise UsageError(
+                f"{name} = {getattr(run, name)} ({run.sources[name]}) beside --model hf:{place},"
+                " whose config.json decides the shape; drop it, or write it there"
+            )
+    for name, value in (("doc_mask", True), ("loss", "chunked")):
+        if getattr(run, name) == value:
+            raise UsageError(
+                f"{name} = {value} ({run.sources[name]}) is of our own decoder alone, and --model"
+                f" hf:{place} is of transformers; drop it"
+            )
+
+
 def _check_model(run: RunConfig) -> None:
+    if run.hugging_face is not None:
+        return _check_hugging_face(run, run.hugging_face)
     if run.dim % run.n_heads:
         raise UsageError(
             f"dim = {run.dim} ({run.sources['dim']}) is not divisible by n_heads ="

@@ -9,7 +9,7 @@ from typing import Any
 
 from minimind.errors import UsageError
 from minimind.flag_groups import CHANGEABLE, PlaceFlags, TrainingFlags
-from minimind.model_flags import ModelFlags
+from minimind.model_flags import HUGGING_FACE, ModelFlags
 from minimind.report_flags import ReportFlags
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -29,6 +29,12 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, TrainingFlags):
         our defaults and presets.
         """
         return self.sources[name] not in ("default", f"model {self.model}")
+
+    @property
+    def hugging_face(self) -> str | None:
+        """The place that --model hf:PLACE names; None where the model is a decoder of ours."""
+        name = self.model or ""
+        return name.removeprefix(HUGGING_FACE) if name.startswith(HUGGING_FACE) else None
 
     def micro_batch_rows(self, world_size: int) -> int:
         """Rows in one micro-batch of one process; a UsageError where they cannot be shared out."""

@@ -17,6 +17,7 @@ from minimind.errors import CheckpointError
 from minimind.files import mebibytes
 from minimind.new_folder import NewFolder
 from minimind.tensor_sources import INDEX, WHOLE, of_checkpoint
+from minimind.train.architecture import foreign_config_of
 from minimind.train.checkpoint import read_manifest
 from minimind.train.claims import read_config, require_listed
 from minimind.whole_files import SHARDS, write_folder
@@ -63,7 +64,10 @@ def _copied(path: Path, name: str) -> bytes:
 
 def _config_of(path: Path, dtype: str) -> bytes:
     """The model's configuration, and nothing else that a config.json may ask a reader to do."""
-    known = {**read_config(path, read_manifest(path)), "model_type": MODEL_TYPE, "dtype": dtype}
+    manifest = read_manifest(path)
+    foreign = foreign_config_of(path, manifest)
+    told = foreign[1] if foreign else {**read_config(path, manifest), "model_type": MODEL_TYPE}
+    known = {**told, "dtype": dtype}
     return json.dumps(known, indent=2, sort_keys=True).encode() + b"\n"
 
 

@@ -63,6 +63,11 @@ def export(
         raise UsageError(f"--out {out} is what is read; give another folder")
     folder = NewFolder(out, force, OWN, "export")
     folder.require_free()
+    if not isinstance(weights.config, MiniMindConfig):
+        raise UsageError(
+            f"{weights.path}: is a model of transformers, which needs no other format; `minimind"
+            " checkpoint consolidate` writes what from_pretrained loads"
+        )
     require_fitting(tokenizer, weights.config)
     if form != "minimind":
         require_named(weights.tensors.shapes, form)

@@ -20,27 +20,9 @@ import yaml
 from minimind.checks import check
 from minimind.config import FLAGS, PROJECT, RunConfig
 from minimind.errors import UsageError
+from minimind.model_flags import HUGGING_FACE, SHAPE
 
 PRESETS = PROJECT / "configs" / "models"
-SHAPE = (
-    "dim",
-    "n_layers",
-    "n_heads",
-    "n_kv_heads",
-    "hidden_dim",
-    "max_seq_len",
-    "vocab_size",
-    "rope_theta",
-    "norm_eps",
-    "qk_norm",
-    "tie_word_embeddings",
-    "use_moe",
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "n_shared_experts",
-    "aux_loss_alpha",
-    "norm_topk_prob",
-)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -188,7 +170,9 @@ def load_yaml(path: str, source: str) -> dict[str, Any]:
 
 
 def load_preset(name: str) -> dict[str, Any]:
-    """The shape fields of a preset or of a YAML file of one's own."""
+    """The shape fields of a preset or of a YAML file of one's own; none of hf:, read later."""
+    if name.startswith(HUGGING_FACE):
+        return {}
     path = PRESETS / f"{name}.yaml"
     known = sorted(p.stem for p in PRESETS.glob("*.yaml"))
     if not path.is_file():

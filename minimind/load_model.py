@@ -8,7 +8,7 @@ from typing import Any
 
 from minimind.data.load_tokenizer import AnyTokenizer
 from minimind.errors import UsageError
-from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.foreign import model_of
 from minimind.weights import (
     CONFIG,
     Weights,
@@ -18,7 +18,7 @@ from minimind.weights import (
 )
 
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
-Loaded = tuple[Any, AnyTokenizer, Path]  # the first a MiniMindForCausalLM
+Loaded = tuple[Any, AnyTokenizer, Path]  # the first a MiniMindForCausalLM, or transformers' own
 
 
 def load_model(checkpoint: str | None, model: str | None, tokenizer: str | None = None) -> Loaded:
@@ -48,7 +48,7 @@ def load_model(checkpoint: str | None, model: str | None, tokenizer: str | None 
 def ready(found: Weights) -> Loaded:
     """The same of weights that were looked at; what is small, and may not fit, is read first."""
     tokenizer = found.load_tokenizer()
-    model = MiniMindForCausalLM(found.config)
+    model = model_of(found.config)
     found.fill(model)
     return model.eval(), tokenizer, found.path
 

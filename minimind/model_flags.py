@@ -7,6 +7,26 @@ from dataclasses import dataclass
 from minimind.flag_groups import flag
 
 MOST_EXPERTS = 1024  # of one layer
+HUGGING_FACE = "hf:"  # what a --model of transformers begins with
+SHAPE = (
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "hidden_dim",
+    "max_seq_len",
+    "vocab_size",
+    "rope_theta",
+    "norm_eps",
+    "qk_norm",
+    "tie_word_embeddings",
+    "use_moe",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "aux_loss_alpha",
+    "norm_topk_prob",
+)
 
 
 @dataclass(frozen=True)
@@ -14,7 +34,11 @@ class ModelFlags:
     """What is trained."""
 
     model: str | None = flag(
-        "preset (configs/models/*.yaml) or a YAML file; the shape flags override it", None, "model"
+        "preset (configs/models/*.yaml) or a YAML file, which the shape flags override; or hf: and"
+        " a directory with a config.json, or that file: the causal language model that transformers"
+        " makes of it, with random weights, whatever else is there, unless --init_from names some",
+        None,
+        "model",
     )
     dim: int = flag("width of the residual stream", 512, "model", at_least=1)
     n_layers: int = flag("decoder blocks", 8, "model", at_least=1)

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig
 from minimind.errors import UsageError
 from minimind.flags import nearest, parse_flags
-from minimind.model.widths import feed_forward_width
 from minimind.train import costs
 from minimind.train.autos import autos, offloads
 from minimind.train.costs import Layout, Memory
 from minimind.train.deepspeed_config import read_deepspeed_json, resolve
-from minimind.train.shape import Shape
+from minimind.train.shape import Shape, shape_of
 
 HEADROOM = 0.1  # for the CUDA context, the libraries' own buffers and fragmentation
 OWN_FLAGS = ("gpus", "world_size", "memory", "peak_tflops", "mfu", "tokens")
@@ -44,6 +43,11 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
             known = [f"--{flag}" for flag in (*OWN_FLAGS, *FLAGS)]
             raise UsageError(f"unknown flag {word.split('=')[0]}; {nearest(word, known)}")
     run = parse_flags(argv)
+    if run.hugging_face is not None:
+        raise UsageError(
+            f"plan counts our own decoder, and --model {run.model} is of transformers; give the"
+            " flags of a decoder of its shape"
+        )
     if run.init_from is not None:
         raise UsageError("plan reads no weights, so --init_from tells it no shape; give the flags")
     shipped = os.path.relpath(DEFAULT_DEEPSPEED_CONFIG)
@@ -92,13 +96,6 @@ def plan_text(
             f" {world_size} x {machine.peak_tflops:g} TFLOPS at {machine.mfu:.0%} MFU"
         )
     return "\n".join([*lines, "", *_table(shape, here, machine.memory)])
-
-
-def shape_of(run: RunConfig) -> Shape:
-    """The shape that the run's flags describe."""
-    hidden = run.hidden_dim or feed_forward_width(run.dim)
-    same = {f.name: getattr(run, f.name) for f in fields(Shape) if f.name in FLAGS}
-    return Shape(**{**same, "hidden_dim": hidden, "is_tied": run.tie_word_embeddings})
 
 
 def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device: str) -> Layout:

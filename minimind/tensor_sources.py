@@ -23,6 +23,7 @@ from minimind.train.contents import Contents
 from minimind.train.tensor_files import Part, readable
 from minimind.train.zero_state import MASTER
 
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 PICKLED = ("pytorch_model.bin", "*.pth", "*.pt")
@@ -166,6 +167,21 @@ def of_safetensors(files: list[Path], place: Path | None = None) -> Source:
             return opened.get_tensor(name)
 
     return Source(place or files[0], shapes, dtypes, read)
+
+
+def require_same(source: Source, path: Path, own: Mapping[str, list[int]]) -> None:
+    """Nothing, or a CheckpointError with the first tensor that is missing, extra or misshapen."""
+    by = f"its {CONFIG} asks for" if path.is_dir() else "its other tensors ask for"
+    for name in sorted({*source.shapes, *own}):
+        told = shown(source.spelt.get(name, name))
+        found, asked = source.shapes.get(name), own.get(name)
+        if found == asked:
+            continue
+        if found is None:
+            raise CheckpointError(f"{path}: has no {told}, which {by}; {ANEW}")
+        if asked is None:
+            raise CheckpointError(f"{path}: has {told}, and {by} no such tensor; {ANEW}")
+        raise CheckpointError(f"{path}: {told} is of shape {found}, and {by} {asked}; {ANEW}")
 
 
 def _indexed(index: Path) -> list[Path]:

@@ -8,12 +8,12 @@ are just those of the shape, or a CheckpointError names the first that is not.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from minimind.data.load_tokenizer import AnyTokenizer, load_tokenizer
 from minimind.data.tokenizer_files import JSON_NAME, MODEL_NAME, TOKENIZER_FILES
@@ -28,15 +28,16 @@ from minimind.foreign_shapes import (
     shape_of_minimind2,
     shape_of_tensors,
 )
+from minimind.foreign_weights import fitted
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.model.interop import EMBEDDING, HEAD, MINIMIND2_TABLES, from_halves, from_minimind2
-from minimind.tensor_sources import Source, of_checkpoint, of_place
+from minimind.tensor_sources import CONFIG, Source, of_checkpoint, of_place, require_same
+from minimind.train.architecture import foreign_config_of
 from minimind.train.checkpoint import MANIFEST, choose, read_manifest
 from minimind.train.claims import ELSEWHERE, read_config, read_object, require_listed, shown
 from minimind.train.tensor_files import readable
 
-CONFIG = "config.json"
-CHECKPOINT, OURS = "checkpoint", "minimind"
+CHECKPOINT, OURS, TRANSFORMERS = "checkpoint", "minimind", "transformers"
 ANEW = "get the file anew, or name another"
 
 
@@ -44,13 +45,13 @@ ANEW = "get the file anew, or name another"
 class Weights:
     """A model that has been looked at, and of which no tensor has been read yet."""
 
-    kind: str  # checkpoint, minimind (an export of ours), llama or minimind2
+    kind: str  # checkpoint, minimind (an export of ours), llama, minimind2 or transformers
     path: Path
-    config: MiniMindConfig
+    config: Any  # a MiniMindConfig, or one of transformers'
     tensors: Source
-    tokenizer: Path | None  # file or directory that load_tokenizer takes
+    tokenizer: Path | None = None  # file or directory that load_tokenizer takes
 
-    def fill(self, model: MiniMindForCausalLM) -> None:
+    def fill(self, model: Any) -> None:
         """Put the weights into a model of this shape, one after another; all are finite."""
         own = model.state_dict()
         for name in self.tensors.shapes:
@@ -78,9 +79,12 @@ class Weights:
         self.config.pad_token_id = tokenizer.pad_id
 
 
-def require_fitting(tokenizer: AnyTokenizer, config: MiniMindConfig) -> None:
+def require_fitting(tokenizer: AnyTokenizer, config: PretrainedConfig) -> None:
     """Nothing, or a CheckpointError where an embedding has another number of rows."""
-    if tokenizer.vocab_size != config.vocab_size:
+    is_whole = isinstance(config, MiniMindConfig)  # else rows may be left over
+    if tokenizer.vocab_size > config.vocab_size or (
+        is_whole and tokenizer.vocab_size < config.vocab_size
+    ):
         raise CheckpointError(
             f"{tokenizer.path}: has {tokenizer.vocab_size} pieces and the embedding"
             f" {config.vocab_size} rows; give the tokenizer that the model was trained with"
@@ -129,8 +133,11 @@ def weights_of_checkpoint(place: str) -> Weights:
     there = [name for name in TOKENIZER_FILES if (path / name).exists()] or [MODEL_NAME]
     for name in there:
         require_listed(manifest, path / name)
-    claimed = read_config(path, manifest)
-    return _checked(CHECKPOINT, path, claimed, of_checkpoint(path))
+    source = of_checkpoint(path)
+    if foreign := foreign_config_of(path, manifest):
+        tensors = fitted(source, path, foreign[0])
+        return Weights(CHECKPOINT, path, foreign[0], tensors, tokenizer_in(path))
+    return _checked(CHECKPOINT, path, read_config(path, manifest), source)
 
 
 def _kind_of(path: Path, source: Source, asked: str | None) -> str:
@@ -229,13 +236,29 @@ def _checked(kind: str, path: Path, claimed: dict[str, Any], source: Source) -> 
     if config.tie_word_embeddings:
         own.pop(HEAD)
         source = _without_head(source)
-    _require_same(kind, path, source.shapes, {name: list(v.shape) for name, v in own.items()})
+    spelt = {name: name_in(kind, name) for name in own} | dict(source.spelt)
+    own_shapes = {name: list(v.shape) for name, v in own.items()}
+    require_same(replace(source, spelt=spelt), path, own_shapes)
     for name, value in own.items():
         if source.dtypes[name].is_floating_point != value.is_floating_point():
             told = f"{source.spelt.get(name, name)} is of {source.dtypes[name]}, not {value.dtype}"
             raise CheckpointError(f"{path}: {told}; {ANEW}")
+    return Weights(kind, path, config, source, tokenizer_in(path))
+
+
+def tokenizer_in(path: Path) -> Path | None:
+    """The tokenizer of a directory, if it has one."""
     found = [name for name in (MODEL_NAME, JSON_NAME) if (path / name).is_file()]
-    return Weights(kind, path, config, source, path / found[0] if found else None)
+    return path / found[0] if found else None
+
+
+def weights_of_transformers(place: str, config: PretrainedConfig) -> Weights:
+    """Those at `place` of a model of transformers: of a run, or as save_pretrained writes them."""
+    path = Path(place).expanduser()
+    if not is_checkpoint(path):
+        return Weights(TRANSFORMERS, path, config, fitted(of_place(path), path, config))
+    found = weights_of_checkpoint(place)
+    return replace(found, config=config, tensors=fitted(found.tensors, found.path, config))
 
 
 def _without_head(source: Source) -> Source:
@@ -245,21 +268,3 @@ def _without_head(source: Source) -> Source:
             " config.json ties them; correct tie_word_embeddings there"
         )
     return source.renamed({name: name for name in source.shapes if name != HEAD})
-
-
-def _require_same(
-    kind: str, path: Path, saved: Mapping[str, list[int]], own: Mapping[str, list[int]]
-) -> None:
-    """Nothing, or a CheckpointError with the first tensor that is missing, extra or misshapen."""
-    by = f"its {CONFIG} asks for" if path.is_dir() else "its other tensors ask for"
-    for name in sorted({*saved, *own}):
-        told = shown(name_in(kind, name))
-        if saved.get(name) == own.get(name):
-            continue
-        if name not in saved:
-            raise CheckpointError(f"{path}: has no {told}, which {by}; {ANEW}")
-        if name not in own:
-            raise CheckpointError(f"{path}: has {told}, and {by} no such tensor; {ANEW}")
-        raise CheckpointError(
-            f"{path}: {told} is of shape {saved[name]}, and {by} {own[name]}; {ANEW}"
-        )

@@ -128,6 +128,15 @@ def write_on(
     return Written(tuple(t.text for t in texts), sum(len(t.new) for t in texts), seconds)
 
 
+def _known_only(pieces: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Logits without those of rows that an embedding has beyond the tokenizer's ids."""
+
+    def cut(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return logits[:, :pieces]
+
+    return cut
+
+
 @torch.no_grad()
 def _go_on(
     model: Any, tokenizer: AnyTokenizer, texts: list[_Text], how: Sampling, synced: bool
@@ -150,6 +159,7 @@ def _go_on(
         return torch.tensor([text.ended for text in texts], device=ids.device)
 
     device = next(model.parameters()).device
+    choose = chooser(how, padding, [text.random for text in texts])
     model.generate(
         ids.to(device),
         attention_mask=mask.to(device),
@@ -158,7 +168,7 @@ def _go_on(
         pad_token_id=tokenizer.pad_id,
         use_cache=True,
         do_sample=False,
-        logits_processor=[chooser(how, padding, [text.random for text in texts])],
+        logits_processor=[_known_only(tokenizer.vocab_size), choose],
         stopping_criteria=[watch],
         synced_gpus=synced,
     )

@@ -60,6 +60,7 @@ LAYERS = [
         "minimind.train.zero_state",
         "minimind.train.adapters",
         "minimind.train.claims",
+        "minimind.train.architecture",
         "minimind.train.tensor_files",
         "minimind.train.checkpoint",
         "minimind.train.contents",
@@ -81,6 +82,7 @@ LAYERS = [
     {
         "minimind.tensor_sources",
         "minimind.foreign_shapes",
+        "minimind.foreign_weights",
         "minimind.weights",
         "minimind.whole_files",
         "minimind.gguf_file",

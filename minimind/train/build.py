@@ -11,14 +11,13 @@ from typing import Any
 
 from minimind.config import RunConfig
 from minimind.data.batches import Batches, held_out_rows
-from minimind.data.load_tokenizer import AnyTokenizer, load_tokenizer, longest_document
+from minimind.data.load_tokenizer import load_tokenizer, longest_document
 from minimind.data.order import Mixture, Order, Origin
 from minimind.data.prepare import Asked, Prepared, is_prepared, open_prepared, prepare_for_run
 from minimind.data.sources import Source
 from minimind.data.units import Options
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.flag_groups import DEFAULT_DATA
-from minimind.model.configuration import MiniMindConfig
 from minimind.train.claims import ELSEWHERE, require_course
 from minimind.train.engine import Engine
 from minimind.train.evaluate import HeldOut
@@ -227,34 +226,6 @@ def require_same_files(engine: Engine, out_dir: Path, prepared: Prepared) -> Non
             f" {found[0][0]}; give all hosts the same files",
             cause_rank=0,
         )
-
-
-def model_config(run: RunConfig, tokenizer: AnyTokenizer) -> MiniMindConfig:
-    """The decoder that the shape flags describe, with the tokenizer's special ids."""
-    return MiniMindConfig(
-        vocab_size=run.vocab_size,
-        hidden_size=run.dim,
-        intermediate_size=run.hidden_dim,
-        num_hidden_layers=run.n_layers,
-        num_attention_heads=run.n_heads,
-        num_key_value_heads=run.n_kv_heads,
-        max_position_embeddings=run.max_seq_len,
-        rope_theta=run.rope_theta,
-        rms_norm_eps=run.norm_eps,
-        use_flash_attn=run.use_flash_attn,
-        doc_mask=run.doc_mask,
-        qk_norm=run.qk_norm,
-        use_moe=run.use_moe,
-        n_routed_experts=run.n_routed_experts,
-        num_experts_per_tok=run.num_experts_per_tok,
-        n_shared_experts=run.n_shared_experts,
-        aux_loss_alpha=run.aux_loss_alpha,
-        norm_topk_prob=run.norm_topk_prob,
-        tie_word_embeddings=run.tie_word_embeddings,
-        bos_token_id=tokenizer.bos_id if tokenizer.bos_id >= 0 else None,
-        eos_token_id=tokenizer.eos_id,
-        pad_token_id=tokenizer.pad_id,
-    )
 
 
 def batches_of(run: RunConfig, prepared: Prepared, order: Order, engine: Engine) -> Batches:

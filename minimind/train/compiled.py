@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from minimind.config import RunConfig
-from minimind.model.decoder import MiniMindForCausalLM
 
 
-def compile_within(model: MiniMindForCausalLM, run: RunConfig) -> None:
+def compile_within(model: PreTrainedModel, run: RunConfig) -> None:
     """Have the model compiled at its first micro-batch, in place: no name of a weight changes.
 
     Shapes are static, for rows are packed: every micro-batch has the same. Whatever wraps the model

@@ -12,12 +12,13 @@ from minimind.data.manifest import is_whole, read_manifest
 from minimind.data.units import Options
 from minimind.errors import DataError
 from minimind.plan import plan_text
+from minimind.train.architecture import Architecture
 from minimind.train.build import prepared_folder, require_a_step, with_decided, with_tokenizer
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.setup import Setup, flags_table, resolved_table
 
 
-def dry_run_text(setup: Setup, resolved: Resolved) -> str:
+def dry_run_text(setup: Setup, resolved: Resolved, model: Architecture) -> str:
     """What the run would be, and what it would cost; raises what a prepared folder's start would.
 
     Of such a folder the manifest is read and the sizes of its shards, none of its tokens.
@@ -35,7 +36,7 @@ def dry_run_text(setup: Setup, resolved: Resolved) -> str:
     if resolved.config:
         tables.append(resolved_table(resolved))
     world_size = setup.launch.world_size
-    costs = plan_text(run, world_size, resolved.config, device=setup.device)
+    costs = model.costs(run) or plan_text(run, world_size, resolved.config, device=setup.device)
     return "\n\n".join([*tables, costs])
 
 

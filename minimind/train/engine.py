@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from transformers import PreTrainedModel
 
 from minimind.errors import RendezvousError, UsageError
 from minimind.launch import join_by_hand
-from minimind.model.decoder import MiniMindForCausalLM
 from minimind.train.backends import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.train.build_lock import minded_builds
 from minimind.train.compiled import compile_within
@@ -43,7 +43,7 @@ READ_BY_US = tuple(
 PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
-def build_engine(resolved: Resolved, model: MiniMindForCausalLM, device: str) -> Engine:
+def build_engine(resolved: Resolved, model: PreTrainedModel, device: str) -> Engine:
     """The model under the backend that was resolved, its optimizer and process group with it.
 
     DeepSpeed gets exactly what the table printed.
@@ -76,7 +76,7 @@ def _settle(device: str) -> None:
 
 
 def _deepspeed(
-    resolved: Resolved, model: MiniMindForCausalLM, device: str
+    resolved: Resolved, model: PreTrainedModel, device: str
 ) -> tuple[Backend, torch.device]:
     import deepspeed
     from accelerate import Accelerator
@@ -139,9 +139,7 @@ def _heard(deepspeed: Any, engine: Any, config: Mapping[str, Any]) -> Collective
     return log
 
 
-def _plain(
-    resolved: Resolved, model: MiniMindForCausalLM, device: str
-) -> tuple[Backend, torch.device]:
+def _plain(resolved: Resolved, model: PreTrainedModel, device: str) -> tuple[Backend, torch.device]:
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from minimind.checks import OF_EXPERTS
 from minimind.config import PROJECT, RunConfig
 from minimind.data.order import Order
 from minimind.data.prepare import Prepared
@@ -17,9 +16,17 @@ from minimind.train.schedule import Schedule
 
 
 def identity(
-    run: RunConfig, prepared: Prepared, schedule: Schedule, order: Order, engine: Engine
+    run: RunConfig,
+    model: dict[str, Any],
+    prepared: Prepared,
+    schedule: Schedule,
+    order: Order,
+    engine: Engine,
 ) -> dict[str, Any]:
-    """What may not change on resume unless --allow_change names its group: facts by group."""
+    """What may not change on resume unless --allow_change names its group: facts by group.
+
+    `model` are those of its architecture.
+    """
     return {
         "batch": {"rows_per_step": order.rows_per_step, "max_seq_len": run.max_seq_len},
         "schedule": {
@@ -41,21 +48,7 @@ def identity(
             "weights": order.mixture and list(order.mixture.weights),
         },
         "tokenizer": {"sha256": prepared.tokenizer.fingerprint},
-        "model": {
-            "dim": run.dim,
-            "n_layers": run.n_layers,
-            "n_heads": run.n_heads,
-            "n_kv_heads": run.n_kv_heads,
-            "hidden_dim": engine.model.config.intermediate_size,
-            "vocab_size": run.vocab_size,
-            "rope_theta": run.rope_theta,
-            "norm_eps": run.norm_eps,
-            "doc_mask": run.doc_mask,
-            "qk_norm": run.qk_norm,
-            "tie_word_embeddings": run.tie_word_embeddings,
-            "use_moe": run.use_moe,
-            **({name: getattr(run, name) for name in OF_EXPERTS} if run.use_moe else {}),
-        },
+        "model": model,
         "dtype": {"dtype": run.dtype},
         "seed": {"seed": run.seed},
     }

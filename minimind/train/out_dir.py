@@ -14,6 +14,7 @@ import yaml
 
 from minimind.errors import LockedError, StorageError
 from minimind.files import storing, write_whole
+from minimind.model_flags import SHAPE
 from minimind.train.combinations import unheard
 from minimind.train.deepspeed_config import Resolved
 
@@ -70,6 +71,8 @@ def write_reference(out_dir: Path, resolved: Resolved) -> None:
     flags = asdict(resolved.run)
     # What DeepSpeed's scheduler or optimizer passes over, the copy must not ask for.
     left_out = {*ONCE, *(name for _, _, name in unheard(resolved.config))}
+    if resolved.run.hugging_face is not None:  # what its config.json decides, no flag may
+        left_out |= {*SHAPE} - {"max_seq_len", "vocab_size"}
     sources = flags.pop("sources")
     lines = ["# The flags of this run; --config reads them back. Behind each: where it came from."]
     for name, value in flags.items():

@@ -7,8 +7,7 @@ import re
 import torch
 
 from minimind.config import RunConfig
-from minimind.plan import shape_of
-from minimind.train.costs import flops_per_token
+from minimind.train.architecture import Architecture
 
 # Dense bf16 TFLOP/s with fp32 sums, of NVIDIA's data sheets and white papers, many of which print
 # the sparse figure, twice that. The first whose words the device's own name has.
@@ -56,10 +55,12 @@ def is_model(model: str, name: str) -> bool:
     return re.search(rf"\b{model}\b{other}", name) is not None
 
 
-def mfu_per_speed(run: RunConfig, device: torch.device, world_size: int) -> float | None:
-    """By what tokens/s of all ranks are multiplied to give MFU (costs.py counts the FLOPs)."""
+def mfu_per_speed(
+    run: RunConfig, model: Architecture, device: torch.device, world_size: int
+) -> float | None:
+    """By what tokens/s of all ranks are multiplied to give MFU."""
     peak = peak_of(run, device)
-    return None if peak is None else flops_per_token(shape_of(run)) / (world_size * peak[0] * 1e12)
+    return None if peak is None else model.flops_per_token(run) / (world_size * peak[0] * 1e12)
 
 
 def peak_told(run: RunConfig, device: torch.device) -> str:

@@ -11,21 +11,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from minimind.config import FLAGS, RunConfig
 from minimind.data.manifest import where_listed
 from minimind.data.order import Order
 from minimind.data.prepare import Prepared
 from minimind.files import storing
 from minimind.launch import read_launch
-from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.foreign import rotary_dtype
 from minimind.process import Progress
 from minimind.train.build import (
     batches_of,
     continued,
     held_out_of,
-    model_config,
     plan,
     prepare_data,
     require_default_data,
@@ -71,7 +68,7 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     resolved = setup.resolve(sections=partial(section_faults, device=setup.device))
     if run.dry_run:
         if launch.rank == 0:
-            print(dry_run_text(setup, resolved))
+            print(dry_run_text(setup, resolved, initial.architecture))
         return 0
     require_default_data(run)
     require_resume_path(run)
@@ -99,12 +96,12 @@ def train_resolved(
     if is_first and not claimed:
         progress.lock = claim(out_dir)
     progress.out_dir = out_dir
-    engine = build_engine(resolved, begun(run, prepared, initial), setup.device)
+    engine = build_engine(resolved, initial.build(run, prepared.tokenizer), setup.device)
     held.callback(engine.release)
     engine.introduce(progress.peers)
     require_same_files(engine, out_dir, prepared)
     with storing(str(out_dir), "mend its rights, or give another --out_dir"):
-        share = mfu_per_speed(run, engine.device, engine.world_size)
+        share = mfu_per_speed(run, initial.architecture, engine.device, engine.world_size)
         total_steps, is_speaker = schedule.total_steps, engine.rank == 0
         report = Report(out_dir, total_steps, engine.device, is_speaker, run.profile, share)
     held.callback(report.close)
@@ -125,17 +122,6 @@ def train_resolved(
     return status
 
 
-def begun(run: RunConfig, prepared: Prepared, initial: Initial) -> MiniMindForCausalLM:
-    """The model a new run begins with, before an engine cuts it up, or copies it."""
-    torch.manual_seed(run.seed)
-    model = MiniMindForCausalLM(model_config(run, prepared.tokenizer))
-    if run.gradient_checkpointing:
-        model.activation_checkpointing_enable()
-    if initial.weights:
-        initial.weights.fill(model)
-    return model
-
-
 def build_desk(
     run: RunConfig,
     prepared: Prepared,
@@ -148,7 +134,7 @@ def build_desk(
 ) -> tuple[Desk, Resumed]:
     """What the loop works with, the state resumed; a request to stop is remembered from here on."""
     root = Path(run.out_dir) / "checkpoints"
-    same = identity(run, prepared, schedule, order, engine)
+    same = identity(run, initial.architecture.identity(run), prepared, schedule, order, engine)
     ranks = engine.another_group(PATIENCE)
     resumed = resume(engine, ranks, root, run.resume, same, run.allowed_changes())
     if resumed.path:
@@ -217,7 +203,7 @@ def tell_start(desk: Desk, prepared: Prepared, resumed: Resumed, initial: Initia
         total_steps=desk.schedule.total_steps,
         versions=versions(),
         commit=source_commit(),
-        rotary=engine.gather(str(engine.model.model.pos_cis.dtype)),
+        rotary=engine.gather(rotary_dtype(engine.model)),
     )
     now = layout(run, engine)
     before = {key: resumed.manifest.get(key, now[key]) for key in now}  # an old one tells less
@@ -232,7 +218,7 @@ def tell_start(desk: Desk, prepared: Prepared, resumed: Resumed, initial: Initia
         report.event("run_changed", changes=told)
         report.say(f"allowed to change: {'; '.join(told)}")
     report.say(opening(desk, prepared, state, path))
-    if told := initial.line():
+    for told in filter(None, (initial.architecture.line(), initial.line())):
         report.say(told)
     report.say(f"disk     {room}")
 
@@ -253,13 +239,15 @@ def opening(desk: Desk, prepared: Prepared, state: TrainState, path: Path | None
     rejected = prepared.manifest["rejected"]
     told = f"; {rejected['count']:,} bad documents passed over ({where_listed(rejected)})"
     bad = told if rejected["count"] else ""
+    vocabulary = engine.model.config.vocab_size
+    unused = vocabulary - run.vocab_size + prepared.tokenizer.unused
     steps_left = schedule.total_steps - state.step
     return "\n".join(
         [
             f"backend {engine.resolved.backend}{zero}, {run.dtype}{compiled}, on"
             f" {engine.world_size} x {engine.device.type}{peak_told(run, engine.device)}",
-            f"model    {engine.parameters:,} parameters, vocabulary {run.vocab_size}"
-            f" ({prepared.tokenizer.unused} of it unused)",
+            f"model    {engine.parameters:,} parameters, vocabulary {vocabulary} ({unused} of it"
+            " unused)",
             f"data     {len(prepared.train):,} training tokens in {order.n_rows:,} rows of"
             f" {run.max_seq_len + 1}; {len(desk.held_out.rows)} rows held out for validation{bad}",
             f"step     {micro_batch} rows x {run.accumulation_steps} micro-batches x"

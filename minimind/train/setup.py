@@ -89,6 +89,7 @@ def with_compile(resolved: Resolved, device: str) -> Resolved:
         "ZeRO stage 3": resolved.zero_stage == 3,
         "experts": run.use_moe,
         "DeepSpeed's flops_profiler": get(resolved.config, "flops_profiler.enabled") is True,
+        "a model of transformers": run.hugging_face is not None,
     }
     against = [reason for reason, holds in because.items() if holds]
     told = f"derived: {against[0]}" if against else "derived: GPU"

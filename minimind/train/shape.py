@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from minimind.config import FLAGS, RunConfig
+from minimind.model.widths import feed_forward_width
 
 
 @dataclass(frozen=True)
@@ -74,3 +77,10 @@ class Shape:
     def largest(self) -> int:
         """Elements of the largest single weight."""
         return self.dim * max(self.vocab_size, self.hidden_dim, self.dim)
+
+
+def shape_of(run: RunConfig) -> Shape:
+    """The shape that the run's flags describe."""
+    hidden = run.hidden_dim or feed_forward_width(run.dim)
+    same = {f.name: getattr(run, f.name) for f in fields(Shape) if f.name in FLAGS}
+    return Shape(**{**same, "hidden_dim": hidden, "is_tied": run.tie_word_embeddings})

@@ -12,7 +12,7 @@ from minimind.config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.data.tokenizer import Tokenizer
 from minimind.flags import parse_flags
 from minimind.model.decoder import MiniMindForCausalLM
-from minimind.train.build import model_config
+from minimind.train.architecture import Own
 from minimind.train.checkpoint import candidates
 from minimind.train.resume import load_weights
 from tests.conftest import SHAPE, Launcher
@@ -34,7 +34,7 @@ def test_one_step_moves_the_weights_by_exactly_the_clipping_norm(forked: Launche
     assert step["grad_norm"] > 0.25
     torch.manual_seed(42)
     model = MiniMindForCausalLM(
-        model_config(parse_flags(SHAPE.split()), Tokenizer(out / "tokenizer"))
+        Own().config(parse_flags(SHAPE.split()), Tokenizer(out / "tokenizer"))
     )
     after = load_weights(candidates(out / "checkpoints")[0])
     moved = [(after[name] - p.detach()).double() for name, p in model.named_parameters()]

@@ -11,6 +11,7 @@ from minimind.cli import main
 from minimind.errors import DataError, UsageError
 from minimind.flags import parse_flags
 from minimind.launch import read_launch
+from minimind.train.architecture import Own
 from minimind.train.dry_run import dry_run_text
 from minimind.train.setup import read_setup
 from tests.conftest import sentences
@@ -29,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 def told(folder: Path, *words: str) -> str:
     given = ["--deepspeed_config", "none", "--data_path", str(folder), *words]
     setup = read_setup(parse_flags(given), read_launch({}))
-    return dry_run_text(setup, setup.resolve())
+    return dry_run_text(setup, setup.resolve(), Own())
 
 
 def test_the_table_says_what_the_folder_holds(folder: Path):

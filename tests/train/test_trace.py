@@ -11,6 +11,7 @@ import torch
 
 from minimind.errors import StorageError, UsageError
 from minimind.flags import parse_flags
+from minimind.train.architecture import Own
 from minimind.train.peaks import VENDOR, is_model, mfu_per_speed, peak_of, peak_told
 from minimind.train.profile import PHASES, PhaseClock
 from minimind.train.trace import Trace, traced_steps
@@ -115,9 +116,9 @@ def test_mfu_is_flops_over_a_stated_peak():
     run = parse_flags("--model tiny --peak_tflops 2".split())
     per_token = 0.0165e9  # as `minimind plan` has it
     assert peak_of(run, CPU) == (2.0, "--peak_tflops")
-    share = mfu_per_speed(run, CPU, world_size=4)
+    share = mfu_per_speed(run, Own(), CPU, world_size=4)
     assert share == pytest.approx(per_token / (4 * 2e12), rel=5e-3)
     assert "MFU of 2 TFLOP/s (--peak_tflops)" in peak_told(run, CPU)
     unknown = parse_flags(["--model", "tiny"])
-    assert (peak_of(unknown, CPU), mfu_per_speed(unknown, CPU, 1)) == (None, None)
+    assert (peak_of(unknown, CPU), mfu_per_speed(unknown, Own(), CPU, 1)) == (None, None)
     assert peak_told(unknown, CPU) == ""

@@ -1,0 +1,266 @@
+"""What is trained: a decoder of ours, by the flags, or a model of transformers, by its config.json.
+
+Everything that a run asks of the one kind it asks of the other; nobody else tells them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from minimind.checks import OF_EXPERTS
+from minimind.config import RunConfig
+from minimind.data.load_tokenizer import AnyTokenizer
+from minimind.errors import CheckpointError, UsageError
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.foreign import matrix_weights, model_of, sees_what_follows
+from minimind.model.widths import feed_forward_width
+from minimind.train.claims import ELSEWHERE, read_object, require_listed, shown
+from minimind.train.costs import flops_per_token
+from minimind.train.shape import shape_of
+
+OURS = MiniMindConfig.model_type
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Of a config.json: who wrote it, and what the tokenizer, --dtype and generation decide.
+NO_SHAPE = (
+    *("transformers_version", "_name_or_path", "architectures", "use_cache", "torch_dtype"),
+    *("dtype", *IDS),
+)
+# Names of transformers 4 that 5 reads and calls otherwise.
+FORMER = ("rope_theta", "rope_scaling", "auto_map", *NO_SHAPE)
+NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+POSITIONS = "max_position_embeddings"
+DEEPEST = 4096  # layers; modules are made for each before any weight is looked at
+
+
+class Own:
+    """The MiniMind decoder, which the shape flags describe."""
+
+    def config(self, run: RunConfig, tokenizer: AnyTokenizer) -> MiniMindConfig:
+        """Its configuration, with the tokenizer's special ids."""
+        return MiniMindConfig(
+            vocab_size=run.vocab_size,
+            hidden_size=run.dim,
+            intermediate_size=run.hidden_dim,
+            num_hidden_layers=run.n_layers,
+            num_attention_heads=run.n_heads,
+            num_key_value_heads=run.n_kv_heads,
+            max_position_embeddings=run.max_seq_len,
+            rope_theta=run.rope_theta,
+            rms_norm_eps=run.norm_eps,
+            use_flash_attn=run.use_flash_attn,
+            doc_mask=run.doc_mask,
+            qk_norm=run.qk_norm,
+            use_moe=run.use_moe,
+            n_routed_experts=run.n_routed_experts,
+            num_experts_per_tok=run.num_experts_per_tok,
+            n_shared_experts=run.n_shared_experts,
+            aux_loss_alpha=run.aux_loss_alpha,
+            norm_topk_prob=run.norm_topk_prob,
+            tie_word_embeddings=run.tie_word_embeddings,
+            bos_token_id=tokenizer.bos_id if tokenizer.bos_id >= 0 else None,
+            eos_token_id=tokenizer.eos_id,
+            pad_token_id=tokenizer.pad_id,
+        )
+
+    def build(self, run: RunConfig, tokenizer: AnyTokenizer) -> Any:
+        """The model in fp32, its weights drawn from torch's random numbers."""
+        return model_of(self.config(run, tokenizer))
+
+    def identity(self, run: RunConfig) -> dict[str, Any]:
+        """What of it may not change on resume."""
+        return {
+            "dim": run.dim,
+            "n_layers": run.n_layers,
+            "n_heads": run.n_heads,
+            "n_kv_heads": run.n_kv_heads,
+            "hidden_dim": run.hidden_dim or feed_forward_width(run.dim),
+            "vocab_size": run.vocab_size,
+            "rope_theta": run.rope_theta,
+            "norm_eps": run.norm_eps,
+            "doc_mask": run.doc_mask,
+            "qk_norm": run.qk_norm,
+            "tie_word_embeddings": run.tie_word_embeddings,
+            "use_moe": run.use_moe,
+            **({name: getattr(run, name) for name in OF_EXPERTS} if run.use_moe else {}),
+        }
+
+    def flops_per_token(self, run: RunConfig) -> int:
+        """Of one forward and backward pass."""
+        return flops_per_token(shape_of(run))
+
+    def costs(self, run: RunConfig) -> str:
+        """Nothing: `minimind plan` counts them."""
+        return ""
+
+    def line(self) -> str:
+        """What whoever looks on should know of it, beyond the flags."""
+        return ""
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """A causal language model of transformers, which a config.json describes."""
+
+    place: str
+    told: Mapping[str, Any]  # the file
+    read: PretrainedConfig
+
+    def config(self, run: RunConfig, tokenizer: AnyTokenizer) -> PretrainedConfig:
+        """The file's, with the tokenizer's ids; a UsageError where these do not fit into it.
+
+        A pad that text has too would get no gradient: transformers keeps the row of it as it is.
+        """
+        self.require_room(tokenizer.vocab_size, str(tokenizer.path))
+        config = deepcopy(self.read)
+        config.bos_token_id = tokenizer.bos_id if tokenizer.bos_id >= 0 else None
+        config.eos_token_id = tokenizer.eos_id
+        config.pad_token_id = None if tokenizer.pad_id == tokenizer.eos_id else tokenizer.pad_id
+        if not run.use_flash_attn:
+            config._attn_implementation = "eager"
+        return config
+
+    def require_room(self, vocab_size: int, by: str) -> None:
+        """Nothing, or a UsageError for a tokenizer with ids that the embedding has no row for."""
+        if vocab_size > self.read.vocab_size:
+            raise UsageError(
+                f"{by}: has {vocab_size} pieces, and {self.place} vocab_size ="
+                f" {self.read.vocab_size}; take a smaller tokenizer, or raise it there"
+            )
+
+    def build(self, run: RunConfig, tokenizer: AnyTokenizer) -> Any:
+        """The model in fp32; a UsageError for one that does not predict what follows."""
+        try:
+            model = model_of(self.config(run, tokenizer))
+        except (ValueError, TypeError, ImportError) as error:
+            raise UsageError(f"{self.place}: {_first_line(error)}; correct it there") from error
+        if run.gradient_checkpointing and not model.supports_gradient_checkpointing:
+            raise UsageError(
+                f"gradient_checkpointing = True ({run.sources['gradient_checkpointing']}), which"
+                f" {type(model).__name__} of transformers does not support; drop it"
+            )
+        if sees_what_follows(model):
+            raise UsageError(
+                f"{self.place}: its {type(model).__name__} sees the tokens that it is to predict;"
+                " name a causal language model (of some, is_decoder makes one)"
+            )
+        return model
+
+    def identity(self, run: RunConfig) -> dict[str, Any]:
+        """What of it may not change on resume: all that the file says of the model."""
+        return {name: self.told[name] for name in sorted({*self.told} - {*NO_SHAPE})}
+
+    def flops_per_token(self, run: RunConfig) -> int:
+        """Of one forward and backward pass, counted as costs.py counts ours."""
+        weights = matrix_weights(self._outline())
+        heads = self.read.num_attention_heads
+        width = heads * (getattr(self.read, "head_dim", None) or self.read.hidden_size // heads)
+        return 6 * weights + 12 * self.read.num_hidden_layers * width * run.max_seq_len
+
+    def costs(self, run: RunConfig) -> str:
+        """Parameters and FLOPs; the memory of such a model is not known beforehand."""
+        parameters = sum(p.numel() for p in self._outline().parameters())
+        return (
+            f"parameters  {parameters:,}: {self.read.model_type} of transformers, by {self.place}\n"
+            f"FLOPs       {self.flops_per_token(run) / 1e9:.3g} G per token\n"
+            "memory      not counted: that is done for our own decoder alone"
+        )
+
+    def _outline(self) -> Any:
+        """The model without numbers."""
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(self.read)
+
+    def line(self) -> str:
+        """The same as of ours; and what of the file transformers does not read."""
+        known = {*type(self.read)().to_dict(), *self.read.attribute_map, *FORMER}
+        unknown = sorted(name for name in self.told if name not in known)
+        passed = f"; it does not know {', '.join(map(shown, unknown))} there" if unknown else ""
+        return (
+            f"model    {self.read.model_type} of transformers, by {self.place}, with the"
+            f" tokenizer's special ids{passed}"
+        )
+
+
+Architecture = Own | HuggingFace
+
+
+def config_file(place: str) -> Path:
+    """The config.json that a directory or file means; a UsageError where there is none."""
+    path = Path(place).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise UsageError(f"--model hf:{place}: has no config.json; name a directory that has one")
+    return path
+
+
+def hugging_face(path: Path) -> HuggingFace | None:
+    """What a config.json describes, None if it is of ours; a UsageError if it cannot be trained."""
+    try:
+        told, _ = read_object(path.resolve())  # a hub's cache is made of links
+        if told.get("model_type") == OURS:
+            return None
+        return HuggingFace(str(path), told, foreign_config(told))
+    except CheckpointError as error:
+        raise UsageError(f"--model hf:{path}: {error}; name another, or mend it") from error
+
+
+def foreign_config_of(
+    directory: Path, manifest: dict[str, Any]
+) -> tuple[PretrainedConfig, dict[str, Any]] | None:
+    """What the config.json of a checkpoint of transformers' says, and as it says it; None of ours.
+
+    A CheckpointError names the file.
+    """
+    path = directory / "config.json"
+    require_listed(manifest, path)
+    try:
+        told, _ = read_object(path)
+        is_ours = told.get("model_type", OURS) == OURS
+        return None if is_ours else (foreign_config(told), told)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}; {ELSEWHERE}") from error
+
+
+def foreign_config(told: Mapping[str, Any]) -> PretrainedConfig:
+    """transformers' configuration; a CheckpointError, without the path, for what is not trained.
+
+    No code that a directory brings along is run. Special ids are left out: they are a tokenizer's.
+    """
+    kind = told.get("model_type")
+    if told.get("auto_map"):
+        raise CheckpointError("asks for code of its own (auto_map), which is not run")
+    if told.get("quantization_config"):
+        raise CheckpointError("has a quantization_config, and quantized weights are not trained")
+    if type(kind) is not str or kind not in CONFIG_MAPPING:
+        raise CheckpointError(f"has model_type = {shown(kind)}, which transformers does not know")
+    if CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CheckpointError(f"has model_type = {kind}, which is no causal language model")
+    try:
+        config = CONFIG_MAPPING[kind].from_dict({**told, **dict.fromkeys(IDS)})
+    except Exception as error:  # of a kind of its own for each way of checking
+        raise CheckpointError(f"is refused by transformers ({_first_line(error)})") from error
+    for name in (*NEEDED, POSITIONS):
+        value = getattr(config, name, None)
+        if type(value) is not int or value < 1:
+            raise CheckpointError(f"has {name} = {shown(value)}, as of no plain decoder")
+    if config.num_hidden_layers > DEEPEST:
+        raise CheckpointError(f"has more than {DEEPEST} layers")
+    experts = {n: v for n, v in config.to_dict().items() if "expert" in n and type(v) is int}
+    if name := next((name for name, count in experts.items() if count > 1), ""):
+        raise CheckpointError(
+            f"has {name} = {experts[name]}, and experts are trained in our own decoder alone"
+        )
+    return config
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]).rstrip(".") or type(error).__name__
