@@ -2,13 +2,14 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.overhead TEXT.jsonl [--pairs 100]
         [--model tiny|least|PRESET]
-        [--deepspeed_config configs/ds_config.json] [--out FILE.json]
+        [--hooks_only] [--deepspeed_config configs/ds_config.json] [--out FILE.json]
 
 One process, one run. Where the loop asks for its rows, a bare step is taken on the same engine with
 the same rows: forward, backward and step as its library documents them, and nothing else. A pair is
 a step of the loop and the bare one before it. The loop's steps are of three kinds in turn: as
 without --profile (the clock of phases, of which step lines are made); with the hooks of --profile
-(the timed collectives too); and with neither. The bare step never has any.
+(the timed collectives too); and with neither. The bare step never has any. With --hooks_only there
+are no bare steps and only the last two kinds, on alternate steps: for models whose steps take long.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class NoClock:
 class Race:
     """Steps of the loop and bare ones in turn."""
 
-    def __init__(self, pairs: int) -> None:
+    def __init__(self, pairs: int, hooks_only: bool) -> None:
         self.pairs, self.taken = pairs, 0
+        self.kinds, self.has_bare = KINDS[1:] if hooks_only else KINDS, not hooks_only
         self.began = self.reading = 0.0
         self.engine: Any = None
         self.bare = 0.0
@@ -62,16 +64,17 @@ class Race:
         if self.taken > WARM:
             spent = {"bare": self.bare, "loop": now - self.began + self.reading, "kind": self.kind}
             self.found.append(spent)
-        if len(self.found) == len(KINDS) * self.pairs:
+        if len(self.found) == len(self.kinds) * self.pairs:
             raise KeyboardInterrupt
         rows = read(batches, step)
         self.reading = time.perf_counter() - now
         if self.engine is not None:
             self.switch_hooks(False)
             started = time.perf_counter()
-            self.bare_step(rows)
+            if self.has_bare:
+                self.bare_step(rows)
             self.bare = time.perf_counter() - started
-            self.kind = KINDS[self.taken % len(KINDS)]
+            self.kind = self.kinds[self.taken % len(self.kinds)]
             self.switch_hooks(self.kind == "hooks")
         self.taken += 1
         self.began = time.perf_counter()
@@ -144,31 +147,37 @@ def run(race: Race, given: argparse.Namespace, folder: Path) -> None:
         Batches.at, Engine.step = read, step
 
 
+def summary(race: Race) -> dict[str, float]:
+    """Medians in ms, of what was raced; the hooks also as a share of the step."""
+    by_kind = {kind: [pair for pair in race.found if pair["kind"] == kind] for kind in race.kinds}
+    found = {
+        f"loop_ms, {kind}": statistics.median(pair["loop"] for pair in pairs) * 1e3
+        for kind, pairs in by_kind.items()
+    }
+    both = list(zip(by_kind["hooks"], by_kind["neither"], strict=True))
+    found["hooks_ms"] = statistics.median((one["loop"] - two["loop"]) * 1e3 for one, two in both)
+    found["hooks_share"] = statistics.median(one["loop"] / two["loop"] - 1 for one, two in both)
+    if race.has_bare:
+        found["bare_ms"] = statistics.median(pair["bare"] for pair in race.found) * 1e3
+        found["loop_over_engine_ms"] = statistics.median(
+            (pair["loop"] - pair["bare"]) * 1e3 for pair in by_kind["as ever"]
+        )
+    return found
+
+
 def main() -> None:
     """Run it, print the figures, write the JSON."""
     asked = arguments(__doc__)
     asked.add_argument("text", type=Path)
     asked.add_argument("--model", default="tiny")
     asked.add_argument("--pairs", type=int, default=100)
+    asked.add_argument("--hooks_only", action="store_true")
     asked.add_argument("--deepspeed_config", default="configs/ds_config.json")
     given = asked.parse_args()
-    race, before = Race(given.pairs), os.getloadavg()
+    race, before = Race(given.pairs, given.hooks_only), os.getloadavg()
     with tempfile.TemporaryDirectory() as kept:
         run(race, given, Path(kept))
-    by_kind = {kind: [pair for pair in race.found if pair["kind"] == kind] for kind in KINDS}
-    both = list(zip(by_kind["hooks"], by_kind["neither"], strict=True))
-    found = {
-        "bare_ms": statistics.median(pair["bare"] for pair in race.found) * 1e3,
-        **{
-            f"loop_ms, {kind}": statistics.median(pair["loop"] for pair in pairs) * 1e3
-            for kind, pairs in by_kind.items()
-        },
-        "loop_over_engine_ms": statistics.median(
-            (pair["loop"] - pair["bare"]) * 1e3 for pair in by_kind["as ever"]
-        ),
-        "hooks_ms": statistics.median((one["loop"] - two["loop"]) * 1e3 for one, two in both),
-        "hooks_share": statistics.median(one["loop"] / two["loop"] - 1 for one, two in both),
-    }
+    found = summary(race)
     print(json.dumps(found, indent=1))
     record(given.out, "overhead", before, found=found, pairs=race.found)
 
