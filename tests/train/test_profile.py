@@ -118,7 +118,7 @@ def test_the_phases_are_the_time_from_one_line_to_the_next(corpus, tmp_path, mon
         monkeypatch.setattr(owner, name, slowed(getattr(owner, name), seconds))
     train: Any = training  # a package that is called like a function
     shape = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32}
-    pace = {"batch_size": 2, "accumulation_steps": 2, "max_steps": 16, "log_interval": 1}
+    pace = {"batch_size": 2, "accumulation_steps": 2, "max_steps": 10, "log_interval": 1}
     places = {"data_path": [str(corpus)], "out_dir": str(tmp_path / "out")}
     rest = {"cache_dir": str(tmp_path / "cache"), "vocab_size": 600, "eval_rows": 0}
     fixed = {"device": "cpu", "deepspeed_config": "none", "save_interval": 100}
