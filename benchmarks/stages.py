@@ -1,6 +1,6 @@
 """What each ZeRO stage costs, 1 process against 2, and DeepSpeed's settings beside each other.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.stages TEXT.jsonl [--race stages|settings]
+    OMP_NUM_THREADS=1 python -m benchmarks.stages TEXT.jsonl [--race stages|scaling|settings]
         [--model 26m] [--rows 4] [--rounds 12] [--processes 1 2] [--out FILE.json]
 
 Every contender is train_pretrain.py, eager, in bf16 on the CPU, as one process or two that meet
@@ -8,9 +8,11 @@ over gloo. All are warm and wait; each round lets every one of them take one ste
 (benchmarks/throughput.py). A process has the threads that OMP_NUM_THREADS says: one core each makes
 two processes two devices. Ratios are medians over rounds of two steps of the same round.
 
-stages: without DeepSpeed (alone, DDP) and at stages 0 to 3. `--rows` are those of a step, on one
-process; two share them out (`2 x 2 rows`), and once more have as many each (`2 x 4 rows`), so that
-the table holds strong and weak scaling.
+stages: without DeepSpeed (alone, DDP) and at stages 0 to 3. `--rows` are those of a step: two
+processes share them out, which is strong scaling.
+
+scaling: without DeepSpeed and at stage 2; two processes share the rows, or have as many each, which
+is weak scaling.
 
 settings: ZeRO-2 on two processes by configs/ds_config.json, by the same once more (how far apart
 two equal contenders are measured), and with one setting changed.
@@ -38,7 +40,10 @@ from minimind.flags import parse_flags
 LOG_INTERVAL = 4  # steps
 # Not data_ms: the waiting at the gate is in it.
 PHASES = ("forward_ms", "backward_ms", "optimizer_ms")
-STAGES: dict[str, int | None] = {"no DeepSpeed": None} | {f"stage {n}": n for n in range(4)}
+STAGES: dict[str, dict[str, Any] | None] = {
+    "no DeepSpeed": None,
+    **{f"stage {number}": {"stage": number} for number in range(4)},
+}
 SHIPPED, TWIN = "as shipped", "as shipped, again"
 SETTINGS: dict[str, dict[str, Any]] = {
     SHIPPED: {},
@@ -77,16 +82,25 @@ class Entry:
         return partial(Contender, *place, flags=flags, processes=self.processes)
 
 
+def of_kinds(kinds: Sequence[str], processes: int, rows: int) -> dict[str, Entry]:
+    """So many processes with so many rows each, without DeepSpeed and by stage."""
+    each = f"{processes} x {rows} rows"
+    return {f"{each}, {kind}": Entry(processes, rows, STAGES[kind]) for kind in kinds}
+
+
 def stages(rows: int, processes: Sequence[int]) -> dict[str, Entry]:
-    """Every stage on one process, on two with the same rows in all, and with as many each."""
-    found = {}
+    """Every stage on each number of processes, which share the rows."""
+    found: dict[str, Entry] = {}
     for count in processes:
-        shares = dict.fromkeys((rows // count, rows))  # the same of one process
-        for share in shares:
-            for told, stage in STAGES.items():
-                zero = None if stage is None else {"stage": stage}
-                if share * count == rows or stage in (None, 2):
-                    found[f"{count} x {share} rows, {told}"] = Entry(count, share, zero)
+        found |= of_kinds(list(STAGES), count, rows // count)
+    return found
+
+
+def both_scalings(rows: int, processes: Sequence[int]) -> dict[str, Entry]:
+    """One process, two with its rows between them, and two with as many each."""
+    found: dict[str, Entry] = {}
+    for count, share in ((1, rows), (2, rows // 2), (2, rows)):
+        found |= of_kinds(["no DeepSpeed", "stage 2"], count, share)
     return found
 
 
@@ -94,6 +108,9 @@ def settings(rows: int, processes: Sequence[int]) -> dict[str, Entry]:
     """ZeRO-2 on several processes that share `rows`, as shipped and otherwise."""
     count = max(processes)
     return {name: Entry(count, rows // count, zero) for name, zero in SETTINGS.items()}
+
+
+RACES = {"stages": stages, "scaling": both_scalings, "settings": settings}
 
 
 def phases(folder: Path) -> dict[str, float]:
@@ -157,7 +174,7 @@ def asked() -> argparse.Namespace:
     """What the command line says."""
     parser = arguments(__doc__)
     parser.add_argument("text", type=Path)
-    parser.add_argument("--race", choices=("stages", "settings"), default="stages")
+    parser.add_argument("--race", choices=RACES, default="stages")
     parser.add_argument("--model", default="26m")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=12)
@@ -171,7 +188,7 @@ def asked() -> argparse.Namespace:
 def main() -> None:
     """Run it, print the table, write the JSON."""
     given, before = asked(), os.getloadavg()
-    entries = {"stages": stages, "settings": settings}[given.race](given.rows, given.processes)
+    entries = RACES[given.race](given.rows, given.processes)
     base = next(iter(entries))
     with tempfile.TemporaryDirectory() as kept:
         folder = Path(kept)

@@ -5,7 +5,18 @@ from functools import partial
 
 import pytest
 
-from benchmarks.stages import PHASES, SETTINGS, Entry, phases, scaling, settings, stages, summary
+from benchmarks.stages import (
+    PHASES,
+    SETTINGS,
+    STAGES,
+    Entry,
+    both_scalings,
+    phases,
+    scaling,
+    settings,
+    stages,
+    summary,
+)
 from benchmarks.throughput import race
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG
 
@@ -18,14 +29,13 @@ def steps(*seconds, cpu=1.0):
 
 def test_two_processes_have_the_rows_of_one_between_them_or_each():
     found = stages(4, [1, 2])
-    assert {one.rows * one.processes for one in found.values()} == {4, 8}
-    assert [name for name, one in found.items() if one.rows * one.processes == 8] == [
-        "2 x 4 rows, no DeepSpeed",
-        "2 x 4 rows, stage 2",
+    assert list(found) == [
+        f"{each}, {kind}" for each in ("1 x 4 rows", "2 x 2 rows") for kind in STAGES
     ]
-    for count in (1, 2):
-        shared = [one for one in found.values() if (one.processes, one.rows) == (count, 4 // count)]
-        assert [one.zero and one.zero["stage"] for one in shared] == [None, 0, 1, 2, 3]
+    assert [one.zero and one.zero["stage"] for one in found.values()] == [None, 0, 1, 2, 3] * 2
+    assert {(one.processes, one.rows) for one in found.values()} == {(1, 4), (2, 2)}
+    found = both_scalings(4, [1, 2])
+    assert {(one.processes, one.rows) for one in found.values()} == {(1, 4), (2, 2), (2, 4)}
 
 
 def test_a_contender_changes_what_it_is_called_by_and_nothing_else(tmp_path):
