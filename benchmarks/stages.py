@@ -1,12 +1,13 @@
 """What each ZeRO stage costs, 1 process against 2, and DeepSpeed's settings beside each other.
 
     OMP_NUM_THREADS=1 python -m benchmarks.stages TEXT.jsonl [--race stages|scaling|settings]
-        [--model 26m] [--rows 4] [--rounds 12] [--processes 1 2] [--out FILE.json]
+        [--model 26m] [--rows 4] [--rounds 12] [--processes 1 2] [--out FILE.json] [FLAG ...]
 
-Every contender is train_pretrain.py, eager, in bf16 on the CPU, as one process or two that meet
-over gloo. All are warm and wait; each round lets every one of them take one step
-(benchmarks/throughput.py). A process has the threads that OMP_NUM_THREADS says: one core each makes
-two processes two devices. Ratios are medians over rounds of two steps of the same round.
+Every contender is train_pretrain.py, eager, on the CPU, as one process or two that meet over gloo.
+FLAGs are handed to all of them: --max_seq_len 128 where the CPU multiplies bf16 slowly. All are
+warm and wait; each round lets every one of them take one step (benchmarks/throughput.py). A process
+has the threads that OMP_NUM_THREADS says: one core each makes two processes two devices. Ratios are
+medians over rounds of two steps of the same round.
 
 stages: without DeepSpeed (alone, DDP) and at stages 0 to 3. `--rows` are those of a step: two
 processes share them out, which is strong scaling.
@@ -33,11 +34,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import arguments, record
-from benchmarks.throughput import WARM, Contender, race, ratio
+from benchmarks.throughput import Contender, race, ratio
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.flags import parse_flags
 
-LOG_INTERVAL = 4  # steps
+WARM = 2  # steps, before the first round; nothing is compiled
 # Not data_ms: the waiting at the gate is in it.
 PHASES = ("forward_ms", "backward_ms", "optimizer_ms")
 STAGES: dict[str, dict[str, Any] | None] = {
@@ -67,7 +68,9 @@ class Entry:
     rows: int
     zero: Mapping[str, Any] | None  # none: without DeepSpeed
 
-    def starter(self, name: str, shape: str, folder: Path) -> partial[Contender]:
+    def starter(
+        self, name: str, shape: str, folder: Path, flags: Sequence[str] = ()
+    ) -> partial[Contender]:
         """What starts it, its own DeepSpeed file written."""
         config = "none"
         if self.zero is not None:
@@ -76,10 +79,10 @@ class Entry:
             path = folder / f"{name}.json"
             path.write_text(json.dumps(document))
             config = str(path)
-        flags = ["--compile", "off", "--deepspeed_config", config, "--out_dir", str(folder / name)]
-        flags += ["--log_interval", str(LOG_INTERVAL)]
+        own = ["--compile", "off", "--deepspeed_config", config, "--out_dir", str(folder / name)]
+        own += ["--log_interval", str(WARM)]
         place = (name, shape, self.rows, folder)
-        return partial(Contender, *place, flags=flags, processes=self.processes)
+        return partial(Contender, *place, flags=[*own, *flags], processes=self.processes)
 
 
 def of_kinds(kinds: Sequence[str], processes: int, rows: int) -> dict[str, Entry]:
@@ -170,8 +173,8 @@ def shown(table: Mapping[str, Mapping[str, Any]], base: str) -> str:
     return "\n".join([*lines, f"time, quartiles and by CPU against: {base}"])
 
 
-def asked() -> argparse.Namespace:
-    """What the command line says."""
+def asked() -> tuple[argparse.Namespace, list[str]]:
+    """What the command line says, and the flags that are train_pretrain.py's."""
     parser = arguments(__doc__)
     parser.add_argument("text", type=Path)
     parser.add_argument("--race", choices=RACES, default="stages")
@@ -179,24 +182,25 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--processes", type=int, nargs="+", choices=(1, 2), default=[1, 2])
-    given = parser.parse_args()
-    if given.rows % 2 or given.rounds < LOG_INTERVAL:
-        parser.error(f"--rows must be even, and --rounds at least {LOG_INTERVAL}")
-    return given
+    given, flags = parser.parse_known_args()
+    if given.rows % 2 or given.rounds < WARM:
+        parser.error(f"--rows must be even, and --rounds at least {WARM}")
+    return given, flags
 
 
 def main() -> None:
     """Run it, print the table, write the JSON."""
-    given, before = asked(), os.getloadavg()
+    (given, flags), before = asked(), os.getloadavg()
+    run = parse_flags(["--model", given.model, *flags])
     entries = RACES[given.race](given.rows, given.processes)
     base = next(iter(entries))
     with tempfile.TemporaryDirectory() as kept:
         folder = Path(kept)
         shutil.copy(given.text, folder / "text.jsonl")
-        starts = {n: one.starter(n, given.model, folder) for n, one in entries.items()}
-        found = race(starts, given.rounds)
+        starts = {n: one.starter(n, given.model, folder, flags) for n, one in entries.items()}
+        found = race(starts, given.rounds, WARM)
         spent = {name: phases(folder / name) for name in entries}
-    table = summary(found, entries, parse_flags(["--model", given.model]).max_seq_len, base)
+    table = summary(found, entries, run.max_seq_len, base)
     table = {name: row | spent[name] for name, row in table.items()}
     print(shown(table, base))
     scaled = scaling(found, given.rows)

@@ -64,13 +64,14 @@ class Contender:
             (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
             place = [shape, str(rows), str(theirs_in), str(theirs_out), str(folder)]
             who = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if meeting else {}
-            process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.contenders", name, *place, *flags],
-                pass_fds=(theirs_in, theirs_out),
-                stdout=log.open("w"),
-                stderr=subprocess.STDOUT,
-                env=os.environ | meeting | who,
-            )
+            with log.open("w") as told:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "benchmarks.contenders", name, *place, *flags],
+                    pass_fds=(theirs_in, theirs_out),
+                    stdout=told,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | meeting | who,
+                )
             os.close(theirs_in)
             os.close(theirs_out)
             self.gates.append((open(ours_out, "w"), open(ours_in)))
@@ -91,8 +92,9 @@ class Contender:
 
     def close(self) -> None:
         """Let it end."""
-        for ask, _ in self.gates:
-            ask.close()
+        for gate in self.gates:
+            for end in gate:
+                end.close()
         for process in self.processes:
             process.wait()
 
@@ -107,21 +109,26 @@ def meeting_place(processes: int) -> dict[str, str]:
     return told | {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
 
 
-def race(starts: Mapping[str, Callable[[], Contender]], rounds: int) -> dict[str, Any]:
+def race(
+    starts: Mapping[str, Callable[[], Contender]], rounds: int, warm: int = WARM
+) -> dict[str, Any]:
     """Steps by contender, each {"seconds", "cpu", "peak_mib"}."""
-    runners, names = {}, list(starts)
-    for name, start in starts.items():
-        started = time.perf_counter()
-        runners[name] = start()
-        for _ in range(WARM):
-            runners[name].step()
-        print(f"{name}: warm after {time.perf_counter() - started:.0f} s", flush=True)
-    for number in range(rounds):
-        for at in range(len(names)):
-            runner = runners[names[(at + number) % len(names)]]
-            runner.steps.append(runner.step())
-    for runner in runners.values():
-        runner.close()
+    runners: dict[str, Contender] = {}
+    names = list(starts)
+    try:
+        for name, start in starts.items():
+            started = time.perf_counter()
+            runners[name] = start()
+            for _ in range(warm):
+                runners[name].step()
+            print(f"{name}: warm after {time.perf_counter() - started:.0f} s", flush=True)
+        for number in range(rounds):
+            for at in range(len(names)):
+                runner = runners[names[(at + number) % len(names)]]
+                runner.steps.append(runner.step())
+    finally:
+        for runner in runners.values():
+            runner.close()
     return {name: runner.steps for name, runner in runners.items()}
 
 
