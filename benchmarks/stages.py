@@ -1,7 +1,8 @@
 """What each ZeRO stage costs, 1 process against 2, and DeepSpeed's settings beside each other.
 
     OMP_NUM_THREADS=1 python -m benchmarks.stages TEXT.jsonl [--race stages|scaling|settings]
-        [--model 26m] [--rows 4] [--rounds 12] [--processes 1 2] [--out FILE.json] [FLAG ...]
+        [--model 26m] [--rows 4] [--rounds 12] [--minutes M] [--processes 1 2] [--out FILE.json]
+        [FLAG ...]
 
 Every contender is train_pretrain.py, eager, on the CPU, as one process or two that meet over gloo.
 FLAGs are handed to all of them: --max_seq_len 128 where the CPU multiplies bf16 slowly. All are
@@ -181,6 +182,7 @@ def asked() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--model", default="26m")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="then the rounds end")
     parser.add_argument("--processes", type=int, nargs="+", choices=(1, 2), default=[1, 2])
     given, flags = parser.parse_known_args()
     if given.rows % 2 or given.rounds < WARM:
@@ -198,7 +200,7 @@ def main() -> None:
         folder = Path(kept)
         shutil.copy(given.text, folder / "text.jsonl")
         starts = {n: one.starter(n, given.model, folder, flags) for n, one in entries.items()}
-        found = race(starts, given.rounds, WARM)
+        found = race(starts, given.rounds, WARM, given.minutes)
         spent = {name: phases(folder / name) for name in entries}
     table = summary(found, entries, run.max_seq_len, base)
     table = {name: row | spent[name] for name, row in table.items()}

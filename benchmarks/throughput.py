@@ -110,11 +110,17 @@ def meeting_place(processes: int) -> dict[str, str]:
 
 
 def race(
-    starts: Mapping[str, Callable[[], Contender]], rounds: int, warm: int = WARM
+    starts: Mapping[str, Callable[[], Contender]],
+    rounds: int,
+    warm: int = WARM,
+    minutes: float = float("inf"),
 ) -> dict[str, Any]:
-    """Steps by contender, each {"seconds", "cpu", "peak_mib"}."""
+    """Steps by contender, each {"seconds", "cpu", "peak_mib"}.
+
+    No round begins once so many minutes are over, but for the first two.
+    """
     runners: dict[str, Contender] = {}
-    names = list(starts)
+    names, over = list(starts), time.monotonic() + 60 * minutes
     try:
         for name, start in starts.items():
             started = time.perf_counter()
@@ -123,6 +129,8 @@ def race(
                 runners[name].step()
             print(f"{name}: warm after {time.perf_counter() - started:.0f} s", flush=True)
         for number in range(rounds):
+            if number > 1 and time.monotonic() > over:
+                break
             for at in range(len(names)):
                 runner = runners[names[(at + number) % len(names)]]
                 runner.steps.append(runner.step())
