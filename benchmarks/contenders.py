@@ -2,7 +2,8 @@
 
     python -m benchmarks.contenders NAME SHAPE ROWS READ_FD WRITE_FD FOLDER [FLAGS OF OURS ...]
 
-Started by benchmarks.throughput and benchmarks.gpu. Between its turns a contender waits, and costs
+Started by benchmarks.throughput, .stages and .gpu; a NAME that is not here is train_pretrain.py
+with the FLAGS. Between its turns a contender waits, and costs
 nothing. Each stands at a gate where its step begins: before the first micro-batch is asked for.
 What lies between two passages of the gate, less the waiting, is its step: all of the loop, not only
 the mathematics. A turn is as many steps as the line says that asks for it. On a GPU it ends when
@@ -156,6 +157,38 @@ def llama(gate: Gate, shape: str, rows: int, folder: Path) -> None:
     by_hand(gate, model, lambda text: model(text[:, :-1], labels=text[:, :-1]).loss, batches())
 
 
+def litgpt(gate: Gate, shape: str, rows: int, folder: Path) -> None:
+    """litgpt's GPT of the same shape, eager, in the same few lines, with the loss it trains by."""
+    from litgpt.config import Config
+    from litgpt.model import GPT
+    from litgpt.utils import chunked_cross_entropy
+
+    run, batches = random_rows(shape, rows)
+    model = GPT(
+        Config(
+            block_size=run.max_seq_len,
+            vocab_size=run.vocab_size,
+            padded_vocab_size=run.vocab_size,
+            n_layer=run.n_layers,
+            n_head=run.n_heads,
+            n_query_groups=run.n_kv_heads,
+            n_embd=run.dim,
+            intermediate_size=MiniMindConfig(hidden_size=run.dim).intermediate_size,
+            rotary_percentage=1.0,
+            parallel_residual=False,
+            bias=False,
+            norm_class_name="RMSNorm",
+            mlp_class_name="LLaMAMLP",
+        )
+    )
+    model.lm_head.weight = model.transformer.wte.weight  # tied, as in the others
+
+    def loss_of(text: torch.Tensor) -> Any:
+        return chunked_cross_entropy(model(text[:, :-1]), text[:, 1:])
+
+    by_hand(gate, model, loss_of, batches())
+
+
 def trainer(gate: Gate, shape: str, rows: int, folder: Path) -> None:
     """transformers' Trainer on the same model, with the DeepSpeed JSON that product resolved."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
@@ -215,8 +248,10 @@ CONTENDERS: dict[str, Callable[..., None]] = {
     "bare compiled loop": bare,
     "Llama, eager loop": llama,
     "Llama, Trainer, ZeRO-2": trainer,
+    "litgpt, eager loop": litgpt,
 }
 
 if __name__ == "__main__":
-    name, shape, rows, read, write, folder, *more = sys.argv[1:]
-    CONTENDERS[name](Gate(int(read), int(write)), shape, int(rows), Path(folder), *more)
+    name, shape, rows, read, write, folder, *flags = sys.argv[1:]
+    train = CONTENDERS.get(name, product)
+    train(Gate(int(read), int(write)), shape, int(rows), Path(folder), *flags)

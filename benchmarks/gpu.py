@@ -17,13 +17,14 @@ import os
 import shutil
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.record import arguments, record
-from benchmarks.throughput import race, summary
+from benchmarks.throughput import Contender, race, summary
 from examples.stdlib_corpus import main as write_corpus
 from minimind.flags import parse_flags
 from minimind.plan import shape_of
@@ -59,7 +60,9 @@ def of_model(model: str, rows: int, given: Any, folder: Path, peaks: dict[str, A
     """One model's row of every contender, with its MFU, and the turns themselves."""
     words = f"--max_seq_len {given.max_seq_len} --device {given.device} --dtype bfloat16".split()
     run = parse_flags(["--model", model, *words])
-    turns = race(NAMES, model, rows, given.rounds, folder, words, given.steps)
+    place = (model, rows, folder, words)
+    starts = {name: partial(Contender, name, *place) for name in NAMES}
+    turns = race(starts, given.rounds, turn=given.steps)
     table = summary(turns, rows * run.max_seq_len, NAMES[-1])
     for row in table.values():
         done = flops_per_token(shape_of(run)) * row["tokens_per_second"] / 1e12

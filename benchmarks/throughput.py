@@ -3,6 +3,8 @@
     OMP_NUM_THREADS=2 python -m benchmarks.throughput TEXT.jsonl [--model 26m] [--rows 8]
         [--rounds 20] [--only NAME ...] [--out FILE.json]
 
+litgpt takes part where it is installed; docs/performance.md says how.
+
 Every contender (benchmarks/contenders.py) is a process of its own that waits between its steps, so
 that all see the same machine and none shares an allocator. Each round lets every one of them take
 one step, in an order that moves on. A ratio is the median over rounds of two steps of the same
@@ -17,14 +19,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.record import arguments, record
@@ -35,74 +40,107 @@ BASE, BARE = "Llama, eager loop", "bare compiled loop"
 
 
 class Contender:
-    """The process of one contender, and what its steps took."""
+    """The processes of one contender, and what its steps took.
 
-    def __init__(self, name: str, shape: str, rows: int, folder: Path, *more: str) -> None:
-        self.name, self.log = name, folder / f"{name}.log"
+    Several are ranks of one run, started by hand. All of them stand at a gate: one that did not
+    would begin its next step, while others take theirs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: str,
+        rows: int,
+        folder: Path,
+        flags: Sequence[str] = (),
+        processes: int = 1,
+    ) -> None:
+        self.name, self.logs = name, [folder / f"{name}-{rank}.log" for rank in range(processes)]
         self.steps: list[dict[str, float]] = []
-        (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "benchmarks.contenders",
-                name,
-                shape,
-                str(rows),
-                str(theirs_in),
-                str(theirs_out),
-                str(folder),
-                *more,
-            ],
-            pass_fds=(theirs_in, theirs_out),
-            stdout=self.log.open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        os.close(theirs_in)
-        os.close(theirs_out)
-        self.ask, self.answers = open(ours_out, "w"), open(ours_in)
+        self.gates: list[tuple[IO[str], IO[str]]] = []
+        self.processes = []
+        meeting = meeting_place(processes) if processes > 1 else {}
+        for rank, log in enumerate(self.logs):
+            (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
+            place = [shape, str(rows), str(theirs_in), str(theirs_out), str(folder)]
+            who = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if meeting else {}
+            with log.open("w") as told:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "benchmarks.contenders", name, *place, *flags],
+                    pass_fds=(theirs_in, theirs_out),
+                    stdout=told,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | meeting | who,
+                )
+            os.close(theirs_in)
+            os.close(theirs_out)
+            self.gates.append((open(ours_out, "w"), open(ours_in)))
+            self.processes.append(process)
 
     def step(self, steps: int = 1) -> dict[str, float]:
-        """A turn of it, while every other waits: what one of its steps took."""
-        self.ask.write(f"{steps}\n")
-        self.ask.flush()
-        answer = self.answers.readline()
-        if not answer:
-            raise SystemExit(f"{self.name} ended:\n{self.log.read_text()[-3000:]}")
-        return json.loads(answer)
+        """A turn of it, while every other waits: what one of its steps took.
+
+        Of its ranks the longest, CPU seconds of all.
+        """
+        for ask, _ in self.gates:
+            ask.write(f"{steps}\n")
+            ask.flush()
+        answers = [answers.readline() for _, answers in self.gates]
+        for answer, log in zip(answers, self.logs, strict=True):
+            if not answer:
+                raise SystemExit(f"{self.name} ended:\n{log.read_text()[-3000:]}")
+        took = [json.loads(answer) for answer in answers]
+        over = {"seconds": max, "cpu": sum, "peak_mib": max}
+        return {what: of(one[what] for one in took) for what, of in over.items()}
 
     def close(self) -> None:
         """Let it end."""
-        self.ask.close()
-        self.process.wait()
+        for gate in self.gates:
+            for end in gate:
+                end.close()
+        for process in self.processes:
+            process.wait()
+
+
+def meeting_place(processes: int) -> dict[str, str]:
+    """The environment by which so many processes of this host find each other."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    size = str(processes)
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return told | {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
 
 
 def race(
-    names: Sequence[str],
-    shape: str,
-    rows: int,
+    starts: Mapping[str, Callable[[], Contender]],
     rounds: int,
-    folder: Path,
-    flags: Sequence[str] = (),
+    warm: int = WARM,
+    minutes: float = float("inf"),
     turn: int = 1,
 ) -> dict[str, Any]:
     """Turns of `turn` steps by contender, each {"seconds", "cpu", "peak_mib"} of one step.
 
-    `flags` are for those of ours.
+    No round begins once so many minutes are over, but for the first two.
     """
-    runners = {}
-    for name in names:
-        runners[name] = Contender(name, shape, rows, folder, *flags)
-        started = time.perf_counter()
-        for _ in range(WARM):
-            runners[name].step()
-        print(f"{name}: warm after {time.perf_counter() - started:.0f} s", flush=True)
-    for number in range(rounds):
-        for at in range(len(names)):
-            runner = runners[names[(at + number) % len(names)]]
-            runner.steps.append(runner.step(turn))
-    for runner in runners.values():
-        runner.close()
+    runners: dict[str, Contender] = {}
+    names, over = list(starts), time.monotonic() + 60 * minutes
+    try:
+        for name, start in starts.items():
+            started = time.perf_counter()
+            runners[name] = start()
+            for _ in range(warm):
+                runners[name].step()
+            print(f"{name}: warm after {time.perf_counter() - started:.0f} s", flush=True)
+        for number in range(rounds):
+            if number > 1 and time.monotonic() > over:
+                break
+            for at in range(len(names)):
+                runner = runners[names[(at + number) % len(names)]]
+                runner.steps.append(runner.step(turn))
+    finally:
+        for runner in runners.values():
+            runner.close()
     return {name: runner.steps for name, runner in runners.items()}
 
 
@@ -142,6 +180,14 @@ def shown(table: Mapping[str, Mapping[str, float]], base: str) -> str:
     return "\n".join([*lines, f"speed and memory against: {base}"])
 
 
+def installed() -> list[str]:
+    """The contenders whose library is here; those whose is not are told."""
+    if find_spec("litgpt"):
+        return list(CONTENDERS)
+    print("litgpt is not installed: without it (docs/performance.md)")
+    return [name for name in CONTENDERS if not name.startswith("litgpt")]
+
+
 def main() -> None:
     """Run it, print the table, write the JSON."""
     asked = arguments(__doc__)
@@ -149,13 +195,14 @@ def main() -> None:
     asked.add_argument("--model", default="26m")
     asked.add_argument("--rows", type=int, default=8)
     asked.add_argument("--rounds", type=int, default=20)
-    asked.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    asked.add_argument("--only", nargs="+", choices=CONTENDERS, default=installed())
     given = asked.parse_args()
     before = os.getloadavg()
     with tempfile.TemporaryDirectory() as kept:
         folder = Path(kept)
         shutil.copy(given.text, folder / "text.jsonl")
-        found = race(given.only, given.model, given.rows, given.rounds, folder)
+        place = (given.model, given.rows, folder)
+        found = race({name: partial(Contender, name, *place) for name in given.only}, given.rounds)
     base = BASE if BASE in found else given.only[0]
     tokens = given.rows * parse_flags(["--model", given.model]).max_seq_len
     table = summary(found, tokens, base)
