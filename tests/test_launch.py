@@ -11,7 +11,7 @@ from minimind.config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import RendezvousError, UsageError
 from minimind.flags import parse_flags
 from minimind.launch import Launch, join_by_hand, read_launch, require_engaged
-from minimind.train.setup import choose_device, idle_gpus, read_setup
+from minimind.train.setup import advice, choose_device, idle_gpus, read_setup
 
 GIVEN = "accelerate launch (YAML or flag)"
 SHIPPED = str(DEFAULT_DEEPSPEED_CONFIG)
@@ -173,3 +173,18 @@ def test_device_auto_is_no_contradiction_of_a_yaml_that_says_cpu():
     launch = read_launch({"MINIMIND_CPU_BY": "use_cpu"})
     found = read_setup(parse_flags(["--device", "auto"]), launch).resolve()
     assert (found.run.device, found.run.sources["device"].split(": ")[1]) == ("cpu", "use_cpu")
+
+
+def test_zero_at_one_process_is_said_to_buy_nothing(asked):
+    def told(line: str, environ: dict[str, str]) -> str:
+        setup = asked(line, environ)
+        return advice(setup, setup.resolve())
+
+    shipped = f"--deepspeed_config {SHIPPED}"
+    assert "ZeRO stage 2 has nothing to share" in told(shipped, {})
+    assert "--deepspeed_config none" in told(shipped, {})
+    assert told(shipped, TWO) == told("", {}) == told("", TWO) == ""
+    beside = DEFAULT_DEEPSPEED_CONFIG.parent / "deepspeed"
+    assert "stage 0" in told(f"--deepspeed_config {beside / 'zero0.json'}", {})
+    assert told(f"--deepspeed_config {beside / 'zero2_offload.json'}", {}) == ""
+    assert told(f"--deepspeed_config {beside / 'warmup_cosine.json'} --max_steps 9", {}) == ""

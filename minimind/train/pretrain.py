@@ -46,7 +46,7 @@ from minimind.train.resume import Resumed, resume
 from minimind.train.samples import prompts_of, samples_of
 from minimind.train.saver import Saver
 from minimind.train.schedule import Schedule
-from minimind.train.setup import Setup, idle_gpus, read_setup, resolved_table
+from minimind.train.setup import Setup, advice, read_setup, resolved_table
 from minimind.train.state import TrainState
 from minimind.train.trace import trace_of, traced_steps
 from minimind.train.trackers import FINISH, open_trackers
@@ -105,7 +105,7 @@ def train_resolved(
         total_steps, is_speaker = schedule.total_steps, engine.rank == 0
         report = Report(out_dir, total_steps, engine.device, is_speaker, run.profile, share)
     held.callback(report.close)
-    report.say(f"{resolved_table(resolved)}\n{idle_gpus(setup.device, setup.launch)}".strip())
+    report.say(f"{resolved_table(resolved)}\n{advice(setup, resolved)}".strip())
     desk, resumed = build_desk(run, prepared, order, schedule, engine, report, progress, initial)
     close_with(held, desk)
     if engine.rank == 0:

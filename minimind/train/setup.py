@@ -11,6 +11,7 @@ import torch
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig
 from minimind.errors import UsageError
 from minimind.launch import Launch, parent_command, require_engaged
+from minimind.train.autos import offloads
 from minimind.train.combinations import needs_gpu
 from minimind.train.deepspeed_config import (
     Resolved,
@@ -116,6 +117,13 @@ def device_for(asked: str, source: str, launch: Launch) -> str:
     return "cuda"
 
 
+def advice(setup: Setup, resolved: Resolved) -> str:
+    """What could be had for less, a line each; nothing where nothing could."""
+    launch = setup.launch
+    told = (idle_gpus(setup.device, launch), nothing_to_share(resolved, launch.world_size))
+    return "\n".join(filter(None, told))
+
+
 def idle_gpus(device: str, launch: Launch) -> str:
     """What to type when more GPUs are visible than processes were started; else nothing."""
     gpus = torch.cuda.device_count()
@@ -125,6 +133,19 @@ def idle_gpus(device: str, launch: Launch) -> str:
         f"warning: {gpus} GPUs are visible, {launch.local_world_size} of them are used; type"
         f" NUM_PROCESSES={gpus} bash run_accelerate.sh ... (torchrun --nproc_per_node {gpus} ...),"
         " or hide the others with CUDA_VISIBLE_DEVICES"
+    )
+
+
+def nothing_to_share(resolved: Resolved, world_size: int) -> str:
+    """What to type where ZeRO buys nothing that a process alone has not; else nothing."""
+    config = resolved.config
+    offloaded = any(offloads(config, what) for what in ("optimizer", "param"))
+    is_ours = resolved.optimizer_params == {"eps": 1e-8} and resolved.optimizer == "AdamW"
+    if not config or world_size > 1 or offloaded or resolved.scheduler or not is_ours:
+        return ""
+    return (
+        f"ZeRO stage {resolved.zero_stage} has nothing to share out at 1 process, and costs"
+        " time and memory; --deepspeed_config none does without it (docs/performance.md)"
     )
 
 
