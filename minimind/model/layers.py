@@ -5,10 +5,12 @@ D channels per head, E model width.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -19,6 +21,20 @@ from minimind.model.document_attention import document_attention
 from minimind.model.experts import MixtureOfExperts
 from minimind.model.rotary import in_halves, rotate, rotate_halves
 from minimind.model.visibility import Visible
+
+CHOOSES = "cuda"
+"""The kind of device that has several fused kernels of attention to choose from."""
+
+# In the order they are asked. cuDNN's are planned for each shape anew, and come first for rows that
+# are trained on, all of one shape. With a mask, or for a single query, they are not asked: there
+# torch 2.13's give gradients that are no number (pytorch issue 196678) and wrong text (193893).
+OF_ROWS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+OF_OTHERS = OF_ROWS[1:]
 
 
 class RMSNorm(nn.Module):
@@ -124,13 +140,24 @@ def flash_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: Vis
         return document_attention(q_BHTD, k_BKSD, v_BKSD, visible)
     if visible is not None:
         k_BHSD, v_BHSD = _repeated(k_BKSD, q_BHTD), _repeated(v_BKSD, q_BHTD)
-        return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=visible)
+        return _fused(OF_OTHERS, q_BHTD, k_BHSD, v_BHSD, attn_mask=visible)
     is_causal = q_BHTD.shape[2] > 1
     if is_causal and torch.compiler.is_compiling() and q_BHTD.device.type == "cpu":
         return blockwise_attention(q_BHTD, k_BKSD, v_BKSD)
-    return F.scaled_dot_product_attention(
-        q_BHTD, k_BKSD, v_BKSD, is_causal=is_causal, enable_gqa=True
-    )
+    kernels = OF_ROWS if is_causal else OF_OTHERS
+    return _fused(kernels, q_BHTD, k_BKSD, v_BKSD, is_causal=is_causal, enable_gqa=True)
+
+
+def _fused(kernels: list[SDPBackend], *qkv: Tensor, **options: Any) -> Tensor:
+    """(B, H, T, D): torch's fused attention, on a GPU by the first of `kernels` that can do it.
+
+    Said here and not once for all layers: a block that is computed again for its backward pass has
+    to take the same kernel.
+    """
+    if qkv[0].device.type != CHOOSES:
+        return F.scaled_dot_product_attention(*qkv, **options)
+    with sdpa_kernel(kernels, set_priority=True):
+        return F.scaled_dot_product_attention(*qkv, **options)
 
 
 def _repeated(x_BKSD: Tensor, q_BHTD: Tensor) -> Tensor:

@@ -15,10 +15,13 @@ def compile_within(model: MiniMindForCausalLM, run: RunConfig) -> None:
 
     Shapes are static, for rows are packed: every micro-batch has the same. Whatever wraps the model
     afterwards (DeepSpeed, DDP) is not compiled, so that its hooks break no graph.
+
+    With --deterministic no kernel is chosen by how long it took: on a GPU another choice, after a
+    resume, would sum in another order.
     """
     if run.compile != "on":
         return
-    model.compile(dynamic=False)
+    model.compile(dynamic=False, options={"deterministic": True} if run.deterministic else None)
 
 
 @contextmanager

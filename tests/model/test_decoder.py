@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.nn.parallel import DistributedDataParallel
 from transformers import DynamicCache
 
+from minimind.model import layers
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.model.layers import Attention, RMSNorm, flash_attention, reference_attention
 from minimind.model.rotary import build_pos_cis, cos_sin
@@ -124,6 +127,28 @@ def test_flash_attention_equals_the_reference_under_a_mask():
     torch.testing.assert_close(
         flash_attention(*parts, visible), reference_attention(*parts, visible), rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("queries", [T, 1])
+def test_on_a_gpu_kernels_are_asked_in_our_order(monkeypatch, queries: int, is_masked: bool):
+    """cuDNN's first for whole rows, and not at all where torch's have faults."""
+    asked, attend = [], F.scaled_dot_product_attention
+
+    def noting(*given, **options):
+        asked.extend(_cur_sdpa_kernel_backends(with_priority=True))
+        return attend(*given, **options)
+
+    parts = heads_of(queries, T)
+    visible = torch.ones(B, 1, queries, T, dtype=torch.bool) if is_masked else None
+    expected, before = flash_attention(*parts, visible), _cur_sdpa_kernel_backends(True)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    monkeypatch.setattr(layers, "CHOOSES", "cpu")
+    assert torch.equal(flash_attention(*parts, visible), expected)
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    is_row = queries > 1 and not is_masked
+    assert asked == ([SDPBackend.CUDNN_ATTENTION, *order] if is_row else order)
+    assert _cur_sdpa_kernel_backends(True) == before
 
 
 @torch.no_grad()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +17,16 @@ from torch._dynamo.utils import counters
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.flags import parse_flags
 from minimind.launch import read_launch
+from minimind.model import layers
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
-from minimind.train.compiled import uncompiled
+from minimind.train.compiled import compile_within, uncompiled
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.engine import Engine, leave
 from minimind.train.objective import objective_of
 from minimind.train.profile import PhaseClock
 from minimind.train.setup import Setup, read_setup, with_compile
+from tests.conftest import ROOT
 from tests.train.test_backends import engine_of
 
 SHAPE: dict[str, Any] = {
@@ -91,15 +98,51 @@ def test_a_compiled_run_is_one_graph_made_once_with_the_losses_of_an_eager_one(
     assert not counters["graph_break"]
 
 
-@pytest.mark.long
-def test_inductor_gives_the_losses_of_an_eager_run(monkeypatch):
+def test_a_choice_of_kernels_breaks_no_graph(quickly, monkeypatch):
+    """As on a GPU, where every layer says which kernels it asks."""
+
+    def as_on_a_gpu(*qkv):
+        return layers._fused(layers.OF_ROWS, *qkv, is_causal=True, enable_gqa=True)
+
+    monkeypatch.setattr(layers, "CHOOSES", "cpu")
+    monkeypatch.setattr(layers, "blockwise_attention", as_on_a_gpu)
     found = {}
     for compiles in ("off", "on"):
-        engine = engine_of(built(), monkeypatch, f"--dtype bfloat16 --compile {compiles}")
+        model = built()
+        model.activation_checkpointing_enable()
+        engine = engine_of(model, monkeypatch, f"--dtype float32 --compile {compiles}")
+        try:
+            found[compiles] = losses_of(engine, 3)
+        finally:
+            leave()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    assert found["on"] == pytest.approx(found["off"], rel=2e-6)
+
+
+def test_deterministic_has_the_compiler_choose_by_no_measurement(monkeypatch):
+    """What is picked by its time, here and now, may sum in another order after a resume."""
+    given: list[Any] = []
+    monkeypatch.setattr(MiniMindForCausalLM, "compile", lambda self, **asked: given.append(asked))
+    for more in ("", "--deterministic"):
+        compile_within(built(), parse_flags(f"--compile on {more}".split()))
+    assert [options["options"] for options in given] == [None, {"deterministic": True}]
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method. is deprecated"
+)  # by inductor's import
+@pytest.mark.parametrize("more", ["", "--deterministic"])  # of which torch refuses unknown options
+def test_inductor_gives_the_losses_of_an_eager_run(monkeypatch, more):
+    found = {}
+    for compiles in ("off", "on"):
+        engine = engine_of(built(), monkeypatch, f"--dtype bfloat16 {more} --compile {compiles}")
         try:
             found[compiles] = losses_of(engine, 8)
         finally:
             leave()
+            torch.use_deterministic_algorithms(False)
     assert found["on"] == pytest.approx(found["off"], rel=5e-3)
     assert found["on"][-1] < found["on"][0]
 
@@ -171,3 +214,23 @@ def test_only_the_model_is_uncompiled_where_it_is_asked_to_be(quickly):
         assert counters["stats"]["unique_graphs"] == 1
     model(ROWS[:, :-1])
     assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.long
+@pytest.mark.launch
+def test_under_every_backend_of_two_processes_it_is_one_graph_made_once(tmp_path: Path):
+    out = tmp_path / "found.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*launcher, "-m", "tests.distributed.graphs", str(out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(out.read_text())
+    assert [*found] == ["ddp", "stage 0", "stage 1", "stage 2"]
+    for name, seen in found.items():
+        assert (seen["graphs"], seen["breaks"]) == (1, {}), name
+        assert seen["compiled"] == pytest.approx(seen["eager"], rel=1e-4), name

@@ -1,0 +1,55 @@
+"""How many graphs a compiled run is made of under each backend, and what breaks or remakes them.
+
+    torchrun ... -m tests.distributed.graphs OUT.json
+
+Graphs are captured as ever and then run as they are. Whatever torch would compile again after the
+first step is an error here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+from minimind.model.decoder import MiniMindForCausalLM
+from tests.distributed.engines import Case, build, course
+
+STAGES = {"ddp": None, "stage 0": 0, "stage 1": 1, "stage 2": 2}
+
+
+def compiled_course(stage: int | None) -> dict[str, Any]:
+    """Losses of four steps, eager and compiled, and what torch counted of the latter."""
+    torch._dynamo.reset()
+    counters.clear()
+    eager = course(build(Case(stage, "bfloat16"), seed=1), 0, 4)
+    assert not counters["stats"]
+    engine = build(Case(stage, "bfloat16", flags="--compile on"), seed=1)
+    compiled = course(engine, 0, 1)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled += course(engine, 1, 4)
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": dict(counters["graph_break"]),
+        "eager": [step["loss"] for step in eager],
+        "compiled": [step["loss"] for step in compiled],
+    }
+
+
+if __name__ == "__main__":
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    compile_whole = MiniMindForCausalLM.compile
+    MiniMindForCausalLM.compile = lambda self, **asked: compile_whole(
+        self, backend="aot_eager", **asked
+    )
+    found = {name: compiled_course(stage) for name, stage in STAGES.items()}
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)  # several engines share one process group: none of them may take it down
