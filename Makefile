@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 SAMPLE := out/sample
 CHECKPOINT ?= $(SAMPLE)/run
 
-.PHONY: help setup train test test-all check check-export fix smoke matrix elastic faults clean
+.PHONY: help setup train test test-all gpu gpu-bench check check-export fix smoke matrix elastic faults clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -38,6 +38,14 @@ test: $(READY) ## everything that fits in minutes on two cores
 
 test-all: $(READY) ## the long runs too
 	$(BIN)/python -m pytest --long
+
+gpu: $(READY) ## what needs one CUDA GPU: losses against the CPU's, kill and resume, kernels; minutes
+	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("torch sees no GPU here")'
+	$(BIN)/python -m pytest -m gpu -rs
+
+gpu-bench: $(READY) ## speed on one CUDA GPU: tokens/s, MFU, memory of 26m, 104m, 0.4b, to out/gpu.json
+	@mkdir -p out
+	$(BIN)/python -m benchmarks.gpu --out out/gpu.json
 
 check: $(READY) ## lint, format, types, shell
 	$(BIN)/ruff check .

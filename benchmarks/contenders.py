@@ -1,10 +1,12 @@
 """One way to train the same shape, as a process that takes a step whenever it is told to.
 
-    python -m benchmarks.contenders NAME SHAPE ROWS READ_FD WRITE_FD FOLDER
+    python -m benchmarks.contenders NAME SHAPE ROWS READ_FD WRITE_FD FOLDER [FLAGS OF OURS ...]
 
-Started by benchmarks.throughput. Between steps a contender waits, and costs nothing. Each stands
-at a gate where its step begins: before the first micro-batch is asked for. What lies between two
-passages of the gate, less the waiting, is its step: all of the loop, not only the mathematics.
+Started by benchmarks.throughput and benchmarks.gpu. Between its turns a contender waits, and costs
+nothing. Each stands at a gate where its step begins: before the first micro-batch is asked for.
+What lies between two passages of the gate, less the waiting, is its step: all of the loop, not only
+the mathematics. A turn is as many steps as the line says that asks for it. On a GPU it ends when
+all that was queued has run.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +31,47 @@ LEARNING_RATE, BETAS, DECAY, CLIP = 5e-4, (0.9, 0.95), 0.1, 1.0
 
 
 class Gate:
-    """Lets one step through for each line it reads, and answers with what the step took."""
+    """Lets so many steps through as each line it reads says, and answers with what one took."""
 
     def __init__(self, read: int, write: int) -> None:
         self.asked, self.answers = open(read), open(write, "w")
         self.since: tuple[float, float] | None = None
+        self.turn = self.left = 0  # steps
 
     def passage(self) -> None:
-        """Answer for the step that ends here, and wait until the next may begin."""
+        """After the last step of a turn: answer for it, and wait until the next may begin."""
+        self.left -= 1
+        if self.left > 0:
+            return
         if self.since is not None:
-            wall, cpu = (now - then for now, then in zip(_clocks(), self.since, strict=True))
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-            self.answers.write(json.dumps({"seconds": wall, "cpu": cpu, "peak_mib": peak}) + "\n")
+            wall, cpu = (
+                (now - then) / self.turn for now, then in zip(_clocks(), self.since, strict=True)
+            )
+            told = {"seconds": wall, "cpu": cpu, "peak_mib": _peak_mib()}
+            self.answers.write(json.dumps(told) + "\n")
             self.answers.flush()
-        if not self.asked.readline():
+        line = self.asked.readline()
+        if not line:
             os._exit(0)
+        self.turn = self.left = int(line)
         self.since = _clocks()
 
 
 def _clocks() -> tuple[float, float]:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return time.perf_counter(), time.process_time()
 
 
-def product(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> None:
-    """train_pretrain.py with these flags, on the text in `folder`."""
+def _peak_mib() -> float:
+    """Of the GPU's memory where there is one in use, else of resident memory."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def product(gate: Gate, shape: str, rows: int, folder: Path, *more: str, flags: str) -> None:
+    """train_pretrain.py with `flags`, and `more` that override ours, on the text in `folder`."""
     from minimind.data.batches import Batches
     from train_pretrain import main
 
@@ -66,7 +86,7 @@ def product(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> Non
     given = f"--model {shape} --batch_size {rows} --max_steps 100000 --device cpu --resume none"
     given += f" --learning_rate {LEARNING_RATE} --eval_rows 0 --save_interval 100000"
     given += f" --data_path {folder / 'text.jsonl'} --cache_dir {folder / 'cache'}"
-    os._exit(main([*given.split(), "--out_dir", str(out_dir), *flags]))
+    os._exit(main([*given.split(), "--out_dir", str(out_dir), *flags.split(), *more]))
 
 
 def random_rows(shape: str, rows: int) -> tuple[Any, Callable[[], Iterator[torch.Tensor]]]:
@@ -187,21 +207,16 @@ def trainer(gate: Gate, shape: str, rows: int, folder: Path) -> None:
     Trainer(llama_model(run), arguments, train_dataset=Rows(), data_collator=collate).train()
 
 
+ZERO_2, PLAIN = "--deepspeed_config configs/ds_config.json", "--deepspeed_config none"
 CONTENDERS: dict[str, Callable[..., None]] = {
-    "ours, ZeRO-2, compiled": lambda *place: product(
-        *place, "--compile", "on", "--deepspeed_config", "configs/ds_config.json"
-    ),
-    "ours, single, compiled": lambda *place: product(
-        *place, "--compile", "on", "--deepspeed_config", "none"
-    ),
-    "ours, ZeRO-2, eager": lambda *place: product(
-        *place, "--compile", "off", "--deepspeed_config", "configs/ds_config.json"
-    ),
+    "ours, ZeRO-2, compiled": partial(product, flags=f"--compile on {ZERO_2}"),
+    "ours, single, compiled": partial(product, flags=f"--compile on {PLAIN}"),
+    "ours, ZeRO-2, eager": partial(product, flags=f"--compile off {ZERO_2}"),
     "bare compiled loop": bare,
     "Llama, eager loop": llama,
     "Llama, Trainer, ZeRO-2": trainer,
 }
 
 if __name__ == "__main__":
-    name, shape, rows, read, write, folder = sys.argv[1:]
-    CONTENDERS[name](Gate(int(read), int(write)), shape, int(rows), Path(folder))
+    name, shape, rows, read, write, folder, *more = sys.argv[1:]
+    CONTENDERS[name](Gate(int(read), int(write)), shape, int(rows), Path(folder), *more)

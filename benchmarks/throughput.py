@@ -37,7 +37,7 @@ BASE, BARE = "Llama, eager loop", "bare compiled loop"
 class Contender:
     """The process of one contender, and what its steps took."""
 
-    def __init__(self, name: str, shape: str, rows: int, folder: Path) -> None:
+    def __init__(self, name: str, shape: str, rows: int, folder: Path, *more: str) -> None:
         self.name, self.log = name, folder / f"{name}.log"
         self.steps: list[dict[str, float]] = []
         (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
@@ -52,6 +52,7 @@ class Contender:
                 str(theirs_in),
                 str(theirs_out),
                 str(folder),
+                *more,
             ],
             pass_fds=(theirs_in, theirs_out),
             stdout=self.log.open("w"),
@@ -61,9 +62,9 @@ class Contender:
         os.close(theirs_out)
         self.ask, self.answers = open(ours_out, "w"), open(ours_in)
 
-    def step(self) -> dict[str, float]:
-        """One step of it, while every other waits."""
-        self.ask.write("\n")
+    def step(self, steps: int = 1) -> dict[str, float]:
+        """A turn of it, while every other waits: what one of its steps took."""
+        self.ask.write(f"{steps}\n")
         self.ask.flush()
         answer = self.answers.readline()
         if not answer:
@@ -76,11 +77,22 @@ class Contender:
         self.process.wait()
 
 
-def race(names: Sequence[str], shape: str, rows: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Steps by contender, each {"seconds", "cpu", "peak_mib"}."""
+def race(
+    names: Sequence[str],
+    shape: str,
+    rows: int,
+    rounds: int,
+    folder: Path,
+    flags: Sequence[str] = (),
+    turn: int = 1,
+) -> dict[str, Any]:
+    """Turns of `turn` steps by contender, each {"seconds", "cpu", "peak_mib"} of one step.
+
+    `flags` are for those of ours.
+    """
     runners = {}
     for name in names:
-        runners[name] = Contender(name, shape, rows, folder)
+        runners[name] = Contender(name, shape, rows, folder, *flags)
         started = time.perf_counter()
         for _ in range(WARM):
             runners[name].step()
@@ -88,7 +100,7 @@ def race(names: Sequence[str], shape: str, rows: int, rounds: int, folder: Path)
     for number in range(rounds):
         for at in range(len(names)):
             runner = runners[names[(at + number) % len(names)]]
-            runner.steps.append(runner.step())
+            runner.steps.append(runner.step(turn))
     for runner in runners.values():
         runner.close()
     return {name: runner.steps for name, runner in runners.items()}

@@ -26,10 +26,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not has_gpu():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device here"))
     if not config.getoption("--long"):
-        kept = [item for item in items if "long" not in item.keywords]
+        kept = [item for item in items if not item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def sentences(seed: int, documents: int) -> list[str]:

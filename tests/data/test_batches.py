@@ -114,7 +114,6 @@ def test_held_out_rows_are_the_first_ones(shards):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="sends to a CUDA device")
 def test_micro_batches_sent_to_a_gpu_arrive_whole(shards):
     order, cuda = Order(100, 8, 1), torch.device("cuda", 0)
     reader, plain = (Batches(shards, order, ROW, 2, 0, 1, where) for where in (cuda, CPU))

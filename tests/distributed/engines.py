@@ -80,13 +80,13 @@ class Case:
     shape: dict[str, Any] = field(default_factory=dict)  # beside TINY
 
 
-def build(case: Case, seed: int) -> Engine:
-    """An engine of this process's ranks, its weights drawn from `seed`."""
+def build(case: Case, seed: int, on: str = "cpu") -> Engine:
+    """An engine of this process's ranks, its weights drawn from `seed`; `on` is cpu or cuda."""
     AcceleratorState._reset_state(reset_partial_state=True)
     world_size = int(os.environ["WORLD_SIZE"])
     words = f"--split_batches --batch_size {ROWS // case.accumulation} --max_steps 40"
     words += (
-        f" --accumulation_steps {case.accumulation} --dtype {case.dtype} --device cpu {case.flags}"
+        f" --accumulation_steps {case.accumulation} --dtype {case.dtype} --device {on} {case.flags}"
     )
     run = parse_flags(words.split())
     resolved = Resolved(run, "ddp" if world_size > 1 else "single")
@@ -97,11 +97,11 @@ def build(case: Case, seed: int) -> Engine:
         for key, value in case.edits.items():
             put(written, key, value)
         # As for a GPU where the CPU has no such precision; the engine itself runs on the CPU.
-        device = "cuda" if case.dtype == "float16" else "cpu"
+        device = "cuda" if case.dtype == "float16" else on
         resolved = resolve(written, "case.json", run, world_size, device)
     torch.manual_seed(seed)
     config = MiniMindConfig(**TINY, **case.shape, max_seq_len=LENGTH)
-    return build_engine(resolved, case.model(config), "cpu")
+    return build_engine(resolved, case.model(config), on)
 
 
 def text() -> torch.Tensor:

@@ -1,11 +1,12 @@
 """Which lines of a step read a number back from the device, on which a GPU would be waited for.
 
-    python -m tests.distributed.host_reads OUT.json    (one process; stages 0, 1, 2, then none)
+    python -m tests.distributed.host_reads [OUT.json [cpu|cuda]]    (one process; stages 0, 1, 2)
 
 On a CPU nothing is waited for, but the reads are the same calls: of a scalar (`item`, `float`,
 `bool`, a tensor as an `if`), of a tensor (`tolist`, `numpy`), and copies to the CPU. Each is put
 down to the innermost frame of ours, of DeepSpeed's or of Accelerate's. What is sent between ranks
-about themselves (the control group) lies on the CPU anyway, and is not counted.
+about themselves (the control group) lies on the CPU anyway, and is not counted. On a GPU, what CUDA
+itself says of having been waited for is counted beside them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +83,31 @@ def counted() -> Iterator[Counter[str]]:
             setattr(torch.Tensor, name, method)
 
 
-def reads_of_steps(case: Case, steps: int = 3) -> dict[str, float]:
+@contextmanager
+def waits_noted(found: Counter[str]) -> Iterator[None]:
+    """Whatever waits for the GPU within, by origin, among what was found otherwise."""
+
+    def note(message: Warning | str, *_: Any, **__: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            found[f"{origin()} (waits)"] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def reads_of_steps(case: Case, on: str, steps: int = 3) -> dict[str, float]:
     """Reads in a step by origin, after two steps that do not count."""
-    engine = build(case, seed=1)
+    engine = build(case, seed=1, on=on)
     course(engine, 0, 2)
     table = torch.zeros((2, 17), dtype=torch.int64)
     clock = PhaseClock(engine.device)
-    with counted() as found:
+    with counted() as found, waits_noted(found) if on == "cuda" else nullcontext():
         for step in range(2, 2 + steps):
             engine.seed(step)
             clock.begin()
@@ -97,13 +117,14 @@ def reads_of_steps(case: Case, steps: int = 3) -> dict[str, float]:
 
 if __name__ == "__main__":
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {**alone, "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu"}
+    device = sys.argv[2] if len(sys.argv) > 2 else "cpu"
+    os.environ |= {**alone, "MASTER_PORT": "0", "DS_ACCELERATOR": device}
     cases = {
         f"stage {stage}, {dtype}": Case(stage, dtype)
         for stage in (0, 1, 2)
         for dtype in ("bfloat16", "float32")
     }
-    told = {name: reads_of_steps(case) for name, case in cases.items()}
+    told = {name: reads_of_steps(case, device) for name, case in cases.items()}
     print(json.dumps(told, indent=1))
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(json.dumps(told))

@@ -145,7 +145,16 @@ def test_other_documents_are_no_reason_to_compile_again():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles kernels for a CUDA device")
+@each_layout
+def test_the_blocks_on_a_gpu_are_those_on_the_cpu(starts_BT: Tensor):
+    pairs = (document_blocks(where).as_tuple() for where in (starts_BT.cuda(), starts_BT))
+    for found, expected in zip(*pairs, strict=True):
+        if isinstance(expected, Tensor):
+            assert isinstance(found, Tensor)
+            assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("n_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("length", [300, 256, 40])
 def test_gradients_on_a_gpu_are_those_of_the_dense_mask(length: int, n_kv_heads: int):

@@ -1,0 +1,125 @@
+"""Tokens/s, MFU and memory of the presets on one GPU, under ZeRO-2 and without DeepSpeed.
+
+    make gpu-bench
+    python -m benchmarks.gpu [TEXT.jsonl] [--models 26m 104m 0.4b] [--rows N ...]
+        [--max_seq_len 1024] [--rounds 10] [--steps 10] [--device cuda|cpu] [--out FILE.json]
+
+train_pretrain.py as it is, compiled, in bf16. Two processes of a model (benchmarks/contenders.py)
+hold the GPU together and take turns of --steps steps; a ratio is the median over pairs of turns of
+the same round. MFU is of two peaks: of the vendor's data sheet, and of what one large product of
+bf16 matrices reaches on this very GPU, just before. Memory is what torch had allocated at most in
+the process. Without TEXT, the corpus of `make train`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.record import arguments, record
+from benchmarks.throughput import race, summary
+from examples.stdlib_corpus import main as write_corpus
+from minimind.flags import parse_flags
+from minimind.plan import shape_of
+from minimind.train.costs import flops_per_token
+from minimind.train.peaks import peak_of
+
+NAMES = ("ours, ZeRO-2, compiled", "ours, single, compiled")
+ROWS = {"26m": 32, "104m": 16, "0.4b": 8}  # of 1,024 tokens; two processes share the GPU
+CORPUS = 4.0  # MB, of which little is read
+
+
+def measured_peak(device: torch.device) -> float:
+    """10^12 FLOPs a second of the product of two square bf16 matrices: the best of several."""
+    side = 8192 if device.type == "cuda" else 512
+    one, other = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    best = float("inf")
+    for _ in range(20):
+        _wait_for(device)
+        started = time.perf_counter()
+        for _ in range(5):
+            one @ other
+        _wait_for(device)
+        best = min(best, (time.perf_counter() - started) / 5)
+    return 2 * side**3 / best / 1e12
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def of_model(model: str, rows: int, given: Any, folder: Path, peaks: dict[str, Any]) -> Any:
+    """One model's row of every contender, with its MFU, and the turns themselves."""
+    words = f"--max_seq_len {given.max_seq_len} --device {given.device} --dtype bfloat16".split()
+    run = parse_flags(["--model", model, *words])
+    turns = race(NAMES, model, rows, given.rounds, folder, words, given.steps)
+    table = summary(turns, rows * run.max_seq_len, NAMES[-1])
+    for row in table.values():
+        done = flops_per_token(shape_of(run)) * row["tokens_per_second"] / 1e12
+        row["mfu"] = {who: peak and done / peak for who, peak in peaks.items()}
+    return {"rows": rows, "table": table, "turns": turns}
+
+
+def shown(found: dict[str, Any]) -> str:
+    """The table for people."""
+    head = f"{'model':8}{'rows':>5}  {'':24}{'ms/step':>9}{'tokens/s':>11}{'speed':>7}"
+    lines = [f"{head}{'MFU, vendor':>13}{'measured':>10}{'MiB':>9}"]
+    for model, one in found.items():
+        for name, row in one["table"].items():
+            mfu = {
+                who: "-" if share is None else f"{share:.1%}" for who, share in row["mfu"].items()
+            }
+            lines.append(
+                f"{model:8}{one['rows']:5}  {name:24}{row['seconds'] * 1e3:9.1f}"
+                f"{row['tokens_per_second']:11,.0f}{row['speed']:7.2f}"
+                f"{mfu['vendor']:>13}{mfu['measured']:>10}{row['peak_mib']:9,.0f}"
+            )
+    return "\n".join([*lines, f"speed against: {NAMES[-1]}"])
+
+
+def main() -> None:
+    """Run it, print the table, write the JSON."""
+    asked = arguments(__doc__)
+    asked.add_argument("text", type=Path, nargs="?")
+    asked.add_argument("--models", nargs="+", default=list(ROWS))
+    asked.add_argument("--rows", nargs="+", type=int, help="per step, of each model")
+    asked.add_argument("--max_seq_len", type=int, default=1024)
+    asked.add_argument("--rounds", type=int, default=10)
+    asked.add_argument("--steps", type=int, default=10)
+    asked.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    given = asked.parse_args()
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("torch sees no GPU here; --device cpu --models tiny tries the command")
+    rows = given.rows or [ROWS.get(model, 2) for model in given.models]
+    if len(rows) != len(given.models):
+        raise SystemExit(f"--rows has {len(rows)} numbers for {len(given.models)} models")
+    before, started, device = os.getloadavg(), time.perf_counter(), torch.device(given.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    vendor = peak_of(parse_flags(["--dtype", "bfloat16"]), device)
+    peaks = {"vendor": vendor and vendor[0], "measured": measured_peak(device)}
+    print(f"{name}: bf16 TFLOP/s of {vendor or 'no data sheet'}, {peaks['measured']:.1f} measured")
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as kept:
+        folder = Path(kept)
+        if given.text is None:
+            write_corpus([str(folder / "text.jsonl"), "--max_megabytes", str(CORPUS)])
+        else:
+            shutil.copy(given.text, folder / "text.jsonl")
+        for model, count in zip(given.models, rows, strict=True):
+            found[model] = of_model(model, count, given, folder, peaks)
+    print(shown(found))
+    seconds = time.perf_counter() - started
+    print(f"{seconds / 60:.1f} minutes")
+    told = {"name": name, "peak_tflops": peaks, "cuda": torch.version.cuda}
+    record(given.out, "gpu", before, device=told, seconds=seconds, found=found)
+
+
+if __name__ == "__main__":
+    main()

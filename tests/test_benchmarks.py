@@ -1,0 +1,46 @@
+"""A benchmark made for a GPU, on the CPU: that it runs, and that its figures belong together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import NAMES
+from tests.conftest import ROOT
+
+
+@pytest.mark.long
+@pytest.mark.launch
+def test_the_benchmark_for_gpus_runs_whole_on_a_cpu(tmp_path: Path):
+    out, small = tmp_path / "gpu.json", "--models tiny --rows 3 --max_seq_len 64"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", *small.split()),
+            *("--steps", "2", "--rounds", "3", "--out", str(out)),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(out.read_text())
+    peak = told["device"]["peak_tflops"]
+    assert peak["vendor"] is None
+    assert peak["measured"] > 0
+    (found,) = told["found"].values()
+    assert [*found["table"]] == [*found["turns"]] == list(NAMES)
+    for name, row in found["table"].items():
+        assert name in done.stdout
+        assert len(found["turns"][name]) == 3
+        assert row["tokens_per_second"] * row["seconds"] == pytest.approx(3 * 64)
+        assert row["mfu"]["vendor"] is None
+        per_token = row["mfu"]["measured"] * peak["measured"] * 1e12 / row["tokens_per_second"]
+        # Six for each weight that multiplies, and attention's 12 x layers x dim x T.
+        assert per_token == pytest.approx(6 * 2_361_024 + 12 * 4 * 192 * 64, rel=2e-3)
+        assert row["peak_mib"] > 100
