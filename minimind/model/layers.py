@@ -148,16 +148,18 @@ def flash_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: Vis
     return _fused(kernels, q_BHTD, k_BKSD, v_BKSD, is_causal=is_causal, enable_gqa=True)
 
 
-def _fused(kernels: list[SDPBackend], *qkv: Tensor, **options: Any) -> Tensor:
+def _fused(
+    kernels: list[SDPBackend], q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, **options: Any
+) -> Tensor:
     """(B, H, T, D): torch's fused attention, on a GPU by the first of `kernels` that can do it.
 
     Said here and not once for all layers: a block that is computed again for its backward pass has
     to take the same kernel.
     """
-    if qkv[0].device.type != CHOOSES:
-        return F.scaled_dot_product_attention(*qkv, **options)
+    if q_BHTD.device.type != CHOOSES:
+        return F.scaled_dot_product_attention(q_BHTD, k_BKSD, v_BKSD, **options)
     with sdpa_kernel(kernels, set_priority=True):
-        return F.scaled_dot_product_attention(*qkv, **options)
+        return F.scaled_dot_product_attention(q_BHTD, k_BKSD, v_BKSD, **options)
 
 
 def _repeated(x_BKSD: Tensor, q_BHTD: Tensor) -> Tensor:
