@@ -25,6 +25,26 @@ def compile_within(model: PreTrainedModel, run: RunConfig) -> None:
     model.compile(dynamic=False, options={"deterministic": True} if run.deterministic else None)
 
 
+class CompileClock:
+    """How long this process has been making graphs, by torch's own count."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self._is_on = run.compile == "on"
+        self._told = self._seconds()
+
+    def take(self) -> float:
+        """Seconds since the last call, or the start; 0 where nothing was compiled."""
+        told, self._told = self._told, self._seconds()
+        return self._told - told
+
+    def _seconds(self) -> float:
+        if not self._is_on:
+            return 0.0
+        from torch._dynamo.utils import calculate_time_spent
+
+        return calculate_time_spent()["total_wall_time"]
+
+
 @contextmanager
 def uncompiled(model: Any) -> Iterator[None]:
     """Run the model as it is written, compiled or not; whatever else is compiled stays so.

@@ -93,7 +93,10 @@ def asked_by(desk: Desk) -> str:
 
 
 def report_step(desk: Desk, state: TrainState, result: StepResult) -> None:
-    """The step line: the loss of this very step over all ranks, and the times since the last."""
+    """The step line: the loss of this very step over all ranks, and the times since the last.
+
+    After it how much of them went into compiling, so that nobody takes it for something else.
+    """
     loss, count = desk.engine.sum_over_ranks([float(result.loss_sum), float(result.tokens)])
     norm = None if result.grad_norm is None else float(result.grad_norm)
     rows = desk.batches.order.positions(state.step - 1)
@@ -111,6 +114,9 @@ def report_step(desk: Desk, state: TrainState, result: StepResult) -> None:
         },
         desk.batches.tokens_per_step,
     )
+    if seconds := desk.engine.compiling.take():  # in the first step, and nowhere else
+        desk.report.event("compiled", step=state.step, seconds=seconds)
+        desk.report.say(f"step {state.step}: {seconds:.1f} s since the last line for compiling")
 
 
 def report_skipped(desk: Desk, state: TrainState, result: StepResult, is_due: bool) -> None:

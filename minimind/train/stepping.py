@@ -11,7 +11,7 @@ import torch
 from minimind.model.loss import contagious
 from minimind.train.backends import StepResult
 from minimind.train.communication import CommunicationClock
-from minimind.train.compiled import uncompiled
+from minimind.train.compiled import CompileClock, uncompiled
 from minimind.train.deepspeed_backend import Backend
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.objective import mean_routing, objective_of, positions_at_once
@@ -31,6 +31,7 @@ class Engine(Ranks):
         self.resolved = resolved
         self.device = device
         self.summed_by = positions_at_once(resolved.run)
+        self.compiling = CompileClock(resolved.run)
 
     @property
     def model(self) -> Any:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import minimind.train as training
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.flags import parse_flags
 from minimind.launch import read_launch
@@ -98,7 +100,7 @@ def test_a_compiled_run_is_one_graph_made_once_with_the_losses_of_an_eager_one(
     assert not counters["graph_break"]
 
 
-def test_a_choice_of_kernels_breaks_no_graph(quickly, monkeypatch):
+def test_a_choice_of_kernels_breaks_no_graph_and_compiling_is_timed(quickly, monkeypatch):
     """As on a GPU, where every layer says which kernels it asks."""
 
     def as_on_a_gpu(*qkv):
@@ -106,18 +108,43 @@ def test_a_choice_of_kernels_breaks_no_graph(quickly, monkeypatch):
 
     monkeypatch.setattr(layers, "CHOOSES", "cpu")
     monkeypatch.setattr(layers, "blockwise_attention", as_on_a_gpu)
-    found = {}
-    for compiles in ("off", "on"):
-        model = built()
-        model.activation_checkpointing_enable()
-        engine = engine_of(model, monkeypatch, f"--dtype float32 --compile {compiles}")
-        try:
-            found[compiles] = losses_of(engine, 3)
-        finally:
-            leave()
+    model = built()
+    model.activation_checkpointing_enable()
+    engine = engine_of(model, monkeypatch, "--dtype float32 --compile on")
+    try:
+        began = time.perf_counter()
+        losses_of(engine, 1)
+        assert 0 < engine.compiling.take() < time.perf_counter() - began
+        losses_of(engine, 2)
+        assert engine.compiling.take() == 0
+    finally:
+        leave()
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
-    assert found["on"] == pytest.approx(found["off"], rel=2e-6)
+
+
+@pytest.mark.long
+def test_a_run_tells_how_much_of_its_first_step_was_compiling(quickly, corpus, tmp_path, capsys):
+    train: Any = training  # a package that is called like a function
+    shape = {"dim": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 32, "vocab_size": 600}
+    pace = {"max_steps": 3, "log_interval": 1, "device": "cpu", "deepspeed_config": "none"}
+    for compiles in ("on", "off"):
+        out = tmp_path / compiles
+        places = {"data_path": [str(corpus)], "cache_dir": str(tmp_path / "cache")}
+        assert train(**shape, **pace, **places, out_dir=str(out), compile=compiles) == 0
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        told = [line for line in lines if line["event"] == "compiled"]
+        first = next(line for line in lines if line["event"] == "step")
+        if compiles == "off":
+            assert not told
+            continue
+        (line,) = told
+        assert line["step"] == 1
+        assert 0 < line["seconds"] * 1e3 < first["step_ms"]
+        assert (
+            f"step 1: {line['seconds']:.1f} s since the last line for compiling"
+            in capsys.readouterr().out
+        )
 
 
 def test_deterministic_has_the_compiler_choose_by_no_measurement(monkeypatch):
