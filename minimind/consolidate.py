@@ -17,9 +17,8 @@ from minimind.errors import CheckpointError
 from minimind.files import mebibytes
 from minimind.new_folder import NewFolder
 from minimind.tensor_sources import INDEX, WHOLE, of_checkpoint
-from minimind.train.architecture import foreign_config_of
 from minimind.train.checkpoint import read_manifest
-from minimind.train.claims import read_config, require_listed
+from minimind.train.claims import read_config, require_listed, told_by_config
 from minimind.whole_files import SHARDS, write_folder
 
 MODEL_TYPE = "minimind"
@@ -65,8 +64,13 @@ def _copied(path: Path, name: str) -> bytes:
 def _config_of(path: Path, dtype: str) -> bytes:
     """The model's configuration, and nothing else that a config.json may ask a reader to do."""
     manifest = read_manifest(path)
-    foreign = foreign_config_of(path, manifest)
-    told = foreign[1] if foreign else {**read_config(path, manifest), "model_type": MODEL_TYPE}
+    told = told_by_config(path, manifest)
+    if told.get("model_type", MODEL_TYPE) == MODEL_TYPE:
+        told = {**read_config(path, manifest), "model_type": MODEL_TYPE}
+    else:
+        from minimind.train.architecture import foreign_config_of  # with all of transformers
+
+        foreign_config_of(path, manifest)  # may refuse it
     known = {**told, "dtype": dtype}
     return json.dumps(known, indent=2, sort_keys=True).encode() + b"\n"
 

@@ -22,7 +22,7 @@ from minimind.errors import CheckpointError, UsageError
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.foreign import matrix_weights, model_of, sees_what_follows
 from minimind.model.widths import feed_forward_width
-from minimind.train.claims import ELSEWHERE, read_object, require_listed, shown
+from minimind.train.claims import ELSEWHERE, read_object, shown, told_by_config
 from minimind.train.costs import flops_per_token
 from minimind.train.shape import shape_of
 
@@ -219,14 +219,13 @@ def foreign_config_of(
 
     A CheckpointError names the file.
     """
-    path = directory / "config.json"
-    require_listed(manifest, path)
+    told = told_by_config(directory, manifest)
+    if told.get("model_type", OURS) == OURS:
+        return None
     try:
-        told, _ = read_object(path)
-        is_ours = told.get("model_type", OURS) == OURS
-        return None if is_ours else (foreign_config(told), told)
+        return foreign_config(told), told
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}; {ELSEWHERE}") from error
+        raise CheckpointError(f"{directory / 'config.json'}: {error}; {ELSEWHERE}") from error
 
 
 def foreign_config(told: Mapping[str, Any]) -> PretrainedConfig:

@@ -234,6 +234,16 @@ def read_config(directory: Path, manifest: dict[str, Any] | None = None) -> dict
     return {name: found[name] for name in (*CONFIG, *more)}
 
 
+def told_by_config(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """All that the `config.json` of a checkpoint says; a CheckpointError names the file."""
+    path = directory / "config.json"
+    require_listed(manifest, path)
+    try:
+        return read_object(path)[0]
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}; {ELSEWHERE}") from error
+
+
 def require_course(manifest: dict[str, Any]) -> None:
     """Nothing, or a CheckpointError where the manifest does not tell which rows were read."""
     try:
