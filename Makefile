@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 SAMPLE := out/sample
 CHECKPOINT ?= $(SAMPLE)/run
 
-.PHONY: help setup train test test-all gpu gpu-bench check check-export fix smoke matrix elastic faults clean
+.PHONY: help setup train test test-all gpu gpu-bench check check-export fix smoke matrix elastic faults examples clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -68,6 +68,9 @@ elastic: $(READY) ## save under one ZeRO stage or number of processes, go on und
 
 faults: $(READY) ## kill, fill, stop and damage runs in every way; a table of what came of it: about an hour
 	$(BIN)/python -m tests.faults
+
+examples: $(READY) ## every example, by accelerate launch and torchrun, in one process and in two; the time of each
+	$(BIN)/python -m pytest --long tests/examples --durations=0 --durations-min=0.1
 
 check-export: $(READY) ## export the sample run, or CHECKPOINT=out/mine, load it in a fresh environment, compare logits
 	$(BIN)/python scripts/check_export.py --checkpoint $(CHECKPOINT)

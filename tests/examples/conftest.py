@@ -1,0 +1,66 @@
+"""Each example by each launcher, as a person would start it; `make examples` prints the times."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+EXAMPLES = ROOT / "examples"
+# Port 0: any that is free. The rest keeps accelerate from telling what it assumed.
+ACCELERATE = (
+    "-m accelerate.commands.launch --num_machines 1 --mixed_precision no --dynamo_backend no"
+    " --main_process_port 0 --num_processes"
+).split()
+TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node".split()
+LAUNCHES = [(launcher, count) for launcher in ("accelerate", "torchrun") for count in (1, 2)]
+by_every_launcher = pytest.mark.parametrize(("launcher", "processes"), LAUNCHES)
+
+Start = Callable[..., str]
+
+
+def command(launcher: str, processes: int) -> list[str]:
+    """What stands before the script's name."""
+    if launcher == "torchrun":
+        return [sys.executable, *TORCHRUN, str(processes)]
+    several = ["--multi_gpu"] if processes > 1 else []  # CPU processes too, where no GPU is
+    return [sys.executable, *ACCELERATE, str(processes), *several]
+
+
+def environment(place: Path) -> dict[str, str]:
+    """Ours, one thread, and no accelerate config of this machine's user."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(place), "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """start(example, flags, launcher, processes) -> what it printed."""
+
+    def run(name: str, flags: str = "", launcher: str = "torchrun", processes: int = 1) -> str:
+        line = [*command(launcher, processes), str(EXAMPLES / name), *flags.split()]
+        options = {"capture_output": True, "text": True, "timeout": 300, "cwd": tmp_path}
+        done = subprocess.run(line, env=environment(tmp_path / "hf"), **options)
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines(keepends=True)
+        return "".join(line for line in lines if "[real_accelerator.py:" not in line)  # DeepSpeed's
+
+    return run
+
+
+def shape(text: str) -> list[str]:
+    """Lines with every number as N: figures depend on the machine, and on the Python's library."""
+    return [re.sub(r"-?\d[\d.]*(e[+-]\d+)?", "N", line.strip()) for line in text.splitlines()]
+
+
+def promised(name: str) -> list[str]:
+    """The shape of the output that an example's docstring shows."""
+    told = ast.get_docstring(ast.parse((EXAMPLES / name).read_text(encoding="utf-8"))) or ""
+    return shape("\n".join(re.findall(r"^    \| (.*)$", told, re.MULTILINE)))

@@ -1,0 +1,47 @@
+"""docs/accelerate.md names tests, files and flags: each of them is there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from minimind.config import FLAGS
+from tests.conftest import ROOT
+
+PAGE = (ROOT / "docs" / "accelerate.md").read_text(encoding="utf-8")
+ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "`" in line]
+DEFINED = {
+    name
+    for path in (ROOT / "tests").rglob("test_*.py")
+    for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_names_tests_that_exist_and_at_least_one(row: str):
+    named = set(re.findall(r"`(test_\w+)`", row.rsplit(" | ", 1)[1]))
+    assert named
+    assert named <= DEFINED
+
+
+def test_every_path_named_is_there():
+    paths = re.findall(r"(?:examples|configs|minimind)/[\w./]+\w", PAGE)
+    assert len(paths) > 15
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_every_example_is_in_the_tables():
+    scripts = {path.name for path in (ROOT / "examples").glob("*.py")}
+    shown = {name for name in scripts if f"examples/{name}" in PAGE}
+    assert scripts - shown == {"stdlib_corpus.py", "stdlib_text.py", "load_export.py"}
+
+
+def test_flags_beside_an_example_are_its_own_and_the_others_the_trainers():
+    where = PAGE.split("## What is where")[1]
+    for row in (row for row in ROWS if row in where):
+        for cell in re.findall(r"`([^`]*--[^`]*)`", row.split(" | ")[1]):
+            script, *flags = cell.split(" ") if cell.startswith("examples/") else ["", cell]
+            text = (ROOT / script).read_text(encoding="utf-8") if script else ""
+            for name in re.findall(r"--([a-z_]+)", " ".join(flags)):
+                assert f'"--{name}"' in text if script else name in {*FLAGS, "help"}, (row, name)
