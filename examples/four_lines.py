@@ -63,8 +63,8 @@ def main() -> None:
     config = BertConfig(
         vocab_size=pieces, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=128, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        num_labels=2,
     )  # fmt: skip
+    config.num_labels = 2
     model = AutoModelForSequenceClassification.from_config(config)
     if args.no_device_placement:
         model.to(accelerator.device)

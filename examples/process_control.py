@@ -72,7 +72,7 @@ def main() -> None:
     for _ in tqdm(range(3), disable=not accelerator.is_local_main_process):
         pass
     with accelerator.split_between_processes(["a", "b", "c"], apply_padding=False) as mine:
-        print(f"split_between_processes: process {rank} has {' '.join(mine)}", flush=True)
+        print(f"split_between_processes: process {rank} has {' '.join(map(str, mine))}", flush=True)
     accelerator.wait_for_everyone()  # nobody goes on before all are here
     accelerator.print(f"print: once for all {accelerator.num_processes}")
     accelerator.end_training()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator, load_checkpoint_in_model
@@ -53,9 +54,8 @@ def weights_saved(accelerator: Accelerator, model: torch.nn.Module, folder: Path
     accelerator.save_model(
         model, folder / "weights", max_shard_size="60KB", safe_serialization=True
     )
-    bare = accelerator.unwrap_model(
-        model
-    )  # without the layer that DDP or a compiler puts around it
+    # Without the layer that DDP or a compiler puts around it.
+    bare: Any = accelerator.unwrap_model(model)
     bare.save_pretrained(
         folder / "pretrained",
         is_main_process=accelerator.is_main_process,

@@ -12,8 +12,9 @@
 
 Twice the micro-batches of half the rows are the same steps: `--accumulation_steps 4 --batch_size 4`
 prints the same parameters. A prepared schedule moves on once for each process at a step of the
-optimizer: 8 times in 4 steps here. fp16 needs a GPU. Under DeepSpeed accumulation and clipping by
-norm are its own, and `clip_grad_value_` is refused: the gradients lie in its buffers.
+optimizer: 8 times in 4 steps here. On a CPU Accelerate computes in fp32 when asked for fp16, and
+does not say so. Under DeepSpeed accumulation and clipping by norm are its own, and
+`clip_grad_value_` is refused: the gradients lie in its buffers.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def parsed() -> argparse.Namespace:
 def clipped(accelerator: Accelerator, model: torch.nn.Module, how: str) -> float:
     """The norm of all gradients together, after they were clipped; the same on every process."""
     if how == "norm":  # one factor for all of them
-        accelerator.clip_grad_norm_(model.parameters(), LIMIT, norm_type=2.0)
+        accelerator.clip_grad_norm_(model.parameters(), LIMIT, norm_type=2)
     elif how == "value":  # each element for itself
         accelerator.clip_grad_value_(model.parameters(), LIMIT)
     found = [p.grad for p in model.parameters() if p.grad is not None]
@@ -65,7 +66,7 @@ def main() -> None:
     loader = DataLoader(rows, args.batch_size)
     loader, model, optimizer, schedule = accelerator.prepare(loader, model, optimizer, schedule)
     micro_batches = steps = 0
-    norm = 0.0
+    norm, seen = 0.0, None
     for batch, targets in loader:
         with accelerator.accumulate(model):  # no exchange and no step but at the last of several
             micro_batches += 1

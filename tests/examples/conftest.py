@@ -37,7 +37,9 @@ def command(launcher: str, processes: int) -> list[str]:
 
 def environment(place: Path) -> dict[str, str]:
     """Ours, one thread, and no accelerate config of this machine's user."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(place), "HF_HUB_OFFLINE": "1"}
+    own = {"OMP_NUM_THREADS": "1", "HF_HOME": str(place), "HF_HUB_OFFLINE": "1"}
+    # Unbuffered, a line and its end are two writes, and those of two processes mix.
+    return {n: value for n, value in os.environ.items() if n != "PYTHONUNBUFFERED"} | own
 
 
 @pytest.fixture
