@@ -41,8 +41,8 @@ def loaders() -> tuple[DataLoader, DataLoader, int]:
         named = {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"]}
         return {name: torch.tensor(values) for name, values in {**named, "labels": labels}.items()}
 
-    train = DataLoader(rows[:TRAINED], batch_size=16, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
-    evaluated = DataLoader(rows[TRAINED:], batch_size=16, collate_fn=collate)  # type: ignore[arg-type]
+    train = DataLoader(rows[:TRAINED], batch_size=16, shuffle=True, collate_fn=collate)  # type: ignore[arg-type] (a list will do)
+    evaluated = DataLoader(rows[TRAINED:], batch_size=16, collate_fn=collate)  # type: ignore[arg-type] (a list will do)
     return train, evaluated, len(tokenizer)
 
 

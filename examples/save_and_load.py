@@ -93,7 +93,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4)
     # A generator of its own: to open a loader draws a number, and dropout shall not notice.
-    loader = DataLoader(texts, ROWS, generator=torch.Generator())  # type: ignore[arg-type]
+    loader = DataLoader(texts, ROWS, generator=torch.Generator())  # type: ignore[arg-type] (a list will do)
     loader, model, optimizer, schedule = accelerator.prepare(loader, model, optimizer, schedule)
     position = Position()
     accelerator.register_for_checkpointing(position)

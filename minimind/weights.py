@@ -135,8 +135,8 @@ def weights_of_checkpoint(place: str) -> Weights:
         require_listed(manifest, path / name)
     source = of_checkpoint(path)
     if foreign := foreign_config_of(path, manifest):
-        tensors = fitted(source, path, foreign[0])
-        return Weights(CHECKPOINT, path, foreign[0], tensors, tokenizer_in(path))
+        tensors = fitted(source, path, foreign)
+        return Weights(CHECKPOINT, path, foreign, tensors, tokenizer_in(path))
     return _checked(CHECKPOINT, path, read_config(path, manifest), source)
 
 

@@ -212,10 +212,8 @@ def hugging_face(path: Path) -> HuggingFace | None:
         raise UsageError(f"--model hf:{path}: {error}; name another, or mend it") from error
 
 
-def foreign_config_of(
-    directory: Path, manifest: dict[str, Any]
-) -> tuple[PretrainedConfig, dict[str, Any]] | None:
-    """What the config.json of a checkpoint of transformers' says, and as it says it; None of ours.
+def foreign_config_of(directory: Path, manifest: dict[str, Any]) -> PretrainedConfig | None:
+    """What the config.json of a checkpoint of transformers' says; None of ours.
 
     A CheckpointError names the file.
     """
@@ -223,7 +221,7 @@ def foreign_config_of(
     if told.get("model_type", OURS) == OURS:
         return None
     try:
-        return foreign_config(told), told
+        return foreign_config(told)
     except CheckpointError as error:
         raise CheckpointError(f"{directory / 'config.json'}: {error}; {ELSEWHERE}") from error
 
