@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any
 
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG
 from tests.conftest import PACE, ROOT, SHAPE, sentences
+from tests.forking import free_port
 
 ROWS = 8
 WITHIN = {"float32": 2e-6, "bfloat16": 2e-3}  # relative, absolute
@@ -39,11 +39,9 @@ def train(root: Path, stage: int | None, dtype: str, accumulation: int, world: i
         shipped = DEFAULT_DEEPSPEED_CONFIG.read_text()
         config.write_text(shipped.replace('"stage": 2', f'"stage": {stage}'))
         flags += ["--deepspeed_config", str(config)]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world)]
-    command = [*torchrun, "--master_port", str(port), str(ROOT / "train_pretrain.py"), *flags]
+    met = ["--master_port", str(free_port())]
+    command = [*torchrun, *met, str(ROOT / "train_pretrain.py"), *flags]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     if done.returncode:
