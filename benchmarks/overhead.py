@@ -1,7 +1,7 @@
 """What our loop costs over the engine beneath it, and what the profiling hooks cost.
 
     OMP_NUM_THREADS=1 python -m benchmarks.overhead TEXT.jsonl [--pairs 100]
-        [--model tiny|least|PRESET]
+        [--model tiny|least|PRESET] [--batch_size ROWS]
         [--hooks_only] [--deepspeed_config configs/ds_config.json] [--out FILE.json]
 
 One process, one run. Where the loop asks for its rows, a bare step is taken on the same engine with
@@ -126,9 +126,11 @@ def run(race: Race, given: argparse.Namespace, folder: Path) -> None:
 
     Batches.at, Engine.step = gated, with_or_without
     train: Any = training
+    shape = LEAST if given.model == "least" else {"model": given.model}
+    rows = {"batch_size": given.batch_size} if given.batch_size else {}
     try:
         train(
-            **(LEAST if given.model == "least" else {"model": given.model}),
+            **(shape | rows),
             data_path=[str(given.text)],
             out_dir=str(folder / "out"),
             cache_dir=str(folder / "cache"),
@@ -170,6 +172,7 @@ def main() -> None:
     asked = arguments(__doc__)
     asked.add_argument("text", type=Path)
     asked.add_argument("--model", default="tiny")
+    asked.add_argument("--batch_size", type=int, help="rows of a step; the preset's own if absent")
     asked.add_argument("--pairs", type=int, default=100)
     asked.add_argument("--hooks_only", action="store_true")
     asked.add_argument("--deepspeed_config", default="configs/ds_config.json")

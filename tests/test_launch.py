@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -188,3 +189,19 @@ def test_zero_at_one_process_is_said_to_buy_nothing(asked):
     assert "stage 0" in told(f"--deepspeed_config {beside / 'zero0.json'}", {})
     assert told(f"--deepspeed_config {beside / 'zero2_offload.json'}", {}) == ""
     assert told(f"--deepspeed_config {beside / 'warmup_cosine.json'} --max_steps 9", {}) == ""
+
+
+def test_transformers_layers_in_bf16_are_said_to_crawl_where_a_cpu_has_no_instructions_for_it(
+    asked, monkeypatch, tmp_path
+):
+    def told(line: str, device: str = "cpu") -> str:
+        setup = replace(asked(f"--deepspeed_config none {line}", {}), device=device)
+        return advice(setup, setup.resolve())
+
+    model = f"--model hf:{tmp_path}"
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    for has, count in ((False, 1), (True, 0)):
+        monkeypatch.setattr("minimind.train.setup.HAS_BF16", has)
+        assert told(model).count("--dtype float32") == count
+        assert told(f"{model} --dtype float32") == told("--model 26m") == ""
+        assert told(model, "cuda") == ""

@@ -18,6 +18,7 @@ from minimind.model.configuration import MiniMindConfig
 from minimind.model.experts import MiniMindOutput, Routing, over_layers
 from minimind.model.layers import Block, ResidualOutput, RMSNorm
 from minimind.model.loss import IGNORED, next_token_loss
+from minimind.model.products import Linear
 from minimind.model.rotary import build_pos_cis, cos_sin
 from minimind.model.visibility import document_starts, own_positions, visible_in_layers
 
@@ -126,7 +127,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: MiniMindConfig):
         super().__init__(config)
         self.model = MiniMindModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:

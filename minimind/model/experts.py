@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from minimind.model.configuration import MiniMindConfig
+from minimind.model.products import Linear, widened
 
 
 class Routing(NamedTuple):
@@ -52,7 +53,7 @@ class MixtureOfExperts(nn.Module):
         self.alpha = config.aux_loss_alpha
         # The weight of a single choice would be 1, whatever the gate: it would learn nothing.
         self.is_normed = config.norm_topk_prob and self.per_token > 1
-        self.gate = nn.Linear(config.hidden_size, config.n_routed_experts, bias=False)
+        self.gate = Linear(config.hidden_size, config.n_routed_experts)
         self.experts = nn.ModuleList(make_expert() for _ in range(config.n_routed_experts))
         self.shared_experts = nn.ModuleList(make_expert() for _ in range(config.n_shared_experts))
 
@@ -65,7 +66,8 @@ class MixtureOfExperts(nn.Module):
         is_chosen_BTX = torch.zeros_like(scores_BTX, dtype=torch.bool).scatter(-1, chosen_BTC, True)
         sizes = is_chosen_BTX.sum((0, 1)).tolist()  # shapes follow from it: the host has to know
         y_BTCE = self._visited(x_BTE, chosen_BTC, sizes)
-        out_BTE = (weights_BTC.type_as(x_BTE).unsqueeze(-2) @ y_BTCE).squeeze(-2)
+        weights_BTC, y_BTCE = widened(weights_BTC.type_as(x_BTE), y_BTCE)
+        out_BTE = (weights_BTC.unsqueeze(-2) @ y_BTCE).squeeze(-2).type_as(x_BTE)
         for expert in self.shared_experts:
             out_BTE = out_BTE + expert(x_BTE)
         if not self.training:

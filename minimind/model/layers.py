@@ -19,6 +19,7 @@ from minimind.model.blockwise_attention import blockwise_attention
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.document_attention import document_attention
 from minimind.model.experts import MixtureOfExperts
+from minimind.model.products import Linear, linear, widened
 from minimind.model.rotary import in_halves, rotate, rotate_halves
 from minimind.model.visibility import Visible
 
@@ -59,23 +60,23 @@ class HeadNorm(RMSNorm):
         return F.rms_norm(x_BTE, weight.shape, weight, self.eps)
 
 
-class HeadProjection(nn.Linear):
+class HeadProjection(Linear):
     """The projection to queries or keys, with their channels in either order.
 
     Here and not in Attention, for ZeRO stage 3 has a weight only while its own module runs.
     """
 
     def __init__(self, width: int, heads: int, head_dim: int):
-        super().__init__(width, heads * head_dim, bias=False)
+        super().__init__(width, heads * head_dim)
         self.head_dim = head_dim
 
     def forward(self, input: Tensor, is_split: bool = False) -> Tensor:
         """(B, T, H, D) of input (B, T, E); is_split asks for channels as `in_halves` has them."""
         weight = in_halves(self.weight, self.head_dim) if is_split else self.weight
-        return F.linear(input, weight).unflatten(-1, (-1, self.head_dim))
+        return linear(input, weight).unflatten(-1, (-1, self.head_dim))
 
 
-class ResidualOutput(nn.Linear):
+class ResidualOutput(Linear):
     """The projection that ends a branch and adds to the residual stream: it starts smaller."""
 
 
@@ -95,8 +96,8 @@ class Attention(nn.Module):
         self.k_proj = HeadProjection(
             config.hidden_size, config.num_key_value_heads, config.head_dim
         )
-        self.v_proj = nn.Linear(config.hidden_size, key_width, bias=False)
-        self.o_proj = ResidualOutput(query_width, config.hidden_size, bias=False)
+        self.v_proj = Linear(config.hidden_size, key_width)
+        self.o_proj = ResidualOutput(query_width, config.hidden_size)
         eps = config.rms_norm_eps
         self.q_norm = HeadNorm(self.head_dim, eps) if config.qk_norm else None
         self.k_norm = HeadNorm(self.head_dim, eps) if config.qk_norm else None
@@ -112,8 +113,9 @@ class Attention(nn.Module):
         k_BKSD, v_BKSD = k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2)
         if cache is not None:
             k_BKSD, v_BKSD = cache.update(k_BKSD, v_BKSD, self.layer)
-        out_BHTD = self.attend(q_BTHD.transpose(1, 2), k_BKSD, v_BKSD, visible)
-        return self.o_proj(out_BHTD.transpose(1, 2).flatten(-2))
+        q_BHTD, k_BKSD, v_BKSD = widened(q_BTHD.transpose(1, 2), k_BKSD, v_BKSD)
+        out_BHTD = self.attend(q_BHTD, k_BKSD, v_BKSD, visible)
+        return self.o_proj(out_BHTD.type_as(v_BTKD).transpose(1, 2).flatten(-2))
 
     @staticmethod
     def _turned(
@@ -184,9 +186,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, width: int, hidden_width: int):
         super().__init__()
-        self.gate_proj = nn.Linear(width, hidden_width, bias=False)
-        self.up_proj = nn.Linear(width, hidden_width, bias=False)
-        self.down_proj = ResidualOutput(hidden_width, width, bias=False)
+        self.gate_proj = Linear(width, hidden_width)
+        self.up_proj = Linear(width, hidden_width)
+        self.down_proj = ResidualOutput(hidden_width, width)
 
     def forward(self, x_BTE: Tensor) -> Tensor:
         """(B, T, E)."""

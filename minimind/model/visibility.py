@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.document_attention import document_blocks, is_fast
+from minimind.model.products import is_widened
 
 Visible = Tensor | BlockMask | None
 
@@ -60,7 +61,8 @@ def visible_in_layers(
     if starts_BT is not None and is_by_blocks:
         return document_blocks(starts_BT)
     visible = visible_keys(x_BTE.shape[1], past, attention_mask, starts_BT, device, keys)
-    return added_to_scores(visible, x_BTE.dtype) if is_fused and visible is not None else visible
+    dtype = torch.float32 if is_widened(x_BTE) else x_BTE.dtype  # of the scores
+    return added_to_scores(visible, dtype) if is_fused and visible is not None else visible
 
 
 def visible_keys(

@@ -11,6 +11,7 @@ import torch
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig
 from minimind.errors import UsageError
 from minimind.launch import Launch, parent_command, require_engaged
+from minimind.model.products import HAS_BF16
 from minimind.train.autos import offloads
 from minimind.train.combinations import needs_gpu
 from minimind.train.deepspeed_config import (
@@ -120,7 +121,11 @@ def device_for(asked: str, source: str, launch: Launch) -> str:
 def advice(setup: Setup, resolved: Resolved) -> str:
     """What could be had for less, a line each; nothing where nothing could."""
     launch = setup.launch
-    told = (idle_gpus(setup.device, launch), nothing_to_share(resolved, launch.world_size))
+    told = (
+        idle_gpus(setup.device, launch),
+        nothing_to_share(resolved, launch.world_size),
+        slow_bf16(resolved.run, setup.device),
+    )
     return "\n".join(filter(None, told))
 
 
@@ -146,6 +151,16 @@ def nothing_to_share(resolved: Resolved, world_size: int) -> str:
     return (
         f"ZeRO stage {resolved.zero_stage} has nothing to share out at 1 process, and costs"
         " time and memory; --deepspeed_config none does without it (docs/performance.md)"
+    )
+
+
+def slow_bf16(run: RunConfig, device: str) -> str:
+    """What to type where a model of transformers would crawl; our own widens its products."""
+    if run.hugging_face is None or run.dtype != "bfloat16" or device != "cpu" or HAS_BF16:
+        return ""
+    return (
+        "this CPU has no instructions for bfloat16, and transformers' layers take many times as"
+        " long by it as by float32; --dtype float32 does without it"
     )
 
 

@@ -25,6 +25,7 @@ from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for e
 
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.flags import SHAPE, parse_flags
+from minimind.model import products
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.train.deepspeed_config import Resolved, read_deepspeed_json, resolve
 from minimind.train.engine import build_engine
@@ -161,6 +162,8 @@ def measure(watch: Watch, stage: int | None, dtype: str, accumulation: int) -> d
 
 def main() -> None:
     """Measure every `stage,dtype,accumulation` of the command line; rank 0 writes the list."""
+    # As where bf16 is multiplied as such: the temporary fp32 of other CPUs is no state.
+    products.HAS_BF16 = True
     import_module("deepspeed")  # its many objects are frozen with the others
     watch = Watch()
     found = []

@@ -77,6 +77,12 @@ def test_parameters_are_those_of_the_model(shape: Shape):
     assert shape.largest == max(numbers.values())
 
 
+@pytest.fixture(autouse=True)
+def with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where bf16 is multiplied as such, which costs are for; elsewhere attention holds more."""
+    monkeypatch.setattr("minimind.model.products.HAS_BF16", True)
+
+
 def allocated_at_most(model: MiniMindForCausalLM, rows: torch.Tensor) -> int:
     """Peak bytes that torch's CPU allocator gave out in one forward and backward pass."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

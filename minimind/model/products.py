@@ -1,0 +1,78 @@
+"""Matrix products in bf16, also on CPUs that have no instructions for them.
+
+Elsewhere torch multiplies bf16 dozens of times as slowly as fp32 (`benchmarks/products.py`).
+Widened to fp32, multiplied and rounded once, the result is what the instructions would give: they
+too multiply exactly, and add up in fp32.
+"""
+
+import platform
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def has_bf16() -> bool:
+    """Whether this machine's CPU multiplies bf16 by instructions of its own.
+
+    oneDNN takes AVX-512 without them for enough, and works them out of others, slowly.
+    """
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    return platform.machine() not in ("x86_64", "AMD64") or torch.cpu._is_avx512_bf16_supported()
+
+
+HAS_BF16 = has_bf16()
+
+
+def is_widened(x: Tensor) -> bool:
+    """Whether products of x are taken in fp32; never under autocast, which would narrow them."""
+    is_slow = not HAS_BF16 and x.dtype == torch.bfloat16 and x.device.type == "cpu"
+    return is_slow and not torch.is_autocast_enabled("cpu")
+
+
+def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same in fp32 where their products are taken so, else as they are."""
+    return tuple(x.float() for x in tensors) if is_widened(tensors[0]) else tensors
+
+
+class Widened(torch.autograd.Function):
+    """x times weight transposed by way of fp32; for the backward pass only bf16 is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """(..., rows of weight), bf16."""
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.float(), weight.float()).bfloat16()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of x and weight, bf16; None for one that is frozen."""
+        x, weight = ctx.saved_tensors
+        grad, of_x, of_weight = grads[0].float(), None, None
+        if ctx.needs_input_grad[0]:
+            of_x = (grad @ weight.float()).bfloat16()
+        if ctx.needs_input_grad[1]:
+            rows = grad.reshape(-1, len(weight))
+            of_weight = (rows.t() @ x.float().reshape(-1, x.shape[-1])).bfloat16()
+        return of_x, of_weight
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """F.linear(x, weight), at the speed of fp32 where bf16 has none of its own."""
+    if not is_widened(x):
+        return F.linear(x, weight)
+    product: Tensor = Widened.apply(x, weight)  # type: ignore[assignment]
+    return product
+
+
+class Linear(nn.Linear):
+    """nn.Linear without biases, by `linear`."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., outputs)."""
+        return linear(input, self.weight)

@@ -1,0 +1,157 @@
+"""bf16 on CPUs without instructions for it: what its products give, and that none is slow."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minimind.model import products
+from tests.model.references import build
+
+B, T, E, V = 2, 16, 48, 97
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "_scaled_dot_product")
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU that has no instructions for bf16."""
+    monkeypatch.setattr(products, "HAS_BF16", False)
+
+
+class Narrow(TorchDispatchMode):
+    """Counts products of bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        if name.startswith(PRODUCTS) and args[0].dtype == torch.bfloat16:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def step(recomputes: bool = False, **changes: Any) -> tuple[list[str], Tensor, dict[str, Tensor]]:
+    """The products of bf16 in one step of a small model; its loss and gradients."""
+    model = build(dim=E, n_layers=2, n_heads=6, n_kv_heads=2, vocab_size=V, **changes).bfloat16()
+    if recomputes:
+        model.activation_checkpointing_enable()
+    torch.manual_seed(1)
+    rows = torch.randint(V, (B, T + 1))
+    with Narrow() as counted:
+        out = model.train()(input_ids=rows[:, :-1], shift_labels=rows[:, 1:])
+        out.loss.backward()
+    grads = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+    return counted.found, out.loss.detach(), grads
+
+
+@pytest.mark.usefixtures("without")
+@pytest.mark.parametrize("leading", [(), (T,), (B, T)], ids=str)
+def test_a_product_is_that_of_fp32_rounded_once(leading: tuple[int, ...]):
+    torch.manual_seed(0)
+    x = torch.randn(*leading, E).bfloat16().requires_grad_()
+    weight = torch.randn(V, E).bfloat16().requires_grad_()
+    grad = torch.randn(*leading, V).bfloat16()
+    wide_x, wide_weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    product, true = products.linear(x, weight), F.linear(wide_x, wide_weight)
+    product.backward(grad)
+    true.backward(grad.double())
+    pairs = ((product, true), (x.grad, wide_x.grad), (weight.grad, wide_weight.grad))
+    for found, exact in pairs:
+        assert found is not None
+        assert exact is not None
+        assert found.dtype == torch.bfloat16
+        # Half of bf16's last place, and what fp32 loses where terms cancel.
+        torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.usefixtures("without")
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"use_flash_attn": False}, {"use_moe": True}, {"doc_mask": True}, {"qk_norm": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_no_product_of_a_step_is_taken_in_bf16(changes: dict[str, Any], recomputes: bool):
+    found, loss, grads = step(recomputes, **changes)
+    assert found == []
+    assert loss.isfinite()
+    assert all(grad.isfinite().all() for grad in grads.values())
+
+
+def test_with_the_instructions_products_stay_in_bf16(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(products, "HAS_BF16", True)
+    found, _, _ = step()
+    assert found
+
+
+def test_a_step_is_the_same_within_rounding(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(products, "HAS_BF16", True)
+    _, loss, grads = step()
+    monkeypatch.setattr(products, "HAS_BF16", False)
+    _, other_loss, other_grads = step()
+    torch.testing.assert_close(loss, other_loss, rtol=0, atol=2**-6)
+    for name, grad in grads.items():
+        # bf16 carries 8 bits; a dozen roundings follow one another here.
+        assert (grad - other_grads[name]).norm() <= 0.05 * grad.norm(), name
+
+
+@pytest.mark.usefixtures("without")
+def test_what_is_frozen_gets_no_gradient():
+    x, weight = torch.randn(3, E).bfloat16(), torch.randn(V, E).bfloat16()
+    products.linear(x.requires_grad_(), weight).sum().backward()
+    assert x.grad is not None
+    assert weight.grad is None
+    products.linear(x.detach(), weight.requires_grad_()).sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, x.detach().float().sum(0).bfloat16().expand(V, E))
+
+
+# torch 2.13's compiler itself does what torch warns of.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.usefixtures("without")
+def test_compiled_it_is_one_graph_with_the_same_gradients():
+    x, weight = torch.randn(5, E).bfloat16(), torch.randn(V, E).bfloat16().requires_grad_()
+    compiled = torch.compile(products.linear, backend="aot_eager", fullgraph=True)
+    found = []
+    for product in (products.linear, compiled):
+        weight.grad = None
+        product(x, weight).sum().backward()
+        found.append(weight.grad)
+    assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize(
+    ("is_there", "by_onednn", "machine", "by_avx512", "found"),
+    [
+        (False, True, "x86_64", True, False),
+        (True, False, "x86_64", False, False),
+        (True, True, "x86_64", False, False),  # AVX-512 alone
+        (True, True, "AMD64", True, True),
+        (True, True, "aarch64", False, True),
+        (True, False, "aarch64", False, False),
+    ],
+)
+def test_which_cpus_multiply_bf16(
+    monkeypatch: pytest.MonkeyPatch,
+    is_there: bool, by_onednn: bool, machine: str, by_avx512: bool, found: bool,
+):  # fmt: skip
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: is_there)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: by_onednn)
+    monkeypatch.setattr(products.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: by_avx512)
+    assert products.has_bf16() is found
+
+
+@pytest.mark.usefixtures("without")
+def test_under_autocast_nothing_is_widened():
+    x = torch.randn(2, 4).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not products.is_widened(x)
+    assert products.is_widened(x)
+    assert not products.is_widened(x.float())
+    assert not products.is_widened(x.to("meta"))
