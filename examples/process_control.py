@@ -27,6 +27,8 @@ The second prints its own "local main" lines and none of the "main" ones. The ke
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from accelerate import Accelerator
 from tqdm.auto import tqdm
@@ -37,8 +39,10 @@ def main() -> None:
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     rank = accelerator.process_index
 
-    def say(what: str) -> None:
-        print(f"{what}: process {rank}", flush=True)
+    def say(what: str, more: str = "") -> None:
+        # The end of the line in the same write: torchrun starts `python -u`, where print makes two.
+        sys.stdout.write(f"{what}: process {rank}{more}\n")
+        sys.stdout.flush()
 
     @accelerator.on_main_process
     def once() -> None:
@@ -72,7 +76,7 @@ def main() -> None:
     for _ in tqdm(range(3), disable=not accelerator.is_local_main_process):
         pass
     with accelerator.split_between_processes(["a", "b", "c"], apply_padding=False) as mine:
-        print(f"split_between_processes: process {rank} has {' '.join(map(str, mine))}", flush=True)
+        say("split_between_processes", f" has {' '.join(map(str, mine))}")
     accelerator.wait_for_everyone()  # nobody goes on before all are here
     accelerator.print(f"print: once for all {accelerator.num_processes}")
     accelerator.end_training()

@@ -11,6 +11,7 @@
 Stopped in the middle (`--stop_after 5`) and taken up again by the same command without it, the
 parameters are the same. `save_model` writes safetensors: there is no pytorch_model.bin to load.
 Every process calls `save_state` and `save_model`: they wait for one another in there.
+`--push_to NAME` sends the model to the hub once, from the main process; that needs a login there.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def weights_saved(accelerator: Accelerator, model: torch.nn.Module, folder: Path
     accelerator.wait_for_everyone()  # the files are there
     shards = sorted(folder.glob("weights/*.safetensors"))
     again = AutoModelForCausalLM.from_config(bare.config)
-    load_checkpoint_in_model(again, folder / "weights", device_map={"": accelerator.device.type})
+    device = accelerator.device  # safetensors takes "cpu", and neither this nor "cpu:0"
+    place = "cpu" if device.type == "cpu" else str(device)
+    load_checkpoint_in_model(again, folder / "weights", device_map={"": place})
     accelerator.print(f"save_model: {len(shards)} shards, the same: {total(again) == total(bare)}")
     whole = AutoModelForCausalLM.from_pretrained(folder / "pretrained")
     accelerator.print(f"save_pretrained: the same: {total(whole) == total(bare)}")
@@ -75,6 +78,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--stop_after", type=int, default=STEPS, help="as if it were interrupted")
+    parser.add_argument(
+        "--push_to", metavar="NAME", help="a repository of the hub, such as me/tiny"
+    )
     args = parser.parse_args()
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     set_seed(42)
@@ -115,6 +121,10 @@ def main() -> None:
     accelerator.print(f"step {position.step}: parameters sum to {total(model)}")
     if position.step == STEPS:
         weights_saved(accelerator, model, args.out)
+    if args.push_to and accelerator.is_main_process:  # one process of all hosts
+        bare: Any = accelerator.unwrap_model(model)
+        print(f"push_to_hub: {bare.push_to_hub(args.push_to).commit_url}")
+    accelerator.wait_for_everyone()  # nobody leaves while another still sends
     accelerator.end_training()
 
 

@@ -38,18 +38,21 @@ def command(launcher: str, processes: int) -> list[str]:
 def environment(place: Path) -> dict[str, str]:
     """Ours, one thread, and no accelerate config of this machine's user."""
     own = {"OMP_NUM_THREADS": "1", "HF_HOME": str(place), "HF_HUB_OFFLINE": "1"}
-    # Unbuffered, a line and its end are two writes, and those of two processes mix.
+    # Unbuffered, print writes a line and its end apart, and those of two processes mix. torchrun
+    # starts `python -u`, so what several processes of a script tell is written in one go.
     return {n: value for n, value in os.environ.items() if n != "PYTHONUNBUFFERED"} | own
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """start(example, flags, launcher, processes) -> what it printed."""
+    """start(example, flags, launcher, processes, VARIABLE=value) -> what it printed."""
 
-    def run(name: str, flags: str = "", launcher: str = "torchrun", processes: int = 1) -> str:
+    def run(
+        name: str, flags: str = "", launcher: str = "torchrun", processes: int = 1, **more: str
+    ) -> str:
         line = [*command(launcher, processes), str(EXAMPLES / name), *flags.split()]
         options = {"capture_output": True, "text": True, "timeout": 300, "cwd": tmp_path}
-        done = subprocess.run(line, env=environment(tmp_path / "hf"), **options)
+        done = subprocess.run(line, env=environment(tmp_path / "hf") | more, **options)
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines(keepends=True)
         return "".join(line for line in lines if "[real_accelerator.py:" not in line)  # DeepSpeed's

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load, load_file
 
 from tests.examples.conftest import Start, by_every_launcher, promised, shape
+from tests.examples.hub import open_hub
 
 pytestmark = [pytest.mark.long, pytest.mark.launch]
 NAME = "save_and_load.py"
@@ -41,3 +42,20 @@ def test_a_run_stopped_and_taken_up_again_ends_with_the_same_parameters(
     resumed = start(NAME, cut, processes=processes)
     assert resumed.splitlines()[0] == "goes on after step 5"
     assert resumed.splitlines()[1:] == whole.splitlines()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_one_process_pushes_to_the_hub_once(start: Start, processes: int, tmp_path: Path):
+    """The real client against a stand-in on the loopback interface; the hub itself is not asked."""
+    with open_hub() as hub:
+        flags = f"--out {tmp_path / 'saved'} --push_to me/tiny"
+        online = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "nobodys"}
+        told = start(NAME, flags, processes=processes, **online)
+    assert hub.created == ["me/tiny"]
+    (commit,) = hub.commits
+    assert told.endswith(f"push_to_hub: {hub.url}/me/tiny/commit/{1:040x}\n")
+    assert {"README.md", "config.json", "model.safetensors"} <= set(commit)
+    saved = load_file(tmp_path / "saved" / "pretrained" / "model.safetensors")
+    sent = load(commit["model.safetensors"])
+    assert sent.keys() == saved.keys()
+    assert all((sent[name] == saved[name]).all() for name in saved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 
 import pytest
@@ -32,7 +33,7 @@ def test_every_path_named_is_there():
 
 
 def test_every_example_is_in_the_tables():
-    scripts = {path.name for path in (ROOT / "examples").glob("*.py")}
+    scripts = {path.name for path in (ROOT / "examples").glob("*.*")}
     shown = {name for name in scripts if f"examples/{name}" in PAGE}
     assert scripts - shown == {"stdlib_corpus.py", "stdlib_text.py", "load_export.py"}
 
@@ -45,3 +46,15 @@ def test_flags_beside_an_example_are_its_own_and_the_others_the_trainers():
             text = (ROOT / script).read_text(encoding="utf-8") if script else ""
             for name in re.findall(r"--([a-z_]+)", " ".join(flags)):
                 assert f'"--{name}"' in text if script else name in {*FLAGS, "help"}, (row, name)
+
+
+def test_every_example_can_be_imported_without_running(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    for path in (ROOT / "examples").glob("*.py"):
+        module = importlib.import_module(path.stem)
+        if path.stem != "stdlib_text":  # which the others read
+            assert callable(module.main)
+            assert path.read_text(encoding="utf-8").count('\nif __name__ == "__main__":\n') == 1
+    assert capsys.readouterr().out == ""

@@ -13,11 +13,13 @@ import pytest
 import torch
 import torch.distributed.launch
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, load_checkpoint_in_model
 from accelerate.commands.config.default import write_basic_config
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from tests.conftest import ROOT
 from tests.examples.conftest import Start
@@ -80,10 +82,21 @@ def test_write_basic_config_writes_what_accelerate_launch_reads(tmp_path: Path):
 @pytest.mark.launch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_without_gpus_only_cpu_true_makes_processes_know_one_another(start: Start, tmp_path: Path):
-    for given, told in (("", "1\n1\n"), ("cpu=True", "2\n2\n")):
+    for given, told in (("", "1 cpu\n" * 2), ("cpu=True", "2 cpu:0\n" * 2)):
         script = tmp_path / "count.py"
         script.write_text(
             f"from accelerate import Accelerator\na = Accelerator({given})\n"
-            "print(a.num_processes, flush=True)\na.end_training()\n"
+            "import sys; sys.stdout.write(f'{a.num_processes} {a.device}\\n')\na.end_training()\n"
         )
         assert start(str(script), processes=2) == told
+
+
+def test_load_checkpoint_in_model_takes_the_word_cpu_and_no_device_of_torchs(tmp_path: Path):
+    model = torch.nn.Linear(2, 2)
+    save_file(dict(model.state_dict()), tmp_path / "model.safetensors", {"format": "pt"})
+    again = torch.nn.Linear(2, 2)
+    load_checkpoint_in_model(again, tmp_path, device_map={"": "cpu"})
+    assert torch.equal(again.weight, model.weight)
+    for device in (torch.device("cpu"), torch.device("cpu", 0), "cpu:0"):
+        with pytest.raises(SafetensorError, match="is invalid"):
+            load_checkpoint_in_model(again, tmp_path, device_map={"": device})
