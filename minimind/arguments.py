@@ -19,29 +19,33 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
-def _checked(kind: type, holds: Callable[[float], bool], told: str) -> Callable[[str], float]:
-    """A converter for argparse, which names it in its messages."""
+class Number:
+    """What argparse reads a number by: those that `limits` describes and `holds` is true of."""
 
-    def number(text: str) -> float:
-        value = kind(text)
-        if not holds(value):
-            raise argparse.ArgumentTypeError(f"{text} is {told}")
+    def __init__(self, kind: type, limits: str, holds: Callable[[float], bool], told: str = ""):
+        self.__name__ = "whole number" if kind is int else "number"  # as argparse's messages say
+        self.limits = limits
+        self._kind, self._holds, self._told = kind, holds, told or f"not {limits}"
+
+    def __call__(self, text: str) -> float:
+        """The number that `text` writes."""
+        value = self._kind(text)
+        if not self._holds(value):
+            raise argparse.ArgumentTypeError(f"{text} is {self._told}")
         return value
 
-    number.__name__ = "whole number" if kind is int else "number"
-    return number
+
+def at_least(bound: float) -> Number:
+    """Numbers from `bound` on."""
+    limits, told = f"at least {bound}", f"below {bound}"
+    return Number(type(bound), limits, lambda value: value >= bound, told)
 
 
-def at_least(bound: float) -> Callable[[str], float]:
-    """A converter of numbers from `bound` on."""
-    return _checked(type(bound), lambda value: value >= bound, f"below {bound}")
-
-
-share = _checked(float, lambda value: 0 < value <= 1, "not above 0 and at most 1")
-fraction = _checked(float, lambda value: 0 <= value < 1, "not from 0 to below 1")
-finite = _checked(float, lambda value: 0 <= value < float("inf"), "not 0 or more and finite")
-penalty = _checked(float, lambda value: 0.01 <= value <= 100, "not from 0.01 to 100")
-positive = _checked(float, lambda value: 0 < value < float("inf"), "not above 0 and finite")
+share = Number(float, "above 0 and at most 1", lambda value: 0 < value <= 1)
+fraction = Number(float, "from 0 to below 1", lambda value: 0 <= value < 1)
+finite = Number(float, "0 or more and finite", lambda value: 0 <= value < float("inf"))
+penalty = Number(float, "from 0.01 to 100", lambda value: 0.01 <= value <= 100)
+positive = Number(float, "above 0 and finite", lambda value: 0 < value < float("inf"))
 
 
 def add_model(added: argparse.ArgumentParser) -> None:
@@ -51,7 +55,8 @@ def add_model(added: argparse.ArgumentParser) -> None:
     exported = "what export wrote, or another directory of a Llama's or MiniMind2's weights"
     add("--model", metavar="DIR", help=exported)
     add("--tokenizer", type=filled, metavar="PATH", help="of --model (default: the one in DIR)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    told = "auto takes a GPU where there is one"
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=told)
     add("--debug", action="store_true", help="show tracebacks")
 
 

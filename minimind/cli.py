@@ -89,7 +89,8 @@ def _add_checkpoint(subs: Any) -> None:
         "consolidate", "Write whole tensors as safetensors, once the hashes are verified"
     )
     added.add_argument("--out", type=path_of, required=True, help="a new folder")
-    added.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    told = "of the numbers (float32)"
+    added.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help=told)
     most = ("--max_shard_size", "--max-shard-size")
     added.add_argument(
         *most, type=size_in_bytes, default="2GB", metavar="BYTES", help="of a file (2GB)"

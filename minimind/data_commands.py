@@ -41,11 +41,12 @@ def add_parsers(subs: Any) -> None:
     add("--tokenizer", help="model or directory; without it one is learnt from the text")
     add("--vocab_size", "--vocab-size", type=at_least(1), help="of a learnt one (6400)")
     add("--val_fraction", "--val-fraction", type=fraction, help="held out, by hash (0.01)")
-    add("--text_field", "--text-field", type=utf8, help="that has the text (text)")
+    add("--text_field", "--text-field", type=utf8, help="field or column that has the text (text)")
     most = ("--max_document_bytes", "--max-document-bytes")
     add(*most, type=count_of_bytes, help=LONGEST)
-    add("--on_bad_data", "--on-bad-data", choices=("error", "skip"), help="(error)")
-    add("--max_bad_fraction", "--max-bad-fraction", type=fraction, help="of all (0.05)")
+    told = "what is no document ends this (error), or is passed over and listed"
+    add("--on_bad_data", "--on-bad-data", choices=("error", "skip"), help=told)
+    add("--max_bad_fraction", "--max-bad-fraction", type=fraction, help="of the documents (0.05)")
     add("--shard", type=_share, metavar="I/N", help="do this share, counted from 0, and no merge")
     add("--merge", action="store_true", help="put together what all --shard I/N have done")
     how = "of input for one shard file (default: by the size of all, at least 16MiB)"
@@ -61,7 +62,8 @@ def _add_data(subs: Any) -> None:
     actions = group.add_subparsers(dest="action", required=True, parser_class=Parser)
     told = "Counts, lengths, duplicates and rows; status 3 where a file is not what it was"
     inspect = actions.add_parser("inspect", help=told, description=told, allow_abbrev=False)
-    inspect.add_argument("directory", type=Path, metavar="DIR")
+    told = "a folder that `minimind prepare` wrote"
+    inspect.add_argument("directory", type=Path, metavar="DIR", help=told)
     inspect.add_argument("--rows", type=at_least(0), default=3, help="shown as text")
     row = ("--row_tokens", "--row-tokens")
     inspect.add_argument(*row, type=at_least(1), default=128, help="of a row")

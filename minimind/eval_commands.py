@@ -47,7 +47,7 @@ def add_parser(subs: Any) -> None:
     masks = argparse.BooleanOptionalAction
     apart = "each document by itself; off: as packed rows are read, one after another"
     add("--doc_mask", "--doc-mask", action=masks, default=True, help=apart)
-    told = "that has the text (text)"
+    told = "field or column that has the text (text)"
     add("--text_field", "--text-field", type=utf8, default="text", help=told)
     longest = ("--max_document_bytes", "--max-document-bytes")
     told = "longest document of raw text (64MiB; less with a tokenizer that takes a text at once)"

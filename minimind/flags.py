@@ -64,11 +64,11 @@ def _help(spec: Any) -> str:
 
 def _metavar(spec: Any) -> str:
     choices = spec.metadata.get("choices")
-    kind = {"str": "TEXT", "tuple": "PATH"}.get(_kind(spec), _kind(spec).upper())
+    kind = {"str": "TEXT", "tuple": "PATH"}.get(kind_of(spec), kind_of(spec).upper())
     return "{" + ",".join(choices) + "}" if choices else kind
 
 
-def _kind(spec: Any) -> str:
+def kind_of(spec: Any) -> str:
     """`int`, `float`, `str`, `bool` or `tuple`, read off the annotation."""
     return spec.type.split(" ")[0].split("[")[0]
 
@@ -192,7 +192,7 @@ def load_preset(name: str) -> dict[str, Any]:
 def convert(name: str, raw: Any, source: str) -> Any:
     """`raw` as the type of field `name`, within its limits; a UsageError names all three."""
     spec = FLAGS[name]
-    kind = _kind(spec)
+    kind = kind_of(spec)
     if raw is None and spec.default is None:
         return None
     try:

@@ -41,7 +41,7 @@ def add_parser(subs: Any) -> None:
     add("--out", type=path_of, metavar="FILE", help="where these go, instead of standard output")
     add("--force", action="store_true", help="replace an earlier --out")
     add("--batch_size", "--batch-size", type=at_least(1), default=16, help="prompts at once (16)")
-    add("--max_new_tokens", "--max-new-tokens", type=at_least(1), default=100)
+    add("--max_new_tokens", "--max-new-tokens", type=at_least(1), default=100, help="of each text")
     likeliest = "0: always the likeliest token"
     add("--temperature", type=finite, default=0.8, help=likeliest)
     many = "draw from so many of the likeliest tokens (default: 0, from all)"
@@ -51,7 +51,8 @@ def add_parser(subs: Any) -> None:
     again = "above 1: what the text has already is less likely"
     add("--repetition_penalty", "--repetition-penalty", type=penalty, default=1.0, help=again)
     add("--stop", nargs="+", default=[], metavar="TEXT", help="end before any of these")
-    add("--seed", type=at_least(0), default=42)
+    drawn = "of the random numbers that each text draws its tokens by"
+    add("--seed", type=at_least(0), default=42, help=drawn)
 
 
 def run_generate(args: argparse.Namespace) -> int:

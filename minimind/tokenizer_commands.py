@@ -38,10 +38,11 @@ def add_parser(subs: Any) -> None:
         how = "accepted (64MiB; 2MiB or 8MiB with a tokenizer that takes a text at once)"
         added.add_argument(*longest, type=count_of_bytes, metavar="BYTES", help=how)
         bad = ("--on_bad_data", "--on-bad-data")
-        added.add_argument(*bad, choices=("error", "skip"), default="error", help="(error)")
+        told = "what is no document ends this (error), or is passed over"
+        added.add_argument(*bad, choices=("error", "skip"), default="error", help=told)
         text = ("--text_field", "--text-field")
-        named = {"default": "text", "metavar": "NAME", "help": "that has the text (text)"}
-        added.add_argument(*text, type=utf8, **named)
+        told = "field or column that has the text (text)"
+        added.add_argument(*text, type=utf8, default="text", metavar="NAME", help=told)
         data = ("--data_path", "--data-path")
         added.add_argument(
             *data, nargs="+", action="extend", default=[], metavar="PATH", help=TEXT_HELP

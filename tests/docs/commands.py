@@ -1,0 +1,248 @@
+"""The commands that the READMEs and docs/ show, and whether what they name is there.
+
+A fenced block tagged bash or sh is commands, one a line, lines that end in a backslash joined; a
+block tagged otherwise, or not at all, has none. A block that cannot be run by a test says why in
+the line before it, `<!-- needs: gpu -->`, with one or more of REASONS, separated by commas.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from minimind import cli
+from minimind.errors import UsageError
+from minimind.flags import parse_flags
+from tests.conftest import ROOT
+
+REASONS = ("gpu", "slurm", "hosts", "network", "hours", "other software")
+SHELLS = ("bash", "sh")
+OUTPUT = ("", "text", "python", "yaml", "json", "toml", "diff")
+NEEDS = re.compile(r" *<!-- needs: (.+) -->")
+FENCE = re.compile(r"( *)```(\S*)")
+# What a page says once for a part of many commands.
+STANDS_FOR = {"FLAGS": "--model tiny --data_path my_text.jsonl --out_dir out/mine"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page, and the reasons in the line before it."""
+
+    page: str
+    line: int
+    language: str
+    needs: tuple[str, ...]
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    def commands(self) -> list[str]:
+        """What a shell is given, one by one; comments stay where they stand behind a command."""
+        if self.language not in SHELLS:
+            return []
+        whole = re.sub(r"\\\n *", "", "\n".join(self.lines)).splitlines()
+        found = [line.strip() for line in whole if line.strip()]
+        return [_filled(line) for line in found if not line.startswith("#")]
+
+
+def _filled(command: str) -> str:
+    for name, text in STANDS_FOR.items():
+        command = re.sub(rf"\b{name}\b", text, command)
+    return command
+
+
+def pages() -> list[Path]:
+    """The pages whose commands are checked."""
+    return [ROOT / "README.md", ROOT / "README_zh.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks_of(text: str, page: str) -> Iterator[Block]:
+    """The fenced blocks of a page, in order."""
+    lines = text.splitlines()
+    begin: int | None = None
+    for n, line in enumerate(lines):
+        fence = FENCE.fullmatch(line.rstrip())
+        if not fence:
+            continue
+        if begin is None:
+            begin = n
+            continue
+        opening = FENCE.fullmatch(lines[begin].rstrip())
+        assert opening
+        before = NEEDS.fullmatch(lines[begin - 1]) if begin else None
+        needs = tuple(before[1].split(", ")) if before else ()
+        inside = tuple(one.removeprefix(opening[1]) for one in lines[begin + 1 : n])
+        yield Block(page, begin + 1, opening[2], needs, inside)
+        begin = None
+    if begin is not None:
+        raise ValueError(f"{page}:{begin + 1}: a block that does not end")
+
+
+def files_in(blocks: Sequence[Block]) -> dict[str, str]:
+    """The YAML files that blocks show, which are those that begin with their name as a comment."""
+    shown = [block for block in blocks if block.language == "yaml"]
+    named = [(re.match(r"# ([\w.-]+\.yaml)$", block.lines[0]), block) for block in shown]
+    return {name[1]: "\n".join(block.lines) + "\n" for name, block in named if name}
+
+
+def all_blocks() -> list[Block]:
+    """Those of all pages."""
+    return [
+        block
+        for path in pages()
+        for block in blocks_of(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))
+    ]
+
+
+def check(command: str, any_program: bool = False) -> None:
+    """Nothing, or a UsageError where a program, a flag, a file or a target is not there."""
+    for words in _simple_commands(command):
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            words = words[1:]
+        program, *given = words
+        program = program.removeprefix(".venv/bin/")
+        if program in CHECKS:
+            try:
+                CHECKS[program](given)
+            except SystemExit as told:  # --help
+                if told.code:
+                    raise UsageError(f"{command}: ends with {told.code}") from told
+        elif program not in ORDINARY and not any_program:
+            raise UsageError(f"{program} is no program of this project")
+
+
+def _simple_commands(command: str) -> list[list[str]]:
+    """The words of each command of a pipeline or a list, without redirections."""
+    lexer = shlex.shlex(command, posix=True, punctuation_chars="|&;<>")
+    lexer.whitespace_split = True
+    found: list[list[str]] = [[]]
+    passed_over = False
+    for word in lexer:
+        if passed_over:
+            passed_over = False
+        elif set(word) <= set("<>"):
+            passed_over = True
+        elif set(word) <= set("|&;"):
+            found.append([])
+        else:
+            found[-1].append(word)
+    return [words for words in found if words]
+
+
+def _minimind(given: Sequence[str]) -> None:
+    args, rest = cli.build_parser().parse_known_args(given)
+    if args.command == "plan":
+        parse_flags(rest)
+    elif rest:
+        raise UsageError(f"minimind {args.command} knows no {rest[0]}")
+
+
+def _bash(given: Sequence[str]) -> None:
+    script, *flags = given
+    if script != "run_accelerate.sh":
+        raise UsageError(f"bash {script}: only run_accelerate.sh is known")
+    parse_flags(flags)
+
+
+def _sbatch(given: Sequence[str]) -> None:
+    at = given.index("scripts/slurm.sbatch")
+    parse_flags(given[at + 1 :])
+
+
+def _make(given: Sequence[str]) -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    known = re.findall(r"^([a-z-]+):|^([A-Z_]+) *[?:]=", text, re.MULTILINE)
+    for word in given:
+        if (word.split("=")[0] if "=" in word else word) not in {t or v for t, v in known}:
+            raise UsageError(f"make knows no {word}")
+
+
+def _python(given: Sequence[str]) -> None:
+    if given[0] == "-c":
+        compile(given[1], "-c", "exec")
+    elif given[0] == "-m":
+        module, *words = given[1:]
+        if module == "minimind":
+            return _minimind(words)
+        path = ROOT / f"{module.replace('.', '/')}.py"
+        folder = path.with_suffix("") / "__main__.py"
+        _script(folder if folder.is_file() else path, words)
+    else:
+        _script(ROOT / given[0], given[1:])
+
+
+def _script(path: Path, given: Sequence[str]) -> None:
+    """A script of this project takes the flags that it names."""
+    if not path.is_file():
+        raise UsageError(f"there is no {path.relative_to(ROOT)}")
+    if path.name == "train_pretrain.py":
+        parse_flags(given)
+    else:
+        _among(given, _options_in(path), path.name)
+
+
+def _launcher(package: str, source: str) -> Callable[[Sequence[str]], None]:
+    """The check of a launcher whose own flags are named in this file of a package."""
+
+    def checked(given: Sequence[str]) -> None:
+        spec = find_spec(package)
+        assert spec
+        assert spec.origin
+        path = Path(spec.origin).parent / source
+        begins = [word == "-m" or word.endswith(".py") for word in given]
+        at = begins.index(True) if True in begins else len(given)
+        _among(given[:at], _options_in(path), source)
+        if given[at:]:
+            _python(given[at:])
+
+    return checked
+
+
+def _accelerate(given: Sequence[str]) -> None:
+    if not given or given[0] not in ("launch", "config", "env"):
+        raise UsageError(f"accelerate {' '.join(given[:1])}: only launch, config and env are known")
+    if given[0] == "launch":
+        _launcher("accelerate", "commands/launch.py")(given[1:])
+
+
+def _pip(given: Sequence[str]) -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    section = text.split("[project.optional-dependencies]")[1].split("\n[")[0]
+    known = set(re.findall(r"^(\w+) = ", section, re.MULTILINE))
+    for extras in re.findall(r"(?:minimind|\.)\[([\w,]+)\]", " ".join(given)):
+        if unknown := set(extras.split(",")) - known:
+            raise UsageError(f"pip: no extra {unknown}")
+
+
+def _options_in(path: Path) -> set[str]:
+    """The strings of a Python file that begin as an option does."""
+    tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    texts = (node.value for node in tree if isinstance(node, ast.Constant))
+    return {text for text in texts if isinstance(text, str) and text.startswith("-")}
+
+
+def _among(given: Sequence[str], known: set[str], whose: str) -> None:
+    for word in given:
+        name = word.split("=")[0]
+        if re.match(r"--?[a-zA-Z]", name) and name not in known | {"--help"}:
+            raise UsageError(f"{whose} knows no {name}")
+
+
+CHECKS: dict[str, Callable[[Sequence[str]], None]] = {
+    "minimind": _minimind,
+    "bash": _bash,
+    "sbatch": _sbatch,
+    "make": _make,
+    "python": _python,
+    "pip": _pip,
+    "accelerate": _accelerate,
+    "torchrun": _launcher("torch", "distributed/run.py"),
+    "deepspeed": _launcher("deepspeed", "launcher/runner.py"),
+}
+ORDINARY = ("echo", "printf", "cat", "lm_eval")
