@@ -6,8 +6,9 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 SAMPLE := out/sample
 CHECKPOINT ?= $(SAMPLE)/run
+STEPS ?= 400
 
-.PHONY: help setup train test test-all gpu gpu-bench check check-export fix smoke matrix elastic faults examples clean
+.PHONY: help setup train test test-all gpu gpu-bench check check-export fix smoke matrix elastic faults examples docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -24,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 train: $(READY) ## train the tiny model on this Python's own library: under 5 minutes on two CPU cores
 	@$(BIN)/python examples/stdlib_corpus.py $(SAMPLE)/stdlib.jsonl
 	@bash run_accelerate.sh --model tiny --data_path $(SAMPLE)/stdlib.jsonl --out_dir $(SAMPLE)/run \
-	  --cache_dir $(SAMPLE)/cache --max_steps 400 --batch_size 8 --learning_rate 3e-3 \
+	  --cache_dir $(SAMPLE)/cache --max_steps $(STEPS) --batch_size 8 --learning_rate 3e-3 \
 	  --save_interval 100 --eval_interval 200
 	@$(BIN)/minimind generate --checkpoint $(SAMPLE)/run --prompt 'def ' --max_new_tokens 80
 	@echo
@@ -34,7 +35,8 @@ train: $(READY) ## train the tiny model on this Python's own library: under 5 mi
 	@echo "  3. see where the time goes   the same with --profile, or with \"stage\": 3 in configs/ds_config.json"
 
 test: $(READY) ## everything that fits in minutes on two cores
-	$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not launch"; alone=$$?; \
+	  $(BIN)/python -m pytest -m launch && exit $$alone
 
 test-all: $(READY) ## the long runs too
 	$(BIN)/python -m pytest --long
@@ -53,9 +55,10 @@ check: $(READY) ## lint, format, types, shell
 	$(BIN)/pyright
 	$(BIN)/shellcheck run_accelerate.sh scripts/slurm.sbatch .ci/run
 
-fix: $(READY) ## mend what can be mended by machine
+fix: $(READY) ## mend what can be mended by machine, and write docs/flags.md anew
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python -m scripts.flag_reference
 
 smoke: $(READY) ## two processes, killed and resumed, compared step by step
 	$(BIN)/python -m pytest tests/distributed -k 'kill or resume'
@@ -74,6 +77,10 @@ examples: $(READY) ## every example, by accelerate launch and torchrun, in one p
 
 check-export: $(READY) ## export the sample run, or CHECKPOINT=out/mine, load it in a fresh environment, compare logits
 	$(BIN)/python scripts/check_export.py --checkpoint $(CHECKPOINT)
+
+docs: $(READY) ## the docs as a site, in build/site; a broken link or anchor ends it
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html, or for its search too: $(VENV)/bin/mkdocs serve"
 
 clean: ## forget the sample run
 	rm -rf $(SAMPLE)

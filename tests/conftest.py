@@ -21,12 +21,18 @@ PACE = (
     " --learning_rate 2e-3 --val_fraction 0.05"
 )
 
+# Fixtures whose tests have two processes compute at once, and are given the machine.
+STARTS_RUNS = {"launch", "forked", "nursery"}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run what takes minutes")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if STARTS_RUNS & {*getattr(item, "fixturenames", ())}:
+            item.add_marker("launch")
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not has_gpu():
         for item in on_gpu:

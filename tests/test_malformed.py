@@ -656,7 +656,7 @@ BAD = JSON_FILES | FLAGS | YAML_FILES | KEYS | TYPES | CONFLICTS
 BAD |= LAUNCHERS | COMBINATIONS | SEVERAL
 LONG = [pytest.mark.long]  # every launch takes ten seconds, and all go one way
 BY_LAUNCH = (
-    "json trailing comma",
+    pytest.param("json trailing comma", marks=LONG),
     "batch impossible",
     pytest.param("literal clip", marks=LONG),
     pytest.param("key zero_optimisation", marks=LONG),

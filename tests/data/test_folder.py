@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,14 @@ def test_a_path_that_cannot_be_is_told_like_any_other(
 def start(command: list[str], stderr: int | None = None) -> subprocess.Popen[bytes]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "minimind.cli", *command]
-    return subprocess.Popen(command, env=environ, start_new_session=True, stderr=stderr)
+    return subprocess.Popen(
+        command,
+        env=environ,
+        start_new_session=True,
+        stderr=stderr,
+        # A suite in the background of a script has it ignored, and so would what it starts.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def kill_at_random(place: Path, out: Path, times: int, seed: int, *more: str) -> int:

@@ -74,14 +74,14 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
+# Under --long: each costs ten seconds and more.
+RARER = ("accelerate-flags", "torchrun-ddp", "notebook")
+
+
 @pytest.mark.launch
-# Flags and YAML come to the same, and each costs ten seconds.
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.long) if name == "accelerate-flags" else name
-        for name in COMMANDS
-    ],
+    [pytest.param(name, marks=pytest.mark.long) if name in RARER else name for name in COMMANDS],
 )
 def test_every_launcher_gives_the_same_run(name: str, launch: Launcher, fp32: Run, tmp_path: Path):
     command, behind = COMMANDS[name]
@@ -106,7 +106,7 @@ def test_every_launcher_gives_the_same_run(name: str, launch: Launcher, fp32: Ru
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("how", ["by hand", "two hosts"])
+@pytest.mark.parametrize("how", [pytest.param("by hand", marks=pytest.mark.long), "two hosts"])
 def test_two_starts_of_one_process_are_a_world_of_two(
     how: str, launch: Launcher, fp32: Run, tmp_path: Path
 ):

@@ -112,7 +112,9 @@ def ended(started: subprocess.Popen[str], out_dir: Path, within: float) -> Run:
     ("fault", "timeout", "status", "words"),
     [
         pytest.param("SIGKILL", 120, 7, "died: killed by SIGKILL, perhaps for lack of", id="kill"),
-        pytest.param("SIGSTOP", 8, 7, "is stopped (SIGSTOP)", id="stop"),
+        pytest.param(
+            "SIGSTOP", 8, 7, "is stopped (SIGSTOP)", id="stop", marks=pytest.mark.long
+        ),
         pytest.param(
             "hang", 8, 7, "has not moved since step", id="hang", marks=pytest.mark.long
         ),

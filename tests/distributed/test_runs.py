@@ -208,7 +208,7 @@ def test_killed_stopped_and_started_again_it_repeats_the_unbroken_run_bit_for_bi
 
 
 @pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.long), 3]
+    "stage", [pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 3)]
 )
 def test_a_stopped_run_goes_on_bit_for_bit_in_bf16(stage: int, forked: Launcher, tmp_path: Path):
     """Stage 2 is the test above; stage 1 has its wrapper, stage 0 is also in test_zero_state."""

@@ -35,7 +35,8 @@ def require_right(outcomes: list[Outcome]) -> None:
     assert not wrong, "\n".join([*table(outcomes), *wrong])
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kills", [2, 4])
 def test_killed_at_random_it_repeats_the_unbroken_run_bit_for_bit(site: Site, kills: int):
     """The group, a worker, then the launcher, the script; one of them in a save."""
     site.measure()
