@@ -1,0 +1,103 @@
+"""What the docs say that the program says, or that was measured, against the program and files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from minimind import errors
+from minimind.errors import UsageError
+from minimind.flags import parse_flags
+from minimind.launch import read_launch
+from minimind.plan import Machine, plan
+from minimind.train.costs import Layout, memory
+from minimind.train.deepspeed_config import read_deepspeed_json, resolve
+from minimind.train.shape import shape_of
+from tests.conftest import ROOT
+from tests.docs.pages import PAGES, blocks, rows
+
+MIB, GIB = 2**20, 2**30
+STAGES = {"without DeepSpeed": None, **{f"stage {stage}": stage for stage in range(4)}}
+YAML = {"ACCELERATE_MIXED_PRECISION": "bf16", "MINIMIND_CONFIG_FILE": "accelerate.yaml"}
+# Command line, DeepSpeed JSON and environment behind each message of configuration.md, in order.
+MISTAKES = [
+    ("--batch_sise 4", {}, {}),
+    ("--config small.yaml", {}, {}),
+    ("--learning_rate fast", {}, {}),
+    ("--dim 100 --n_heads 7", {}, {}),
+    ("--grad_clip 1.0", {"gradient_clipping": 0.5}, {}),
+    ("--batch_size 4 --accumulation_steps 2", {"train_batch_size": 30}, {}),
+    ("", {"zero_optimisation": {"stage": 3}}, {}),
+    ("", {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}),
+    ("", {"steps_per_print": "auto"}, {}),
+    ("--dtype float32", {}, YAML),
+]
+
+
+def ask(argv: list[str], environ: dict[str, str]) -> None:
+    """Settle what a run on two CPU processes would be, with ds.json; a UsageError tells why not."""
+    run, launch = parse_flags(argv), read_launch(environ)
+    resolve(read_deepspeed_json("ds.json"), "ds.json", run, 2, "cpu", launch=launch)
+
+
+def test_the_messages_shown_are_those_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    text = PAGES["configuration.md"].split("<!-- messages -->")[1].split("<!-- /messages -->")[0]
+    shown = re.sub(r"\n  +", " ", blocks(text)[0]).splitlines()
+    assert len(shown) == len(MISTAKES)
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text("learning_rat: 1.0e-3\n")
+    for (words, document, environ), line in zip(MISTAKES, shown, strict=True):
+        Path("ds.json").write_text(json.dumps(document))
+        with pytest.raises(UsageError) as told:
+            ask(words.split(), environ)
+        assert line == str(told.value)
+
+
+def test_the_plan_shown_is_what_minimind_plan_prints(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    command, shown = blocks(PAGES["zero.md"])
+    asked = ".venv/bin/minimind plan --gpus 4 --memory 16GiB "
+    assert command.startswith(asked)
+    flags = command.removeprefix(asked).split()
+    assert shown.rstrip() == plan(flags, Machine(gpus=4, memory=16 * GIB))
+
+
+def test_the_memory_shown_is_as_near_the_arithmetic_as_the_page_says():
+    shape = shape_of(parse_flags(["--model", "tiny"]))
+    table = rows(PAGES["zero.md"], "## Measured")
+    assert [cells[0] for cells in table] == list(STAGES)
+    for name, measured, told in table:
+        held = memory(shape, Layout(STAGES[name], 2, "bfloat16", 1, 1, 12 * 192**2, device="cpu"))
+        predicted = held.weights + held.optimizer + max(held.gradients + held.buffers, held.update)
+        assert told == f"{predicted / MIB:.1f}"
+        assert float(measured) == pytest.approx(predicted / MIB, rel=0.05)
+
+
+def test_the_times_of_the_stages_are_those_of_the_results_file():
+    text = PAGES["zero.md"]
+    (path,) = re.findall(r"benchmarks/results/stages-[\d-]+-cpu\.json", text)
+    results = json.loads((ROOT / path).read_text(encoding="utf-8"))["table"]
+    table = rows(text, path)
+    assert [cells[0] for cells in table] == list(STAGES)
+    for name, *cells in table:
+        shown = []
+        for asked in ("1 x 2 rows", "2 x 1 rows"):
+            found = results[f"{asked}, {name.replace('without', 'no')}"]
+            shown += [f"{found['peak_mib']:,.0f}", f"{found['ms']:,.0f}"]
+        assert cells == shown
+
+
+@pytest.mark.parametrize(
+    ("page", "heading"),
+    [("troubleshooting.md", "\n## Exit status\n"), ("troubleshooting_zh.md", "\n## 退出码\n")],
+)
+def test_every_exit_status_is_told_with_its_name(page: str, heading: str):
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    known = {(kind.status, kind.code) for kind in kinds if issubclass(kind, errors.RunError)}
+    told = {(int(cells[0]), cells[1].strip("`")) for cells in rows(PAGES[page], heading)}
+    assert told == known | {(0, "")}
