@@ -48,7 +48,7 @@ def main() -> None:
     before, widened = os.getloadavg(), Widened.apply
     steps = {
         "bf16, torch's": forward_and_backward(F.linear, given.tokens, torch.bfloat16),
-        "bf16, by fp32": forward_and_backward(widened, given.tokens, torch.bfloat16),  # type: ignore[arg-type]
+        "bf16, by fp32": forward_and_backward(widened, given.tokens, torch.bfloat16),  # type: ignore[arg-type] (torch types apply loosely)
         "fp32": forward_and_backward(F.linear, given.tokens, torch.float32),
     }
     spent: dict[str, list[float]] = {one: [] for one in steps}

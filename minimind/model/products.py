@@ -63,7 +63,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """F.linear(x, weight), at the speed of fp32 where bf16 has none of its own."""
     if not is_widened(x):
         return F.linear(x, weight)
-    product: Tensor = Widened.apply(x, weight)  # type: ignore[assignment]
+    product: Tensor = Widened.apply(x, weight)  # type: ignore[assignment] (torch types apply loosely)
     return product
 
 
