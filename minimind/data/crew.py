@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -44,11 +43,6 @@ def encode_plan(
     done = sum(unit.bytes for unit in units if work.done(unit))
     left = sum(unit.bytes for unit in units) - done
     with ExitStack() as stack:
-        if share == (0, 1) and left:  # what `merge` asks for next is made meanwhile, and seen there
-            # Work that is stopped waits for it, a second for 32,000 pieces: Python aborts where it
-            # ends while a daemon thread is in a library. It writes nothing.
-            background = stack.enter_context(ThreadPoolExecutor(1))
-            background.submit(lambda: work.tokenizer.exported)
         command = [sys.executable, "-m", "minimind.data.encode", str(work.directory)]
         command += ["--share", f"{share[0]}/{share[1]}", "--threads", str(threads)]
         command += ["--strict"] if work.is_strict else []
@@ -57,7 +51,10 @@ def encode_plan(
         options = {"desc": "tokenizing", "unit": "B", "unit_scale": True, "disable": silent}
         bar = tqdm(total=done + left, initial=done, **options)
         look = _Look(work, units, helpers, stack.enter_context(bar))
-        encode_share(replace(work, threads=threads, tell=look.tell), share)
+        own = replace(work, threads=threads, tell=look.tell)
+        if share == (0, 1):  # what `merge` asks for next, and sees there
+            own = replace(own, meanwhile=lambda: work.tokenizer.exported)
+        encode_share(own, share)
         for helper in helpers:
             helper.wait()
         look.look()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +31,12 @@ class Reading:
     def example(self) -> str:
         """A line as it should be."""
         return json.dumps({self.text_field: "..."})
+
+    @cached_property
+    def opening(self) -> re.Pattern[str]:
+        """What a line begins with whose first field is the text, the quote before it included."""
+        name = re.escape(json.dumps(self.text_field, ensure_ascii=False))
+        return re.compile(rf'\{{[ \t]*{name}[ \t]*:[ \t]*"')
 
 
 @dataclass(frozen=True)
@@ -85,16 +92,39 @@ def too_long_line(reading: Reading) -> Flaw:
 def document_of_line(line: bytes | bytearray, reading: Reading) -> str:
     """The text of one line of JSON; a Flaw when there is none."""
     try:
-        value = _parsed(_decoded(line), reading)
+        content = _decoded(line)
+        text = _text_alone(content, reading)
+        value = _parsed(content, reading) if text is None else ()
     except Flaw:
         _explain(line)
         raise
+    if text is None:
+        text = _text_among(value, reading)
+    require_usable(text, reading)
+    return text
+
+
+def _text_alone(line: str, reading: Reading) -> str | None:
+    """The text of the commonest line of all, one field that is a string, without more ado.
+
+    None for any other line.
+    """
+    opened = reading.opening.match(line)
+    if not opened:
+        return None
+    try:
+        text, end = _STRING(line, opened.end(), True)
+    except json.JSONDecodeError:
+        return None
+    return text if line[end : end + 3] in CLOSED else None
+
+
+def _text_among(value: Any, reading: Reading) -> str:
     if not isinstance(value, tuple):
         raise Flaw(f"is {_kind(value)}, not an object", f"write {reading.example}")
     texts = [content for key, content in value if key == reading.text_field]
     if len(texts) != 1 or not isinstance(texts[0], str):
         raise _no_text(value, texts, reading)
-    require_usable(texts[0], reading)
     return texts[0]
 
 
@@ -195,11 +225,13 @@ def _integer(digits: str) -> int:
 
 # An object becomes a tuple of its pairs, so that a field that is there twice can be seen.
 _JSON = json.JSONDecoder(object_pairs_hook=tuple, parse_constant=_no_number, parse_int=_integer)
+_STRING = _JSON.parse_string  # pyright: ignore[reportAttributeAccessIssue] (stubs leave it out)
+CLOSED = ("}\n", "}\r\n", "}")  # the end of an object that is all of a line
 
 
 def _parsed(line: str, reading: Reading) -> Any:
     try:
-        value = _decoded_json(line)
+        value = _JSON.decode(line)
     except RecursionError:
         raise _nested_too_deep(reading) from None
     except json.JSONDecodeError as error:
@@ -207,29 +239,15 @@ def _parsed(line: str, reading: Reading) -> Any:
         state = "is cut off" if cut else "is not JSON"
         what = f"{state} ({re.sub(r' at$', '', error.msg)} at column {error.colno})"
         raise Flaw(what, f"write {reading.example} on one line") from None
-    if len(line) > MOST_NESTED and not _is_flat(value):  # counting takes time
+    if len(line) > MOST_NESTED:
         brackets = line.count("[") + line.count("{")
         if brackets > MOST_NESTED and _is_deep(value):
             raise _nested_too_deep(reading)
     return value
 
 
-def _decoded_json(line: str) -> Any:
-    """What `_JSON.decode` gives, which looks for blanks around it at twice the cost."""
-    if line.startswith("{"):
-        value, end = _JSON.raw_decode(line)
-        if line[end:] in ("\n", ""):
-            return value
-    return _JSON.decode(line)
-
-
 def _nested_too_deep(reading: Reading) -> Flaw:
     return Flaw(f"is nested too deep (more than {MOST_NESTED})", f"write {reading.example}")
-
-
-def _is_flat(value: Any) -> bool:
-    """Whether it is the commonest line of all: one field, and that a string."""
-    return isinstance(value, tuple) and len(value) == 1 and isinstance(value[0][1], str)
 
 
 def _is_deep(value: Any) -> bool:

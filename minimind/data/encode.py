@@ -50,6 +50,7 @@ class Work:
     is_strict: bool  # the first rejection is an error
     threads: int = 1
     tell: Callable[[int], None] = lambda _: None  # bytes of input done since it was last called
+    meanwhile: Callable[[], object] = lambda: None  # while the end of a unit is tokenised
 
     def path(self, kind: str, number: int) -> Path:
         """`unit-00012.json`, its marker, or `rejected-00012.jsonl`."""
@@ -185,6 +186,7 @@ def _overlapped(batches: Iterable[Batch], work: Work) -> Iterator[tuple[Batch, l
             waiting.append((batch, pool.submit(encode, batch.texts, threads if is_large else 1)))
             del batch
             yield from _taken(waiting, 0 if is_large else AHEAD + threads)
+        work.meanwhile()
         yield from _taken(waiting, 0)
 
 

@@ -5,37 +5,41 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from minimind.cli import main
 from minimind.data.crew import _started
+from minimind.data.shards import ShardWriter
 from minimind.data.tokenizer import Tokenizer
 from tests.conftest import sentences
 
 
-def test_the_export_is_made_beside_the_work_and_not_where_there_is_none(
+def test_the_export_is_made_while_the_end_is_tokenised_and_not_for_a_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    made: list[bool] = []  # on the main thread
-    export = Tokenizer.exported.func
+    told: list[str] = []
+    export, add = Tokenizer.exported.func, ShardWriter.add
 
     def recorded(tokenizer: Tokenizer) -> dict[str, bytes]:
-        made.append(threading.current_thread() is threading.main_thread())
+        told.append("export")
         return export(tokenizer)
 
+    def added(writer: ShardWriter, ids: np.ndarray, lengths: np.ndarray) -> None:
+        told.append("add")
+        add(writer, ids, lengths)
+
     monkeypatch.setattr(Tokenizer, "exported", property(recorded))
+    monkeypatch.setattr(ShardWriter, "add", added)
     (tmp_path / "t.txt").write_text("\n".join(sentences(1, 200)))
     words = ["prepare", str(tmp_path / "t.txt"), "--vocab_size", "512", "--val_fraction", "0"]
-    words += ["--out", str(tmp_path / "out")]
-    assert main([*words, "--shard", "0/1"]) == 0
-    assert made.count(False) == 1
-    made.clear()
-    assert main(words) == 0
-    assert made
-    assert all(made)
+    assert main([*words, "--out", str(tmp_path / "share"), "--shard", "0/2"]) == 0
+    assert told == ["add", "add"]
+    told.clear()
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    assert told[:3] == ["export", "add", "add"]
 
 
 def test_a_helper_does_not_hear_of_ctrl_c_and_the_first_process_does():

@@ -1,7 +1,10 @@
 """Lines and texts whose one mistake is known by line and byte, against what is said of them."""
 
+import json
+
 import pytest
 
+from minimind.data import documents as documents_module
 from minimind.data.documents import Rejection
 from tests.data.reading import documents_of, read
 
@@ -115,6 +118,31 @@ def test_another_field_can_hold_the_text(tmp_path):
     one, told = found_in(tmp_path, content, text_field="Inhalt")
     assert one == "eins"
     assert 'has no "Inhalt" but "text"; write {"Inhalt": "..."}' in str(told)
+
+
+@pytest.mark.parametrize("field", ["text", "te.x(t", "文\u2028", 'a"b\\', ""])
+def test_the_short_way_for_a_text_alone_judges_as_the_long_one(tmp_path, monkeypatch, field):
+    name = json.dumps(field, ensure_ascii=False)
+    texts = [
+        '"one"',
+        '"\\ud83d"',
+        '"\\u0000"',
+        '""',
+        '"a\\nb \\"',
+        '"a\\n\\"b"',
+        '"a\tb"',
+        "1",
+        "null",
+    ]
+    ends = ["}", "} ", "}\r", "}}", "", ",", ', "n": 1}', f', {name}: "two"}}', "}x"]
+    opened = ["{%s: ", "{%s:", "{ %s\t:\t", "{%s ", "[%s, ", " {%s: "]
+    lines = [way % name + text + end for way in opened for text in texts for end in ends]
+    content = "\n".join(lines).encode()
+    found = found_in(tmp_path, content, text_field=field)
+    monkeypatch.setattr(documents_module, "_text_alone", lambda line, reading: None)
+    assert found_in(tmp_path, content, text_field=field) == found
+    assert len(found) == len(lines)
+    assert sum(isinstance(one, str) for one in found) > 20
 
 
 def test_a_line_is_a_document(tmp_path):

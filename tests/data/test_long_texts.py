@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from minimind.data import long_texts
-from minimind.data import tokenizer as tokenizers_module
+from minimind.data import long_texts, text_encoder
 from minimind.data.long_texts import chunks, joints
 from minimind.data.tokenizer import Tokenizer, train_tokenizer
 from tests.data.test_tokenizer import AWKWARD, fuzz, prose, verse
@@ -25,9 +24,9 @@ def tokenizer(request, tmp_path_factory):
 @pytest.fixture
 def small_chunks(monkeypatch):
     def cut(limit):
-        monkeypatch.setattr(tokenizers_module, "CHUNK_CHARACTERS", limit)
+        monkeypatch.setattr(text_encoder, "CHUNK_CHARACTERS", limit)
         cut_small = functools.partial(chunks, aim=limit, limit=4 * limit)
-        monkeypatch.setattr(tokenizers_module, "chunks", cut_small)
+        monkeypatch.setattr(text_encoder, "chunks", cut_small)
 
     return cut
 
@@ -81,7 +80,9 @@ def test_a_text_without_a_place_to_cut_still_comes_back(tmp_path, small_chunks):
 
 MEASURED = """
 import resource, sys
+from minimind.data import text_encoder
 from minimind.data.tokenizer import Tokenizer
+text_encoder.SPACED = int(sys.argv[3])
 tokenizer = Tokenizer(sys.argv[1])
 text = "the rain in spain " * (int(sys.argv[2]) // 18)
 tokenizer.encode("warm")
@@ -91,9 +92,11 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / len
 """
 
 
-def test_memory_per_character_of_a_long_text_is_a_fraction_of_what_merging_needs(tmp_path):
+@pytest.mark.parametrize("spaced", [0, 12], ids=["merged", "looked up"])
+def test_memory_per_character_of_a_long_text_is_a_fraction_of_what_merging_needs(tmp_path, spaced):
     train_tokenizer(["the rain in spain " * 20], 512, tmp_path / "t.model")
-    command = [sys.executable, "-c", MEASURED, str(tmp_path / "t.model"), str(6 * 2**20)]
+    size = str(6 * 2**20)
+    command = [sys.executable, "-c", MEASURED, str(tmp_path / "t.model"), size, str(spaced)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     per_character, count = map(float, done.stdout.split())
     assert count > 0
