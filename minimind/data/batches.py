@@ -21,7 +21,9 @@ TOKENS_AT_ONCE = 2**15
 class Block:
     """The rows of some steps on their device, and when they have arrived (None: they have)."""
 
+    number: int
     rows: torch.Tensor
+    steps: list[tuple[torch.Tensor, ...]]  # the same, by step and micro-batch
     arrived: torch.cuda.Event | None
 
 
@@ -64,6 +66,7 @@ class Batches:
         self._steps_at_once = max(1, small) if workers else 1
         self._reader = ThreadPoolExecutor(max(1, workers), thread_name_prefix="read-ahead")
         self._pending: dict[int, Future[Block]] = {}  # by number of the block
+        self._last: Block | None = None  # that was asked for
         self._places = threading.Lock()
         self._stretch = max(1, ROWS_AT_ONCE // self._share)  # steps
         self._known: dict[int, np.ndarray] = {}  # row indices by number of the stretch
@@ -73,19 +76,20 @@ class Batches:
         """Target tokens of one step, over all ranks and micro-batches."""
         return self.order.rows_per_step * (self._row_tokens - 1)
 
-    def at(self, step: int) -> list[torch.Tensor]:
+    def at(self, step: int) -> tuple[torch.Tensor, ...]:
         """The micro-batches of a step, each int64 (micro_batch_rows, row_tokens).
 
         What the current stream is then given to do waits for rows that are still under way.
         """
         number, at = divmod(step - self.order.origin.step, self._steps_at_once)
-        found = self._block(number) if self._ahead else self._read(number)
+        found = self._last
+        if found is None or found.number != number:
+            found = self._last = self._block(number) if self._ahead else self._read(number)
         if found.arrived is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(found.arrived)
             found.rows.record_stream(stream)  # or its memory would be reused while it is read
-        rows = found.rows[at * self._share : (at + 1) * self._share]
-        return list(rows.split(self._micro_batch_rows))
+        return found.steps[at]
 
     def _block(self, number: int) -> Block:
         """A block that was read ahead, or is read now; those behind it are begun."""
@@ -114,12 +118,16 @@ class Batches:
         places = np.concatenate([self._rows_for(step) for step in steps])
         rows = torch.from_numpy(self._shards.read_rows(places, self._row_tokens))
         if self._stream is None:
-            return Block(rows, None)
+            return self._cut(number, rows, None)
         with torch.cuda.stream(self._stream):
             sent = rows.pin_memory().to(self._device, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record(self._stream)
-            return Block(sent, arrived)
+            return self._cut(number, sent, arrived)
+
+    def _cut(self, number: int, rows: torch.Tensor, arrived: torch.cuda.Event | None) -> Block:
+        steps = [share.split(self._micro_batch_rows) for share in rows.split(self._share)]
+        return Block(number, rows, steps, arrived)
 
     def _rows_for(self, step: int) -> np.ndarray:
         """This rank's row indices, computed for a stretch of steps when one is asked for.

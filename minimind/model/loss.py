@@ -31,11 +31,12 @@ def next_token_loss(
     return loss_sum, (targets != ignore_index).sum()
 
 
-def contagious(loss: Tensor) -> Tensor:
-    """The same scalar, bit for bit, but not finite gradients wherever it is not finite itself.
+def contagious_mean(loss_sum: Tensor, count: Tensor, also: Tensor | None = None) -> Tensor:
+    """loss_sum / count, bit for bit, with gradients that are not finite wherever it is not.
 
-    An infinite loss may well have gradients of 0, which nobody would notice. Whoever looks at the
-    reduced gradient afterwards sees both faults, on every rank; nothing is read back to the host.
+    So too where `also` is not finite. An infinite loss may well have gradients of 0, which nobody
+    would notice. Whoever looks at the reduced gradient afterwards sees both faults, on every rank;
+    nothing is read back to the host.
     """
-    known = loss.detach()
-    return loss * (known - known + 1)  # 1, and NaN of what is no number or infinite
+    known = loss_sum.detach() if also is None else loss_sum.detach() + also.detach()
+    return loss_sum / (count + (known - known))  # 0, and NaN of what is no number or infinite

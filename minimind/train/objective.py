@@ -1,19 +1,16 @@
-"""What the rows of a micro-batch are trained on, apart from what is told of them.
-
-Rows are (B, T + 1) token ids.
-"""
+"""What the rows of a micro-batch are trained on, apart from what is told of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from minimind.config import RunConfig
 from minimind.model.experts import Routing
+from minimind.model.loss import contagious_mean
 from minimind.train.ranks import Ranks
 
 CHUNK = 1024  # positions; logits of so many are some MiB
@@ -32,29 +29,28 @@ class Objective:
     tokens: torch.Tensor
     routing: Routing | None  # None for a dense model, and outside training
 
-    @cached_property
-    def mean(self) -> torch.Tensor:
-        """Cross-entropy in nats per token: what is reported."""
-        return self.loss_sum / self.tokens
-
     @property
     def trained(self) -> torch.Tensor:
-        """What the backward pass begins with: `mean`, and the balance of experts where there are.
+        """What the backward pass begins with: nats per token, and the balance of experts if any.
 
         Both are means over rows of one length, so that their mean over micro-batches and ranks is
         that over the step's rows: how a step is split up changes no more than rounding.
         """
-        return self.mean if self.routing is None else self.mean + self.routing.aux_loss
+        if self.routing is None:
+            return contagious_mean(self.loss_sum, self.tokens)
+        balance = self.routing.aux_loss
+        return contagious_mean(self.loss_sum, self.tokens, also=balance) + balance
 
 
-def objective_of(forward: Any, rows: torch.Tensor, summed_by: int = 0) -> Objective:
-    """The objective of rows on the device of `forward`, the model as its backend wraps it.
+def objective_of(
+    forward: Any, inputs: torch.Tensor, targets: torch.Tensor, summed_by: int = 0
+) -> Objective:
+    """The objective of `forward`, the model as its backend wraps it; both (B, T), on its device.
 
     Logits are made for `summed_by` positions at a time; 0: for all. The loss is made within the
     model, so that whatever compiles the model compiles it too.
     """
-    inputs = rows[:, :-1].clamp(min=0)  # a row of ignored targets still needs real inputs
-    out = forward(input_ids=inputs, shift_labels=rows[:, 1:], summed_by=summed_by)
+    out = forward(input_ids=inputs, shift_labels=targets, summed_by=summed_by)
     is_routed = out.aux_loss is not None
     return Objective(
         out.loss_sum, out.targets, Routing(out.aux_loss, out.expert_load) if is_routed else None

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from minimind.model.loss import contagious
 from minimind.train.backends import StepResult
 from minimind.train.communication import CommunicationClock
 from minimind.train.compiled import CompileClock, uncompiled
@@ -74,9 +73,9 @@ class Engine(Ranks):
                 with backend.micro_batch(is_last):
                     rows = rows.to(self.device, non_blocking=True)
                     clock.mark("data")
-                    goal = objective_of(backend.forward, rows, self.summed_by)
+                    goal = objective_of(backend.forward, rows[:, :-1], rows[:, 1:], self.summed_by)
                     clock.mark("forward")
-                    backend.backward(contagious(goal.trained))
+                    backend.backward(goal.trained)
                     clock.mark("backward")
                 norm = backend.update(is_last)
                 clock.mark("optimizer", is_last)
@@ -98,7 +97,9 @@ class Engine(Ranks):
     def loss_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(summed loss, target count) of rows (B, T + 1) without training on them."""
         self.backend.forward.eval()
+        rows = rows.to(self.device)
+        inputs = rows[:, :-1].clamp(min=0)  # what is ignored still needs real inputs
         # Of few rows, and of several shapes: a graph would not pay.
         with lost_peers(), uncompiled(self.model):
-            goal = objective_of(self.backend.forward, rows.to(self.device), self.summed_by)
+            goal = objective_of(self.backend.forward, inputs, rows[:, 1:], self.summed_by)
         return goal.loss_sum, goal.tokens

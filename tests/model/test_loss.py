@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minimind.model.loss import IGNORED, contagious, next_token_loss
+from minimind.model.loss import IGNORED, contagious_mean, next_token_loss
 
 B, T, V = 3, 7, 50
 
@@ -77,20 +77,24 @@ def test_targets_of_another_shape_are_refused(logits_BTV: Tensor, targets_BT: Te
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, 3.3333333, 3.4e38])
-def test_a_finite_loss_and_its_gradient_stay_what_they_are_bit_for_bit(value: float):
-    loss = torch.tensor(value, requires_grad=True)
-    told = contagious(loss / 3)
+@pytest.mark.parametrize("also", [None, 2.5, -3.4e38])
+def test_a_finite_loss_and_its_gradient_stay_what_they_are_bit_for_bit(
+    value: float, also: float | None
+):
+    loss, count = torch.tensor(value, requires_grad=True), torch.tensor(2**24 + 1)
+    told = contagious_mean(loss, count, None if also is None else torch.tensor(also))
     (gradient,) = torch.autograd.grad(told, loss)
-    (expected,) = torch.autograd.grad(loss / 3, loss)
+    (expected,) = torch.autograd.grad(loss / count, loss)
     assert told.dtype == torch.float32
-    for one, other in ((told, loss / 3), (gradient, expected)):
+    for one, other in ((told, loss / count), (gradient, expected)):
         assert torch.equal(one.detach().view(torch.int32), other.detach().view(torch.int32))
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_no_gradient_of_a_loss_that_is_not_finite_is_finite(value: float):
-    weights = torch.tensor([1.0, 0.0], requires_grad=True)
-    loss = (weights * torch.tensor([1.0, 0.0])).sum() + value
-    contagious(loss).backward()
+@pytest.mark.parametrize("is_in_the_loss", [True, False])
+def test_no_gradient_of_a_loss_that_is_not_finite_is_finite(value: float, is_in_the_loss: bool):
+    weights, count = torch.tensor([1.0, 0.0], requires_grad=True), torch.tensor(3)
+    loss = (weights * torch.tensor([1.0, 0.0])).sum() + (value if is_in_the_loss else 0)
+    contagious_mean(loss, count, None if is_in_the_loss else torch.tensor(value)).backward()
     assert weights.grad is not None
     assert not torch.isfinite(weights.grad).any()

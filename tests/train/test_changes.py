@@ -241,7 +241,7 @@ def test_text_changed_under_a_running_job_ends_it_before_the_next_save(
     cache, out = tmp_path / "cache", tmp_path / "run"
     rows_at = Batches.at
 
-    def at(self: Batches, step: int) -> list[torch.Tensor]:
+    def at(self: Batches, step: int) -> tuple[torch.Tensor, ...]:
         if step == 4:
             (shard,) = cache.glob("tokens-*/train-00000.bin")
             os.utime(shard)

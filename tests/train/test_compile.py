@@ -202,7 +202,7 @@ def test_a_loss_in_parts_is_the_whole_one_with_its_gradients(changes, positions)
     found = []
     for summed_by in (0, positions):
         model = built(**changes).train()
-        goal = objective_of(model, ROWS, summed_by)
+        goal = objective_of(model, ROWS[:, :-1], ROWS[:, 1:], summed_by)
         goal.trained.backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
         found.append((goal.loss_sum.detach(), goal.tokens, gradients))
@@ -223,7 +223,7 @@ def test_logits_made_in_parts_are_not_kept_for_the_backward_pass():
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            goal = objective_of(built(), ROWS, summed_by)
+            goal = objective_of(built(), ROWS[:, :-1], ROWS[:, 1:], summed_by)
         assert goal.loss_sum.requires_grad
         largest[summed_by] = max(kept, default=0)
     assert largest[0] == ROWS[:, 1:].numel() * SHAPE["vocab_size"]
