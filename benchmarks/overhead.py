@@ -182,14 +182,10 @@ def main() -> None:
         run(race, given, Path(kept))
     found = summary(race)
     print(json.dumps(found, indent=1))
-    pairs = {
-        kind: [
-            [round(pair[name] * 1e6) for name in ("bare", "loop")]
-            for pair in race.found
-            if pair["kind"] == kind
-        ]
-        for kind in race.kinds
-    }
+    names = ("bare", "loop") if race.has_bare else ("loop",)
+    pairs: dict[str, list[list[int]]] = {kind: [] for kind in race.kinds}
+    for one in race.found:
+        pairs[one["kind"]].append([round(one[name] * 1e6) for name in names])
     record(given.out, "overhead", before, found=found, microseconds_of_pairs=pairs)
 
 

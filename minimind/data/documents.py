@@ -92,16 +92,17 @@ def too_long_line(reading: Reading) -> Flaw:
 def document_of_line(line: bytes | bytearray, reading: Reading) -> str:
     """The text of one line of JSON; a Flaw when there is none."""
     try:
-        content = _decoded(line)
-        text = _text_alone(content, reading)
-        value = _parsed(content, reading) if text is None else ()
+        text = _text_of(_decoded(line), reading)
     except Flaw:
         _explain(line)
         raise
-    if text is None:
-        text = _text_among(value, reading)
     require_usable(text, reading)
     return text
+
+
+def _text_of(line: str, reading: Reading) -> str:
+    text = _text_alone(line, reading)
+    return _text_among(_parsed(line, reading), reading) if text is None else text
 
 
 def _text_alone(line: str, reading: Reading) -> str | None:

@@ -23,27 +23,33 @@ from minimind.data.long_texts import CHUNK_CHARACTERS, GROUP_CHARACTERS, chunks,
 
 WORD = re.compile(" *[^ ]+| +")  # with the spaces before it
 SPACED = 12  # characters for each space, at most, in a text whose words are looked up
-KEPT_CHARACTERS = 2**20  # of words, in about 30 MB; then they are learnt anew
+TOGETHER = 2**18  # characters whose words are looked up together
+MOST_NEW = 4  # of so many words one may be new: learning it takes longer than merging it here
+ENTRY, KEPT = 64, 2**23  # what a word counts beside its characters, and how much is kept: 30 MB
 
 
 class WordIds:
     """The ids of words by the words, for one thread at a time."""
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
-        self._processor = processor
+        self._encode = partial(processor.encode, num_threads=1, return_type="numpy")
         self._known: dict[str, bytes] = {}
-        self._characters = 0
+        self._kept = 0
 
-    def of(self, parts: Sequence[str]) -> list[np.ndarray]:
-        """Int32, of each part."""
+    def of(self, parts: list[str]) -> list[np.ndarray]:
+        """Int32, of each part, not to be written to; merged where too few of its words are known.
+
+        So the table learns the words of a language, and neither numbers nor names of files.
+        """
         words = [WORD.findall(part) for part in parts]
         new = [*set(chain.from_iterable(words)).difference(self._known)]
-        ids = self._processor.encode(new, num_threads=1, return_type="numpy")
-        self._known.update(zip(new, map(np.ndarray.tobytes, ids), strict=True))
+        if len(new) * MOST_NEW > sum(map(len, words)):
+            return self._encode(parts)
+        self._known.update(zip(new, map(np.ndarray.tobytes, self._encode(new)), strict=True))
         found = [b"".join(map(self._known.__getitem__, own)) for own in words]
-        self._characters += sum(map(len, new))
-        if self._characters > KEPT_CHARACTERS:
-            self._known, self._characters = {}, 0
+        self._kept += sum(map(len, new)) + ENTRY * len(new)
+        if self._kept > KEPT:
+            self._known, self._kept = {}, 0
         return [np.frombuffer(own, np.int32) for own in found]
 
 
@@ -71,36 +77,47 @@ class TextEncoder:
             return None
         return WordIds(self._processor)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TextEncoder, (self._processor,)  # a lock cannot be copied
+
     def lists(self, texts: Sequence[str], threads: int) -> list[list[int]]:
         """Ids of each text; `long_texts.chunks` says what cutting long ones may change."""
         encode = partial(self._processor.encode, num_threads=threads)
         return [list(chain.from_iterable(parts)) for parts in self._encoded(texts, encode)]
 
     def arrays(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
-        """The same as int32, a tenth of the memory; words of spaced texts may be looked up.
+        """The same as int32, not to be written to, a tenth of the memory of lists.
 
-        One thread at a time does that: it keeps Python's lock, which merging does not need, so
-        that others merge meanwhile, and several on one text are faster than it is.
+        Words that come again are looked up by one thread at a time, which keeps Python's lock;
+        the others merge meanwhile, without it. So do several threads that share a text.
         """
-        plain = partial(self._processor.encode, num_threads=threads, return_type="numpy")
-        spaced = [threads == 1 and text.count(" ") * SPACED > len(text) for text in texts]
-        is_ours = any(spaced) and self._lock.acquire(blocking=False)
-        try:
-            words = self._words if is_ours else None
-            if words is None:
-                spaced = [False] * len(texts)
-            rest = self._encoded([*compress(texts, map(not_, spaced))], plain)
-            looked_up = self._encoded([*compress(texts, spaced)], words.of) if words else rest
-        finally:
-            if is_ours:
+        if threads == 1 and self._lock.acquire(blocking=False):
+            try:
+                return self._looked_up(texts)
+            finally:
                 self._lock.release()
-        found = (next(looked_up if is_spaced else rest) for is_spaced in spaced)
-        return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in found]
+        return list(self._merged(texts, threads))
+
+    def _merged(self, texts: Sequence[str], threads: int) -> Iterator[np.ndarray]:
+        encode = partial(self._processor.encode, num_threads=threads, return_type="numpy")
+        return map(_whole, self._encoded(texts, encode))
+
+    def _looked_up(self, texts: Sequence[str]) -> list[np.ndarray]:
+        words = self._words
+        if words is None:
+            return list(self._merged(texts, 1))
+        is_spaced = [text.count(" ") * SPACED > len(text) for text in texts]
+        spaced = map(_whole, self._encoded([*compress(texts, is_spaced)], words.of, TOGETHER))
+        others = self._merged([*compress(texts, map(not_, is_spaced))], 1)
+        return [next(spaced if one else others) for one in is_spaced]
 
     def _encoded(
-        self, texts: Sequence[str], encode: Callable[[list[str]], list[Any]]
+        self,
+        texts: Sequence[str],
+        encode: Callable[[list[str]], list[Any]],
+        together: int = GROUP_CHARACTERS,
     ) -> Iterator[list[Any]]:
-        """Of each text the ids of its parts; they are encoded some `GROUP_CHARACTERS` at a time."""
+        """Of each text the ids of its parts; they are encoded some `together` characters a time."""
         found: list[Any] = []
         ends: list[int] = []
         group: list[str] = []
@@ -110,7 +127,7 @@ class TextEncoder:
                 for part in self._parts(text):
                     group.append(part)
                     size += len(part)
-                    if size >= GROUP_CHARACTERS:
+                    if size >= together:
                         found += encode(group)
                         group, size = [], 0
                 ends.append(len(found) + len(group))
@@ -126,3 +143,7 @@ class TextEncoder:
         if len(text) <= CHUNK_CHARACTERS or self.joined is None:
             return (escape(text),)
         return chunks(escape(text), self.joined)
+
+
+def _whole(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -38,5 +38,5 @@ def contagious_mean(loss_sum: Tensor, count: Tensor, also: Tensor | None = None)
     would notice. Whoever looks at the reduced gradient afterwards sees both faults, on every rank;
     nothing is read back to the host.
     """
-    known = loss_sum.detach() if also is None else loss_sum.detach() + also.detach()
-    return loss_sum / (count + (known - known))  # 0, and NaN of what is no number or infinite
+    faults = [one.detach() for one in (loss_sum, also) if one is not None]
+    return loss_sum / sum((one - one for one in faults), start=count)  # 0, or NaN

@@ -20,6 +20,7 @@ from minimind.data.prepare import is_prepared
 from minimind.errors import CheckpointError, UsageError
 from minimind.foreign_shapes import Given
 from minimind.model.configuration import MiniMindConfig
+from minimind.model.recomputing import recompute_blocks
 from minimind.model_flags import SHAPE as FLAGS_OF_SHAPE
 from minimind.train.architecture import (
     POSITIONS,
@@ -69,7 +70,7 @@ class Initial:
         torch.manual_seed(run.seed)
         model = self.architecture.build(run, tokenizer)
         if run.gradient_checkpointing:
-            model.activation_checkpointing_enable()
+            recompute_blocks(model)
         if self.weights:
             self.weights.fill(model)
         return model

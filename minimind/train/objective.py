@@ -1,4 +1,8 @@
-"""What the rows of a micro-batch are trained on, apart from what is told of them."""
+"""What a micro-batch is trained on, apart from what is told of it.
+
+Inputs and targets are (B, T) token ids on the model's device: of each row all but the last, and all
+but the first.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ class Objective:
 def objective_of(
     forward: Any, inputs: torch.Tensor, targets: torch.Tensor, summed_by: int = 0
 ) -> Objective:
-    """The objective of `forward`, the model as its backend wraps it; both (B, T), on its device.
+    """The objective of `forward`, the model as its backend wraps it.
 
     Logits are made for `summed_by` positions at a time; 0: for all. The loss is made within the
     model, so that whatever compiles the model compiles it too.

@@ -61,8 +61,8 @@ class Engine(Ranks):
         """One optimizer step over this rank's micro-batches, each (B, T + 1) token ids.
 
         The learning rate is set first: at the last micro-batch DeepSpeed reduces, clips and
-        updates. Rows are packed, so that every micro-batch on every rank has the same number of
-        targets: only therefore is the mean over micro-batches and ranks the mean over tokens.
+        updates. Rows are packed: no target is ignored, and every micro-batch on every rank has as
+        many; only therefore is the mean over micro-batches and ranks the mean over tokens.
         """
         backend = self.backend
         used, skipped_before = backend.begin(lr), backend.skipped_steps

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from minimind.data import batches as batches_module
 from minimind.data.batches import ROWS_AT_ONCE, TOKENS_AT_ONCE, Batches, held_out_rows
 from minimind.data.order import Order, Origin
 from minimind.data.shards import TokenShards
@@ -133,7 +134,8 @@ def test_held_out_rows_are_the_first_ones(shards):
 
 
 @pytest.mark.gpu
-def test_micro_batches_sent_to_a_gpu_arrive_whole(shards):
+def test_micro_batches_sent_to_a_gpu_arrive_whole(shards, monkeypatch):
+    monkeypatch.setattr(batches_module, "TOKENS_AT_ONCE", 2 * 8 * ROW)  # so that blocks come and go
     order, cuda = Order(100, 8, 1), torch.device("cuda", 0)
     reader, plain = (Batches(shards, order, ROW, 2, 0, 1, where) for where in (cuda, CPU))
     busy = torch.zeros(2048, 2048, device=cuda)

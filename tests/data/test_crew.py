@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from minimind.cli import main
 from minimind.data.crew import _started
 from minimind.data.shards import ShardWriter
 from minimind.data.tokenizer import Tokenizer
+from minimind.data.unit_reader import Batch, UnitReader
 from tests.conftest import sentences
 
 
@@ -21,7 +23,11 @@ def test_the_export_is_made_while_the_end_is_tokenised_and_not_for_a_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     told: list[str] = []
-    export, add = Tokenizer.exported.func, ShardWriter.add
+    export, add, batches = Tokenizer.exported.func, ShardWriter.add, UnitReader.batches
+
+    def read(reader: UnitReader) -> Iterator[Batch]:
+        yield from batches(reader)
+        told.append("read")
 
     def recorded(tokenizer: Tokenizer) -> dict[str, bytes]:
         told.append("export")
@@ -33,13 +39,14 @@ def test_the_export_is_made_while_the_end_is_tokenised_and_not_for_a_share(
 
     monkeypatch.setattr(Tokenizer, "exported", property(recorded))
     monkeypatch.setattr(ShardWriter, "add", added)
+    monkeypatch.setattr(UnitReader, "batches", read)
     (tmp_path / "t.txt").write_text("\n".join(sentences(1, 200)))
     words = ["prepare", str(tmp_path / "t.txt"), "--vocab_size", "512", "--val_fraction", "0"]
     assert main([*words, "--out", str(tmp_path / "share"), "--shard", "0/2"]) == 0
-    assert told == ["add", "add"]
+    assert told == ["read", "add", "add"]
     told.clear()
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
-    assert told[:3] == ["export", "add", "add"]
+    assert told[:4] == ["read", "export", "add", "add"]
 
 
 def test_a_helper_does_not_hear_of_ctrl_c_and_the_first_process_does():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,7 +25,7 @@ def model(request, tmp_path_factory):
 
 @pytest.fixture
 def looked_up(monkeypatch):
-    """What is asked of the table, of every text."""
+    """What is asked of the table: every text, however few of its words are known."""
     asked = []
     of = text_encoder.WordIds.of
 
@@ -33,6 +35,7 @@ def looked_up(monkeypatch):
 
     monkeypatch.setattr(text_encoder.WordIds, "of", recorded)
     monkeypatch.setattr(text_encoder, "SPACED", 10**9)
+    monkeypatch.setattr(text_encoder, "MOST_NEW", 1)
     return asked
 
 
@@ -44,9 +47,10 @@ def texts_of(seed):
     return [text for text in texts + spaced if text]
 
 
-@pytest.mark.parametrize("kept", [0, 500, 2**20])
+@pytest.mark.parametrize("kept", [0, 9000, 2**23])
 def test_ids_of_words_one_after_another_are_those_of_the_text(model, looked_up, monkeypatch, kept):
-    monkeypatch.setattr(text_encoder, "KEPT_CHARACTERS", kept)
+    monkeypatch.setattr(text_encoder, "KEPT", kept)
+    monkeypatch.setattr(text_encoder, "TOGETHER", 2000)
     tokenizer = Tokenizer(model)
     for seed in range(3):
         texts = texts_of(seed)
@@ -56,7 +60,8 @@ def test_ids_of_words_one_after_another_are_those_of_the_text(model, looked_up, 
 
 
 def test_threads_that_share_a_table_give_the_ids_of_one(model, looked_up, monkeypatch):
-    monkeypatch.setattr(text_encoder, "KEPT_CHARACTERS", 1000)
+    monkeypatch.setattr(text_encoder, "KEPT", 9000)
+    monkeypatch.setattr(text_encoder, "TOGETHER", 500)
     tokenizer = Tokenizer(model)
     batches = [texts_of(seed) for seed in range(12)]
     with ThreadPoolExecutor(4) as pool:
@@ -69,14 +74,70 @@ def test_threads_that_share_a_table_give_the_ids_of_one(model, looked_up, monkey
 def test_what_another_thread_holds_is_merged_and_one_text_by_many_threads_too(model, looked_up):
     tokenizer = Tokenizer(model)
     texts = prose(3, 5)
-    with tokenizer._encoder._lock:
-        merged = tokenizer.encode_arrays(texts, threads=1)
+    with ThreadPoolExecutor(1) as pool, tokenizer._encoder._lock:
+        merged = pool.submit(tokenizer.encode_arrays, texts, 1).result(timeout=60)
     assert not looked_up
     assert [ids.tolist() for ids in merged] == tokenizer.encode_batch(texts, threads=1)
     tokenizer.encode_arrays(texts, threads=2)
     assert not looked_up
     tokenizer.encode_arrays(texts, threads=1)
     assert looked_up
+
+
+def test_a_table_is_bounded_and_does_not_learn_what_hardly_comes_again(model, monkeypatch):
+    words = text_encoder.TextEncoder(Tokenizer(model)._processor)._words
+    assert words is not None
+    draw = random.Random(0)
+    numbers = " ".join(str(draw.random()) for _ in range(1000))
+    assert words.of([numbers])[0].tolist() == Tokenizer(model).encode(numbers)
+    assert not words._known
+    for seed in range(3):
+        words.of(["".join(prose(seed, 300))])
+    assert 5000 < len(words._known) < 7000  # 2,000 of each seed
+    monkeypatch.setattr(text_encoder, "KEPT", words._kept + text_encoder.ENTRY)
+    words.of(["".join(prose(2, 300))])
+    assert len(words._known) > 5000  # nothing new
+    words.of(["".join(prose(3, 300))])
+    assert not words._known
+
+
+def test_a_tokenizer_can_be_copied_for_other_processes(model):
+    tokenizer = Tokenizer(model)
+    texts = prose(3, 5)
+    expected = [ids.tolist() for ids in tokenizer.encode_arrays(texts, threads=1)]
+    for other in (pickle.loads(pickle.dumps(tokenizer)), copy.deepcopy(tokenizer)):
+        assert [ids.tolist() for ids in other.encode_arrays(texts, threads=1)] == expected
+
+
+def learn(folder, **rules):
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["of the of the in the", "in the of the rain."] * 50),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        vocab_size=285,
+        byte_fallback=True,
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        minloglevel=2,
+        **rules,
+    )
+
+
+RULES = {"tab to space": "9\t20", "dropped": "200B\t", "spaces": "2E 20 20\t2E 20"}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_a_model_with_rules_of_normalisation_is_given_whole_texts(tmp_path, looked_up, rule):
+    (tmp_path / "rules.tsv").write_text(f"{rule}\n")
+    learn(tmp_path, normalization_rule_tsv=str(tmp_path / "rules.tsv"))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.model")
+    texts = ["of\t the \t of the", "of \u200b \u200b the", "of.  the.  in", "of.  the.  in" * 99]
+    whole = [tokenizer._processor.encode(text) for text in texts]
+    assert tokenizer.encode_batch(texts, threads=1) == whole
+    assert [ids.tolist() for ids in tokenizer.encode_arrays(texts, threads=1)] == whole
+    assert tokenizer._encoder.joined is None
+    assert list(tokenizer.exported) == ["tokenizer.model"]
 
 
 def test_half_a_character_is_told_and_the_table_is_free_again(model, looked_up):
@@ -93,18 +154,7 @@ def test_a_text_with_few_spaces_is_not_taken_apart(model, looked_up, monkeypatch
 
 
 def test_a_model_with_spaces_inside_its_pieces_is_given_whole_texts(tmp_path, looked_up):
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["of the of the in the", "in the of the rain"] * 50),
-        model_prefix=str(tmp_path / "tokenizer"),
-        model_type="bpe",
-        vocab_size=290,
-        byte_fallback=True,
-        split_by_whitespace=False,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-    )
+    learn(tmp_path, normalization_rule_name="identity", split_by_whitespace=False)
     tokenizer = Tokenizer(tmp_path / "tokenizer.model")
     assert any(b"e o" in piece.content for piece in tokenizer.pieces())
     texts = ["in the of the of the rain", "of the"]

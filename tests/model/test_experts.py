@@ -17,6 +17,7 @@ from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.experts import MixtureOfExperts
 from minimind.model.layers import FeedForward
+from minimind.model.recomputing import recompute_blocks
 from tests.model.references import build
 
 B, T, E, V = 3, 16, 48, 97
@@ -209,10 +210,10 @@ def test_recomputed_blocks_route_as_before_bit_for_bit(reentrant: bool):
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
     kept = gradients()
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    recompute_blocks(model, use_reentrant=reentrant)
     again = gradients()
     assert all(torch.equal(again[name], kept[name]) for name in kept)
-    model.activation_checkpointing_disable()
+    recompute_blocks(model, False)
     for block in model.model.layers:
         block.mlp.alpha = 0.0
     without = gradients()

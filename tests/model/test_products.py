@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minimind.model import products
+from minimind.model.recomputing import recompute_blocks
 from tests.model.references import build
 
 B, T, E, V = 2, 16, 48, 97
@@ -39,7 +40,7 @@ def step(recomputes: bool = False, **changes: Any) -> tuple[list[str], Tensor, d
     """The products of bf16 in one step of a small model; its loss and gradients."""
     model = build(dim=E, n_layers=2, n_heads=6, n_kv_heads=2, vocab_size=V, **changes).bfloat16()
     if recomputes:
-        model.activation_checkpointing_enable()
+        recompute_blocks(model)
     torch.manual_seed(1)
     rows = torch.randint(V, (B, T + 1))
     with Narrow() as counted:

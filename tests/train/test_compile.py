@@ -22,6 +22,7 @@ from minimind.launch import read_launch
 from minimind.model import layers
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.recomputing import recompute_blocks
 from minimind.train.compiled import compile_within, uncompiled
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.engine import Engine, leave
@@ -84,7 +85,7 @@ def test_a_compiled_run_is_one_graph_made_once_with_the_losses_of_an_eager_one(
     for compiles in ("off", "on"):
         model = built(**changes)
         if more == "--gradient_checkpointing":
-            model.activation_checkpointing_enable()
+            recompute_blocks(model)
         engine = engine_of(model, monkeypatch, f"{flags} {compiles}")
         try:
             found[compiles] = losses_of(engine, 3)
@@ -109,7 +110,7 @@ def test_a_choice_of_kernels_breaks_no_graph_and_compiling_is_timed(quickly, mon
     monkeypatch.setattr(layers, "CHOOSES", "cpu")
     monkeypatch.setattr(layers, "blockwise_attention", as_on_a_gpu)
     model = built()
-    model.activation_checkpointing_enable()
+    recompute_blocks(model)
     engine = engine_of(model, monkeypatch, "--dtype float32 --compile on")
     try:
         began = time.perf_counter()

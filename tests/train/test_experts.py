@@ -18,11 +18,13 @@ from minimind.flags import parse_flags
 from minimind.generate import generate, load_checkpoint
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.experts import Routing
 from minimind.model.loss import next_token_loss
 from minimind.sampling import Sampling
 from minimind.train import desk
 from minimind.train.claims import read_config
 from minimind.train.engine import Engine, leave
+from minimind.train.objective import Objective
 from minimind.train.profile import PhaseClock
 from tests.train.test_backends import engine_of
 
@@ -40,6 +42,18 @@ BASE: dict[str, Any] = {
 def built(**changes: Any) -> MiniMindForCausalLM:
     torch.manual_seed(2)
     return MiniMindForCausalLM(MiniMindConfig(**SHAPE, use_moe=True, **changes))
+
+
+@pytest.mark.parametrize("at_fault", ["loss", "balance"])
+def test_a_fault_of_the_loss_or_of_the_balance_is_seen_in_the_gradient(at_fault: str):
+    weight = torch.ones(2, requires_grad=True)
+    loss, balance = weight[0] * 3, weight[1] * 0 + 2
+    found = {"loss": loss, "balance": balance}
+    found[at_fault] = found[at_fault] + float("inf")  # whose gradient is as before
+    routing = Routing(found["balance"], torch.ones(1, 2))
+    Objective(found["loss"], torch.tensor(5), routing).trained.backward()
+    assert weight.grad is not None
+    assert weight.grad[0].isnan()
 
 
 def step_of(engine: Engine, micro_batches: list[torch.Tensor]) -> Any:

@@ -26,6 +26,7 @@ from minimind.load_model import load_model
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.foreign import model_of
 from minimind.model.loss import next_token_loss
+from minimind.model.recomputing import recompute_blocks
 from minimind.train.architecture import HuggingFace, Own, config_file, hugging_face
 from minimind.train.dry_run import dry_run_text
 from minimind.train.initial import read_initial
@@ -191,7 +192,7 @@ def test_blocks_that_are_computed_again_give_the_same_gradients(kind):
     found = []
     for again in (False, True):
         if again:
-            model.activation_checkpointing_enable()
+            recompute_blocks(model)
         model.zero_grad()
         torch.manual_seed(3)
         out = model(input_ids=tokens, shift_labels=tokens, summed_by=0)
