@@ -46,7 +46,8 @@ def add_parser(subs: Any) -> None:
     add("--max_rows", "--max-rows", type=at_least(1), help=rows)
     masks = argparse.BooleanOptionalAction
     apart = "each document by itself; off: as packed rows are read, one after another"
-    add("--doc_mask", "--doc-mask", action=masks, default=True, help=apart)
+    add("--doc_mask", "--doc-mask", action=masks, help=apart)
+    added.set_defaults(doc_mask=True)  # Python 3.10 would write a default of its own into the help
     told = "field or column that has the text (text)"
     add("--text_field", "--text-field", type=utf8, default="text", help=told)
     longest = ("--max_document_bytes", "--max-document-bytes")

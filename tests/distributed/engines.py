@@ -19,6 +19,7 @@ from minimind.config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.data.order import Order
 from minimind.flags import parse_flags
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.recomputing import recompute_blocks
 from minimind.train.deepspeed_config import Resolved, read_deepspeed_json, resolve
 from minimind.train.engine import Engine, build_engine
 from minimind.train.literals import put
@@ -57,7 +58,7 @@ class Recomputing(WithFrozenParts):
 
     def __init__(self, config: MiniMindConfig) -> None:
         super().__init__(config)
-        self.activation_checkpointing_enable()
+        recompute_blocks(self)
 
 
 FROZEN = (

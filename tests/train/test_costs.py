@@ -16,6 +16,7 @@ from minimind.flags import PRESETS, parse_flags
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.model.document_attention import is_fast
 from minimind.model.loss import next_token_loss
+from minimind.model.recomputing import recompute_blocks
 from minimind.plan import Machine, layout_of, plan, shape_of
 from minimind.train.costs import (
     Layout,
@@ -128,7 +129,7 @@ def test_activations_of_normed_heads_and_of_recomputed_blocks_likewise(
     shape = replace(shape, use_flash_attn=is_fused, doc_mask=is_masked)
     model: Any = model_of(shape).to(getattr(torch, dtype)).train()
     if recomputes:
-        model.activation_checkpointing_enable()
+        recompute_blocks(model)
     layout = Layout(2, 1, dtype, rows=4, device="cpu", recomputes=recomputes)
     rows = torch.randint(shape.vocab_size, (4, shape.max_seq_len + 1))
     assert allocated_at_most(model, rows) == pytest.approx(
@@ -144,7 +145,7 @@ def test_activations_of_experts_likewise(use_flash_attn: bool, recomputes: bool,
     shape = replace(shape, use_moe=True, n_routed_experts=6, n_shared_experts=2)
     model: Any = model_of(shape).to(getattr(torch, dtype))
     if recomputes:
-        model.activation_checkpointing_enable()
+        recompute_blocks(model)
     layout = Layout(2, 1, dtype, rows=4, device="cpu", recomputes=recomputes)
     rows = torch.randint(shape.vocab_size, (4, shape.max_seq_len + 1))
     allocated_at_most(model, rows)  # the gradients of the weights, which are counted elsewhere
