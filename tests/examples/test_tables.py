@@ -12,18 +12,26 @@ from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "accelerate.md").read_text(encoding="utf-8")
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "`" in line]
-DEFINED = {
-    name
-    for path in (ROOT / "tests").rglob("test_*.py")
-    for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-}
+WHERE = PAGE.split("## What is where")[1]
+DEFINED: dict[str, set[str]] = {}  # the files of tests, by the name of the test
+for path in (ROOT / "tests").rglob("test_*.py"):
+    for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+        DEFINED.setdefault(name, set()).add(path.stem)
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_names_tests_that_exist_and_at_least_one(row: str):
     named = set(re.findall(r"`(test_\w+)`", row.rsplit(" | ", 1)[1]))
     assert named
-    assert named <= DEFINED
+    assert named <= DEFINED.keys()
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row in WHERE and "`examples/" in row])
+def test_a_capability_is_shown_by_a_test_of_the_example_that_has_it(row: str):
+    _, where, tests = row.split(" | ")
+    examples = set(re.findall(r"examples/(\w+)\.", where))
+    files = set().union(*(DEFINED[name] for name in re.findall(r"`(test_\w+)`", tests)))
+    assert {f"test_{name}" for name in examples} <= files or files == {"test_tables"}
 
 
 def test_every_path_named_is_there():
@@ -39,8 +47,7 @@ def test_every_example_is_in_the_tables():
 
 
 def test_flags_beside_an_example_are_its_own_and_the_others_the_trainers():
-    where = PAGE.split("## What is where")[1]
-    for row in (row for row in ROWS if row in where):
+    for row in (row for row in ROWS if row in WHERE):
         for cell in re.findall(r"`([^`]*--[^`]*)`", row.split(" | ")[1]):
             script, *flags = cell.split(" ") if cell.startswith("examples/") else ["", cell]
             text = (ROOT / script).read_text(encoding="utf-8") if script else ""
