@@ -25,7 +25,7 @@ WORD = re.compile(" *[^ ]+| +")  # with the spaces before it
 SPACED = 12  # characters for each space, at most, in a text whose words are looked up
 TOGETHER = 2**18  # characters whose words are looked up together
 MOST_NEW = 4  # of so many words one may be new: learning it takes longer than merging it here
-ENTRY, KEPT = 64, 2**23  # what a word counts beside its characters, and how much is kept: 30 MB
+ENTRY, KEPT = 64, 2**23  # what a word counts beside its characters, and how much is kept: 20 MB
 
 
 class WordIds:
