@@ -96,7 +96,9 @@ def document_of_line(line: bytes | bytearray, reading: Reading) -> str:
     except Flaw:
         _explain(line)
         raise
-    require_usable(text, reading)
+    # UTF-8 has no half characters and JSON no NUL, unless spelt by number.
+    if not text or b"\\u" in line or len(line) > reading.max_document_bytes:
+        require_usable(text, reading)
     return text
 
 
@@ -117,7 +119,7 @@ def _text_alone(line: str, reading: Reading) -> str | None:
         text, end = _STRING(line, opened.end(), True)
     except json.JSONDecodeError:
         return None
-    return text if line[end : end + 3] in CLOSED else None
+    return text if end + len(CLOSED) == len(line) else None
 
 
 def _text_among(value: Any, reading: Reading) -> str:
@@ -227,8 +229,8 @@ def _integer(digits: str) -> int:
 # An object becomes a tuple of its pairs, so that a field that is there twice can be seen.
 _JSON = json.JSONDecoder(object_pairs_hook=tuple, parse_constant=_no_number, parse_int=_integer)
 _STRING = _JSON.parse_string  # pyright: ignore[reportAttributeAccessIssue] (stubs leave it out)
-CLOSED = ("}\n", "}\r\n", "}")  # the end of an object that is all of a line
-LAST_IS_STRING = tuple(f'"{end}' for end in CLOSED)  # else a line has more than its text
+CLOSED = "}\n"  # the end of an object that is all of a line
+LAST_IS_STRING = f'"{CLOSED}'  # else a line has more than its text
 
 
 def _parsed(line: str, reading: Reading) -> Any:

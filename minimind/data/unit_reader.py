@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,14 +17,14 @@ from minimind.data.units import Options, Unit
 from minimind.errors import DataError
 from minimind.files import canonical_json
 
-BATCH_BYTES = 2**20  # of text, for the threads to share
+BATCH_CHARACTERS = 2**20  # a batch of any language is about as much work
 MOST_LISTED = 10_000  # of what one unit rejects; all of it is counted
 
 
 def split_of(digest: bytes, val_fraction: float) -> str:
     """The split of a document, by the sha256 of its text: it stays whatever is added around it."""
-    place = int.from_bytes(digest[:8], "big") / 2**64
-    return "val" if place < val_fraction else "train"
+    place = int.from_bytes(digest[:8], "big")
+    return "val" if place < val_fraction * 2**64 else "train"
 
 
 def refusal(told: str) -> DataError:
@@ -66,13 +66,13 @@ def documents_of(
             lines[str(segment.path)] += read
 
 
-@dataclass
+@dataclass(frozen=True)
 class Batch:
     """Documents that are tokenised together, as they came."""
 
-    texts: list[str] = field(default_factory=list)
-    splits: list[str] = field(default_factory=list)
-    bytes: list[int] = field(default_factory=list)
+    texts: list[str]
+    splits: list[str]
+    bytes: list[int]
 
 
 class UnitReader:
@@ -100,26 +100,28 @@ class UnitReader:
         self._rejections: BinaryIO | None = None
 
     def batches(self) -> Iterator[Batch]:
-        """About `BATCH_BYTES` of documents each."""
-        options = self.options
-        reading = Reading(options.text_field, options.max_document_bytes)
-        batch, size = Batch(), 0
+        """About `BATCH_CHARACTERS` of documents each."""
+        reading = Reading(self.options.text_field, self.options.max_document_bytes)
+        texts: list[str] = []
+        size = 0
         for text, reached in documents_of(self.unit.segments, reading, self._reject, self.lines):
-            content = text.encode()
-            digest = hashlib.sha256(content).digest()
-            self.digest.update(digest)
-            batch.texts.append(text)
-            batch.splits.append(split_of(digest, options.val_fraction))
-            batch.bytes.append(len(content))
-            size += len(content)
-            if size >= BATCH_BYTES:
-                del text, content
+            texts.append(text)
+            size += len(text)
+            if size >= BATCH_CHARACTERS:
+                del text
                 self._tell(reached)
-                yield batch
-                batch, size = Batch(), 0
-        if batch.texts:
-            yield batch
+                yield self._batch(texts)
+                texts, size = [], 0
+        if texts:
+            yield self._batch(texts)
         self._tell(self.unit.bytes)
+
+    def _batch(self, texts: list[str]) -> Batch:
+        contents = [text.encode() for text in texts]
+        digests = [hashlib.sha256(content).digest() for content in contents]
+        self.digest.update(b"".join(digests))
+        splits = [split_of(digest, self.options.val_fraction) for digest in digests]
+        return Batch(texts, splits, [*map(len, contents)])
 
     def _tell(self, reached: int) -> None:
         self.tell(reached - self.told)
