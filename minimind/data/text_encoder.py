@@ -1,4 +1,4 @@
-"""Texts -> ids with a SentencePiece model: long ones in chunks, words that come again looked up.
+"""Texts -> ids with a SentencePiece model: long ones in chunks, short ones as one, words looked up.
 
 What is merged never crosses a space that follows something else, unless a piece does: so the words
 of a text have, one after another, the ids of the whole, and English has each of its words often.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
-from itertools import chain, compress
+from itertools import chain, compress, pairwise
 from operator import not_
 from threading import Lock
 from typing import Any
@@ -21,6 +22,7 @@ from minimind.data.escaping import SPACE_SIGN, escape, require_unicode
 from minimind.data.hf_export import merges_plainly, normal_pieces
 from minimind.data.long_texts import CHUNK_CHARACTERS, GROUP_CHARACTERS, chunks, joints
 
+Arrays = Callable[[list[str]], list[np.ndarray]]
 WORD = re.compile(" *[^ ]+| +")  # with the spaces before it
 SPACED = 12  # characters for each space, at most, in a text whose words are looked up
 TOGETHER = 2**18  # characters whose words are looked up together
@@ -77,13 +79,22 @@ class TextEncoder:
             return None
         return WordIds(self._processor)
 
+    @cached_property
+    def _separator(self) -> int | None:
+        """The id of NUL, which merges with nothing; None where it might, or has none of its own."""
+        ids = self._processor.encode("\0")
+        if self.joined is None or any("\0" in pair for pair in self.joined):
+            return None
+        return ids[0] if len(ids) == 1 and self._processor.is_byte(ids[0]) else None
+
     def __reduce__(self) -> tuple[Any, ...]:
         return TextEncoder, (self._processor,)  # a lock cannot be copied
 
     def lists(self, texts: Sequence[str], threads: int) -> list[list[int]]:
         """Ids of each text; `long_texts.chunks` says what cutting long ones may change."""
         encode = partial(self._processor.encode, num_threads=threads)
-        return [list(chain.from_iterable(parts)) for parts in self._encoded(texts, encode)]
+        with _naming_half_characters(texts):
+            return [list(chain.from_iterable(parts)) for parts in self._encoded(texts, encode)]
 
     def arrays(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
         """The same as int32, not to be written to, a tenth of the memory of lists.
@@ -91,25 +102,47 @@ class TextEncoder:
         Words that come again are looked up by one thread at a time, which keeps Python's lock;
         the others merge meanwhile, without it. So do several threads that share a text.
         """
-        if threads == 1 and self._lock.acquire(blocking=False):
+        with _naming_half_characters(texts):
+            if threads > 1 or not self._lock.acquire(blocking=False):
+                return self._merged(texts, threads)
             try:
                 return self._looked_up(texts)
             finally:
                 self._lock.release()
-        return list(self._merged(texts, threads))
 
-    def _merged(self, texts: Sequence[str], threads: int) -> Iterator[np.ndarray]:
+    def _merged(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
         encode = partial(self._processor.encode, num_threads=threads, return_type="numpy")
-        return map(_whole, self._encoded(texts, encode))
+        whole = partial(self._whole, encode)
+        if self._separator is None:
+            return whole(texts)
+        is_short = [len(text) <= CHUNK_CHARACTERS for text in texts]
+        return _by_kind(texts, is_short, partial(self._short, encode), whole)
 
     def _looked_up(self, texts: Sequence[str]) -> list[np.ndarray]:
-        words = self._words
-        if words is None:
-            return list(self._merged(texts, 1))
+        merged = partial(self._merged, threads=1)
+        if self._words is None:
+            return merged(texts)
         is_spaced = [text.count(" ") * SPACED > len(text) for text in texts]
-        spaced = map(_whole, self._encoded([*compress(texts, is_spaced)], words.of, TOGETHER))
-        others = self._merged([*compress(texts, map(not_, is_spaced))], 1)
-        return [next(spaced if one else others) for one in is_spaced]
+        looked_up = partial(self._whole, self._words.of, together=TOGETHER)
+        return _by_kind(texts, is_spaced, looked_up, merged)
+
+    def _short(self, encode: Arrays, texts: Sequence[str]) -> list[np.ndarray]:
+        """Texts as one, which takes a fifth less time than one by one, with a NUL behind each.
+
+        None is longer than what is encoded as a whole, so that where it is cut depends on nothing
+        beside it.
+        """
+        (ids,) = self._whole(encode, ["\0".join([*texts, ""])])
+        ends = np.flatnonzero(ids == self._separator).tolist()
+        if len(ends) > len(texts):  # one has a NUL of its own
+            return self._whole(encode, texts)
+        return [ids[begin + 1 : end] for begin, end in pairwise([-1, *ends])]
+
+    def _whole(
+        self, encode: Arrays, texts: Sequence[str], together: int = GROUP_CHARACTERS
+    ) -> list[np.ndarray]:
+        parts = self._encoded(texts, encode, together)
+        return [one[0] if len(one) == 1 else np.concatenate(one) for one in parts]
 
     def _encoded(
         self,
@@ -122,21 +155,16 @@ class TextEncoder:
         ends: list[int] = []
         group: list[str] = []
         size = 0
-        try:
-            for text in texts:
-                for part in self._parts(text):
-                    group.append(part)
-                    size += len(part)
-                    if size >= together:
-                        found += encode(group)
-                        group, size = [], 0
-                ends.append(len(found) + len(group))
-            found += encode(group)
-        except (RuntimeError, TypeError):  # what SentencePiece says of half a character
-            for text in texts:
-                require_unicode(text)
-            raise
-        return (found[begin:end] for begin, end in zip([0, *ends], ends, strict=False))
+        for text in texts:
+            for part in self._parts(text):
+                group.append(part)
+                size += len(part)
+                if size >= together:
+                    found += encode(group)
+                    group, size = [], 0
+            ends.append(len(found) + len(group))
+        found += encode(group)
+        return (found[begin:end] for begin, end in pairwise([0, *ends]))
 
     def _parts(self, text: str) -> Iterable[str]:
         """What is encoded for itself; the whole where a model does more than merge."""
@@ -145,5 +173,21 @@ class TextEncoder:
         return chunks(escape(text), self.joined)
 
 
-def _whole(parts: list[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+def _by_kind(
+    texts: Sequence[str], is_first: list[bool], first: Arrays, second: Arrays
+) -> list[np.ndarray]:
+    """Arrays of texts in their order, of two kinds that are encoded in two ways."""
+    ones = iter(first([*compress(texts, is_first)]))
+    others = iter(second([*compress(texts, map(not_, is_first))]))
+    return [next(ones if one else others) for one in is_first]
+
+
+@contextmanager
+def _naming_half_characters(texts: Sequence[str]) -> Iterator[None]:
+    """What SentencePiece says of them is of another kind, and does not say where."""
+    try:
+        yield
+    except (RuntimeError, TypeError):
+        for text in texts:
+            require_unicode(text)
+        raise

@@ -59,6 +59,31 @@ def test_ids_of_words_one_after_another_are_those_of_the_text(model, looked_up, 
     assert len(looked_up) > 500
 
 
+@pytest.mark.parametrize("more", [[], ["a\0b", "\0", "end\0"]], ids=["none", "NUL"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_short_texts_encoded_as_one_have_the_ids_of_each(model, monkeypatch, threads, more):
+    monkeypatch.setattr(text_encoder, "SPACED", 0)  # none is looked up
+    tokenizer = Tokenizer(model)
+    encoder = tokenizer._encoder
+    texts = [text for text in texts_of(1) if "\0" not in text]
+    texts += ["".join(prose(seed)) for seed in range(9)]
+    texts += ["a" * 70_000, "", " ", "a", *more, *verse(2, 50), " a ", "\n"]
+    short = sum(len(text) <= text_encoder.CHUNK_CHARACTERS for text in texts)
+    assert 300 < short <= len(texts) - 10
+    asked = []
+    whole = encoder._whole
+
+    def recorded(encode, texts, **options):
+        asked.extend(texts)
+        return whole(encode, texts, **options)
+
+    monkeypatch.setattr(encoder, "_whole", recorded)
+    found = [ids.tolist() for ids in tokenizer.encode_arrays(texts, threads)]
+    assert found == tokenizer.encode_batch(texts, threads=1)
+    assert len(asked) == 1 + len(texts) - (0 if more else short)
+    assert tokenizer.encode_arrays([], threads) == []
+
+
 def test_threads_that_share_a_table_give_the_ids_of_one(model, looked_up, monkeypatch):
     monkeypatch.setattr(text_encoder, "KEPT", 9000)
     monkeypatch.setattr(text_encoder, "TOGETHER", 500)
