@@ -3,11 +3,11 @@
     python -m benchmarks.contenders NAME SHAPE ROWS READ_FD WRITE_FD FOLDER [FLAGS OF OURS ...]
 
 Started by benchmarks.throughput, .stages and .gpu; a NAME that is not here is train_pretrain.py
-with the FLAGS. Between its turns a contender waits, and costs
-nothing. Each stands at a gate where its step begins: before the first micro-batch is asked for.
-What lies between two passages of the gate, less the waiting, is its step: all of the loop, not only
-the mathematics. A turn is as many steps as the line says that asks for it. On a GPU it ends when
-all that was queued has run.
+with the FLAGS; of them those that are here take --dtype. Between its turns a contender waits, and
+costs nothing. Each stands at a gate where its step begins: before the first micro-batch is asked
+for. What lies between two passages of the gate, less the waiting, is its step: all of the loop, not
+only the mathematics. A turn is as many steps as the line says that asks for it. On a GPU it ends
+when all that was queued has run.
 """
 
 from __future__ import annotations
@@ -90,9 +90,11 @@ def product(gate: Gate, shape: str, rows: int, folder: Path, *more: str, flags: 
     os._exit(main([*given.split(), "--out_dir", str(out_dir), *flags.split(), *more]))
 
 
-def random_rows(shape: str, rows: int) -> tuple[Any, Callable[[], Iterator[torch.Tensor]]]:
+def random_rows(
+    shape: str, rows: int, *flags: str
+) -> tuple[Any, Callable[[], Iterator[torch.Tensor]]]:
     """The shape's flags, and rows of random tokens: a loader that costs next to nothing."""
-    run = parse_flags(["--model", shape])
+    run = parse_flags(["--model", shape, *flags])
     text = torch.randint(run.vocab_size, (4096, run.max_seq_len + 1))
 
     def batches() -> Iterator[torch.Tensor]:
@@ -102,14 +104,16 @@ def random_rows(shape: str, rows: int) -> tuple[Any, Callable[[], Iterator[torch
     return run, batches
 
 
-def by_hand(gate: Gate, model: torch.nn.Module, loss_of: Any, batches: Iterator[Any]) -> None:
-    """The loop that everybody writes: autocast to bf16, clip, fused AdamW."""
+def by_hand(
+    gate: Gate, run: Any, model: torch.nn.Module, loss_of: Any, batches: Iterator[Any]
+) -> None:
+    """The loop that everybody writes: autocast to bf16 unless in fp32, clip, fused AdamW."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=DECAY, fused=True
     )
     while True:
         gate.passage()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=run.dtype == "bfloat16"):
             loss = loss_of(next(batches))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -117,9 +121,9 @@ def by_hand(gate: Gate, model: torch.nn.Module, loss_of: Any, batches: Iterator[
         optimizer.zero_grad()
 
 
-def bare(gate: Gate, shape: str, rows: int, folder: Path) -> None:
+def bare(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> None:
     """The same model in a compiled loop of a few lines, without anything around it."""
-    _, batches = random_rows(shape, rows)
+    run, batches = random_rows(shape, rows, *flags)
     model = preset(shape)
 
     @torch.compile(dynamic=False)
@@ -127,7 +131,7 @@ def bare(gate: Gate, shape: str, rows: int, folder: Path) -> None:
         out = model(text[:, :-1], shift_labels=text[:, 1:], summed_by=0)
         return out.loss_sum / out.targets
 
-    by_hand(gate, model, loss_of, batches())
+    by_hand(gate, run, model, loss_of, batches())
 
 
 def llama_model(run: Any) -> Any:
@@ -150,20 +154,20 @@ def llama_model(run: Any) -> Any:
     )
 
 
-def llama(gate: Gate, shape: str, rows: int, folder: Path) -> None:
+def llama(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> None:
     """transformers' LlamaForCausalLM, eager, in the same few lines."""
-    run, batches = random_rows(shape, rows)
+    run, batches = random_rows(shape, rows, *flags)
     model = llama_model(run)
-    by_hand(gate, model, lambda text: model(text[:, :-1], labels=text[:, :-1]).loss, batches())
+    by_hand(gate, run, model, lambda text: model(text[:, :-1], labels=text[:, :-1]).loss, batches())
 
 
-def litgpt(gate: Gate, shape: str, rows: int, folder: Path) -> None:
+def litgpt(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> None:
     """litgpt's GPT of the same shape, eager, in the same few lines, with the loss it trains by."""
     from litgpt.config import Config
     from litgpt.model import GPT
     from litgpt.utils import chunked_cross_entropy
 
-    run, batches = random_rows(shape, rows)
+    run, batches = random_rows(shape, rows, *flags)
     model = GPT(
         Config(
             block_size=run.max_seq_len,
@@ -186,10 +190,10 @@ def litgpt(gate: Gate, shape: str, rows: int, folder: Path) -> None:
     def loss_of(text: torch.Tensor) -> Any:
         return chunked_cross_entropy(model(text[:, :-1]), text[:, 1:])
 
-    by_hand(gate, model, loss_of, batches())
+    by_hand(gate, run, model, loss_of, batches())
 
 
-def trainer(gate: Gate, shape: str, rows: int, folder: Path) -> None:
+def trainer(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> None:
     """transformers' Trainer on the same model, with the DeepSpeed JSON that product resolved."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
@@ -200,7 +204,7 @@ def trainer(gate: Gate, shape: str, rows: int, folder: Path) -> None:
 
     # It takes bf16 on a CPU only with use_cpu=True, with which Accelerate leaves DeepSpeed out.
     training_args.is_torch_bf16_gpu_available = lambda: True
-    run, batches = random_rows(shape, rows)
+    run, batches = random_rows(shape, rows, *flags)
     written = folder.glob("out-*/ds_config.resolved.json")
     resolved = next((path for path in written if "zero_optimization" in path.read_text()), None)
     if resolved is None:
@@ -229,7 +233,7 @@ def trainer(gate: Gate, shape: str, rows: int, folder: Path) -> None:
         adam_beta2=BETAS[1],
         weight_decay=DECAY,
         max_grad_norm=CLIP,
-        bf16=True,
+        bf16=run.dtype == "bfloat16",
         lr_scheduler_type="constant",
         logging_steps=10,
         save_strategy="no",

@@ -1,7 +1,7 @@
 """Tokens/s and peak memory of whole training loops, one step of each in turn.
 
     OMP_NUM_THREADS=2 python -m benchmarks.throughput TEXT.jsonl [--model 26m] [--rows 8]
-        [--rounds 20] [--only NAME ...] [--out FILE.json]
+        [--rounds 20] [--only NAME ...] [--dtype float32] [--out FILE.json]
 
 litgpt takes part where it is installed; docs/performance.md says how.
 
@@ -9,9 +9,9 @@ Every contender (benchmarks/contenders.py) is a process of its own that waits be
 that all see the same machine and none shares an allocator. Each round lets every one of them take
 one step, in an order that moves on. A ratio is the median over rounds of two steps of the same
 round; the process's own CPU seconds stand beside the clock's, as they hear less of the neighbours.
-Memory is the peak of resident memory, the imports included. All compute in bf16: ours and the
-Trainer with bf16 weights and fp32 masters, as DeepSpeed has it, the loops written by hand with fp32
-weights under autocast, as such loops have it.
+Memory is the peak of resident memory, the imports included. All compute in bf16 unless told
+otherwise: ours and the Trainer with bf16 weights and fp32 masters, as DeepSpeed has it, the loops
+written by hand with fp32 weights under autocast, as such loops have it.
 """
 
 from __future__ import annotations
@@ -196,12 +196,13 @@ def main() -> None:
     asked.add_argument("--rows", type=int, default=8)
     asked.add_argument("--rounds", type=int, default=20)
     asked.add_argument("--only", nargs="+", choices=CONTENDERS, default=installed())
+    asked.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     given = asked.parse_args()
     before = os.getloadavg()
     with tempfile.TemporaryDirectory() as kept:
         folder = Path(kept)
         shutil.copy(given.text, folder / "text.jsonl")
-        place = (given.model, given.rows, folder)
+        place = (given.model, given.rows, folder, ("--dtype", given.dtype))
         found = race({name: partial(Contender, name, *place) for name in given.only}, given.rounds)
     base = BASE if BASE in found else given.only[0]
     tokens = given.rows * parse_flags(["--model", given.model]).max_seq_len
