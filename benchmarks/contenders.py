@@ -3,7 +3,7 @@
     python -m benchmarks.contenders NAME SHAPE ROWS READ_FD WRITE_FD FOLDER [FLAGS OF OURS ...]
 
 Started by benchmarks.throughput, .stages and .gpu; a NAME that is not here is train_pretrain.py
-with the FLAGS; of them those that are here take --dtype. Between its turns a contender waits, and
+with the FLAGS, of which those that are here take --dtype. Between its turns a contender waits, and
 costs nothing. Each stands at a gate where its step begins: before the first micro-batch is asked
 for. What lies between two passages of the gate, less the waiting, is its step: all of the loop, not
 only the mathematics. A turn is as many steps as the line says that asks for it. On a GPU it ends
@@ -71,7 +71,7 @@ def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def product(gate: Gate, shape: str, rows: int, folder: Path, *more: str, flags: str) -> None:
+def product(gate: Gate, shape: str, rows: int, folder: Path, *more: str, flags: str = "") -> None:
     """train_pretrain.py with `flags`, and `more` that override ours, on the text in `folder`."""
     from minimind.data.batches import Batches
     from train_pretrain import main

@@ -1,4 +1,4 @@
-"""A benchmark made for a GPU, on the CPU: that it runs, and that its figures belong together."""
+"""Benchmarks that nobody runs for months: that they run, and that their figures belong together."""
 
 from __future__ import annotations
 
@@ -7,11 +7,37 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.gpu import NAMES
+from benchmarks.stages import PHASES, STAGES
 from tests.conftest import ROOT
+
+PLACE: dict[str, Any] = {
+    "env": {**os.environ, "OMP_NUM_THREADS": "1"},
+    "cwd": ROOT,
+    "capture_output": True,
+    "text": True,
+}
+
+
+@pytest.mark.long
+@pytest.mark.launch
+def test_the_benchmark_of_stages_has_each_at_one_process(tmp_path: Path):
+    out, text = tmp_path / "stages.json", tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"{i} is a number"}) + "\n" for i in range(3000)))
+    small = "--model tiny --rows 2 --rounds 3 --processes 1 --max_seq_len 64"
+    command = [sys.executable, "-m", "benchmarks.stages", str(text), *small.split()]
+    done = subprocess.run([*command, "--out", str(out)], **PLACE)
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+    table = json.loads(out.read_text())["table"]
+    assert [*table] == [f"1 x 2 rows, {name}" for name in STAGES]
+    for name, row in table.items():
+        assert name in done.stdout
+        assert row["tokens_per_second"] == pytest.approx(2 * 64 * 1e3 / row["ms"])
+        assert all(row[phase] > 0 for phase in PHASES)
 
 
 @pytest.mark.long
@@ -23,10 +49,7 @@ def test_the_benchmark_for_gpus_runs_whole_on_a_cpu(tmp_path: Path):
             *(sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", *small.split()),
             *("--steps", "2", "--rounds", "3", "--out", str(out)),
         ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+        **PLACE,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(out.read_text())

@@ -96,7 +96,8 @@ def document_of_line(line: bytes | bytearray, reading: Reading) -> str:
     except Flaw:
         _explain(line)
         raise
-    # UTF-8 has no half characters and JSON no NUL, unless spelt by number.
+    # UTF-8 has no half characters and JSON no NUL, unless spelt by number; a text is no longer than
+    # its line.
     if not text or b"\\u" in line or len(line) > reading.max_document_bytes:
         require_usable(text, reading)
     return text
@@ -112,14 +113,14 @@ def _text_alone(line: str, reading: Reading) -> str | None:
 
     None for any other line.
     """
-    opened = reading.opening.match(line) if line.endswith(LAST_IS_STRING) else None
+    opened = reading.opening.match(line) if line.endswith(USUAL_END) else None
     if not opened:
         return None
     try:
         text, end = _STRING(line, opened.end(), True)
     except json.JSONDecodeError:
         return None
-    return text if end + len(CLOSED) == len(line) else None
+    return text if end == len(line) - len("}\n") else None
 
 
 def _text_among(value: Any, reading: Reading) -> str:
@@ -229,8 +230,7 @@ def _integer(digits: str) -> int:
 # An object becomes a tuple of its pairs, so that a field that is there twice can be seen.
 _JSON = json.JSONDecoder(object_pairs_hook=tuple, parse_constant=_no_number, parse_int=_integer)
 _STRING = _JSON.parse_string  # pyright: ignore[reportAttributeAccessIssue] (stubs leave it out)
-CLOSED = "}\n"  # the end of an object that is all of a line
-LAST_IS_STRING = f'"{CLOSED}'  # else a line has more than its text
+USUAL_END = '"}\n'  # of a line whose text is its last field
 
 
 def _parsed(line: str, reading: Reading) -> Any:
@@ -254,7 +254,7 @@ def _decoded_json(line: str) -> Any:
     """What `_JSON.decode` gives, which looks for blanks around it at twice the cost."""
     if line.startswith("{"):
         value, end = _JSON.raw_decode(line)
-        if line[end:] in ("\n", ""):
+        if line[end:] in ("\n", "\r\n", ""):
             return value
     return _JSON.decode(line)
 

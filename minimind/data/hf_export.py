@@ -9,7 +9,7 @@ from typing import Any
 
 import sentencepiece
 import tokenizers
-from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
+from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 
 from minimind.data.escaping import GUARD, MARK, SPACE_SIGN, escape, unescape
 from minimind.data.pieces import FILLER_PREFIX
@@ -39,17 +39,14 @@ def hugging_face_files(
 def merges_plainly(processor: sentencepiece.SentencePieceProcessor) -> bool:
     """Whether ids depend on nothing but merges: byte-pair pieces, bytes, text taken as it is.
 
-    A model need not tell its kind, but the scores do: byte-pair ones count down by one, those of
-    other kinds are logarithms of probabilities. Rules of normalisation are in its file, and what
-    it does to spaces shows.
+    Its kind and its rules of normalisation are in its file, and what it does to spaces shows.
     """
-    ids = range(processor.vocab_size())
     probe = " a   \n"
-    rules = ModelProto.FromString(processor.serialized_model_proto()).normalizer_spec
+    told = ModelProto.FromString(processor.serialized_model_proto())
     return (
-        any(processor.is_byte(i) for i in ids)
-        and all(processor.get_score(i).is_integer() for i in ids)
-        and not rules.precompiled_charsmap
+        told.trainer_spec.model_type == TrainerSpec.BPE
+        and any(processor.is_byte(i) for i in range(processor.vocab_size()))
+        and not told.normalizer_spec.precompiled_charsmap
         and processor.normalize(probe) == probe.replace(" ", SPACE_SIGN)
     )
 

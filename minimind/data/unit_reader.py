@@ -17,7 +17,8 @@ from minimind.data.units import Options, Unit
 from minimind.errors import DataError
 from minimind.files import canonical_json
 
-BATCH_CHARACTERS = 2**20  # a batch of any language is about as much work
+BATCH_CHARACTERS = 2**20  # of any language, which takes about as long
+DOCUMENT_CHARACTERS = 64  # what each costs beside its own: of many short ones most of the memory
 MOST_LISTED = 10_000  # of what one unit rejects; all of it is counted
 
 
@@ -106,7 +107,7 @@ class UnitReader:
         size = 0
         for text, reached in documents_of(self.unit.segments, reading, self._reject, self.lines):
             texts.append(text)
-            size += len(text)
+            size += len(text) + DOCUMENT_CHARACTERS
             if size >= BATCH_CHARACTERS:
                 del text
                 self._tell(reached)

@@ -21,7 +21,7 @@ from minimind.data.prepare import Asked, Prepared, prepare_for_run
 from minimind.data.sources import Source
 from minimind.data.tokenizer import Tokenizer
 from minimind.data.unit_reader import UnitReader, split_of
-from minimind.data.units import Options, Unit
+from minimind.data.units import Options, Unit, make_plan
 from minimind.errors import DataError, StorageError, UsageError
 
 TEXTS = [f"document {i}: " + "the quick brown fox " * (i % 7 + 1) + "春眠\n" for i in range(400)]
@@ -92,6 +92,17 @@ def test_the_shards_hold_every_document_in_its_split(corpus, tmp_path):
     assert manifest["tokenizer"] == prepared.tokenizer.fingerprint
     assert (manifest["dtype"], manifest["eos_id"], manifest["vocab_size"]) == ("uint16", 2, 512)
     assert prepared.tokenizer.vocab_size == 512
+
+
+def test_many_short_documents_are_more_than_one_batch(tmp_path):
+    """Each takes some 300 bytes of memory, however short, and nine batches wait at a time."""
+    texts = [chr(97 + n % 26) for n in range(20_000)]
+    path = write_lines(tmp_path / "a.jsonl", texts)
+    options = Options()
+    (unit,) = make_plan((Source("data", (str(path),)),), options).units
+    batches = list(UnitReader(unit, options, True, tmp_path / "rejected", lambda _: None).batches())
+    assert [text for batch in batches for text in batch.texts] == texts
+    assert max(len(batch.texts) for batch in batches) < 17_000
 
 
 def test_the_second_call_builds_nothing(corpus, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import sentencepiece
+from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 
 from minimind.data import text_encoder
 from minimind.data.tokenizer import Tokenizer, train_tokenizer
@@ -135,18 +136,57 @@ def test_a_tokenizer_can_be_copied_for_other_processes(model):
 
 
 def learn(folder, **rules):
+    given = {
+        "model_type": "bpe",
+        "vocab_size": 285,
+        "byte_fallback": True,
+        "add_dummy_prefix": False,
+        "remove_extra_whitespaces": False,
+        "allow_whitespace_only_pieces": True,
+    }
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["of the of the in the", "in the of the rain."] * 50),
         model_prefix=str(folder / "tokenizer"),
-        model_type="bpe",
-        vocab_size=285,
-        byte_fallback=True,
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True,
         minloglevel=2,
-        **rules,
+        **{**given, **rules},
     )
+
+
+def rounded(path):
+    """Give the pieces of a model whole scores, as byte-pair pieces have them."""
+    model = ModelProto.FromString(path.read_bytes())
+    for piece in model.pieces:
+        piece.score = round(piece.score)
+    path.write_bytes(model.SerializeToString())
+
+
+OTHERS = {
+    "words with whole scores": {"model_type": "word", "vocab_size": 264},
+    "a space put before": {"add_dummy_prefix": True},
+    "no bytes": {"byte_fallback": False, "vocab_size": 30},
+    "symbols of its own": {"user_defined_symbols": ["of the", "<0x0>", "\n\n"], "vocab_size": 290},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
+def test_short_texts_have_the_ids_that_sentencepiece_gives_each(tmp_path, other):
+    learn(tmp_path, **other)
+    rounded(tmp_path / "tokenizer.model")
+    tokenizer = Tokenizer(tmp_path / "tokenizer.model")
+    texts = [
+        "of the in",
+        "xy zq",
+        "of",
+        "",
+        "raix",
+        " the of",
+        "\n",
+        "the<0x0>\n\n",
+        "\n of the of",
+    ]
+    whole = [tokenizer._processor.encode(text) for text in texts]
+    for threads in (1, 2):
+        assert [ids.tolist() for ids in tokenizer.encode_arrays(texts, threads)] == whole
 
 
 RULES = {"tab to space": "9\t20", "dropped": "200B\t", "spaces": "2E 20 20\t2E 20"}
@@ -165,11 +205,17 @@ def test_a_model_with_rules_of_normalisation_is_given_whole_texts(tmp_path, look
     assert list(tokenizer.exported) == ["tokenizer.model"]
 
 
-def test_half_a_character_is_told_and_the_table_is_free_again(model, looked_up):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_half_a_character_is_told_and_the_table_is_free_again(model, looked_up, threads):
     tokenizer = Tokenizer(model)
-    with pytest.raises(DataError, match="half a surrogate pair at character 4"):
-        tokenizer.encode_arrays(["a b \ud800"], threads=1)
-    assert not tokenizer._encoder._lock.locked()
+    for given in (
+        ["a b \ud800"],
+        ["one", "abcd\udc00", "three"],
+        ["one", "x" * 4 + "\ud800" * 600],
+    ):
+        with pytest.raises(DataError, match="half a surrogate pair at character 4"):
+            tokenizer.encode_arrays(given, threads)
+        assert not tokenizer._encoder._lock.locked()
 
 
 def test_a_text_with_few_spaces_is_not_taken_apart(model, looked_up, monkeypatch):
