@@ -81,14 +81,14 @@ class TextEncoder:
 
     @cached_property
     def _separator(self) -> int | None:
-        """The id of NUL, which merges with nothing: SentencePiece takes no piece that has it.
+        """The id of NUL, which merges with nothing: SentencePiece takes no piece that has one.
 
-        None where a model does more than merge, or has no id for this byte.
+        None where a model does more than merge.
         """
         if self.joined is None:
             return None
-        (only,) = self._processor.encode("\0")
-        return only if self._processor.is_byte(only) else None
+        (separator,) = self._processor.encode("\0")
+        return separator
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TextEncoder, (self._processor,)  # a lock cannot be copied
