@@ -158,9 +158,6 @@ def test_deterministic_has_the_compiler_choose_by_no_measurement(monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script_method. is deprecated"
-)  # by inductor's import
 @pytest.mark.parametrize("more", ["", "--deterministic"])  # of which torch refuses unknown options
 def test_inductor_gives_the_losses_of_an_eager_run(monkeypatch, more):
     found = {}
