@@ -112,8 +112,6 @@ def test_what_is_frozen_gets_no_gradient():
     assert torch.equal(weight.grad, x.detach().float().sum(0).bfloat16().expand(V, E))
 
 
-# torch 2.13's compiler itself does what torch warns of.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.usefixtures("without")
 def test_compiled_it_is_one_graph_with_the_same_gradients():
     x, weight = torch.randn(5, E).bfloat16(), torch.randn(V, E).bfloat16().requires_grad_()
