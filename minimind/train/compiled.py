@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from minimind.config import RunConfig
@@ -14,15 +15,17 @@ from minimind.config import RunConfig
 def compile_within(model: PreTrainedModel, run: RunConfig) -> None:
     """Have the model compiled at its first micro-batch, in place: no name of a weight changes.
 
-    Shapes are static, for rows are packed: every micro-batch has the same. Whatever wraps the model
-    afterwards (DeepSpeed, DDP) is not compiled, so that its hooks break no graph.
+    Shapes are static, for rows are packed: every micro-batch has the same. Its forward is, and not
+    the call that goes through its hooks: DeepSpeed hangs its timers there, which wait for the GPU,
+    and torch 2.13 cannot compile that. Whatever wraps the model is not compiled either.
 
     With --deterministic no kernel is chosen by how long it took: on a GPU another choice, after a
     resume, would sum in another order.
     """
     if run.compile != "on":
         return
-    model.compile(dynamic=False, options={"deterministic": True} if run.deterministic else None)
+    options = {"deterministic": True} if run.deterministic else None
+    model.forward = torch.compile(model.forward, dynamic=False, options=options)
 
 
 class CompileClock:
@@ -51,8 +54,9 @@ def uncompiled(model: Any) -> Iterator[None]:
 
     Document masks on a GPU are: attention that is compiled by itself.
     """
-    compiled, model._compiled_call_impl = model._compiled_call_impl, None
+    found = model.forward
+    model.forward = getattr(found, "_torchdynamo_orig_callable", found)
     try:
         yield
     finally:
-        model._compiled_call_impl = compiled
+        model.forward = found
