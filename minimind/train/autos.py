@@ -13,6 +13,7 @@ from minimind.train.schedule import Schedule, planned_warmup
 Filled = dict[str, tuple[Any, str]]  # key path: value, source
 
 # DeepSpeed has a default of its own for each of these (clipping: 1.0), so they are always written.
+# The last is a clock that waits for the GPU twice a micro-batch, for a line that nobody sees.
 ALWAYS = (
     BATCH,
     MICRO_BATCH,
@@ -21,6 +22,7 @@ ALWAYS = (
     "bf16.enabled",
     "fp16.enabled",
     "zero_optimization.stage",
+    "timers.throughput.enabled",
 )
 # Likewise, once a file names an optimizer, a scheduler, or offloads the optimizer.
 OPTIMIZER = tuple(f"optimizer.params.{name}" for name in ("lr", "betas", "weight_decay"))
@@ -63,7 +65,7 @@ def autos(
 ) -> Filled:
     """The value and its source of every key that we fill, where `config` leaves it to us."""
     found = _numbers(run, world_size) | _buckets(run, world_size, device)
-    return found | _optimizer(config, run, device) | _rates(run, schedule)
+    return found | _optimizer(config, run) | _rates(run, schedule)
 
 
 def _by(run: RunConfig, name: str) -> str:
@@ -71,7 +73,7 @@ def _by(run: RunConfig, name: str) -> str:
 
 
 def _numbers(run: RunConfig, world_size: int) -> Filled:
-    """What the batch, the clipping and the precision become, and why."""
+    """What the batch, the clipping, the precision and DeepSpeed's clock become, and why."""
     rows = run.micro_batch_rows(world_size)
     shared = f"derived: {run.batch_size} rows / {world_size} processes (--split_batches)"
     steps = run.accumulation_steps
@@ -85,6 +87,7 @@ def _numbers(run: RunConfig, world_size: int) -> Filled:
         "gradient_clipping": (run.grad_clip, _by(run, "grad_clip")),
         "bf16.enabled": (run.dtype == "bfloat16", _by(run, "dtype")),
         "fp16.enabled": (run.dtype == "float16", _by(run, "dtype")),
+        "timers.throughput.enabled": (False, "derived: it would wait for the device"),
     }
 
 
@@ -104,14 +107,13 @@ def _buckets(run: RunConfig, world_size: int, device: str) -> Filled:
     return {f"zero_optimization.{name}": value for name, value in zero.items()}
 
 
-def _optimizer(config: Mapping[str, Any], run: RunConfig, device: str) -> Filled:
-    """What the optimizer's own numbers become, and which AdamW it is."""
-    # DeepSpeed's fused AdamW saves little where the optimizer is not partitioned: torch's there.
-    is_whole = get(config, "zero_optimization.stage") in (MISSING, AUTO, 0)
-    torch_adam = device == "cpu" or run.deterministic or is_whole
+def _optimizer(config: Mapping[str, Any], run: RunConfig) -> Filled:
+    """What the optimizer's own numbers become, and which AdamW it is.
+
+    DeepSpeed's has to be compiled, on a GPU by a CUDA toolkit of the version torch was built with.
+    """
     literal = get(config, "optimizer.params.torch_adam")
-    in_torch = get(config, "optimizer") is MISSING or literal is True
-    in_torch = in_torch or (literal in (MISSING, AUTO) and torch_adam)
+    in_torch = get(config, "optimizer") is MISSING or literal in (MISSING, AUTO, True)
     otherwise = any(
         get(config, f"optimizer.params.{name}") is True for name in ("foreach", "differentiable")
     )
@@ -124,12 +126,7 @@ def _optimizer(config: Mapping[str, Any], run: RunConfig, device: str) -> Filled
         ),
         "optimizer.params.eps": (1e-8, "AdamW's default"),
         "optimizer.params.weight_decay": (run.weight_decay, _by(run, "weight_decay")),
-        "optimizer.params.torch_adam": (
-            torch_adam,
-            "derived: CPU, --deterministic or stage 0"
-            if torch_adam
-            else "derived: GPU, DeepSpeed's own AdamW",
-        ),
+        "optimizer.params.torch_adam": (True, "derived: nothing has to be compiled"),
         "zero_allow_untested_optimizer": (True, "derived: an optimizer of torch's"),
         "zero_force_ds_cpu_optimizer": (
             not in_torch,

@@ -1,4 +1,4 @@
-"""The lock under which torch compiles DeepSpeed's ops: a dead one goes, a live one is told of.
+"""How torch compiles DeepSpeed's ops: under a lock that is minded, and with failures told.
 
 An op (FusedAdam, DeepSpeedCPUAdam) is compiled when it is first used, by whoever can create a file
 `lock` beside it. A process killed meanwhile leaves the file behind, and torch's `FileBaton` then
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -18,13 +19,15 @@ from typing import Any
 
 from torch.utils.file_baton import FileBaton
 
-from minimind.errors import StorageError
+from minimind.errors import RunError, StorageError
 from minimind.files import storing
 
 PATIENCE = 900.0  # seconds; the slowest op takes a few minutes
 LOOK_EVERY = 3.0
 SECOND_LOOK = 0.5
 PROCESSES = Path("/proc")
+ERROR = re.compile(r"error:|not found|No such file|not being", re.IGNORECASE)
+WITHOUT = '; torch\'s AdamW needs no compiler ("torch_adam": true in optimizer.params)'
 REMEDY = "set TORCH_EXTENSIONS_DIR to a folder on a local disk that can be written"
 
 
@@ -131,13 +134,42 @@ def _builds_under(lock: Path, process: Path) -> bool:
 
 
 @contextmanager
-def minded_builds() -> Iterator[None]:
-    """What torch compiles inside, it compiles under a `MindedBaton`."""
+def minded_builds(builder: Any) -> Iterator[None]:
+    """What torch compiles inside, it compiles under a `MindedBaton`.
+
+    `builder` is DeepSpeed's class of ops. Where one cannot be compiled, whatever DeepSpeed makes of
+    it comes out as a ValueError of one line; by itself it holds all that was printed, or no cause.
+    """
     from torch.utils import cpp_extension  # slow to import, and DeepSpeed did so by now
 
     builds: Any = cpp_extension
     torchs, builds.FileBaton = builds.FileBaton, MindedBaton
+    build, faults = builder.jit_load, []
+
+    def noting(self: Any, *given: Any, **named: Any) -> Any:
+        try:
+            return build(self, *given, **named)
+        except Exception as error:
+            faults.append((self.name, error))
+            raise
+
+    builder.jit_load = noting
     try:
         yield
+    except Exception as error:
+        if not faults or isinstance(error, RunError):
+            raise
+        (name, cause), *_ = faults
+        way_out = WITHOUT if "adam" in name else ""
+        told = f"{name} cannot be compiled here ({cause_in(str(cause))}){way_out}"
+        raise ValueError(told) from error
     finally:
         builds.FileBaton = torchs
+        builder.jit_load = build
+
+
+def cause_in(output: str) -> str:
+    """The first line that looks like an error, else the last one."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    lines = lines or ["no reason is given"]
+    return next((line for line in lines if ERROR.search(line)), lines[-1])

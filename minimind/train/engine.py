@@ -81,6 +81,7 @@ def _deepspeed(
     import deepspeed
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, DummyOptim, InitProcessGroupKwargs
+    from deepspeed.ops.op_builder.builder import OpBuilder
     from deepspeed.runtime.config import DeepSpeedConfigError
     from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
@@ -118,7 +119,7 @@ def _deepspeed(
     named = "optimizer" in resolved.config
     optimizer = DummyOptim(groups, lr=run.learning_rate) if named else adamw(groups, run)
     try:
-        with lost_peers(), minded_builds():
+        with lost_peers(), minded_builds(OpBuilder):
             prepared = accelerator.prepare(model, optimizer)[0]
     except (*REFUSALS, DeepSpeedConfigError, ZeRORuntimeException) as error:
         told = " ".join(str(error).split()) or type(error).__name__

@@ -4,9 +4,10 @@
 
 On a CPU nothing is waited for, but the reads are the same calls: of a scalar (`item`, `float`,
 `bool`, a tensor as an `if`), of a tensor (`tolist`, `numpy`), and copies to the CPU. Each is put
-down to the innermost frame of ours, of DeepSpeed's or of Accelerate's. What is sent between ranks
-about themselves (the control group) lies on the CPU anyway, and is not counted. On a GPU, what CUDA
-itself says of having been waited for is counted beside them.
+down to the innermost frame of ours, of DeepSpeed's or of Accelerate's, and so is each time that
+DeepSpeed waits for the whole device. What is sent between ranks about themselves (the control
+group) lies on the CPU anyway, and is not counted. On a GPU, what CUDA itself says of having been
+waited for is counted beside them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,20 +85,35 @@ def counted() -> Iterator[Counter[str]]:
 
 
 @contextmanager
-def waits_noted(found: Counter[str]) -> Iterator[None]:
-    """Whatever waits for the GPU within, by origin, among what was found otherwise."""
+def waits_noted(found: Counter[str], on: str) -> Iterator[None]:
+    """Whatever waits for the device within, by origin, among what was found otherwise.
+
+    DeepSpeed's own way to wait is seen on a CPU too, where it does nothing.
+    """
+    from deepspeed.accelerator import get_accelerator  # noqa: TID251 (its waiting is what is noted)
+
+    accelerator = get_accelerator()
+    synchronize = accelerator.synchronize
+
+    def noting(*given: Any) -> None:
+        found[f"{origin()} (waits)"] += 1
+        synchronize(*given)
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
         if "synchronizing CUDA operation" in str(message):
             found[f"{origin()} (waits)"] += 1
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = note
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
+    accelerator.synchronize = noting
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = note
+            if on == "cuda":
+                torch.cuda.set_sync_debug_mode("warn")
             yield
-        finally:
+    finally:
+        del accelerator.synchronize
+        if on == "cuda":
             torch.cuda.set_sync_debug_mode("default")
 
 
@@ -107,7 +123,7 @@ def reads_of_steps(case: Case, on: str, steps: int = 3) -> dict[str, float]:
     course(engine, 0, 2)
     table = torch.zeros((2, 17), dtype=torch.int64)
     clock = PhaseClock(engine.device)
-    with counted() as found, waits_noted(found) if on == "cuda" else nullcontext():
+    with counted() as found, waits_noted(found, on):
         for step in range(2, 2 + steps):
             engine.seed(step)
             clock.begin()

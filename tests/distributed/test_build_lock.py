@@ -15,14 +15,32 @@ from tests.conftest import ROOT, Launcher
 pytestmark = [pytest.mark.launch, pytest.mark.long]
 
 
+def write_compiling(path: Path) -> Path:
+    """A file that asks for an op of DeepSpeed's which has to be compiled."""
+    shipped = (ROOT / "configs" / "deepspeed" / "zero2_offload.json").read_text()
+    path.write_text(shipped.replace('"torch_adam": "auto"', '"torch_adam": false'))
+    return path
+
+
+def test_without_a_compiler_the_way_out_is_told(
+    launch: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    compiling = write_compiling(tmp_path / "compiling.json")
+    run = launch.run(tmp_path / "out", f"--deepspeed_config {compiling}", processes=1)
+    assert run.status == 2
+    assert f"{compiling}: DeepSpeed refuses it: cpu_adam cannot be compiled here (" in run.stderr
+    assert "/nowhere/c++: not found" in run.stderr
+    assert '"torch_adam": true' in run.stderr
+
+
 def test_the_start_after_one_that_was_killed_while_compiling(
     launch: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
     lock = tmp_path / "ops" / "cpu_adam" / "lock"
-    shipped = (ROOT / "configs" / "deepspeed" / "zero2_offload.json").read_text()
-    compiling = tmp_path / "compiling.json"
-    compiling.write_text(shipped.replace('"torch_adam": "auto"', '"torch_adam": false'))
+    compiling = write_compiling(tmp_path / "compiling.json")
     flags = f"--deepspeed_config {compiling} --max_steps 2"
     killed = launch.start(tmp_path / "out", flags)
     family = psutil.Process(killed.pid)

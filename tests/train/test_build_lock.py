@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,12 +178,75 @@ def test_an_extensions_folder_that_cannot_be_written_is_told(lock):
         MindedBaton(str(lock)).try_acquire()
 
 
+class Op:
+    """What of DeepSpeed's class of ops matters here."""
+
+    name, fault = "fused_adam", Exception()
+
+    def jit_load(self) -> None:
+        raise self.fault
+
+
 def test_what_is_built_inside_is_minded_and_nothing_else():
     builds: Any = cpp_extension
-    torchs = builds.FileBaton
-    with minded_builds():
+    torchs, build = builds.FileBaton, Op.jit_load
+    with minded_builds(Op):
         assert builds.FileBaton is MindedBaton
-    assert builds.FileBaton is torchs
-    with pytest.raises(ValueError, match="as it was"), minded_builds():
+        assert Op.jit_load is not build
+    assert (builds.FileBaton, Op.jit_load) == (torchs, build)
+    with pytest.raises(ValueError, match="as it was"), minded_builds(Op):
         raise ValueError("as it was")
-    assert builds.FileBaton is torchs
+    assert (builds.FileBaton, Op.jit_load) == (torchs, build)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "told"),
+    [
+        (
+            "fused_adam",
+            RuntimeError(
+                "Error building extension 'fused_adam': [1/3] nvcc -MD -MF x.o.d -c x.cu\nFAILED:\n"
+                "/bin/sh: 1: nvcc: not found\nninja: build stopped: subcommand failed.\n"
+            ),
+            "fused_adam cannot be compiled here (/bin/sh: 1: nvcc: not found);"
+            ' torch\'s AdamW needs no compiler ("torch_adam": true in optimizer.params)',
+        ),
+        (
+            "async_io",
+            RuntimeError("Unable to load async_io due to ninja not being installed."),
+            "async_io cannot be compiled here"
+            " (Unable to load async_io due to ninja not being installed.)",
+        ),
+        ("cpu_lion", KeyError("12.9"), "cpu_lion cannot be compiled here ('12.9')"),
+        ("cpu_lion", OSError(), "cpu_lion cannot be compiled here (no reason is given)"),
+    ],
+)
+def test_an_op_that_cannot_be_compiled_is_told_in_one_line(monkeypatch, name, fault, told):
+    monkeypatch.setattr(Op, "name", name)
+    monkeypatch.setattr(Op, "fault", fault)
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"), minded_builds(Op):
+        Op().jit_load()
+
+
+def test_what_deepspeed_makes_of_a_failure_does_not_hide_its_cause(monkeypatch):
+    monkeypatch.setattr(Op, "fault", RuntimeError("x.cu:3: fatal error: y.h: No such file"))
+
+    def wrapped() -> None:
+        try:
+            Op().jit_load()
+        except RuntimeError as error:
+            raise RuntimeError("DeepSpeedCPUAdam requires the cpu_adam op") from error
+
+    with pytest.raises(ValueError, match=r"here \(x\.cu:3: fatal error"), minded_builds(Op):
+        wrapped()
+
+
+def test_a_failure_that_deepspeed_does_without_is_none(monkeypatch):
+    with minded_builds(Op), suppress(Exception):
+        Op().jit_load()
+
+
+def test_what_is_told_already_stays_as_it_is(monkeypatch):
+    monkeypatch.setattr(Op, "fault", StorageError("lock: somebody ended too early"))
+    with pytest.raises(StorageError, match="somebody"), minded_builds(Op):
+        Op().jit_load()

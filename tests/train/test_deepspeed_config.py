@@ -82,19 +82,21 @@ def test_an_adam_block_without_numbers_gets_the_flags():
     assert resolved(config={"optimizer": {"type": "adamw"}}).config["optimizer"]["params"]["betas"]
 
 
-@pytest.mark.parametrize(
-    ("line", "stage", "device", "torch_adam"),
-    [
-        ("", 2, "cpu", True),
-        ("", 2, "cuda", False),
-        ("--deterministic", 2, "cuda", True),
-        ("", 0, "cuda", True),
-    ],
-)
-def test_which_adamw_follows_device_determinism_and_stage(line, stage, device, torch_adam):
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_auto_is_the_adamw_that_needs_no_compiler(stage, device):
     config = with_value("zero_optimization.stage", stage)
-    found = resolved(line, config=config, device=device).config
-    assert found["optimizer"]["params"]["torch_adam"] is torch_adam
+    assert resolved(config=config, device=device).config["optimizer"]["params"]["torch_adam"]
+    own = with_value("optimizer.params.torch_adam", False)
+    params = resolved(config=own, device=device).config["optimizer"]["params"]
+    assert params["torch_adam"] is False
+    assert "fused" not in params  # which is torch's
+
+
+def test_deepspeeds_clock_which_waits_for_the_gpu_is_off_unless_asked_for():
+    assert resolved(device="cuda").config["timers"]["throughput"]["enabled"] is False
+    asked = with_value("timers.throughput.enabled", True)
+    assert resolved(config=asked).config["timers"]["throughput"] == {"enabled": True}
 
 
 def test_communication_overlaps_on_several_gpus_only():
