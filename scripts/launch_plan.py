@@ -24,6 +24,8 @@ sys.path.insert(0, str(PROJECT))  # also where the package is not installed
 from minimind.errors import RendezvousError, RunError, UsageError, one_line  # noqa: E402 (after that)
 from minimind.flags import load_yaml  # noqa: E402 (likewise)
 
+# Of NVIDIA's, of AMD's and of Windows'; where one is, nvidia-smi may still not be installed.
+DRIVERS = [Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg")]
 TYPES = ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU", "NO")
 DEEPSPEED_FIELDS = (  # `accelerate launch` drops others in silence
     "deepspeed_config_file",
@@ -162,7 +164,11 @@ def count_gpus(visible: str | None) -> int:
     try:
         told = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True).stdout
     except OSError:
-        return 0
+        if not any(driver.exists() for driver in DRIVERS):
+            return 0
+        import torch  # takes seconds, but only it knows
+
+        return torch.cuda.device_count()
     return sum(line.startswith("GPU") for line in told.splitlines())
 
 

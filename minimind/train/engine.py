@@ -66,9 +66,11 @@ def _settle(device: str) -> None:
     # ACCELERATE_CONFIG_DS_FIELDS makes Accelerate raise.
     for name in [n for n in os.environ if n.startswith(READ_BY_US)]:
         del os.environ[name]
+    # Each reads its own when it is first imported, and may find a GPU where none is asked for.
+    os.environ["DS_ACCELERATOR"] = device
+    os.environ.pop("ACCELERATE_TORCH_DEVICE", None)  # else all ranks would be given the same GPU
     if device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is first imported
-        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # also where there are GPUs
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     for name in ("DeepSpeed", "accelerate"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # DeepSpeed 0.19.8 still calls the old names of two collectives; torch 2.13 says so each time.

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import UsageError
+from scripts import launch_plan
 from scripts.launch_plan import DEEPSPEED_FIELDS, Asked, count_gpus, fields, plan
 from tests.conftest import ROOT, Launcher, Run
 from tests.distributed.conftest import FP32
@@ -220,6 +222,16 @@ def test_a_number_or_type_that_cannot_be_is_told_with_its_giver(document, enviro
 )
 def test_visible_gpus_are_counted_as_torch_does(visible: str, gpus: int):
     assert count_gpus(visible) == gpus
+
+
+@pytest.mark.parametrize(("driver", "gpus"), [("/nowhere/nvidiactl", 0), ("/dev/null", 3)])
+def test_without_nvidia_smi_torch_counts_where_there_is_a_driver(
+    driver: str, gpus: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(launch_plan, "DRIVERS", [Path(driver)])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert count_gpus(None) == gpus
 
 
 def test_the_known_fields_are_accelerates():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from minimind.flags import parse_flags
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.train.backends import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.train.deepspeed_config import Resolved
-from minimind.train.engine import Engine, build_engine, leave
+from minimind.train.engine import Engine, _settle, build_engine, leave
 from minimind.train.optimizer import adamw, parameter_groups
 from minimind.train.profile import PhaseClock
 
@@ -91,6 +92,17 @@ def engine_of(model: MiniMindForCausalLM, monkeypatch: pytest.MonkeyPatch, line:
     for name, value in {**alone, "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
     return build_engine(Resolved(parse_flags(line.split()), "ddp"), model, "cpu")
+
+
+def test_the_flag_says_which_device_the_two_libraries_take(monkeypatch):
+    """Not a variable that a launcher left: with it DeepSpeed sent from the CPU, over NCCL."""
+    for name in ("DS_ACCELERATOR", "ACCELERATE_TORCH_DEVICE"):
+        monkeypatch.setenv(name, "cpu")  # restored behind this test
+    _settle("cuda")
+    assert os.environ["DS_ACCELERATOR"] == "cuda"
+    assert "ACCELERATE_TORCH_DEVICE" not in os.environ
+    _settle("cpu")
+    assert os.environ["DS_ACCELERATOR"] == os.environ["ACCELERATE_TORCH_DEVICE"] == "cpu"
 
 
 @pytest.mark.parametrize(("model", "needs"), [(MiniMindForCausalLM, False), (WithIdleHead, True)])
