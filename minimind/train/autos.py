@@ -13,7 +13,7 @@ from minimind.train.schedule import Schedule, planned_warmup
 Filled = dict[str, tuple[Any, str]]  # key path: value, source
 
 # DeepSpeed has a default of its own for each of these (clipping: 1.0), so they are always written.
-# The last is a clock that waits for the GPU twice a micro-batch, for a line that nobody sees.
+# The last is a clock that would wait for the GPU twice a micro-batch.
 ALWAYS = (
     BATCH,
     MICRO_BATCH,
@@ -22,12 +22,13 @@ ALWAYS = (
     "bf16.enabled",
     "fp16.enabled",
     "zero_optimization.stage",
-    "timers.throughput.enabled",
+    "timers.throughput.synchronized",
 )
 # Likewise, once a file names an optimizer, a scheduler, or offloads the optimizer.
 OPTIMIZER = tuple(f"optimizer.params.{name}" for name in ("lr", "betas", "weight_decay"))
 ADAM = ("optimizer.params.torch_adam",)
 FUSED = ("optimizer.params.fused",)
+OWN_ADAM = ("bias_correction", "set_grad_none", "fp32_optimizer_states")  # DeepSpeed's takes alone
 WARMUP = ("scheduler.params.warmup_max_lr", "scheduler.params.warmup_num_steps")
 DECAY = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
 COSINE, CYCLE = ("scheduler.params.cos_min_ratio",), ("scheduler.params.cycle_momentum",)
@@ -87,7 +88,7 @@ def _numbers(run: RunConfig, world_size: int) -> Filled:
         "gradient_clipping": (run.grad_clip, _by(run, "grad_clip")),
         "bf16.enabled": (run.dtype == "bfloat16", _by(run, "dtype")),
         "fp16.enabled": (run.dtype == "float16", _by(run, "dtype")),
-        "timers.throughput.enabled": (False, "derived: it would wait for the device"),
+        "timers.throughput.synchronized": (False, "derived: it would wait for the device"),
     }
 
 
@@ -110,10 +111,13 @@ def _buckets(run: RunConfig, world_size: int, device: str) -> Filled:
 def _optimizer(config: Mapping[str, Any], run: RunConfig) -> Filled:
     """What the optimizer's own numbers become, and which AdamW it is.
 
-    DeepSpeed's has to be compiled, on a GPU by a CUDA toolkit of the version torch was built with.
+    torch's, unless a parameter is for DeepSpeed's alone, which has to be compiled (on GPUs by nvcc).
     """
+    params = get(config, "optimizer.params")
+    named = [name for name in OWN_ADAM if isinstance(params, Mapping) and name in params]
     literal = get(config, "optimizer.params.torch_adam")
-    in_torch = get(config, "optimizer") is MISSING or literal in (MISSING, AUTO, True)
+    in_torch = get(config, "optimizer") is MISSING or literal is True
+    in_torch = in_torch or (literal in (MISSING, AUTO) and not named)
     otherwise = any(
         get(config, f"optimizer.params.{name}") is True for name in ("foreach", "differentiable")
     )
@@ -126,7 +130,10 @@ def _optimizer(config: Mapping[str, Any], run: RunConfig) -> Filled:
         ),
         "optimizer.params.eps": (1e-8, "AdamW's default"),
         "optimizer.params.weight_decay": (run.weight_decay, _by(run, "weight_decay")),
-        "optimizer.params.torch_adam": (True, "derived: nothing has to be compiled"),
+        "optimizer.params.torch_adam": (
+            not named,
+            f"derived: {f'of {named[0]}' if named else 'nothing has to be compiled'}",
+        ),
         "zero_allow_untested_optimizer": (True, "derived: an optimizer of torch's"),
         "zero_force_ds_cpu_optimizer": (
             not in_torch,

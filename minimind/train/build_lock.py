@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.utils.file_baton import FileBaton
 
-from minimind.errors import RunError, StorageError
+from minimind.errors import RunError, StorageError, UsageError
 from minimind.files import storing
 
 PATIENCE = 900.0  # seconds; the slowest op takes a few minutes
@@ -27,7 +27,7 @@ LOOK_EVERY = 3.0
 SECOND_LOOK = 0.5
 PROCESSES = Path("/proc")
 ERROR = re.compile(r"error:|not found|No such file|not being", re.IGNORECASE)
-WITHOUT = '; torch\'s AdamW needs no compiler ("torch_adam": true in optimizer.params)'
+WITHOUT_ADAM = 'write "torch_adam": true in optimizer.params, for torch\'s needs no compiler'
 REMEDY = "set TORCH_EXTENSIONS_DIR to a folder on a local disk that can be written"
 
 
@@ -134,11 +134,12 @@ def _builds_under(lock: Path, process: Path) -> bool:
 
 
 @contextmanager
-def minded_builds(builder: Any) -> Iterator[None]:
+def minded_builds(builder: Any, path: str) -> Iterator[None]:
     """What torch compiles inside, it compiles under a `MindedBaton`.
 
-    `builder` is DeepSpeed's class of ops. Where one cannot be compiled, whatever DeepSpeed makes of
-    it comes out as a ValueError of one line; by itself it holds all that was printed, or no cause.
+    `builder` is DeepSpeed's class of ops. Where one that the file at `path` asks for cannot be
+    compiled, whatever DeepSpeed makes of it comes out as a UsageError; by itself it holds all that
+    was printed, or no cause.
     """
     from torch.utils import cpp_extension  # slow to import, and DeepSpeed did so by now
 
@@ -157,15 +158,23 @@ def minded_builds(builder: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not faults or isinstance(error, RunError):
+        behind = list(chain_of(error))
+        name, cause = next((one for one in faults if one[1] in behind), ("", error))
+        if not name or isinstance(cause, RunError):
             raise
-        (name, cause), *_ = faults
-        way_out = WITHOUT if "adam" in name else ""
-        told = f"{name} cannot be compiled here ({cause_in(str(cause))}){way_out}"
-        raise ValueError(told) from error
+        told = f"{path}: it takes DeepSpeed's {name}, which cannot be compiled here"
+        way_out = WITHOUT_ADAM if "adam" in name else "install what is missing, or do without it"
+        raise UsageError(f"{told} ({cause_in(str(cause))}); {way_out}") from error
     finally:
         builds.FileBaton = torchs
         builder.jit_load = build
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception, and those it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def cause_in(output: str) -> str:

@@ -24,7 +24,7 @@ def compile_within(model: PreTrainedModel, run: RunConfig) -> None:
     """
     if run.compile != "on":
         return
-    options = {"deterministic": True} if run.deterministic else None
+    options: dict[str, Any] | None = {"deterministic": True} if run.deterministic else None
     model.forward = torch.compile(model.forward, dynamic=False, options=options)
 
 
@@ -55,7 +55,10 @@ def uncompiled(model: Any) -> Iterator[None]:
     Document masks on a GPU are: attention that is compiled by itself.
     """
     found = model.forward
-    model.forward = getattr(found, "_torchdynamo_orig_callable", found)
+    if not hasattr(found, "_torchdynamo_orig_callable"):
+        yield
+        return
+    model.forward = found._torchdynamo_orig_callable
     try:
         yield
     finally:

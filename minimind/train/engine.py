@@ -121,7 +121,7 @@ def _deepspeed(
     named = "optimizer" in resolved.config
     optimizer = DummyOptim(groups, lr=run.learning_rate) if named else adamw(groups, run)
     try:
-        with lost_peers(), minded_builds(OpBuilder):
+        with lost_peers(), minded_builds(OpBuilder, resolved.path):
             prepared = accelerator.prepare(model, optimizer)[0]
     except (*REFUSALS, DeepSpeedConfigError, ZeRORuntimeException) as error:
         told = " ".join(str(error).split()) or type(error).__name__

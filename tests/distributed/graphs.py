@@ -33,6 +33,7 @@ def compiled_course(stage: int | None) -> dict[str, Any]:
     engine = build(Case(stage, "bfloat16", flags="--compile on"), seed=1)
     compiled = course(engine, 0, 1)
     with torch._dynamo.config.patch(error_on_recompile=True):
+        engine.loss_of(torch.zeros((2, 17), dtype=torch.int64, device=engine.device))
         compiled += course(engine, 1, 4)
     return {
         "graphs": counters["stats"]["unique_graphs"],

@@ -92,7 +92,7 @@ def waits_noted(found: Counter[str], on: str) -> Iterator[None]:
     """
     from deepspeed.accelerator import get_accelerator  # noqa: TID251 (its waiting is what is noted)
 
-    accelerator = get_accelerator()
+    accelerator: Any = get_accelerator()
     synchronize = accelerator.synchronize
 
     def noting(*given: Any) -> None:

@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 from torch.utils import cpp_extension, file_baton
 
-from minimind.errors import StorageError
+from minimind.errors import StorageError, UsageError
 from minimind.train import build_lock
 from minimind.train.build_lock import MindedBaton, builder_of, is_abandoned, minded_builds
 from tests.conftest import ROOT
 
+FILE = "ds.json"
 # As torch takes it; from the file alone, because importing torch takes seconds.
 TAKE = """
 import runpy, sys, time
@@ -190,11 +191,11 @@ class Op:
 def test_what_is_built_inside_is_minded_and_nothing_else():
     builds: Any = cpp_extension
     torchs, build = builds.FileBaton, Op.jit_load
-    with minded_builds(Op):
+    with minded_builds(Op, FILE):
         assert builds.FileBaton is MindedBaton
         assert Op.jit_load is not build
     assert (builds.FileBaton, Op.jit_load) == (torchs, build)
-    with pytest.raises(ValueError, match="as it was"), minded_builds(Op):
+    with pytest.raises(ValueError, match="as it was"), minded_builds(Op, FILE):
         raise ValueError("as it was")
     assert (builds.FileBaton, Op.jit_load) == (torchs, build)
 
@@ -206,25 +207,32 @@ def test_what_is_built_inside_is_minded_and_nothing_else():
             "fused_adam",
             RuntimeError(
                 "Error building extension 'fused_adam': [1/3] nvcc -MD -MF x.o.d -c x.cu\nFAILED:\n"
-                "/bin/sh: 1: nvcc: not found\nninja: build stopped: subcommand failed.\n"
+                "/bin/sh: 1: /cuda/bin/nvcc: not found\nninja: build stopped: subcommand failed.\n"
             ),
-            "fused_adam cannot be compiled here (/bin/sh: 1: nvcc: not found);"
-            ' torch\'s AdamW needs no compiler ("torch_adam": true in optimizer.params)',
+            '(/bin/sh: 1: /cuda/bin/nvcc: not found); write "torch_adam": true in optimizer.params,'
+            " for torch's needs no compiler",
+        ),
+        (
+            "fused_adam",
+            OSError("CUDA_HOME environment variable is not set. Please set it."),
+            '(CUDA_HOME environment variable is not set. Please set it.); write "torch_adam": true'
+            " in optimizer.params, for torch's needs no compiler",
         ),
         (
             "async_io",
             RuntimeError("Unable to load async_io due to ninja not being installed."),
-            "async_io cannot be compiled here"
-            " (Unable to load async_io due to ninja not being installed.)",
+            "(Unable to load async_io due to ninja not being installed.); install what is missing,"
+            " or do without it",
         ),
-        ("cpu_lion", KeyError("12.9"), "cpu_lion cannot be compiled here ('12.9')"),
-        ("cpu_lion", OSError(), "cpu_lion cannot be compiled here (no reason is given)"),
+        ("cpu_lion", KeyError("12.9"), "('12.9'); install what is missing, or do without it"),
+        ("cpu_lion", OSError(), "(no reason is given); install what is missing, or do without it"),
     ],
 )
 def test_an_op_that_cannot_be_compiled_is_told_in_one_line(monkeypatch, name, fault, told):
     monkeypatch.setattr(Op, "name", name)
     monkeypatch.setattr(Op, "fault", fault)
-    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"), minded_builds(Op):
+    told = f"ds.json: it takes DeepSpeed's {name}, which cannot be compiled here {told}"
+    with pytest.raises(UsageError, match=f"^{re.escape(told)}$"), minded_builds(Op, FILE):
         Op().jit_load()
 
 
@@ -237,16 +245,26 @@ def test_what_deepspeed_makes_of_a_failure_does_not_hide_its_cause(monkeypatch):
         except RuntimeError as error:
             raise RuntimeError("DeepSpeedCPUAdam requires the cpu_adam op") from error
 
-    with pytest.raises(ValueError, match=r"here \(x\.cu:3: fatal error"), minded_builds(Op):
+    with pytest.raises(UsageError, match=r"here \(x\.cu:3: fatal error"), minded_builds(Op, FILE):
         wrapped()
 
 
 def test_a_failure_that_deepspeed_does_without_is_none(monkeypatch):
-    with minded_builds(Op), suppress(Exception):
+    with minded_builds(Op, FILE), suppress(Exception):
         Op().jit_load()
+
+
+def test_what_fails_for_another_reason_is_not_put_down_to_it():
+    def done_without_and_then_failing() -> None:
+        with suppress(Exception):
+            Op().jit_load()
+        raise KeyError("elsewhere")
+
+    with pytest.raises(KeyError, match="elsewhere"), minded_builds(Op, FILE):
+        done_without_and_then_failing()
 
 
 def test_what_is_told_already_stays_as_it_is(monkeypatch):
     monkeypatch.setattr(Op, "fault", StorageError("lock: somebody ended too early"))
-    with pytest.raises(StorageError, match="somebody"), minded_builds(Op):
+    with pytest.raises(StorageError, match="somebody"), minded_builds(Op, FILE):
         Op().jit_load()

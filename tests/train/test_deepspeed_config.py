@@ -93,10 +93,17 @@ def test_auto_is_the_adamw_that_needs_no_compiler(stage, device):
     assert "fused" not in params  # which is torch's
 
 
-def test_deepspeeds_clock_which_waits_for_the_gpu_is_off_unless_asked_for():
-    assert resolved(device="cuda").config["timers"]["throughput"]["enabled"] is False
-    asked = with_value("timers.throughput.enabled", True)
-    assert resolved(config=asked).config["timers"]["throughput"] == {"enabled": True}
+@pytest.mark.parametrize("name", ["bias_correction", "set_grad_none", "fp32_optimizer_states"])
+def test_beside_what_only_deepspeeds_adamw_takes_auto_is_that(name):
+    found = resolved(config=with_value(f"optimizer.params.{name}", True), device="cuda")
+    assert found.config["optimizer"]["params"]["torch_adam"] is False
+    assert found.sources["optimizer.params.torch_adam"] == f"derived: of {name}"
+
+
+def test_deepspeeds_clock_waits_for_no_gpu_unless_asked_to():
+    assert resolved(device="cuda").config["timers"] == {"throughput": {"synchronized": False}}
+    asked = with_value("timers.throughput.synchronized", True)
+    assert resolved(config=asked).config["timers"] == asked["timers"]
 
 
 def test_communication_overlaps_on_several_gpus_only():

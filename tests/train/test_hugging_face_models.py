@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from minimind.model.foreign import model_of
 from minimind.model.loss import next_token_loss
 from minimind.model.recomputing import recompute_blocks
 from minimind.train.architecture import HuggingFace, Own, config_file, hugging_face
+from minimind.train.compiled import compile_within, uncompiled
 from minimind.train.dry_run import dry_run_text
 from minimind.train.initial import read_initial
 from minimind.train.setup import read_setup
@@ -203,16 +205,21 @@ def test_blocks_that_are_computed_again_give_the_same_gradients(kind):
 
 @pytest.mark.long  # each graph takes seconds
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_it_has_the_same_loss(kind):
+def test_compiled_it_has_the_same_loss(kind, monkeypatch):
     tokens = torch.randint(VOCABULARY, (2, 16), generator=torch.manual_seed(1))
     model = model_of(random_model({**CONFIGS[kind], **NO_DROPOUT}).config).train()
     asked = {"input_ids": tokens, "shift_labels": tokens, "summed_by": 0}
     eager = model(**asked).loss_sum
     torch._dynamo.reset()
-    model.compile(dynamic=False, fullgraph=True, backend="aot_eager")
+    whole = partial(torch.compile, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", whole)
+    compile_within(model, parse_flags(["--compile", "on"]))
     compiled = model(**asked).loss_sum
+    with uncompiled(model):
+        again = model(**asked).loss_sum
     torch._dynamo.reset()
     assert torch.allclose(compiled, eager, rtol=1e-6, atol=0)
+    assert torch.equal(again, eager)
 
 
 def test_it_is_compiled_only_when_asked(tmp_path):
