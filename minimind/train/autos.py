@@ -111,7 +111,7 @@ def _buckets(run: RunConfig, world_size: int, device: str) -> Filled:
 def _optimizer(config: Mapping[str, Any], run: RunConfig) -> Filled:
     """What the optimizer's own numbers become, and which AdamW it is.
 
-    torch's, unless a parameter is for DeepSpeed's alone, which has to be compiled (on GPUs by nvcc).
+    torch's, unless a parameter is for DeepSpeed's alone; that has to be compiled, on GPUs by nvcc.
     """
     params = get(config, "optimizer.params")
     named = [name for name in OWN_ADAM if isinstance(params, Mapping) and name in params]
