@@ -150,14 +150,14 @@ def minded_builds(builder: Any, path: str) -> Iterator[None]:
     def noting(self: Any, *given: Any, **named: Any) -> Any:
         try:
             return build(self, *given, **named)
-        except Exception as error:
+        except Exception as error:  # of whatever kind: it goes on, and is only remembered
             faults.append((self.name, error))
             raise
 
     builder.jit_load = noting
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # DeepSpeed has kinds of its own, and changes them on the way
         behind = list(chain_of(error))
         name, cause = next((one for one in faults if one[1] in behind), ("", error))
         if not name or isinstance(cause, RunError):
