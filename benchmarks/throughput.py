@@ -1,7 +1,7 @@
 """Tokens/s and peak memory of whole training loops, one step of each in turn.
 
     OMP_NUM_THREADS=2 python -m benchmarks.throughput TEXT.jsonl [--model 26m] [--rows 8]
-        [--rounds 20] [--only NAME ...] [--dtype float32] [--out FILE.json]
+        [--rounds 20] [--warm 4] [--only NAME ...] [--dtype float32] [--out FILE.json]
 
 litgpt takes part where it is installed; docs/performance.md says how.
 
@@ -195,6 +195,7 @@ def main() -> None:
     asked.add_argument("--model", default="26m")
     asked.add_argument("--rows", type=int, default=8)
     asked.add_argument("--rounds", type=int, default=20)
+    asked.add_argument("--warm", type=int, default=WARM)
     asked.add_argument("--only", nargs="+", choices=CONTENDERS, default=installed())
     asked.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     given = asked.parse_args()
@@ -203,7 +204,8 @@ def main() -> None:
         folder = Path(kept)
         shutil.copy(given.text, folder / "text.jsonl")
         place = (given.model, given.rows, folder, ("--dtype", given.dtype))
-        found = race({name: partial(Contender, name, *place) for name in given.only}, given.rounds)
+        starts = {name: partial(Contender, name, *place) for name in given.only}
+        found = race(starts, given.rounds, given.warm)
     base = BASE if BASE in found else given.only[0]
     tokens = given.rows * parse_flags(["--model", given.model]).max_seq_len
     table = summary(found, tokens, base)
