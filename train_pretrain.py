@@ -24,6 +24,7 @@ def main(argv: list[str]) -> int:
     try:
         progress.peers = Peers(progress)
         run = parse_flags(argv)
+        ending.debug = run.debug
         progress.peers.patience = run.dist_timeout
         from minimind.train.pretrain import pretrain  # imports torch: after the flags are read
 

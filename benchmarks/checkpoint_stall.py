@@ -10,10 +10,7 @@ hashes verified, weights and moments loaded. Prints minimum, median and maximum.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -23,11 +20,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import preset
+from benchmarks.record import arguments, preset, record
 from minimind.flags import parse_flags
 from minimind.launch import read_launch
 from minimind.train.engine import Engine, build_engine, leave
-from minimind.train.identity import versions
 from minimind.train.profile import PhaseClock
 from minimind.train.resume import resume
 from minimind.train.saver import Saver
@@ -80,12 +76,11 @@ def measure(engine: Engine, folder: Path, rounds: int) -> dict[str, list[float]]
 
 def main() -> None:
     """Measure, print, and write the figures to --out."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = arguments(__doc__)
     parser.add_argument("--model", default="26m")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", help="where to write (default: a temporary one)")
-    parser.add_argument("--out", help="JSON file for the figures")
-    args = parser.parse_args()
+    args, load = parser.parse_args(), os.getloadavg()
     engine = build(args.model)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         found = measure(engine, Path(folder), args.rounds)
@@ -101,10 +96,7 @@ def main() -> None:
     print(
         f"  stall / torch.save: {statistics.median(ratios):.3f} (median), {max(ratios):.3f} (max)"
     )
-    if args.out:
-        where = {"machine": platform.machine(), "cores": os.cpu_count(), "versions": versions()}
-        told = {"date": time.strftime("%Y-%m-%d"), "model": args.model, **where, "ms": found}
-        Path(args.out).write_text(json.dumps({**told, "ratios": ratios}, indent=1) + "\n")
+    record(args.out, "checkpoint_stall", load, model=args.model, ms=found, ratios=ratios)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,16 @@
 
     make gpu-bench
     python -m benchmarks.gpu [TEXT.jsonl] [--models 26m 104m 0.4b] [--rows N ...]
-        [--max_seq_len 1024] [--rounds 10] [--steps 10] [--device cuda|cpu] [--out FILE.json]
+        [--max_seq_len 1024] [--rounds 10] [--steps 10] [--minutes 7] [--device cuda|cpu]
+        [--out FILE.json]
 
 train_pretrain.py as it is, compiled, in bf16. Two processes of a model (benchmarks/contenders.py)
 hold the GPU together and take turns of --steps steps; a ratio is the median over pairs of turns of
 the same round. MFU is of two peaks: of the vendor's data sheet, and of what one large product of
 bf16 matrices reaches on this very GPU, just before. Memory is what torch had allocated at most in
-the process. Without TEXT, the corpus of `make train`.
+the process. Each model is told and written as it is done, and costs no other its figures; no round
+of it begins once its share of what is left of --minutes is over, but for the first two. Without
+TEXT, the corpus of `make train`.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,18 +60,33 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def of_model(model: str, rows: int, given: Any, folder: Path, peaks: dict[str, Any]) -> Any:
+def of_model(
+    model: str, rows: int, given: Any, folder: Path, peaks: dict[str, Any], minutes: float
+) -> Any:
     """One model's row of every contender, with its MFU, and the turns themselves."""
     words = f"--max_seq_len {given.max_seq_len} --device {given.device} --dtype bfloat16".split()
     run = parse_flags(["--model", model, *words])
     place = (model, rows, folder, words)
     starts = {name: partial(Contender, name, *place) for name in NAMES}
-    turns = race(starts, given.rounds, turn=given.steps)
+    turns = race(starts, given.rounds, minutes=minutes, turn=given.steps)
     table = summary(turns, rows * run.max_seq_len, NAMES[-1])
     for row in table.values():
         done = flops_per_token(shape_of(run)) * row["tokens_per_second"] / 1e12
         row["mfu"] = {who: peak and done / peak for who, peak in peaks.items()}
     return {"rows": rows, "table": table, "turns": turns}
+
+
+def in_turn(
+    given: Any, rows: Sequence[int], folder: Path, peaks: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Each model with what was found, or with the end of a process of it (no memory, say)."""
+    over = time.monotonic() + 60 * given.minutes
+    for number, (model, count) in enumerate(zip(given.models, rows, strict=True)):
+        share = (over - time.monotonic()) / 60 / (len(rows) - number)
+        try:
+            yield model, of_model(model, count, given, folder, peaks, share)
+        except SystemExit as ended:
+            yield model, ended
 
 
 def shown(found: dict[str, Any]) -> str:
@@ -96,6 +115,7 @@ def main() -> None:
     asked.add_argument("--max_seq_len", type=int, default=1024)
     asked.add_argument("--rounds", type=int, default=10)
     asked.add_argument("--steps", type=int, default=10)
+    asked.add_argument("--minutes", type=float, default=7.0)
     asked.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     given = asked.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
@@ -108,6 +128,7 @@ def main() -> None:
     vendor = peak_of(parse_flags(["--dtype", "bfloat16"]), device)
     peaks = {"vendor": vendor and vendor[0], "measured": measured_peak(device)}
     print(f"{name}: bf16 TFLOP/s of {vendor or 'no data sheet'}, {peaks['measured']:.1f} measured")
+    told = {"name": name, "peak_tflops": peaks, "cuda": torch.version.cuda}
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as kept:
         folder = Path(kept)
@@ -115,13 +136,15 @@ def main() -> None:
             write_corpus([str(folder / "text.jsonl"), "--max_megabytes", str(CORPUS)])
         else:
             shutil.copy(given.text, folder / "text.jsonl")
-        for model, count in zip(given.models, rows, strict=True):
-            found[model] = of_model(model, count, given, folder, peaks)
-    print(shown(found))
-    seconds = time.perf_counter() - started
-    print(f"{seconds / 60:.1f} minutes")
-    told = {"name": name, "peak_tflops": peaks, "cuda": torch.version.cuda}
-    record(given.out, "gpu", before, device=told, seconds=seconds, found=found)
+        for model, one in in_turn(given, rows, folder, peaks):
+            found[model] = one
+            print(shown({model: one}) if isinstance(one, dict) else f"{model}: {one}", flush=True)
+            seconds = time.perf_counter() - started
+            whole = {model: one for model, one in found.items() if isinstance(one, dict)}
+            record(given.out, "gpu", before, device=told, seconds=seconds, found=whole)
+    print(f"{(time.perf_counter() - started) / 60:.1f} minutes")
+    if failed := [model for model, one in found.items() if isinstance(one, SystemExit)]:
+        raise SystemExit(f"no figures of {', '.join(failed)}; --rows takes fewer rows a step")
 
 
 if __name__ == "__main__":

@@ -11,10 +11,7 @@ never). Prints milliseconds per 4,096 tokens: minimum, median and maximum of the
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -25,10 +22,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.record import arguments, record
 from minimind.data.batches import Batches
 from minimind.data.order import Mixture, Order
 from minimind.data.shards import ShardWriter, TokenShards
-from minimind.train.identity import versions
 from tests.data.made import describe
 
 UNIT = 4096
@@ -107,12 +104,11 @@ def measure(folder: Path, tokens: int, rounds: int) -> dict[str, list[float]]:
 
 def main() -> None:
     """Measure, print, and write the figures to --out."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=10**8)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", help="where to write (default: a temporary one)")
-    parser.add_argument("--out", help="JSON file for the figures")
-    args = parser.parse_args()
+    args, load = parser.parse_args(), os.getloadavg()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         found = measure(Path(folder), args.tokens, args.rounds)
@@ -127,11 +123,8 @@ def main() -> None:
         print(
             f"  {rows} rows a step / {rows} windows: {statistics.median(ratios[rows]):.2f} (median)"
         )
-    if args.out:
-        where = {"machine": platform.machine(), "cores": os.cpu_count(), "versions": versions()}
-        told = {"date": time.strftime("%Y-%m-%d"), "tokens": args.tokens, **where}
-        told |= {"ms_per_4096_tokens": found, "ratios": ratios}
-        Path(args.out).write_text(json.dumps(told, indent=1) + "\n")
+    told = {"tokens": args.tokens, "ms_per_4096_tokens": found, "ratios": ratios}
+    record(args.out, "loader", load, **told)
 
 
 if __name__ == "__main__":

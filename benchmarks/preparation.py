@@ -10,10 +10,7 @@ of text.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import shutil
 import statistics
 import tempfile
@@ -25,6 +22,7 @@ from typing import Any
 import sentencepiece
 from transformers import AutoTokenizer
 
+from benchmarks.record import arguments, record
 from minimind.data.documents import Reading
 from minimind.data.folder import prepare_folder
 from minimind.data.inputs import find_files, segments_of
@@ -33,7 +31,6 @@ from minimind.data.prepare import Asked
 from minimind.data.readers import read_segment
 from minimind.data.sources import Source
 from minimind.data.tokenizer import train_tokenizer
-from minimind.train.identity import versions
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -66,18 +63,17 @@ def measure(
 
 def main() -> None:
     """Measure, print, and write the figures to --out."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = arguments(__doc__)
     parser.add_argument("files", nargs="+")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--vocab_size", type=int, default=6400)
-    parser.add_argument("--out", help="JSON file for the figures")
     args = parser.parse_args()
     files = find_files(args.files)
     segments = [segment for file in files for segment in segments_of(file, 2**40)]
     read = (one for segment in segments for one in read_segment(segment, Reading()))
     texts = [one[0] for one in read if isinstance(one, tuple)]
     size = sum(len(text.encode()) for text in texts)
-    load = os.getloadavg()[0]
+    load = os.getloadavg()
     with tempfile.TemporaryDirectory() as name:
         model = Path(name) / "tokenizer"
         model.mkdir()
@@ -85,7 +81,8 @@ def main() -> None:
         load_tokenizer(model).save(model)
         found = measure(files, texts, model, Path(name), args.rounds)
     print(
-        f"{size / 1e6:.1f} MB in {len(texts):,} documents, {os.cpu_count()} cores, load {load:.1f}"
+        f"{size / 1e6:.1f} MB in {len(texts):,} documents, {os.cpu_count()} cores,"
+        f" load {load[0]:.1f}"
     )
     for name, times in found.items():
         rates = sorted(size / 1e6 / time for time in times)
@@ -97,11 +94,7 @@ def main() -> None:
     }
     for name, own in ratios.items():
         print(f"  prepare / {name}: {statistics.median(own):.2f} (median), {min(own):.2f} (min)")
-    if args.out:
-        where = {"machine": platform.machine(), "cores": os.cpu_count(), "versions": versions()}
-        told = {"date": time.strftime("%Y-%m-%d"), "bytes": size, "load": load, **where}
-        told |= {"seconds": found, "ratios": ratios}
-        Path(args.out).write_text(json.dumps(told, indent=1) + "\n")
+    record(args.out, "preparation", load, bytes=size, seconds=found, ratios=ratios)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from minimind.flags import parse_flags
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
-from minimind.train.identity import source_commit, versions
+from minimind.train.identity import hardware, source_commit, versions
 
 
 def arguments(text: str | None) -> argparse.ArgumentParser:
@@ -38,10 +37,7 @@ def record(out: Path | None, name: str, load_before: Any, **found: Any) -> None:
             [f"python -m benchmarks.{name}", *(word.split("/")[-1] for word in sys.argv[1:])]
         ),
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {
-            "cpus": os.cpu_count(),
-            "processor": platform.processor() or platform.machine(),
-        },
+        "machine": {"cpus": os.cpu_count(), "processor": hardware(torch.device("cpu"))},
         "threads": torch.get_num_threads(),
         "load": {"before": load_before, "after": os.getloadavg()},
         "commit": source_commit(),

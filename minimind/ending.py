@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
+from contextlib import closing, suppress
+from pathlib import Path
 
 from minimind.errors import PREEMPTED, PeerError, RendezvousError, RunError, Stopped, one_line
 from minimind.metrics import Metrics
@@ -100,9 +101,11 @@ class Ending:
         with suppress(OSError):  # nobody reads it any more
             print("\n".join(lines), file=sys.stderr, flush=True)
         end = {"code": told.code, "status": status, "reason": str(told), "step": progress.step}
+        locked = Path(progress.lock.name).parent if progress.lock else None
         with suppress(OSError):  # where the disk is full, the line above has to do
-            if progress.out_dir:
-                Metrics(progress.out_dir / "metrics.jsonl").write("exit", **end)
+            if place := progress.out_dir or locked:
+                with closing(Metrics(place / "metrics.jsonl")) as metrics:
+                    metrics.write("exit", **end)
 
     def _is_told_elsewhere(self) -> bool:
         """Whether the first rank of this host tells it too, where no file says who was first.

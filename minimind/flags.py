@@ -22,6 +22,7 @@ from minimind.config import FLAGS, PROJECT, RunConfig
 from minimind.errors import UsageError
 from minimind.model_flags import HUGGING_FACE, SHAPE
 
+_SPELLED = [*FLAGS, *(f"no-{name}" for name, spec in FLAGS.items() if spec.default is True)]
 PRESETS = PROJECT / "configs" / "models"
 
 
@@ -107,19 +108,21 @@ def _given(argv: Sequence[str]) -> dict[str, Any]:
     for word in unknown:
         if word.startswith("-") and len(word) > 1:
             name = word.split("=")[0]
-            raise UsageError(f"unknown flag {name}; {nearest(name, [f'--{n}' for n in FLAGS])}")
+            raise UsageError(f"unknown flag {name}; {nearest(name, [f'--{n}' for n in _SPELLED])}")
     if unknown:
         raise UsageError(f"unexpected argument {unknown[0]!r}; values follow a --flag")
     return vars(namespace)
 
 
 def _underscored(word: str) -> str:
-    """`--a-b=c` as `--a_b=c`; a word that is no flag as it is."""
+    """`--a-b=c` as `--a_b=c`, `--no_a` as `--no-a`; a word that is no flag as it is."""
     if not word.startswith("--"):
         return word
     name, equals, value = word[2:].partition("=")
-    switch = "no-" if name.startswith("no-") else ""
-    return f"--{switch}{name.removeprefix(switch).replace('-', '_')}{equals}{value}"
+    name = name.replace("-", "_")
+    if name not in FLAGS and name.startswith("no_"):
+        name = f"no-{name.removeprefix('no_')}"
+    return f"--{name}{equals}{value}"
 
 
 def nearest(name: str, names: Sequence[str]) -> str:

@@ -65,6 +65,11 @@ def test_a_flag_beats_the_config_file_which_beats_the_preset_which_beats_the_def
     assert (run.seed, run.sources["seed"]) == (42, "default")
 
 
+@pytest.mark.parametrize("switch", ["no-async_save", "no-async-save", "no_async_save"])
+def test_a_switch_is_turned_off_in_any_spelling(switch):
+    assert not parse(f"--async_save --{switch}").async_save
+
+
 def test_shape_flags_override_a_preset():
     run = parse("--n_layers 2 --model tiny")
     assert (run.n_layers, run.dim) == (2, 192)
@@ -88,6 +93,7 @@ def test_every_flag_is_in_the_help_under_a_group():
     [
         ("--batch_sise 4", ["--batch_sise", "did you mean --batch_size?"]),
         ("--batch 4", ["unknown flag --batch"]),
+        ("--no_async_sav", ["unknown flag --no-async_sav;", "did you mean --no-async_save?"]),
         ("--xyzzy", ["--xyzzy", "--help"]),
         ("stray", ["'stray'"]),
         ("--dim 10x", ["dim", "'10x'", "--dim", "whole number"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from minimind.ending import Ending
 from minimind.errors import CheckpointError
 from minimind.process import CAUGHT, STATUS_FILE, Progress, StopRequest, claim_status, read_claim
+from minimind.train.out_dir import claim
 from tests.conftest import ROOT
 
 
@@ -178,3 +180,14 @@ def test_a_table_is_printed_above_the_one_line(capsys: pytest.CaptureFixture[str
         "  1  2",
         "train_pretrain: error[E_CHECKPOINT] rank=0 step=0: x belongs to another run; give it back",
     ]
+
+
+def test_a_run_that_fails_before_its_engine_is_there_records_the_end_in_the_folder_it_holds(
+    tmp_path: Path,
+):
+    wrong = CheckpointError("x is damaged; give another")
+    with claim(tmp_path) as lock:
+        assert Ending(Progress(lock=lock), debug=False).tell(wrong) == 4
+    (end,) = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (end["event"], end["code"], end["status"]) == ("exit", "E_CHECKPOINT", 4)
+    assert Ending(Progress(), debug=False).tell(wrong) == 4  # nor is any folder its own

@@ -11,7 +11,8 @@ from minimind.report.records import PAUSES, PHASES, number
 from minimind.report.runs import Run, how_it_ended
 from minimind.report.thin import smoothed
 
-WORDS = {"evaluate": "evaluation", "sample": "samples"}  # of causes, as nouns
+# Of causes, as nouns.
+WORDS = {"evaluate": "evaluation", "sample": "samples", "gc": "garbage collection"}
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,14 @@ def _versions(run: Run, of: str) -> str:
     versions, commit = run.fact("versions"), run.fact("commit")
     told = [f"{k} {v}" for k, v in versions.items()] if isinstance(versions, dict) else []
     told += [f"commit {commit}"] if commit else []
-    names = ("device", "peak_tflops", "hardware", "micro_batch_rows", "accumulation_steps")
+    names = (
+        "hardware",
+        "device",
+        "peak_tflops",
+        "peak_source",
+        "micro_batch_rows",
+        "accumulation_steps",
+    )
     told += [f"{name} {run.fact(name)}" for name in names if run.fact(name) is not None]
     if not told:
         return ""

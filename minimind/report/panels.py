@@ -16,6 +16,7 @@ from minimind.report.runs import Run
 from minimind.report.thin import bins, grouped_mean, smoothed
 
 TONES = 8
+STROKES = ("", " dashed", " dotted")
 STACK_COLUMNS = 500
 NOISY = 300  # lines from which a curve is drawn with its mean
 FEW = 120  # points that still show one by one
@@ -48,8 +49,8 @@ def charts_of(runs: Sequence[Run], clips: Sequence[float], now: float) -> list[C
 
 
 def tone_of(number: int) -> str:
-    """The colour of a run; from the ninth on they are drawn dashed."""
-    return f"k{number % TONES}" + (" dashed" if number >= TONES else "")
+    """The colour of a run and its stroke: 24 are told apart, the 25th is drawn as the first."""
+    return f"k{number % TONES}{STROKES[number // TONES % len(STROKES)]}"
 
 
 def _base(axis: Axis, key: str, title: str, unit: str) -> Chart:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from minimind.report.figures import WORDS
 from minimind.report.numbers import mebibytes, milliseconds
-from minimind.report.records import PHASES, number
+from minimind.report.records import PAUSES, PHASES, number
 from minimind.report.runs import Run
 
 Form = Callable[[float], str]
@@ -17,6 +18,7 @@ Form = Callable[[float], str]
 TOLD: tuple[tuple[str, str, Form], ...] = (
     *((f"{name}_ms", name, milliseconds) for name in (*PHASES, "step")),
     ("comm_ms", "of it comm.", milliseconds),
+    *((f"{name}_ms", WORDS.get(name, name), milliseconds) for name in PAUSES),
     ("memory_mib", "memory peak", mebibytes),
 )
 BRIEF = {"forward": "forward", "of it comm.": "comm.", "memory peak": "memory"}
@@ -36,7 +38,8 @@ class Spread:
 def spreads(run: Run) -> tuple[float, list[Spread]]:
     """The step of the last profile in which several ranks told of themselves, and their figures.
 
-    Of times each rank's is the median over its steps. Without such a profile: no figures.
+    Of times each rank's is the median over its steps, of pauses their sum. Without such a profile:
+    no figures.
     """
     for event in reversed(run.events("profile")):
         found = [

@@ -19,7 +19,7 @@ from minimind.errors import UsageError
 from minimind.files import storing
 
 PHASES = ("data", "forward", "backward", "optimizer")
-PAUSES = ("evaluate", "checkpoint", "sample", "trace")
+PAUSES = ("evaluate", "checkpoint", "sample", "trace", "gc")
 BEYOND = 1e100  # no figure of a run; such, and their inverse, would overflow
 SHOWN_EXPERTS = 8  # more of them are shown by their range alone
 NAMES = (

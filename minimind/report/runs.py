@@ -57,10 +57,14 @@ class Stretch:
         return 0 if last <= self.cutoff else int(last - max(self.cutoff, self.start.first_step))
 
     def milliseconds(self, only_lost: bool = False) -> dict[str, float]:
-        """By phase and pause, all its lines together."""
+        """By phase and pause, all its lines together, and the pauses after the last of them."""
         weight = self.taken * (~self.holds if only_lost else 1.0)
         names = (*PHASES, *PAUSES)
-        return {n: float(np.nansum(self.start.column(f"{n}_ms") * weight)) for n in names}
+        spent = {n: float(np.nansum(self.start.column(f"{n}_ms") * weight)) for n in names}
+        if only_lost and self.lost_steps == 0:
+            return spent
+        end = self.start.end or {}
+        return {n: ms + max(0.0, number(end.get(f"{n}_ms"), 0.0)) for n, ms in spent.items()}
 
 
 @dataclass(frozen=True)

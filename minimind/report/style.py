@@ -4,13 +4,15 @@ The colours are those of Okabe and Ito (2008), which people with any kind of col
 apart; in the dark the lighter ones of them.
 """
 
+from minimind.report.records import PAUSES, PHASES
+
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1d2733; --soft: #5c6773; --rule: #dfe3e8;
   --wash: #f6f7f9; --k0: #0072b2; --k1: #d55e00; --k2: #009e73; --k3: #b0578d; --k4: #b8860b;
   --k5: #3a9bd9; --k6: #6b5b95; --k7: #555; --val: #d55e00; --bad: #c0392b; --good: #00795a;
   --p-data: #e69f00; --p-forward: #56b4e9; --p-backward: #0072b2; --p-optimizer: #009e73;
   --p-evaluate: #cc79a7; --p-checkpoint: #d55e00; --p-sample: #999;
-  --p-trace: #ccc; }
+  --p-trace: #ccc; --p-gc: #8c6d46; }
 @media (prefers-color-scheme: dark) { :root { --paper: #14181d; --ink: #e4e8ec; --soft: #97a3af;
   --rule: #2c343d; --wash: #1b2128; --k0: #56b4e9; --k1: #f08b43; --k2: #2fc99b; --k3: #d98cba;
   --k4: #e6b422; --k5: #9ad0f5; --k6: #b3a1e0; --k7: #b5b5b5; --val: #f08b43; --bad: #ff7b6b;
@@ -47,7 +49,7 @@ figcaption .legend { margin-left: auto; }
 .key i.dots { width: 8px; height: 8px; border: 0; border-radius: 50%; background: var(--c); }
 .key i.layer { width: 11px; height: 11px; border: 0; background: var(--c); }
 .key i.foot { width: 2px; height: 9px; border: 0; background: var(--c); }
-.key.dashed i { border-top-style: dashed; }
+.key.dashed i { border-top-style: dashed; } .key.dotted i { border-top-style: dotted; }
 .plot { position: relative; height: 190px; margin-left: 54px; border-bottom: 1px solid var(--soft);
   touch-action: pan-y; cursor: crosshair; }
 .wide .plot { height: 320px; } .wide.stacked .plot { height: 240px; }
@@ -59,7 +61,7 @@ svg .raw { stroke-width: 1; opacity: .45; } svg .joined { stroke-width: 1; opaci
 svg .dots { stroke-width: 7; stroke-linecap: round; }
 svg .lost { opacity: .5; stroke-width: 1; stroke-dasharray: 3 2; }
 svg .dots.lost { stroke-dasharray: none; stroke-width: 6; opacity: .35; }
-svg .dashed { stroke-dasharray: 6 3; }
+svg .dashed { stroke-dasharray: 6 3; } svg .dotted { stroke-dasharray: 1.5 3; }
 svg .limit { stroke-width: 1.25; stroke-dasharray: 5 4; }
 svg .layer { fill: var(--c); } svg .band { fill: var(--soft); opacity: .11; }
 svg .mark { stroke: var(--soft); stroke-width: 1; stroke-dasharray: 4 3; }
@@ -124,11 +126,7 @@ blockquote { margin: 8px 0; padding: 6px 12px; background: var(--wash); white-sp
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } @page { margin: 14mm; } }
 """
 
-TONES = (
-    *(f"k{n}" for n in range(8)),
-    *(f"p-{n}" for n in "data forward backward optimizer evaluate checkpoint sample trace".split()),
-    "val",
-)
+TONES = (*(f"k{n}" for n in range(8)), *(f"p-{n}" for n in (*PHASES, *PAUSES)), "val")
 OTHERS = {"checkpoint": "good", "skipped": "bad", "clipped": "val", "limit": "soft", "comm": "ink"}
 OTHERS |= {"range": "soft"}
 

@@ -73,7 +73,7 @@ def spent(figures: Figures) -> str:
 
 
 def as_text(run: Run, figures: Figures, blocks: bool = True) -> str:
-    """The run for a terminal, 6 to 10 lines; without `blocks` in ASCII alone."""
+    """The run for a terminal, 6 to 11 lines; without `blocks` in ASCII alone."""
     lines = [
         str(run.place),
         f"  run         {what_it_is(run) or 'nothing is known of it'}",
@@ -96,6 +96,8 @@ def as_text(run: Run, figures: Figures, blocks: bool = True) -> str:
     if math.isfinite(figures.memory_mib):
         lines.append(f"  memory      {mebibytes(figures.memory_mib)} at most, of one process")
     lines += [f"  ranks       {told}"] if (told := in_brief(run)) else []
+    if unread := run.records.unread_lines:
+        lines.append(f"  unread      {count(unread, 'line')} of metrics.jsonl")
     drawn = sparkline(smoothed_loss(run), BLOCKS if blocks else PLAIN)
     text = "\n".join([*lines, f"  {drawn}"] if drawn else lines)
     return text if blocks else text.encode("ascii", "replace").decode()

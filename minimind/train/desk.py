@@ -43,9 +43,9 @@ class Spared:
     def __init__(self) -> None:
         self._is_ours = False
 
-    def settle(self, steps: int) -> None:
-        """Spare the collector all that is there, once the run has taken its first steps."""
-        if steps == WARM_UP and not gc.get_freeze_count():
+    def settle(self) -> None:
+        """Spare the collector all that is there."""
+        if not gc.get_freeze_count():
             gc.collect()
             gc.freeze()
             self._is_ours = True
@@ -84,6 +84,14 @@ def close_with(held: ExitStack, desk: Desk) -> None:
     held.callback(desk.spared.thaw)
     if desk.trace:
         held.callback(desk.trace.stop)
+
+
+def settle(desk: Desk, steps: int) -> None:
+    """Spare the garbage collector what the run's first `steps` built, once that is all of it."""
+    if steps == WARM_UP:
+        started = time.perf_counter()
+        desk.spared.settle()
+        desk.report.pause("gc", (time.perf_counter() - started) * 1e3)
 
 
 def asked_by(desk: Desk) -> str:
@@ -225,4 +233,6 @@ def report_saved(desk: Desk, wait: bool) -> None:
 def wind_up(desk: Desk, state: TrainState, clock: PhaseClock) -> None:
     """Write what is recorded and wait for what is being saved: the run is over, or stops."""
     trace(desk, state, clock, is_over=True)
+    started = time.perf_counter()
     report_saved(desk, wait=True)
+    desk.report.pause("checkpoint", (time.perf_counter() - started) * 1e3)

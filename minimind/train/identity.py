@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+import torch
 
 from minimind.config import PROJECT, RunConfig
 from minimind.data.order import Order
@@ -52,6 +55,17 @@ def identity(
         "dtype": {"dtype": run.dtype},
         "seed": {"seed": run.seed},
     }
+
+
+def hardware(device: torch.device) -> str:
+    """The name of the GPU that computes, or of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:  # Linux alone has it
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def layout(run: RunConfig, engine: Engine) -> dict[str, Any]:

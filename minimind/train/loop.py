@@ -14,6 +14,7 @@ from minimind.train.desk import (
     report_saved,
     report_skipped,
     report_step,
+    settle,
     trace,
     wind_up,
 )
@@ -34,7 +35,7 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
     if state.step == last and not desk.saver.has(last):  # finished elsewhere, resumed into here
         begin_save(desk, state)
     while state.step < last:
-        desk.spared.settle(state.step - begun)
+        settle(desk, state.step - begun)
         trace(desk, state, clock)
         engine.seed(state.step)
         clock.begin()
@@ -46,7 +47,7 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
         stopping = asked > 0 or state.step == run.stop_at_step
         report_saved(desk, wait=failed > 0)
         logging = is_due(state.step, run.log_interval, last)
-        profiling = run.profile and is_due(state.step, run.profile_interval, last)
+        profiling = run.profile and (is_due(state.step, run.profile_interval, last) or stopping)
         saving = is_due(state.step, run.save_interval, last) or stopping
         report_skipped(desk, state, result, is_due=logging or profiling or saving)
         if logging or profiling:

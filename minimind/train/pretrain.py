@@ -35,12 +35,12 @@ from minimind.train.deepspeed_config import Resolved
 from minimind.train.desk import Desk, close_with
 from minimind.train.dry_run import dry_run_text
 from minimind.train.engine import Engine, build_engine, leave, section_faults
-from minimind.train.identity import facts, identity, layout, source_commit, versions
+from minimind.train.identity import facts, hardware, identity, layout, source_commit, versions
 from minimind.train.initial import Initial, read_initial
 from minimind.train.loop import train
 from minimind.train.numerics import SkippedSteps
 from minimind.train.out_dir import claim, require_writable, write_reference
-from minimind.train.peaks import mfu_per_speed, peak_told
+from minimind.train.peaks import mfu_per_speed, peak_of, peak_told
 from minimind.train.report import Report
 from minimind.train.resume import Resumed, resume
 from minimind.train.samples import prompts_of, samples_of
@@ -66,14 +66,14 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     setup = read_setup(run, launch)
     # Mistakes before the work.
     resolved = setup.resolve(sections=partial(section_faults, device=setup.device))
+    prompts_of(run)
+    traced_steps(run)
     if run.dry_run:
         if launch.rank == 0:
             print(dry_run_text(setup, resolved, initial.architecture))
         return 0
     require_default_data(run)
     require_resume_path(run)
-    prompts_of(run)
-    traced_steps(run)
     require_writable(Path(run.out_dir))
     with ExitStack() as held:
         return train_resolved(setup, resolved, initial, progress, held)
@@ -158,7 +158,7 @@ def build_desk(
         held_out=held_out_of(run, prepared),
         samples=samples_of(run, prepared.tokenizer),
         saver=saver,
-        trace=trace_of(run, engine.rank),
+        trace=trace_of(run, engine.rank, schedule.total_steps),
         communication=engine.watched() if run.profile else None,
         report=report,
         skipped=SkippedSteps(run, engine, order, batches.at, prepared.tokenizer.decode, report),
@@ -183,7 +183,7 @@ def tell_start(desk: Desk, prepared: Prepared, resumed: Resumed, initial: Initia
     for bad in resumed.rejected:
         report.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
         report.say(f"checkpoint {bad.path} is passed over: {bad.file} {bad.reason}")
-    state, path = resumed.state, resumed.path
+    state, path, peak = resumed.state, resumed.path, peak_of(run, engine.device)
     room = (
         desk.saver.require_room()
         if state.step < desk.schedule.total_steps
@@ -197,6 +197,9 @@ def tell_start(desk: Desk, prepared: Prepared, resumed: Resumed, initial: Initia
         **layout(run, engine),
         dtype=run.dtype,
         device=engine.device.type,
+        hardware=hardware(engine.device),
+        peak_tflops=peak[0] if peak else None,
+        peak_source=peak[1] if peak else None,
         parameters=engine.parameters,
         tokens_per_step=desk.batches.tokens_per_step,
         rows_per_epoch=order.n_rows,
@@ -268,7 +271,8 @@ def finish(desk: Desk, state: TrainState, status: int, reason: str) -> None:
     if told := desk.saver.not_retired(wait=True):
         desk.report.say(told)
     code = "DONE" if status == 0 else "PREEMPTED"
-    desk.report.event("exit", code=code, status=status, reason=reason, step=state.step)
+    end = {"code": code, "status": status, "reason": reason, "step": state.step}
+    desk.report.event("exit", **end, **desk.report.untold())
     desk.report.close(patience=min(FINISH, desk.run.dist_timeout / 2))  # other ranks wait below
     if status:
         again = "run the same command again"

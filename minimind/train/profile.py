@@ -104,19 +104,19 @@ def median_ms(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def ranks_table(ranks: Sequence[Mapping[str, float]]) -> str:
-    """A table of min / median / max over ranks of their medians, and whose the largest is.
+    """A table of min / median / max over ranks of what each tells, and whose the largest is.
 
     Ranks wait for each other in the backward pass: who is late is seen by its forward pass, or by
     how little time it spends communicating.
     """
-    lines = [f"  {'over ranks':<12}{'min':>10}{'median':>10}{'max':>10}  slowest"]
+    lines = [f"  {'over ranks':<12}{'min':>10}{'median':>10}{'max':>10}  largest"]
     for name in ranks[0]:
         found = [rank[name] for rank in ranks]
-        slowest, short = found.index(max(found)), name.removesuffix("_ms")
+        largest, short = found.index(max(found)), name.removesuffix("_ms")
         shown = SHOWN.get(short, short)
         lines.append(
             f"  {shown:<12}{min(found):>10.1f}{median(found):>10.1f}{max(found):>10.1f}"
-            f"  rank {slowest}"
+            f"  rank {largest}"
         )
     return "\n".join(lines)
 

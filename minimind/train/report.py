@@ -14,10 +14,10 @@ from tqdm import tqdm
 
 from minimind.files import storing
 from minimind.metrics import Metrics
-from minimind.train.profile import mean_ms, median_ms, profile_table, ranks_table
+from minimind.train.profile import SHOWN, mean_ms, median_ms, profile_table, ranks_table
 from minimind.train.trackers import Trackers
 
-PAUSES: tuple[str, ...] = ("evaluate", "checkpoint", "sample", "trace")
+PAUSES: tuple[str, ...] = ("evaluate", "checkpoint", "sample", "trace", "gc")
 ABRUPT = 3.0  # seconds that a tracker gets when a run ends by an error
 
 
@@ -111,9 +111,14 @@ class Report:
         self._between_lines[cause] += milliseconds
         self._since += milliseconds / 1e3
 
+    def untold(self) -> dict[str, float]:
+        """Milliseconds by cause, as `CAUSE_ms`, of the pauses that no step line has told."""
+        return {f"{cause}_ms": spent for cause, spent in self._between_lines.items() if spent}
+
     def medians(self) -> dict[str, float]:
-        """What this rank tells the others of its steps since the last profile."""
-        return {**median_ms(self._since_table), "memory_mib": self._memory_mib()}
+        """What this rank tells the others of its steps, and all pauses, since the last profile."""
+        pauses = {f"{cause}_ms": spent for cause, spent in self._pauses.items()}
+        return {**median_ms(self._since_table), **pauses, "memory_mib": self._memory_mib()}
 
     def profile(self, step: int, ranks: Sequence[dict[str, float]]) -> None:
         """The tables of where the time since the last one went, and the same as an event.
@@ -125,7 +130,8 @@ class Report:
         if not self._is_speaker:
             return
         told = f"profile, {len(steps)} steps up to step {step}:\n{profile_table(steps, pauses)}"
-        self.say(f"{told}\n{ranks_table(ranks)}" if len(ranks) > 1 else told)
+        alone = f"  {SHOWN['memory_mib']:<12}{self._memory_mib():>10.1f}  at most so far"
+        self.say(f"{told}\n{ranks_table(ranks) if len(ranks) > 1 else alone}")
         spent = {f"{cause}_ms": ms for cause, ms in pauses.items()}
         by_rank = {name: [rank[name] for rank in ranks] for name in ranks[0]}
         self.event("profile", step=step, steps=len(steps), **mean_ms(steps), **spent, ranks=by_rank)

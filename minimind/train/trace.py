@@ -29,9 +29,14 @@ def traced_steps(run: RunConfig) -> tuple[int, int] | None:
     return first, last
 
 
-def trace_of(run: RunConfig, rank: int) -> Trace | None:
-    """What --trace_steps asks for."""
+def trace_of(run: RunConfig, rank: int, total_steps: int) -> Trace | None:
+    """What --trace_steps asks for; a UsageError where the run ends before its first step."""
     steps = traced_steps(run)
+    if steps and steps[0] > total_steps:
+        raise UsageError(
+            f"trace_steps = {run.trace_steps} ({run.sources['trace_steps']}) begins after the run's"
+            f" last step, {total_steps}; give steps that it takes"
+        )
     return Trace(steps, Path(run.out_dir), rank) if steps else None
 
 

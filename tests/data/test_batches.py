@@ -86,6 +86,20 @@ def test_a_failed_read_surfaces_where_a_step_of_its_block_is_asked_for(shards, b
         reader.at(together)
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_what_follows_is_read_before_it_is_asked_for(shards, batches, workers):
+    class Counting:
+        def read_rows(self, indices, row_tokens):
+            found = shards.read_rows(indices, row_tokens)
+            read.release()
+            return found
+
+    read = threading.Semaphore(0)
+    batches(2, reader=Counting(), workers=workers).at(0)
+    assert all(read.acquire(timeout=30) for _ in range(1 + workers))
+    assert not read.acquire(blocking=False)
+
+
 def test_steps_read_together_or_alone_and_in_any_order_are_the_same(batches):
     ahead, alone = batches(2), batches(2, workers=0)
     together = TOKENS_AT_ONCE // (8 * ROW)

@@ -3,11 +3,12 @@
     python -m tests.distributed.host_reads [OUT.json [cpu|cuda]]    (one process; stages 0, 1, 2)
 
 On a CPU nothing is waited for, but the reads are the same calls: of a scalar (`item`, `float`,
-`bool`, a tensor as an `if`), of a tensor (`tolist`, `numpy`), and copies to the CPU. Each is put
-down to the innermost frame of ours, of DeepSpeed's or of Accelerate's, and so is each time that
-DeepSpeed waits for the whole device. What is sent between ranks about themselves (the control
-group) lies on the CPU anyway, and is not counted. On a GPU, what CUDA itself says of having been
-waited for is counted beside them.
+`bool`, a tensor as an `if`), of a tensor (`tolist`, `numpy`, `cpu`), and of how large a result is
+(`nonzero`, a mask as an index). `.to("cpu")` is no call there that could be told from a copy to the
+device; on a GPU it is, by CUDA. Each is put down to the innermost frame of ours, of DeepSpeed's or
+of Accelerate's, and so is each time that DeepSpeed waits for the whole device. What is sent between
+ranks about themselves (the control group) lies on the CPU anyway, and is not counted. On a GPU,
+what CUDA itself says of having been waited for is counted beside them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from minimind.train.profile import PhaseClock
 from tests.distributed.engines import Case, build, course
 
 PACKAGES = ("minimind", "deepspeed", "accelerate")
+SIZED_BY_VALUES = ("aten::nonzero", "aten::masked_select", "aten::_unique2")
 OFF_DEVICE = ("sum_over_ranks", "gather")  # small facts, which travel over gloo
 
 
@@ -43,6 +45,16 @@ def origin() -> str:
     return "test"
 
 
+def is_sized_by_values(func: Any, args: Any) -> bool:
+    """Whether the host has to know what is in a tensor before there is room for the result."""
+    name = func._schema.name
+    if name in SIZED_BY_VALUES:
+        return True
+    return name == "aten::index" and any(
+        at is not None and at.dtype in (torch.bool, torch.uint8) for at in args[1]
+    )
+
+
 class HostReads(TorchDispatchMode):
     """Counts them by origin while it is in force."""
 
@@ -51,7 +63,7 @@ class HostReads(TorchDispatchMode):
         self.found: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default or is_sized_by_values(func, args):
             self.note()
         return func(*args, **(kwargs or {}))
 

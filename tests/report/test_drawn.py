@@ -13,7 +13,7 @@ from minimind.report.charts import Chart, Line, scale_of
 from minimind.report.drawing import drawn, path_of
 from minimind.report.labels import mark_labels
 from minimind.report.numbers import linear_ticks, log_ticks, tick_labels
-from minimind.report.panels import charts_of
+from minimind.report.panels import charts_of, tone_of
 from minimind.report.thin import bins, extremes, grouped_mean, smoothed
 from tests.report.made import (
     NOW,
@@ -226,3 +226,7 @@ def test_a_name_with_marks_of_html_stays_text():
     assert "<script>" not in html
     assert "</svg>," not in html
     assert json.dumps(Drawn(html).tags).count("script") == 0
+
+
+def test_two_dozen_runs_are_told_apart():
+    assert len({tone_of(n) for n in range(24)}) == 24

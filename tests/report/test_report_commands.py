@@ -47,9 +47,10 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_without_out_the_summary_of_each_run_is_printed(capsys, run, tmp_path):
-    other = write_run(tmp_path / "other", [run_start(), step_line(1)])
+    other = write_run(tmp_path / "other", [run_start(), "?\n", step_line(1)])
     assert main(["report", str(run), str(other / "metrics.jsonl")]) == 0
     told = capsys.readouterr().out
+    assert told.index(str(other)) < told.index("  unread      1 line of metrics.jsonl")
     assert told.index(str(run)) < told.index(str(other))
     assert "step 40 of 40" in told
     assert "step 1 of 40" in told

@@ -61,6 +61,15 @@ def test_the_shares_are_of_all_the_time_that_was_measured_also_of_what_was_lost(
     assert sum(shares.values()) == pytest.approx(1)
 
 
+def test_what_the_last_step_waited_for_is_in_the_shares_though_no_line_follows(tmp_path):
+    last = {**end(10), "evaluate_ms": 3000.0, "checkpoint_ms": 1000.0}
+    figures = figures_of(made_run(tmp_path / "a", [run_start(), step_line(10), last]), NOW)
+    assert figures.shares["evaluate"] == pytest.approx(0.6)
+    assert figures.shares["checkpoint"] == pytest.approx(0.2)
+    undone = [run_start(), step_line(10), last, run_start(5), step_line(6)]
+    assert figures_of(made_run(tmp_path / "b", undone), NOW).lost_seconds == pytest.approx(5)
+
+
 def test_tokens_per_second_are_tokens_over_seconds_not_a_mean_of_speeds(tmp_path):
     lines = [run_start(), step_line(10, tokens_per_second=100.0)]
     lines += [step_line(40, tokens_per_second=300.0)]

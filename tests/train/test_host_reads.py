@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import minimind.train as training
 from tests.conftest import ROOT
@@ -24,12 +25,19 @@ BASE: dict[str, Any] = {
 }
 
 
-def test_a_step_without_deepspeed_reads_nothing(corpus: Path, tmp_path: Path):
+@pytest.mark.parametrize("profile", [False, True])
+def test_a_step_without_deepspeed_reads_nothing(corpus: Path, tmp_path: Path, profile: bool):
     found: list[Counter[str]] = []
     for steps in (4, 10):
         places = {"data_path": [str(corpus)], "out_dir": str(tmp_path / str(steps))}
         with counted() as reads:
-            train(**BASE, **places, cache_dir=str(tmp_path / "cache"), max_steps=steps)
+            train(
+                **BASE,
+                **places,
+                cache_dir=str(tmp_path / "cache"),
+                max_steps=steps,
+                profile=profile,
+            )
         found.append(reads)
     few, many = found
     assert few["minimind: look"] == 1  # whether a step was skipped: of all, at the report
@@ -61,3 +69,19 @@ def test_under_deepspeed_only_it_reads(tmp_path: Path):
         if place.startswith("minimind")
     }
     assert ours == {"stage 0, float32": 1.0}  # where DeepSpeed does not look, we do
+
+
+@pytest.mark.parametrize("way", ["item", "__bool__", "tolist", "numpy", "cpu", "nonzero"])
+def test_every_way_to_wait_for_a_value_is_counted(way: str):
+    with counted() as found:
+        getattr(torch.ones(1), way)()
+    assert sum(found.values()) == 1
+
+
+def test_a_mask_as_an_index_waits_and_a_place_does_not():
+    with counted() as found:
+        x = torch.ones(3)
+        _ = x[torch.tensor([0, 2])], x[1]
+        assert not found
+        _ = x[x > 0]
+    assert sum(found.values()) == 1

@@ -18,6 +18,7 @@ from minimind.metrics import Metrics
 from minimind.report import records
 from minimind.train import stepping
 from minimind.train.backends import PlainBackend
+from minimind.train.desk import WARM_UP, Spared
 from minimind.train.profile import PHASES, PhaseClock, mean_ms, profile_table
 from minimind.train.report import PAUSES, Report
 
@@ -76,10 +77,11 @@ def test_a_straggler_shows_by_its_rank(tmp_path, capsys):
     report = Report(tmp_path, 4, torch.device("cpu"), is_speaker=True, is_profiling=True)
     steps = [{**dict.fromkeys(PHASES, ms), "step": 4 * ms, "comm": 1.0} for ms in (2.0, 3.0, 9.0)]
     report.took(steps)
+    report.pause("checkpoint", 5.0)
     own = report.medians()
     assert (own["forward_ms"], own["step_ms"], own["comm_ms"]) == (3.0, 12.0, 1.0)
     assert own["memory_mib"] > 0
-    late = {**own, "forward_ms": 40.0, "comm_ms": 0.25}
+    late = {**own, "forward_ms": 40.0, "comm_ms": 0.25, "checkpoint_ms": 7.0}
     report.profile(3, [own, late])
     report.close()
     shown = capsys.readouterr().out
@@ -88,6 +90,7 @@ def test_a_straggler_shows_by_its_rank(tmp_path, capsys):
     event = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert event["ranks"]["forward_ms"] == [3.0, 40.0]
     assert event["ranks"]["comm_ms"] == [1.0, 0.25]
+    assert event["ranks"]["checkpoint_ms"] == [5.0, 7.0]
     assert event["comm_ms"] == 1.0
     assert event["forward_ms"] == pytest.approx(14 / 3)
 
@@ -114,6 +117,7 @@ def test_the_phases_are_the_time_from_one_line_to_the_next(corpus, tmp_path, mon
         (stepping, "objective_of", 0.02),
         (PlainBackend, "backward", 0.03),
         (PlainBackend, "update", 0.01),
+        (Spared, "settle", 0.5),
     ):
         monkeypatch.setattr(owner, name, slowed(getattr(owner, name), seconds))
     train: Any = training  # a package that is called like a function
@@ -133,3 +137,9 @@ def test_the_phases_are_the_time_from_one_line_to_the_next(corpus, tmp_path, mon
         for before, line in pairwise(lines[:-1])  # the last one is saved too
     ]
     assert 0.98 < median(shares) < 1.0
+    # What lies between steps is told by its cause, and tokens/s are those of the steps alone.
+    assert [one["step"] for one in lines if one["gc_ms"] >= 500] == [WARM_UP + 1]
+    (start,) = (one for one in told if one["event"] == "run_start")
+    for line in lines:
+        alone = start["tokens_per_step"] / line["step_ms"] * 1e3
+        assert line["tokens_per_second"] == pytest.approx(alone, rel=0.1)
