@@ -11,7 +11,10 @@ import json
 import sys
 from pathlib import Path
 
+from benchmarks.throughput import ratio
+
 ROOT = Path(__file__).resolve().parent.parent
+TRAINER = "Llama, Trainer, ZeRO-2"
 BEGIN, END = "<!-- benchmarks.table -->", "<!-- /benchmarks.table -->"
 
 
@@ -20,13 +23,14 @@ def table() -> str:
     newest = max((ROOT / "benchmarks" / "results").glob("throughput-*.json"))
     told = json.loads(newest.read_text())
     lines = [
-        "| loop | tokens/s | speed | by CPU time | against bare | peak memory |",
-        "|---|---|---|---|---|---|",
+        "| loop | tokens/s | speed | by CPU time | against bare | against the Trainer | peak memory |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, row in told["table"].items():
         lines.append(
             f"| {name} | {row['tokens_per_second']:,.0f} | {row['speed']:.2f} |"
             f" {row['speed_by_cpu']:.2f} | {row['speed_against_bare']:.2f} |"
+            f" {ratio(told['steps'], name, TRAINER, 'seconds'):.2f} |"
             f" {row['peak_mib']:,.0f} MiB ({row['memory']:.2f}) |"
         )
     versions = told["versions"]
