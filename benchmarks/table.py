@@ -23,7 +23,7 @@ def table() -> str:
     newest = max((ROOT / "benchmarks" / "results").glob("throughput-*.json"))
     told = json.loads(newest.read_text())
     lines = [
-        "| loop | tokens/s | speed | by CPU time | against bare | against the Trainer | peak memory |",
+        "| loop | tokens/s | speed | by CPU time | against bare | against Trainer | peak memory |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in told["table"].items():

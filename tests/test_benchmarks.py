@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import gpu
 from benchmarks.gpu import NAMES
 from benchmarks.stages import PHASES, STAGES
 from tests.conftest import ROOT
@@ -67,3 +68,24 @@ def test_the_benchmark_for_gpus_runs_whole_on_a_cpu(tmp_path: Path):
         # Six for each weight that multiplies, and attention's 12 x layers x dim x T.
         assert per_token == pytest.approx(6 * 2_361_024 + 12 * 4 * 192 * 64, rel=2e-3)
         assert row["peak_mib"] > 100
+
+
+def test_a_model_whose_process_ends_costs_the_others_no_figures(tmp_path, monkeypatch, capsys):
+    out, minutes = tmp_path / "gpu.json", []
+
+    def of_model(model: str, rows: int, given: Any, folder: Path, peaks: Any, share: float) -> Any:
+        minutes.append(share)
+        if model == "104m":
+            raise SystemExit("ours, ZeRO-2, compiled ended: out of memory")
+        row = {"seconds": 1.0, "tokens_per_second": 2.0, "speed": 1.0, "peak_mib": 3.0}
+        return {"rows": rows, "table": {NAMES[0]: {**row, "mfu": dict.fromkeys(peaks)}}}
+
+    monkeypatch.setattr(gpu, "of_model", of_model)
+    monkeypatch.setattr(
+        sys, "argv", ["gpu", "--device", "cpu", "--minutes", "6", "--out", str(out)]
+    )
+    with pytest.raises(SystemExit, match=r"^no figures of 104m; --rows"):
+        gpu.main()
+    assert [*json.loads(out.read_text())["found"]] == ["26m", "0.4b"]
+    assert "104m: ours, ZeRO-2, compiled ended: out of memory" in capsys.readouterr().out
+    assert minutes == pytest.approx([2, 3, 6], abs=0.5)

@@ -14,6 +14,7 @@ import torch
 
 import minimind.train as training
 from minimind.data.batches import Batches
+from minimind.errors import UsageError
 from minimind.metrics import Metrics
 from minimind.report import records
 from minimind.train import stepping
@@ -143,3 +144,38 @@ def test_the_phases_are_the_time_from_one_line_to_the_next(corpus, tmp_path, mon
     for line in lines:
         alone = start["tokens_per_step"] / line["step_ms"] * 1e3
         assert line["tokens_per_second"] == pytest.approx(alone, rel=0.1)
+
+
+def test_what_follows_the_last_line_is_told_at_the_end_and_a_stop_has_a_profile(corpus, tmp_path):
+    train: Any = training  # a package that is called like a function
+    shape = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32}
+    places = {"data_path": [str(corpus)], "cache_dir": str(tmp_path / "cache")}
+    fixed = {"device": "cpu", "deepspeed_config": "none", "vocab_size": 600, "batch_size": 2}
+    rest = {"max_steps": 6, "log_interval": 4, "eval_interval": 6, "save_interval": 100}
+    run = {
+        **shape,
+        **places,
+        **fixed,
+        **rest,
+        "profile_interval": 5,
+        "out_dir": str(tmp_path / "o"),
+    }
+
+    def told(name: str) -> list[dict[str, Any]]:
+        lines = map(json.loads, (tmp_path / "o" / "metrics.jsonl").read_text().splitlines())
+        return [line for line in lines if line["event"] == name]
+
+    assert train(run, profile=True, stop_at_step=3) == 75
+    assert [(one["step"], one["steps"]) for one in told("profile")] == [(3, 3)]
+    assert train(run, profile=True) == 0
+    assert [one["step"] for one in told("profile")] == [3, 5, 6]
+    stopped, done = told("exit")
+    assert stopped["checkpoint_ms"] > 0
+    assert "evaluate_ms" not in stopped
+    assert done["checkpoint_ms"] > 0
+    assert done["evaluate_ms"] > 0
+    assert all(line["evaluate_ms"] == 0 for line in told("step"))
+    with pytest.raises(
+        UsageError, match=r"trace_steps = 7:9 \(.*\) begins after the run's last step, 6"
+    ):
+        train(run, trace_steps="7:9", debug=True)
