@@ -248,7 +248,6 @@ ZERO_2, PLAIN = "--deepspeed_config configs/ds_config.json", "--deepspeed_config
 CONTENDERS: dict[str, Callable[..., None]] = {
     "ours, ZeRO-2, compiled": partial(product, flags=f"--compile on {ZERO_2}"),
     "ours, single, compiled": partial(product, flags=f"--compile on {PLAIN}"),
-    "ours, single, chunked loss": partial(product, flags=f"--compile on --loss chunked {PLAIN}"),
     "ours, ZeRO-2, eager": partial(product, flags=f"--compile off {ZERO_2}"),
     "bare compiled loop": bare,
     "Llama, eager loop": llama,

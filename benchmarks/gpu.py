@@ -144,7 +144,9 @@ def main() -> None:
             record(given.out, "gpu", before, device=told, seconds=seconds, found=whole)
     print(f"{(time.perf_counter() - started) / 60:.1f} minutes")
     if failed := [model for model, one in found.items() if isinstance(one, SystemExit)]:
-        raise SystemExit(f"no figures of {', '.join(failed)}; --rows takes fewer rows a step")
+        raise SystemExit(
+            f"no figures of {', '.join(failed)}; out of memory, --rows takes fewer a step"
+        )
 
 
 if __name__ == "__main__":

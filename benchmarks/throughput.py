@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,8 +84,9 @@ class Contender:
         Of its ranks the longest, CPU seconds of all.
         """
         for ask, _ in self.gates:
-            ask.write(f"{steps}\n")
-            ask.flush()
+            with suppress(BrokenPipeError):  # it has ended, and gives no answer
+                ask.write(f"{steps}\n")
+                ask.flush()
         answers = [answers.readline() for _, answers in self.gates]
         for answer, log in zip(answers, self.logs, strict=True):
             if not answer:
@@ -97,7 +99,8 @@ class Contender:
         """Let it end."""
         for gate in self.gates:
             for end in gate:
-                end.close()
+                with suppress(BrokenPipeError):
+                    end.close()
         for process in self.processes:
             process.wait()
 

@@ -101,6 +101,7 @@ class Ending:
         with suppress(OSError):  # nobody reads it any more
             print("\n".join(lines), file=sys.stderr, flush=True)
         end = {"code": told.code, "status": status, "reason": str(told), "step": progress.step}
+        end |= {} if progress.has_started else {"started": False}  # no end of the start before it
         locked = Path(progress.lock.name).parent if progress.lock else None
         with suppress(OSError):  # where the disk is full, the line above has to do
             if place := progress.out_dir or locked:

@@ -22,7 +22,10 @@ from minimind.config import FLAGS, PROJECT, RunConfig
 from minimind.errors import UsageError
 from minimind.model_flags import HUGGING_FACE, SHAPE
 
-_SPELLED = [*FLAGS, *(f"no-{name}" for name, spec in FLAGS.items() if spec.default is True)]
+_SPELLED = [
+    *FLAGS,
+    *(f"no-{name}" for name, spec in FLAGS.items() if isinstance(spec.default, bool)),
+]
 PRESETS = PROJECT / "configs" / "models"
 
 

@@ -81,6 +81,7 @@ class Progress:
     step: int = 0
     out_dir: Path | None = None  # once it is this run's
     lock: IO[bytes] | None = None  # of out_dir; kept until the end has been told
+    has_started: bool = False  # run_start is recorded
     is_training: bool = False  # from here on a request to stop is obeyed after a step and a save
     clock: Any = None  # the loop's PhaseClock
     peers: Any = None  # the Peers, where somebody watches them

@@ -84,7 +84,7 @@ def test_a_model_whose_process_ends_costs_the_others_no_figures(tmp_path, monkey
     monkeypatch.setattr(
         sys, "argv", ["gpu", "--device", "cpu", "--minutes", "6", "--out", str(out)]
     )
-    with pytest.raises(SystemExit, match=r"^no figures of 104m; --rows"):
+    with pytest.raises(SystemExit, match=r"^no figures of 104m; out of memory, --rows"):
         gpu.main()
     assert [*json.loads(out.read_text())["found"]] == ["26m", "0.4b"]
     assert "104m: ours, ZeRO-2, compiled ended: out of memory" in capsys.readouterr().out

@@ -190,4 +190,5 @@ def test_a_run_that_fails_before_its_engine_is_there_records_the_end_in_the_fold
         assert Ending(Progress(lock=lock), debug=False).tell(wrong) == 4
     (end,) = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert (end["event"], end["code"], end["status"]) == ("exit", "E_CHECKPOINT", 4)
+    assert end["started"] is False
     assert Ending(Progress(), debug=False).tell(wrong) == 4  # nor is any folder its own

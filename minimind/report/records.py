@@ -143,7 +143,7 @@ def _take(starts: list[Start], line: dict[str, Any]) -> None:
         starts.append(Start(facts=line, is_implied=False))
     elif not isinstance(name, str) or name not in READ:
         return
-    elif not starts or starts[-1].end is not None or _goes_back(starts[-1], line):
+    elif not starts or starts[-1].end is not None or _is_of_another(starts[-1], line):
         starts.append(Start())
     start = starts[-1]
     now = number(line.get("time"))
@@ -157,8 +157,10 @@ def _take(starts: list[Start], line: dict[str, Any]) -> None:
         start.events.append(line)
 
 
-def _goes_back(start: Start, line: dict[str, Any]) -> bool:
-    """Whether a step line belongs to another start, whose run_start was torn."""
+def _is_of_another(start: Start, line: dict[str, Any]) -> bool:
+    """Whether a line belongs to another start: its run_start was torn, or it never came so far."""
+    if line["event"] == "exit":
+        return line.get("started") is False
     return line["event"] == "step" and number(line.get("step")) <= start.last_step
 
 

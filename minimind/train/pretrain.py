@@ -48,7 +48,7 @@ from minimind.train.saver import Saver
 from minimind.train.schedule import Schedule
 from minimind.train.setup import Setup, advice, read_setup, resolved_table
 from minimind.train.state import TrainState
-from minimind.train.trace import trace_of, traced_steps
+from minimind.train.trace import require_traceable, trace_of, traced_steps
 from minimind.train.trackers import FINISH, open_trackers
 
 # Seconds that a rank waits for another that reads or writes a checkpoint: a disk may be slow, and a
@@ -90,6 +90,7 @@ def train_resolved(
         progress.lock = claim(out_dir)
     prepared = prepare_data(run)
     order, schedule = plan(resolved.run, prepared, setup.launch.world_size)
+    require_traceable(run, schedule.total_steps)
     setup = replace(setup, run=with_prepared(run, prepared))
     resolved = setup.resolve(schedule)
     run = resolved.run
@@ -117,6 +118,7 @@ def train_resolved(
             told = {name: getattr(run, name) for name in FLAGS}
             report.trackers = open_trackers(run, resumed.state.step, told)
     tell_start(desk, prepared, resumed, initial)
+    progress.has_started = True
     state, status, reason = train(desk, resumed.state)
     finish(desk, state, status, reason)
     return status
@@ -158,7 +160,7 @@ def build_desk(
         held_out=held_out_of(run, prepared),
         samples=samples_of(run, prepared.tokenizer),
         saver=saver,
-        trace=trace_of(run, engine.rank, schedule.total_steps),
+        trace=trace_of(run, engine.rank),
         communication=engine.watched() if run.profile else None,
         report=report,
         skipped=SkippedSteps(run, engine, order, batches.at, prepared.tokenizer.decode, report),
@@ -224,6 +226,8 @@ def tell_start(desk: Desk, prepared: Prepared, resumed: Resumed, initial: Initia
     for told in filter(None, (initial.architecture.line(), initial.line())):
         report.say(told)
     report.say(f"disk     {room}")
+    if (traced := traced_steps(run)) and traced[1] <= state.step:
+        report.say(f"trace    none: --trace_steps {run.trace_steps} lies behind step {state.step}")
 
 
 def opening(desk: Desk, prepared: Prepared, state: TrainState, path: Path | None) -> str:

@@ -29,14 +29,19 @@ def traced_steps(run: RunConfig) -> tuple[int, int] | None:
     return first, last
 
 
-def trace_of(run: RunConfig, rank: int, total_steps: int) -> Trace | None:
-    """What --trace_steps asks for; a UsageError where the run ends before its first step."""
+def require_traceable(run: RunConfig, total_steps: int) -> None:
+    """Nothing, or a UsageError where the run is over before the first step of --trace_steps."""
     steps = traced_steps(run)
     if steps and steps[0] > total_steps:
         raise UsageError(
             f"trace_steps = {run.trace_steps} ({run.sources['trace_steps']}) begins after the run's"
             f" last step, {total_steps}; give steps that it takes"
         )
+
+
+def trace_of(run: RunConfig, rank: int) -> Trace | None:
+    """What --trace_steps asks for."""
+    steps = traced_steps(run)
     return Trace(steps, Path(run.out_dir), rank) if steps else None
 
 

