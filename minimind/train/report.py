@@ -113,12 +113,12 @@ class Report:
 
     def untold(self) -> dict[str, float]:
         """Milliseconds by cause, as `CAUSE_ms`, of the pauses that no step line has told."""
-        return {f"{cause}_ms": spent for cause, spent in self._between_lines.items() if spent}
+        return _named({cause: ms for cause, ms in self._between_lines.items() if ms})
 
     def medians(self) -> dict[str, float]:
         """What this rank tells the others of its steps, and all pauses, since the last profile."""
-        pauses = {f"{cause}_ms": spent for cause, spent in self._pauses.items()}
-        return {**median_ms(self._since_table), **pauses, "memory_mib": self._memory_mib()}
+        pauses, memory = _named(self._pauses), {"memory_mib": self._memory_mib()}
+        return {**median_ms(self._since_table), **pauses, **memory}
 
     def profile(self, step: int, ranks: Sequence[dict[str, float]]) -> None:
         """The tables of where the time since the last one went, and the same as an event.
@@ -132,7 +132,7 @@ class Report:
         told = f"profile, {len(steps)} steps up to step {step}:\n{profile_table(steps, pauses)}"
         alone = f"  {SHOWN['memory_mib']:<12}{self._memory_mib():>10.1f}  at most so far"
         self.say(f"{told}\n{ranks_table(ranks) if len(ranks) > 1 else alone}")
-        spent = {f"{cause}_ms": ms for cause, ms in pauses.items()}
+        spent = _named(pauses)
         by_rank = {name: [rank[name] for rank in ranks] for name in ranks[0]}
         self.event("profile", step=step, steps=len(steps), **mean_ms(steps), **spent, ranks=by_rank)
 
@@ -155,6 +155,11 @@ class Report:
             return torch.cuda.max_memory_allocated(self._device) / 2**20
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def _named(pauses: dict[str, float]) -> dict[str, float]:
+    """The same as events have it: by `CAUSE_ms`."""
+    return {f"{cause}_ms": spent for cause, spent in pauses.items()}
 
 
 def _duration(seconds: float) -> str:

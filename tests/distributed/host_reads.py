@@ -31,7 +31,7 @@ from minimind.train.profile import PhaseClock
 from tests.distributed.engines import Case, build, course
 
 PACKAGES = ("minimind", "deepspeed", "accelerate")
-SIZED_BY_VALUES = ("aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal")
+OF_VALUES = ("aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal")
 OFF_DEVICE = ("sum_over_ranks", "gather")  # small facts, which travel over gloo
 
 
@@ -45,10 +45,10 @@ def origin() -> str:
     return "test"
 
 
-def is_sized_by_values(func: Any, args: Any) -> bool:
-    """Whether the host has to know what is in a tensor before there is room for the result."""
+def needs_values(func: Any, args: Any) -> bool:
+    """Whether the host has to know what is in a tensor: for the answer, or for its size."""
     name = func._schema.name
-    if name in SIZED_BY_VALUES:
+    if name in OF_VALUES:
         return True
     return name == "aten::index" and any(
         at is not None and at.dtype in (torch.bool, torch.uint8) for at in args[1]
@@ -63,7 +63,7 @@ class HostReads(TorchDispatchMode):
         self.found: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default or is_sized_by_values(func, args):
+        if func is torch.ops.aten._local_scalar_dense.default or needs_values(func, args):
             self.note()
         return func(*args, **(kwargs or {}))
 
