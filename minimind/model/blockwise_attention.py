@@ -9,11 +9,10 @@ heads, K key/value heads, G = H / K, D channels per head, N queries of a block, 
 end.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+from minimind.model.recomputing import recomputed
 
 BLOCK = 128  # queries
 
@@ -25,15 +24,13 @@ def blockwise_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tenso
     for start in range(0, q_BHTD.shape[2], BLOCK):
         q_BKGND = q_BKGTD[:, :, :, start : start + BLOCK]
         end = start + q_BKGND.shape[3]
-        seen = k_BKTD[:, :, :end], v_BKTD[:, :, :end]
-        # Nothing is drawn, so that no random state needs to be kept.
-        again: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        blocks.append(checkpoint(_block, q_BKGND, *seen, **again))
+        blocks.append(recomputed(_block, q_BKGND, k_BKTD[:, :, :end], v_BKTD[:, :, :end]))
     return torch.cat(blocks, dim=3).flatten(1, 2)
 
 
 def _block(q_BKGND: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
     """(B, K, G, N, D): the last N of S queries over all S keys."""
+    q_BKGND = q_BKGND.type_as(k_BKSD)  # here, so that what is kept is not the wider one
     groups, queries, keys = q_BKGND.shape[2], q_BKGND.shape[3], k_BKSD.shape[2]
     scores = q_BKGND.flatten(2, 3) @ k_BKSD.transpose(-2, -1) * q_BKGND.shape[-1] ** -0.5
     scores_BKGNS = scores.unflatten(2, (groups, queries)).float()

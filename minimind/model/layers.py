@@ -20,6 +20,7 @@ from minimind.model.configuration import MiniMindConfig
 from minimind.model.document_attention import document_attention
 from minimind.model.experts import MixtureOfExperts
 from minimind.model.products import Linear, linear, widened
+from minimind.model.recomputing import recomputed
 from minimind.model.rotary import in_halves, rotate, rotate_halves
 from minimind.model.visibility import Visible
 
@@ -113,8 +114,8 @@ class Attention(nn.Module):
         k_BKSD, v_BKSD = k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2)
         if cache is not None:
             k_BKSD, v_BKSD = cache.update(k_BKSD, v_BKSD, self.layer)
-        q_BHTD, k_BKSD, v_BKSD = widened(q_BTHD.transpose(1, 2), k_BKSD, v_BKSD)
-        out_BHTD = self.attend(q_BHTD, k_BKSD, v_BKSD, visible)
+        k_BKSD, v_BKSD = widened(k_BKSD, v_BKSD)
+        out_BHTD = self.attend(q_BTHD.transpose(1, 2), k_BKSD, v_BKSD, visible)
         return self.o_proj(out_BHTD.type_as(v_BTKD).transpose(1, 2).flatten(-2))
 
     @staticmethod
@@ -136,16 +137,18 @@ def flash_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: Vis
     means causal over T == S positions or, for a single query, every key. No CUDA kernel but the
     slow one takes a mask and shared key heads together, in every precision: they are repeated.
     Blocks of documents are passed on to the kernels that skip what no query sees; compiled for a
-    CPU, matrix products are faster than its fused kernel.
+    CPU, matrix products are faster than its fused kernel. Keys may be wider than queries: theirs is
+    the precision in force.
     """
+    is_causal = visible is None and q_BHTD.shape[2] > 1
+    if is_causal and torch.compiler.is_compiling() and q_BHTD.device.type == "cpu":
+        return blockwise_attention(q_BHTD, k_BKSD, v_BKSD)
+    q_BHTD = q_BHTD.type_as(k_BKSD)
     if isinstance(visible, BlockMask):
         return document_attention(q_BHTD, k_BKSD, v_BKSD, visible)
     if visible is not None:
         k_BHSD, v_BHSD = _repeated(k_BKSD, q_BHTD), _repeated(v_BKSD, q_BHTD)
         return _fused(OF_OTHERS, q_BHTD, k_BHSD, v_BHSD, attn_mask=visible)
-    is_causal = q_BHTD.shape[2] > 1
-    if is_causal and torch.compiler.is_compiling() and q_BHTD.device.type == "cpu":
-        return blockwise_attention(q_BHTD, k_BKSD, v_BKSD)
     kernels = OF_ROWS if is_causal else OF_OTHERS
     return _fused(kernels, q_BHTD, k_BKSD, v_BKSD, is_causal=is_causal, enable_gqa=True)
 
@@ -173,7 +176,7 @@ def reference_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible:
     """What flash_attention gives within rounding, with every intermediate in sight."""
     assert not isinstance(visible, BlockMask)  # they are for fused kernels alone
     k_BHSD, v_BHSD = _repeated(k_BKSD, q_BHTD), _repeated(v_BKSD, q_BHTD)
-    scores_BHTS = q_BHTD @ k_BHSD.transpose(-2, -1) * q_BHTD.shape[-1] ** -0.5
+    scores_BHTS = q_BHTD.type_as(k_BHSD) @ k_BHSD.transpose(-2, -1) * q_BHTD.shape[-1] ** -0.5
     if visible is None and q_BHTD.shape[2] > 1:
         visible = torch.ones_like(scores_BHTS[0, 0], dtype=torch.bool).tril()
     if visible is not None:
@@ -192,7 +195,15 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BTE: Tensor) -> Tensor:
         """(B, T, E)."""
-        return self.down_proj(F.silu(self.gate_proj(x_BTE)) * self.up_proj(x_BTE))
+        gate, up = self.gate_proj(x_BTE), self.up_proj(x_BTE)
+        if torch.compiler.is_compiling() and x_BTE.device.type == "cpu":
+            return self.down_proj(recomputed(gated, gate, up))  # of little work, much memory
+        return self.down_proj(gated(gate, up))
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """The units of a feed-forward, in the shape of both."""
+    return F.silu(gate) * up
 
 
 class Block(GradientCheckpointingLayer):

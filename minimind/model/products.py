@@ -6,6 +6,7 @@ too multiply exactly, and add up in fp32.
 """
 
 import platform
+import re
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ def has_bf16() -> bool:
 
 
 HAS_BF16 = has_bf16()
+ROWS = 512  # in fp32 at a time: enough for the full rate, and a fraction of the logits
 
 
 def is_widened(x: Tensor) -> bool:
@@ -37,6 +39,34 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.float() for x in tensors) if is_widened(tensors[0]) else tensors
 
 
+def _product(one: Tensor, other: Tensor) -> Tensor:
+    """(N, M), bf16: of (N, K) and (K, M) by way of fp32, of which few rows are held at a time."""
+    found = one.new_empty(len(one), other.shape[1])  # first: what outlives the rest leaves no hole
+    wide = other.float()
+    for rows, of_rows in zip(one.split(ROWS), found.split(ROWS), strict=True):
+        of_rows.copy_(rows.float() @ wide)
+    return found
+
+
+# To the compiler it is one operation: of a widening that it sees, it keeps the fp32 for the
+# backward pass, and not the bf16 before it. Named by the module, of which a directory for
+# trust_remote_code may have brought along another copy.
+_opaque = torch.library.custom_op(
+    f"minimind::{re.sub(r'[^a-zA-Z0-9]', '_', __name__)}", _product, mutates_args=()
+)
+
+
+@_opaque.register_fake
+def _(one: Tensor, other: Tensor) -> Tensor:
+    return one.new_empty(len(one), other.shape[1])
+
+
+def product(one: Tensor, other: Tensor) -> Tensor:
+    """(N, M), bf16: of (N, K) and (K, M) in bf16, added up in fp32 and rounded once."""
+    found: Tensor = (_opaque if torch.compiler.is_compiling() else _product)(one, other)
+    return found
+
+
 class Widened(torch.autograd.Function):
     """x times weight transposed by way of fp32; for the backward pass only bf16 is kept."""
 
@@ -44,18 +74,18 @@ class Widened(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         """(..., rows of weight), bf16."""
         ctx.save_for_backward(x, weight)
-        return F.linear(x.float(), weight.float()).bfloat16()
+        rows = product(x.reshape(-1, x.shape[-1]), weight.t())
+        return rows.view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of x and weight, bf16; None for one that is frozen."""
         x, weight = ctx.saved_tensors
-        grad, of_x, of_weight = grads[0].float(), None, None
+        grad, of_x, of_weight = grads[0].reshape(-1, len(weight)), None, None
         if ctx.needs_input_grad[0]:
-            of_x = (grad @ weight.float()).bfloat16()
+            of_x = product(grad, weight).view(x.shape)
         if ctx.needs_input_grad[1]:
-            rows = grad.reshape(-1, len(weight))
-            of_weight = (rows.t() @ x.float().reshape(-1, x.shape[-1])).bfloat16()
+            of_weight = product(grad.t(), x.reshape(-1, x.shape[-1]))
         return of_x, of_weight
 
 

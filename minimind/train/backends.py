@@ -100,6 +100,7 @@ class PlainBackend:
         self.max_norm = run.grad_clip or float("inf")
         self.steps = 0
         self.skipped_steps: int | torch.Tensor = 0
+        self.state().start()
 
     def watch(self, clock: CommunicationClock) -> None:
         """Have DDP's reductions timed."""

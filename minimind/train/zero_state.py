@@ -62,8 +62,9 @@ class ZeroState:
     def runs(self, rank: int, world_size: int) -> Iterator[tuple[str, Tensor]]:
         """`kind|parameter|start` and a 1-D float32 view of what this rank has to write.
 
-        Moments only once a step was taken. Replicated state is shared out: each rank writes its
-        1 / world_size of every parameter. A frozen weight in low precision is a copy, not a view.
+        Moments only once the optimizer has made them. Replicated state is shared out: each rank
+        writes its 1 / world_size of every parameter. A frozen weight in low precision is a copy,
+        not a view.
         """
         has_stepped = self.optimizer_step() is not None
         for f in self.fragments:
@@ -90,6 +91,15 @@ class ZeroState:
         """Updates the base optimizer has counted (SGD: 0, it counts none); None before any."""
         steps = [int(s.get("step", 0)) for s in self.base.state.values() if s]
         return max(steps, default=None)
+
+    def start(self) -> None:
+        """Moments of zeros, as the first update would make them, at step 0.
+
+        Made by that, among what a first step has left in memory, they would split it for good.
+        """
+        for f in self.fragments:
+            if not f.is_frozen and f.owner not in self.base.state:
+                self.base.state[f.owner] = self._fresh_moments(f.owner, 0)
 
     def fill(self, read: Callable[[str, str, int, int], Tensor], step: int | None) -> None:
         """Fill every fragment from `read(kind, parameter, start, length)`.

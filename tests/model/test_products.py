@@ -1,11 +1,17 @@
 """bf16 on CPUs without instructions for it: what its products give, and that none is slow."""
 
+from collections import Counter
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minimind.model import products
@@ -68,6 +74,52 @@ def test_a_product_is_that_of_fp32_rounded_once(leading: tuple[int, ...]):
         assert found.dtype == torch.bfloat16
         # Half of bf16's last place, and what fp32 loses where terms cancel.
         torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)
+
+
+def test_rows_at_a_time_make_the_whole_product(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    one, other = torch.randn(7, E).bfloat16(), torch.randn(E, V).bfloat16()
+    whole = (one.float() @ other.float()).bfloat16()
+    for rows in (2, 7, 8):
+        monkeypatch.setattr(products, "ROWS", rows)
+        torch.testing.assert_close(products.product(one, other), whole, rtol=2**-8, atol=1e-6)
+    assert products.product(one[:0], other).shape == (0, V)
+
+
+def kept_of(model: Any, rows: Tensor) -> dict[tuple[torch.dtype, tuple[int, ...]], int]:
+    """How many tensors of which kind the compiled model keeps for its backward pass."""
+    found: Counter[tuple[torch.dtype, tuple[int, ...]]] = Counter()
+
+    def forward(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        (returned,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
+        for node in returned:
+            if isinstance(node, torch.fx.Node) and node.op != "placeholder":
+                kept = node.meta.get("val")
+                if isinstance(kept, Tensor):
+                    found[kept.dtype, tuple(kept.shape)] += 1
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    compiled = torch.compile(model, backend=backend, dynamic=False, fullgraph=True)
+    compiled(rows[:, :-1], shift_labels=rows[:, 1:]).loss.backward()
+    return dict(found)
+
+
+@pytest.mark.usefixtures("without")
+def test_compiled_what_is_kept_is_bf16_and_the_units_are_computed_again():
+    layers = 2
+    model = build(dim=E, n_layers=layers, n_heads=6, n_kv_heads=2, vocab_size=V).bfloat16().train()
+    kept = kept_of(model, torch.randint(V, (B, T + 1)))
+    wide = {shape for (dtype, shape) in kept if dtype == torch.float32}
+    assert max(prod(shape) for shape in wide) < B * T * 2 * 8  # no key or value, let alone more
+    units = model.config.intermediate_size
+    of_units = sum(n for (_, shape), n in kept.items() if shape[-1:] == (units,))
+    assert of_units == 2 * layers  # gate and up, not their product
 
 
 @pytest.mark.usefixtures("without")

@@ -153,6 +153,26 @@ def test_bf16_weights_are_the_rounded_fp32_ones_of_a_plain_adamw():
         assert p.grad is None
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_moments_are_there_before_the_first_step_as_torch_makes_them(dtype):
+    """Made in the first update, they would split the memory that the step has left."""
+    backend, _ = plain(f"--dtype {dtype}")
+    optimizer = backend.torch_optimizer
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    lazy = torch.optim.AdamW([p.detach().clone() for p in updated], lr=0.0, fused=True)
+    for p in lazy.param_groups[0]["params"]:
+        p.grad = torch.zeros_like(p)
+    lazy.step()
+    for ours, theirs in zip(updated, lazy.param_groups[0]["params"], strict=True):
+        made, expected = optimizer.state[ours], lazy.state[theirs]
+        assert made.keys() == expected.keys()
+        for name, tensor in made.items():
+            assert not tensor.any()
+            assert tensor.dtype == expected[name].dtype
+            assert tensor.stride() == expected[name].stride()
+    assert backend.state().optimizer_step() == 0
+
+
 def test_gradients_are_clipped_to_the_flags_norm():
     backend, model = plain("--dtype float32 --grad_clip 0.25 --weight_decay 0")
     groups = [{"params": [p]} for p in model.parameters()]
