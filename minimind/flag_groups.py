@@ -211,7 +211,12 @@ class PlaceFlags:
         "output",
         at_least=0,
     )
-    log_interval: int = flag("optimizer steps between step lines", 10, "output", at_least=1)
+    log_interval: int = flag(
+        "optimizer steps between step lines; the last step and a stop have one too",
+        10,
+        "output",
+        at_least=1,
+    )
 
     compile: str = flag(
         "torch.compile the model and its loss; auto: on GPUs, where the model is one graph (ZeRO"

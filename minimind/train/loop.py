@@ -46,7 +46,7 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
         asked, failed = engine.sum_over_ranks([bool(desk.stop.reason), desk.saver.has_failed])
         stopping = asked > 0 or state.step == run.stop_at_step
         report_saved(desk, wait=failed > 0)
-        logging = is_due(state.step, run.log_interval, last)
+        logging = is_due(state.step, run.log_interval, last) or stopping
         profiling = run.profile and (is_due(state.step, run.profile_interval, last) or stopping)
         saving = is_due(state.step, run.save_interval, last) or stopping
         report_skipped(desk, state, result, is_due=logging or profiling or saving)

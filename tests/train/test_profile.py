@@ -168,6 +168,7 @@ def test_what_follows_the_last_line_is_told_at_the_end_and_a_stop_has_a_profile(
 
     assert train(run, profile=True, stop_at_step=3) == 75
     assert [(one["step"], one["steps"]) for one in told("profile")] == [(3, 3)]
+    assert [one["step"] for one in told("step")] == [3]  # 4 would be the first by the interval
     assert train(run, profile=True) == 0
     assert [one["step"] for one in told("profile")] == [3, 5, 6]
     stopped, done = told("exit")
