@@ -91,15 +91,16 @@ def adopt_file(
             run = _adopt(run, name, literal, where, auto, faults)
     betas = get(config, BETAS)
     if isinstance(betas, list) and len(betas) == 2:
-        for name, literal in zip(("beta1", "beta2"), betas, strict=True):
-            run = _adopt(run, name, literal, f"{path}: {BETAS}", auto, faults)
+        for place, (name, literal) in enumerate(zip(("beta1", "beta2"), betas, strict=True)):
+            run = _adopt(run, name, literal, f"{path}: {BETAS}[{place}]", auto, faults)
     elif betas not in (MISSING, AUTO) and isinstance(betas, list):  # else its type was told
         faults.append(f"{path}: {BETAS} is {json.dumps(betas)}, not two numbers; write [0.9, 0.95]")
-    rows = get(config, MICRO_BATCH)
+    rows, where = get(config, MICRO_BATCH), f"{path}: {MICRO_BATCH}"
     if isinstance(rows, int) and run.split_batches:
         rows *= world_size  # --batch_size then counts all processes
+        where += f" x {world_size} processes (--split_batches)"
     if rows not in (MISSING, AUTO):
-        run = _adopt(run, "batch_size", rows, f"{path}: {MICRO_BATCH}", auto, faults)
+        run = _adopt(run, "batch_size", rows, where, auto, faults)
     return _adopt_batch(config, path, run, world_size)
 
 

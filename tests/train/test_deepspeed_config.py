@@ -137,7 +137,7 @@ def test_a_literal_equal_to_the_flag_is_no_conflict():
         ("train_micro_batch_size_per_gpu", 4, "--batch_size 8", ["4", "batch_size = 8"]),
         ("gradient_accumulation_steps", 2, "--accumulation_steps 1", ["--accumulation_steps"]),
         ("optimizer.params.lr", 1e-3, "--learning_rate 2e-4", ["0.001", "learning_rate = 0.0002"]),
-        ("optimizer.params.betas", [0.9, 0.9], "--beta2 0.95", ["--beta2", "betas"]),
+        ("optimizer.params.betas", [0.9, 0.9], "--beta2 0.95", ["--beta2", "betas[1] is 0.9"]),
         ("bf16.enabled", True, "--dtype float32", ["bf16.enabled", "--dtype", "float32"]),
         ("bf16.enabled", False, "--dtype bfloat16", ["bf16.enabled", "false", "--dtype"]),
         (
@@ -255,3 +255,8 @@ def test_split_batches_fills_the_share_of_one_process():
     assert "3 processes (--split_batches)" in found.sources["train_micro_batch_size_per_gpu"]
     literal = with_value("train_micro_batch_size_per_gpu", 4)
     assert resolved("--split_batches", config=literal, world_size=3).run.batch_size == 12
+    product = (
+        r"_per_gpu x 3 processes \(--split_batches\) is 12 but --batch_size says batch_size = 6"
+    )
+    with pytest.raises(UsageError, match=product):
+        resolved("--split_batches --batch_size 6", config=literal, world_size=3)
