@@ -43,8 +43,9 @@ def _product(one: Tensor, other: Tensor) -> Tensor:
     """(N, M), bf16: of (N, K) and (K, M) by way of fp32, of which few rows are held at a time."""
     found = one.new_empty(len(one), other.shape[1])  # first: what outlives the rest leaves no hole
     wide = other.float()
-    for rows, of_rows in zip(one.split(ROWS), found.split(ROWS), strict=True):
-        of_rows.copy_(rows.float() @ wide)
+    for start in range(0, len(one), ROWS):
+        rows = slice(start, start + ROWS)
+        found[rows] = one[rows].float() @ wide
     return found
 
 
@@ -58,7 +59,7 @@ _opaque = torch.library.custom_op(
 
 @_opaque.register_fake
 def _(one: Tensor, other: Tensor) -> Tensor:
-    return one.new_empty(len(one), other.shape[1])
+    return one.new_empty(one.shape[0], other.shape[1])  # len() would hold to one number of rows
 
 
 def product(one: Tensor, other: Tensor) -> Tensor:
@@ -72,20 +73,19 @@ class Widened(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """(..., rows of weight), bf16."""
+        """(rows of x, rows of weight), bf16; both are matrices."""
         ctx.save_for_backward(x, weight)
-        rows = product(x.reshape(-1, x.shape[-1]), weight.t())
-        return rows.view(*x.shape[:-1], len(weight))
+        return product(x, weight.t())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of x and weight, bf16; None for one that is frozen."""
         x, weight = ctx.saved_tensors
-        grad, of_x, of_weight = grads[0].reshape(-1, len(weight)), None, None
+        grad, of_x, of_weight = grads[0], None, None
         if ctx.needs_input_grad[0]:
-            of_x = product(grad, weight).view(x.shape)
+            of_x = product(grad, weight)
         if ctx.needs_input_grad[1]:
-            of_weight = product(grad.t(), x.reshape(-1, x.shape[-1]))
+            of_weight = product(grad.t(), x)
         return of_x, of_weight
 
 
@@ -93,8 +93,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """F.linear(x, weight), at the speed of fp32 where bf16 has none of its own."""
     if not is_widened(x):
         return F.linear(x, weight)
-    product: Tensor = Widened.apply(x, weight)  # type: ignore[assignment] (torch types apply loosely)
-    return product
+    rows: Any = Widened.apply(x.reshape(-1, x.shape[-1]), weight)
+    return rows.view(*x.shape[:-1], weight.shape[0])
 
 
 class Linear(nn.Linear):

@@ -40,7 +40,7 @@ class Contents:
 
     @property
     def kinds(self) -> list[str]:
-        """`fp32` and the moments that are there, which before the first step are none."""
+        """`fp32` and the moments that are there."""
         return sorted(self.runs.kinds, key=lambda kind: (kind != MASTER, kind))
 
     def read(self, kind: str, name: str) -> Tensor:

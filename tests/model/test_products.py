@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
@@ -165,15 +166,42 @@ def test_what_is_frozen_gets_no_gradient():
 
 
 @pytest.mark.usefixtures("without")
-def test_compiled_it_is_one_graph_with_the_same_gradients():
-    x, weight = torch.randn(5, E).bfloat16(), torch.randn(V, E).bfloat16().requires_grad_()
+def test_compiled_it_is_one_graph_with_the_same_gradients(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(products, "ROWS", 2)
+    x = torch.randn(5, E).bfloat16().requires_grad_()
+    weight = torch.randn(V, E).bfloat16().requires_grad_()
     compiled = torch.compile(products.linear, backend="aot_eager", fullgraph=True)
     found = []
     for product in (products.linear, compiled):
-        weight.grad = None
-        product(x, weight).sum().backward()
-        found.append(weight.grad)
-    assert torch.equal(found[0], found[1])
+        x.grad = weight.grad = None
+        out = product(x, weight)
+        out.square().sum().backward()
+        found.append((out, x.grad, weight.grad))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("without")
+def test_compiled_for_rows_of_any_number_it_is_one_graph():
+    counted = CompileCounterWithBackend("aot_eager")
+    weight = torch.randn(V, E).bfloat16().requires_grad_()
+    compiled = torch.compile(products.linear, backend=counted, fullgraph=True, dynamic=True)
+    for rows in (3, 5, 9):
+        x = torch.randn(rows, E).bfloat16().requires_grad_()
+        assert compiled(x, weight).shape == (rows, V)
+    assert counted.frame_count == 1
+
+
+@pytest.mark.usefixtures("without")
+def test_its_result_may_be_changed_in_place_and_derived_twice(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(products, "ROWS", 2)
+    x = torch.randn(1, 5, E).bfloat16().requires_grad_()
+    weight = torch.randn(V, E).bfloat16().requires_grad_()
+    products.linear(x, weight).add_(1).sum().backward()
+    assert x.grad is not None
+    (slope,) = torch.autograd.grad(products.linear(x, weight).sum(), x, create_graph=True)
+    (of_weight,) = torch.autograd.grad(slope.sum(), weight)
+    assert torch.equal(of_weight, torch.full_like(weight, 5))  # once for each row
 
 
 @pytest.mark.parametrize(
