@@ -15,13 +15,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 
 from benchmarks.record import arguments, preset, record
 from minimind.model import layers
 
 
-def step_of(text: torch.Tensor, dtype: torch.dtype) -> Callable[[], None]:
-    """A forward and backward pass of a model of its own, compiled by a first one."""
+def kept(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """What the backward pass finds again: the result of a call as any other."""
+    return function(*inputs)
+
+
+def step_of(text: torch.Tensor, dtype: torch.dtype, how: Any) -> Callable[[], None]:
+    """A forward and backward pass of a model of its own, compiled by a first one.
+
+    The compiler looks at every call which of the two stands in `layers.py`.
+    """
     model: Any = preset("26m")
     model.to(dtype).train()
 
@@ -31,6 +40,7 @@ def step_of(text: torch.Tensor, dtype: torch.dtype) -> Callable[[], None]:
         return out.loss_sum / out.targets
 
     def step() -> None:
+        layers.recomputed = how
         model.zero_grad()
         loss_of(text).backward()
 
@@ -45,20 +55,19 @@ def main() -> None:
     asked.add_argument("--rows", type=int, default=2)
     asked.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     given = asked.parse_args()
-    before, recomputed = os.getloadavg(), layers.recomputed
+    before, dtype = os.getloadavg(), getattr(torch, given.dtype)
     text = torch.randint(preset("26m").config.vocab_size, (given.rows, 513))
-    steps = {}
-    for name in ("kept", "again"):
-        keeps: Any = lambda function, *inputs: function(*inputs)  # noqa: E731 (one line says it)
-        layers.recomputed = recomputed if name == "again" else keeps
-        torch.compiler.reset()
-        steps[name] = step_of(text, getattr(torch, given.dtype))
+    ways = {"kept": kept, "again": layers.recomputed}
+    steps = {name: step_of(text, dtype, how) for name, how in ways.items()}
+    graphs = counters["stats"]["unique_graphs"]
     spent: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(given.rounds):
         for name in list(steps)[:: 1 if number % 2 else -1]:
             started = time.perf_counter()
             steps[name]()
             spent[name].append((time.perf_counter() - started) * 1e3)
+    if counters["stats"]["unique_graphs"] != graphs:
+        raise SystemExit("a graph was made anew among the steps that were timed")
     pairs = [b / a for a, b in zip(spent["kept"], spent["again"], strict=True)]
     quartiles = statistics.quantiles(pairs, n=4)
     found = {
