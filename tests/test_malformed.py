@@ -281,7 +281,7 @@ TYPES = {
         "ds.json: optimizer.params.eps", json={"optimizer.params.eps": -1e-8}
     ),
     "value beta": bad(
-        "(ds.json: optimizer.params.betas)", json={"optimizer.params.betas": [0.9, 1.0]}
+        "(ds.json: optimizer.params.betas[1])", json={"optimizer.params.betas": [0.9, 1.0]}
     ),
     "value bucket zero": bad("reduce_bucket_size is 0", json=zero(reduce_bucket_size=0)),
     "value print zero": bad("ds.json: steps_per_print", json={"steps_per_print": 0}),
@@ -312,7 +312,7 @@ TYPES = {
 
 def against(key: str, literal: Any, flag: str, value: Any, **where: Any) -> Bad:
     """A literal of the file against a flag: both sides with their values."""
-    shown = f"ds.json: {key} is"
+    shown = f"ds.json: {where.pop('shown', f'{key} is')}"
     given = where.pop("flags", f"--{flag} {value}")
     return bad(shown, f"--{flag} says {flag} = {value}", json={key: literal}, flags=given, **where)
 
@@ -320,14 +320,31 @@ def against(key: str, literal: Any, flag: str, value: Any, **where: Any) -> Bad:
 CONFLICTS = {
     "literal batch": against("train_micro_batch_size_per_gpu", 4, "batch_size", 8),
     "literal batch, split": against(
-        "train_micro_batch_size_per_gpu", 4, "batch_size", 6, flags="--batch_size 6 --split_batches"
+        "train_micro_batch_size_per_gpu",
+        4,
+        "batch_size",
+        6,
+        flags="--batch_size 6 --split_batches",
+        shown="train_micro_batch_size_per_gpu x 2 processes (--split_batches) is 8",
     ),
     "literal accumulation": against("gradient_accumulation_steps", 2, "accumulation_steps", 1),
     "literal clip": against("gradient_clipping", 0.5, "grad_clip", 1.0),
     "literal rate": against("optimizer.params.lr", 1e-3, "learning_rate", 0.0002),
     "literal weight decay": against("optimizer.params.weight_decay", 0, "weight_decay", 0.1),
-    "literal beta1": against("optimizer.params.betas", [0.8, 0.95], "beta1", 0.9),
-    "literal beta2": against("optimizer.params.betas", [0.9, 0.99], "beta2", 0.95),
+    "literal beta1": against(
+        "optimizer.params.betas",
+        [0.8, 0.95],
+        "beta1",
+        0.9,
+        shown="optimizer.params.betas[0] is 0.8",
+    ),
+    "literal beta2": against(
+        "optimizer.params.betas",
+        [0.9, 0.99],
+        "beta2",
+        0.95,
+        shown="optimizer.params.betas[1] is 0.99",
+    ),
     "literal bf16 on": against("bf16.enabled", True, "dtype", "float32"),
     "literal bf16 off": against("bf16.enabled", False, "dtype", "bfloat16"),
     "literal fp16 on": against("fp16.enabled", True, "dtype", "bfloat16"),
