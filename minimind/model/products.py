@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.library import custom_op
 
 
 def has_bf16() -> bool:
@@ -52,7 +53,7 @@ def _product(one: Tensor, other: Tensor) -> Tensor:
 # To the compiler it is one operation: of a widening that it sees, it keeps the fp32 for the
 # backward pass, and not the bf16 before it. Named by the module, of which a directory for
 # trust_remote_code may have brought along another copy.
-_opaque = torch.library.custom_op(
+_opaque = custom_op(
     f"minimind::{re.sub(r'[^a-zA-Z0-9]', '_', __name__)}", _product, mutates_args=()
 )
 
