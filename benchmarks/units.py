@@ -1,4 +1,4 @@
-"""The units of a feed-forward kept for the backward pass, and computed again as `layers.py` has it.
+"""Units and norms kept for the backward pass, and computed again as `layers.py` has it.
 
     OMP_NUM_THREADS=2 python -m benchmarks.units [--rounds 25] [--rows 2] [--dtype bfloat16]
         [--out FILE.json]
@@ -40,7 +40,7 @@ def step_of(text: torch.Tensor, dtype: torch.dtype, how: Any) -> Callable[[], No
         return out.loss_sum / out.targets
 
     def step() -> None:
-        layers.recomputed = how
+        layers.not_kept = how
         model.zero_grad()
         loss_of(text).backward()
 
@@ -57,7 +57,7 @@ def main() -> None:
     given = asked.parse_args()
     before, dtype = os.getloadavg(), getattr(torch, given.dtype)
     text = torch.randint(preset("26m").config.vocab_size, (given.rows, 513))
-    ways = {"kept": kept, "again": layers.recomputed}
+    ways = {"kept": kept, "again": layers.not_kept}
     steps = {name: step_of(text, dtype, how) for name, how in ways.items()}
     graphs = counters["stats"]["unique_graphs"]
     spent: dict[str, list[float]] = {name: [] for name in steps}

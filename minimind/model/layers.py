@@ -20,7 +20,7 @@ from minimind.model.configuration import MiniMindConfig
 from minimind.model.document_attention import document_attention
 from minimind.model.experts import MixtureOfExperts
 from minimind.model.products import Linear, linear, widened
-from minimind.model.recomputing import recomputed
+from minimind.model.recomputing import not_kept
 from minimind.model.rotary import in_halves, rotate, rotate_halves
 from minimind.model.visibility import Visible
 
@@ -49,7 +49,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x_BTE: Tensor) -> Tensor:
         """The same shape, in the dtype of x; the last dimension is normed."""
-        return F.rms_norm(x_BTE, self.weight.shape, self.weight, self.eps)
+        return not_kept(partial(normed, eps=self.eps), x_BTE, self.weight)
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x over the root mean square of its last dimension, times the weight, in the shape of x."""
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class HeadNorm(RMSNorm):
@@ -58,7 +63,7 @@ class HeadNorm(RMSNorm):
     def forward(self, x_BTE: Tensor, is_split: bool = False) -> Tensor:
         """The same shape; is_split says that channels come as `in_halves` has them."""
         weight = in_halves(self.weight, len(self.weight)) if is_split else self.weight
-        return F.rms_norm(x_BTE, weight.shape, weight, self.eps)
+        return normed(x_BTE, weight, self.eps)
 
 
 class HeadProjection(Linear):
@@ -196,9 +201,7 @@ class FeedForward(nn.Module):
     def forward(self, x_BTE: Tensor) -> Tensor:
         """(B, T, E)."""
         gate, up = self.gate_proj(x_BTE), self.up_proj(x_BTE)
-        if torch.compiler.is_compiling() and x_BTE.device.type == "cpu":
-            return self.down_proj(recomputed(gated, gate, up))  # of little work, much memory
-        return self.down_proj(gated(gate, up))
+        return self.down_proj(not_kept(gated, gate, up))
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ def has_bf16() -> bool:
 
 
 HAS_BF16 = has_bf16()
-ROWS = 512  # in fp32 at a time: enough for the full rate, and a fraction of the logits
+ROWS = 512  # or columns, in fp32 at a time: enough for the full rate
+PART = 2**21  # and numbers of them, where a row is as long as the vocabulary or the batch
 
 
 def is_widened(x: Tensor) -> bool:
@@ -41,12 +42,22 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
-    """(N, M), bf16: of (N, K) and (K, M) by way of fp32, of which few rows are held at a time."""
+    """(N, M), bf16: of (N, K) and (K, M) by way of fp32, of which no more is held than parts.
+
+    The factor that brings fewer rows or columns to the result is widened whole, for its use with
+    every part of the other one.
+    """
     found = one.new_empty(len(one), other.shape[1])  # first: what outlives the rest leaves no hole
-    wide = other.float()
-    for start in range(0, len(one), ROWS):
-        rows = slice(start, start + ROWS)
-        found[rows] = one[rows].float() @ wide
+    is_tall = len(one) >= other.shape[1]
+    wide = (other if is_tall else one).float()
+    fitting = PART // max(one.shape[1], min(found.shape), 1)
+    size = min(ROWS, max(fitting // 64, 1) * 64)
+    for start in range(0, max(found.shape), size):
+        part = slice(start, start + size)
+        if is_tall:
+            found[part] = one[part].float() @ wide
+        else:
+            found[:, part] = wide @ other[:, part].float()
     return found
 
 

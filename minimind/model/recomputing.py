@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -16,6 +17,16 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """
     found: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
     return found
+
+
+def not_kept(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """function(*inputs), of little work: compiled for a CPU it is `recomputed`, else an own call.
+
+    There it costs no time that can be told (`benchmarks/units.py`); on GPUs nobody has measured.
+    """
+    if torch.compiler.is_compiling() and inputs[0].device.type == "cpu":
+        return recomputed(function, *inputs)
+    return function(*inputs)
 
 
 def recompute_blocks(model: Any, is_wanted: bool = True, **how: Any) -> None:

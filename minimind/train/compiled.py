@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from minimind.config import RunConfig
 
 
-def compile_within(model: PreTrainedModel, run: RunConfig) -> None:
+def compile_within(model: PreTrainedModel, run: RunConfig, device: str) -> None:
     """Have the model compiled at its first micro-batch, in place: no name of a weight changes.
 
     Shapes are static, for rows are packed: every micro-batch has the same. Its forward is, and not
@@ -21,9 +21,17 @@ def compile_within(model: PreTrainedModel, run: RunConfig) -> None:
 
     With --deterministic no kernel is chosen by how long it took: on a GPU another choice, after a
     resume, would sum in another order.
+
+    On a CPU the backward pass is made with the forward one, from here on of any model: made at
+    its first use, beside all that is kept for it, what the compiler leaves behind would split the
+    memory in which every later step keeps the same.
     """
     if run.compile != "on":
         return
+    if device == "cpu":
+        from torch._functorch import config
+
+        config.force_non_lazy_backward_lowering = True
     options: dict[str, Any] | None = {"deterministic": True} if run.deterministic else None
     model.forward = torch.compile(model.forward, dynamic=False, options=options)
 

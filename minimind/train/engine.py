@@ -117,7 +117,7 @@ def _deepspeed(
     plugin = accelerator.deepspeed_plugin
     assert plugin is not None
     plugin.deepspeed_config.update(resolved.config)  # Accelerate switched steps_per_print off
-    compile_within(model, run)
+    compile_within(model, run, device)
     named = "optimizer" in resolved.config
     optimizer = DummyOptim(groups, lr=run.learning_rate) if named else adamw(groups, run)
     try:
@@ -166,7 +166,7 @@ def _plain(resolved: Resolved, model: PreTrainedModel, device: str) -> tuple[Bac
                 ),
             ],
         )
-    compile_within(model, run)
+    compile_within(model, run, device)
     with lost_peers():
         forward = accelerator.prepare_model(model)
     groups = parameter_groups(model, run.weight_decay)

@@ -77,14 +77,36 @@ def test_a_product_is_that_of_fp32_rounded_once(leading: tuple[int, ...]):
         torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)
 
 
-def test_rows_at_a_time_make_the_whole_product(monkeypatch: pytest.MonkeyPatch):
+class Wide(TorchDispatchMode):
+    """Finds the largest tensor of fp32 that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.dtype == torch.float32:
+            self.largest = max(self.largest, made.numel())
+        return made
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(7, V), (V, 7), (70, 64), (64, 70), (0, V), (V, 0)])
+@pytest.mark.parametrize(("at_once", "part"), [(2, 2**21), (7, 2**21), (100, 64 * E), (512, 2**21)])
+def test_parts_make_the_whole_product_and_no_more_is_held_in_fp32(
+    monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, at_once: int, part: int
+):
     torch.manual_seed(0)
-    one, other = torch.randn(7, E).bfloat16(), torch.randn(E, V).bfloat16()
+    one, other = torch.randn(rows, E).bfloat16(), torch.randn(columns, E).bfloat16().t()
     whole = (one.float() @ other.float()).bfloat16()
-    for rows in (2, 7, 8):
-        monkeypatch.setattr(products, "ROWS", rows)
-        torch.testing.assert_close(products.product(one, other), whole, rtol=2**-8, atol=1e-6)
-    assert products.product(one[:0], other).shape == (0, V)
+    monkeypatch.setattr(products, "ROWS", at_once)
+    monkeypatch.setattr(products, "PART", part)
+    with Wide() as held:
+        found = products.product(one, other)
+    torch.testing.assert_close(found, whole, rtol=2**-8, atol=1e-6)
+    size = min(at_once, max(part // max(E, min(rows, columns)) // 64, 1) * 64)
+    fewer, more = sorted((rows, columns))
+    assert held.largest <= max(fewer * E, min(size, more) * max(E, fewer))
 
 
 def kept_of(model: Any, rows: Tensor) -> dict[tuple[torch.dtype, tuple[int, ...]], int]:
@@ -112,7 +134,7 @@ def kept_of(model: Any, rows: Tensor) -> dict[tuple[torch.dtype, tuple[int, ...]
 
 
 @pytest.mark.usefixtures("without")
-def test_compiled_what_is_kept_is_bf16_and_the_units_are_computed_again():
+def test_compiled_what_is_kept_is_bf16_and_units_and_norms_are_computed_again():
     layers = 2
     model = build(dim=E, n_layers=layers, n_heads=6, n_kv_heads=2, vocab_size=V).bfloat16().train()
     kept = kept_of(model, torch.randint(V, (B, T + 1)))
@@ -121,6 +143,8 @@ def test_compiled_what_is_kept_is_bf16_and_the_units_are_computed_again():
     units = model.config.intermediate_size
     of_units = sum(n for (_, shape), n in kept.items() if shape[-1:] == (units,))
     assert of_units == 2 * layers  # gate and up, not their product
+    of_width = sum(n for (_, shape), n in kept.items() if shape in ((B, T, E), (B * T, E)))
+    assert of_width == 3 * layers + 1  # the residual stream and attention's, no copy that is normed
 
 
 @pytest.mark.usefixtures("without")

@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 import minimind.train as training
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG
@@ -150,8 +153,26 @@ def test_deterministic_has_the_compiler_choose_by_no_measurement(monkeypatch):
     given: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda forward, **asked: given.append(asked))
     for more in ("", "--deterministic"):
-        compile_within(built(), parse_flags(f"--compile on {more}".split()))
+        compile_within(built(), parse_flags(f"--compile on {more}".split()), "cpu")
     assert [options["options"] for options in given] == [None, {"deterministic": True}]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_a_cpu_the_backward_pass_is_made_before_anything_is_kept_for_it(monkeypatch, device):
+    made: list[str] = []
+
+    def noted(name: str) -> Any:
+        return lambda graph, inputs: made.append(name) or make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=noted("forward"), bw_compiler=noted("backward"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    with functorch_config.patch(force_non_lazy_backward_lowering=False):  # and restored after
+        model = built()
+        compile_within(model, COMPILED, device)
+        loss = model(ROWS[:, :-1], shift_labels=ROWS[:, 1:]).loss
+        assert made == (["forward", "backward"] if device == "cpu" else ["forward"])
+        loss.backward()
+    assert made == ["forward", "backward"]
 
 
 @pytest.mark.long
@@ -227,7 +248,7 @@ def test_logits_made_in_parts_are_not_kept_for_the_backward_pass():
 
 def test_only_the_model_is_uncompiled_where_it_is_asked_to_be(quickly):
     model = built()
-    compile_within(model, COMPILED)
+    compile_within(model, COMPILED, "cpu")
     doubled = torch.compile(lambda x: x * 2)
     with uncompiled(model):
         model(ROWS[:, :-1])
@@ -243,7 +264,7 @@ def test_what_hangs_on_the_model_is_not_compiled_with_it(quickly):
     seen = []
     model = built()
     model.register_forward_pre_hook(lambda *_: seen.append(torch.compiler.is_compiling()))
-    compile_within(model, COMPILED)
+    compile_within(model, COMPILED, "cpu")
     model.register_forward_hook(lambda *_: seen.append(torch.compiler.is_compiling()))
     for _ in range(2):
         model(ROWS[:, :-1])
