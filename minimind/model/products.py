@@ -27,7 +27,7 @@ def has_bf16() -> bool:
 
 HAS_BF16 = has_bf16()
 ROWS = 512  # or columns, in fp32 at a time: enough for the full rate
-PART = 2**21  # and numbers of them, where a row is as long as the vocabulary or the batch
+PART = 2**21  # numbers in fp32 in a part, where so many rows would be more (but 64 rows at least)
 
 
 def is_widened(x: Tensor) -> bool:
@@ -42,10 +42,9 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
-    """(N, M), bf16: of (N, K) and (K, M) by way of fp32, of which no more is held than parts.
+    """(N, M), bf16: of (N, K) and (K, M) by way of fp32, in which one factor is whole.
 
-    The factor that brings fewer rows or columns to the result is widened whole, for its use with
-    every part of the other one.
+    It is the smaller one; of the other and of the result there is a part at a time.
     """
     found = one.new_empty(len(one), other.shape[1])  # first: what outlives the rest leaves no hole
     is_tall = len(one) >= other.shape[1]

@@ -20,9 +20,10 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 def not_kept(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """function(*inputs), of little work: compiled for a CPU it is `recomputed`, else an own call.
+    """function(*inputs), of little work: compiled for a CPU it is `recomputed`, else a plain call.
 
-    There it costs no time that can be told (`benchmarks/units.py`); on GPUs nobody has measured.
+    What that costs was measured on a CPU (`benchmarks/units.py`, docs/performance.md) and nowhere
+    else.
     """
     if torch.compiler.is_compiling() and inputs[0].device.type == "cpu":
         return recomputed(function, *inputs)

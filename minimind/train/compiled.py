@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from minimind.config import RunConfig
+
+# How torch 2.10 to 2.13 call it. Where another one does not, there is more memory in use.
+AHEAD = "force_non_lazy_backward_lowering"
 
 
 def compile_within(model: PreTrainedModel, run: RunConfig, device: str) -> None:
@@ -21,19 +25,32 @@ def compile_within(model: PreTrainedModel, run: RunConfig, device: str) -> None:
 
     With --deterministic no kernel is chosen by how long it took: on a GPU another choice, after a
     resume, would sum in another order.
-
-    On a CPU the backward pass is made with the forward one, from here on of any model: made at
-    its first use, beside all that is kept for it, what the compiler leaves behind would split the
-    memory in which every later step keeps the same.
     """
     if run.compile != "on":
         return
-    if device == "cpu":
-        from torch._functorch import config
-
-        config.force_non_lazy_backward_lowering = True
     options: dict[str, Any] | None = {"deterministic": True} if run.deterministic else None
-    model.forward = torch.compile(model.forward, dynamic=False, options=options)
+    forward = torch.compile(model.forward, dynamic=False, options=options)
+    model.forward = ahead(forward) if device == "cpu" else forward
+
+
+def ahead(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled `forward`, whose first call makes the graph of its backward pass too.
+
+    torch makes that at its first use, when all that is kept for it is in memory. What the compiler
+    leaves behind would lie between, for good, and later steps would not fit the gaps.
+    """
+    from torch._functorch import config
+
+    if not hasattr(config, AHEAD):
+        return forward
+    both = config.patch({AHEAD: True})
+
+    @wraps(forward)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with both:  # no longer: whoever compiles something else gets what torch promises
+            return forward(*args, **kwargs)
+
+    return called
 
 
 class CompileClock:

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
+from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minimind.model import products
@@ -91,22 +92,35 @@ class Wide(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(7, V), (V, 7), (70, 64), (64, 70), (0, V), (V, 0)])
-@pytest.mark.parametrize(("at_once", "part"), [(2, 2**21), (7, 2**21), (100, 64 * E), (512, 2**21)])
+SIZES = [(7, V), (V, 7), (70, 64), (64, 70), (200, 100), (100, 200), (0, V), (V, 0)]
+
+
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+@pytest.mark.parametrize("inner", [E, 0])
+@pytest.mark.parametrize(
+    ("at_once", "part"), [(2, 2**21), (7, 2**21), (100, 64 * E), (512, 128 * E), (512, 2**21)]
+)
 def test_parts_make_the_whole_product_and_no_more_is_held_in_fp32(
-    monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, at_once: int, part: int
+    monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, inner: int, at_once: int, part: int
 ):
     torch.manual_seed(0)
-    one, other = torch.randn(rows, E).bfloat16(), torch.randn(columns, E).bfloat16().t()
-    whole = (one.float() @ other.float()).bfloat16()
+    one = torch.randn(rows, 2 * inner).bfloat16()[:, ::2]
+    other = torch.randn(columns, inner).bfloat16().t()
+    exact = one.double() @ other.double()
     monkeypatch.setattr(products, "ROWS", at_once)
     monkeypatch.setattr(products, "PART", part)
     with Wide() as held:
         found = products.product(one, other)
-    torch.testing.assert_close(found, whole, rtol=2**-8, atol=1e-6)
-    size = min(at_once, max(part // max(E, min(rows, columns)) // 64, 1) * 64)
-    fewer, more = sorted((rows, columns))
-    assert held.largest <= max(fewer * E, min(size, more) * max(E, fewer))
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)
+    fewer = min(rows, columns)
+    longest = max(inner, fewer)
+    assert held.largest <= max(fewer * inner, min(at_once * longest, max(part, 64 * longest)))
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_what_the_compiler_is_told_of_the_operation_is_true(is_transposed: bool):
+    one = torch.randn(E, 5).bfloat16().t() if is_transposed else torch.randn(5, E).bfloat16()
+    opcheck(products._opaque, (one, torch.randn(E, V).bfloat16()))
 
 
 def kept_of(model: Any, rows: Tensor) -> dict[tuple[torch.dtype, tuple[int, ...]], int]:

@@ -16,17 +16,17 @@ import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
 import minimind.train as training
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.flags import parse_flags
 from minimind.launch import read_launch
-from minimind.model import layers
+from minimind.model import layers, recomputing
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.recomputing import recompute_blocks
+from minimind.train import compiled
 from minimind.train.compiled import compile_within, uncompiled
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.engine import Engine, leave
@@ -157,22 +157,78 @@ def test_deterministic_has_the_compiler_choose_by_no_measurement(monkeypatch):
     assert [options["options"] for options in given] == [None, {"deterministic": True}]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_on_a_cpu_the_backward_pass_is_made_before_anything_is_kept_for_it(monkeypatch, device):
-    made: list[str] = []
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What is made and run of graphs, in order; they run as they are."""
+    found: list[str] = []
 
-    def noted(name: str) -> Any:
-        return lambda graph, inputs: made.append(name) or make_boxed_func(graph.forward)
+    def graph_of(name: str) -> Any:
+        def make(graph: Any, inputs: Any) -> Any:
+            def run(*args: Any) -> Any:
+                found.append(f"{name} runs")
+                return graph(*args)
 
-    backend = aot_autograd(fw_compiler=noted("forward"), bw_compiler=noted("backward"))
+            found.append(f"{name} made")
+            return make_boxed_func(run)
+
+        return make
+
+    backend = aot_autograd(fw_compiler=graph_of("forward"), bw_compiler=graph_of("backward"))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    with functorch_config.patch(force_non_lazy_backward_lowering=False):  # and restored after
-        model = built()
-        compile_within(model, COMPILED, device)
-        loss = model(ROWS[:, :-1], shift_labels=ROWS[:, 1:]).loss
-        assert made == (["forward", "backward"] if device == "cpu" else ["forward"])
-        loss.backward()
-    assert made == ["forward", "backward"]
+    torch._dynamo.reset()
+    yield found
+    torch._dynamo.reset()
+
+
+AHEAD = ["forward made", "backward made", "forward runs", "backward runs"]
+AT_ITS_USE = ["forward made", "forward runs", "backward made", "backward runs"]
+
+
+@pytest.mark.parametrize(("device", "order"), [("cpu", AHEAD), ("cuda", AT_ITS_USE)])
+def test_for_a_cpu_the_backward_pass_is_made_before_anything_is_kept_for_it(told, device, order):
+    model = built()
+    compile_within(model, COMPILED, device)
+    for _ in range(2):
+        model(ROWS[:, :-1], shift_labels=ROWS[:, 1:]).loss.backward()
+    assert told == [*order, "forward runs", "backward runs"]
+
+
+def test_so_it_is_by_an_engine_and_by_nobody_else_in_the_process(told, monkeypatch):
+    engine = engine_of(built(), monkeypatch, "--dtype float32 --accumulation_steps 2 --compile on")
+    try:
+        losses_of(engine, 1)
+    finally:
+        leave()
+    assert told == [*AHEAD, "forward runs", "backward runs"]
+    del told[:]
+    x = torch.ones(3, requires_grad=True)
+    torch.compile(lambda x: (x.sin().exp() * x).tanh().sum())(x).backward(retain_graph=True)
+    assert told == AT_ITS_USE
+
+
+def test_a_torch_that_does_not_know_how_compiles_all_the_same(told, monkeypatch):
+    model = built()
+    monkeypatch.setattr(compiled, "AHEAD", "a_name_that_is_gone")
+    compile_within(model, COMPILED, "cpu")
+    model(ROWS[:, :-1], shift_labels=ROWS[:, 1:]).loss.backward()
+    assert told == AT_ITS_USE
+
+
+def test_only_what_is_compiled_for_a_cpu_computes_again(monkeypatch):
+    """On GPUs it was not measured, and eager code would pay for nothing."""
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    calls: list[torch.Tensor] = []
+    monkeypatch.setattr(recomputing, "recomputed", lambda _, x: calls.append(x) or x)
+    assert torch.equal(recomputing.not_kept(doubled, torch.ones(2)), torch.full((2,), 2.0))
+    assert not calls
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    recomputing.not_kept(doubled, torch.ones(2, device="meta"))
+    assert not calls
+    recomputing.not_kept(doubled, torch.ones(2))
+    assert len(calls) == 1
 
 
 @pytest.mark.long
