@@ -17,11 +17,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
+from torch._functorch import config
 
+from minimind.train.compiled import AHEAD
 from tests.distributed.engines import Case, build, course
 
+is_ahead: list[bool] = []  # of each graph, whether its backward pass is asked for with it
 STAGES = {"ddp": None, "stage 0": 0, "stage 1": 1, "stage 2": 2}
+
+
+def captured(graph: Any, inputs: Any) -> Any:
+    """The graph as it is."""
+    is_ahead.append(getattr(config, AHEAD))
+    return aot_eager(graph, inputs)
 
 
 def compiled_course(stage: int | None) -> dict[str, Any]:
@@ -30,6 +40,7 @@ def compiled_course(stage: int | None) -> dict[str, Any]:
     counters.clear()
     eager = course(build(Case(stage, "bfloat16"), seed=1), 0, 4)
     assert not counters["stats"]
+    before = len(is_ahead)
     engine = build(Case(stage, "bfloat16", flags="--compile on"), seed=1)
     compiled = course(engine, 0, 1)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -38,6 +49,7 @@ def compiled_course(stage: int | None) -> dict[str, Any]:
     return {
         "graphs": counters["stats"]["unique_graphs"],
         "breaks": dict(counters["graph_break"]),
+        "ahead": is_ahead[before:],
         "eager": [step["loss"] for step in eager],
         "compiled": [step["loss"] for step in compiled],
     }
@@ -45,7 +57,7 @@ def compiled_course(stage: int | None) -> dict[str, Any]:
 
 if __name__ == "__main__":
     os.environ["DS_ACCELERATOR"] = "cpu"
-    torch.compile = partial(torch.compile, backend="aot_eager")
+    torch.compile = partial(torch.compile, backend=captured)
     found = {name: compiled_course(stage) for name, stage in STAGES.items()}
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))

@@ -345,4 +345,6 @@ def test_under_every_backend_of_two_processes_it_is_one_graph_made_once(tmp_path
     assert [*found] == ["ddp", "stage 0", "stage 1", "stage 2"]
     for name, seen in found.items():
         assert (seen["graphs"], seen["breaks"]) == (1, {}), name
+        assert seen["ahead"], name
+        assert all(seen["ahead"]), name
         assert seen["compiled"] == pytest.approx(seen["eager"], rel=1e-4), name
