@@ -63,7 +63,7 @@ class HeadNorm(RMSNorm):
     def forward(self, x_BTE: Tensor, is_split: bool = False) -> Tensor:
         """The same shape; is_split says that channels come as `in_halves` has them."""
         weight = in_halves(self.weight, len(self.weight)) if is_split else self.weight
-        return normed(x_BTE, weight, self.eps)  # it is rotated at once: nobody keeps it
+        return normed(x_BTE, weight, self.eps)  # rotated at once: no copy need be kept
 
 
 class HeadProjection(Linear):

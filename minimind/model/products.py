@@ -27,7 +27,7 @@ def has_bf16() -> bool:
 
 HAS_BF16 = has_bf16()
 ROWS = 512  # or columns, in fp32 at a time: enough for the full rate
-PART = 2**21  # numbers in fp32 in a part, where so many rows would be more (but 64 rows at least)
+PART = 2**21  # most numbers of a part, of the factor or the result: fewer rows then, down to 64
 
 
 def is_widened(x: Tensor) -> bool:
@@ -44,7 +44,7 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _product(one: Tensor, other: Tensor) -> Tensor:
     """(N, M), bf16: of (N, K) and (K, M) by way of fp32, in which one factor is whole.
 
-    It is the smaller one; of the other and of the result there is a part at a time.
+    It is the smaller one; of the other and of the result there is a part at a time in fp32.
     """
     found = one.new_empty(len(one), other.shape[1])  # first: what outlives the rest leaves no hole
     is_tall = len(one) >= other.shape[1]

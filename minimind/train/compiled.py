@@ -25,6 +25,8 @@ def compile_within(model: PreTrainedModel, run: RunConfig, device: str) -> None:
 
     With --deterministic no kernel is chosen by how long it took: on a GPU another choice, after a
     resume, would sum in another order.
+
+    On a CPU the backward pass is made `ahead`; on GPUs that was not measured.
     """
     if run.compile != "on":
         return
@@ -37,7 +39,8 @@ def ahead(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The compiled `forward`, whose first call makes the graph of its backward pass too.
 
     torch makes that at its first use, when all that is kept for it is in memory. What the compiler
-    leaves behind would lie between, for good, and later steps would not fit the gaps.
+    leaves behind would lie between, for good, and later steps would not fit the gaps. Made so, it
+    may refuse backward(retain_graph=True), which nothing here asks for.
     """
     from torch._functorch import config
 
@@ -47,7 +50,7 @@ def ahead(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def called(*args: Any, **kwargs: Any) -> Any:
-        with both:  # no longer: whoever compiles something else gets what torch promises
+        with both:  # and not for whatever else the process compiles
             return forward(*args, **kwargs)
 
     return called
