@@ -49,8 +49,8 @@ class Race:
     """Steps of the loop and bare ones in turn."""
 
     def __init__(self, pairs: int, hooks_only: bool) -> None:
-        self.pairs, self.taken = pairs, 0
         self.kinds, self.has_bare = KINDS[1:] if hooks_only else KINDS, not hooks_only
+        self.steps, self.taken = pairs * len(self.kinds), 0
         self.began = self.reading = 0.0
         self.engine: Any = None
         self.bare = 0.0
@@ -64,7 +64,7 @@ class Race:
         if self.taken > WARM:
             spent = {"bare": self.bare, "loop": now - self.began + self.reading, "kind": self.kind}
             self.found.append(spent)
-        if len(self.found) == len(self.kinds) * self.pairs:
+        if len(self.found) == self.steps:
             raise KeyboardInterrupt
         rows = read(batches, step)
         self.reading = time.perf_counter() - now
@@ -150,7 +150,14 @@ def run(race: Race, given: argparse.Namespace, folder: Path) -> None:
 
 
 def summary(race: Race) -> dict[str, float]:
-    """Medians in ms, of what was raced; the hooks also as a share of the step."""
+    """Medians in ms, of what was raced; the hooks also as a share of the step.
+
+    Raises SystemExit where a signal has ended the run before: its figures would be of fewer pairs.
+    """
+    if len(race.found) < race.steps:
+        raise SystemExit(
+            f"the run ended after {len(race.found)} of {race.steps} steps: no figures are told of it"
+        )
     by_kind = {kind: [pair for pair in race.found if pair["kind"] == kind] for kind in race.kinds}
     found = {
         f"loop_ms, {kind}": statistics.median(pair["loop"] for pair in pairs) * 1e3

@@ -15,6 +15,7 @@ import torch
 from minimind.flags import parse_flags
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.products import HAS_BF16
 from minimind.train.identity import hardware, source_commit, versions
 
 
@@ -37,7 +38,11 @@ def record(out: Path | None, name: str, load_before: Any, **found: Any) -> None:
             [f"python -m benchmarks.{name}", *(word.split("/")[-1] for word in sys.argv[1:])]
         ),
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {"cpus": os.cpu_count(), "processor": hardware(torch.device("cpu"))},
+        "machine": {
+            "cpus": os.cpu_count(),
+            "processor": hardware(torch.device("cpu")),
+            "bf16": HAS_BF16,  # whether it has instructions for it, which decides most figures
+        },
         "threads": torch.get_num_threads(),
         "load": {"before": load_before, "after": os.getloadavg()},
         "commit": source_commit(),

@@ -38,7 +38,8 @@ def table() -> str:
     rounds = len(next(iter(told["steps"].values())))
     lines.append("")
     lines.append(
-        f"{told['date']}, {told['machine']['cpus']} CPU cores, {told['threads']} threads, load"
+        f"{told['date']}, {told['machine']['cpus']} CPU cores ({told['machine']['processor']}),"
+        f" {told['threads']} threads, load"
         f" {told['load']['before'][0]:.1f} before; torch {versions['torch']}, transformers"
         f" {versions['transformers']}, DeepSpeed {versions['deepspeed']}; medians of {rounds}"
         f" rounds, `python -m benchmarks.throughput` (`benchmarks/results/{newest.name}`)."

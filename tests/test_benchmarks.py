@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks import gpu, overhead, record
 from benchmarks.gpu import NAMES
+from benchmarks.overhead import KINDS
 from benchmarks.stages import PHASES, STAGES
 from tests.conftest import ROOT
 
@@ -89,3 +90,44 @@ def test_a_model_whose_process_ends_costs_the_others_no_figures(tmp_path, monkey
     assert [*json.loads(out.read_text())["found"]] == ["26m", "0.4b"]
     assert "104m: ours, ZeRO-2, compiled ended: out of memory" in capsys.readouterr().out
     assert minutes == pytest.approx([2, 3, 6], abs=0.5)
+
+
+@pytest.mark.parametrize("steps", [0, 5, 6, 8])
+def test_no_figures_are_told_of_a_race_that_was_stopped(steps: int, tmp_path, monkeypatch, capsys):
+    """A signal ends the run as any other, saved and without an error, wherever it is."""
+    out = tmp_path / "overhead.json"
+
+    def stopped(race: Any, given: Any, folder: Path) -> None:
+        race.found = [
+            {"bare": 1.0, "loop": 2.0, "kind": KINDS[step % len(KINDS)]} for step in range(steps)
+        ]
+
+    monkeypatch.setattr(overhead, "run", stopped)
+    monkeypatch.setattr(sys, "argv", ["overhead", "text.jsonl", "--pairs", "3", "--out", str(out)])
+    with pytest.raises(SystemExit, match=rf"^the run ended after {steps} of 9 steps: no figures"):
+        overhead.main()
+    assert not out.exists()
+    assert not capsys.readouterr().out
+
+
+def test_a_race_that_was_not_stopped_has_its_figures(tmp_path, monkeypatch):
+    out = tmp_path / "overhead.json"
+
+    def whole(race: Any, given: Any, folder: Path) -> None:
+        took = {"as ever": 2.5, "hooks": 2.2, "neither": 2.0}
+        race.found = 3 * [{"bare": 1.0, "loop": took[kind], "kind": kind} for kind in KINDS]
+
+    monkeypatch.setattr(overhead, "run", whole)
+    monkeypatch.setattr(sys, "argv", ["overhead", "text.jsonl", "--pairs", "3", "--out", str(out)])
+    overhead.main()
+    found = json.loads(out.read_text())["found"]
+    assert found["loop_over_engine_ms"] == pytest.approx(1500)
+    assert found["hooks_ms"] == pytest.approx(200)
+    assert found["hooks_share"] == pytest.approx(0.1)
+
+
+def test_results_say_whether_the_cpu_multiplies_bf16(tmp_path, monkeypatch):
+    for has in (True, False):
+        monkeypatch.setattr(record, "HAS_BF16", has)
+        record.record(tmp_path / "of.json", "of", None)
+        assert json.loads((tmp_path / "of.json").read_text())["machine"]["bf16"] is has
