@@ -155,9 +155,8 @@ def summary(race: Race) -> dict[str, float]:
     Raises SystemExit where a signal has ended the run before: its figures would be of fewer pairs.
     """
     if len(race.found) < race.steps:
-        raise SystemExit(
-            f"the run ended after {len(race.found)} of {race.steps} steps: no figures are told of it"
-        )
+        done = f"{len(race.found)} of {race.steps} steps"
+        raise SystemExit(f"the run ended after {done}: there are no figures of it")
     by_kind = {kind: [pair for pair in race.found if pair["kind"] == kind] for kind in race.kinds}
     found = {
         f"loop_ms, {kind}": statistics.median(pair["loop"] for pair in pairs) * 1e3

@@ -9,9 +9,10 @@ Every contender (benchmarks/contenders.py) is a process of its own that waits be
 that all see the same machine and none shares an allocator. Each round lets every one of them take
 one step, in an order that moves on. A ratio is the median over rounds of two steps of the same
 round; the process's own CPU seconds stand beside the clock's, as they hear less of the neighbours.
-Memory is the peak of resident memory, the imports included. All compute in bf16 unless told
-otherwise: ours and the Trainer with bf16 weights and fp32 masters, as DeepSpeed has it, the loops
-written by hand with fp32 weights under autocast, as such loops have it.
+Memory is the peak of resident memory, the imports and the compiling included: each compiles anew.
+All compute in bf16 unless told otherwise: ours and the Trainer with bf16 weights and fp32 masters,
+as DeepSpeed has it, the loops written by hand with fp32 weights under autocast, as such loops have
+it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from benchmarks.contenders import CONTENDERS
@@ -55,6 +57,7 @@ class Contender:
         folder: Path,
         flags: Sequence[str] = (),
         processes: int = 1,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.name, self.logs = name, [folder / f"{name}-{rank}.log" for rank in range(processes)]
         self.steps: list[dict[str, float]] = []
@@ -71,7 +74,7 @@ class Contender:
                     pass_fds=(theirs_in, theirs_out),
                     stdout=told,
                     stderr=subprocess.STDOUT,
-                    env=os.environ | meeting | who,
+                    env={**os.environ, **meeting, **who, **environment},
                 )
             os.close(theirs_in)
             os.close(theirs_out)
@@ -113,6 +116,14 @@ def meeting_place(processes: int) -> dict[str, str]:
     size = str(processes)
     told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return told | {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+
+
+def compiling_anew(folder: Path, number: int) -> dict[str, str]:
+    """The environment in which a contender of this number finds nothing that was compiled before.
+
+    What compiling takes is part of a peak of memory: read from a cache, it would be missing.
+    """
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"compiled-{number}")}
 
 
 def race(
@@ -207,7 +218,10 @@ def main() -> None:
         folder = Path(kept)
         shutil.copy(given.text, folder / "text.jsonl")
         place = (given.model, given.rows, folder, ("--dtype", given.dtype))
-        starts = {name: partial(Contender, name, *place) for name in given.only}
+        starts = {
+            name: partial(Contender, name, *place, environment=compiling_anew(folder, number))
+            for number, name in enumerate(given.only)
+        }
         found = race(starts, given.rounds, given.warm)
     base = BASE if BASE in found else given.only[0]
     tokens = given.rows * parse_flags(["--model", given.model]).max_seq_len
