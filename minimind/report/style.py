@@ -39,7 +39,7 @@ footer { margin-top: 44px; font-size: 13px; border-top: 1px solid var(--rule); p
 figure { margin: 0; min-width: 0; break-inside: avoid; } figure.wide { grid-column: 1 / -1; }
 figcaption { display: flex; flex-wrap: wrap; align-items: baseline; gap: 0 10px;
   margin-bottom: 6px; font-size: 13px; }
-.legend { display: flex; flex-wrap: wrap; gap: 0 14px; font-size: 13px; }
+.legend { display: flex; flex-wrap: wrap; gap: 0 14px; font-size: 13px; max-width: none; }
 figcaption .legend { margin-left: auto; }
 .key { display: inline-flex; align-items: center; gap: 5px; overflow-wrap: anywhere; }
 .key b { font-variant-numeric: tabular-nums; }
