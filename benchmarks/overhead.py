@@ -8,18 +8,22 @@ One process, one run. Where the loop asks for its rows, a bare step is taken on 
 the same rows: forward, backward and step as its library documents them, and nothing else. A pair is
 a step of the loop and the bare one before it. The loop's steps are of three kinds in turn: as
 without --profile (the clock of phases, of which step lines are made); with the hooks of --profile
-(the timed collectives too); and with neither. The bare step never has any. With --hooks_only there
-are no bare steps and only the last two kinds, on alternate steps: for models whose steps take long.
+(the timed collectives too); and with neither. The bare step never has any, and gets its rows for
+nothing. `hooks` are the second kind over the third, clock and all; `profile`, what --profile adds
+to a run, the second over the first. With --hooks_only there are no bare steps and only the last two
+kinds, on alternate steps: for models whose steps take long.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,27 +153,40 @@ def run(race: Race, given: argparse.Namespace, folder: Path) -> None:
         Batches.at, Engine.step = read, step
 
 
-def summary(race: Race) -> dict[str, float]:
-    """Medians in ms, of what was raced; the hooks also as a share of the step.
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where the median lies with 95 % confidence, by ranks: no distribution is assumed."""
+    ordered, middle = sorted(values), (len(values) - 1) / 2
+    away = 0.98 * math.sqrt(len(values))  # 1.96 deviations of how many lie below the median
+    low, high = math.floor(middle - away), math.ceil(middle + away)
+    return ordered[max(low, 0)], ordered[min(high, len(values) - 1)]
+
+
+def summary(race: Race) -> dict[str, Any]:
+    """Medians in ms of what was raced, and of each difference the median and its 95 % interval.
 
     Raises SystemExit where a signal has ended the run before: its figures would be of fewer pairs.
     """
     if len(race.found) < race.steps:
         done = f"{len(race.found)} of {race.steps} steps"
         raise SystemExit(f"the run ended after {done}: there are no figures of it")
-    by_kind = {kind: [pair for pair in race.found if pair["kind"] == kind] for kind in race.kinds}
-    found = {
-        f"loop_ms, {kind}": statistics.median(pair["loop"] for pair in pairs) * 1e3
-        for kind, pairs in by_kind.items()
+    loop = {
+        kind: [pair["loop"] * 1e3 for pair in race.found if pair["kind"] == kind]
+        for kind in race.kinds
     }
-    both = list(zip(by_kind["hooks"], by_kind["neither"], strict=True))
-    found["hooks_ms"] = statistics.median((one["loop"] - two["loop"]) * 1e3 for one, two in both)
-    found["hooks_share"] = statistics.median(one["loop"] / two["loop"] - 1 for one, two in both)
+    found: dict[str, Any] = {f"loop_ms, {kind}": statistics.median(loop[kind]) for kind in loop}
+    hooks, neither = loop["hooks"], loop["neither"]
+    differences = {
+        "hooks_ms": [one - two for one, two in zip(hooks, neither, strict=True)],
+        "hooks_share": [one / two - 1 for one, two in zip(hooks, neither, strict=True)],
+    }
     if race.has_bare:
+        ever = [pair for pair in race.found if pair["kind"] == "as ever"]
         found["bare_ms"] = statistics.median(pair["bare"] for pair in race.found) * 1e3
-        found["loop_over_engine_ms"] = statistics.median(
-            (pair["loop"] - pair["bare"]) * 1e3 for pair in by_kind["as ever"]
-        )
+        differences["profile_ms"] = [a - b for a, b in zip(hooks, loop["as ever"], strict=True)]
+        differences["loop_over_engine_ms"] = [(one["loop"] - one["bare"]) * 1e3 for one in ever]
+    for name, values in differences.items():
+        found[name] = statistics.median(values)
+        found[f"{name}, 95 %"] = interval(values)
     return found
 
 

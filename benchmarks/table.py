@@ -34,15 +34,15 @@ def table() -> str:
             f" {against:.2f} |"
             f" {row['peak_mib']:,.0f} MiB ({row['memory']:.2f}) |"
         )
-    versions = told["versions"]
-    rounds = len(next(iter(told["steps"].values())))
+    versions, machine, load = told["versions"], told["machine"], told["load"]
+    bf16 = "with" if machine["bf16"] else "without"
     lines.append("")
     lines.append(
-        f"{told['date']}, {told['machine']['cpus']} CPU cores ({told['machine']['processor']}),"
-        f" {told['threads']} threads, load"
-        f" {told['load']['before'][0]:.1f} before; torch {versions['torch']}, transformers"
-        f" {versions['transformers']}, DeepSpeed {versions['deepspeed']}; medians of {rounds}"
-        f" rounds, `python -m benchmarks.throughput` (`benchmarks/results/{newest.name}`)."
+        f"{told['date']}, {machine['cpus']} CPU cores ({machine['processor']}, {bf16} instructions"
+        f" for bf16), {told['threads']} threads, load {load['before'][0]:.1f} before and"
+        f" {load['after'][0]:.1f} after; torch {versions['torch']}, transformers"
+        f" {versions['transformers']}, DeepSpeed {versions['deepspeed']};"
+        f" `{told['command'].partition(' --out')[0]}` (`benchmarks/results/{newest.name}`)."
     )
     return "\n".join(lines)
 
