@@ -36,13 +36,14 @@ def table() -> str:
         )
     versions, machine, load = told["versions"], told["machine"], told["load"]
     bf16 = "with" if machine["bf16"] else "without"
+    rounds = len(next(iter(told["steps"].values())))
     lines.append("")
     lines.append(
         f"{told['date']}, {machine['cpus']} CPU cores ({machine['processor']}, {bf16} instructions"
         f" for bf16), {told['threads']} threads, load {load['before'][0]:.1f} before and"
         f" {load['after'][0]:.1f} after; torch {versions['torch']}, transformers"
         f" {versions['transformers']}, DeepSpeed {versions['deepspeed']};"
-        f" `{told['command'].partition(' --out')[0]}` (`benchmarks/results/{newest.name}`)."
+        f" medians of {rounds} rounds, `{told['command'].partition(' --')[0]}` (`benchmarks/results/{newest.name}`)."
     )
     return "\n".join(lines)
 

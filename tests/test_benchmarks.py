@@ -202,4 +202,4 @@ def test_the_table_says_whose_figures_they_are(bf16: bool, tmp_path, monkeypatch
     last = table.table().splitlines()[-1]
     assert f"(Abacus, {'with' if bf16 else 'without'} instructions for bf16)" in last
     assert "load 0.2 before and 2.5 after" in last
-    assert "`python -m benchmarks.throughput poems.jsonl --rounds" in last
+    assert "rounds, `python -m benchmarks.throughput poems.jsonl` (`benchmarks/results/" in last
