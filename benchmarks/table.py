@@ -43,7 +43,8 @@ def table() -> str:
         f" for bf16), {told['threads']} threads, load {load['before'][0]:.1f} before and"
         f" {load['after'][0]:.1f} after; torch {versions['torch']}, transformers"
         f" {versions['transformers']}, DeepSpeed {versions['deepspeed']};"
-        f" medians of {rounds} rounds, `{told['command'].partition(' --')[0]}` (`benchmarks/results/{newest.name}`)."
+        f" medians of {rounds} rounds, `{told['command'].partition(' --')[0]}`"
+        f" (`benchmarks/results/{newest.name}`)."
     )
     return "\n".join(lines)
 
