@@ -706,8 +706,7 @@ def test_what_cannot_be_is_one_line_and_status_2_before_any_work(row: Bad, monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: row.gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: row.gpus)
     monkeypatch.setattr("minimind.train.setup.parent_command", row.launcher.split)
-    for name, value in row.environ.items():
-        monkeypatch.setenv(name, value)
+    os.environ |= row.environ  # undone by worker: monkeypatch would put worker's own back after it
     Path("run.yaml").write_text(row.yaml)
     given = ["--data_path", "gone.jsonl", "--cache_dir", "cache", "--out_dir", "out"]
     given += ["--config", "run.yaml"] if row.yaml and "--model" not in row.flags else []
