@@ -154,7 +154,10 @@ def run(race: Race, given: argparse.Namespace, folder: Path) -> None:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median lies with 95 % confidence, by ranks: no distribution is assumed."""
+    """Where the median lies with 95 % confidence, by ranks: no distribution is assumed.
+
+    Of fewer than six values it is the least and the largest, whose confidence is less.
+    """
     ordered, middle = sorted(values), (len(values) - 1) / 2
     away = 0.98 * math.sqrt(len(values))  # 1.96 deviations of how many lie below the median
     low, high = math.floor(middle - away), math.ceil(middle + away)

@@ -197,9 +197,10 @@ def test_the_table_says_whose_figures_they_are(bf16: bool, tmp_path, monkeypatch
     told = json.loads(newest.read_text())
     told["machine"] = {"cpus": 3, "processor": "Abacus", "bf16": bf16}
     told["load"] = {"before": [0.25, 0, 0], "after": [2.5, 0, 0]}
+    told["command"] = "python -m benchmarks.throughput kjv.jsonl --rounds 9 --out of.json"
     (results / newest.name).write_text(json.dumps(told))
     monkeypatch.setattr(table, "ROOT", tmp_path)
     last = table.table().splitlines()[-1]
     assert f"(Abacus, {'with' if bf16 else 'without'} instructions for bf16)" in last
     assert "load 0.2 before and 2.5 after" in last
-    assert "rounds, `python -m benchmarks.throughput poems.jsonl` (`benchmarks/results/" in last
+    assert "rounds, `python -m benchmarks.throughput kjv.jsonl` (`benchmarks/results/" in last
