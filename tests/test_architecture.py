@@ -39,6 +39,8 @@ LAYERS = [
         "minimind.train.deepspeed_config",
         "minimind.train.deepspeed_schema",
         "minimind.train.deepspeed_keys",
+        "minimind.train.deepspeed_values",
+        "minimind.train.deepspeed_effects",
         "minimind.train.literals",
         "minimind.train.autos",
         "minimind.train.combinations",

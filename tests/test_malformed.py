@@ -263,7 +263,7 @@ TYPES = {
         "ds.json: zero_optimization.offload_optimizer",
         json=zero(stage=0, offload_optimizer={"device": {"name": "cpu"}}),
     ),
-    "type precision": bad('ds.json: bf16.enabled is "yes"', json={"bf16.enabled": "yes"}),
+    "type precision": bad('ds.json: bf16.enabled is "maybe"', json={"bf16.enabled": "maybe"}),
     "type betas": bad("optimizer.params.betas is 0.9", json={"optimizer.params.betas": 0.9}),
     "type betas three": bad("betas is [0.9, 0.9, 0.9]", json={"optimizer.params.betas": [0.9] * 3}),
     "type bucket": bad(

@@ -12,6 +12,7 @@ from typing import Any
 
 from minimind.config import RunConfig
 from minimind.train.autos import offloads
+from minimind.train.deepspeed_effects import ignored_faults
 from minimind.train.deepspeed_schema import OPTIMIZERS, optimizer_name
 from minimind.train.literals import BATCH, MISSING, get
 
@@ -23,19 +24,16 @@ HEARD_BY = {
     "warmup_steps": ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
     "min_lr_ratio": ("WarmupCosineLR",),
 }
-# Each would make the rows a rank reads, or the gradient's mean, another than what is printed; the
-# last would let a gradient that is not finite into the weights.
-NOT_OURS = {
-    "managed_gradient_accumulation": (False, "accumulation is counted by DeepSpeed here"),
-    "gradient_allreduce_op": ("sum", "the loss is a mean over all processes"),
-    "tensor_parallel.autotp_size": (1, "every process reads rows of its own"),
+# The one value of each that trains rightly here. Any other would make the rows a rank reads, or the
+# gradient's mean, another than what is printed; of the last, let a gradient that is not finite into
+# the weights.
+ONLY = {
+    "managed_gradient_accumulation": (True, "accumulation is counted by DeepSpeed here"),
+    "gradient_allreduce_op": ("mean", "the loss is a mean over all processes"),
     "sequence_parallel_size": (1, "every process reads rows of its own"),
     "data_parallel_size": (1, "the launcher says how many processes there are"),
-    "expert_parallel.enabled": (True, "the model has no experts"),
-    "hybrid_engine.enabled": (True, "nothing is generated while training"),
-    "data_efficiency.enabled": (True, "rows are chosen by the data order"),
-    "autotuning.enabled": (True, "`minimind plan` says what fits"),
-    "bf16.check_grad_overflow": (False, "a step with a gradient that is not finite is skipped"),
+    "torch_autocast.enabled": (False, "--dtype decides the precision"),
+    "bf16.check_grad_overflow": (True, "a step with a gradient that is not finite is skipped"),
 }
 # DeepSpeed divides by the first kind, and refuses or believes a negative one of the second.
 LEAST = {
@@ -67,7 +65,7 @@ def combination_faults(
         for block, kind, name in unheard(config)
         if run.is_explicit(name)
     ]
-    found += _least(config) + _not_ours(config)
+    found += _least(config) + _other_values(config) + ignored_faults(config)
     if run.compile == "on" and get(config, "flops_profiler.enabled") is True:
         found.append(
             "flops_profiler.enabled is true, and in a model that is compiled the profiler miscounts"
@@ -138,8 +136,6 @@ def _precision(config: Mapping[str, Any], run: RunConfig, device: str, stage: in
             f"dtype = float16 ({run.sources['dtype']}) trains wrongly at ZeRO stage 0 in DeepSpeed"
             " 0.19.8 (gradients are unscaled that were never scaled); use bfloat16, or stage 1 to 3"
         )
-    if get(config, "torch_autocast.enabled") is True:
-        found.append("torch_autocast.enabled is true, a second precision beside --dtype; remove it")
     accumulated = get(config, "data_types.grad_accum_dtype")
     if accumulated == "fp32" and run.dtype == "bfloat16" and stage == 0:
         found.append(
@@ -242,13 +238,10 @@ def _least(config: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _not_ours(config: Mapping[str, Any]) -> list[str]:
+def _other_values(config: Mapping[str, Any]) -> list[str]:
     found = []
-    for key, (value, why) in NOT_OURS.items():
+    for key, (value, why) in ONLY.items():
         literal = get(config, key)
-        if literal is MISSING or literal is None:
-            continue
-        is_size = isinstance(value, int) and not isinstance(value, bool)
-        if literal != value if is_size else literal == value:
+        if literal is not MISSING and literal is not None and literal != value:
             found.append(f"{key} is {json.dumps(literal)}, but {why}; remove it")
     return found

@@ -18,6 +18,7 @@ from minimind.launch import Launch
 from minimind.train import deepspeed_schema
 from minimind.train.autos import autos, never_left_out
 from minimind.train.combinations import combination_faults
+from minimind.train.deepspeed_values import normalised
 from minimind.train.literals import (
     AUTO,
     BATCH,
@@ -27,6 +28,7 @@ from minimind.train.literals import (
     adopt_launch,
     adopt_yaml_fields,
     get,
+    leaves,
     put,
 )
 from minimind.train.schedule import Schedule
@@ -110,17 +112,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every value that is not itself an object, keyed by its dotted path."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            found |= leaves(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
-
-
 def resolve(
     written: Mapping[str, Any],
     path: str,
@@ -137,7 +128,7 @@ def resolve(
     its warm-up. `sections` gives the faults that DeepSpeed's own models find in a filled file.
     Raises a UsageError of every fault found.
     """
-    config: dict[str, Any] = json.loads(json.dumps(written))
+    config = normalised(json.loads(json.dumps(written)))
     for key in (BATCH, MICRO_BATCH, "gradient_accumulation_steps"):
         if key in config and config[key] is None:  # DeepSpeed's way of leaving it open
             config[key] = AUTO

@@ -61,7 +61,7 @@ SECTIONS = {
     "scheduler": _kinds("text: type  object: params"),
 }
 # Here it has a model of its own, which refuses other names, but late and without a suggestion.
-# Of `any` other modules tell: combinations.py of stage, literals.py of enabled.
+# Of `any` other modules report: combinations.py of stage, literals.py of enabled.
 MODELLED = {
     "zero_optimization": _kinds("""
         any: stage
@@ -97,6 +97,24 @@ MODELLED = {
         number: loss_scale
         whole: initial_scale_power loss_scale_window hysteresis min_loss_scale"""),
 }
+# Of the sections that deepspeed_schema.py leaves to DeepSpeed's own models: what a rule looks at.
+READ_BY_PYDANTIC = {
+    "hybrid_engine": _kinds("bool: enabled"),
+    "tensor_parallel": _kinds("whole: autotp_size"),
+    "tensor_parallel.tp": _kinds("bool: enabled  whole: tp_size"),
+    "compile": _kinds("bool: deepcompile"),
+    "timers.throughput": _kinds("bool: enabled synchronized"),
+    **dict.fromkeys(
+        ("comms_logger", "tensorboard", "wandb", "csv_monitor", "comet"), _kinds("bool: enabled")
+    ),
+}
+# Texts that DeepSpeed lowers before it compares them.
+LOWERED = (
+    "gradient_allreduce_op",
+    "communication_data_type",
+    "seq_parallel_communication_data_type",
+    "log_level",
+)
 _GONE = "was removed from DeepSpeed"
 REMOVED = {
     "amp": f"{_GONE}; use bf16, fp16 or torch_autocast",

@@ -130,10 +130,8 @@ def _wrong(name: str, value: Any, kind: str) -> list[str]:
         advice = "write {...}" if is_object else "write one"
         return [f"{name} is {_shown(value)}, not {words}; {advice}"]
     choices = CHOICES.get(name)
-    # The top-level ones DeepSpeed lowers itself.
-    if choices and isinstance(value, str):
-        if (value if "." in name else value.lower()) not in choices:
-            return [f"{name} is {_shown(value)}, not one of {', '.join(choices)}; write one"]
+    if choices and isinstance(value, str) and value not in choices:
+        return [f"{name} is {_shown(value)}, not one of {', '.join(choices)}; write one"]
     return []
 
 

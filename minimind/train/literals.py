@@ -194,3 +194,14 @@ def put(config: dict[str, Any], key: str, value: Any) -> None:
             return
         config = below
     config[last] = value
+
+
+def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Every value that is not itself an object, keyed by its dotted path."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            found |= leaves(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
