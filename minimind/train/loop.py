@@ -43,12 +43,14 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
         result = engine.step(micro_batches, desk.schedule.lr_at(state.step), clock)  # step
         state = state.after(desk.batches.tokens_per_step)  # advance
         desk.progress.step = state.step
-        asked, failed = engine.sum_over_ranks([bool(desk.stop.reason), desk.saver.has_failed])
+        asked, failed, overdue = engine.sum_over_ranks(
+            [bool(desk.stop.reason), desk.saver.has_failed, desk.saver.is_overdue]
+        )
         stopping = asked > 0 or state.step == run.stop_at_step
         report_saved(desk, wait=failed > 0)
         logging = is_due(state.step, run.log_interval, last) or stopping
         profiling = run.profile and (is_due(state.step, run.profile_interval, last) or stopping)
-        saving = is_due(state.step, run.save_interval, last) or stopping
+        saving = is_due(state.step, run.save_interval, last) or stopping or overdue > 0
         report_skipped(desk, state, result, is_due=logging or profiling or saving)
         if logging or profiling:
             desk.report.took(clock.take())

@@ -150,6 +150,7 @@ def build_desk(
         {**facts(run, same, order, engine), "init_from": initial.origin(resumed.manifest)},
         texts(prepared, engine),
         run.async_save,
+        run.save_minutes,
     )
     batches = batches_of(run, prepared, order, engine)
     desk = Desk(
