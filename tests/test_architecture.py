@@ -68,6 +68,7 @@ LAYERS = [
     },
     {"minimind.train.engine", "minimind.sampling", "minimind.writing", "minimind.prompts"},
     {"minimind.train.trackers"},
+    {"minimind.train.progress_bar"},
     {"minimind.train.report"},
     {
         "minimind.train.saver",

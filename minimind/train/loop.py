@@ -39,9 +39,10 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
         trace(desk, state, clock)
         engine.seed(state.step)
         clock.begin()
-        micro_batches = desk.batches.at(state.step)  # fetch
+        micro_batches = desk.report.follow(desk.batches.at(state.step))  # fetch
         result = engine.step(micro_batches, desk.schedule.lr_at(state.step), clock)  # step
         state = state.after(desk.batches.tokens_per_step)  # advance
+        desk.report.advance()
         desk.progress.step = state.step
         asked, failed, overdue = engine.sum_over_ranks(
             [bool(desk.stop.reason), desk.saver.has_failed, desk.saver.is_overdue]

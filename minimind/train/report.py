@@ -15,6 +15,7 @@ from tqdm import tqdm
 from minimind.files import storing
 from minimind.metrics import Metrics
 from minimind.train.profile import SHOWN, mean_ms, median_ms, profile_table, ranks_table
+from minimind.train.progress_bar import Followed, ProgressBar
 from minimind.train.trackers import Trackers
 
 PAUSES: tuple[str, ...] = ("evaluate", "checkpoint", "sample", "trace", "gc")
@@ -42,7 +43,7 @@ class Report:
         self._mfu_per_speed = mfu_per_speed
         self._device = device
         self._total = total_steps
-        self._bar: tqdm | None = None
+        self._bar: ProgressBar | None = None
         self._since = time.perf_counter()
         self._since_line: list[dict[str, float]] = []  # phase times of the steps since then
         self._since_table: list[dict[str, float]] = []
@@ -71,7 +72,16 @@ class Report:
         """Show the bar from `step` on (terminals only) and start the clock of tokens/s."""
         self._since = time.perf_counter()
         if self._is_speaker and sys.stderr.isatty():
-            self._bar = tqdm(total=self._total, initial=step, unit="step", dynamic_ncols=True)
+            self._bar = ProgressBar(step, self._total)
+
+    def follow(self, micro_batches: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The same micro-batches; at a terminal the bar shows which one a long step has reached."""
+        return Followed(micro_batches, self._bar) if self._bar else micro_batches
+
+    def advance(self) -> None:
+        """Move the bar by one step."""
+        if self._bar:
+            self._bar.advance()
 
     def took(self, steps: list[dict[str, float]]) -> None:
         """Take note of the phase times of some steps."""
@@ -98,12 +108,10 @@ class Report:
         shown = f"loss {line['loss']:.4f}  lr {line['lr']:.2e}  {speed:,.0f} tokens/s"
         if line["mfu"] is not None:
             shown += f"  MFU {line['mfu']:.1%}"
-        if self._bar is not None:
-            self._bar.set_postfix_str(shown, refresh=False)
-            self._bar.update(line["step"] - self._bar.n)
-        else:
-            left = (self._total - line["step"]) * line["step_ms"] / 1e3
-            self.say(f"step {line['step']}/{self._total}  {shown}  ETA {_duration(left)}")
+        if self._bar:
+            self._bar.show(f"loss {line['loss']:.4f}")
+        left = (self._total - line["step"]) * line["step_ms"] / 1e3
+        self.say(f"step {line['step']}/{self._total}  {shown}  ETA {_duration(left)}")
 
     def pause(self, cause: str, milliseconds: float) -> None:
         """Time spent between steps, which no step is charged for."""
