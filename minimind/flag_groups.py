@@ -259,6 +259,9 @@ class PlaceFlags:
     dry_run: bool = flag(
         "print what every number would be and what it would cost, and end", False, "engine"
     )
+    verbose: bool = flag(
+        "print every flag and DeepSpeed key with value and source at the start", False, "engine"
+    )
     debug: bool = flag("show tracebacks and the launcher's own log", False, "engine")
     config: str | None = flag(
         "YAML file of flag names and values; flags given beside it win", None, "engine"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from minimind.errors import PREEMPTED
 from minimind.train.desk import (
     Desk,
+    advance,
     asked_by,
     begin_save,
     report_collectives,
@@ -42,7 +43,7 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
         micro_batches = desk.report.follow(desk.batches.at(state.step))  # fetch
         result = engine.step(micro_batches, desk.schedule.lr_at(state.step), clock)  # step
         state = state.after(desk.batches.tokens_per_step)  # advance
-        desk.report.advance()
+        advance(desk, state, state.step - begun)
         desk.progress.step = state.step
         asked, failed, overdue = engine.sum_over_ranks(
             [bool(desk.stop.reason), desk.saver.has_failed, desk.saver.is_overdue]

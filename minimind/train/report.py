@@ -45,6 +45,8 @@ class Report:
         self._total = total_steps
         self._bar: ProgressBar | None = None
         self._since = time.perf_counter()
+        self._steps = 0  # since `begin`
+        self._first_end = 0.0  # of the first of them
         self._since_line: list[dict[str, float]] = []  # phase times of the steps since then
         self._since_table: list[dict[str, float]] = []
         self._pauses: dict[str, float] = {}  # ms between the steps of a table, by cause
@@ -80,8 +82,15 @@ class Report:
 
     def advance(self) -> None:
         """Move the bar by one step."""
+        self._steps += 1
+        if self._steps == 1:
+            self._first_end = time.perf_counter()
         if self._bar:
             self._bar.advance()
+
+    def seconds_per_step(self) -> float:
+        """By the host's clock, of the steps after the first, which may compile; two are needed."""
+        return (time.perf_counter() - self._first_end) / (self._steps - 1)
 
     def took(self, steps: list[dict[str, float]]) -> None:
         """Take note of the phase times of some steps."""
@@ -111,13 +120,14 @@ class Report:
         if self._bar:
             self._bar.show(f"loss {line['loss']:.4f}")
         left = (self._total - line["step"]) * line["step_ms"] / 1e3
-        self.say(f"step {line['step']}/{self._total}  {shown}  ETA {_duration(left)}")
+        self.say(f"step {line['step']}/{self._total}  {shown}  ETA {duration(left)}")
 
     def pause(self, cause: str, milliseconds: float) -> None:
         """Time spent between steps, which no step is charged for."""
         self._pauses[cause] = self._pauses.get(cause, 0.0) + milliseconds
         self._between_lines[cause] += milliseconds
         self._since += milliseconds / 1e3
+        self._first_end += milliseconds / 1e3
 
     def untold(self) -> dict[str, float]:
         """Milliseconds by cause, as `CAUSE_ms`, of the pauses that no step line has told."""
@@ -170,7 +180,8 @@ def _named(pauses: dict[str, float]) -> dict[str, float]:
     return {f"{cause}_ms": spent for cause, spent in pauses.items()}
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """`4:05`, or `1:04:05` from an hour on."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -106,7 +106,7 @@ class Saver:
                     " free some space, or give another --out_dir"
                 )
             fits, kept = free // self.bytes, len(candidates(self.root))
-            told = f"a checkpoint takes {mebibytes(self.bytes)}, {fits:,} more fit"
+            told = f"{mebibytes(self.bytes)} each, {fits:,} more fit"
             missing = self.keep_last + 1 - kept - fits
             if missing > 0:  # the new one is complete before the oldest goes
                 told += (
