@@ -120,7 +120,8 @@ def _model(desk: Desk, prepared: Prepared) -> list[str]:
     unused = vocabulary - run.vocab_size + prepared.tokenizer.unused
     name = f"{shortened(run.model, 40)}, " if run.model and not run.hugging_face else ""
     size = f"{name}{desk.engine.parameters:,} parameters"
-    return [size, f"vocabulary {vocabulary:,} ({unused:,} of it unused)"]
+    some = f" ({unused:,} of it unused)" if unused else ""
+    return [size, f"vocabulary {vocabulary:,}{some}"]
 
 
 def _data(desk: Desk, prepared: Prepared) -> list[str]:

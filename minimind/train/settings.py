@@ -22,6 +22,8 @@ ORDINARY = {
     "optimizer.type": "AdamW",
     "optimizer.params.eps": 1e-8,
 }
+# Keys that we fill with a product of others, and with the same value in every run.
+NO_DECISION = ("train_batch_size", "timers.throughput.synchronized")
 PREFIXES = ("zero_optimization.", "optimizer.params.", "scheduler.params.")
 MOST = 40  # columns of one value or source
 
@@ -90,7 +92,7 @@ def _label_of_key(resolved: Resolved, key: str, value: Any, source: str) -> str:
     if is_stage_3 and resolved.zero_stage != 3:
         return ""
     if source.startswith("derived: "):
-        return "" if key == "train_batch_size" else "derived"
+        return "" if key in NO_DECISION else "derived"
     is_default = source.split(" ")[0] in FLAGS or source.endswith("default")
     if is_default or key == "zero_optimization.stage" or ORDINARY.get(key) == value:
         return ""
