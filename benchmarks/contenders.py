@@ -86,6 +86,7 @@ def product(gate: Gate, shape: str, rows: int, folder: Path, *more: str, flags: 
     out_dir = folder / f"out-{os.getpid()}"
     given = f"--model {shape} --batch_size {rows} --max_steps 100000 --device cpu --resume none"
     given += f" --learning_rate {LEARNING_RATE} --eval_rows 0 --save_interval 100000"
+    given += " --save_minutes 0"
     given += f" --data_path {folder / 'text.jsonl'} --cache_dir {folder / 'cache'}"
     os._exit(main([*given.split(), "--out_dir", str(out_dir), *flags.split(), *more]))
 

@@ -143,6 +143,7 @@ def run(race: Race, given: argparse.Namespace, folder: Path) -> None:
             max_steps=10**6,
             log_interval=10**6,
             save_interval=10**6,
+            save_minutes=0.0,
             eval_rows=0,
             profile=True,
             profile_interval=10**6,

@@ -188,6 +188,12 @@ class PlaceFlags:
         "output",
         at_least=1,
     )
+    save_minutes: float = flag(
+        "minutes without a checkpoint after which one is saved as well; 0: only by --save_interval",
+        30.0,
+        "output",
+        at_least=0.0,
+    )
     keep_last: int = flag("checkpoints kept", 2, "output", at_least=1)
     async_save: bool = flag(
         "write checkpoints while training goes on; costs a copy of the optimizer state in memory",
@@ -252,6 +258,9 @@ class PlaceFlags:
     )
     dry_run: bool = flag(
         "print what every number would be and what it would cost, and end", False, "engine"
+    )
+    verbose: bool = flag(
+        "print every flag and DeepSpeed key with value and source at the start", False, "engine"
     )
     debug: bool = flag("show tracebacks and the launcher's own log", False, "engine")
     config: str | None = flag(

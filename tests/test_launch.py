@@ -179,7 +179,7 @@ def test_device_auto_is_no_contradiction_of_a_yaml_that_says_cpu():
 def test_zero_at_one_process_is_said_to_buy_nothing(asked):
     def told(line: str, environ: dict[str, str]) -> str:
         setup = asked(line, environ)
-        return advice(setup, setup.resolve())
+        return "\n".join(advice(setup, setup.resolve()))
 
     shipped = f"--deepspeed_config {SHIPPED}"
     assert "ZeRO stage 2 has nothing to share" in told(shipped, {})
@@ -196,7 +196,7 @@ def test_transformers_layers_in_bf16_are_said_to_crawl_where_a_cpu_has_no_instru
 ):
     def told(line: str, device: str = "cpu") -> str:
         setup = replace(asked(f"--deepspeed_config none {line}", {}), device=device)
-        return advice(setup, setup.resolve())
+        return "\n".join(advice(setup, setup.resolve()))
 
     model = f"--model hf:{tmp_path}"
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')

@@ -23,7 +23,7 @@ from minimind.train.numerics import SkippedSteps
 from minimind.train.objective import routing_facts
 from minimind.train.profile import PhaseClock
 from minimind.train.ranks import lost_peers, together
-from minimind.train.report import Report
+from minimind.train.report import Report, duration
 from minimind.train.samples import Samples, draw
 from minimind.train.saver import Saver
 from minimind.train.schedule import Schedule
@@ -31,6 +31,8 @@ from minimind.train.state import TrainState, is_due
 from minimind.train.trace import Trace
 
 WARM_UP = 2  # steps, in which everything that lasts is built
+TIMED = 3  # steps after which a step's time is known
+SILENCE = 3600.0  # seconds without a step line that a run warns of
 
 
 class Spared:
@@ -92,6 +94,21 @@ def settle(desk: Desk, steps: int) -> None:
         started = time.perf_counter()
         desk.spared.settle()
         desk.report.pause("gc", (time.perf_counter() - started) * 1e3)
+
+
+def advance(desk: Desk, state: TrainState, steps: int) -> None:
+    """Move the bar; say so, once steps are timed, where step lines will be an hour apart."""
+    desk.report.advance()
+    if steps != TIMED:
+        return
+    every = desk.run.log_interval
+    pace = desk.report.seconds_per_step()
+    apart = pace * min(every, desk.schedule.total_steps - state.step)
+    if apart > SILENCE:
+        desk.report.say(
+            f"warning  no step line for {duration(apart)}: a step takes {pace:.1f} s and"
+            f" --log_interval is {every:,}"
+        )
 
 
 def asked_by(desk: Desk) -> str:

@@ -15,7 +15,8 @@ from minimind.plan import plan_text
 from minimind.train.architecture import Architecture
 from minimind.train.build import prepared_folder, require_a_step, with_decided, with_tokenizer
 from minimind.train.deepspeed_config import Resolved
-from minimind.train.setup import Setup, flags_table, resolved_table
+from minimind.train.settings import deepspeed_table, flags_table
+from minimind.train.setup import Setup
 
 
 def dry_run_text(setup: Setup, resolved: Resolved, model: Architecture) -> str:
@@ -34,7 +35,7 @@ def dry_run_text(setup: Setup, resolved: Resolved, model: Architecture) -> str:
         require_a_step(resolved.run, setup.launch.world_size, tokens, rows)
     tables.insert(0, f"flags:\n{flags_table(run)}")
     if resolved.config:
-        tables.append(resolved_table(resolved))
+        tables.append(deepspeed_table(resolved))
     world_size = setup.launch.world_size
     costs = model.costs(run) or plan_text(run, world_size, resolved.config, device=setup.device)
     return "\n\n".join([*tables, costs])

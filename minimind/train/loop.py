@@ -5,6 +5,7 @@ from __future__ import annotations
 from minimind.errors import PREEMPTED
 from minimind.train.desk import (
     Desk,
+    advance,
     asked_by,
     begin_save,
     report_collectives,
@@ -39,16 +40,19 @@ def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
         trace(desk, state, clock)
         engine.seed(state.step)
         clock.begin()
-        micro_batches = desk.batches.at(state.step)  # fetch
+        micro_batches = desk.report.follow(desk.batches.at(state.step))  # fetch
         result = engine.step(micro_batches, desk.schedule.lr_at(state.step), clock)  # step
         state = state.after(desk.batches.tokens_per_step)  # advance
+        advance(desk, state, state.step - begun)
         desk.progress.step = state.step
-        asked, failed = engine.sum_over_ranks([bool(desk.stop.reason), desk.saver.has_failed])
+        asked, failed, overdue = engine.sum_over_ranks(
+            [bool(desk.stop.reason), desk.saver.has_failed, desk.saver.is_overdue]
+        )
         stopping = asked > 0 or state.step == run.stop_at_step
         report_saved(desk, wait=failed > 0)
         logging = is_due(state.step, run.log_interval, last) or stopping
         profiling = run.profile and (is_due(state.step, run.profile_interval, last) or stopping)
-        saving = is_due(state.step, run.save_interval, last) or stopping
+        saving = is_due(state.step, run.save_interval, last) or stopping or overdue > 0
         report_skipped(desk, state, result, is_due=logging or profiling or saving)
         if logging or profiling:
             desk.report.took(clock.take())

@@ -26,6 +26,7 @@ ONCE = (
     "max_minutes",
     "local_rank",
     "dry_run",
+    "verbose",
 )  # asked of one start, not of the run
 END = "...\n"  # how YAML ends a document that is a bare value
 

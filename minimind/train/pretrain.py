@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 from minimind.config import FLAGS, RunConfig
-from minimind.data.manifest import where_listed
 from minimind.data.order import Order
 from minimind.data.prepare import Prepared
 from minimind.files import storing
@@ -39,14 +38,15 @@ from minimind.train.identity import facts, hardware, identity, layout, source_co
 from minimind.train.initial import Initial, read_initial
 from minimind.train.loop import train
 from minimind.train.numerics import SkippedSteps
+from minimind.train.opening import opening
 from minimind.train.out_dir import claim, require_writable, write_reference
-from minimind.train.peaks import mfu_per_speed, peak_of, peak_told
+from minimind.train.peaks import mfu_per_speed, peak_of
 from minimind.train.report import Report
 from minimind.train.resume import Resumed, resume
 from minimind.train.samples import prompts_of, samples_of
 from minimind.train.saver import Saver
 from minimind.train.schedule import Schedule
-from minimind.train.setup import Setup, advice, read_setup, resolved_table
+from minimind.train.setup import Setup, advice, read_setup
 from minimind.train.state import TrainState
 from minimind.train.trace import require_traceable, trace_of, traced_steps
 from minimind.train.trackers import FINISH, open_trackers
@@ -106,7 +106,6 @@ def train_resolved(
         total_steps, is_speaker = schedule.total_steps, engine.rank == 0
         report = Report(out_dir, total_steps, engine.device, is_speaker, run.profile, share)
     held.callback(report.close)
-    report.say(f"{resolved_table(resolved)}\n{advice(setup, resolved)}".strip())
     desk, resumed = build_desk(run, prepared, order, schedule, engine, report, progress, initial)
     close_with(held, desk)
     if engine.rank == 0:
@@ -117,7 +116,7 @@ def train_resolved(
         if resumed.state.step < schedule.total_steps:  # else they would hold nothing
             told = {name: getattr(run, name) for name in FLAGS}
             report.trackers = open_trackers(run, resumed.state.step, told)
-    tell_start(desk, prepared, resumed, initial)
+    tell_start(desk, prepared, resumed, initial, advice(setup, resolved))
     progress.has_started = True
     state, status, reason = train(desk, resumed.state)
     finish(desk, state, status, reason)
@@ -150,6 +149,7 @@ def build_desk(
         {**facts(run, same, order, engine), "init_from": initial.origin(resumed.manifest)},
         texts(prepared, engine),
         run.async_save,
+        run.save_minutes,
     )
     batches = batches_of(run, prepared, order, engine)
     desk = Desk(
@@ -179,7 +179,9 @@ def texts(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
     }
 
 
-def tell_start(desk: Desk, prepared: Prepared, resumed: Resumed, initial: Initial) -> None:
+def tell_start(
+    desk: Desk, prepared: Prepared, resumed: Resumed, initial: Initial, notes: list[str]
+) -> None:
     """Say and record what is about to happen; a StorageError where no checkpoint would fit."""
     run, engine, report, order = desk.run, desk.engine, desk.report, desk.batches.order
     for bad in resumed.rejected:
@@ -222,51 +224,10 @@ def tell_start(desk: Desk, prepared: Prepared, resumed: Resumed, initial: Initia
         told = [str(one) for one in resumed.changed]
         report.event("run_changed", changes=told)
         report.say(f"allowed to change: {'; '.join(told)}")
-    report.say(opening(desk, prepared, state, path))
-    for told in filter(None, (initial.architecture.line(), initial.line())):
-        report.say(told)
-    report.say(f"disk     {room}")
+    notes = [*filter(None, (initial.architecture.line(), initial.line())), *notes]
     if (traced := traced_steps(run)) and traced[1] <= state.step:
-        report.say(f"trace    none: --trace_steps {run.trace_steps} lies behind step {state.step}")
-
-
-def opening(desk: Desk, prepared: Prepared, state: TrainState, path: Path | None) -> str:
-    """The lines that say what is about to be trained, on what, and from where."""
-    run, engine, order, schedule = desk.run, desk.engine, desk.batches.order, desk.schedule
-    dropped = order.n_rows - order.steps_per_epoch * order.rows_per_step
-    begun = (
-        f"resuming at step {state.step} from {path} (verified)" if path else "starting at step 0"
-    )
-    stage, rate = engine.resolved.zero_stage, engine.resolved.scheduler
-    zero = "" if stage is None else f", ZeRO stage {stage}"
-    compiled = ", compiled in the first step" if run.compile == "on" else ""
-    by = f"{schedule.shape}, {schedule.warmup_steps} steps of warm-up, peak {schedule.peak:g}"
-    by = f"DeepSpeed's {rate}, as its file says" if rate else by
-    micro_batch = run.micro_batch_rows(engine.world_size)
-    rejected = prepared.manifest["rejected"]
-    told = f"; {rejected['count']:,} bad documents passed over ({where_listed(rejected)})"
-    bad = told if rejected["count"] else ""
-    vocabulary = engine.model.config.vocab_size
-    unused = vocabulary - run.vocab_size + prepared.tokenizer.unused
-    steps_left = schedule.total_steps - state.step
-    return "\n".join(
-        [
-            f"backend {engine.resolved.backend}{zero}, {run.dtype}{compiled}, on"
-            f" {engine.world_size} x {engine.device.type}{peak_told(run, engine.device)}",
-            f"model    {engine.parameters:,} parameters, vocabulary {vocabulary} ({unused} of it"
-            " unused)",
-            f"data     {len(prepared.train):,} training tokens in {order.n_rows:,} rows of"
-            f" {run.max_seq_len + 1}; {len(desk.held_out.rows)} rows held out for validation{bad}",
-            f"step     {micro_batch} rows x {run.accumulation_steps} micro-batches x"
-            f" {engine.world_size} processes = {order.rows_per_step} rows,"
-            f" {desk.batches.tokens_per_step:,} tokens",
-            f"length   {schedule.total_steps:,} steps,"
-            f" {state.tokens + steps_left * desk.batches.tokens_per_step:,} tokens;"
-            f" {order.steps_per_epoch:,} steps an epoch, the last {dropped} of its rows dropped",
-            f"rate     {by}",
-            begun,
-        ]
-    )
+        notes.append(f"trace    none: --trace_steps {run.trace_steps} is before step {state.step}")
+    report.say(opening(desk, prepared, resumed, room, notes))
 
 
 def finish(desk: Desk, state: TrainState, status: int, reason: str) -> None:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from minimind.files import storing
 from minimind.metrics import Metrics
 from minimind.train.profile import SHOWN, mean_ms, median_ms, profile_table, ranks_table
+from minimind.train.progress_bar import Followed, ProgressBar
 from minimind.train.trackers import Trackers
 
 PAUSES: tuple[str, ...] = ("evaluate", "checkpoint", "sample", "trace", "gc")
@@ -42,8 +43,10 @@ class Report:
         self._mfu_per_speed = mfu_per_speed
         self._device = device
         self._total = total_steps
-        self._bar: tqdm | None = None
+        self._bar: ProgressBar | None = None
         self._since = time.perf_counter()
+        self._steps = 0  # since `begin`
+        self._first_end = 0.0  # of the first of them
         self._since_line: list[dict[str, float]] = []  # phase times of the steps since then
         self._since_table: list[dict[str, float]] = []
         self._pauses: dict[str, float] = {}  # ms between the steps of a table, by cause
@@ -71,7 +74,23 @@ class Report:
         """Show the bar from `step` on (terminals only) and start the clock of tokens/s."""
         self._since = time.perf_counter()
         if self._is_speaker and sys.stderr.isatty():
-            self._bar = tqdm(total=self._total, initial=step, unit="step", dynamic_ncols=True)
+            self._bar = ProgressBar(step, self._total)
+
+    def follow(self, micro_batches: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The same micro-batches; at a terminal the bar shows which one a long step has reached."""
+        return Followed(micro_batches, self._bar) if self._bar else micro_batches
+
+    def advance(self) -> None:
+        """Move the bar by one step."""
+        self._steps += 1
+        if self._steps == 1:
+            self._first_end = time.perf_counter()
+        if self._bar:
+            self._bar.advance()
+
+    def seconds_per_step(self) -> float:
+        """By the host's clock, of the steps after the first, which may compile; two are needed."""
+        return (time.perf_counter() - self._first_end) / (self._steps - 1)
 
     def took(self, steps: list[dict[str, float]]) -> None:
         """Take note of the phase times of some steps."""
@@ -98,18 +117,17 @@ class Report:
         shown = f"loss {line['loss']:.4f}  lr {line['lr']:.2e}  {speed:,.0f} tokens/s"
         if line["mfu"] is not None:
             shown += f"  MFU {line['mfu']:.1%}"
-        if self._bar is not None:
-            self._bar.set_postfix_str(shown, refresh=False)
-            self._bar.update(line["step"] - self._bar.n)
-        else:
-            left = (self._total - line["step"]) * line["step_ms"] / 1e3
-            self.say(f"step {line['step']}/{self._total}  {shown}  ETA {_duration(left)}")
+        if self._bar:
+            self._bar.show(f"loss {line['loss']:.4f}")
+        left = (self._total - line["step"]) * line["step_ms"] / 1e3
+        self.say(f"step {line['step']}/{self._total}  {shown}  ETA {duration(left)}")
 
     def pause(self, cause: str, milliseconds: float) -> None:
         """Time spent between steps, which no step is charged for."""
         self._pauses[cause] = self._pauses.get(cause, 0.0) + milliseconds
         self._between_lines[cause] += milliseconds
         self._since += milliseconds / 1e3
+        self._first_end += milliseconds / 1e3
 
     def untold(self) -> dict[str, float]:
         """Milliseconds by cause, as `CAUSE_ms`, of the pauses that no step line has told."""
@@ -162,7 +180,8 @@ def _named(pauses: dict[str, float]) -> dict[str, float]:
     return {f"{cause}_ms": spent for cause, spent in pauses.items()}
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """`4:05`, or `1:04:05` from an hour on."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

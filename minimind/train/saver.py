@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import shutil
 import time
@@ -67,7 +68,9 @@ class Saver:
         facts: dict[str, Any],
         texts: dict[str, bytes],
         in_background: bool = True,
+        minutes: float = 0.0,
     ) -> None:
+        """A save is overdue `minutes` after the one before; 0: never."""
         self.engine = engine
         self.ranks = ranks
         self.root = root
@@ -82,6 +85,8 @@ class Saver:
         small = sum(map(len, texts.values())) + _bytes(_persistent_buffers(engine.model))
         self.bytes = sum(engine.gather(4 * elements)) + small
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self._interval = 60 * minutes or math.inf
+        self._last_begin = time.monotonic()
         self._saving: Saving | None = None
         self._retiring: Future[None] | None = None
 
@@ -101,7 +106,7 @@ class Saver:
                     " free some space, or give another --out_dir"
                 )
             fits, kept = free // self.bytes, len(candidates(self.root))
-            told = f"a checkpoint takes {mebibytes(self.bytes)}, {fits:,} more fit"
+            told = f"{mebibytes(self.bytes)} each, {fits:,} more fit"
             missing = self.keep_last + 1 - kept - fits
             if missing > 0:  # the new one is complete before the oldest goes
                 told += (
@@ -115,6 +120,7 @@ class Saver:
         """Start saving `state`; collective. What was begun before must have been `published`."""
         assert self._saving is None
         started = time.perf_counter()
+        self._last_begin = time.monotonic()
         engine = self.engine
         held = engine.backend.state()
         runs = list(held.runs(engine.rank, engine.world_size))
@@ -128,6 +134,12 @@ class Saver:
         snapshot = Snapshot(state, runs, _persistent_buffers(engine.model), about)
         future = self._thread.submit(self._save, snapshot, started)
         self._saving = Saving(future, (time.perf_counter() - started) * 1e3)
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether rank 0's clock asks for a save; False on every other rank."""
+        waited = time.monotonic() - self._last_begin
+        return self.engine.rank == 0 and waited >= self._interval
 
     @property
     def has_failed(self) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from minimind.config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig
+from minimind.config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
 from minimind.errors import UsageError
 from minimind.launch import Launch, parent_command, require_engaged
 from minimind.model.products import HAS_BF16
@@ -118,15 +118,15 @@ def device_for(asked: str, source: str, launch: Launch) -> str:
     return "cuda"
 
 
-def advice(setup: Setup, resolved: Resolved) -> str:
-    """What could be had for less, a line each; nothing where nothing could."""
+def advice(setup: Setup, resolved: Resolved) -> list[str]:
+    """What could be had for less; nothing where nothing could."""
     launch = setup.launch
     told = (
         idle_gpus(setup.device, launch),
         nothing_to_share(resolved, launch.world_size),
         slow_bf16(resolved.run, setup.device),
     )
-    return "\n".join(filter(None, told))
+    return [*filter(None, told)]
 
 
 def idle_gpus(device: str, launch: Launch) -> str:
@@ -135,7 +135,7 @@ def idle_gpus(device: str, launch: Launch) -> str:
     if device == "cpu" or gpus <= launch.local_world_size:
         return ""
     return (
-        f"warning: {gpus} GPUs are visible, {launch.local_world_size} of them are used; type"
+        f"warning  {gpus} GPUs are visible, {launch.local_world_size} of them are used; type"
         f" NUM_PROCESSES={gpus} bash run_accelerate.sh ... (torchrun --nproc_per_node {gpus} ...),"
         " or hide the others with CUDA_VISIBLE_DEVICES"
     )
@@ -162,27 +162,3 @@ def slow_bf16(run: RunConfig, device: str) -> str:
         "this CPU has no instructions for bfloat16, and transformers' layers take many times as"
         " long by it as by float32; --dtype float32 does without it"
     )
-
-
-def flags_table(run: RunConfig, names: Iterable[str] = FLAGS) -> str:
-    """One line per flag that has a value: name, value, source."""
-    values = {name: getattr(run, name) for name in names}
-    rows = [(name, _shown(value)) for name, value in values.items() if value is not None]
-    wide, broad = (max(len(row[n]) for row in rows) for n in (0, 1))
-    return "\n".join(f"  {n:<{wide}}  {v:<{min(broad, 40)}}  {run.sources[n]}" for n, v in rows)
-
-
-def _shown(value: Any) -> str:
-    return " ".join(value) if isinstance(value, tuple) else str(value)
-
-
-def resolved_table(resolved: Resolved) -> str:
-    """Every value the engine is given, and its source."""
-    if resolved.config:
-        text = f"resolved DeepSpeed configuration:\n{resolved.table()}"
-        if "optimizer" not in resolved.config:
-            names = ("learning_rate", "beta1", "beta2", "weight_decay")
-            text += "\ntorch's AdamW, as the file names no optimizer:\n"
-            text += flags_table(resolved.run, names)
-        return text
-    return f"resolved configuration, without DeepSpeed:\n{flags_table(resolved.run)}"

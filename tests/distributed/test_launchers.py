@@ -101,7 +101,7 @@ def test_every_launcher_gives_the_same_run(name: str, launch: Launcher, fp32: Ru
     (start,) = run.events("run_start")
     backend = "ddp" if name == "torchrun-ddp" else "deepspeed"
     assert (start["backend"], start["world_size"]) == (backend, 2)
-    assert f"backend {backend}" in run.stdout
+    assert f"backend  {backend}" in run.stdout
     if backend == "deepspeed":
         assert run.curve() == fp32.curve()
     assert run.losses() == pytest.approx(fp32.losses(), rel=2e-6)

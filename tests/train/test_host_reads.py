@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import minimind.train as training
+from minimind.train import progress_bar
 from tests.conftest import ROOT
 from tests.distributed.host_reads import counted
+from tests.train.terminal import Terminal
 
 train: Any = training  # a package that is called like a function
 BASE: dict[str, Any] = {
@@ -25,8 +27,14 @@ BASE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("profile", [False, True])
-def test_a_step_without_deepspeed_reads_nothing(corpus: Path, tmp_path: Path, profile: bool):
+@pytest.mark.parametrize(("profile", "at_terminal"), [(False, False), (True, False), (False, True)])
+def test_a_step_without_deepspeed_reads_nothing(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: bool, at_terminal: bool
+):
+    if at_terminal:
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        for name in ("REDRAW", "WITHIN"):  # redrawn at every step and micro-batch
+            monkeypatch.setattr(progress_bar, name, 0.0)
     found: list[Counter[str]] = []
     for steps in (4, 10):
         places = {"data_path": [str(corpus)], "out_dir": str(tmp_path / str(steps))}
