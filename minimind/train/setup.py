@@ -21,6 +21,7 @@ from minimind.train.deepspeed_config import (
     read_deepspeed_json,
     resolve,
 )
+from minimind.train.deepspeed_effects import passed_over
 from minimind.train.literals import AUTO, adopt_launch, get, put
 from minimind.train.schedule import Schedule
 
@@ -125,6 +126,7 @@ def advice(setup: Setup, resolved: Resolved) -> list[str]:
         idle_gpus(setup.device, launch),
         nothing_to_share(resolved, launch.world_size),
         slow_bf16(resolved.run, setup.device),
+        without_effect(resolved),
     )
     return [*filter(None, told)]
 
@@ -162,3 +164,9 @@ def slow_bf16(run: RunConfig, device: str) -> str:
         "this CPU has no instructions for bfloat16, and transformers' layers take many times as"
         " long by it as by float32; --dtype float32 does without it"
     )
+
+
+def without_effect(resolved: Resolved) -> str:
+    """The ZeRO keys of the file that its stage or device passes over; else nothing."""
+    keys = passed_over(resolved.config, resolved.sources, resolved.path)
+    return f"no effect at ZeRO stage {resolved.zero_stage}: {', '.join(keys)}" if keys else ""

@@ -15,6 +15,7 @@ from minimind.train.combinations import LEAST, ONLY
 from minimind.train.deepspeed_keys import CHOICES, MODELLED, SECTIONS, TOP_LEVEL
 from minimind.train.deepspeed_values import normalised
 from minimind.train.literals import get, put
+from minimind.train.setup import without_effect
 from tests.train.test_combinations import PAIRS, ZERO, resolved
 
 TRUE, FALSE = ("true", "True", "TRUE", "t", "yes", "Y", "on", "1", 1, 1.0), ("false", "OFF", 0)
@@ -204,3 +205,11 @@ def test_keys_of_another_stage_are_listed():
         "round_robin_gradients",
         "offload_optimizer.buffer_count",
     }
+
+
+def test_a_start_lists_the_keys_without_effect():
+    found = resolved("", {f"{ZERO}stage": 3, f"{ZERO}round_robin_gradients": False})
+    assert without_effect(found) == (
+        "no effect at ZeRO stage 3: reduce_scatter, round_robin_gradients"
+    )
+    assert without_effect(resolved("", {})) == ""
