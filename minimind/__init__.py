@@ -2,4 +2,6 @@
 
 from minimind import train
 
-__all__ = ["train"]
+__version__ = "0.1.0"  # of the distribution minimind-deepspeed
+
+__all__ = ["__version__", "train"]

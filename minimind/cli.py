@@ -18,6 +18,7 @@ from minimind import (
     weight_commands,
 )
 from minimind.arguments import Parser, at_least, path_of, positive, share, size_in_bytes
+from minimind.config import DISTRIBUTION
 from minimind.errors import Interrupted, RunError, UsageError
 from minimind.files import printing
 
@@ -25,6 +26,7 @@ from minimind.files import printing
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
     parser = Parser(prog="minimind", description="Tools for runs of train_pretrain.py.")
+    parser.add_argument("--version", action="version", version=DISTRIBUTION)
     subs = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     generate_commands.add_parser(subs)
     _add_plan(subs)

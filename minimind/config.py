@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from minimind import __version__
 from minimind.errors import UsageError
 from minimind.flag_groups import CHANGEABLE, PlaceFlags, TrainingFlags
 from minimind.model_flags import HUGGING_FACE, ModelFlags
 from minimind.report_flags import ReportFlags
 
+DISTRIBUTION = f"minimind-deepspeed {__version__}"  # what --version prints
 PROJECT = Path(__file__).resolve().parent.parent
 DEFAULT_DEEPSPEED_CONFIG = PROJECT / "configs" / "ds_config.json"
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import yaml
 
 from minimind.checks import check
-from minimind.config import FLAGS, PROJECT, RunConfig
+from minimind.config import DISTRIBUTION, FLAGS, PROJECT, RunConfig
 from minimind.errors import UsageError
 from minimind.model_flags import HUGGING_FACE, SHAPE
 
@@ -43,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         usage="train_pretrain.py [--flag value ...]",
         description="Pretrain a MiniMind decoder under DeepSpeed ZeRO.",
     )
+    parser.add_argument("--version", action="version", version=DISTRIBUTION)
     groups: dict[str, Any] = {}
     for name, spec in FLAGS.items():
         meta = spec.metadata

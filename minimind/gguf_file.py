@@ -34,8 +34,7 @@ def require_gguf() -> None:
         import gguf  # noqa: F401 (only whether it is there)
     except ModuleNotFoundError as error:
         raise UsageError(
-            "--format gguf needs the package gguf, which is not installed; pip install"
-            " 'minimind[gguf]'"
+            "--format gguf needs the package gguf, which is not installed; pip install gguf"
         ) from error
 
 

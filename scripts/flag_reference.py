@@ -27,7 +27,8 @@ and not into this page.
 ## train_pretrain.py
 
 `run_accelerate.sh` and every launcher hand them on, and a `--config FILE.yaml` holds them without
-their dashes. `--batch-size` is `--batch_size`; what is on is switched off by `--no-NAME`. A step is
+their dashes. `--batch-size` is `--batch_size`; what is on is switched off by `--no-NAME`. `--version`
+prints the version, as `minimind --version` does. A step is
 an optimizer step, over all processes.
 """
 HEAD = "| flag | value | default | what it says |\n|---|---|---|---|\n"

@@ -121,4 +121,4 @@ def _zstandard(path: Path) -> Any:
 
 def needs_extra(path: Path, package: str) -> DataError:
     """What is told when an optional package is not there."""
-    return DataError(f"{path}: is read with {package}; pip install 'minimind[data]'")
+    return DataError(f"{path}: is read with {package}; pip install {package}")

@@ -6,11 +6,12 @@ import platform
 import subprocess
 from contextlib import suppress
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
+from minimind import __version__
 from minimind.config import PROJECT, RunConfig
 from minimind.data.order import Order
 from minimind.data.prepare import Prepared
@@ -97,22 +98,18 @@ def facts(run: RunConfig, identity: dict[str, Any], order: Order, engine: Engine
 
 def versions() -> dict[str, str]:
     """Python's, ours, and those of the libraries that decide the numbers."""
-    found = {"python": platform.python_version()}
-    for name in ("minimind", "torch", "accelerate", "deepspeed", "transformers", "sentencepiece"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # our own package, run from a checkout
-            found[name] = "not installed"
-    return found
+    libraries = ("torch", "accelerate", "deepspeed", "transformers", "sentencepiece")
+    found = {"python": platform.python_version(), "minimind": __version__}
+    return found | {name: version(name) for name in libraries}
 
 
 def source_commit() -> str:
     """The git commit of the code that runs, or the package version outside a checkout."""
     if not (PROJECT / ".git").exists():
-        return versions()["minimind"]
+        return __version__
     asked = ["git", "-C", str(PROJECT), "rev-parse", "HEAD"]
     try:
         answer = subprocess.run(asked, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
-        return versions()["minimind"]
-    return answer.stdout.strip() or versions()["minimind"]
+        return __version__
+    return answer.stdout.strip() or __version__

@@ -95,7 +95,7 @@ def test_the_flags_files_and_programs_of_every_command_are_there(
         ("python examples/four_lines.py --split_batch", "--split_batch"),
         ("python -m benchmarks.rotry", "rotry"),
         ("python -m minimind reports out/mine", "reports"),
-        ("pip install 'minimind[evil]'", "evil"),
+        ("pip install '.[evil]'", "evil"),
         ("sbatch --nodes 2 scripts/slurm.sbatch --epoch 1", "--epoch"),
         ("vllm serve out/mine", "vllm"),
     ],

@@ -30,7 +30,7 @@ def flags_in(parser: argparse.ArgumentParser) -> set[str]:
     listed = re.findall(r"^  (-.*)", parser.format_help(), re.MULTILINE)
     found = {name for line in listed for name in re.findall(r"(?<![\w-])--[\w-]+", line)}
     by_name: dict[str, list[str]] = {}
-    for name in found - {"--help"}:
+    for name in found - {"--help", "--version"}:
         by_name.setdefault(name.replace("-", "_"), []).append(name)
     return {max(twins, key=lambda name: name.count("_")) for twins in by_name.values()}
 
