@@ -55,7 +55,7 @@ check: $(READY) ## lint, format, types, shell
 	$(BIN)/pyright
 	$(BIN)/shellcheck run_accelerate.sh scripts/slurm.sbatch .ci/run
 
-fix: $(READY) ## mend what can be mended by machine, and write docs/flags.md anew
+fix: $(READY) ## mend what can be mended by machine, and write docs/flags.md and the tables of docs/coming_from.md
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/python -m scripts.flag_reference

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from minimind.arguments import is_utf8
 from minimind.config import FLAGS, RunConfig
-from minimind.errors import UsageError
+from minimind.errors import UsageError, fault_error
 from minimind.model_flags import SHAPE
 from minimind.report_flags import TRACKERS
 
@@ -20,86 +21,96 @@ OF_EXPERTS = (
 
 
 def check(run: RunConfig) -> None:
-    """Nothing, or a UsageError about fields that do not fit one another."""
-    run.allowed_changes()
-    _check_reports(run)
-    _check_model(run)
+    """Raise a UsageError of every set of fields that do not fit one another."""
+    if found := [*conflicts(run)]:
+        raise fault_error(found)
+
+
+def conflicts(run: RunConfig) -> Iterator[str]:
+    """One sentence for each set of fields that do not fit one another."""
+    try:
+        run.allowed_changes()
+    except UsageError as error:
+        yield str(error)
+    yield from _of_reports(run)
+    yield from _of_model(run)
     if not is_utf8(run.text_field):
-        raise UsageError(
+        yield (
             f"text_field = {run.text_field!a} ({run.sources['text_field']}) is not UTF-8, as"
             " all names of fields are; give the name that the text has"
         )
     if run.max_steps and run.warmup_steps and run.warmup_steps > run.max_steps:
-        raise UsageError(
+        yield (
             f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}) is more than"
             f" max_steps = {run.max_steps} ({run.sources['max_steps']}); lower it, or train longer"
         )
 
 
-def _check_reports(run: RunConfig) -> None:
+def _of_reports(run: RunConfig) -> Iterator[str]:
     for name in run.trackers():
         asked = f"report_to = {run.report_to} ({run.sources['report_to']})"
         if name == "none":
-            raise UsageError(f"{asked}: none stands beside others; drop it, or them")
+            yield (f"{asked}: none stands beside others; drop it, or them")
         if name not in TRACKERS:
-            raise UsageError(
+            yield (
                 f"{asked}: {name!r} is none of {', '.join(TRACKERS)}; name some of those, or none"
             )
     if run.sample_prompts and not run.sample_interval:
-        raise UsageError(
+        yield (
             f"sample_prompts = {run.sample_prompts} ({run.sources['sample_prompts']}) without"
             " --sample_interval, so that no sample is ever written; give --sample_interval N"
         )
 
 
-def _check_hugging_face(run: RunConfig, place: str) -> None:
+def _of_hugging_face(run: RunConfig, place: str) -> Iterator[str]:
     """What --model hf:PLACE owns, or transformers' models have not."""
     if not place or not Path(place).expanduser().exists():
-        raise UsageError(
+        yield (
             f"--model hf:{place}: there is no such directory or file, and no model hub is asked;"
             " fetch the model, and name its directory or its config.json"
         )
     for name in SHAPE:
         if name not in ("max_seq_len", "vocab_size") and run.is_explicit(name):
-            raise UsageError(
+            yield (
                 f"{name} = {getattr(run, name)} ({run.sources[name]}) beside --model hf:{place},"
                 " whose config.json decides the shape; drop it, or write it there"
             )
     for name, value in (("doc_mask", True), ("loss", "chunked")):
         if getattr(run, name) == value:
-            raise UsageError(
+            yield (
                 f"{name} = {value} ({run.sources[name]}) is of our own decoder alone, and --model"
                 f" hf:{place} is of transformers; drop it"
             )
 
 
-def _check_model(run: RunConfig) -> None:
+def _of_model(run: RunConfig) -> Iterator[str]:
     if run.hugging_face is not None:
-        return _check_hugging_face(run, run.hugging_face)
+        yield from _of_hugging_face(run, run.hugging_face)
+        return
     if run.dim % run.n_heads:
-        raise UsageError(
+        yield (
             f"dim = {run.dim} ({run.sources['dim']}) is not divisible by n_heads ="
             f" {run.n_heads} ({run.sources['n_heads']}); change one of them"
         )
-    if run.dim // run.n_heads % 2:
-        raise UsageError(
+    elif run.dim // run.n_heads % 2:
+        yield (
             f"dim / n_heads = {run.dim // run.n_heads} is odd, and rotary positions need"
             f" pairs of channels; change dim ({run.dim}) or n_heads ({run.n_heads})"
         )
     if run.num_experts_per_tok > run.n_routed_experts:
-        raise UsageError(
+        yield (
             f"num_experts_per_tok = {run.num_experts_per_tok}"
             f" ({run.sources['num_experts_per_tok']}) is more than n_routed_experts ="
             f" {run.n_routed_experts} ({run.sources['n_routed_experts']}); lower it"
         )
     for name in () if run.use_moe else OF_EXPERTS:
         if run.is_explicit(name) and getattr(run, name) != FLAGS[name].default:
-            raise UsageError(
+            yield (
                 f"{name} = {getattr(run, name)} ({run.sources[name]}) means nothing without"
                 " experts; give --use_moe, or drop it"
             )
     if run.n_heads % run.n_kv_heads:
-        raise UsageError(
+        yield (
             f"n_heads = {run.n_heads} ({run.sources['n_heads']}) is not divisible by"
             f" n_kv_heads = {run.n_kv_heads} ({run.sources['n_kv_heads']}); change one"
         )

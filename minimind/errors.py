@@ -30,6 +30,15 @@ class UsageError(RunError):
     status = 2
 
 
+def fault_error(faults: list[str]) -> UsageError:
+    """All of them as one error, numbered where there are several."""
+    unique = list(dict.fromkeys(faults))
+    if len(unique) == 1:
+        return UsageError(unique[0])
+    numbered = " ".join(f"({n}) {fault}." for n, fault in enumerate(unique, 1))
+    return UsageError(f"{len(unique)} faults: {numbered}")
+
+
 class DataError(RunError):
     """The text, the tokenizer or the prepared tokens cannot be trained on."""
 

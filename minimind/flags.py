@@ -10,17 +10,18 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
-from minimind.checks import check
+from minimind.checks import conflicts
 from minimind.config import DISTRIBUTION, FLAGS, PROJECT, RunConfig
-from minimind.errors import UsageError
+from minimind.errors import UsageError, fault_error
+from minimind.foreign_flags import counterpart
 from minimind.model_flags import HUGGING_FACE, SHAPE
+from minimind.yaml_files import load_texts
 
 _SPELLED = [
     *FLAGS,
@@ -79,43 +80,88 @@ def kind_of(spec: Any) -> str:
 
 
 def parse_flags(argv: Sequence[str]) -> RunConfig:
-    """The run that `argv` asks for, every field with its source; raises UsageError."""
-    return run_of(_given(argv), "--{name}")
+    """The run that `argv` asks for, every field with its source; a UsageError of every fault."""
+    given, faults = _given(argv)
+    return run_of(given, "--{name}", faults)
 
 
-def run_of(given: Mapping[str, Any], source: str) -> RunConfig:
-    """The run with these flags by name, `source` saying how they were given; raises UsageError."""
-    _known(given, "the arguments")
+def run_of(given: Mapping[str, Any], source: str, faults: Sequence[str] = ()) -> RunConfig:
+    """The run with these flags by name, `source` saying how they were given.
+
+    Raises a UsageError of `faults` and of every fault found here.
+    """
+    found = [*faults, *_unknown_keys(given, "the arguments")]
     values: dict[str, Any] = {}
     sources = dict.fromkeys(FLAGS, "default")
-
-    def take(found: Mapping[str, Any], source_of: str) -> None:
-        for name, raw in found.items():
-            source = source_of.format(name=name)
-            values[name], sources[name] = convert(name, raw, source), source
-
-    from_file = load_yaml(given["config"], "--config") if "config" in given else {}
-    _known(from_file, given.get("config"))
-    if "config" in from_file:
-        raise UsageError(f"'config' in {given['config']}: a file names no other; remove it")
-    if preset := given.get("model", from_file.get("model")):
-        take(load_preset(str(preset)), f"model {preset}")
-    take(from_file, f"--config {given.get('config')}")
-    take(given, source)
+    refused = set()
+    for layer, source_of in _layers(given, source, found):
+        for name in layer:
+            where = source_of.format(name=name)
+            try:
+                values[name], sources[name] = convert(name, layer[name], where), where
+            except UsageError as error:
+                found.append(str(error))
+                refused.add(name)
     run = RunConfig(**values, sources=sources)
-    check(run)
+    # Of a field that was refused, the default says nothing.
+    about = re.compile("|".join(rf"\b{name} [=(]" for name in refused) or "(?!)")
+    found += [conflict for conflict in conflicts(run) if not about.search(conflict)]
+    if found:
+        raise fault_error(found)
     return run
 
 
-def _given(argv: Sequence[str]) -> dict[str, Any]:
-    namespace, unknown = build_parser().parse_known_args([_underscored(word) for word in argv])
-    for word in unknown:
-        if word.startswith("-") and len(word) > 1:
-            name = word.split("=")[0]
-            raise UsageError(f"unknown flag {name}; {nearest(name, [f'--{n}' for n in _SPELLED])}")
-    if unknown:
-        raise UsageError(f"unexpected argument {unknown[0]!r}; values follow a --flag")
-    return vars(namespace)
+def _layers(
+    given: Mapping[str, Any], source: str, faults: list[str]
+) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The known fields of the preset, of --config and of `given`, the strongest last."""
+    from_file: Mapping[str, Any] = {}
+    preset: Mapping[str, Any] = {}
+    path = given.get("config")
+    try:
+        from_file = load_texts(path, "--config") if path is not None else {}
+        faults += _unknown_keys(from_file, path)
+        if "config" in from_file:
+            faults.append(f"'config' in {path}: a file names no other; remove it")
+    except UsageError as error:
+        faults.append(str(error))
+    name = given.get("model", from_file.get("model"))
+    try:
+        preset = load_preset(str(name)) if name else {}
+    except UsageError as error:
+        faults.append(str(error))
+    for layer, source_of in ((preset, f"model {name}"), (from_file, f"--config {path}")):
+        yield {key: layer[key] for key in layer if key in FLAGS and key != "config"}, source_of
+    yield {key: given[key] for key in given if key in FLAGS}, source
+
+
+def _given(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The values by flag, and a sentence for each word that is no flag."""
+    faults = _unknown_flags(argv)
+    try:
+        namespace, unknown = build_parser().parse_known_args([_underscored(w) for w in argv])
+    except UsageError as error:  # argparse ends at the first one
+        return {}, [*faults, str(error)]
+    if unknown and not faults:
+        faults.append(f"unexpected argument {unknown[0]!r}; values follow a --flag")
+    return vars(namespace), faults
+
+
+def _unknown_flags(argv: Sequence[str]) -> list[str]:
+    """A sentence for each word that looks like a flag and is none."""
+    spelled = [f"--{name}" for name in _SPELLED]
+    return [
+        unknown_flag(word, spelled)
+        for word in dict.fromkeys(argv)
+        if re.match(r"--?[A-Za-z]", word)
+        and _underscored(word).split("=")[0] not in (*spelled, "--help", "-h", "--version")
+    ]
+
+
+def unknown_flag(word: str, known: Sequence[str]) -> str:
+    """What to do about a flag that is not among `known`: its name here, or the closest one."""
+    name = word.split("=")[0]
+    return f"unknown flag {name}; {counterpart(word) or nearest(name, known)}"
 
 
 def _underscored(word: str) -> str:
@@ -129,51 +175,23 @@ def _underscored(word: str) -> str:
     return f"--{name}{equals}{value}"
 
 
-def nearest(name: str, names: Sequence[str]) -> str:
-    """What to do about a name that is not among `names`: the closest one, if any is close."""
-    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else "--help lists every flag"
+def nearest(name: str, names: Sequence[str], otherwise: str = "--help lists every flag") -> str:
+    """What to do about a name that is not among `names`: the closest one, or `otherwise`."""
+    plain = {known.lstrip("-"): known for known in names}
+    word = str(name).lstrip("-")
+    close = [known for known in plain if sorted(known) == sorted(word)]  # letters out of order
+    longer = [known for known in plain if known.startswith(word)]
+    close += longer if len(longer) == 1 and len(word) > 3 else []
+    close += difflib.get_close_matches(word, plain, n=1, cutoff=0.8)
+    return f"did you mean {plain[close[0]]}?" if close else otherwise
 
 
-def _known(found: Mapping[str, Any], where: str | None) -> None:
-    for name in found:
-        if name not in FLAGS:
-            raise UsageError(f"unknown key {name!r} in {where}; {nearest(name, list(FLAGS))}")
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's, but a key written twice is an error: it would let the last one win."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            name = str(key.value)
-            if name in seen:
-                told = f"{name} is written twice"
-                raise yaml.MarkedYAMLError(problem=told, problem_mark=key.start_mark)
-            seen.add(name)
-        return super().construct_mapping(node, deep)
-
-
-def load_yaml(path: str, source: str) -> dict[str, Any]:
-    """The mapping in a YAML file; `source` says in an error who named the file."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        found = yaml.load(text, _Loader)
-    except OSError as error:
-        raise UsageError(f"{source} {path}: {error.strerror}; give a readable YAML file") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
-        raise UsageError(f"{where}: {error.problem}; mend the YAML there") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a 30th of February, for one
-        raise UsageError(f"{path}: {error}; mend the YAML") from error
-    if not isinstance(found, dict):
-        held = "nothing" if found is None else type(found).__name__
-        raise UsageError(f"{path}: holds {held}, not `name: value` lines; write those")
-    return found
+def _unknown_keys(found: Mapping[str, Any], where: str | None) -> list[str]:
+    return [
+        f"unknown key {name!r} in {where}; {counterpart(str(name)) or nearest(name, list(FLAGS))}"
+        for name in found
+        if name not in FLAGS
+    ]
 
 
 def load_preset(name: str) -> dict[str, Any]:
@@ -186,10 +204,10 @@ def load_preset(name: str) -> dict[str, Any]:
         path = Path(name)
     if not path.is_file():
         raise UsageError(
-            f"--model {name}: no such preset or file; {nearest(name, known)}"
-            f" Presets: {', '.join(known)}"
+            f"--model {name}: no such preset or file;"
+            f" {nearest(name, known, 'give one')} ({', '.join(known)})"
         )
-    shape = load_yaml(str(path), "--model")
+    shape = load_texts(str(path), "--model")
     for key in shape:
         if key not in SHAPE:
             raise UsageError(f"{path}: {key!r} is no shape field; {nearest(key, SHAPE)}")
@@ -241,6 +259,8 @@ def _to_float(raw: Any) -> float:
 
 
 def _to_bool(raw: Any) -> bool:
+    if isinstance(raw, str) and raw.lower() in ("true", "false"):  # of a YAML file
+        return raw.lower() == "true"
     if not isinstance(raw, bool):
         raise ValueError(raw)
     return raw
@@ -253,6 +273,8 @@ def _to_str(raw: Any) -> str:
 
 
 def _to_tuple(raw: Any) -> tuple[str, ...]:
+    if raw in ([], ()):
+        raise ValueError(raw)
     return tuple(map(_to_str, raw if isinstance(raw, list | tuple) else [raw]))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from minimind.config import PROJECT
 from minimind.errors import RendezvousError, UsageError
-from minimind.flags import load_yaml
+from minimind.yaml_files import load_yaml
 
 # The fields of an Accelerate YAML's deepspeed_config that say something a DeepSpeed JSON says too.
 YAML_FIELDS = {

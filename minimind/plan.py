@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig
-from minimind.errors import UsageError
-from minimind.flags import nearest, parse_flags
+from minimind.errors import UsageError, fault_error
+from minimind.flags import parse_flags, unknown_flag
 from minimind.train import costs
 from minimind.train.autos import autos, offloads
 from minimind.train.costs import Layout, Memory
@@ -37,11 +37,13 @@ class Machine:
 
 def plan(argv: Sequence[str], machine: Machine) -> str:
     """The answer of `minimind plan`, for flags of train_pretrain.py; raises UsageError."""
+    faults = []
     for word in argv:
         name = word.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
         if word.startswith("--") and name not in FLAGS:
-            known = [f"--{flag}" for flag in (*OWN_FLAGS, *FLAGS)]
-            raise UsageError(f"unknown flag {word.split('=')[0]}; {nearest(word, known)}")
+            faults.append(unknown_flag(word, [f"--{flag}" for flag in (*OWN_FLAGS, *FLAGS)]))
+    if faults:
+        raise fault_error(faults)
     run = parse_flags(argv)
     if run.hugging_face is not None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Write docs/flags.md: every flag of train_pretrain.py and `minimind`, off what --help is made of.
+"""Write docs/flags.md, off what --help is made of, and the tables of docs/coming_from.md.
 
 python -m scripts.flag_reference
 """
@@ -15,8 +15,11 @@ from minimind import cli
 from minimind.arguments import Number, count_of_bytes, path_of, size_in_bytes
 from minimind.config import FLAGS
 from minimind.flags import kind_of
+from minimind.foreign_flags import TABLES
+from minimind.foreign_flags import rows as foreign_rows
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
+FOREIGN = PAGE.with_name("coming_from.md")
 COMMAND = "python -m scripts.flag_reference"
 INTRODUCTION = f"""\
 # Flags
@@ -27,10 +30,11 @@ and not into this page.
 ## train_pretrain.py
 
 `run_accelerate.sh` and every launcher hand them on, and a `--config FILE.yaml` holds them without
-their dashes. `--batch-size` is `--batch_size`; what is on is switched off by `--no-NAME`. `--version`
-prints the version, as `minimind --version` does. A step is
-an optimizer step, over all processes.
+their dashes. `--batch-size` is `--batch_size`; what is on is switched off by `--no-NAME`.
+`--version` prints the version, as `minimind --version` does. A step is an optimizer step, over all
+processes.
 """
+MARKED = re.compile(r"(<!-- table: ([^>]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 HEAD = "| flag | value | default | what it says |\n|---|---|---|---|\n"
 KINDS = {
     "int": "whole number",
@@ -62,6 +66,23 @@ def page() -> str:
         rows = [_of_action(action) for action in parser._actions if action.dest != "help"]
         parts.append(f"## {parser.prog}\n\n{_escaped(parser.description or '')}\n\n{_table(rows)}")
     return "\n".join(parts)
+
+
+def with_tables(text: str) -> str:
+    """docs/coming_from.md with the table of every project between its marks."""
+    return MARKED.sub(lambda found: f"{found[1]}\n{_foreign_table(found[2])}\n{found[3]}", text)
+
+
+def _foreign_table(project: str) -> str:
+    def cell(names: Iterable[str]) -> str:
+        return " ".join(f"`{name}`" for name in names)
+
+    lines = [f"| {project} | here | |", "|---|---|---|"]
+    lines += [
+        f"| {cell(theirs)} | {cell(ours)} | {note} |".replace("|  |", "| |")
+        for theirs, ours, note in foreign_rows(TABLES[project])
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def subcommands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -151,4 +172,5 @@ def _table(rows: Iterable[Row]) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
-    print(PAGE)
+    FOREIGN.write_text(with_tables(FOREIGN.read_text(encoding="utf-8")), encoding="utf-8")
+    print(PAGE, FOREIGN)

@@ -22,6 +22,8 @@ LAYERS = [
         "minimind.report_flags",
         "minimind.model_flags",
         "minimind.config",
+        "minimind.foreign_flags",
+        "minimind.yaml_files",
         "minimind.files",
         "minimind.folder_locks",
         "minimind.new_folder",

@@ -93,7 +93,7 @@ def test_every_flag_is_in_the_help_under_a_group():
     [
         ("--batch_sise 4", ["--batch_sise", "did you mean --batch_size?"]),
         ("--batch 4", ["unknown flag --batch"]),
-        ("--no_async_sav", ["unknown flag --no-async_sav;", "did you mean --no-async_save?"]),
+        ("--no_async_sav", ["unknown flag --no_async_sav;", "did you mean --no-async_save?"]),
         ("--xyzzy", ["--xyzzy", "--help"]),
         ("stray", ["'stray'"]),
         ("--dim 10x", ["dim", "'10x'", "--dim", "whole number"]),
@@ -104,7 +104,7 @@ def test_every_flag_is_in_the_help_under_a_group():
         ("--batch_size -3", ["batch_size = -3", "at least 1"]),
         ("--val_fraction 1", ["val_fraction = 1.0", "below 1"]),
         ("--dtype fp8", ["dtype = fp8", "bfloat16, float16, float32"]),
-        ("--model huge", ["huge", "Presets: 0.4b, 104m, 26m, tiny"]),
+        ("--model huge", ["huge", "give one (0.4b, 104m, 26m, tiny)"]),
         ("--model tyni", ["did you mean tiny?"]),
         ("--dim 100 --n_heads 8", ["dim = 100 (--dim)", "n_heads = 8 (--n_heads)"]),
         ("--dim 24 --n_heads 8", ["odd", "dim (24)"]),

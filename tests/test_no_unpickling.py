@@ -22,12 +22,10 @@ KEYWORDS = {"trust_remote_code": False, "allow_pickle": False, "weights_only": T
 def faults(source: str) -> list[str]:
     """What in a module could run code out of a file, with its line."""
     tree = ast.parse(source)
-    safe = {
-        node.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-        and any(ast.unparse(base) in ("yaml.SafeLoader", "yaml.CSafeLoader") for base in node.bases)
-    }
+    safe = {"yaml.SafeLoader", "yaml.CSafeLoader"}
+    for node in ast.walk(tree):  # in the order of the file: a subclass follows its base
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(b) in safe for b in node.bases):
+            safe.add(node.name)
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -56,7 +54,7 @@ def call_faults(call: ast.Call, safe_loaders: set[str]) -> list[str]:
         told.append("torch.load without weights_only=True")
     if name == "yaml.load":
         given = [*call.args[1:], *(v for k, v in keywords.items() if k == "Loader")]
-        if not given or ast.unparse(given[0]) not in safe_loaders | {"yaml.SafeLoader"}:
+        if not given or ast.unparse(given[0]) not in safe_loaders:
             told.append("yaml.load without a SafeLoader")
     for keyword, shut in KEYWORDS.items():
         value = keywords.get(keyword)

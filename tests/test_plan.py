@@ -186,7 +186,7 @@ def test_stage_0_is_no_choice_in_float16(capsys):
         ("--tokens abc", "--tokens: invalid number value: 'abc'"),
         ("--mfu abc", "--mfu: invalid number value: 'abc'"),
         ("--memry 24GiB", "unknown flag --memry; did you mean --memory?"),
-        ("--n_layer 3", "unknown flag --n_layer; did you mean --n_layers?"),
+        ("--n_layer 3", "unknown flag --n_layer; here it is --n_layers"),
         ("--dim 100 --n_heads 7", "not divisible"),
         ("--dim 0", "dim = 0 (--dim) must be at least 1"),
         ("--model 27m", "no such preset"),

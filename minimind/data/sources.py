@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.errors import UsageError
-from minimind.flags import load_yaml
+from minimind.yaml_files import load_texts
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -49,7 +49,7 @@ def _exists(path: str) -> bool:
 
 def read_sources(path: Path) -> list[Source]:
     """The sources of a YAML file: `{NAME: {paths: [...], weight: 2}}`, or NAME: PATH."""
-    found = load_yaml(str(path), "--sources")
+    found = load_texts(str(path), "--sources")
     return [_source(str(name), given, f"--sources {path}") for name, given in found.items()]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.config import RunConfig
-from minimind.errors import UsageError
+from minimind.errors import UsageError, fault_error
 from minimind.launch import Launch
 from minimind.train import deepspeed_schema
 from minimind.train.autos import autos, never_left_out
@@ -167,15 +167,6 @@ def resolve(
 def _key(fault: str, path: str) -> str:
     """The key path that a fault is about."""
     return fault.removeprefix(f"{path}: ").split(" ")[0].rstrip(":")
-
-
-def fault_error(faults: list[str]) -> UsageError:
-    """All of them as one error, numbered where there are several."""
-    unique = list(dict.fromkeys(faults))
-    if len(unique) == 1:
-        return UsageError(unique[0])
-    numbered = " ".join(f"({n}) {fault}." for n, fault in enumerate(unique, 1))
-    return UsageError(f"{len(unique)} faults: {numbered}")
 
 
 OBJECTS = ("bf16", "fp16", "zero_optimization", "optimizer", "optimizer.params", "scheduler")

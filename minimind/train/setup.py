@@ -9,18 +9,12 @@ from typing import Any
 import torch
 
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
-from minimind.errors import UsageError
+from minimind.errors import UsageError, fault_error
 from minimind.launch import Launch, parent_command, require_engaged
 from minimind.model.products import HAS_BF16
 from minimind.train.autos import offloads
 from minimind.train.combinations import needs_gpu
-from minimind.train.deepspeed_config import (
-    Resolved,
-    Sections,
-    fault_error,
-    read_deepspeed_json,
-    resolve,
-)
+from minimind.train.deepspeed_config import Resolved, Sections, read_deepspeed_json, resolve
 from minimind.train.deepspeed_effects import passed_over
 from minimind.train.literals import AUTO, adopt_launch, get, put
 from minimind.train.schedule import Schedule

@@ -230,7 +230,6 @@ MISUSE: dict[str, tuple[list[str], str]] = {
         ["--out", "{out}", "--sources", "{here}/twice.yaml"],
         "twice.yaml:2:1: a is written twice; mend the YAML",
     ),
-    "source of no day": (["--out", "{out}", "--sources", "{here}/day.yaml"], "month must be in"),
     "source nested": (["--out", "{out}", "--sources", "{here}/deep.yaml"], "deep.yaml: maximum"),
     "weight of nothing": (
         ["--out={out}", "--source=a={text}:1", "--source=b={here}/none.jsonl:2", *SKIPPING],

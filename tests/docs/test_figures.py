@@ -27,7 +27,7 @@ MISTAKES = [
     ("--batch_sise 4", {}, {}),
     ("--config small.yaml", {}, {}),
     ("--learning_rate fast", {}, {}),
-    ("--dim 100 --n_heads 7", {}, {}),
+    ("--dim 100 --n_heads 8", {}, {}),
     ("--grad_clip 1.0", {"gradient_clipping": 0.5}, {}),
     ("--batch_size 4 --accumulation_steps 2", {"train_batch_size": 30}, {}),
     ("", {"zero_optimisation": {"stage": 3}}, {}),

@@ -10,7 +10,7 @@ import pytest
 from minimind import cli
 from minimind.config import FLAGS
 from minimind.flags import build_parser
-from scripts.flag_reference import COMMAND, PAGE, page, subcommands
+from scripts.flag_reference import COMMAND, FOREIGN, MARKED, PAGE, page, subcommands, with_tables
 
 TEXT = PAGE.read_text(encoding="utf-8")
 PARSERS = {"train_pretrain.py": build_parser()}
@@ -37,6 +37,12 @@ def flags_in(parser: argparse.ArgumentParser) -> set[str]:
 
 def test_the_page_is_what_its_command_writes():
     assert page() == TEXT, f"run: {COMMAND}"
+
+
+def test_the_tables_of_other_projects_are_those_of_the_hints():
+    text = FOREIGN.read_text(encoding="utf-8")
+    assert with_tables(text) == text, f"run: {COMMAND}"
+    assert MARKED.findall(text)
 
 
 @pytest.mark.parametrize("title", PARSERS)

@@ -1,0 +1,208 @@
+"""What other projects call our flags: the source of docs/coming_from.md and of the hints on unknown flags.
+
+A row is `their names | ours | note`, ours separated by commas. As many on both sides pair up; otherwise
+all of theirs are the one on the right. Without a right side the note says why there is none.
+"""
+
+from __future__ import annotations
+
+import re
+
+# The order of the page; where two projects use a name for two things, the first one is hinted at.
+TABLES = {
+    "MiniMind": """
+hidden_size | --dim |
+num_hidden_layers | --n_layers |
+num_attention_heads num_key_value_heads | --n_heads, --n_kv_heads |
+intermediate_size | --hidden_dim |
+save_dir | --out_dir | checkpoints are in its `checkpoints/`
+save_weight |  | one run has one `--out_dir`, which names its weights
+from_weight=NAME | --init_from FILE | a `.pth` file or a directory, [imported](export.md#in)
+from_resume=1 | --resume auto | the default; it keeps weights in fp32
+log_interval save_interval | --log_interval, --save_interval | steps here, micro-batches there; `--save_minutes` saves every 30 minutes besides
+max_seq_len | --max_seq_len | packed here; cut and padded there
+dtype=bfloat16 | --dtype bfloat16 | fp32 master weights behind it; `float32` as well
+use_moe=1 | --use_moe | [its flags](experts.md)
+data_path=x.jsonl | --data_path x.jsonl | tokenised once, and kept
+use_wandb wandb_project | --report_to wandb, --wandb_project | or `--report_to swanlab`
+use_compile=1 | --compile on | `auto`, the default, is on for GPUs
+num_workers | --num_workers | threads that read rows ahead; 1 will do
+device=cuda:0 | --device cuda | which one: `CUDA_VISIBLE_DEVICES`
+flash_attn | --use_flash_attn | the default
+""",
+    "nanoGPT": """
+out_dir log_interval eval_interval | --out_dir, --log_interval, --eval_interval |
+eval_iters | --eval_rows | rows, the same ones each time, not batches drawn anew
+always_save_checkpoint | --save_interval N | with `--keep_last`, whatever the validation says
+init_from=resume | --resume auto | the default
+init_from=gpt2 | --model hf:DIR | with `--init_from DIR`, a directory that `save_pretrained` wrote; [models of transformers](models.md)
+init_from=scratch | --resume none | what was there before is put aside
+dataset | --data_path | text, or a folder that `minimind prepare` wrote; `.bin` files of nanoGPT's are not read
+gradient_accumulation_steps | --accumulation_steps | of one process; nanoGPT's is divided by the processes
+batch_size block_size | --batch_size, --max_seq_len |
+n_layer n_head n_embd | --n_layers, --n_heads, --dim | and `--n_kv_heads`, 2 here unless given; for as many as heads give the same number
+dropout bias |  | our decoder has neither dropout nor bias; GPT-2 by `--model hf:DIR` has both
+learning_rate weight_decay beta1 beta2 grad_clip | --learning_rate, --weight_decay, --beta1, --beta2, --grad_clip |
+max_iters lr_decay_iters | --max_steps | the decay ends there: both are one number here
+warmup_iters | --warmup_steps |
+min_lr | --min_lr_ratio | a share of the peak, not a rate
+decay_lr=False | --schedule constant |
+wandb_log wandb_run_name | --report_to wandb, --wandb_run_name |
+compile=False | --compile off |
+backend |  | nccl on GPUs, gloo on CPUs
+start |  | a prompt is given to `minimind generate --prompt`, not to a run
+""",
+    "nanochat": """
+depth | --n_layers | width and heads do not follow from it: `--dim`, `--n_heads`, or `--model PRESET`
+aspect_ratio | --dim | the width itself: depth x aspect ratio
+head_dim | --n_heads | dim / head_dim
+device_batch_size | --batch_size |
+total_batch_size | --accumulation_steps | tokens of a step / (rows x `--max_seq_len` x processes)
+num_iterations | --max_steps |
+target_param_data_ratio target_flops | --max_steps | `minimind plan --tokens N` gives parameters, FLOPs and hours
+embedding_lr unembedding_lr matrix_lr scalar_lr | --learning_rate | one rate for all, by AdamW
+warmup_ratio | --warmup_steps |
+final_lr_frac | --min_lr_ratio |
+warmdown_ratio | --schedule linear | decays over the whole run
+resume_from_step | --resume auto | the newest checkpoint, or a path
+eval_every | --eval_interval |
+eval_tokens | --eval_rows | rows of `--max_seq_len` tokens
+sample_every | --sample_interval |
+save_every | --save_interval |
+model_tag | --out_dir |
+run | --wandb_run_name | with `--report_to wandb`
+device_type | --device |
+fp8 fp8_recipe |  | training in FP8 is not available
+window_pattern |  | attention is not windowed
+core_metric_every core_metric_max_per_task |  | `minimind eval` and lm-eval run on a checkpoint, beside the run
+""",
+    "the Trainer of transformers": """
+output_dir | --out_dir |
+seed gradient_checkpointing | --seed, --gradient_checkpointing |
+per_device_train_batch_size | --batch_size |
+per_device_eval_batch_size | --eval_rows | the batch of a validation is that of training
+num_train_epochs | --epochs | with `--max_steps`, the first reached ends
+adam_beta1 adam_beta2 | --beta1, --beta2 |
+adam_epsilon |  | `optimizer.params.eps` of the DeepSpeed JSON
+max_grad_norm | --grad_clip | 0 switches it off
+lr_scheduler_type | --schedule | `cosine` ends at `--min_lr_ratio` of the peak, 0.1 unless given; the Trainer's ends at 0
+bf16 fp16 | --dtype bfloat16, --dtype float16 |
+logging_steps | --log_interval |
+eval_steps | --eval_interval | of `--eval_rows` rows
+save_steps save_total_limit | --save_interval, --keep_last |
+resume_from_checkpoint | --resume | `auto`, `none`, or a path
+data_seed | --seed | one for weights and order
+full_determinism | --deterministic |
+torch_compile | --compile on |
+deepspeed | --deepspeed_config | every `"auto"` is filled; contradictions are errors
+fsdp | --deepspeed_config | ZeRO stage 3 does what it is for; FSDP itself is refused
+accelerator_config | --split_batches |
+dataloader_num_workers | --num_workers |
+run_name project | --wandb_run_name, --wandb_project | with `--report_to`, `none` by default
+ddp_timeout | --dist_timeout | seconds; 120 here
+ddp_find_unused_parameters |  | looked for only where there are some
+use_cpu | --device cpu |
+auto_find_batch_size |  | `minimind plan --memory` says what fits, beforehand
+push_to_hub |  | no hub is asked; `minimind export` writes the directory
+""",
+    "run_clm.py of transformers": """
+model_name_or_path config_name | --model hf:DIR | with `--init_from DIR` for its weights
+tokenizer_name | --tokenizer PATH |
+train_file | --data_path |
+validation_file | --val_fraction | held out of the text; `minimind eval --data FILE` reads another one
+preprocessing_num_workers |  | tokenising uses every core
+""",
+    "litgpt": """
+model_name | --model | a preset, or `hf:DIR`
+initial_checkpoint_dir | --init_from |
+precision | --dtype |
+data | --data_path |
+tokenizer_dir | --tokenizer |
+logger_name | --report_to |
+train.save_interval train.log_interval | --save_interval, --log_interval |
+train.micro_batch_size | --batch_size |
+train.global_batch_size | --accumulation_steps | rows of a step / (rows of a micro-batch x processes)
+train.lr_warmup_steps | --warmup_steps |
+train.epochs train.max_steps | --epochs, --max_steps |
+train.max_tokens max_tokens | --max_steps | tokens / tokens of a step, which `--dry_run` prints
+train.max_time | --max_minutes |
+train.max_seq_length | --max_seq_len |
+train.max_norm train.min_lr | --grad_clip, --min_lr_ratio |
+train.tie_embeddings | --tie_word_embeddings |
+eval.interval eval.max_iters | --eval_interval, --eval_rows |
+devices num_nodes |  | the launcher says how many: `NUM_PROCESSES`, `NUM_MACHINES` of `run_accelerate.sh`
+""",
+    "Megatron-LM": """
+num_layers | --n_layers |
+num_query_groups | --n_kv_heads |
+ffn_hidden_size | --hidden_dim |
+seq_length max_position_embeddings | --max_seq_len |
+micro_batch_size | --batch_size |
+global_batch_size | --accumulation_steps | rows of a step / (rows of a micro-batch x processes)
+train_iters | --max_steps |
+train_samples | --max_steps | samples / rows of a step
+lr | --learning_rate |
+lr_warmup_iters | --warmup_steps |
+lr_decay_style | --schedule |
+clip_grad | --grad_clip |
+save | --out_dir |
+load | --resume | `auto`, the default, or a path
+tokenizer_model | --tokenizer |
+split | --val_fraction | a share, held out
+rotary_base | --rope_theta |
+recompute_activations recompute_granularity | --gradient_checkpointing |
+exit_interval exit_duration_in_mins | --stop_at_step, --max_minutes |
+wandb_exp_name | --wandb_run_name |
+num_experts moe_router_topk | --n_routed_experts, --num_experts_per_tok | with `--use_moe`
+distributed_timeout_minutes | --dist_timeout | seconds here
+tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size |  | models up to 1B parameters are not split; ZeRO shards their state
+untie_embeddings_and_output_weights | --no-tie_word_embeddings |
+attention_dropout |  | our decoder has no dropout
+""",
+    "torchtitan": """
+model.flavor | --model |
+job.dump_folder | --out_dir |
+training.local_batch_size | --batch_size |
+training.global_batch_size | --accumulation_steps | rows of a step / (rows of a micro-batch x processes)
+training.seq_len | --max_seq_len |
+training.steps | --max_steps |
+training.max_norm | --grad_clip |
+training.seed training.deterministic | --seed, --deterministic |
+optimizer.lr | --learning_rate |
+lr_scheduler.warmup_steps | --warmup_steps |
+lr_scheduler.min_lr_factor | --min_lr_ratio |
+checkpoint.interval checkpoint.keep_latest_k | --save_interval, --keep_last |
+compile.enable | --compile on |
+activation_checkpoint.mode | --gradient_checkpointing |
+profiling.enable_profiling | --profile |
+metrics.log_freq | --log_interval |
+metrics.enable_wandb metrics.enable_tensorboard | --report_to wandb, --report_to tensorboard |
+parallelism.tensor_parallel_degree parallelism.context_parallel_degree |  | models up to 1B parameters are not split; ZeRO shards their state
+parallelism.data_parallel_shard_degree |  | the ZeRO stage of the DeepSpeed JSON shards over all processes
+""",
+}
+Row = tuple[list[str], list[str], str]
+
+
+def rows(table: str) -> list[Row]:
+    """The names elsewhere, what to write here, and the note, of every row of a table."""
+    found = []
+    for line in table.strip().splitlines():
+        theirs, ours, note = (cell.strip() for cell in line.split("|"))
+        found.append((theirs.split(), ours.split(", ") if ours else [], note))
+    return found
+
+
+def counterpart(flag: str) -> str:
+    """What to write for another project's `flag`, as the end of a sentence; "" for an unknown one."""
+    asked, _, value = flag.lstrip("-").replace("-", "_").partition("=")
+    found = []
+    for names, ours, note in (row for table in TABLES.values() for row in rows(table)):
+        for place, name in enumerate(names):
+            known, _, its_value = name.partition("=")
+            if known == asked:
+                remark = re.sub(r"\[([^]]*)\]\([^)]*\)|`([^`]*)`", r"\1\2", note)
+                here = ours[place if len(ours) == len(names) else 0] if ours else ""
+                said = f"here it is {here}" + (f" ({remark})" if remark else "") if here else remark
+                found.insert(0 if its_value and its_value == value else len(found), said)
+    return found[0] if found else ""
