@@ -5,6 +5,7 @@
 #   bash run_accelerate.sh [FLAGS of train_pretrain.py ...]
 #
 # Environment: CONFIG_FILE (configs/accelerate_config.yaml), OMP_NUM_THREADS (CPU cores / processes),
+# PYTHON (that of .venv here, whichever conda or virtual environment is active; else the active one),
 # and, before the same field of CONFIG_FILE, NUM_PROCESSES (over all hosts; all GPUs, else 2 a host),
 # MAIN_PORT (a free one), and on several hosts NUM_MACHINES, MACHINE_RANK and MAIN_IP.
 # Exit status: the run's own (0 done, 2 usage, 3 data, 4 checkpoint, 5 storage, 6 numeric, 7 peer,
@@ -48,13 +49,22 @@ if [[ $# -eq 0 ]]; then
     --max_seq_len 1024 --use_flash_attn --profile --profile_interval 10
 fi
 
-# The project's own environment, unless another one is active.
-if [[ -z ${VIRTUAL_ENV:-} && -z ${CONDA_PREFIX:-} && -x $here/.venv/bin/accelerate ]]; then
-  PATH=$here/.venv/bin:$PATH
+# The checkout's own environment, unless PYTHON names another. An active one (conda's base is active
+# in many shells) is used only where there is no .venv: its versions were not tested together.
+python=${PYTHON:-}
+if [[ -z $python && -e $here/.venv ]]; then
+  python=$here/.venv/bin/python
+elif [[ -z $python ]]; then
+  python=$(command -v python || command -v python3) || python=python
 fi
-if ! command -v accelerate >/dev/null; then
-  echo "run_accelerate.sh: accelerate is not installed; run: make -C '$here' setup" >&2
+if ! command -v "$python" >/dev/null; then
+  way_out="make -B -C '$here' setup"
+  [[ -z ${PYTHON:-} ]] || way_out="unset PYTHON, or name another"
+  echo "run_accelerate.sh: $python cannot be run; $way_out" >&2
   exit 2
+fi
+if [[ $python == */* ]]; then # for the tools beside it, such as ninja
+  PATH=$(cd -- "$(dirname -- "$python")" && pwd):$PATH
 fi
 
 # Flags this script has to know as well.
@@ -63,14 +73,14 @@ for word in "$@"; do
   [[ $previous == --device ]] && word=--device=$word
   [[ $word == --device=* ]] && device=${word#*=}
   [[ $word == --debug ]] && debug=1
-  [[ $word == --help || $word == -h ]] && exec python "$here/train_pretrain.py" --help
+  [[ $word == --help || $word == -h ]] && exec "$python" "$here/train_pretrain.py" --help
   previous=$word
 done
 
 # The YAML for `accelerate launch`, made of CONFIG_FILE and the environment, both checked there.
 # Ctrl-C goes to all that the terminal runs; this script alone answers it.
 scratch=$(mktemp -d)
-plan=$(trap '' INT && exec python "$here/scripts/launch_plan.py" "$scratch/launch.yaml" "$device")
+plan=$(trap '' INT && exec "$python" "$here/scripts/launch_plan.py" "$scratch/launch.yaml" "$device")
 while IFS= read -r variable; do
   export "${variable?}"
 done <<<"$plan"
@@ -84,7 +94,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 # through descriptor 0, the only one that reaches them (minimind/process.py).
 # A process group of its own keeps the terminal's Ctrl-C from it: this script decides what it is told.
 set -m
-python "$here/scripts/accelerate_launch.py" --config_file "$scratch/launch.yaml" \
+"$python" "$here/scripts/accelerate_launch.py" --config_file "$scratch/launch.yaml" \
   --deepspeed_multinode_launcher standard --log_dir "$scratch/torchelastic" \
   "$here/train_pretrain.py" "$@" 0>&2 2>"$scratch/launcher.log" &
 launcher=$!

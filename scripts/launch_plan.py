@@ -17,12 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # also where the package is not installed
 from minimind.errors import RendezvousError, RunError, UsageError, one_line  # noqa: E402 (after that)
-from minimind.flags import load_yaml  # noqa: E402 (likewise)
 
 # Of NVIDIA's, of AMD's and of Windows'; where one is, nvidia-smi may still not be installed.
 DRIVERS = [Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg")]
@@ -182,8 +179,27 @@ def free_port(port: int) -> int:
         raise RendezvousError(f"MAIN_PORT={port}: {error.strerror}; choose another") from error
 
 
+def require_installed(environ: Mapping[str, str]) -> None:
+    """Nothing, or a UsageError when this Python does not have Accelerate."""
+    if find_spec("accelerate") and find_spec("yaml"):
+        return
+    setup = f"make -C '{PROJECT}' setup"
+    if environ.get("PYTHON"):
+        way_out = "unset PYTHON to use the environment of this project"
+    elif (PROJECT / ".venv").exists():  # which `make setup` may take for complete
+        way_out = setup.replace("make", "make -B")
+    else:
+        way_out = f"{setup} installs into {PROJECT / '.venv'}"
+    raise UsageError(f"accelerate is not installed for {sys.executable}; {way_out}")
+
+
 def main(target: str, device: str) -> dict[str, Any]:
     """Write the YAML to `target`; what the script exports."""
+    require_installed(os.environ)
+    import yaml  # only now: a missing library is told in one line
+
+    from minimind.flags import load_yaml
+
     path = os.environ.get("CONFIG_FILE") or str(PROJECT / "configs" / "accelerate_config.yaml")
     asked = Asked(load_yaml(path, "CONFIG_FILE"), path, os.environ)
     exports: dict[str, Any] = {"MINIMIND_CONFIG_FILE": path}
