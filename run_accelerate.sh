@@ -79,7 +79,12 @@ done
 
 # The YAML for `accelerate launch`, made of CONFIG_FILE and the environment, both checked there.
 # Ctrl-C goes to all that the terminal runs; this script alone answers it.
-scratch=$(mktemp -d)
+if ! scratch=$(mktemp -d 2>/dev/null); then
+  scratch=''
+  echo "run_accelerate.sh: error[E_STORAGE] rank=0 step=0: no folder can be made in" \
+    "${TMPDIR:-/tmp} (TMPDIR); free some space, or name another there" >&2
+  exit 5
+fi
 plan=$(trap '' INT && exec "$python" "$here/scripts/launch_plan.py" "$scratch/launch.yaml" "$device")
 while IFS= read -r variable; do
   export "${variable?}"

@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 
 from minimind.ending import Ending
+from minimind.environment import rank_of, require_environment
 from minimind.flags import parse_flags
 from minimind.peers import Peers
 from minimind.process import Progress, take_back_stderr
@@ -18,10 +19,11 @@ def main(argv: list[str]) -> int:
     take_back_stderr()
     # Read when torch is imported; of --trace_steps we tell ourselves.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    progress = Progress(rank=int(os.environ.get("RANK", "0")))
+    progress = Progress(rank=rank_of(os.environ))
     ending = Ending(progress, debug="--debug" in argv)
     ending.watch()
     try:
+        require_environment(os.environ)
         progress.peers = Peers(progress)
         run = parse_flags(argv)
         ending.debug = run.debug

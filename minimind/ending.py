@@ -48,7 +48,8 @@ class Ending:
         self._status: int | None = None
         self._parent = os.getppid()
         named = (os.environ.get(name) for name in (LAUNCHER_PID, SCRIPT_PID))
-        self._launchers = [int(pid) for pid in named if pid]
+        # What is not a number is refused in a moment (minimind/environment.py).
+        self._launchers = [int(pid) for pid in named if pid and pid.isdecimal()]
         self._over = 0.0  # seconds since another rank of this host told its end
 
     def done(self, status: int) -> int:
@@ -115,7 +116,8 @@ class Ending:
         """
         local, is_early = os.environ.get("LOCAL_RANK", "0"), self.progress.out_dir is None
         deadline = time.monotonic() + 3 * POLL
-        while local != "0" and is_early and STATUS_FILE not in os.environ:
+        is_one_of_several = local != "0" and os.environ.get("WORLD_SIZE", "1") != "1"
+        while is_one_of_several and is_early and STATUS_FILE not in os.environ:
             if self.progress.stop.reason or time.monotonic() >= deadline:
                 return bool(self.progress.stop.reason)
             time.sleep(0.1)

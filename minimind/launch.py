@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.config import PROJECT
+from minimind.environment import rank_of, require_environment
 from minimind.errors import RendezvousError, UsageError
 from minimind.flags import load_yaml
 
@@ -59,11 +60,12 @@ class Launch:
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
     """What `environ` says; a process started by hand is rank 0 of 1."""
-    world_size = _number(environ, "WORLD_SIZE", 1)
+    require_environment(environ)
+    world_size = int(environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
         _require(environ, ("RANK", "LOCAL_RANK"))
     source = environ.get("MINIMIND_CONFIG_FILE") or SOURCE
-    local = _number(environ, "LOCAL_WORLD_SIZE", _number(environ, "LOCAL_SIZE", world_size))
+    local = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or world_size
     backend = environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if backend.lower() not in UNSAID:
         raise UsageError(
@@ -84,9 +86,9 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     if by := environ.get("MINIMIND_CPU_BY"):
         flags["device"] = ("cpu", by)
     return Launch(
-        rank=_number(environ, "RANK", 0),
+        rank=rank_of(environ),
         world_size=world_size,
-        local_world_size=local,
+        local_world_size=int(local),
         uses_deepspeed=uses_deepspeed,
         deepspeed_config=None if path.lower() in UNSAID else _beside_project(path),
         flags=flags,
@@ -106,13 +108,6 @@ def _said(
             is_number = ours.endswith("stage")
             found[ours] = (int(value) if is_number and value.isdecimal() else value, of_yaml)
     return found
-
-
-def _number(environ: Mapping[str, str], name: str, default: int) -> int:
-    value = environ.get(name, str(default))
-    if not value.isdecimal():
-        raise RendezvousError(f"{name}={value} in the environment is no whole number; unset it")
-    return int(value)
 
 
 def _require(environ: Mapping[str, str], names: Sequence[str]) -> None:
@@ -179,5 +174,6 @@ def join_by_hand(environ: MutableMapping[str, str]) -> None:
             free.bind(("127.0.0.1", 0))
             environ["MASTER_PORT"] = str(free.getsockname()[1])
         environ["MASTER_ADDR"] = "127.0.0.1"
+    environ.setdefault("MASTER_ADDR", "127.0.0.1")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         environ.setdefault(name, value)

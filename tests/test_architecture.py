@@ -26,6 +26,7 @@ LAYERS = [
         "minimind.folder_locks",
         "minimind.new_folder",
         "minimind.process",
+        "minimind.environment",
         "minimind.workers",
         "minimind.peers",
         "minimind.ending",
