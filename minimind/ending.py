@@ -29,6 +29,7 @@ from minimind.process import (
     Progress,
     claim_status,
     read_claim,
+    tell_torchrun,
 )
 from minimind.workers import is_alive
 
@@ -58,6 +59,9 @@ class Ending:
             if self._status is None:
                 claim_status(status, self.progress.rank)
                 self._status = status
+                if status == PREEMPTED:
+                    step = self.progress.step
+                    tell_torchrun(f"{PROGRAM}: stopped and saved at step {step}; {AGAIN} to go on")
             return self._status
 
     def tell(self, error: Exception) -> int:
@@ -98,7 +102,9 @@ class Ending:
         progress, status = self.progress, told.status
         is_asked = status == PREEMPTED
         line = one_line(PROGRAM, told, progress.rank, progress.step)
-        lines = [*told.table, f"{PROGRAM}: {told}" if is_asked else line]
+        line = f"{PROGRAM}: {told}" if is_asked else line
+        tell_torchrun(line)
+        lines = [*told.table, line]
         with suppress(OSError):  # nobody reads it any more
             print("\n".join(lines), file=sys.stderr, flush=True)
         end = {"code": told.code, "status": status, "reason": str(told), "step": progress.step}

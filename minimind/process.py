@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -17,6 +19,7 @@ STATUS_FILE = "MINIMIND_STATUS_FILE"
 STDERR_ON_STDIN = "MINIMIND_STDERR_ON_STDIN"
 SCRIPT_PID = "MINIMIND_SCRIPT_PID"
 LAUNCHER_PID = "MINIMIND_LAUNCHER_PID"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun and `accelerate launch` set it for each worker
 
 # What asks a run to save and stop.
 CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -136,3 +139,17 @@ def read_claim() -> Claim | None:
     except OSError:
         return None
     return Claim(int(status), int(rank), is_ours=False) if status else None
+
+
+def tell_torchrun(line: str) -> None:
+    """Leave `line` where torchrun looks for what a worker ended by.
+
+    Below its own traceback, torchrun and `accelerate launch` print a table of the failed workers,
+    and this line at its end, where they would otherwise link to a page of torch's documentation.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        told = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        text = json.dumps({"message": {"message": line, "extraInfo": told}})
+        with suppress(OSError):  # the line has been printed; the launcher can do without
+            Path(path).write_text(text, encoding="utf-8")

@@ -12,10 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from minimind.ending import Ending
-from minimind.errors import CheckpointError
-from minimind.process import CAUGHT, STATUS_FILE, Progress, StopRequest, claim_status, read_claim
+from minimind.errors import CheckpointError, UsageError
+from minimind.process import (
+    CAUGHT,
+    ERROR_FILE,
+    STATUS_FILE,
+    Progress,
+    StopRequest,
+    claim_status,
+    read_claim,
+)
 from minimind.train.out_dir import claim
 from tests.conftest import ROOT
 
@@ -192,3 +201,29 @@ def test_a_run_that_fails_before_its_engine_is_there_records_the_end_in_the_fold
     assert (end["event"], end["code"], end["status"]) == ("exit", "E_CHECKPOINT", 4)
     assert end["started"] is False
     assert Ending(Progress(), debug=False).tell(wrong) == 4  # nor is any folder its own
+
+
+def test_the_line_of_an_ending_is_the_last_that_torchrun_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv(ERROR_FILE, str(path))
+    wrong = UsageError("--dim 7 is odd; give an even one")
+    assert Ending(Progress(rank=1), debug=False).tell(wrong) == 2
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file=str(path))
+    *_, last, rule = str(ChildFailedError("train_pretrain.py", {1: failure})).splitlines()
+    line = "train_pretrain: error[E_USAGE] rank=1 step=0: --dim 7 is odd; give an even one"
+    assert last == f"  traceback : {line}"
+    assert set(rule) == {"="}
+    assert Ending(Progress(rank=0, step=4), debug=False).done(75) == 75
+    assert "stopped and saved at step 4; run the same" in path.read_text()
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "gone" / "error.json"))
+    assert Ending(Progress(), debug=False).tell(wrong) == 2
+
+
+def test_the_tutorials_name_of_the_script_says_which_name_it_has_here():
+    command = [sys.executable, str(ROOT / "train_pretrain_accelerate.py"), "--epochs", "3"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("is called train_pretrain.py here; start that, with the same flags")

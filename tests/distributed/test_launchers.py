@@ -52,6 +52,11 @@ COMMANDS: dict[str, tuple[str, list[str]]] = {
         f" --num_machines 1 --num_processes 2 --main_process_port PORT {SCRIPT}",
         [],
     ),
+    "accelerate-multi-gpu": (
+        "accelerate launch --multi_gpu --num_processes 2 --main_process_port PORT"
+        f" --deepspeed_config_file ds_config.json {SCRIPT}",
+        [],
+    ),
     "torchrun": (f"torchrun --standalone --nproc_per_node 2 {SCRIPT}", NAMED),
     "torchrun-ddp": (f"torchrun --standalone --nproc_per_node 2 {SCRIPT}", []),
     "deepspeed": (f"deepspeed --num_gpus 2 --master_port PORT {SCRIPT}", NAMED),
