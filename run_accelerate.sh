@@ -16,15 +16,19 @@ set -euo pipefail
 # Whatever asks this script to stop, the launcher is told TERM; it hands that on to the workers, and
 # they save. Workers end by themselves soon after a launcher that is killed, so a second Ctrl-C does
 # that.
-launcher='' stopping=0 scratch=''
+launcher='' stopping=0 asked='' scratch=''
 # shellcheck disable=SC2317,SC2329 # called by the traps
 stop() {
   stopping=$((stopping + 1))
+  asked=${asked:-$1}
+  if [[ -n $scratch && ! -e $scratch/stop ]]; then
+    echo "$asked" >"$scratch/stop" || true # for the workers' messages (minimind/process.py)
+  fi
   if [[ -z $launcher ]]; then
     return 0 # nobody to tell yet; looked at before the launch
   elif [[ $stopping -eq 1 ]]; then
     kill -TERM "$launcher" 2>/dev/null || true
-  elif [[ $1 == INT ]]; then
+  elif [[ $1 == Ctrl-C ]]; then
     kill -KILL "$launcher" 2>/dev/null || true
   fi
 }
@@ -33,13 +37,16 @@ leave() {
   local code=$?
   [[ -z $scratch ]] || rm -rf -- "$scratch"
   if [[ $stopping -gt 0 && -z $launcher ]]; then
-    echo "run_accelerate.sh: stopped before the first step; run it again to go on" >&2
+    echo "run_accelerate.sh: stopped on $asked before the first step; run it again to go on" >&2
     code=75
   fi
   exit "$code"
 }
-trap 'stop TERM' TERM USR1 HUP
-trap 'stop INT' INT
+for name in TERM USR1 HUP; do
+  # shellcheck disable=SC2064 # the name of now
+  trap "stop SIG$name" "$name"
+done
+trap 'stop Ctrl-C' INT
 trap leave EXIT
 
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
@@ -127,7 +134,7 @@ if [[ -s $MINIMIND_STATUS_FILE ]]; then
   read -r code _ <"$MINIMIND_STATUS_FILE"
 elif [[ $stopping -gt 0 ]]; then
   code=75
-  echo "run_accelerate.sh: stopped before the first step or by force; run it again to go on" >&2
+  echo "run_accelerate.sh: stopped on $asked before the first step or by force; run it again to go on" >&2
 elif [[ $code -gt 128 ]]; then
   echo "run_accelerate.sh: the launcher was killed (signal $((code - 128))); run it again" >&2
   code=7

@@ -24,8 +24,11 @@ from minimind.process import (
     StopRequest,
     claim_status,
     read_claim,
+    record_stop,
+    stop_reason,
 )
 from minimind.train.out_dir import claim
+from minimind.workers import end_told
 from tests.conftest import ROOT
 
 
@@ -72,7 +75,7 @@ def test_a_signal_is_remembered_and_the_first_one_is_the_reason(number: signal.S
     assert stop.reason == ""
     signal.raise_signal(number)
     signal.raise_signal(signal.SIGTERM)
-    assert stop.reason == number.name
+    assert stop.reason == ("Ctrl-C" if number == signal.SIGINT else number.name)
 
 
 def test_max_minutes_asks_by_the_clock_and_says_so(monkeypatch: pytest.MonkeyPatch):
@@ -227,3 +230,16 @@ def test_the_tutorials_name_of_the_script_says_which_name_it_has_here():
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.endswith("is called train_pretrain.py here; start that, with the same flags")
+
+
+@pytest.mark.usefixtures("handlers", "status_file")
+@pytest.mark.parametrize("word", ["Ctrl-C", "SIGUSR1", "SIGHUP"])
+def test_a_stop_that_was_passed_on_as_term_is_told_as_what_it_was(word: str):
+    record_stop(word)
+    record_stop("SIGTERM")  # the first word stands
+    stop = StopRequest()
+    stop.listen()
+    signal.raise_signal(signal.SIGTERM)
+    assert stop.reason == word
+    assert stop_reason(signal.SIGUSR1) == "SIGUSR1"  # sent to this very process
+    assert end_told(-signal.SIGTERM) == (f"was stopped by {word} while it started", 75)

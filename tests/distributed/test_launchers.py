@@ -416,8 +416,13 @@ def test_a_config_file_that_cannot_be_is_one_line_and_2(script, tmp_path: Path):
         assert path in line
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_stop_before_the_launch_answers_75(script, tmp_path: Path, number: signal.Signals):
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(signal.SIGTERM, "SIGTERM"), (signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "Ctrl-C")],
+)
+def test_a_stop_before_the_launch_answers_75(
+    script, tmp_path: Path, number: signal.Signals, told: str
+):
     """A `python` of ours, where the checks start, signals the script that waits for it."""
     stub = tmp_path / "bin" / "python"
     stub.write_text(f'#!/bin/sh\nkill -{number} $PPID\nexec "{sys.executable}" "$@"\n')
@@ -425,7 +430,7 @@ def test_a_stop_before_the_launch_answers_75(script, tmp_path: Path, number: sig
     stopped = script()
     assert stopped.status == 75
     assert stopped.stderr == (
-        "run_accelerate.sh: stopped before the first step; run it again to go on\n"
+        f"run_accelerate.sh: stopped on {told} before the first step; run it again to go on\n"
     )
     assert stopped.stdout == ""
 
