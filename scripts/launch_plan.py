@@ -20,6 +20,7 @@ from typing import Any
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # also where the package is not installed
 from minimind.errors import RendezvousError, RunError, UsageError, one_line  # noqa: E402 (after that)
+from minimind.phases import phase  # noqa: E402 (likewise)
 
 # Of NVIDIA's, of AMD's and of Windows'; where one is, nvidia-smi may still not be installed.
 DRIVERS = [Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg")]
@@ -210,7 +211,8 @@ def main(target: str, device: str) -> dict[str, Any]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None and (ids := asked.document.get("gpu_ids") or "all") != "all":
         visible = exports["CUDA_VISIBLE_DEVICES"] = str(ids)
-    gpus = 0 if device == "cpu" else count_gpus(visible)
+    with phase("counting the GPUs", after=0.5):
+        gpus = 0 if device == "cpu" else count_gpus(visible)
     if not gpus:
         exports["DS_ACCELERATOR"] = "cpu"
     launched = plan(asked, gpus)
@@ -224,7 +226,19 @@ def main(target: str, device: str) -> dict[str, Any]:
         cores = len(affinity(0)) if affinity else os.cpu_count() or 1
         here = launched["num_processes"] // launched["num_machines"]
         exports["OMP_NUM_THREADS"] = max(1, cores // here)
+    print(starting(launched, gpus, path), file=sys.stderr)
     return exports
+
+
+def starting(launched: Mapping[str, Any], gpus: int, path: str) -> str:
+    """The first line of a start: what is launched, and by which Python if not that of .venv."""
+    count, hosts = launched["num_processes"], launched["num_machines"]
+    processes = f"{count} process{'es' if count > 1 else ''}"
+    device = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "the CPU"
+    on = f"{hosts} hosts, this one is host {launched['machine_rank']}," if hosts > 1 else ""
+    own = Path(sys.prefix) == PROJECT / ".venv"
+    by = os.path.relpath(path) + ("" if own else f", {sys.executable}")
+    return " ".join(f"starting {processes} on {on} {device} ({by}) ...".split())
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ LAYERS = [
         "minimind.new_folder",
         "minimind.process",
         "minimind.environment",
+        "minimind.phases",
         "minimind.workers",
         "minimind.peers",
         "minimind.ending",
