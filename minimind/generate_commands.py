@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -155,6 +156,8 @@ def _continue(prompt: str, writer: _Writer) -> None:
 
 def _converse(writer: _Writer) -> None:
     """Ask for prompts until Ctrl-D; Ctrl-C stops a text and not the program."""
+    with suppress(ImportError):  # some builds of Python lack it
+        import readline  # noqa: F401 (from here on input() has line editing and a history)
     print(f"{writer.path}: Ctrl-C stops a text, Ctrl-D ends", file=sys.stderr)
     for number in count(1):
         try:

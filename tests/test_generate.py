@@ -5,6 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import pty
+import select
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +24,7 @@ from minimind.errors import NumericError, UsageError
 from minimind.generate import generate, load_checkpoint
 from minimind.sampling import Sampling, chooser
 from minimind.writing import write_on
-from tests.conftest import Trained, sentences
+from tests.conftest import ROOT, Trained, sentences
 
 GREEDY = Sampling(max_new_tokens=40, temperature=0.0)
 PROMPTS = ["春眠", "a", "abc def gh, 曉處 a little longer than the others", ""]
@@ -250,6 +254,46 @@ def test_at_a_terminal_it_asks_and_ctrl_c_stops_the_text_alone(
     out = said(trained, capsys)
     assert calls == [["never"], ["曉處"]]
     assert out == f"> never\n> {alone.removesuffix(chr(10))}> \n"
+
+
+ECHO = """
+from minimind.generate_commands import _converse
+class Writer:
+    path = "a model"
+    def fault(self, prompt, number):
+        return None
+    def write(self, prompts, numbers, show):
+        show(f"<{prompts[0]}>")
+        return type("Written", (), {"speed": 1.0})
+_converse(Writer())
+"""
+
+
+def test_at_a_terminal_a_prompt_can_be_edited_and_the_one_before_called_back():
+    screen, terminal = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm"}
+    on_it = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+    command = [sys.executable, "-c", ECHO]
+    with subprocess.Popen(command, cwd=ROOT, env=environ, **on_it) as asking:
+        os.close(terminal)
+        shown = ""
+
+        def until(words: str) -> None:
+            nonlocal shown
+            while words not in shown:
+                assert select.select([screen], [], [], 20)[0], f"no {words!r} in {shown!r}"
+                shown += os.read(screen, 4096).decode()
+            shown = shown.partition(words)[2]
+
+        left, up, end = b"\x1b[D", b"\x1b[A", b"\x04"
+        for typed, prompt in ((b"ac" + left + b"b", "abc"), (up, "abc"), (up + b"d", "abcd")):
+            until("> ")
+            os.write(screen, typed + b"\r")
+            until(f"{prompt}<{prompt}>")
+        until("> ")
+        os.write(screen, end)
+        assert asking.wait(timeout=60) == 0
+    os.close(screen)
 
 
 def test_a_conversation_goes_on_after_a_prompt_that_is_too_long(
