@@ -271,29 +271,30 @@ _converse(Writer())
 
 def test_at_a_terminal_a_prompt_can_be_edited_and_the_one_before_called_back():
     screen, terminal = pty.openpty()
-    environ = {**os.environ, "TERM": "xterm"}
     on_it = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
-    command = [sys.executable, "-c", ECHO]
-    with subprocess.Popen(command, cwd=ROOT, env=environ, **on_it) as asking:
+    command, environ = [sys.executable, "-c", ECHO], {**os.environ, "TERM": "xterm"}
+    with (
+        subprocess.Popen(command, cwd=ROOT, env=environ, **on_it) as asking,
+        open(screen, "r+b", buffering=0) as keys,  # whose end ends the process, pass or fail
+    ):
         os.close(terminal)
         shown = ""
 
         def until(words: str) -> None:
             nonlocal shown
             while words not in shown:
-                assert select.select([screen], [], [], 20)[0], f"no {words!r} in {shown!r}"
-                shown += os.read(screen, 4096).decode()
+                assert select.select([keys], [], [], 20)[0], f"no {words!r} in {shown!r}"
+                shown += keys.read(4096).decode()
             shown = shown.partition(words)[2]
 
         left, up, end = b"\x1b[D", b"\x1b[A", b"\x04"
         for typed, prompt in ((b"ac" + left + b"b", "abc"), (up, "abc"), (up + b"d", "abcd")):
             until("> ")
-            os.write(screen, typed + b"\r")
+            keys.write(typed + b"\r")
             until(f"{prompt}<{prompt}>")
         until("> ")
-        os.write(screen, end)
+        keys.write(end)
         assert asking.wait(timeout=60) == 0
-    os.close(screen)
 
 
 def test_a_conversation_goes_on_after_a_prompt_that_is_too_long(
