@@ -9,6 +9,7 @@ import pty
 import select
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -257,7 +258,10 @@ def test_at_a_terminal_it_asks_and_ctrl_c_stops_the_text_alone(
 
 
 ECHO = """
-from minimind.generate_commands import _converse
+import sys
+import time
+from minimind import cli, generate_commands
+from minimind.errors import UsageError
 class Writer:
     path = "a model"
     def fault(self, prompt, number):
@@ -265,36 +269,86 @@ class Writer:
     def write(self, prompts, numbers, show):
         show(f"<{prompts[0]}>")
         return type("Written", (), {"speed": 1.0})
-_converse(Writer())
+def load(args):
+    time.sleep(1)  # the prompt is there by then
+    if args.model == "wrong":
+        raise UsageError("no such model; name another")
+    return Writer()
+generate_commands._writer = load
+sys.exit(cli.main(["generate", "--model", sys.argv[1]]))
 """
 
 
-def test_at_a_terminal_a_prompt_can_be_edited_and_the_one_before_called_back():
-    screen, terminal = pty.openpty()
-    on_it = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
-    command, environ = [sys.executable, "-c", ECHO], {**os.environ, "TERM": "xterm"}
-    with (
-        subprocess.Popen(command, cwd=ROOT, env=environ, **on_it) as asking,
-        open(screen, "r+b", buffering=0) as keys,  # whose end ends the process, pass or fail
-    ):
-        os.close(terminal)
-        shown = ""
+class Screen:
+    """`minimind generate` at a terminal, with a loader and a model that take no torch."""
 
-        def until(words: str) -> None:
-            nonlocal shown
-            while words not in shown:
-                assert select.select([keys], [], [], 20)[0], f"no {words!r} in {shown!r}"
-                shown += keys.read(4096).decode()
-            shown = shown.partition(words)[2]
+    def __init__(self, model: str) -> None:
+        ours, theirs = pty.openpty()
+        on_it = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+        command, environ = [sys.executable, "-c", ECHO, model], {**os.environ, "TERM": "xterm"}
+        self._process = subprocess.Popen(command, cwd=ROOT, env=environ, **on_it)
+        os.close(theirs)
+        self._keys = open(ours, "r+b", buffering=0)
+        self._shown = ""
 
-        left, up, end = b"\x1b[D", b"\x1b[A", b"\x04"
-        for typed, prompt in ((b"ac" + left + b"b", "abc"), (up, "abc"), (up + b"d", "abcd")):
-            until("> ")
-            keys.write(typed + b"\r")
-            until(f"{prompt}<{prompt}>")
-        until("> ")
-        keys.write(end)
-        assert asking.wait(timeout=60) == 0
+    def type(self, keys: bytes) -> None:
+        self._keys.write(keys)
+
+    def until(self, words: str) -> str:
+        """What is shown up to these words; an AssertionError where they do not come."""
+        while words not in self._shown:
+            came = select.select([self._keys], [], [], 20)[0]
+            assert came, f"no {words!r} in {self._shown!r}"
+            self._shown += self._keys.read(4096).decode()
+        before, _, self._shown = self._shown.partition(words)
+        return before
+
+    def status(self) -> int:
+        return self._process.wait(timeout=60)
+
+    def close(self) -> None:
+        self._keys.close()  # which ends a process that still asks
+        self._process.wait(timeout=60)
+
+
+@pytest.fixture
+def at_terminal() -> Iterator[Callable[[str], Screen]]:
+    found: list[Screen] = []
+
+    def start(model: str) -> Screen:
+        found.append(Screen(model))
+        return found[-1]
+
+    yield start
+    for screen in found:
+        screen.close()
+
+
+def test_at_a_terminal_a_prompt_can_be_edited_and_the_one_before_called_back(at_terminal):
+    screen = at_terminal("right")
+    left, up = b"\x1b[D", b"\x1b[A"
+    for typed, prompt in ((b"ac" + left + b"b", "abc"), (up, "abc"), (up + b"d", "abcd")):
+        screen.until("> ")
+        screen.type(typed + b"\r")
+        screen.until(f"{prompt}<{prompt}>")
+    screen.until("> ")
+    screen.type(b"\x04")  # Ctrl-D
+    assert screen.status() == 0
+
+
+def test_the_model_is_loaded_while_the_first_prompt_is_typed(at_terminal):
+    screen = at_terminal("right")
+    assert "loading" not in screen.until("> ")
+    screen.type(b"abc\r")
+    assert "loading the model ..." in screen.until("<abc>")
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_wait_for_a_prompt(at_terminal):
+    screen = at_terminal("wrong")
+    screen.until("> ")
+    screen.type(b"half a prom")
+    screen.until("minimind: error[E_USAGE]: no such model; name another")
+    assert screen.status() == 2
 
 
 def test_a_conversation_goes_on_after_a_prompt_that_is_too_long(
