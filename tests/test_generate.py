@@ -284,9 +284,10 @@ class Screen:
 
     def __init__(self, model: str) -> None:
         ours, theirs = pty.openpty()
-        on_it = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
         command, environ = [sys.executable, "-c", ECHO, model], {**os.environ, "TERM": "xterm"}
-        self._process = subprocess.Popen(command, cwd=ROOT, env=environ, **on_it)
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdin=theirs, stdout=theirs, stderr=theirs
+        )
         os.close(theirs)
         self._keys = open(ours, "r+b", buffering=0)
         self._shown = ""
