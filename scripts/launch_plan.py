@@ -237,7 +237,8 @@ def starting(launched: Mapping[str, Any], gpus: int, path: str) -> str:
     device = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "the CPU"
     on = f"{hosts} hosts, this one is host {launched['machine_rank']}," if hosts > 1 else ""
     own = Path(sys.prefix) == PROJECT / ".venv"
-    by = os.path.relpath(path) + ("" if own else f", {sys.executable}")
+    near = os.path.relpath(path)
+    by = (path if near.startswith("..") else near) + ("" if own else f", {sys.executable}")
     return " ".join(f"starting {processes} on {on} {device} ({by}) ...".split())
 
 
