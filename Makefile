@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt
 
 train: $(READY) ## train the tiny model on this Python's own library: 5 to 8 minutes on two CPU cores
 	@$(BIN)/python examples/stdlib_corpus.py $(SAMPLE)/stdlib.jsonl
-	@bash run_accelerate.sh --model tiny --data_path $(SAMPLE)/stdlib.jsonl --out_dir $(SAMPLE)/run \
+	@PYTHON=$(BIN)/python bash run_accelerate.sh --model tiny --data_path $(SAMPLE)/stdlib.jsonl --out_dir $(SAMPLE)/run \
 	  --cache_dir $(SAMPLE)/cache --max_steps $(STEPS) --batch_size 8 --learning_rate 3e-3 \
 	  --save_interval 100 --eval_interval 200
 	@$(BIN)/minimind generate --checkpoint $(SAMPLE)/run --prompt 'def ' --max_new_tokens 80

@@ -5,6 +5,7 @@
 #   bash run_accelerate.sh [FLAGS of train_pretrain.py ...]
 #
 # Environment: CONFIG_FILE (configs/accelerate_config.yaml), OMP_NUM_THREADS (CPU cores / processes),
+# PYTHON (that of .venv here, whichever conda or virtual environment is active; else the active one),
 # and, before the same field of CONFIG_FILE, NUM_PROCESSES (over all hosts; all GPUs, else 2 a host),
 # MAIN_PORT (a free one), and on several hosts NUM_MACHINES, MACHINE_RANK and MAIN_IP.
 # Exit status: the run's own (0 done, 2 usage, 3 data, 4 checkpoint, 5 storage, 6 numeric, 7 peer,
@@ -15,15 +16,19 @@ set -euo pipefail
 # Whatever asks this script to stop, the launcher is told TERM; it hands that on to the workers, and
 # they save. Workers end by themselves soon after a launcher that is killed, so a second Ctrl-C does
 # that.
-launcher='' stopping=0 scratch=''
+launcher='' stopping=0 asked='' scratch=''
 # shellcheck disable=SC2317,SC2329 # called by the traps
 stop() {
   stopping=$((stopping + 1))
+  asked=${asked:-$1}
+  if [[ -n $scratch && ! -e $scratch/stop ]]; then
+    echo "$asked" >"$scratch/stop" || true # for the workers' messages (minimind/process.py)
+  fi
   if [[ -z $launcher ]]; then
     return 0 # nobody to tell yet; looked at before the launch
   elif [[ $stopping -eq 1 ]]; then
     kill -TERM "$launcher" 2>/dev/null || true
-  elif [[ $1 == INT ]]; then
+  elif [[ $1 == Ctrl-C ]]; then
     kill -KILL "$launcher" 2>/dev/null || true
   fi
 }
@@ -32,13 +37,16 @@ leave() {
   local code=$?
   [[ -z $scratch ]] || rm -rf -- "$scratch"
   if [[ $stopping -gt 0 && -z $launcher ]]; then
-    echo "run_accelerate.sh: stopped before the first step; run it again to go on" >&2
+    echo "run_accelerate.sh: stopped on $asked before the first step; run it again to go on" >&2
     code=75
   fi
   exit "$code"
 }
-trap 'stop TERM' TERM USR1 HUP
-trap 'stop INT' INT
+for name in TERM USR1 HUP; do
+  # shellcheck disable=SC2064 # the name of now
+  trap "stop SIG$name" "$name"
+done
+trap 'stop Ctrl-C' INT
 trap leave EXIT
 
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
@@ -48,13 +56,22 @@ if [[ $# -eq 0 ]]; then
     --max_seq_len 1024 --use_flash_attn --profile --profile_interval 10
 fi
 
-# The project's own environment, unless another one is active.
-if [[ -z ${VIRTUAL_ENV:-} && -z ${CONDA_PREFIX:-} && -x $here/.venv/bin/accelerate ]]; then
-  PATH=$here/.venv/bin:$PATH
+# The checkout's own environment, unless PYTHON names another. An active one (conda's base is active
+# in many shells) is used only where there is no .venv: its versions were not tested together.
+python=${PYTHON:-}
+if [[ -z $python && -e $here/.venv ]]; then
+  python=$here/.venv/bin/python
+elif [[ -z $python ]]; then
+  python=$(command -v python || command -v python3) || python=python
 fi
-if ! command -v accelerate >/dev/null; then
-  echo "run_accelerate.sh: accelerate is not installed; run: make -C '$here' setup" >&2
+if ! command -v "$python" >/dev/null; then
+  way_out="make -B -C '$here' setup"
+  [[ -z ${PYTHON:-} ]] || way_out="unset PYTHON, or name another"
+  echo "run_accelerate.sh: $python cannot be run; $way_out" >&2
   exit 2
+fi
+if [[ $python == */* ]]; then # for the tools beside it, such as ninja
+  PATH=$(cd -- "$(dirname -- "$python")" && pwd):$PATH
 fi
 
 # Flags this script has to know as well.
@@ -63,14 +80,19 @@ for word in "$@"; do
   [[ $previous == --device ]] && word=--device=$word
   [[ $word == --device=* ]] && device=${word#*=}
   [[ $word == --debug ]] && debug=1
-  [[ $word == --help || $word == -h ]] && exec python "$here/train_pretrain.py" --help
+  [[ $word == --help || $word == -h ]] && exec "$python" "$here/train_pretrain.py" --help
   previous=$word
 done
 
 # The YAML for `accelerate launch`, made of CONFIG_FILE and the environment, both checked there.
 # Ctrl-C goes to all that the terminal runs; this script alone answers it.
-scratch=$(mktemp -d)
-plan=$(trap '' INT && exec python "$here/scripts/launch_plan.py" "$scratch/launch.yaml" "$device")
+if ! scratch=$(mktemp -d 2>/dev/null); then
+  scratch=''
+  echo "run_accelerate.sh: error[E_STORAGE] rank=0 step=0: no folder can be made in" \
+    "${TMPDIR:-/tmp} (TMPDIR); free some space, or name another there" >&2
+  exit 5
+fi
+plan=$(trap '' INT && exec "$python" "$here/scripts/launch_plan.py" "$scratch/launch.yaml" "$device")
 while IFS= read -r variable; do
   export "${variable?}"
 done <<<"$plan"
@@ -84,7 +106,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 # through descriptor 0, the only one that reaches them (minimind/process.py).
 # A process group of its own keeps the terminal's Ctrl-C from it: this script decides what it is told.
 set -m
-python "$here/scripts/accelerate_launch.py" --config_file "$scratch/launch.yaml" \
+"$python" "$here/scripts/accelerate_launch.py" --config_file "$scratch/launch.yaml" \
   --deepspeed_multinode_launcher standard --log_dir "$scratch/torchelastic" \
   "$here/train_pretrain.py" "$@" 0>&2 2>"$scratch/launcher.log" &
 launcher=$!
@@ -112,7 +134,7 @@ if [[ -s $MINIMIND_STATUS_FILE ]]; then
   read -r code _ <"$MINIMIND_STATUS_FILE"
 elif [[ $stopping -gt 0 ]]; then
   code=75
-  echo "run_accelerate.sh: stopped before the first step or by force; run it again to go on" >&2
+  echo "run_accelerate.sh: stopped on $asked before the first step or by force; run it again to go on" >&2
 elif [[ $code -gt 128 ]]; then
   echo "run_accelerate.sh: the launcher was killed (signal $((code - 128))); run it again" >&2
   code=7

@@ -8,9 +8,11 @@ import sys
 from contextlib import suppress
 
 from minimind.ending import Ending
+from minimind.environment import rank_of, require_environment
 from minimind.flags import parse_flags
 from minimind.peers import Peers
-from minimind.process import Progress, take_back_stderr
+from minimind.phases import LONG, phase
+from minimind.process import SCRIPT_PID, Progress, take_back_stderr
 
 
 def main(argv: list[str]) -> int:
@@ -18,15 +20,19 @@ def main(argv: list[str]) -> int:
     take_back_stderr()
     # Read when torch is imported; of --trace_steps we tell ourselves.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    progress = Progress(rank=int(os.environ.get("RANK", "0")))
+    progress = Progress(rank=rank_of(os.environ))
     ending = Ending(progress, debug="--debug" in argv)
     ending.watch()
     try:
+        require_environment(os.environ)
         progress.peers = Peers(progress)
         run = parse_flags(argv)
         ending.debug = run.debug
         progress.peers.patience = run.dist_timeout
-        from minimind.train.pretrain import pretrain  # imports torch: after the flags are read
+        # run_accelerate.sh has printed a line by now; else there should be one within a second.
+        patience = LONG if SCRIPT_PID in os.environ else 0.5
+        with phase("importing libraries", patience):
+            from minimind.train.pretrain import pretrain  # torch: after the flags are read
 
         return ending.done(pretrain(run, progress))
     except Exception as error:  # the one place that turns an ending into a line and a status

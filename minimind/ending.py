@@ -29,6 +29,7 @@ from minimind.process import (
     Progress,
     claim_status,
     read_claim,
+    tell_torchrun,
 )
 from minimind.workers import is_alive
 
@@ -48,7 +49,8 @@ class Ending:
         self._status: int | None = None
         self._parent = os.getppid()
         named = (os.environ.get(name) for name in (LAUNCHER_PID, SCRIPT_PID))
-        self._launchers = [int(pid) for pid in named if pid]
+        # What is not a number is refused in a moment (minimind/environment.py).
+        self._launchers = [int(pid) for pid in named if pid and pid.isdecimal()]
         self._over = 0.0  # seconds since another rank of this host told its end
 
     def done(self, status: int) -> int:
@@ -57,6 +59,9 @@ class Ending:
             if self._status is None:
                 claim_status(status, self.progress.rank)
                 self._status = status
+                if status == PREEMPTED:
+                    step = self.progress.step
+                    tell_torchrun(f"{PROGRAM}: stopped and saved at step {step}; {AGAIN} to go on")
             return self._status
 
     def tell(self, error: Exception) -> int:
@@ -97,7 +102,9 @@ class Ending:
         progress, status = self.progress, told.status
         is_asked = status == PREEMPTED
         line = one_line(PROGRAM, told, progress.rank, progress.step)
-        lines = [*told.table, f"{PROGRAM}: {told}" if is_asked else line]
+        line = f"{PROGRAM}: {told}" if is_asked else line
+        tell_torchrun(line)
+        lines = [*told.table, line]
         with suppress(OSError):  # nobody reads it any more
             print("\n".join(lines), file=sys.stderr, flush=True)
         end = {"code": told.code, "status": status, "reason": str(told), "step": progress.step}
@@ -115,7 +122,8 @@ class Ending:
         """
         local, is_early = os.environ.get("LOCAL_RANK", "0"), self.progress.out_dir is None
         deadline = time.monotonic() + 3 * POLL
-        while local != "0" and is_early and STATUS_FILE not in os.environ:
+        is_one_of_several = local != "0" and os.environ.get("WORLD_SIZE", "1") != "1"
+        while is_one_of_several and is_early and STATUS_FILE not in os.environ:
             if self.progress.stop.reason or time.monotonic() >= deadline:
                 return bool(self.progress.stop.reason)
             time.sleep(0.1)

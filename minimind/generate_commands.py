@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -15,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from minimind.arguments import add_model, at_least, finite, path_of, penalty, share
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.files import printing, require_writable, storing, write_whole
+from minimind.phases import phase
 from minimind.prompts import prompt_of, read_prompts, read_text
 
 if TYPE_CHECKING:
@@ -71,13 +76,13 @@ def run_generate(args: argparse.Namespace) -> int:
     prompt = args.prompt
     if args.prompt_file is not None:
         prompt = read_text(args.prompt_file, "--prompt_file")
-    writer = _writer(args)
-    if prompts:
-        _answer(args, prompts, writer)
-    elif prompt is not None or sys.stdin is None or not sys.stdin.isatty():
-        _continue(_stdin() if prompt is None else prompt, writer)
+    if not prompts and prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        _converse(args)
+    elif prompts:
+        _answer(args, prompts, _writer(args))
     else:
-        _converse(writer)
+        writer = _writer(args)  # before standard input, which may be typed, is read for nothing
+        _continue(_stdin() if prompt is None else prompt, writer)
     return 0
 
 
@@ -153,25 +158,65 @@ def _continue(prompt: str, writer: _Writer) -> None:
     print(f"[{writer.path}, {written.speed:.0f} tokens/s]", file=sys.stderr)
 
 
-def _converse(writer: _Writer) -> None:
+class _Loading:
+    """A writer that is loaded in a thread, while the first prompt is typed."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1)
+        self._future = self._pool.submit(_writer, args)
+        self._is_asking = False
+        self._future.add_done_callback(self._interrupt)
+
+    def _interrupt(self, future: Future[_Writer]) -> None:
+        """Where loading failed, end the wait for a prompt that nothing can be written to."""
+        if self._is_asking and future.exception():
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def failed(self) -> bool:
+        """Whether there will be no writer; `get` raises why."""
+        return self._future.done() and self._future.exception() is not None
+
+    def ask(self) -> str:
+        """The next prompt that is typed."""
+        self._is_asking = True
+        try:
+            if self.failed():
+                self.get()
+            with printing():
+                return input("> ")
+        finally:
+            self._is_asking = False
+
+    def get(self) -> _Writer:
+        """The writer, waited for."""
+        with phase("loading the model", after=0.5):
+            return self._future.result()
+
+
+def _converse(args: argparse.Namespace) -> None:
     """Ask for prompts until Ctrl-D; Ctrl-C stops a text and not the program."""
-    print(f"{writer.path}: Ctrl-C stops a text, Ctrl-D ends", file=sys.stderr)
+    with suppress(ImportError):  # some builds of Python lack it
+        import readline  # noqa: F401 (from here on input() has line editing and a history)
+    print(f"{args.checkpoint or args.model}: Ctrl-C stops a text, Ctrl-D ends", file=sys.stderr)
+    loading = _Loading(args)
     for number in count(1):
         try:
-            with printing():
-                prompt = input("> ")
+            prompt = loading.ask()
+            writer = loading.get()
             if fault := writer.fault(prompt, number):
                 print(fault, file=sys.stderr)
                 continue
             _show(prompt)
             written = writer.write([prompt], [number], _show)
-            print(f"\n[{written.speed:.0f} tokens/s]", file=sys.stderr)
+            print(f"\n[{writer.path}, {written.speed:.0f} tokens/s]", file=sys.stderr)
         except EOFError:
             return _show("\n")
         except UnicodeDecodeError as error:
             print(f"not UTF-8 ({error.reason}); type it again", file=sys.stderr)
         except KeyboardInterrupt:
             _show("\n")
+            if loading.failed():
+                loading.get()
 
 
 def _answer(args: argparse.Namespace, prompts: list[str], writer: _Writer) -> None:

@@ -11,11 +11,12 @@ import os
 import re
 import socket
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from minimind.config import PROJECT
+from minimind.environment import rank_of, require_environment
 from minimind.errors import RendezvousError, UsageError
 from minimind.yaml_files import load_yaml
 
@@ -40,6 +41,16 @@ YAML_FLAGS = {
 MEANT = {"bf16": "bfloat16", "fp16": "float16", "true": "cpu"}
 UNSAID = ("", "no", "none", "auto", "false")
 SOURCE = "accelerate launch (YAML or flag)"
+# What `accelerate launch` takes and does not hand on where it does not engage DeepSpeed.
+DROPPED = (
+    "zero_stage",
+    "offload_optimizer_device",
+    "offload_optimizer_nvme_path",
+    "offload_param_device",
+    "offload_param_nvme_path",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
 ACCELERATE = re.compile(r"(.*/)?accelerate(-launch|[./]commands[./].+)?")
 
 
@@ -55,15 +66,19 @@ class Launch:
     flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # name: (value, YAML field)
     deepspeed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)  # JSON key: likewise
     source: str = SOURCE  # of `flags` and `deepspeed`: the YAML, where its path is known
+    dropped_file: str | None = (
+        None  # deepspeed_config as `accelerate launch`, which drops it, got it
+    )
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
     """What `environ` says; a process started by hand is rank 0 of 1."""
-    world_size = _number(environ, "WORLD_SIZE", 1)
+    require_environment(environ)
+    world_size = int(environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
         _require(environ, ("RANK", "LOCAL_RANK"))
     source = environ.get("MINIMIND_CONFIG_FILE") or SOURCE
-    local = _number(environ, "LOCAL_WORLD_SIZE", _number(environ, "LOCAL_SIZE", world_size))
+    local = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or world_size
     backend = environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if backend.lower() not in UNSAID:
         raise UsageError(
@@ -84,9 +99,9 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     if by := environ.get("MINIMIND_CPU_BY"):
         flags["device"] = ("cpu", by)
     return Launch(
-        rank=_number(environ, "RANK", 0),
+        rank=rank_of(environ),
         world_size=world_size,
-        local_world_size=local,
+        local_world_size=int(local),
         uses_deepspeed=uses_deepspeed,
         deepspeed_config=None if path.lower() in UNSAID else _beside_project(path),
         flags=flags,
@@ -108,13 +123,6 @@ def _said(
     return found
 
 
-def _number(environ: Mapping[str, str], name: str, default: int) -> int:
-    value = environ.get(name, str(default))
-    if not value.isdecimal():
-        raise RendezvousError(f"{name}={value} in the environment is no whole number; unset it")
-    return int(value)
-
-
 def _require(environ: Mapping[str, str], names: Sequence[str]) -> None:
     """Nothing, or a RendezvousError when one of several processes lacks one of `names`."""
     missing = " and ".join(name for name in names if not environ.get(name))
@@ -126,36 +134,56 @@ def _require(environ: Mapping[str, str], names: Sequence[str]) -> None:
 
 
 def _beside_project(path: str) -> str:
-    """A path of accelerate_config.yaml: as seen from here, else from the project's top folder."""
-    return path if Path(path).exists() or Path(path).is_absolute() else str(PROJECT / path)
+    """A DeepSpeed file as a launcher names it: from here, the project's top folder or configs/."""
+    places = (Path(path), PROJECT / path, PROJECT / "configs" / path)
+    return str(next((place for place in places if place.exists()), path))
 
 
-def require_engaged(launch: Launch, launcher: Sequence[str]) -> None:
-    """Nothing, or a UsageError when `accelerate launch` drops what it was told of DeepSpeed.
+def with_dropped_file(launch: Launch, asked: str | None, launcher: Sequence[str]) -> Launch:
+    """The launch with DeepSpeed engaged by a file that `accelerate launch` was given and drops.
 
-    Without --use_deepspeed, or a YAML of that type, it passes over --deepspeed_config_file and the
-    YAML's deepspeed_config in silence, and trains plain DDP.
-    `launcher` is the command line of the process above this one.
+    Without --use_deepspeed, or a YAML of that type, Accelerate trains plain DDP in silence. Its
+    --deepspeed_config_file is used all the same; what else of DeepSpeed it drops is a UsageError.
+    `asked` is the run's own --deepspeed_config, `launcher` the command line of the parent process.
     """
-    if launch.uses_deepspeed or not any(ACCELERATE.fullmatch(word) for word in launcher[:3]):
-        return
-    given: dict[str, str] = {}
-    for word, following in zip(launcher, [*launcher[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        given[name.replace("-", "_")] = value if equals else following
-    if "__deepspeed_config_file" in given:
+    started = [n for n, word in enumerate(launcher[:3]) if ACCELERATE.fullmatch(word)]
+    if launch.uses_deepspeed or asked == "none" or not started:
+        return launch
+    given = _flags_of(launcher[started[-1] + 1 :])
+    if dropped := next((name for name in DROPPED if name in given), None):
         raise UsageError(
-            "--deepspeed_config_file was given to `accelerate launch` without --use_deepspeed, and"
-            " it drops it; add --use_deepspeed (and remove --multi_gpu), or give"
-            " --deepspeed_config PATH behind train_pretrain.py"
+            f"--{dropped} was given to `accelerate launch`, which drops it without --use_deepspeed;"
+            " add --use_deepspeed (and remove --multi_gpu), or write it into the DeepSpeed file"
         )
-    path = given.get("__config_file")
-    if path and load_yaml(path, "--config_file").get("deepspeed_config"):
+    if file := given.get("deepspeed_config_file"):
+        path = _beside_project(file)
+        if asked is None:
+            return replace(launch, uses_deepspeed=True, deepspeed_config=path, dropped_file=file)
+        if Path(asked).resolve() != Path(path).resolve():
+            raise UsageError(
+                f"--deepspeed_config is {asked} but --deepspeed_config_file of `accelerate launch`"
+                f" is {file}; drop one of the two"
+            )
+    path = given.get("config_file")
+    if not asked and path and load_yaml(path, "--config_file").get("deepspeed_config"):
         raise UsageError(
             f"{path}: `accelerate launch` passes over deepspeed_config here, and trains without"
             " DeepSpeed; write distributed_type: DEEPSPEED there (and give neither --multi_gpu nor"
             " --cpu), or remove deepspeed_config"
         )
+    return launch
+
+
+def _flags_of(words: Sequence[str]) -> dict[str, str]:
+    """The flags of `accelerate launch` by name, up to the script that it starts."""
+    given: dict[str, str] = {}
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.endswith(".py"):
+            break
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            given[name[2:].replace("-", "_")] = value if equals else following
+    return given
 
 
 def parent_command() -> list[str]:
@@ -179,5 +207,6 @@ def join_by_hand(environ: MutableMapping[str, str]) -> None:
             free.bind(("127.0.0.1", 0))
             environ["MASTER_PORT"] = str(free.getsockname()[1])
         environ["MASTER_ADDR"] = "127.0.0.1"
+    environ.setdefault("MASTER_ADDR", "127.0.0.1")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         environ.setdefault(name, value)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -17,6 +19,10 @@ STATUS_FILE = "MINIMIND_STATUS_FILE"
 STDERR_ON_STDIN = "MINIMIND_STDERR_ON_STDIN"
 SCRIPT_PID = "MINIMIND_SCRIPT_PID"
 LAUNCHER_PID = "MINIMIND_LAUNCHER_PID"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun and `accelerate launch` set it for each worker
+
+# Beside the status file: what asked for a stop that run_accelerate.sh passes on as SIGTERM.
+STOP_FILE = "stop"
 
 # What asks a run to save and stop.
 CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -33,6 +39,27 @@ def take_back_stderr() -> None:
         os.dup2(0, 2)
 
 
+def stop_reason(number: int) -> str:
+    """What a message calls the cause of this signal: what was typed or sent, and to whomever."""
+    if number == signal.SIGINT:
+        return "Ctrl-C"
+    path = os.environ.get(STATUS_FILE)
+    if number == signal.SIGTERM and path:
+        with suppress(OSError):  # nobody left word: it was sent to this process
+            if recorded := Path(path).with_name(STOP_FILE).read_text(encoding="ascii").strip():
+                return recorded
+    return signal.Signals(number).name
+
+
+def record_stop(reason: str) -> None:
+    """Leave word of why the workers of this host will be sent SIGTERM; the first word stands."""
+    path = os.environ.get(STATUS_FILE)
+    if path:
+        place = Path(path).with_name(STOP_FILE)
+        with suppress(OSError), open(place, "x", encoding="ascii") as file:
+            file.write(f"{reason}\n")
+
+
 class StopRequest:
     """Remembers that this process was asked to stop; the loop looks after every step."""
 
@@ -44,7 +71,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """Who asked: a signal or --max_minutes; empty as long as nobody did."""
+        """What asked: Ctrl-C, a signal or --max_minutes; empty as long as nothing did."""
         if not self._asked and time.monotonic() >= self._deadline:
             self._asked = self._limit
         return self._asked
@@ -70,7 +97,7 @@ class StopRequest:
 
     def heard(self, number: int) -> None:
         """A signal came, as the watch thread may know before the main thread does."""
-        self._asked = self._asked or signal.Signals(number).name
+        self._asked = self._asked or stop_reason(number)
 
 
 @dataclass
@@ -136,3 +163,17 @@ def read_claim() -> Claim | None:
     except OSError:
         return None
     return Claim(int(status), int(rank), is_ours=False) if status else None
+
+
+def tell_torchrun(line: str) -> None:
+    """Leave `line` where torchrun looks for what a worker ended by.
+
+    Below its own traceback, torchrun and `accelerate launch` print a table of the failed workers,
+    and this line at its end, where they would otherwise link to a page of torch's documentation.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        told = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        text = json.dumps({"message": {"message": line, "extraInfo": told}})
+        with suppress(OSError):  # the line has been printed; the launcher can do without
+            Path(path).write_text(text, encoding="utf-8")

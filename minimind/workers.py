@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from minimind.errors import PREEMPTED, PeerError
-from minimind.process import CAUGHT, STATUS_FILE
+from minimind.process import CAUGHT, STATUS_FILE, stop_reason
 
 
 def this_place() -> str:
@@ -145,7 +145,7 @@ def end_told(status: int | None) -> tuple[str, int]:
         return f"left before the others, with exit status {status}", PeerError.status
     name = signal.Signals(-status).name
     if -status in CAUGHT:  # before it could listen
-        return f"was stopped by {name} while it started", PREEMPTED
+        return f"was stopped by {stop_reason(-status)} while it started", PREEMPTED
     if name == "SIGKILL":
         return "died: killed by SIGKILL, perhaps for lack of memory", PeerError.status
     return f"died: crashed by {name}", PeerError.status

@@ -22,7 +22,14 @@ from typing import Any
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # also where the package is not installed
 from minimind.errors import PREEMPTED, PeerError, RunError, Stopped, one_line  # noqa: E402 (first)
-from minimind.process import CAUGHT, LAUNCHER_PID, claim_status, read_claim  # noqa: E402 (likewise)
+from minimind.process import (  # noqa: E402 (likewise)
+    CAUGHT,
+    LAUNCHER_PID,
+    claim_status,
+    read_claim,
+    record_stop,
+    stop_reason,
+)
 from minimind.workers import Worker, end_told, folder, record_end  # noqa: E402 (likewise)
 
 NAME = "run_accelerate.sh"
@@ -41,7 +48,8 @@ class StopOnce:
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if not self.asked:
-            self.asked = signal.Signals(number).name
+            self.asked = stop_reason(number)
+            record_stop(self.asked)
             raise SystemExit(PREEMPTED)  # on the way out torchrun tells its workers TERM
 
 

@@ -17,12 +17,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # also where the package is not installed
 from minimind.errors import RendezvousError, RunError, UsageError, one_line  # noqa: E402 (after that)
-from minimind.yaml_files import load_yaml  # noqa: E402 (likewise)
+from minimind.phases import phase  # noqa: E402 (likewise)
 
 # Of NVIDIA's, of AMD's and of Windows'; where one is, nvidia-smi may still not be installed.
 DRIVERS = [Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg")]
@@ -182,8 +180,27 @@ def free_port(port: int) -> int:
         raise RendezvousError(f"MAIN_PORT={port}: {error.strerror}; choose another") from error
 
 
+def require_installed(environ: Mapping[str, str]) -> None:
+    """Nothing, or a UsageError when this Python does not have Accelerate."""
+    if find_spec("accelerate") and find_spec("yaml"):
+        return
+    setup = f"make -C '{PROJECT}' setup"
+    if environ.get("PYTHON"):
+        way_out = "unset PYTHON to use the environment of this project"
+    elif (PROJECT / ".venv").exists():  # which `make setup` may take for complete
+        way_out = setup.replace("make", "make -B")
+    else:
+        way_out = f"{setup} installs into {PROJECT / '.venv'}"
+    raise UsageError(f"accelerate is not installed for {sys.executable}; {way_out}")
+
+
 def main(target: str, device: str) -> dict[str, Any]:
     """Write the YAML to `target`; what the script exports."""
+    require_installed(os.environ)
+    import yaml  # only now: a missing library is told in one line
+
+    from minimind.yaml_files import load_yaml
+
     path = os.environ.get("CONFIG_FILE") or str(PROJECT / "configs" / "accelerate_config.yaml")
     asked = Asked(load_yaml(path, "CONFIG_FILE"), path, os.environ)
     exports: dict[str, Any] = {"MINIMIND_CONFIG_FILE": path}
@@ -194,7 +211,8 @@ def main(target: str, device: str) -> dict[str, Any]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None and (ids := asked.document.get("gpu_ids") or "all") != "all":
         visible = exports["CUDA_VISIBLE_DEVICES"] = str(ids)
-    gpus = 0 if device == "cpu" else count_gpus(visible)
+    with phase("counting the GPUs", after=0.5):
+        gpus = 0 if device == "cpu" else count_gpus(visible)
     if not gpus:
         exports["DS_ACCELERATOR"] = "cpu"
     launched = plan(asked, gpus)
@@ -208,7 +226,20 @@ def main(target: str, device: str) -> dict[str, Any]:
         cores = len(affinity(0)) if affinity else os.cpu_count() or 1
         here = launched["num_processes"] // launched["num_machines"]
         exports["OMP_NUM_THREADS"] = max(1, cores // here)
+    print(starting(launched, gpus, path), file=sys.stderr)
     return exports
+
+
+def starting(launched: Mapping[str, Any], gpus: int, path: str) -> str:
+    """The first line of a start: what is launched, and by which Python if not that of .venv."""
+    count, hosts = launched["num_processes"], launched["num_machines"]
+    processes = f"{count} process{'es' if count > 1 else ''}"
+    device = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "the CPU"
+    on = f"{hosts} hosts, this one is host {launched['machine_rank']}," if hosts > 1 else ""
+    own = Path(sys.prefix) == PROJECT / ".venv"
+    near = os.path.relpath(path)
+    by = (path if near.startswith("..") else near) + ("" if own else f", {sys.executable}")
+    return " ".join(f"starting {processes} on {on} {device} ({by}) ...".split())
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,8 @@ class Launcher:
 
     @staticmethod
     def environment(processes: int = 2) -> dict[str, str]:
-        return {**os.environ, "NUM_PROCESSES": str(processes), "OMP_NUM_THREADS": "1"}
+        told = {"NUM_PROCESSES": str(processes), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+        return {**os.environ, **told}
 
     def run(self, out_dir: Path, flags: str = "", processes: int = 2, **options: Any) -> Run:
         done = subprocess.run(

@@ -28,6 +28,8 @@ LAYERS = [
         "minimind.folder_locks",
         "minimind.new_folder",
         "minimind.process",
+        "minimind.environment",
+        "minimind.phases",
         "minimind.workers",
         "minimind.peers",
         "minimind.ending",

@@ -146,7 +146,9 @@ def test_a_launched_mistake_is_one_line_and_its_status(
 ):
     done = launch.run(tmp_path / "out", flags)
     assert done.status == status
-    (line,) = done.stderr.splitlines()
+    starting, *phases, line = done.stderr.splitlines()
+    assert starting.startswith("starting 2 processes on the CPU (")
+    assert all(phase.endswith(" ...") for phase in phases)
     assert line.startswith("train_pretrain: error[")
     assert " rank=" in line
     assert all(word in line for word in words)

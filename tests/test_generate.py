@@ -5,6 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import pty
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +25,7 @@ from minimind.errors import NumericError, UsageError
 from minimind.generate import generate, load_checkpoint
 from minimind.sampling import Sampling, chooser
 from minimind.writing import write_on
-from tests.conftest import Trained, sentences
+from tests.conftest import ROOT, Trained, sentences
 
 GREEDY = Sampling(max_new_tokens=40, temperature=0.0)
 PROMPTS = ["春眠", "a", "abc def gh, 曉處 a little longer than the others", ""]
@@ -250,6 +255,101 @@ def test_at_a_terminal_it_asks_and_ctrl_c_stops_the_text_alone(
     out = said(trained, capsys)
     assert calls == [["never"], ["曉處"]]
     assert out == f"> never\n> {alone.removesuffix(chr(10))}> \n"
+
+
+ECHO = """
+import sys
+import time
+from minimind import cli, generate_commands
+from minimind.errors import UsageError
+class Writer:
+    path = "a model"
+    def fault(self, prompt, number):
+        return None
+    def write(self, prompts, numbers, show):
+        show(f"<{prompts[0]}>")
+        return type("Written", (), {"speed": 1.0})
+def load(args):
+    time.sleep(1)  # the prompt is there by then
+    if args.model == "wrong":
+        raise UsageError("no such model; name another")
+    return Writer()
+generate_commands._writer = load
+sys.exit(cli.main(["generate", "--model", sys.argv[1]]))
+"""
+
+
+class Screen:
+    """`minimind generate` at a terminal, with a loader and a model that take no torch."""
+
+    def __init__(self, model: str) -> None:
+        ours, theirs = pty.openpty()
+        command, environ = [sys.executable, "-c", ECHO, model], {**os.environ, "TERM": "xterm"}
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdin=theirs, stdout=theirs, stderr=theirs
+        )
+        os.close(theirs)
+        self._keys = open(ours, "r+b", buffering=0)
+        self._shown = ""
+
+    def type(self, keys: bytes) -> None:
+        self._keys.write(keys)
+
+    def until(self, words: str) -> str:
+        """What is shown up to these words; an AssertionError where they do not come."""
+        while words not in self._shown:
+            came = select.select([self._keys], [], [], 20)[0]
+            assert came, f"no {words!r} in {self._shown!r}"
+            self._shown += self._keys.read(4096).decode()
+        before, _, self._shown = self._shown.partition(words)
+        return before
+
+    def status(self) -> int:
+        return self._process.wait(timeout=60)
+
+    def close(self) -> None:
+        self._keys.close()  # which ends a process that still asks
+        self._process.wait(timeout=60)
+
+
+@pytest.fixture
+def at_terminal() -> Iterator[Callable[[str], Screen]]:
+    found: list[Screen] = []
+
+    def start(model: str) -> Screen:
+        found.append(Screen(model))
+        return found[-1]
+
+    yield start
+    for screen in found:
+        screen.close()
+
+
+def test_at_a_terminal_a_prompt_can_be_edited_and_the_one_before_called_back(at_terminal):
+    screen = at_terminal("right")
+    left, up = b"\x1b[D", b"\x1b[A"
+    for typed, prompt in ((b"ac" + left + b"b", "abc"), (up, "abc"), (up + b"d", "abcd")):
+        screen.until("> ")
+        screen.type(typed + b"\r")
+        screen.until(f"{prompt}<{prompt}>")
+    screen.until("> ")
+    screen.type(b"\x04")  # Ctrl-D
+    assert screen.status() == 0
+
+
+def test_the_model_is_loaded_while_the_first_prompt_is_typed(at_terminal):
+    screen = at_terminal("right")
+    assert "loading" not in screen.until("> ")
+    screen.type(b"abc\r")
+    assert "loading the model ..." in screen.until("<abc>")
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_wait_for_a_prompt(at_terminal):
+    screen = at_terminal("wrong")
+    screen.until("> ")
+    screen.type(b"half a prom")
+    screen.until("minimind: error[E_USAGE]: no such model; name another")
+    assert screen.status() == 2
 
 
 def test_a_conversation_goes_on_after_a_prompt_that_is_too_long(

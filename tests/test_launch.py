@@ -11,7 +11,7 @@ import torch
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import RendezvousError, UsageError
 from minimind.flags import parse_flags
-from minimind.launch import Launch, join_by_hand, read_launch, require_engaged
+from minimind.launch import Launch, join_by_hand, read_launch, with_dropped_file
 from minimind.train.setup import advice, choose_device, idle_gpus, read_setup
 
 GIVEN = "accelerate launch (YAML or flag)"
@@ -40,7 +40,7 @@ def test_every_launchers_variables_are_read():
     assert (read_launch(TWO).rank, read_launch(TWO).world_size) == (1, 2)
     deepspeed = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_SIZE": "2"}
     assert read_launch(deepspeed).local_world_size == 2
-    with pytest.raises(RendezvousError, match="RANK=one"):
+    with pytest.raises(RendezvousError, match="RANK is 'one' in"):
         read_launch({"RANK": "one"})
 
 
@@ -118,12 +118,39 @@ def test_the_seed_layout_mixed_precision_beside_a_deepspeed_file_works(asked):
         asked("--dtype float32", {**FROM_YAML, "ACCELERATE_MIXED_PRECISION": "bf16"}).resolve()
 
 
-def test_a_deepspeed_file_that_accelerate_launch_drops_is_told():
-    words = "python /bin/accelerate launch --multi_gpu --deepspeed_config_file x.json t.py".split()
-    with pytest.raises(UsageError, match="--use_deepspeed"):
-        require_engaged(Launch(world_size=2), words)
-    require_engaged(Launch(uses_deepspeed=True), words)
-    require_engaged(Launch(), ["bash", "run.sh", "--deepspeed_config_file"])
+MULTI_GPU = "python /bin/accelerate launch --multi_gpu --num_processes=2"
+
+
+@pytest.mark.parametrize("form", ["--deepspeed_config_file {}", "--deepspeed-config-file={}"])
+@pytest.mark.parametrize("name", [SHIPPED, "configs/ds_config.json", "ds_config.json"])
+def test_a_deepspeed_file_that_accelerate_launch_drops_engages_deepspeed(
+    asked, monkeypatch, tmp_path: Path, form: str, name: str
+):
+    monkeypatch.chdir(tmp_path)
+    words = f"{MULTI_GPU} {form.format(name)} train_pretrain.py --dim 8".split()
+    monkeypatch.setattr("minimind.train.setup.parent_command", lambda: words)
+    found = asked("", TWO)
+    assert (found.backend, Path(found.path)) == ("deepspeed", DEFAULT_DEEPSPEED_CONFIG)
+    resolved = found.resolve()
+    assert resolved.run.sources["deepspeed_config"] == f"{GIVEN}: deepspeed_config_file"
+    (told,) = [one for one in advice(found, resolved) if "engaged" in one]
+    assert told.startswith(f"DeepSpeed is engaged by --deepspeed_config_file {name}, which")
+    assert asked(f"--deepspeed_config {SHIPPED}", TWO).launch.dropped_file is None
+    assert asked("--deepspeed_config none", TWO).backend == "ddp"
+    mine = tmp_path / "mine.json"
+    mine.write_text("{}")
+    with pytest.raises(UsageError, match=r"--deepspeed_config is .*mine.json but .*; drop one"):
+        asked(f"--deepspeed_config {mine}", TWO)
+
+
+def test_other_deepspeed_flags_that_accelerate_launch_drops_are_refused():
+    words = f"{MULTI_GPU} --zero_stage=3 t.py".split()
+    with pytest.raises(UsageError, match=r"--zero_stage was given .*, which drops it .*; add"):
+        with_dropped_file(Launch(world_size=2), None, words)
+    engaged = Launch(uses_deepspeed=True)
+    assert with_dropped_file(engaged, None, words) == engaged
+    for line in ("bash run.sh --deepspeed_config_file x", f"{MULTI_GPU} t.py --zero_stage 3"):
+        assert with_dropped_file(Launch(), None, line.split()) == Launch()
 
 
 @pytest.mark.parametrize("form", ["--config_file {}", "--config_file={}", "--config-file {}"])
@@ -132,14 +159,14 @@ def test_a_deepspeed_block_that_accelerate_launch_drops_is_told(tmp_path: Path, 
     path.write_text("distributed_type: MULTI_GPU\ndeepspeed_config: {zero_stage: 3}\n")
     words = f"python /bin/accelerate launch {form.format(path)} t.py --dim 8".split()
     with pytest.raises(UsageError) as caught:
-        require_engaged(Launch(world_size=2), words)
+        with_dropped_file(Launch(world_size=2), None, words)
     assert str(caught.value).startswith(f"{path}: `accelerate launch` passes over deepspeed_config")
     assert "; write distributed_type: DEEPSPEED" in str(caught.value)
-    require_engaged(Launch(uses_deepspeed=True), words)
+    with_dropped_file(Launch(uses_deepspeed=True), None, words)
     path.write_text("distributed_type: MULTI_GPU\ndeepspeed_config: {}\n")
-    require_engaged(Launch(), words)
-    require_engaged(
-        Launch(), f"/envs/accelerate/bin/python sweep.py --config_file {__file__}".split()
+    with_dropped_file(Launch(), None, words)
+    with_dropped_file(
+        Launch(), None, f"/envs/accelerate/bin/python sweep.py --config_file {__file__}".split()
     )
 
 

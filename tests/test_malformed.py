@@ -534,11 +534,18 @@ LAUNCHERS = {
     "accelerate dynamo": bad(
         "dynamo_backend = INDUCTOR", environ=by_accelerate(DYNAMO_BACKEND="INDUCTOR")
     ),
-    "accelerate drops the file": bad(
-        "--deepspeed_config_file",
+    "accelerate drops the stage": bad(
+        "--zero_stage",
         "--use_deepspeed",
         environ=by_accelerate(USE_DEEPSPEED="false"),
-        launcher="python bin/accelerate launch --multi_gpu --deepspeed_config_file ds.json",
+        launcher="python bin/accelerate launch --multi_gpu --zero_stage 3",
+    ),
+    "accelerate drops another file": bad(
+        "--deepspeed_config is ds.json",
+        "--deepspeed_config_file",
+        flags="--deepspeed_config ds.json",
+        environ=by_accelerate(USE_DEEPSPEED="false"),
+        launcher="python bin/accelerate launch --multi_gpu --deepspeed_config_file other.json",
     ),
     "more processes than gpus": bad(
         "2 processes", "1 GPUs are visible", "NUM_PROCESSES=1", flags="--device cuda", gpus=1
@@ -742,7 +749,9 @@ def test_launched_it_is_the_same_line_and_no_process_is_left(
     done: Run = launch.run(tmp_path / "out", f"--deepspeed_config {file} {row.flags}")
     assert left_over(done.out_dir) == []
     assert done.status == 2, done.stderr
-    assert LINE.fullmatch(done.stderr.replace("rank=1", "rank=0")), done.stderr
+    *phases, line = done.stderr.splitlines(keepends=True)
+    assert all(phase.endswith(" ...\n") for phase in phases), done.stderr
+    assert LINE.fullmatch(line.replace("rank=1", "rank=0")), done.stderr
     for words in row.words:
         assert words in done.stderr
     assert not done.out_dir.exists()

@@ -12,11 +12,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from minimind.ending import Ending
-from minimind.errors import CheckpointError
-from minimind.process import CAUGHT, STATUS_FILE, Progress, StopRequest, claim_status, read_claim
+from minimind.errors import CheckpointError, UsageError
+from minimind.process import (
+    CAUGHT,
+    ERROR_FILE,
+    STATUS_FILE,
+    Progress,
+    StopRequest,
+    claim_status,
+    read_claim,
+    record_stop,
+    stop_reason,
+)
 from minimind.train.out_dir import claim
+from minimind.workers import end_told
 from tests.conftest import ROOT
 
 
@@ -63,7 +75,7 @@ def test_a_signal_is_remembered_and_the_first_one_is_the_reason(number: signal.S
     assert stop.reason == ""
     signal.raise_signal(number)
     signal.raise_signal(signal.SIGTERM)
-    assert stop.reason == number.name
+    assert stop.reason == ("Ctrl-C" if number == signal.SIGINT else number.name)
 
 
 def test_max_minutes_asks_by_the_clock_and_says_so(monkeypatch: pytest.MonkeyPatch):
@@ -192,3 +204,42 @@ def test_a_run_that_fails_before_its_engine_is_there_records_the_end_in_the_fold
     assert (end["event"], end["code"], end["status"]) == ("exit", "E_CHECKPOINT", 4)
     assert end["started"] is False
     assert Ending(Progress(), debug=False).tell(wrong) == 4  # nor is any folder its own
+
+
+def test_the_line_of_an_ending_is_the_last_that_torchrun_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv(ERROR_FILE, str(path))
+    wrong = UsageError("--dim 7 is odd; give an even one")
+    assert Ending(Progress(rank=1), debug=False).tell(wrong) == 2
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file=str(path))
+    *_, last, rule = str(ChildFailedError("train_pretrain.py", {1: failure})).splitlines()
+    line = "train_pretrain: error[E_USAGE] rank=1 step=0: --dim 7 is odd; give an even one"
+    assert last == f"  traceback : {line}"
+    assert set(rule) == {"="}
+    assert Ending(Progress(rank=0, step=4), debug=False).done(75) == 75
+    assert "stopped and saved at step 4; run the same" in path.read_text()
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "gone" / "error.json"))
+    assert Ending(Progress(), debug=False).tell(wrong) == 2
+
+
+def test_the_tutorials_name_of_the_script_says_which_name_it_has_here():
+    command = [sys.executable, str(ROOT / "train_pretrain_accelerate.py"), "--epochs", "3"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("is called train_pretrain.py here; start that, with the same flags")
+
+
+@pytest.mark.usefixtures("handlers", "status_file")
+@pytest.mark.parametrize("word", ["Ctrl-C", "SIGUSR1", "SIGHUP"])
+def test_a_stop_that_was_passed_on_as_term_is_told_as_what_it_was(word: str):
+    record_stop(word)
+    record_stop("SIGTERM")  # the first word stands
+    stop = StopRequest()
+    stop.listen()
+    signal.raise_signal(signal.SIGTERM)
+    assert stop.reason == word
+    assert stop_reason(signal.SIGUSR1) == "SIGUSR1"  # sent to this very process
+    assert end_told(-signal.SIGTERM) == (f"was stopped by {word} while it started", 75)

@@ -41,6 +41,7 @@ from minimind.data.units import Options, Plan, Unit, files_of, make_plan
 from minimind.data.vocabulary import require_learnable
 from minimind.errors import DataError
 from minimind.files import canonical_json, fingerprint, sha256_of, write_whole
+from minimind.phases import phase
 
 REMEDY = "free space or give another --cache_dir"
 NEEDED = (MANIFEST_NAME, PLAN_NAME, TOKENIZER_NAME)
@@ -156,7 +157,8 @@ def prepare_for_run(asked: Asked, cache_dir: Path) -> Prepared:
         write_tokenizer(draft / TOKENIZER_NAME, tokenizer.files())
         write_whole(draft / PLAN_NAME, canonical_json(plan.to_json()))
         work = Work(draft, plan, tokenizer, not asked.skips_bad)
-        encode_plan(work, progress=asked.progress)
+        with phase("tokenizing the text", on_any_rank=asked.progress):
+            encode_plan(work, progress=asked.progress)
         merge(work, asked.max_bad_fraction)
         clear(draft)
 
@@ -183,7 +185,8 @@ def tokenizer_of(asked: Asked, plan: Plan, learnt: Path, remedy: str) -> AnyToke
     texts = _training_texts(plan, asked)
 
     def build(draft: Path) -> None:
-        train_tokenizer(texts, asked.vocab_size, draft / MODEL_NAME)
+        with phase("training the tokenizer", on_any_rank=asked.progress):
+            train_tokenizer(texts, asked.vocab_size, draft / MODEL_NAME)
 
     build_once(learnt, build, remedy)
     return load_tokenizer(learnt)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from minimind.environment import rank_of, require_environment
 from minimind.process import CAUGHT, Progress
 
 
@@ -25,6 +26,7 @@ class _CallableModule(ModuleType):
         `notebook_launcher` every process calls it: `notebook_launcher(minimind.train, (flags,),
         num_processes=2)`. Raises a RunError where train_pretrain.py would print one.
         """
+        require_environment(os.environ)  # before torch reads it
         environ, handlers = dict(os.environ), {n: signal.getsignal(n) for n in CAUGHT}
         import torch.distributed as dist
 
@@ -39,7 +41,7 @@ class _CallableModule(ModuleType):
                 "this process is in a process group already, and train(...) makes its own; leave"
                 " it first (torch.distributed.destroy_process_group)"
             )
-        progress = Progress(rank=int(os.environ.get("RANK", "0")))
+        progress = Progress(rank=rank_of(os.environ))
         try:
             return pretrain(run, progress)
         finally:  # the caller's process goes on: with its own Ctrl-C, and perhaps another run

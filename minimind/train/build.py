@@ -18,6 +18,7 @@ from minimind.data.sources import Source
 from minimind.data.units import Options
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.flag_groups import DEFAULT_DATA
+from minimind.phases import phase
 from minimind.train.claims import ELSEWHERE, require_course
 from minimind.train.engine import Engine
 from minimind.train.evaluate import HeldOut
@@ -51,6 +52,7 @@ def prepared_folder(run: RunConfig) -> Path | None:
     return Path(folders[0]).expanduser() if folders else None
 
 
+@phase("reading the text")
 def prepare_data(run: RunConfig) -> Prepared:
     """The run's text as token shards: a prepared folder, or raw text by way of the cache."""
     if folder := prepared_folder(run):

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from minimind.config import RunConfig
+from minimind.phases import phase
 
 # How torch 2.10 to 2.13 call it. Where another one does not, there is more memory in use.
 AHEAD = "force_non_lazy_backward_lowering"
@@ -32,7 +33,23 @@ def compile_within(model: PreTrainedModel, run: RunConfig, device: str) -> None:
         return
     options: dict[str, Any] | None = {"deterministic": True} if run.deterministic else None
     forward = torch.compile(model.forward, dynamic=False, options=options)
-    model.forward = ahead(forward) if device == "cpu" else forward
+    model.forward = announced(ahead(forward) if device == "cpu" else forward)
+
+
+def announced(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, with a line on rank 0 when its first call, which compiles, takes long."""
+    has_run = False
+
+    @wraps(forward)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_run
+        if has_run:
+            return forward(*args, **kwargs)
+        has_run = True
+        with phase("compiling the model"):
+            return forward(*args, **kwargs)
+
+    return called
 
 
 def ahead(forward: Callable[..., Any]) -> Callable[..., Any]:

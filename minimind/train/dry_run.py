@@ -16,7 +16,7 @@ from minimind.train.architecture import Architecture
 from minimind.train.build import prepared_folder, require_a_step, with_decided, with_tokenizer
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.settings import deepspeed_table, flags_table
-from minimind.train.setup import Setup
+from minimind.train.setup import Setup, engaged_by
 
 
 def dry_run_text(setup: Setup, resolved: Resolved, model: Architecture) -> str:
@@ -38,7 +38,7 @@ def dry_run_text(setup: Setup, resolved: Resolved, model: Architecture) -> str:
         tables.append(deepspeed_table(resolved))
     world_size = setup.launch.world_size
     costs = model.costs(run) or plan_text(run, world_size, resolved.config, device=setup.device)
-    return "\n\n".join([*tables, costs])
+    return "\n\n".join([*tables, *filter(None, [engaged_by(setup.launch)]), costs])
 
 
 def _require_usable(folder: Path, manifest: dict[str, Any], tokenizer: str | None) -> None:

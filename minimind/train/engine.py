@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from minimind.errors import RendezvousError, UsageError
 from minimind.launch import join_by_hand
+from minimind.phases import phase
 from minimind.train.backends import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.train.build_lock import minded_builds
 from minimind.train.compiled import compile_within
@@ -43,6 +44,7 @@ READ_BY_US = tuple(
 PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
+@phase("building the engine")
 def build_engine(resolved: Resolved, model: PreTrainedModel, device: str) -> Engine:
     """The model under the backend that was resolved, its optimizer and process group with it.
 

@@ -12,6 +12,7 @@ import torch
 from minimind.errors import CheckpointError
 from minimind.files import sync_directory
 from minimind.metrics import newest_acknowledged
+from minimind.phases import phase
 from minimind.train.checkpoint import (
     Difference,
     Rejected,
@@ -47,6 +48,7 @@ class Resumed:
     changed: list[Difference] = field(default_factory=list)
 
 
+@phase("reading a checkpoint")
 def resume(
     engine: Engine,
     ranks: Ranks,

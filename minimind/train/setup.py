@@ -10,7 +10,7 @@ import torch
 
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
 from minimind.errors import UsageError, fault_error
-from minimind.launch import Launch, parent_command, require_engaged
+from minimind.launch import Launch, parent_command, with_dropped_file
 from minimind.model.products import HAS_BF16
 from minimind.train.autos import offloads
 from minimind.train.combinations import needs_gpu
@@ -54,6 +54,7 @@ def read_setup(run: RunConfig, launch: Launch) -> Setup:
     DeepSpeed is in force when a file is named, by flag or in the Accelerate YAML, or when
     `accelerate launch` was told to use it; the shipped file then stands in for one.
     """
+    launch = with_dropped_file(launch, run.deepspeed_config, parent_command())
     faults: list[str] = []  # told by resolve(), with those of the file
     heard = adopt_launch(run, launch, faults)
     try:
@@ -61,8 +62,6 @@ def read_setup(run: RunConfig, launch: Launch) -> Setup:
     except UsageError as error:
         raise fault_error(faults or [str(error)]) from error
     path = heard.deepspeed_config
-    if path is None:
-        require_engaged(launch, parent_command())
     if path == "none" or (path is None and not launch.uses_deepspeed):
         backend = "ddp" if launch.world_size > 1 else "single"
         return Setup(run, launch, device, backend, {}, "none")
@@ -117,12 +116,23 @@ def advice(setup: Setup, resolved: Resolved) -> list[str]:
     """What could be had for less; nothing where nothing could."""
     launch = setup.launch
     told = (
+        engaged_by(launch),
         idle_gpus(setup.device, launch),
         nothing_to_share(resolved, launch.world_size),
         slow_bf16(resolved.run, setup.device),
         without_effect(resolved),
     )
     return [*filter(None, told)]
+
+
+def engaged_by(launch: Launch) -> str:
+    """That DeepSpeed is on by a file that the launcher dropped; else nothing."""
+    if launch.dropped_file is None:
+        return ""
+    return (
+        f"DeepSpeed is engaged by --deepspeed_config_file {launch.dropped_file}, which `accelerate"
+        f" launch` drops without --use_deepspeed; it is {launch.deepspeed_config} here"
+    )
 
 
 def idle_gpus(device: str, launch: Launch) -> str:

@@ -7,6 +7,7 @@ rounding. Below, without any training: what run_accelerate.sh makes of a YAML an
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -51,6 +52,11 @@ COMMANDS: dict[str, tuple[str, list[str]]] = {
         f" --num_machines 1 --num_processes 2 --main_process_port PORT {SCRIPT}",
         [],
     ),
+    "accelerate-multi-gpu": (
+        "accelerate launch --multi_gpu --num_processes 2 --main_process_port PORT"
+        f" --deepspeed_config_file ds_config.json {SCRIPT}",
+        [],
+    ),
     "torchrun": (f"torchrun --standalone --nproc_per_node 2 {SCRIPT}", NAMED),
     "torchrun-ddp": (f"torchrun --standalone --nproc_per_node 2 {SCRIPT}", []),
     "deepspeed": (f"deepspeed --num_gpus 2 --master_port PORT {SCRIPT}", NAMED),
@@ -73,7 +79,7 @@ def environment(**more: str) -> dict[str, str]:
     said = ("NUM_PROCESSES", "NUM_MACHINES", "MACHINE_RANK", "MAIN_IP", "MAIN_PORT", "CONFIG_FILE")
     kept = {name: value for name, value in os.environ.items() if name not in said}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", **more}
+    return {**kept, "PATH": path, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **more}
 
 
 # Under --long: each costs ten seconds and more.
@@ -256,8 +262,6 @@ def test_an_empty_deepspeed_block_is_none():
 def script(tmp_path: Path) -> Callable[..., Run]:
     """run_accelerate.sh with a launcher that prints its arguments and the YAML it got."""
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "accelerate").write_text("#!/bin/sh\n")  # looked for, and not called
-    (tmp_path / "bin" / "accelerate").chmod(0o755)
     stub = tmp_path / "bin" / "python"
     told = "file=$MINIMIND_CONFIG_FILE cpu_by=$MINIMIND_CPU_BY omp=$OMP_NUM_THREADS"
     told += " ds=$DS_ACCELERATOR gpus=$CUDA_VISIBLE_DEVICES"
@@ -268,14 +272,82 @@ def script(tmp_path: Path) -> Callable[..., Run]:
     stub.chmod(0o755)
 
     def run(*flags: str, **more: str) -> Run:
-        environ = environment(**{"VIRTUAL_ENV": "here", "CUDA_VISIBLE_DEVICES": "", **more})
+        environ = environment(**{"PYTHON": str(stub), "CUDA_VISIBLE_DEVICES": "", **more})
         environ = {name: value for name, value in environ.items() if value != "unset"}
-        environ["PATH"] = f"{stub.parent}{os.pathsep}{environ['PATH']}"
         command = ["bash", str(ROOT / "run_accelerate.sh"), *(flags or ["--seed", "1"])]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=tmp_path)
         return Run(tmp_path, done.returncode, done.stdout, done.stderr)
 
     return run
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the launch script with a stub as .venv/bin/python, and one for a foreign conda."""
+    place = tmp_path / "checkout"
+    for folder in ("scripts", "minimind", "configs"):
+        (place / folder).parent.mkdir(exist_ok=True)
+        (place / folder).symlink_to(ROOT / folder)
+    (place / "run_accelerate.sh").write_bytes((ROOT / "run_accelerate.sh").read_bytes())
+    for home in (place / ".venv", tmp_path / "conda"):
+        stub = home / "bin" / "python"
+        stub.parent.mkdir(parents=True)
+        stub.write_text(
+            f'#!/bin/sh\n[ "${{1##*/}}" = accelerate_launch.py ] || exec "{sys.executable}" "$@"\n'
+            f'echo "$0 with $(command -v python)"\n'
+        )
+        stub.chmod(0o755)
+    return place
+
+
+def python_of(checkout: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """The launch script of `checkout`, with a conda environment active and first on PATH."""
+    conda = checkout.parent / "conda"
+    active = {"CONDA_PREFIX": str(conda), "VIRTUAL_ENV": str(conda), "CUDA_VISIBLE_DEVICES": ""}
+    path = f"{conda / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    environ = {**environment(**active), "PATH": path, **more}
+    environ = {name: value for name, value in environ.items() if name in more or name != "PYTHON"}
+    command = ["bash", str(checkout / "run_accelerate.sh"), "--seed", "1"]
+    return subprocess.run(command, env=environ, capture_output=True, text=True)
+
+
+def test_the_checkouts_environment_is_used_whichever_other_one_is_active(checkout: Path):
+    own, conda = (
+        home / "bin" / "python" for home in (checkout / ".venv", checkout.parent / "conda")
+    )
+    assert python_of(checkout).stdout == f"{own} with {own}\n"
+    # Only by name, or where the checkout has none.
+    assert python_of(checkout, PYTHON=str(conda)).stdout == f"{conda} with {conda}\n"
+    shutil.rmtree(checkout / ".venv")
+    assert python_of(checkout).stdout == f"{conda} with {conda}\n"
+
+
+def test_an_environment_that_lacks_accelerate_is_told_with_a_command_that_mends_it(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (checkout / ".venv" / "bin" / "python").unlink()  # as after an upgrade of the system's Python
+    broken = python_of(checkout)
+    assert broken.returncode == 2
+    assert broken.stderr.endswith(f"cannot be run; make -B -C '{checkout}' setup\n")
+    monkeypatch.setattr(launch_plan, "find_spec", lambda name: None)
+    monkeypatch.setattr(launch_plan, "PROJECT", checkout)
+    for environ, way_out in (({}, "; make -B -C"), ({"PYTHON": "python3"}, "; unset PYTHON")):
+        with pytest.raises(UsageError, match=f"accelerate is not installed for .*{way_out}"):
+            launch_plan.require_installed(environ)
+    shutil.rmtree(checkout / ".venv")
+    with pytest.raises(UsageError, match=f"; make -C '{checkout}' setup installs into"):
+        launch_plan.require_installed({})
+
+
+def test_make_train_uses_the_checkouts_environment():
+    shown = subprocess.run(
+        ["make", "-n", "-o", ".venv/.ready", "PYTHON=python3.12", "CONDA_PREFIX=/x", "train"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    ).stdout
+    assert f"PYTHON={ROOT}/.venv/bin/python bash run_accelerate.sh" in shown
+    assert "python3.12" not in shown
 
 
 def handed_on(run: Run) -> tuple[str, dict[str, Any]]:
@@ -344,16 +416,22 @@ def test_a_config_file_that_cannot_be_is_one_line_and_2(script, tmp_path: Path):
         assert path in line
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_stop_before_the_launch_answers_75(script, tmp_path: Path, number: signal.Signals):
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(signal.SIGTERM, "SIGTERM"), (signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "Ctrl-C")],
+)
+def test_a_stop_before_the_launch_answers_75(
+    script, tmp_path: Path, number: signal.Signals, told: str
+):
     """A `python` of ours, where the checks start, signals the script that waits for it."""
     stub = tmp_path / "bin" / "python"
     stub.write_text(f'#!/bin/sh\nkill -{number} $PPID\nexec "{sys.executable}" "$@"\n')
     stub.chmod(0o755)
     stopped = script()
     assert stopped.status == 75
-    assert stopped.stderr == (
-        "run_accelerate.sh: stopped before the first step; run it again to go on\n"
+    *_, last = stopped.stderr.splitlines()
+    assert last == (
+        f"run_accelerate.sh: stopped on {told} before the first step; run it again to go on"
     )
     assert stopped.stdout == ""
 

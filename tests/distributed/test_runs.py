@@ -279,9 +279,10 @@ def test_a_stop_signal_saves_and_answers_75_and_meanwhile_nobody_else_gets_in(
     assert intruder.status == 8
     assert "in use by process" in intruder.stderr
     os.kill(started.pid, signal.SIGUSR1)
-    _, told = started.communicate(timeout=60)
+    shown, told = started.communicate(timeout=60)
     stopped = Run(tmp_path, started.returncode, "", told)
     assert stopped.status == 75, told
+    assert "stopped on SIGUSR1, saved at step" in shown  # not the TERM that it is passed on as
     (saved,) = stopped.events("checkpoint_saved")
     assert saved["step"] == stopped.events("exit")[-1]["step"]
     assert [p["step"] for p in stopped.events("profile")[:3]] == [2, 4, 6]

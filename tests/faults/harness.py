@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -164,7 +165,7 @@ class Site:
         command = [*prefix, "bash", str(ROOT / "run_accelerate.sh"), *words]
         scratch = self.root / "tmp"  # what killed launchers leave there goes with the site
         scratch.mkdir(exist_ok=True)
-        given = {"NUM_PROCESSES": "2", "TMPDIR": str(scratch), **environ}
+        given = {"NUM_PROCESSES": "2", "TMPDIR": str(scratch), "PYTHON": sys.executable, **environ}
         start = Start(command, out_dir, self.root / "logs", **given)
         self._opened.append(start)
         return start

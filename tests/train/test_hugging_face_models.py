@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from minimind.train.compiled import compile_within, uncompiled
 from minimind.train.dry_run import dry_run_text
 from minimind.train.initial import read_initial
 from minimind.train.setup import read_setup
-from tests.conftest import ROOT, sentences
+from tests.conftest import ROOT, Launcher, sentences
 from tests.distributed.conftest import config_of_stage
 
 train: Any = minimind.train  # a module that is called
@@ -443,7 +442,7 @@ def test_two_processes_resume_bit_for_bit(kind, stage, dtype, text, tmp_path):
         words += f" --device cpu --save_interval 2 --deepspeed_config {config} --dtype {dtype}"
         done = subprocess.run(
             ["bash", str(ROOT / "run_accelerate.sh"), *words.split()],
-            env={**os.environ, "NUM_PROCESSES": "2", "OMP_NUM_THREADS": "1"},
+            env=Launcher.environment(),
             capture_output=True,
             text=True,
             timeout=300,
