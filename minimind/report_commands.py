@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.errors import UsageError
-from minimind.files import storing, write_whole
+from minimind.files import storing
 
 MEND = "free some space, or give another --out"
 
@@ -34,30 +34,25 @@ def add_parser(subs: Any) -> None:
 
 def run_report(args: argparse.Namespace) -> None:
     """Print the summary of each run, or write the page."""
-    from minimind.report.configuration import read_configuration
     from minimind.report.figures import figures_of
-    from minimind.report.page import GENERATOR, page
+    from minimind.report.page import GENERATOR
     from minimind.report.records import read_records
     from minimind.report.runs import runs_of
     from minimind.report.words import as_text
+    from minimind.report.write import write_report
 
     if args.out:
         _require_free(args.out, args.force, GENERATOR)
     places = [place.parent if place.name == "metrics.jsonl" else place for place in args.places]
     if len({place.resolve() for place in places}) < len(places):
         raise UsageError("the same out_dir is given twice; name each run once")
-    runs = runs_of([read_records(place) for place in places])
-    now = time.time()
-    each = [figures_of(run, now) for run in runs]
-    if not args.out:
-        blocks = _shows_blocks()
-        print("\n\n".join(as_text(*one, blocks) for one in zip(runs, each, strict=True)))
+    if args.out:
+        size = write_report(places, args.out, MEND)
+        print(f"{args.out}: {size / 1024:,.0f} KiB; open it in a browser")
         return
-    text = page(runs, each, [read_configuration(place) for place in places], now).encode()
-    with storing(str(args.out), MEND, needed=len(text)):
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(args.out, text)
-    print(f"{args.out}: {len(text) / 1024:,.0f} KiB; open it in a browser")
+    now, blocks = time.time(), _shows_blocks()
+    runs = runs_of([read_records(place) for place in places])
+    print("\n\n".join(as_text(run, figures_of(run, now), blocks) for run in runs))
 
 
 def _require_free(out: Path, force: bool, generator: str) -> None:

@@ -66,10 +66,16 @@ def _flags(text: str) -> list[Value]:
     joined = re.sub(r"\n +", " ", text)
     found = [LINE.fullmatch(line) for line in joined.splitlines()]
     return [
-        Value(one["name"], one["value"].strip()[:LONG], (one["source"] or "").strip())
+        Value(one["name"], _unquoted(one["value"].strip())[:LONG], (one["source"] or "").strip())
         for one in found
         if one
     ]
+
+
+def _unquoted(value: str) -> str:
+    """A text of YAML without the quotes that keep it one: `'off'` is off."""
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    return value[1:-1].replace("''", "'") if is_quoted else value
 
 
 def _flat(text: str) -> list[Value]:

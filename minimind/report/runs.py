@@ -137,12 +137,15 @@ class Run:
 
 
 def runs_of(records: list[Records]) -> list[Run]:
-    """Runs with names that tell them apart: the last parts of their paths, as many as it takes."""
+    """Runs with names that tell them apart: the last parts of their paths, as many as it takes.
+
+    A run alone has two: `sample/run`, as many are called `run`.
+    """
     parts = [one.place.absolute().parts for one in records]
-    depth = 1
+    depth = 2 if len(records) == 1 else 1
     while len({path[-depth:] for path in parts}) < len(set(parts)):
         depth += 1
-    names = ["/".join(path[-depth:]) or "/" for path in parts]
+    names = ["/".join(path[-depth:]).removeprefix("//") or "/" for path in parts]
     return [Run(one.place, name, one) for one, name in zip(records, names, strict=True)]
 
 

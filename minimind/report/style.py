@@ -11,12 +11,12 @@ STYLE = """
   --wash: #f6f7f9; --k0: #0072b2; --k1: #d55e00; --k2: #009e73; --k3: #b0578d; --k4: #b8860b;
   --k5: #3a9bd9; --k6: #6b5b95; --k7: #555; --val: #d55e00; --bad: #c0392b; --good: #00795a;
   --p-data: #e69f00; --p-forward: #56b4e9; --p-backward: #0072b2; --p-optimizer: #009e73;
-  --p-evaluate: #cc79a7; --p-checkpoint: #d55e00; --p-sample: #999;
+  --p-evaluate: #cc79a7; --p-checkpoint: #7b4fa0; --p-sample: #999;
   --p-trace: #ccc; --p-gc: #8c6d46; }
 @media (prefers-color-scheme: dark) { :root { --paper: #14181d; --ink: #e4e8ec; --soft: #97a3af;
   --rule: #2c343d; --wash: #1b2128; --k0: #56b4e9; --k1: #f08b43; --k2: #2fc99b; --k3: #d98cba;
   --k4: #e6b422; --k5: #9ad0f5; --k6: #b3a1e0; --k7: #b5b5b5; --val: #f08b43; --bad: #ff7b6b;
-  --good: #2fc99b; --p-backward: #2f86c8; --p-forward: #8fd0f7; } }
+  --good: #2fc99b; --p-backward: #2f86c8; --p-forward: #8fd0f7; --p-checkpoint: #b08fd4; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
@@ -79,7 +79,8 @@ svg .foot { stroke: var(--c); stroke-width: 1.5; }
 .label.left { transform: translateX(-100%); border-left: 0; border-right: 2px solid var(--soft); }
 .label.crashed, .label.failed { color: var(--bad); border-color: var(--bad); }
 .label.no-wide { display: none; }
-.ended .plot, .ended .across, .ended .labels { margin-right: 104px; }
+.charts:has(.wide.ended) .wide :is(.plot, .across, .labels),
+  .ended :is(.plot, .across, .labels) { margin-right: 104px; }
 .end { position: absolute; left: calc(100% + 8px); font-size: 12.5px; line-height: 14px;
   width: 96px; transform: translateY(-50%); color: var(--c); font-weight: 600; overflow: hidden;
   text-overflow: ellipsis; white-space: nowrap; }
@@ -98,7 +99,8 @@ th, td { padding: 5px 16px 5px 0; border-bottom: 1px solid var(--rule); vertical
 .starts td:nth-child(5), .final td:last-child { white-space: normal; min-width: 18em; }
 .halves { display: grid; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); gap: 0 40px; }
 .flags td { white-space: normal; overflow-wrap: anywhere; padding: 3px 12px 3px 0; }
-.flags td:first-child { white-space: nowrap; } .flags td + td { min-width: 7.5em; }
+.flags td:first-child { white-space: nowrap; } .flags .flag { white-space: nowrap; }
+.flags td + td { min-width: 7.5em; }
 code { font: 13px/1.4 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 .how.crashed, .how.failed { color: var(--bad); font-weight: 600; }
 .how.done { color: var(--good); } .how.running { font-weight: 600; }
@@ -114,7 +116,15 @@ blockquote { margin: 8px 0; padding: 6px 12px; background: var(--wash); white-sp
   .ranks { font-size: 13px; } .ranks :is(th, td) { padding-right: 9px; }
   .wide .plot { height: 240px; } .plot, .across, .labels { margin-left: 48px; }
   .labels { height: calc(var(--n) * 19px); } .label { top: calc(var(--n) * 19px); }
-  .end { display: none; } .ended .plot, .ended .across, .ended .labels { margin-right: 0; }
+  .end { display: none; }
+  .charts figure :is(.plot, .across, .labels) { margin-right: 0 !important; }
+  .halves > div + div thead { display: none; } .flags { table-layout: fixed; }
+  .flags th:first-child { width: 36%; } .flags th:nth-child(2) { width: 28%; }
+  .flags td:first-child { white-space: normal; } .flags td + td { min-width: 0; }
+  .starts thead { display: none; } .starts tr { display: block; padding: 6px 0;
+  border-bottom: 1px solid var(--rule); } .starts td { display: flex; gap: 10px; border: 0;
+  padding: 1px 0; white-space: normal; } .starts td:empty { display: none; }
+  .starts td::before { content: attr(data-name); flex: 0 0 84px; color: var(--soft); }
   .label.no-wide { display: block; } .label.no-narrow { display: none; } }
 @media print { :root { color-scheme: light; } main { max-width: none; padding: 0; }
   body { font-size: 11px; } .lead { font-size: 13px; } h1 { font-size: 19px; }
@@ -127,7 +137,13 @@ blockquote { margin: 8px 0; padding: 6px 12px; background: var(--wash); white-sp
 """
 
 TONES = (*(f"k{n}" for n in range(8)), *(f"p-{n}" for n in (*PHASES, *PAUSES)), "val")
-OTHERS = {"checkpoint": "good", "skipped": "bad", "clipped": "val", "limit": "soft", "comm": "ink"}
+OTHERS = {
+    "checkpoint": "p-checkpoint",
+    "skipped": "bad",
+    "clipped": "val",
+    "limit": "soft",
+    "comm": "ink",
+}
 OTHERS |= {"range": "soft"}
 
 

@@ -32,7 +32,12 @@ SHOWN_SAMPLES, SHOWN_LETTERS = 6, 600
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
     """A <table> of cells that are HTML already; on a phone it scrolls by itself."""
     top = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    is_stacked = kind == "starts"  # on a phone, where each cell needs its name
+    names = [f' data-name="{escape(name, quote=True)}"' if is_stacked else "" for name in head]
+    body = "".join(
+        f"<tr>{''.join(f'<td{n}>{c}</td>' for n, c in zip(names, row, strict=True))}</tr>"
+        for row in rows
+    )
     return (
         f'<div class="scroll"><table class="{kind}"><thead><tr>{top}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
@@ -120,7 +125,7 @@ def configuration_table(one: Configuration) -> str:
     if not one.flags:
         return '<p class="quiet">No config.yaml lies beside metrics.jsonl.</p>'
     asked = [flag for flag in one.flags if not flag.is_default]
-    rows = [[f"<code>{escape(x)}</code>" for x in (f.name, f.text, f.source)] for f in asked]
+    rows = [[_code(x) for x in (f.name, f.text, f.source)] for f in asked]
     left = [flag for flag in one.flags if flag.is_default]
     pairs = [f"<span>{escape(f.name)} <code>{escape(f.text)}</code></span>" for f in left]
     half = -(-len(rows) // 2) if len(rows) > 12 else len(rows)
@@ -130,6 +135,12 @@ def configuration_table(one: Configuration) -> str:
     text += f'<p class="pairs"><b>Defaults</b> {" ".join(pairs)}</p>' if pairs else ""
     keys = [f"<span>{escape(f.name)} <code>{escape(f.text)}</code></span>" for f in one.deepspeed]
     return text + (f'<p class="pairs"><b>DeepSpeed</b> {" ".join(keys)}</p>' if keys else "")
+
+
+def _code(text: str) -> str:
+    """As code; a flag is not broken behind its dashes."""
+    kind = ' class="flag"' if text.startswith("--") and " " not in text else ""
+    return f"<code{kind}>{escape(text)}</code>"
 
 
 def differences_table(runs: Sequence[Run], each: Sequence[Configuration]) -> str:

@@ -43,8 +43,8 @@ def course(figures: Figures) -> str:
 
 
 def results(figures: Figures) -> str:
-    """`loss 5.39, best validation 5.38; 4,698 tokens/s, 64% of the time in backward`."""
-    told = [f"loss {figures.mean_loss:.2f}"] if math.isfinite(figures.mean_loss) else []
+    """`smoothed loss 5.39, best validation 5.38; 4,698 tokens/s, 64% of the time in backward`."""
+    told = [f"smoothed loss {figures.mean_loss:.2f}"] if math.isfinite(figures.mean_loss) else []
     told += [f"best validation {figures.best.loss:.2f}"] if figures.best else []
     text = ", ".join(told)
     if math.isfinite(figures.tokens_per_second):

@@ -249,4 +249,5 @@ def held_out_of(run: RunConfig, prepared: Prepared) -> HeldOut:
     row_tokens = run.max_seq_len + 1
     rows = held_out_rows(prepared.val, run.eval_rows, row_tokens)
     names = tuple(source["name"] for source in prepared.manifest["sources"])
-    return HeldOut(prepared.val, rows, row_tokens, prepared.tokenizer.piece_bytes(), names)
+    piece_bytes = prepared.tokenizer.piece_bytes()
+    return HeldOut(prepared.val, rows, row_tokens, piece_bytes, names, prepared.train.weights)

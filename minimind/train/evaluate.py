@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -25,6 +26,7 @@ class HeldOut:
     row_tokens: int
     piece_bytes: np.ndarray
     sources: tuple[str, ...] = ("data",)
+    weights: tuple[float, ...] | None = None  # of the sources in training; None: by their size
 
     def by_source(self) -> dict[str, np.ndarray]:
         """The rows of each source that has any."""
@@ -56,6 +58,10 @@ class Sums:
             self.loss + other.loss, self.tokens + other.tokens, self.text_bytes + other.text_bytes
         )
 
+    def scaled(self, factor: float) -> Sums:
+        """The sums as if there were `factor` times as much of the same text."""
+        return Sums(self.loss * factor, self.tokens * factor, self.text_bytes * factor)
+
     @property
     def mean(self) -> float:
         """Nats per token."""
@@ -74,24 +80,42 @@ class Sums:
     def event(self) -> dict[str, float]:
         """As metrics.jsonl has it."""
         told = {"val_loss": self.mean, "val_ppl": self.perplexity, "val_bpb": self.bits_per_byte}
-        return {**told, "tokens": int(self.tokens)}
+        return {**told, "tokens": round(self.tokens)}
 
 
 def evaluate(engine: Engine, held_out: HeldOut, batch_rows: int) -> dict[str, Any]:
     """`val_loss` (nats per token), `val_ppl`, `val_bpb` (bits per byte of text) and `tokens`.
 
-    Of mixed sources also `by_source`, the same of each. Every rank runs the same number of forward
-    passes, the last ones perhaps on rows of ignored targets: under ZeRO-3 they are collective.
+    Of several sources also `by_source`, the same of each. With weights the whole is that of the
+    mixture: every source counts by its weight, however many of its rows are held out. Every rank
+    runs the same number of forward passes, the last ones perhaps on rows of ignored targets: under
+    ZeRO-3 they are collective.
     """
     parts = held_out.by_source()
     found = [_sums(engine, held_out, rows, batch_rows) for rows in parts.values()]
     flat = engine.sum_over_ranks([number for sums in found for number in sums])
     each = [Sums(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
-    whole = reduce(add, each)
     if len(held_out.sources) == 1:
-        return whole.event()
-    by_source = {name: sums.event() for name, sums in zip(parts, each, strict=True)}
-    return {**whole.event(), "by_source": by_source}
+        return each[0].event()
+    by_source = dict(zip(parts, each, strict=True))
+    whole = mixture(by_source, held_out)
+    return {**whole.event(), "by_source": {name: one.event() for name, one in by_source.items()}}
+
+
+def mixture(by_source: Mapping[str, Sums], held_out: HeldOut) -> Sums:
+    """The sums over all held-out tokens, with every source scaled to its weight in training."""
+    total = reduce(add, by_source.values())
+    if held_out.weights is None:
+        return total
+    weight = dict(zip(held_out.sources, held_out.weights, strict=True))
+    share = total.tokens / sum(weight[name] for name in by_source)  # tokens per unit of weight
+    return reduce(
+        add,
+        (
+            one.scaled(weight[name] * share / max(1.0, one.tokens))
+            for name, one in by_source.items()
+        ),
+    )
 
 
 def _sums(engine: Engine, held_out: HeldOut, rows: np.ndarray, batch_rows: int) -> list[float]:

@@ -14,10 +14,13 @@ from pathlib import Path
 from minimind.config import FLAGS, RunConfig
 from minimind.data.order import Order
 from minimind.data.prepare import Prepared
+from minimind.errors import StorageError
 from minimind.files import storing
 from minimind.launch import read_launch
 from minimind.model.foreign import rotary_dtype
 from minimind.process import Progress
+from minimind.report.write import NAME as REPORT
+from minimind.report.write import write_report
 from minimind.train.build import (
     batches_of,
     continued,
@@ -251,7 +254,19 @@ def finish(desk: Desk, state: TrainState, status: int, reason: str) -> None:
             f"done: {state.step} steps, {state.tokens:,} tokens; try\n"
             f'  {command} generate --checkpoint {place} --prompt "..."'
         )
+    if desk.engine.rank == 0:
+        write_page(desk)
     desk.engine.barrier()
     if desk.progress.peers:
         desk.progress.peers.close()
     leave()
+
+
+def write_page(desk: Desk) -> None:
+    """Write the run's report into its out_dir and name it; a full disk is a line, not an ending."""
+    out_dir = Path(desk.run.out_dir)
+    try:
+        write_report([out_dir], out_dir / REPORT, "free some space")
+        desk.report.say(f"report {out_dir / REPORT}")
+    except StorageError as error:
+        desk.report.say(f"no report: {error}")

@@ -125,15 +125,16 @@ def profile_table(steps: list[dict[str, float]], pauses: dict[str, float]) -> st
     """A table of min / median / max milliseconds by phase over `steps`.
 
     `pauses` are milliseconds spent between the steps over the same interval (evaluate, checkpoint);
-    they are no part of a step and stand below the line.
+    they are no part of a step and stand below the line. Shares are of sums, so those of the phases
+    add up to 100 %.
     """
-    whole = median(s["step"] for s in steps)
+    whole = sum(s["step"] for s in steps)
     lines = [f"  {'phase':<12}{'min ms':>10}{'median':>10}{'max':>10}{'share':>8}"]
     for name in (*PHASES, "step", "comm"):
         times = [s[name] for s in steps if name in s]
         if not times:
             continue
-        share = f"{median(times) / whole:>8.1%}" if whole else ""
+        share = f"{sum(times) / whole:>8.1%}" if whole else ""
         lines.append(
             f"  {SHOWN.get(name, name):<12}{min(times):>10.1f}{median(times):>10.1f}"
             f"{max(times):>10.1f}{share}"

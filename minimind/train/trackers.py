@@ -102,7 +102,7 @@ class Trackers:
 def figures(kind: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     """`{"train/loss": 3.2, "eval/poems/val_loss": 3.1, ...}`: what is nested, by its path.
 
-    `step` is the x axis, and not among them; what is not there (null) is left out.
+    `step` is the x axis, and `rows` a place in the data: neither is a curve. Null is left out.
     """
     if kind == "sample":
         return {f"sample/{facts['number']}": f"{facts['prompt']}{facts['text']}"}
@@ -118,7 +118,7 @@ def figures(kind: str, facts: Mapping[str, Any]) -> dict[str, Any]:
         elif value is not None:
             found[path] = int(value) if isinstance(value, bool) else value
 
-    add(kind, {name: value for name, value in facts.items() if name != "step"})
+    add(kind, {name: value for name, value in facts.items() if name not in ("step", "rows")})
     return found
 
 
@@ -159,7 +159,9 @@ def _beginner(
             raise failed
         if name == "tensorboard":
             purge = {"purge_step": step + 1} if step else {}
-            return open_tracker(name, "tensorboard", str(out_dir), purge)
+            opened = open_tracker(name, "tensorboard", str(out_dir), purge)
+            opened.writer.add_text("configuration", _markdown(config), step)
+            return opened
         if name != "wandb":
             return open_tracker(name, run.wandb_project, str(out_dir), {})
         _require_key()
@@ -170,6 +172,12 @@ def _beginner(
         return open_tracker(name, run.wandb_project, str(out_dir), options)
 
     return begin
+
+
+def _markdown(config: Mapping[str, Any]) -> str:
+    """The configuration as a table of TensorBoard's text page."""
+    rows = (f"| {name} | `{value}` |" for name, value in config.items() if value is not None)
+    return "\n".join(["| flag | value |", "|---|---|", *rows])
 
 
 def _import_failure(name: str) -> BaseException | None:

@@ -145,7 +145,7 @@ def test_the_configuration_is_shown_with_its_sources(run, tmp_path):
         ("learning_rate", "0.001", "run.yaml"),
         ("data_path", "[one.jsonl, two.jsonl]", "--data_path"),
     ):
-        assert "".join(map(row.format, told)) in text
+        assert "".join(map(row.format, told)) in text.replace(' class="flag"', "")
     assert "<span>seed <code>42</code></span>" in text
     assert "<span>zero_optimization.stage <code>2</code></span>" in text
 

@@ -88,3 +88,29 @@ def test_each_source_has_its_own_figures_and_they_add_up(world_size):
         assert found["by_source"]["b"]["val_loss"] == sum(own[1]) / 16
         assert found["by_source"]["a"]["tokens"] == 12
         assert (found["tokens"], found["val_loss"]) == (28, sum(map(sum, own)) / 28)
+
+
+def test_a_mixture_counts_its_sources_by_their_weights():
+    """3 to 1, with more rows held out of the lighter one: 3/4 and 1/4 of the mean losses."""
+    bytes_of = np.where(np.arange(100) < 25, 2, 6).astype(np.int32)
+    rows = np.array([0, 5, 6, 8, 10])  # one of a, four of b
+    means, per_token = [], []
+    for own in (rows[:1], rows[1:]):
+        targets = [row * ROW + k for row in own for k in range(1, ROW)]
+        means.append(sum(targets) / len(targets))
+        per_token.append(bytes_of[targets].sum() / len(targets))
+    held_out = HeldOut(Mixed(), rows, ROW, bytes_of, ("a", "b"), (3.0, 1.0))  # type: ignore[arg-type] (stand-ins)
+    found = evaluate(Ranks(0, 1), held_out, 2)  # type: ignore[arg-type] (stand-ins)
+    loss, text_bytes = (0.75 * a + 0.25 * b for a, b in (means, per_token))
+    assert found["val_loss"] == pytest.approx(loss, rel=1e-12)
+    assert found["val_bpb"] == pytest.approx(loss / math.log(2) / text_bytes, rel=1e-12)
+    assert found["tokens"] == 20
+    assert found["by_source"]["a"]["val_loss"] == means[0]
+
+
+def test_a_source_without_held_out_rows_counts_for_nothing():
+    bytes_of = np.full(100, 3, dtype=np.int32)
+    rows = np.array([5, 6])
+    held_out = HeldOut(Mixed(), rows, ROW, bytes_of, ("a", "b"), (3.0, 1.0))  # type: ignore[arg-type] (stand-ins)
+    found = evaluate(Ranks(0, 1), held_out, 2)  # type: ignore[arg-type] (stand-ins)
+    assert found["val_loss"] == pytest.approx(found["by_source"]["b"]["val_loss"], rel=1e-12)

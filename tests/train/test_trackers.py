@@ -72,7 +72,7 @@ def test_what_is_nested_is_told_by_its_path():
         **{"by_source": {"a": {"val_loss": 3.0}}},
     }
     assert figures("train", facts) == {
-        **{"train/loss": 2.5, "train/clipped": 1, "train/rows/0": 8, "train/rows/1": 16},
+        **{"train/loss": 2.5, "train/clipped": 1},
         **{"train/a/val_loss": 3.0},
     }
 
@@ -94,12 +94,20 @@ def test_wandb_and_tensorboard_hold_what_metrics_jsonl_holds_over_a_resume(
     assert dict(record for path in files for record in wandb_history(path)) == expected
     assert train(asked) == 0  # nothing is left to do, and nothing to tell
     assert sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")) == files
+    assert "| max_steps | `6` |" in configuration(tmp_path / "run" / "tensorboard")
     assert scalars(tmp_path / "run" / "tensorboard") == {
         (step, name): np.float32(value)
         for step, values in expected.items()
         for name, value in values.items()
         if not isinstance(value, str)
     }
+
+
+def configuration(folder: Path) -> str:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder)).Reload().Tensors("configuration/text_summary")
+    return found[0].tensor_proto.string_val[0].decode()
 
 
 def scalars(folder: Path) -> dict[tuple[int, str], np.float32]:
@@ -154,6 +162,8 @@ def test_wandb_knows_a_resumed_run_as_itself_and_a_new_one_in_the_same_folder_as
 
 class Broken:
     """A tracker that breaks at its second line."""
+
+    writer = SimpleNamespace(add_text=lambda *told: None)
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, Any]]] = []
