@@ -150,6 +150,7 @@ def test_entries_of_a_gguf_file(exports):
         return found.fields[name].contents()
 
     assert entry("general.architecture") == "llama"
+    assert entry("general.name") == "plain"
     assert entry("llama.attention.head_count_kv") == 2
     assert entry("llama.rope.dimension_count") == 8
     assert entry("tokenizer.ggml.model") == "llama"
@@ -186,8 +187,9 @@ def test_float32_files_are_the_same_bytes_whoever_saved_the_checkpoint(
     form, runs, exports, tmp_path
 ):
     step = runs["normed"] / "checkpoints" / "step_00000002"
-    tiny.recut(step, tmp_path / "two" / "checkpoints", 2, 3)
-    assert export(tmp_path / "two", form, tmp_path / "out") == 0
+    other = tmp_path / "other" / "normed"  # a GGUF file has the name of the run in it
+    tiny.recut(step, other / "checkpoints", 2, 3)
+    assert export(other, form, tmp_path / "out") == 0
     for file in (exports / f"normed-{form}").iterdir():
         assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes(), file.name
 
@@ -229,6 +231,25 @@ def test_a_tensor_that_the_format_has_no_name_for_is_refused(form, runs, tmp_pat
     with pytest.raises(UsageError, match=r"experts.1.up_proj"):
         export_module.export(odd, found.load_tokenizer(), tmp_path / "out", form)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_format_of_other_models_is_refused_with_those_of_this_one(runs, tmp_path, capsys):
+    assert export(runs["plain"], "transformers", tmp_path / "out") == 2
+    assert "is of the MiniMind decoder; give --format llama, or minimind" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("poems/checkpoints/step_00000002", "poems"),
+        ("exported", "exported"),
+        (b"p\xffems", "p\ufffdems"),
+    ],
+)
+def test_the_name_in_a_gguf_file_is_that_of_the_run(place, name, tmp_path):
+    path = tmp_path / os.fsdecode(place)
+    path.mkdir(parents=True)
+    assert export_module.run_name(path) == name
 
 
 def test_what_was_written_is_told(runs, tmp_path, capsys):
