@@ -240,7 +240,7 @@ def test_the_lines_of_python_that_docs_show_load_each_export(exports, tmp_path):
     (block,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     given = re.search(r"^place, options = .*$", block, re.MULTILINE)
     assert given
-    options = dict(re.findall(r"(\w+): (\{.*?\})", given[0])) | {"llama": "{}"}
+    options = dict(re.findall(r"(\w+): (\{.*?\})", block)) | {"llama": "{}"}
     assert sorted(options) == sorted(FORMATS)
     code = ""
     for form, said in options.items():
@@ -255,7 +255,7 @@ def test_the_lines_of_python_that_docs_show_load_each_export(exports, tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    model = MiniMindForCausalLM.from_pretrained(exports / "plain-minimind")
+    model: Any = MiniMindForCausalLM.from_pretrained(exports / "plain-minimind")
     tokenizer = AutoTokenizer.from_pretrained(exports / "plain-llama")
     tokens = tokenizer("Once upon a time", return_tensors="pt")
     ids: Any = model.generate(**tokens, max_new_tokens=9)
