@@ -78,6 +78,8 @@ def run_consolidate(args: argparse.Namespace) -> int:
     path = _chosen(place)
     done = consolidate(path, args.out, args.dtype, args.max_shard_size, args.force)
     print(told(done, path, args.out, args.dtype))
+    if done.note:
+        print(f"{args.out}: {done.note}", file=sys.stderr)
     return 0
 
 

@@ -14,8 +14,11 @@ from minimind.model_flags import HUGGING_FACE, ModelFlags
 from minimind.report_flags import ReportFlags
 
 DISTRIBUTION = f"minimind-deepspeed {__version__}"  # what --version prints
-PROJECT = Path(__file__).resolve().parent.parent
-DEFAULT_DEEPSPEED_CONFIG = PROJECT / "configs" / "ds_config.json"
+PACKAGE = Path(__file__).resolve().parent
+PROJECT = PACKAGE.parent  # the checkout, or site-packages
+# A wheel has the folder inside the package (pyproject.toml).
+CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PROJECT) / "configs"
+DEFAULT_DEEPSPEED_CONFIG = CONFIGS / "ds_config.json"
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from minimind.data.tokenizer_files import MODEL_NAME, TOKENIZER_FILES
 from minimind.errors import CheckpointError
 from minimind.files import mebibytes
 from minimind.new_folder import NewFolder
-from minimind.tensor_sources import INDEX, WHOLE, of_checkpoint
+from minimind.tensor_sources import INDEX, WHOLE, Source, of_checkpoint
 from minimind.train.checkpoint import read_manifest
 from minimind.train.claims import read_config, require_listed, told_by_config
 from minimind.whole_files import SHARDS, write_folder
 
 MODEL_TYPE = "minimind"
-OWN = ("config.json", *TOKENIZER_FILES, INDEX, WHOLE, SHARDS)
+OWN = ("config.json", "generation_config.json", *TOKENIZER_FILES, INDEX, WHOLE, SHARDS)
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Consolidated:
     files: list[str]
     parameters: int
     bytes: int
+    note: str | None = None  # what a reader of the files should know
 
 
 def consolidate(
@@ -46,11 +47,29 @@ def consolidate(
     folder.require_free()
     source = of_checkpoint(path)
     parts = source.parts(getattr(torch, dtype))
-    names = [name for name in TOKENIZER_FILES if (path / name).exists()] or [MODEL_NAME]
-    texts = {"config.json": _config_of(path, dtype), **{n: _copied(path, n) for n in names}}
+    texts, note = _texts(path, source, dtype)
     files = write_folder(folder, parts, texts, max_shard_bytes)
     parameters = sum(math.prod(shape) for shape in source.shapes.values())
-    return Consolidated(files, parameters, sum(part.bytes for part in parts))
+    return Consolidated(files, parameters, sum(part.bytes for part in parts), note)
+
+
+def _texts(path: Path, source: Source, dtype: str) -> tuple[dict[str, bytes], str | None]:
+    """The small files beside the weights, and a note on them.
+
+    A config.json of the MiniMind decoder has its shape, and nothing that a reader would act upon.
+    """
+    manifest = read_manifest(path)
+    names = [name for name in TOKENIZER_FILES if (path / name).exists()] or [MODEL_NAME]
+    copied = {name: _copied(path, name) for name in names}
+    if told_by_config(path, manifest).get("model_type", MODEL_TYPE) == MODEL_TYPE:
+        told = {**read_config(path, manifest), "model_type": MODEL_TYPE, "dtype": dtype}
+        written = json.dumps(told, indent=2, sort_keys=True).encode() + b"\n"
+        return {"config.json": written, **copied}, None
+    from minimind.foreign_folder import foreign_files  # with all of transformers
+    from minimind.weights import weights_in
+
+    found = weights_in(path, source)
+    return foreign_files(found.config, found.load_tokenizer(), dtype)
 
 
 def _copied(path: Path, name: str) -> bytes:
@@ -59,20 +78,6 @@ def _copied(path: Path, name: str) -> bytes:
         return (path / name).read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path / name}: cannot be read ({error.strerror})") from error
-
-
-def _config_of(path: Path, dtype: str) -> bytes:
-    """The model's configuration, and nothing else that a config.json may ask a reader to do."""
-    manifest = read_manifest(path)
-    told = told_by_config(path, manifest)
-    if told.get("model_type", MODEL_TYPE) == MODEL_TYPE:
-        told = {**read_config(path, manifest), "model_type": MODEL_TYPE}
-    else:
-        from minimind.train.architecture import foreign_config_of  # with all of transformers
-
-        foreign_config_of(path, manifest)  # may refuse it
-    known = {**told, "dtype": dtype}
-    return json.dumps(known, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def told(done: Consolidated, path: Path, out: Path, dtype: str) -> str:

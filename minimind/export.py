@@ -5,29 +5,31 @@ One tensor is in memory at a time, whatever the model's size and the number of f
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from minimind.data.gguf_vocabulary import gguf_vocabulary
 from minimind.data.load_tokenizer import AnyTokenizer
 from minimind.data.tokenizer_files import TOKENIZER_FILES
 from minimind.errors import UsageError
 from minimind.files import mebibytes
+from minimind.foreign_folder import configuration_files, foreign_files, with_tokenizer
 from minimind.gguf_file import NAME as GGUF_NAME
 from minimind.gguf_file import gguf_parts, require_gguf, write_gguf
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.interop import to_gguf, to_halves
 from minimind.model.remote_code import AUTO_MAP, remote_code
 from minimind.new_folder import NewFolder
-from minimind.tensor_sources import INDEX, WHOLE
+from minimind.tensor_sources import INDEX, WHOLE, Source
 from minimind.train.claims import CONFIG, MAYBE_IN_CONFIG
-from minimind.weights import Weights, require_fitting
+from minimind.weights import TRANSFORMERS, Weights, require_fitting
 from minimind.whole_files import SHARDS, write_folder
 
 SMALL = ("config.json", "generation_config.json", *TOKENIZER_FILES)
@@ -42,6 +44,7 @@ class Exported:
     files: list[str]
     parameters: int
     bytes: int
+    note: str | None = None  # what a reader of the files should know
 
 
 def export(
@@ -53,7 +56,7 @@ def export(
     max_shard_bytes: int | None = None,
     force: bool = False,
 ) -> Exported:
-    """Write the model as `form` (minimind, llama or gguf) to a new folder `out`.
+    """Write the model as `form` to a new folder `out`: minimind, llama, gguf or transformers.
 
     Written aside and renamed: an interrupted one leaves nothing under `out`. Raises a UsageError,
     StorageError or CheckpointError before that.
@@ -63,37 +66,48 @@ def export(
         raise UsageError(f"--out {out} is what is read; give another folder")
     folder = NewFolder(out, force, OWN, "export")
     folder.require_free()
-    if not isinstance(weights.config, MiniMindConfig):
-        raise UsageError(
-            f"{weights.path}: is a model of transformers, which needs no other format; `minimind"
-            " checkpoint consolidate` writes what from_pretrained loads"
-        )
+    require_form(weights, form)
     require_fitting(tokenizer, weights.config)
-    if form != "minimind":
+    if form in ("llama", "gguf"):
         require_named(weights.tensors.shapes, form)
-    kind = getattr(torch, dtype)
+    kind, note = getattr(torch, dtype), None
     if form == "gguf":
         if max_shard_bytes is not None:
             raise UsageError("--max_shard_size is for safetensors, gguf is one file; drop it")
         require_gguf()
         parts = gguf_parts(weights.config, weights.tensors, kind)
-        vocabulary, config = gguf_vocabulary(tokenizer), weights.config
+        name, vocabulary = run_name(weights.path), gguf_vocabulary(tokenizer)
         # Beside it, as transformers puts a space in front of a text when it reads the former alone.
-        write_gguf(folder, config, vocabulary, parts, kind, tokenizer.exported)
+        write_gguf(folder, weights.config, name, vocabulary, parts, kind, tokenizer.exported)
         files = [GGUF_NAME]
     else:
-        source = weights.tensors
-        if form == "llama":
-            head_dim = weights.config.head_dim
-            source = source.renamed(
-                {name: name for name in source.shapes},
-                lambda name, value: to_halves(name, value, head_dim),
-            )
-        parts = source.parts(kind)
-        texts = _texts(weights.config, tokenizer, form, dtype)
+        parts = _tensors(weights, form).parts(kind)
+        texts, note = _texts(weights.config, tokenizer, form, dtype)
         files = write_folder(folder, parts, texts, max_shard_bytes or SHARD_BYTES)
     parameters = sum(math.prod(shape) for shape in weights.tensors.shapes.values())
-    return Exported(files, parameters, sum(part.bytes for part in parts))
+    return Exported(files, parameters, sum(part.bytes for part in parts), note)
+
+
+def require_form(weights: Weights, form: str) -> None:
+    """Nothing, or a UsageError for a format that is not of this kind of model."""
+    is_ours = isinstance(weights.config, MiniMindConfig)
+    if is_ours and form == TRANSFORMERS:
+        raise UsageError(
+            f"--format {form} is for runs of --model hf:, and {weights.path} is of the MiniMind"
+            " decoder; give --format llama, or minimind"
+        )
+    if not is_ours and form != TRANSFORMERS:
+        raise UsageError(
+            f"--format {form} is for the MiniMind decoder, and {weights.path} is"
+            f" {weights.config.model_type} of transformers; give --format {TRANSFORMERS}"
+        )
+
+
+def run_name(path: Path) -> str:
+    """The name of the run that a step directory is of, or of the directory or file itself."""
+    path = path.resolve()
+    named = path.parent.parent if path.parent.name == "checkpoints" else path
+    return os.fsencode(named.stem if named.is_file() else named.name).decode(errors="replace")
 
 
 def require_named(names: Iterable[str], form: str) -> None:
@@ -103,28 +117,30 @@ def require_named(names: Iterable[str], form: str) -> None:
             raise UsageError(f"--format {form} has no name for {name}; export --format minimind")
 
 
+def _tensors(weights: Weights, form: str) -> Source:
+    """The tensors by the names that they already have, those of q and k in Llama's order."""
+    source = weights.tensors
+    if form != "llama":
+        return source
+    head_dim, names = weights.config.head_dim, {name: name for name in source.shapes}
+    return source.renamed(names, lambda name, value: to_halves(name, value, head_dim))
+
+
 def _texts(
-    config: MiniMindConfig, tokenizer: AnyTokenizer, form: str, dtype: str
-) -> dict[str, bytes]:
-    """The small files of a directory that Hugging Face libraries load."""
+    config: PretrainedConfig, tokenizer: AnyTokenizer, form: str, dtype: str
+) -> tuple[dict[str, bytes], str | None]:
+    """The small files of a directory that Hugging Face libraries load, and a note on them."""
+    if not isinstance(config, MiniMindConfig):
+        return foreign_files(config, tokenizer, dtype)
     ids = {
         name: getattr(config, name)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id")
         if getattr(config, name) is not None
     }
-    code: dict[str, bytes] = {}
     if form == "llama":
-        told = _llama_config(config)
-    else:
-        code = remote_code()
-        told = {**_minimind_config(config), "auto_map": AUTO_MAP}
-    told |= {**ids, "dtype": dtype, "torch_dtype": dtype}  # what transformers 4 reads
-    return {
-        "config.json": _json(told),
-        "generation_config.json": _json({"_from_model_config": True, **ids}),
-        **tokenizer.exported,
-        **code,
-    }
+        return with_tokenizer(_llama_config(config) | ids, tokenizer, dtype)
+    told = {**_minimind_config(config), **ids, "auto_map": AUTO_MAP}
+    return {**configuration_files(told, dtype), **tokenizer.exported, **remote_code()}, None
 
 
 def _minimind_config(config: MiniMindConfig) -> dict[str, Any]:
@@ -159,10 +175,6 @@ def _llama_config(config: MiniMindConfig) -> dict[str, Any]:
         "attention_bias": False,
         "hidden_act": "silu",
     }
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def told(done: Exported, what: str, source: Path, out: Path) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from minimind.checks import conflicts
-from minimind.config import DISTRIBUTION, FLAGS, PROJECT, RunConfig
+from minimind.config import CONFIGS, DISTRIBUTION, FLAGS, RunConfig
 from minimind.errors import UsageError, fault_error
 from minimind.foreign_flags import counterpart
 from minimind.model_flags import HUGGING_FACE, SHAPE
@@ -27,7 +27,7 @@ _SPELLED = [
     *FLAGS,
     *(f"no-{name}" for name, spec in FLAGS.items() if isinstance(spec.default, bool)),
 ]
-PRESETS = PROJECT / "configs" / "models"
+PRESETS = CONFIGS / "models"
 
 
 class _Parser(argparse.ArgumentParser):

@@ -66,6 +66,7 @@ def architecture(config: MiniMindConfig) -> str:
 def write_gguf(
     out: NewFolder,
     config: MiniMindConfig,
+    name: str,
     vocabulary: Mapping[str, Any],
     parts: list[Part],
     dtype: torch.dtype,
@@ -73,7 +74,8 @@ def write_gguf(
 ) -> None:
     """Write `out`/model.gguf, one tensor after another, and small files beside it.
 
-    `out` appears whole or not at all; a StorageError before, where it does not fit on the disk.
+    `name` is the model's for whoever loads the file. `out` appears whole or not at all; a
+    StorageError before, where it does not fit on the disk.
     """
     import gguf
 
@@ -81,10 +83,11 @@ def write_gguf(
     require_room(out.path, needed)
     with out.written_aside(needed) as draft:
         with closing(gguf.GGUFWriter(draft / NAME, architecture(config))) as writer:
+            writer.add_name(name)
             _add_shape(writer, config)
             writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
-            for name, value in vocabulary.items():
-                _add_entry(writer, f"tokenizer.ggml.{name}", value)
+            for key, value in vocabulary.items():
+                _add_entry(writer, f"tokenizer.ggml.{key}", value)
             for part in parts:
                 kind = gguf.GGMLQuantizationType[part.dtype]
                 writer.add_tensor_info(part.name, part.shape, NUMPY[part.dtype], part.bytes, kind)
@@ -96,12 +99,11 @@ def write_gguf(
                 plain = value.view(torch.uint16) if value.dtype == torch.bfloat16 else value
                 writer.write_tensor_data(plain.numpy())
         sync_file(draft / NAME)
-        for name, content in texts.items():
-            write_durably(draft / name, content)
+        for file, content in texts.items():
+            write_durably(draft / file, content)
 
 
 def _add_shape(writer: Any, config: MiniMindConfig) -> None:
-    writer.add_name("MiniMind")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from minimind.config import PROJECT
+from minimind.config import CONFIGS
 from minimind.environment import rank_of, require_environment
 from minimind.errors import RendezvousError, UsageError
 from minimind.yaml_files import load_yaml
@@ -134,8 +134,8 @@ def _require(environ: Mapping[str, str], names: Sequence[str]) -> None:
 
 
 def _beside_project(path: str) -> str:
-    """A DeepSpeed file as a launcher names it: from here, the project's top folder or configs/."""
-    places = (Path(path), PROJECT / path, PROJECT / "configs" / path)
+    """A DeepSpeed file as a launcher names it: from here, from beside configs/ or within."""
+    places = (Path(path), CONFIGS.parent / path, CONFIGS / path)
     return str(next((place for place in places if place.exists()), path))
 
 

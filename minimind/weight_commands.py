@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from typing import Any
 
 from minimind.arguments import at_least, filled, path_of, positive, size_in_bytes
 from minimind.new_folder import NewFolder
 
-FORMATS = ("minimind", "llama", "gguf")
+FORMATS = ("minimind", "llama", "gguf", "transformers")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -20,7 +21,10 @@ def add_parsers(subs: Any) -> None:
     add = added.add_argument
     place = "a run's out_dir, a step_ directory, or what `import` or `export` wrote"
     add("--checkpoint", type=filled, required=True, metavar="PLACE", help=place)
-    kinds = "minimind: with our code, for transformers; llama: for whatever loads Llama; gguf"
+    kinds = (
+        "minimind: with our code, for transformers; llama: for whatever loads Llama; gguf;"
+        " transformers: a run of --model hf:, as the model that it is"
+    )
     add("--format", required=True, choices=FORMATS, help=kinds)
     add("--dtype", choices=DTYPES, default="float32", help="of the numbers (float32)")
     most = ("--max_shard_size", "--max-shard-size")
@@ -60,6 +64,8 @@ def run_export(args: argparse.Namespace) -> int:
     tokenizer = found.load_tokenizer()
     done = export(found, tokenizer, args.out, args.format, args.dtype, most, args.force)
     print(told(done, f"{args.format} in {args.dtype}", found.path, args.out))
+    if done.note:
+        print(f"{args.out}: {done.note}", file=sys.stderr)
     return 0
 
 

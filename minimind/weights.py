@@ -133,7 +133,12 @@ def weights_of_checkpoint(place: str) -> Weights:
     there = [name for name in TOKENIZER_FILES if (path / name).exists()] or [MODEL_NAME]
     for name in there:
         require_listed(manifest, path / name)
-    source = of_checkpoint(path)
+    return weights_in(path, of_checkpoint(path))
+
+
+def weights_in(path: Path, source: Source) -> Weights:
+    """The same of a step directory that is chosen, and whose tensors are `source`."""
+    manifest = read_manifest(path)
     if foreign := foreign_config_of(path, manifest):
         tensors = fitted(source, path, foreign)
         return Weights(CHECKPOINT, path, foreign, tensors, tokenizer_in(path))

@@ -93,6 +93,7 @@ LAYERS = [
         "minimind.foreign_shapes",
         "minimind.foreign_weights",
         "minimind.weights",
+        "minimind.foreign_folder",
         "minimind.whole_files",
         "minimind.gguf_file",
     },

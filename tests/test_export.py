@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -150,6 +151,7 @@ def test_entries_of_a_gguf_file(exports):
         return found.fields[name].contents()
 
     assert entry("general.architecture") == "llama"
+    assert entry("general.name") == "plain"
     assert entry("llama.attention.head_count_kv") == 2
     assert entry("llama.rope.dimension_count") == 8
     assert entry("tokenizer.ggml.model") == "llama"
@@ -186,8 +188,9 @@ def test_float32_files_are_the_same_bytes_whoever_saved_the_checkpoint(
     form, runs, exports, tmp_path
 ):
     step = runs["normed"] / "checkpoints" / "step_00000002"
-    tiny.recut(step, tmp_path / "two" / "checkpoints", 2, 3)
-    assert export(tmp_path / "two", form, tmp_path / "out") == 0
+    other = tmp_path / "other" / "normed"  # a GGUF file has the name of the run in it
+    tiny.recut(step, other / "checkpoints", 2, 3)
+    assert export(other, form, tmp_path / "out") == 0
     for file in (exports / f"normed-{form}").iterdir():
         assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes(), file.name
 
@@ -229,6 +232,55 @@ def test_a_tensor_that_the_format_has_no_name_for_is_refused(form, runs, tmp_pat
     with pytest.raises(UsageError, match=r"experts.1.up_proj"):
         export_module.export(odd, found.load_tokenizer(), tmp_path / "out", form)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_lines_of_python_that_docs_show_load_each_export(exports, tmp_path):
+    """In one process; the options of each format are those that the page names."""
+    page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    given = re.search(r"^place, options = .*$", block, re.MULTILINE)
+    assert given
+    options = dict(re.findall(r"(\w+): (\{.*?\})", block)) | {"llama": "{}"}
+    assert sorted(options) == sorted(FORMATS)
+    code = ""
+    for form, said in options.items():
+        place = str(exports / f"plain-{form}")
+        code += block.replace(given[0], f"place, options = {place!r}, {said}\nprint({form!r})")
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("max_new_tokens=50", "max_new_tokens=9")],
+        env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    model: Any = MiniMindForCausalLM.from_pretrained(exports / "plain-minimind")
+    tokenizer = AutoTokenizer.from_pretrained(exports / "plain-llama")
+    tokens = tokenizer("Once upon a time", return_tensors="pt")
+    ids: Any = model.generate(**tokens, max_new_tokens=9)
+    text = tokenizer.decode(ids[0], skip_special_tokens=True)
+    assert len(ids[0]) > tokens["input_ids"].shape[1]
+    assert done.stdout == "".join(f"{form}\n{text}\n" for form in options)
+
+
+def test_the_format_of_other_models_is_refused_with_those_of_this_one(runs, tmp_path, capsys):
+    assert export(runs["plain"], "transformers", tmp_path / "out") == 2
+    assert "is of the MiniMind decoder; give --format llama, or minimind" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("poems/checkpoints/step_00000002", "poems"),
+        ("exported", "exported"),
+        (b"p\xffems", "p\ufffdems"),
+    ],
+)
+def test_the_name_in_a_gguf_file_is_that_of_the_run(place, name, tmp_path):
+    path = tmp_path / os.fsdecode(place)
+    path.mkdir(parents=True)
+    assert export_module.run_name(path) == name
 
 
 def test_what_was_written_is_told(runs, tmp_path, capsys):

@@ -114,15 +114,11 @@ class HuggingFace:
     read: PretrainedConfig
 
     def config(self, run: RunConfig, tokenizer: AnyTokenizer) -> PretrainedConfig:
-        """The file's, with the tokenizer's ids; a UsageError where these do not fit into it.
-
-        A pad that text has too would get no gradient: transformers keeps the row of it as it is.
-        """
+        """The file's, with the tokenizer's ids; a UsageError where these do not fit into it."""
         self.require_room(tokenizer.vocab_size, str(tokenizer.path))
         config = deepcopy(self.read)
-        config.bos_token_id = tokenizer.bos_id if tokenizer.bos_id >= 0 else None
-        config.eos_token_id = tokenizer.eos_id
-        config.pad_token_id = None if tokenizer.pad_id == tokenizer.eos_id else tokenizer.pad_id
+        for name, value in special_ids(tokenizer).items():
+            setattr(config, name, value)
         if not run.use_flash_attn:
             config._attn_implementation = "eager"
         return config
@@ -190,6 +186,18 @@ class HuggingFace:
 
 
 Architecture = Own | HuggingFace
+
+
+def special_ids(tokenizer: AnyTokenizer) -> dict[str, int | None]:
+    """A tokenizer's ids by the names that a configuration of transformers has for them.
+
+    A pad that text has too would get no gradient: transformers keeps the row of it as it is.
+    """
+    return {
+        "bos_token_id": tokenizer.bos_id if tokenizer.bos_id >= 0 else None,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": None if tokenizer.pad_id == tokenizer.eos_id else tokenizer.pad_id,
+    }
 
 
 def config_file(place: str) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import minimind.train
 from minimind.cli import main
@@ -275,19 +275,43 @@ def test_flops_and_parameters_are_counted_as_ours(tied, text, tmp_path):
 # --- what comes of a run ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("command", ["export --format transformers", "checkpoint consolidate"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_consolidated_checkpoint_is_what_from_pretrained_loads(kind, trained, tmp_path):
+def test_a_run_written_out_is_what_transformers_loads(kind, command, trained, tmp_path, capsys):
     out = tmp_path / "whole"
-    assert main(["checkpoint", "consolidate", str(trained(kind) / "out"), "--out", str(out)]) == 0
+    place = ["--checkpoint", str(trained(kind) / "out"), "--out", str(out)]
+    assert main([*command.split(), *place]) == 0
+    assert capsys.readouterr().err == ""
     loaded: Any = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     theirs, told = loaded
     assert not any(told.values())
+    assert theirs.config.architectures == [type(theirs).__name__]
     model, tokenizer, _ = load_model(str(trained(kind) / "out"), None)
     assert type(model).__name__ == type(theirs).__name__
     tokens = torch.arange(24).view(2, 12) + 5
     with torch.no_grad():
         assert torch.equal(model(input_ids=tokens).logits, theirs(input_ids=tokens).logits)
-    assert (theirs.config.eos_token_id, tokenizer.vocab_size) == (tokenizer.eos_id, PIECES)
+    reader = AutoTokenizer.from_pretrained(out)
+    texts = [*sentences(9, 200), "🙂👩‍👧", "春眠不覺曉。", "a ▁ b", "</s>"]
+    assert [reader.encode(text) for text in texts] == list(map(tokenizer.encode, texts))
+    ids = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+    for said in (theirs.config, theirs.generation_config, reader):
+        assert (said.bos_token_id, said.eos_token_id, said.pad_token_id) == ids
+    assert tokenizer.vocab_size == PIECES
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_export_in_another_precision_and_in_several_files_loads(dtype, trained, tmp_path):
+    out = tmp_path / "whole"
+    words = ["export", "--checkpoint", str(trained("gpt2") / "out"), "--format", "transformers"]
+    words += ["--out", str(out), "--dtype", dtype, "--max_shard_size", "20KB"]
+    assert main(words) == 0
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
+    theirs: Any = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    model, _, _ = load_model(str(trained("gpt2") / "out"), None)
+    assert theirs.dtype == getattr(torch, dtype)
+    for name, value in model.state_dict().items():
+        assert torch.equal(theirs.state_dict()[name], value.to(theirs.dtype)), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -299,12 +323,20 @@ def test_text_is_written_with_the_tokenizers_ids_alone(kind, trained, capsys):
     assert capsys.readouterr().out.startswith("ab")
 
 
-def test_eval_reads_it_and_export_names_what_does(text, trained, tmp_path, capsys):
+def test_eval_reads_it(text, trained):
     place = str(trained("gpt2") / "out")
     assert main(["eval", "--checkpoint", place, "--data", str(text / "text.jsonl")]) == 0
-    words = ["export", "--checkpoint", place, "--format", "llama", "--out", str(tmp_path / "x")]
+
+
+@pytest.mark.parametrize("form", ["llama", "minimind", "gguf"])
+def test_a_format_of_the_minimind_decoder_is_refused_with_the_one_that_fits(
+    form, trained, tmp_path, capsys
+):
+    place, out = str(trained("gpt2") / "out"), tmp_path / "x"
+    words = ["export", "--checkpoint", place, "--format", form, "--out", str(out)]
     assert main(words) == 2
-    assert "minimind checkpoint consolidate" in capsys.readouterr().err
+    assert "is gpt2 of transformers; give --format transformers" in capsys.readouterr().err
+    assert not out.exists()
 
 
 # --- what does not fit --------------------------------------------------------------------------
