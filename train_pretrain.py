@@ -13,11 +13,17 @@ from minimind.flags import parse_flags
 from minimind.peers import Peers
 from minimind.phases import LONG, phase
 from minimind.process import SCRIPT_PID, Progress, take_back_stderr
+from minimind.terminal import guarded
 
 
 def main(argv: list[str]) -> int:
     """The exit status of the run that `argv` asks for."""
     take_back_stderr()
+    with guarded():
+        return _main(argv)
+
+
+def _main(argv: list[str]) -> int:
     # Read when torch is imported; of --trace_steps we tell ourselves.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     progress = Progress(rank=rank_of(os.environ))

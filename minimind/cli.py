@@ -21,6 +21,7 @@ from minimind.arguments import Parser, at_least, path_of, positive, share, size_
 from minimind.config import DISTRIBUTION
 from minimind.errors import Interrupted, RunError, UsageError
 from minimind.files import printing
+from minimind.terminal import guarded, printable
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -137,6 +138,11 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; its exit status."""
+    with guarded():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         args, args.run_flags = build_parser().parse_known_args(words)
@@ -157,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in words or not isinstance(error, RunError):
             traceback.print_exception(error)
         code = getattr(error, "code", RunError.code)
-        print(f"minimind: error[{code}]: {error}", file=sys.stderr)
+        print(printable(f"minimind: error[{code}]: {error}"), file=sys.stderr)
         return getattr(error, "status", RunError.status)
 
 

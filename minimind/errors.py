@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from minimind.terminal import printable
+
 
 class RunError(Exception):
     """An ending that is told in one line instead of a traceback."""
@@ -108,5 +110,5 @@ class Interrupted(RunError):
 def one_line(program: str, error: BaseException, rank: int = 0, step: int = 0) -> str:
     """`PROGRAM: error[E_NAME] rank=R step=S: what; what to do`, always one line."""
     code = getattr(error, "code", RunError.code)
-    what = " ".join(str(error).split()) or type(error).__name__
+    what = printable(" ".join(str(error).split())) or type(error).__name__
     return f"{program}: error[{code}] rank={rank} step={step}: {what}"

@@ -21,6 +21,7 @@ from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.files import printing, require_writable, storing, write_whole
 from minimind.phases import phase
 from minimind.prompts import prompt_of, read_prompts, read_text
+from minimind.terminal import for_stdout
 
 if TYPE_CHECKING:
     from minimind.data.load_tokenizer import AnyTokenizer
@@ -145,7 +146,7 @@ def _stdin() -> str:
 
 def _show(text: str) -> None:
     with printing():
-        print(text, end="", flush=True)
+        print(for_stdout(text), end="", flush=True)
 
 
 def _continue(prompt: str, writer: _Writer) -> None:

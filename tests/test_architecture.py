@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     {
         "minimind.errors",
+        "minimind.terminal",
         "minimind.arguments",
         "minimind.flag_groups",
         "minimind.report_flags",

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from minimind.files import storing
 from minimind.metrics import Metrics
+from minimind.terminal import for_stdout
 from minimind.train.profile import SHOWN, mean_ms, median_ms, profile_table, ranks_table
 from minimind.train.progress_bar import Followed, ProgressBar
 from minimind.train.trackers import Trackers
@@ -58,7 +59,7 @@ class Report:
         if self._is_speaker and self._is_heard:
             with storing("standard output", "free some space, or send it somewhere else"):
                 try:
-                    tqdm.write(text, file=sys.stdout)
+                    tqdm.write(for_stdout(text), file=sys.stdout)
                     sys.stdout.flush()
                 except BrokenPipeError:  # whoever read is gone (`| head`, or Ctrl-C at `| tee`)
                     self._is_heard = False

@@ -1,0 +1,63 @@
+"""What reaches a terminal: control characters of texts that others wrote are escaped.
+
+Generated text, file names, a foreign metrics.jsonl and echoed flags may hold escape sequences,
+which a terminal obeys. A pipe gets every text as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+# C0 but for the newline and the tab, DEL, C1, and halves of surrogate pairs.
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+# A progress bar returns to the start of its line.
+ALL_BUT_RETURN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def printable(text: str, controls: re.Pattern[str] = CONTROLS) -> str:
+    r"""`text` with its control characters as `\x1b` and the like; newlines and tabs stay."""
+    return controls.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def for_stdout(text: str) -> str:
+    """`text` as standard output gets it: printable at a terminal, as it is in a pipe."""
+    return printable(text) if _is_terminal(sys.stdout) else text
+
+
+def _is_terminal(stream: Any) -> bool:
+    return stream is not None and stream.isatty()  # None: closed by whoever started us
+
+
+class Guarded:
+    """A text stream to a terminal that escapes control characters; all else is the stream's own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write `text` with its control characters escaped."""
+        self._stream.write(printable(text, ALL_BUT_RETURN))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write each of `lines` likewise."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """While inside, guard standard output and standard error where they are a terminal."""
+    before: Any = (sys.stdout, sys.stderr)
+    sys.stdout, sys.stderr = (Guarded(one) if _is_terminal(one) else one for one in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before

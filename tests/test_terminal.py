@@ -1,0 +1,95 @@
+"""No control character of a foreign text reaches a terminal; a pipe gets what there is."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minimind import generate_commands
+from minimind.errors import UsageError, one_line
+from minimind.terminal import guarded, printable
+
+CONTROLS = [*range(0x20), 0x7F, *range(0x80, 0xA0)]
+HARMLESS = {0x09, 0x0A}
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def has_controls(text: str) -> bool:
+    return any(ord(c) in CONTROLS and ord(c) not in HARMLESS for c in text)
+
+
+@pytest.mark.parametrize("code", CONTROLS)
+def test_a_control_character_is_escaped_at_a_terminal_alone(code: int, monkeypatch):
+    text = f"a{chr(code)}[31mb"
+    for stream, is_raw in ((Screen(), code in {*HARMLESS, 0x0D}), (io.StringIO(), True)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        with guarded():
+            print(text)
+            sys.stdout.writelines([text])
+        assert (stream.getvalue() == f"{text}\n{text}") == is_raw
+        assert sys.stdout is stream
+
+
+@pytest.mark.parametrize("code", CONTROLS)
+def test_generated_text_is_raw_in_a_pipe_and_escaped_at_a_terminal(code: int, monkeypatch):
+    for stream in (Screen(), io.StringIO()):
+        monkeypatch.setattr(sys, "stdout", stream)
+        for piece in ("a", chr(code), "[2J"):  # a sequence in several pieces
+            generate_commands._show(piece)
+        assert has_controls(stream.getvalue()) == (not stream.isatty() and code not in HARMLESS)
+
+
+@pytest.mark.parametrize("code", CONTROLS)
+def test_an_error_line_has_none_even_in_a_pipe(code: int):
+    assert not has_controls(
+        one_line("program", UsageError(f"unknown flag --x{chr(code)}[0m; none"))
+    )
+
+
+def test_what_is_no_control_character_stays():
+    assert printable("naïve 春眠 🤗 \t\n é\u00a0") == "naïve 春眠 🤗 \t\n é\u00a0"
+    assert printable("a\x1b\x9bb\x7f") == r"a\x1b\x9bb\x7f"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train_pretrain.py", "--sav\x1b[31m\x9b1m"],
+        ["-m", "minimind", "rep\x1b]0;title\x07ort"],
+        ["-m", "minimind", "checkpoint", "list", "no\x1bcwhere"],
+        ["-m", "minimind", "report", "RUN"],
+    ],
+    ids=["flag", "command", "place", "foreign metrics"],
+)
+def test_commands_at_a_real_terminal(words: list[str], tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"event": "run_start", "time": 1.0, "step": 0, "dtype": "\\u001b[2J\\u009b31m"}\n'
+    )
+    words = [str(tmp_path) if word == "RUN" else word for word in words]
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, stdin=child, stdout=child, stderr=child
+    )
+    os.close(child)
+    shown = b""
+    try:
+        while part := os.read(parent, 4096):
+            shown += part
+    except OSError:  # the other side is closed
+        pass
+    process.wait(60)
+    os.close(parent)
+    text = shown.decode().replace("\r\n", "\n")
+    assert "\\x1b" in text
+    assert not has_controls(text)
