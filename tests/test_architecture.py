@@ -119,7 +119,7 @@ LAYERS = [
     {"minimind.train.desk", "minimind.train.build"},
     {"minimind.train.initial"},
     {"minimind.train.loop"},
-    {"minimind.train.dry_run", "minimind.train.peaks"},
+    {"minimind.train.dry_run", "minimind.train.peaks", "minimind.train.memory_report"},
     {"minimind.train.opening"},
     {"minimind.train.pretrain"},
     {"minimind.cli"},
