@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,10 @@ ELSEWHERE = "go on from another checkpoint"
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 PARAMETER = re.compile(r"[A-Za-z0-9_.-]{1,400}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class Unreadable(CheckpointError):
+    """A file is there, but cannot be read: rights, a disk, a network. It may be whole."""
 
 
 @dataclass(frozen=True)
@@ -123,14 +128,19 @@ MAYBE_IN_CONFIG = {
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
-    """The JSON object in a file, and its text; a CheckpointError that leaves out the path."""
+    """The JSON object in a file, and its text; a CheckpointError that leaves out the path.
+
+    An Unreadable where the file is there, and the system does not hand out what is in it.
+    """
     try:
-        if path.is_symlink() or (path.exists() and not path.is_file()):
+        if not stat.S_ISREG(path.lstat().st_mode):
             raise CheckpointError("is a link or no file, so it is not read")
         with open(path, "rb") as file:
             text = file.read(LONGEST + 1)
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"cannot be read ({error.strerror})") from error
+    except OSError as error:
+        raise Unreadable(f"cannot be read ({error.strerror})") from error
     if len(text) > LONGEST:
         raise CheckpointError(f"has more than the {LONGEST:,} bytes that such a file may have")
     try:
@@ -212,7 +222,7 @@ def read_state(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
                 raise CheckpointError(f"names a parameter {shown(name)}")
         require(about["parameters"], dict.fromkeys(about["parameters"], SHAPE), "parameters.")
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}; {ELSEWHERE}") from error
+        raise type(error)(f"{path}: {error}; {ELSEWHERE}") from error
     return about
 
 
@@ -230,7 +240,7 @@ def read_config(directory: Path, manifest: dict[str, Any] | None = None) -> dict
         more = {name: kind for name, kind in MAYBE_IN_CONFIG.items() if name in found}
         require(found, more)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}; {ELSEWHERE}") from error
+        raise type(error)(f"{path}: {error}; {ELSEWHERE}") from error
     return {name: found[name] for name in (*CONFIG, *more)}
 
 
@@ -241,7 +251,7 @@ def told_by_config(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     try:
         return read_object(path)[0]
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}; {ELSEWHERE}") from error
+        raise type(error)(f"{path}: {error}; {ELSEWHERE}") from error
 
 
 def require_course(manifest: dict[str, Any]) -> None:

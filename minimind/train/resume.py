@@ -18,7 +18,6 @@ from minimind.train.checkpoint import (
     Rejected,
     candidates,
     leftovers,
-    newest_valid,
     read_manifest,
     require_same_run,
     set_aside,
@@ -27,6 +26,7 @@ from minimind.train.checkpoint import (
     sweep,
     verify,
 )
+from minimind.train.choosing import newest_valid
 from minimind.train.claims import read_state, require_listed
 from minimind.train.contents import Contents
 from minimind.train.engine import Engine
