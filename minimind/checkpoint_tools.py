@@ -208,7 +208,7 @@ def faults_of(path: Path) -> list[str]:
     from minimind.train.contents import Contents  # imports torch
 
     try:
-        Contents(path)
+        Contents(path).require_finite()
     except CheckpointError as error:
         return [f"DAMAGED: {str(error).removeprefix(f'{path}/').removeprefix(f'{path}: ')}"]
     return []

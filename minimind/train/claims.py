@@ -221,9 +221,23 @@ def read_state(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
             if not PARAMETER.fullmatch(name):
                 raise CheckpointError(f"names a parameter {shown(name)}")
         require(about["parameters"], dict.fromkeys(about["parameters"], SHAPE), "parameters.")
+        _require_counted(about, manifest["step"])
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}; {ELSEWHERE}") from error
     return about
+
+
+def _require_counted(about: dict[str, Any], step: int) -> None:
+    """Nothing, or a CheckpointError where counters cannot be those of `step` optimizer steps."""
+    counters = about["counters"]
+    if counters["global_steps"] != step:
+        told = shown(counters["global_steps"])
+        raise CheckpointError(f"has counters.global_steps = {told} at step {step}")
+    counts = {"counters.skipped_steps": counters["skipped_steps"]}
+    counts["optimizer_step"] = about["optimizer_step"] or 0  # null before the first update
+    for name, count in counts.items():
+        if count > step:
+            raise CheckpointError(f"has {name} = {shown(count)} at step {step}")
 
 
 def read_config(directory: Path, manifest: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -270,6 +284,14 @@ def require_course(manifest: dict[str, Any]) -> None:
             raise CheckpointError(f"has order.{unknown}")
         if manifest["rows"] < saved["batch"]["rows_per_step"]:
             raise CheckpointError("has fewer rows than a step reads")
+        if order["step"] > manifest["step"]:
+            raise CheckpointError(
+                f"has order.step = {order['step']} at step {manifest['step']}, which lies before it"
+            )
+        if order["offset"] > manifest["rows"]:
+            raise CheckpointError(
+                f"has order.offset = {order['offset']} in an epoch of {manifest['rows']} rows"
+            )
         if manifest["rows"] * order["epoch"] > LARGEST:
             raise CheckpointError("has read more epochs than anyone could")
     except CheckpointError as error:

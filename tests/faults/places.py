@@ -17,8 +17,8 @@ from tests.faults.kills import wait_for_step
 from tests.faults.outcomes import Outcome, acknowledged, curve, events, gist
 
 NOBODY = ("--reuid=65534", "--regid=65534", "--clear-groups")
-# Where nobody may not even run this Python: root, without the rights that make it root.
 BACKENDS = {"single": "--deepspeed_config none", "deepspeed": ""}  # of one process
+# Where nobody may not even run this Python: root, without the rights that make it root.
 BARE = ("--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all")
 
 
