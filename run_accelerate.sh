@@ -9,7 +9,7 @@
 # and, before the same field of CONFIG_FILE, NUM_PROCESSES (over all hosts; all GPUs, else 2 a host),
 # MAIN_PORT (a free one), and on several hosts NUM_MACHINES, MACHINE_RANK and MAIN_IP.
 # Exit status: the run's own (0 done, 2 usage, 3 data, 4 checkpoint, 5 storage, 6 numeric, 7 peer,
-# 8 in use, 9 port, 70 bug, 75 stopped and saved: run it again), not torchrun's 1.
+# 8 in use, 9 port, 10 out of memory, 70 bug, 75 stopped and saved: run it again), not torchrun's 1.
 # Works from any directory. docs/launching.md: several hosts, Slurm, other launchers.
 set -euo pipefail
 

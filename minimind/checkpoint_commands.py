@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from minimind.checkpoint_tools import (
     as_json,
@@ -18,9 +19,11 @@ from minimind.checkpoint_tools import (
 from minimind.errors import CheckpointError, UsageError
 from minimind.files import mebibytes, storing
 from minimind.new_folder import NewFolder
-from minimind.train.checkpoint import choose
+from minimind.train.choosing import Chosen, read_chosen
 
 MEND = "mend the path or its rights"
+
+T = TypeVar("T")
 
 
 def run_list(args: argparse.Namespace) -> int:
@@ -42,7 +45,7 @@ def run_verify(args: argparse.Namespace) -> int:
     with storing(place, MEND):
         for path, faults, remarks in verify_checkpoints(place):
             for fault in faults:
-                print(f"{path}: DAMAGED: {fault}")
+                print(f"{path}: {fault}")
             for remark in remarks:
                 print(f"{path}: note: {remark}")
             if not faults:
@@ -57,15 +60,16 @@ def run_diff(args: argparse.Namespace) -> int:
         raise UsageError(f"diff takes two checkpoints, not {len(args.places)}")
     from minimind.compare import compare  # imports torch
 
-    paths = [_chosen(place) for place in args.places]
-    print(f"{paths[0]} -> {paths[1]}")
-    is_equal = True
-    for line in compare(*paths):
+    one, other = args.places
+
+    def differences(a: Path, b: Path) -> tuple[Path, Path, list[str]]:
+        return a, b, list(compare(a, b))
+
+    a, b, lines = _read(one, lambda a: _read(other, lambda b: differences(a, b)))
+    print(f"{a} -> {b}")
+    for line in lines or ["equal: what the runs are, counters and every tensor"]:
         print(f"  {line}")
-        is_equal = False
-    if is_equal:
-        print("  equal: what the runs are, counters and every tensor")
-    return 0 if is_equal else 1
+    return 1 if lines else 0
 
 
 def run_consolidate(args: argparse.Namespace) -> int:
@@ -75,11 +79,14 @@ def run_consolidate(args: argparse.Namespace) -> int:
     place = place_of(args.place, args.checkpoint)
     out = NewFolder(args.out, args.force, OWN, "consolidate")
     out.require_free()  # before gigabytes are hashed
-    path = _chosen(place)
-    done = consolidate(path, args.out, args.dtype, args.max_shard_size, args.force)
-    print(told(done, path, args.out, args.dtype))
-    if done.note:
-        print(f"{args.out}: {done.note}", file=sys.stderr)
+
+    def write(path: Path) -> str:
+        done = consolidate(path, args.out, args.dtype, args.max_shard_size, args.force)
+        if done.note:
+            print(f"{args.out}: {done.note}", file=sys.stderr)
+        return told(done, path, args.out, args.dtype)
+
+    print(_read(place, write))
     return 0
 
 
@@ -89,9 +96,9 @@ def run_prune(args: argparse.Namespace) -> int:
     done = "would delete" if args.dry_run else "deleted"
     count, total = 0, 0
     with storing(place, MEND):
-        for path, size, fault in prune(place, args.keep, args.dry_run):
-            if fault:
-                print(f"{path} stays, but is damaged and not counted: {fault}")
+        for path, size, reason in prune(place, args.keep, args.dry_run):
+            if reason:
+                print(f"{path} stays, but {reason}")
                 continue
             print(f"{done} {path} ({mebibytes(size)})")
             count, total = count + 1, total + size
@@ -99,13 +106,15 @@ def run_prune(args: argparse.Namespace) -> int:
     return 0
 
 
-def _chosen(place: str) -> Path:
-    """The newest valid checkpoint of a run, or the one named; those passed over on stderr."""
-    with storing(place, MEND):
-        path, rejected = choose(place)
-    for bad in rejected:
-        print(f"{bad.path} is passed over: {bad.file} {bad.reason}", file=sys.stderr)
-    return path
+def _read(place: str, use: Callable[[Path], T]) -> T:
+    """`use` of a run's newest valid checkpoint, or the one named; those passed over on stderr."""
+
+    def told(chosen: Chosen) -> T:
+        for bad in chosen.rejected:
+            print(f"{bad.path} is passed over: {bad.file} {bad.reason}", file=sys.stderr)
+        return use(chosen.path)
+
+    return read_chosen(place, told)
 
 
 ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {

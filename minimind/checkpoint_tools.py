@@ -21,11 +21,12 @@ from minimind.train.checkpoint import (
     delete,
     fault,
     leftovers,
-    newest_valid,
     read_manifest,
+    rejected,
     unfinished,
     verify,
 )
+from minimind.train.choosing import newest_valid
 from minimind.train.out_dir import claim
 
 COLUMNS = ("checkpoint", "tokens", "saved", "files", "size", "saved by", "dtype", "state")
@@ -99,7 +100,7 @@ def list_checkpoints(place: str, is_verifying: bool) -> list[Found]:
 def _listed(path: Path, is_verifying: bool) -> Found | None:
     if is_verifying:
         bad = verify(path)
-        return look_at(path, f"DAMAGED: {bad.file} {bad.reason}" if bad else "ok, hashes read")
+        return look_at(path, str(bad or "ok, hashes read"))
     return look_at(path, "")
 
 
@@ -115,7 +116,7 @@ def look_at(path: Path, state: str) -> Found | None:
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        state = state or f"DAMAGED: {MANIFEST} {error}"
+        state = state or str(rejected(path, MANIFEST, error))
     if not state:
         wrong = [f["name"] for f in manifest["files"] if sizes.get(f["name"]) != f["bytes"]]
         state = f"DAMAGED: {wrong[0]}, by its size" if wrong else "published, hashes not read"
@@ -141,6 +142,8 @@ def sizes_of(path: Path) -> dict[str, int] | None:
         return {file.name: file.lstat().st_size for file in path.iterdir()}
     except FileNotFoundError:
         return None
+    except NotADirectoryError:  # a stray file of such a name
+        return {path.name: path.lstat().st_size}
 
 
 def _saved(path: Path) -> float:
@@ -198,16 +201,16 @@ def faults_of(path: Path) -> list[str]:
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        return [f"{MANIFEST} {error}"]
-    found = ((entry["name"], fault(path / entry["name"], entry)) for entry in manifest["files"])
-    if faults := [f"{name} {told}" for name, told in found if told]:
+        return [str(rejected(path, MANIFEST, error))]
+    found = (fault(path / entry["name"], entry) for entry in manifest["files"])
+    if faults := [str(bad) for bad in found if bad]:
         return faults
     from minimind.train.contents import Contents  # imports torch
 
     try:
-        Contents(path)
+        Contents(path).require_finite()
     except CheckpointError as error:
-        return [str(error).removeprefix(f"{path}/").removeprefix(f"{path}: ")]
+        return [f"DAMAGED: {str(error).removeprefix(f'{path}/').removeprefix(f'{path}: ')}"]
     return []
 
 
@@ -222,8 +225,8 @@ def prune(place: str, keep: int, is_dry: bool) -> Iterator[tuple[Path, int, str]
     """(directory, bytes, "") of each that is, or with a dry run would be, deleted, one by one.
 
     That is: checkpoints older than the `keep` newest valid ones, and all that stepped aside or was
-    left unfinished. A damaged one among the newest stays, and comes with what is wrong with it. A
-    LockedError while a run writes there.
+    left unfinished. A damaged one among the newest stays, and so does one that is being read; both
+    come with the reason. A LockedError while a run writes there.
     """
     if is_one(Path(place)):
         raise UsageError(f"--checkpoint {place} is one checkpoint; name the out_dir of its run")
@@ -237,10 +240,12 @@ def prune(place: str, keep: int, is_dry: bool) -> Iterator[tuple[Path, int, str]
             bad = verify(path)
             valid += bad is None
             if bad:
-                yield path, 0, f"{bad.file} {bad.reason}"
+                kind = "unreadable" if bad.is_unreadable else "damaged"
+                yield path, 0, f"is {kind} and not counted: {bad.file} {bad.reason}"
         for path in [*reversed(found), *leftovers(root), *unfinished(root)]:
             size = sum((sizes_of(path) or {}).values())
+            is_deleted = True
             if not is_dry:
                 with storing(str(path), "mend its rights"):
-                    delete(path)
-            yield path, size, ""
+                    is_deleted = delete(path)
+            yield path, size, "" if is_deleted else "is being read"

@@ -19,7 +19,7 @@ from minimind import (
 )
 from minimind.arguments import Parser, at_least, path_of, positive, share, size_in_bytes
 from minimind.config import DISTRIBUTION
-from minimind.errors import Interrupted, RunError, UsageError
+from minimind.errors import Interrupted, RunError, UsageError, memory_full
 from minimind.files import printing
 from minimind.terminal import guarded, printable
 
@@ -160,11 +160,12 @@ def _run(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         return Interrupted.status
     except Exception as error:  # the one place that turns an ending into a line and a status
-        if "--debug" in words or not isinstance(error, RunError):
+        told = error if isinstance(error, RunError) else memory_full(error)
+        if "--debug" in words or told is None:
             traceback.print_exception(error)
-        code = getattr(error, "code", RunError.code)
-        print(printable(f"minimind: error[{code}]: {error}"), file=sys.stderr)
-        return getattr(error, "status", RunError.status)
+        code = told.code if told else RunError.code
+        print(printable(f"minimind: error[{code}]: {told or error}"), file=sys.stderr)
+        return told.status if told else RunError.status
 
 
 if __name__ == "__main__":

@@ -17,7 +17,15 @@ import traceback
 from contextlib import closing, suppress
 from pathlib import Path
 
-from minimind.errors import PREEMPTED, PeerError, RendezvousError, RunError, Stopped, one_line
+from minimind.errors import (
+    PREEMPTED,
+    PeerError,
+    RendezvousError,
+    RunError,
+    Stopped,
+    memory_full,
+    one_line,
+)
 from minimind.metrics import Metrics
 from minimind.peers import Lost
 from minimind.process import (
@@ -73,9 +81,9 @@ class Ending:
 
     def _tell(self, error: Exception, lost: Lost | None = None) -> int:
         rank, peers = self.progress.rank, self.progress.peers
-        told = (
-            error if isinstance(error, RunError) else RunError(str(error) or type(error).__name__)
-        )
+        told = error if isinstance(error, RunError) else memory_full(error)
+        is_bug = told is None
+        told = told or RunError(str(error) or type(error).__name__)
         is_peer = isinstance(told, PeerError | RendezvousError) and told.cause_rank is None
         if is_peer and peers and not lost:
             lost = peers.guilty(lambda: read_claim() is not None)
@@ -86,7 +94,7 @@ class Ending:
         else:
             claim = claim_status(told.status, cause)
         if claim.is_ours and not self._is_told_elsewhere():
-            if self.debug or (told is not error and not lost):
+            if self.debug or (is_bug and not lost):
                 traceback.print_exception(error)
             self._print(told)
         elif claim.status != PREEMPTED and self.progress.out_dir:

@@ -6,6 +6,7 @@ came from, and the way out after a semicolon. Anything else that escapes is a bu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from minimind.terminal import printable
@@ -88,6 +89,44 @@ class RendezvousError(RunError):
 
     code = "E_RENDEZVOUS"
     status = 9
+
+
+class MemoryFull(RunError):
+    """Memory could not be allocated: the device's, or the host's."""
+
+    code = "E_MEMORY"
+    status = 10
+
+
+# The words of torch, cuBLAS, cuDNN and NCCL for an allocation that failed, where they raise no
+# type of their own. Triton's "out of resource" is about one kernel, and is not among them.
+HOST_FULL = "DefaultCPUAllocator: can't allocate memory"
+DEVICE_FULL = re.compile(
+    r"CUDA out of memory|CUDA error: out of memory|Cuda failure.*out of memory"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
+)
+
+
+def which_memory(error: BaseException) -> str:
+    """`device` or `host` where `error` is a failed allocation there, otherwise an empty string."""
+    if isinstance(error, MemoryError) or HOST_FULL in str(error):
+        return "host"
+    # By name: this module does without torch.
+    is_typed = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+    is_told = isinstance(error, RuntimeError) and DEVICE_FULL.search(str(error))
+    return "device" if is_typed or is_told else ""
+
+
+def memory_full(error: BaseException) -> MemoryFull | None:
+    """The ending of a program that met a failed allocation; None for any other error."""
+    where = which_memory(error)
+    if not where:
+        return None
+    told = (str(error).splitlines() or [type(error).__name__])[0]
+    return MemoryFull(
+        f"the {where} is out of memory ({told}); lower --batch_size or --max_seq_len, or use a"
+        f" {where} with more memory"
+    )
 
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: saved; run the same command again

@@ -6,15 +6,17 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import reduce
 from operator import add
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from minimind.arguments import add_model, at_least, count_of_bytes, fraction, utf8
 from minimind.errors import DataError, UsageError
-from minimind.files import printing
+from minimind.files import printing, storing
 
 if TYPE_CHECKING:
     from minimind.data.load_tokenizer import AnyTokenizer
@@ -75,7 +77,8 @@ def run_eval(args: argparse.Namespace) -> int:
     model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer)
     model.config.doc_mask = False  # the windows say what is seen together
     length = _window(args.max_seq_len, model.config.max_position_embeddings)
-    prepared = [_prepared(place, tokenizer, args, launch.rank == 0) for place in args.data]
+    with _copy_of(tokenizer) as copy:
+        prepared = [_prepared(p, tokenizer, copy, args, launch.rank == 0) for p in args.data]
     parts = [
         part
         for place, found in zip(args.data, prepared, strict=True)
@@ -111,10 +114,25 @@ def _window(asked: int | None, positions: int) -> int:
     return asked or positions
 
 
+@contextmanager
+def _copy_of(tokenizer: AnyTokenizer) -> Iterator[str]:
+    """A folder with the files of the tokenizer: a run that goes on may delete the original."""
+    from minimind.data.tokenizer_files import write_tokenizer
+
+    with storing("a temporary folder", "free some space, or name another place by TMPDIR"):
+        folder = TemporaryDirectory()
+    with folder as place:
+        write_tokenizer(place, tokenizer.files())
+        yield place
+
+
 def _prepared(
-    place: str, tokenizer: AnyTokenizer, args: argparse.Namespace, is_first: bool
+    place: str, tokenizer: AnyTokenizer, copy: str, args: argparse.Namespace, is_first: bool
 ) -> Prepared:
-    """Tokens of a prepared folder, or of raw text by way of the cache."""
+    """Tokens of a prepared folder, or of raw text by way of the cache.
+
+    `copy` is a folder with the files of the tokenizer.
+    """
     from minimind.data.load_tokenizer import longest_document
     from minimind.data.prepare import Asked, is_prepared, open_prepared, prepare_for_run
     from minimind.data.units import Options, Source
@@ -122,10 +140,10 @@ def _prepared(
     if not is_prepared(place):
         if args.split not in (None, "all"):
             raise UsageError(f"--split {args.split}: {place} is raw text; leave --split out")
-        most = args.max_document_bytes or longest_document(str(tokenizer.path))
+        most = args.max_document_bytes or longest_document(copy)
         asked = Asked(
             (Source("data", (place,)),),
-            str(tokenizer.path),
+            copy,
             options=Options(args.text_field, most, val_fraction=0.0),
             skips_bad=args.on_bad_data == "skip",
             max_bad_fraction=args.max_bad_fraction,

@@ -7,7 +7,8 @@ from typing import Any
 from minimind.data.load_tokenizer import AnyTokenizer
 from minimind.load_model import Loaded, ready
 from minimind.sampling import Sampling
-from minimind.weights import weights_of_checkpoint
+from minimind.train.choosing import read_chosen
+from minimind.weights import weights_of
 from minimind.writing import write_on
 
 
@@ -17,7 +18,7 @@ def load_checkpoint(place: str) -> Loaded:
     A run directory gives its newest valid checkpoint. Hashes are verified before anything is read;
     neither DeepSpeed nor the number of processes that trained it is needed.
     """
-    return ready(weights_of_checkpoint(place))
+    return read_chosen(place, lambda chosen: ready(weights_of(chosen)))
 
 
 def generate(model: Any, tokenizer: AnyTokenizer, prompt: str, how: Sampling) -> tuple[str, float]:

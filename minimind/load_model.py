@@ -9,13 +9,8 @@ from typing import Any
 from minimind.data.load_tokenizer import AnyTokenizer
 from minimind.errors import UsageError
 from minimind.model.foreign import model_of
-from minimind.weights import (
-    CONFIG,
-    Weights,
-    is_checkpoint,
-    load_weights_from,
-    weights_of_checkpoint,
-)
+from minimind.train.choosing import read_chosen
+from minimind.weights import CONFIG, Weights, is_checkpoint, load_weights_from, weights_of
 
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
 Loaded = tuple[Any, AnyTokenizer, Path]  # the first a MiniMindForCausalLM, or transformers' own
@@ -36,10 +31,9 @@ def load_model(checkpoint: str | None, model: str | None, tokenizer: str | None 
     if checkpoint is not None and tokenizer is not None:
         raise UsageError("--tokenizer is for --model: a checkpoint has its own; leave it out")
     _require_kind(checkpoint, model)
-    if checkpoint is None:
-        found = load_weights_from(model or "")
-    else:
-        found = weights_of_checkpoint(checkpoint)
+    if checkpoint is not None:
+        return read_chosen(checkpoint, lambda chosen: ready(weights_of(chosen)))
+    found = load_weights_from(model or "")
     if tokenizer is not None:
         found = replace(found, tokenizer=Path(tokenizer).expanduser())
     return ready(found)
@@ -50,6 +44,7 @@ def ready(found: Weights) -> Loaded:
     tokenizer = found.load_tokenizer()
     model = model_of(found.config)
     found.fill(model)
+    found.release()
     return model.eval(), tokenizer, found.path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import time
@@ -11,25 +12,40 @@ from typing import Any
 
 
 class Metrics:
-    """Appends one JSON object a line to metrics.jsonl; nothing is ever rewritten."""
+    """Appends one JSON object a line to metrics.jsonl; nothing is ever rewritten.
+
+    Unbuffered: what a full disk refuses must not be written once more, and fail again, at closing.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "ab")
+        require_regular(path)
+        self._file = open(path, "ab", buffering=0)
         if path.stat().st_size:
             with open(path, "rb") as written:
                 written.seek(-1, 2)
-                if written.read(1) != b"\n":  # torn by a crash: close the line, keep the next whole
-                    self._file.write(b"\n")
+                is_torn = written.read(1) != b"\n"
+            if is_torn:  # by a crash: close the line, keep the next whole
+                self._append(b"\n")
 
     def write(self, event: str, **facts: Any) -> None:
-        """Append one event, flushed; numbers in full precision, non-finite ones as null."""
+        """Append one event; numbers in full precision, non-finite ones as null."""
         line = {"event": event, "time": time.time(), **_finite(facts)}
-        self._file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
-        self._file.flush()
+        self._append((json.dumps(line, ensure_ascii=False) + "\n").encode())
+
+    def _append(self, content: bytes) -> None:
+        left = memoryview(content)
+        while left:  # a disk that fills up takes a part, and refuses the next
+            left = left[self._file.write(left) :]
 
     def close(self) -> None:
         """Nothing more will be written."""
         self._file.close()
+
+
+def require_regular(path: Path) -> None:
+    """Nothing, or an OSError for what is no file: a pipe would wait for a reader."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is a folder, a pipe or a device, not a file", str(path))
 
 
 def _finite(value: Any) -> Any:

@@ -157,8 +157,8 @@ def _table(shape: Shape, here: Layout, memory: int | None) -> list[str]:
         numbers = [getattr(held, column) for column in COLUMNS]
         numbers += [held.total, held.host, costs.bytes_sent(shape, layout)]
         row = f"{'*' if layout == here else ' '}{name_of(layout):<19}"
-        fits = f"{'yes' if _fits(held, memory) else 'no':>6}" if memory else ""
-        lines.append(row + "".join(_cell(n / unit) for n in numbers) + fits)
+        verdict = f"{'yes' if fits(held, memory) else 'no':>6}" if memory else ""
+        lines.append(row + "".join(_cell(n / unit) for n in numbers) + verdict)
     return [
         *lines,
         "total: weights + optim. + the larger of (grads + buffers + activ.) and update; host: RAM;",
@@ -170,7 +170,8 @@ def _cell(value: float) -> str:
     return f"{value:>8.2f}" if 0 < value < 1000 else f"{value:>8,.0f}" if value else f"{'-':>8}"
 
 
-def _fits(held: Memory, memory: int) -> bool:
+def fits(held: Memory, memory: int) -> bool:
+    """Whether that much is there, less what is kept free."""
     return held.total <= memory * (1 - HEADROOM)
 
 
@@ -181,17 +182,21 @@ def recommend(shape: Shape, here: Layout, memory: int) -> Layout | None:
     offloading only where nothing fits without. Then the largest micro-batch there that divides the
     rows of a step. A lower stage sends less, and less often.
     """
-    per_step = here.rows * here.accumulation_steps
-    sizes = [rows for rows in range(per_step, 0, -1) if per_step % rows == 0]
     ways = alternatives(here)
     for offloads_any in (False, True):
-        fitting: list[Layout] = []
-        for way in (w for w in ways if w.offload_optimizer is offloads_any):
-            tried = (replace(way, rows=n, accumulation_steps=per_step // n) for n in sizes)
-            fitting += [s for s in tried if _fits(costs.memory(shape, s), memory)][:1]
+        same = (way for way in ways if way.offload_optimizer is offloads_any)
+        fitting = [s for s in (largest_step(shape, way, memory) for way in same) if s]
         if fitting:
             return max(fitting, key=lambda s: min(s.rows, here.rows))  # the first of equals
     return None
+
+
+def largest_step(shape: Shape, here: Layout, memory: int) -> Layout | None:
+    """`here` with the largest micro-batch that fits and divides the rows of its step, if any."""
+    per_step = here.rows * here.accumulation_steps
+    sizes = (rows for rows in range(per_step, 0, -1) if per_step % rows == 0)
+    tried = (replace(here, rows=n, accumulation_steps=per_step // n) for n in sizes)
+    return next((step for step in tried if fits(costs.memory(shape, step), memory)), None)
 
 
 def _advice(run: RunConfig, here: Layout, memory: int, path: str) -> str:

@@ -56,16 +56,17 @@ def _add_out(added: argparse.ArgumentParser) -> None:
 def run_export(args: argparse.Namespace) -> int:
     """Write a model in another format, and say what was written."""
     from minimind.export import OWN, export, told  # imports torch
-    from minimind.weights import load_weights_from
+    from minimind.weights import Weights, read_weights
+
+    def write(found: Weights) -> str:
+        how = (args.out, args.format, args.dtype, args.max_shard_size, args.force)
+        done = export(found, found.load_tokenizer(), *how)
+        if done.note:
+            print(f"{args.out}: {done.note}", file=sys.stderr)
+        return told(done, f"{args.format} in {args.dtype}", found.path, args.out)
 
     NewFolder(args.out, args.force, OWN, "export").require_free()  # before gigabytes are hashed
-    found = load_weights_from(args.checkpoint)
-    most = args.max_shard_size
-    tokenizer = found.load_tokenizer()
-    done = export(found, tokenizer, args.out, args.format, args.dtype, most, args.force)
-    print(told(done, f"{args.format} in {args.dtype}", found.path, args.out))
-    if done.note:
-        print(f"{args.out}: {done.note}", file=sys.stderr)
+    print(read_weights(args.checkpoint, write))
     return 0
 
 

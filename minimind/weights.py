@@ -8,9 +8,10 @@ are just those of the shape, or a CheckpointError names the first that is not.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PretrainedConfig
@@ -31,14 +32,18 @@ from minimind.foreign_shapes import (
 from minimind.foreign_weights import fitted
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.model.interop import EMBEDDING, HEAD, MINIMIND2_TABLES, from_halves, from_minimind2
+from minimind.read_locks import ReadLock
 from minimind.tensor_sources import CONFIG, Source, of_checkpoint, of_place, require_same
 from minimind.train.architecture import foreign_config_of
-from minimind.train.checkpoint import MANIFEST, choose, read_manifest
+from minimind.train.checkpoint import MANIFEST, read_manifest
+from minimind.train.choosing import Chosen, choose, read_chosen
 from minimind.train.claims import ELSEWHERE, read_config, read_object, require_listed, shown
 from minimind.train.tensor_files import readable
 
 CHECKPOINT, OURS, TRANSFORMERS = "checkpoint", "minimind", "transformers"
 ANEW = "get the file anew, or name another"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,18 @@ class Weights:
     config: Any  # a MiniMindConfig, or one of transformers'
     tensors: Source
     tokenizer: Path | None = None  # file or directory that load_tokenizer takes
+    lock: ReadLock | None = None  # keeps a checkpoint of a run that goes on from being deleted
 
     def fill(self, model: Any) -> None:
         """Put the weights into a model of this shape, one after another; all are finite."""
         own = model.state_dict()
         for name in self.tensors.shapes:
             own[name].copy_(self.tensors.read_as(name, own[name].dtype))
+
+    def release(self) -> None:
+        """Nothing more is read of it."""
+        if self.lock:
+            self.lock.close()
 
     def load_tokenizer(self) -> AnyTokenizer:
         """Its tokenizer; a CheckpointError where that is not the one its embedding is for."""
@@ -102,7 +113,7 @@ def load_weights_from(
     path = Path(place).expanduser()
     if is_checkpoint(path):
         _require_kind(path, CHECKPOINT, kind)
-        return weights_of_checkpoint(str(place))
+        return weights_of(choose(str(place)))
     source = of_place(path)
     found = _kind_of(path, source, kind)
     _require_kind(path, found, kind)
@@ -121,13 +132,20 @@ def is_checkpoint(path: Path) -> bool:
     return is_run or (path / MANIFEST).exists()
 
 
-def weights_of_checkpoint(place: str) -> Weights:
-    """Those of a training checkpoint, its hashes verified; of a run's the newest valid one.
+def read_weights(place: str, use: Callable[[Weights], T]) -> T:
+    """`use` of what lies at `place`; of a run's next checkpoint if one is removed meanwhile."""
+    if is_checkpoint(Path(place).expanduser()):
+        return read_chosen(place, lambda chosen: use(weights_of(chosen)))
+    return use(load_weights_from(place))
+
+
+def weights_of(chosen: Chosen) -> Weights:
+    """Those of a training checkpoint.
 
     Neither DeepSpeed nor the number of processes that trained it is needed.
     """
-    path, rejected = choose(place)
-    for bad in rejected:
+    path = chosen.path
+    for bad in chosen.rejected:
         print(f"{bad.path} is passed over: {bad.file} {bad.reason}", file=sys.stderr)
     manifest = read_manifest(path)
     there = [name for name in TOKENIZER_FILES if (path / name).exists()] or [MODEL_NAME]
@@ -141,8 +159,9 @@ def weights_in(path: Path, source: Source) -> Weights:
     manifest = read_manifest(path)
     if foreign := foreign_config_of(path, manifest):
         tensors = fitted(source, path, foreign)
-        return Weights(CHECKPOINT, path, foreign, tensors, tokenizer_in(path))
-    return _checked(CHECKPOINT, path, read_config(path, manifest), source)
+        return Weights(CHECKPOINT, path, foreign, tensors, tokenizer_in(path), chosen.lock)
+    found = _checked(CHECKPOINT, path, read_config(path, manifest), source)
+    return replace(found, lock=chosen.lock)
 
 
 def _kind_of(path: Path, source: Source, asked: str | None) -> str:
@@ -262,7 +281,7 @@ def weights_of_transformers(place: str, config: PretrainedConfig) -> Weights:
     path = Path(place).expanduser()
     if not is_checkpoint(path):
         return Weights(TRANSFORMERS, path, config, fitted(of_place(path), path, config))
-    found = weights_of_checkpoint(place)
+    found = weights_of(choose(place))
     return replace(found, config=config, tensors=fitted(found.tensors, found.path, config))
 
 

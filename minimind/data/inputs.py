@@ -6,6 +6,7 @@ import glob
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 
 from minimind.data.tables import dataset_bytes, dataset_rows, is_dataset, row_groups
@@ -13,6 +14,7 @@ from minimind.errors import DataError, UsageError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".parquet")
 DATASET = "dataset"
+ANY_DEPTH = "**"
 WEIGHTED = ", and give its source a weight if it should be read more often"
 KNOWN = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
 
@@ -87,7 +89,8 @@ def _named_by(path: Path) -> list[Path]:
         if not found:
             raise DataError(f"{path}: holds no {KNOWN} file; name one that does")
     else:
-        matches = map(Path, sorted(glob.glob(str(path), recursive=True)))
+        parts = path.parts[1:] if path.anchor else path.parts
+        matches = sorted(_matching(Path(path.anchor or "."), parts), key=str)
         wanted = (p for p in matches if _is_wanted(p) and not _is_ours(p) | _is_ours(p.parent))
         inside = [p for match in wanted for p in _inputs_of(match)]
         found = list(dict.fromkeys(inside))  # "**" gives a directory and what is in it
@@ -100,22 +103,52 @@ def _named_by(path: Path) -> list[Path]:
 
 
 def _inputs_of(path: Path) -> list[Path]:
-    return list(_below(path, set())) if path.is_dir() and not is_dataset(path) else [path]
+    if not path.is_dir() or is_dataset(path):
+        return [path]
+    return [found for found, is_folder in _walk(path) if not is_folder]
 
 
-def _below(directory: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
-    """Links to directories are followed, each directory once: a link can lead back up."""
-    state = directory.stat()
-    if (state.st_dev, state.st_ino) in seen:
-        return
-    seen.add((state.st_dev, state.st_ino))
-    for path in sorted(directory.iterdir()):
-        if path.name.startswith(".") or not _is_wanted(path) or _is_ours(path):
+def _walk(top: Path) -> Iterator[tuple[Path, bool]]:
+    """`top` and all below, each with whether it is a folder: in order, each before what is in it.
+
+    Links to directories are followed, each directory once: a link can lead back up. Not recursive,
+    as directories may be nested deeper than Python's calls.
+    """
+    seen: set[tuple[int, int]] = set()
+    levels = [iter([top])]
+    while levels:
+        path = next(levels[-1], None)
+        if path is None:
+            levels.pop()
             continue
-        if path.is_dir() and not is_dataset(path):
-            yield from _below(path, seen)
-        else:
-            yield path
+        is_folder = path.is_dir() and not is_dataset(path)
+        if is_folder:
+            state = path.stat()
+            if (state.st_dev, state.st_ino) in seen:
+                continue
+            seen.add((state.st_dev, state.st_ino))
+            inside = (p for p in path.iterdir() if not p.name.startswith("."))
+            levels.append(iter(sorted(p for p in inside if _is_wanted(p) and not _is_ours(p))))
+        yield path, is_folder
+
+
+def _matching(root: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """The paths below `root` that the parts of a pattern mean; `**` is read as a directory is.
+
+    glob's own goes round in circles where links lead back up.
+    """
+    if ANY_DEPTH not in parts:
+        names = glob.glob(os.path.join(*parts), root_dir=root) if parts else [""]
+        yield from (root / name for name in names)
+        return
+    at = parts.index(ANY_DEPTH)
+    rest = list(dropwhile(ANY_DEPTH.__eq__, parts[at:]))
+    for base in _matching(root, parts[:at]):
+        if rest and base.is_dir():
+            folders = (path for path, is_folder in _walk(base) if is_folder)
+            yield from (path for folder in folders for path in _matching(folder, rest))
+        elif base.is_dir():
+            yield base  # with all that is in it
 
 
 def _is_ours(path: Path) -> bool:

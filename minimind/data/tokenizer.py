@@ -56,7 +56,9 @@ class Tokenizer:
         self._encoder = TextEncoder(self._processor)
         try:
             self._processor.LoadFromSerializedProto(self._model)
-        except RuntimeError as error:
+            self._processor.id_to_piece([*range(self.vocab_size)])  # each must be text
+        # The latter of a piece that is not UTF-8, or of a message that quotes such a one.
+        except (RuntimeError, UnicodeDecodeError) as error:
             raise DataError(
                 f"{self.path}: is not a SentencePiece model, or damaged; restore it, or delete"
                 " it and leave out --tokenizer to learn one from the data"

@@ -174,6 +174,11 @@ def continued(order: Order, resumed: Resumed) -> Order:
     changed = {one.name for one in resumed.changed if one.group == "batch"}
     groups = {one.group for one in resumed.changed}
     is_same_text = not groups & {"data", "tokenizer", "seed"} and "max_seq_len" not in changed
+    if is_same_text and (n_rows, mixture) != (order.n_rows, order.mixture):
+        raise CheckpointError(
+            f"manifest.json: has {n_rows:,} rows, and the same text makes {order.n_rows:,};"
+            f" {ELSEWHERE}"
+        )
     if is_same_text and "rows_per_step" not in changed:
         return before
     return replace(order, origin=before.origin_at(resumed.state.step, is_same_text))

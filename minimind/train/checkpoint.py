@@ -13,16 +13,19 @@ A directory under its final name is complete by construction. Nothing in it is e
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Callable, Set
+import stat
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from minimind.errors import CheckpointError
 from minimind.files import canonical_json, fingerprint, sha256_of, sync_directory, write_durably
-from minimind.train.claims import read_object, require_manifest, shown
+from minimind.read_locks import locked_for_deletion
+from minimind.train.claims import Unreadable, read_object, require_manifest, shown
 
 FORMAT = 4
 # What is so where a checkpoint of this format does not tell: its writer knew nothing else.
@@ -38,6 +41,15 @@ class Rejected:
     path: Path
     file: str
     reason: str
+    is_unreadable: bool = False  # which does not say that it is damaged
+
+    def __str__(self) -> str:
+        return f"{'UNREADABLE' if self.is_unreadable else 'DAMAGED'}: {self.file} {self.reason}"
+
+
+def rejected(path: Path, file: str, error: CheckpointError) -> Rejected:
+    """A checkpoint that is not used because of what was found in `file`."""
+    return Rejected(path, file, str(error), isinstance(error, Unreadable))
 
 
 def step_directory(root: Path, step: int) -> Path:
@@ -51,9 +63,18 @@ def step_of(path: Path) -> int:
 
 
 def candidates(root: Path) -> list[Path]:
-    """Published checkpoints under `root`, newest step first; never judged by their times."""
-    found = [p for p in root.glob("step_*") if NAME.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=step_of, reverse=True)
+    """Published checkpoints under `root`, newest step first; never judged by their times.
+
+    None where there is no such folder; an Unreadable where it cannot be listed.
+    """
+    try:
+        with os.scandir(root) as entries:
+            names = [e.name for e in entries if NAME.fullmatch(e.name) and e.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise Unreadable(f"{root}: cannot be read ({error.strerror}); mend its rights") from error
+    return sorted((root / name for name in names), key=step_of, reverse=True)
 
 
 def describe_file(path: Path) -> dict[str, Any]:
@@ -91,7 +112,7 @@ def set_aside(path: Path, why: str) -> None:
 
 
 def retire(root: Path, keep_last: int) -> None:
-    """Delete all but the newest checkpoints.
+    """Delete all but the newest checkpoints; one that is being read stays until the next time.
 
     Safe only where no bad or abandoned one is among them, which resuming sees to.
     """
@@ -99,11 +120,26 @@ def retire(root: Path, keep_last: int) -> None:
         delete(old)
 
 
-def delete(path: Path) -> None:
-    """Delete a directory, renamed first, so that none is ever half there under its name."""
-    if ".tmp-" not in path.name:
-        path = path.rename(_free_name(path.with_name(f"{path.name}.tmp-retired")))
-    shutil.rmtree(path)
+def delete(path: Path) -> bool:
+    """Delete a directory, renamed first, so that none is ever half there under its name.
+
+    False where it stays, because somebody reads it.
+    """
+    with locked_for_deletion(path / MANIFEST) as is_free:
+        if not is_free:
+            return False
+        if ".tmp-" not in path.name:
+            path = path.rename(_free_name(path.with_name(f"{path.name}.tmp-retired")))
+    _remove(path)
+    return True
+
+
+def _remove(path: Path) -> None:
+    """Delete a directory, or a stray file; of a link the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def leftovers(root: Path) -> list[Path]:
@@ -113,31 +149,14 @@ def leftovers(root: Path) -> list[Path]:
 
 
 def unfinished(root: Path) -> list[Path]:
-    """Directories of saves and deletions that were cut short."""
+    """Directories of saves and deletions that were cut short, and whatever else has such a name."""
     return sorted(root.glob("*step_*.tmp-*"))
 
 
 def sweep(root: Path) -> None:
     """Delete what earlier processes left unfinished."""
     for left in unfinished(root):
-        shutil.rmtree(left)
-
-
-def choose(place: str) -> tuple[Path, list[Rejected]]:
-    """The step directory that `--checkpoint place` means, verified, and those passed over.
-
-    A run directory gives its newest valid checkpoint; a CheckpointError where there is none.
-    """
-    roots = (Path(place) / "checkpoints", Path(place))
-    root = next((r for r in roots if r.is_dir() and (r.name == "checkpoints")), None)
-    found = candidates(root) if root else [Path(place)]
-    if not Path(place).is_dir() or not found:
-        raise CheckpointError(
-            f"--checkpoint {place}: holds no checkpoint; name a run's out_dir or a step_ directory"
-        )
-    path, rejected = newest_valid(found, verify)
-    assert path is not None  # newest_valid raises where all of some are damaged
-    return path, rejected
+        _remove(left)
 
 
 def manifest_text(manifest: dict[str, Any]) -> bytes:
@@ -173,47 +192,28 @@ def verify(directory: Path, part: int = 0, of: int = 1) -> Rejected | None:
     try:
         manifest = read_manifest(directory)
     except CheckpointError as error:
-        return Rejected(directory, MANIFEST, str(error))
+        return rejected(directory, MANIFEST, error)
     for entry in manifest["files"][part::of]:
-        if told := fault(directory / entry["name"], entry):
-            return Rejected(directory, entry["name"], told)
+        if bad := fault(directory / entry["name"], entry):
+            return bad
     return None
 
 
-def fault(path: Path, entry: dict[str, Any]) -> str:
-    """What is wrong with one file, or nothing."""
+def fault(path: Path, entry: dict[str, Any]) -> Rejected | None:
+    """What is wrong with one file, or None."""
     try:
-        if path.is_symlink() or not path.is_file():
-            return "is missing"
-        size = path.stat().st_size
-        if size != entry["bytes"]:
-            return f"is {size} of {entry['bytes']} bytes"
-        return "" if sha256_of(path) == entry["sha256"] else "does not match its sha256"
+        state = path.lstat()
+        if not stat.S_ISREG(state.st_mode):
+            told = "is missing"
+        elif state.st_size != entry["bytes"]:
+            told = f"is {state.st_size} of {entry['bytes']} bytes"
+        else:
+            told = "" if sha256_of(path) == entry["sha256"] else "does not match its sha256"
+    except (FileNotFoundError, NotADirectoryError):
+        told = "is missing"
     except OSError as error:
-        return f"cannot be read ({error.strerror})"
-
-
-def newest_valid(
-    found: list[Path], check: Callable[[Path], Rejected | None]
-) -> tuple[Path | None, list[Rejected]]:
-    """The first of `found` that `check` finds nothing wrong with, and those passed over.
-
-    None when there is none at all; when all are damaged a CheckpointError: never a silent step 0.
-    """
-    rejected = []
-    for path in found:
-        bad = check(path)
-        if bad is None:
-            return path, rejected
-        rejected.append(bad)
-    if rejected:
-        told = "; ".join(f"{r.path.name}: {r.file} {r.reason}" for r in rejected)
-        which = f"no checkpoint in {found[0].parent}" if len(found) > 1 else str(found[0])
-        raise CheckpointError(
-            f"{which} {'can' if len(found) > 1 else 'cannot'} be used ({told}); restore one, or"
-            " start afresh in another folder"
-        )
-    return None, []
+        return Rejected(path.parent, path.name, f"cannot be read ({error.strerror})", True)
+    return Rejected(path.parent, path.name, told) if told else None
 
 
 @dataclass(frozen=True)

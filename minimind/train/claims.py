@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,10 @@ ELSEWHERE = "go on from another checkpoint"
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 PARAMETER = re.compile(r"[A-Za-z0-9_.-]{1,400}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class Unreadable(CheckpointError):
+    """A file is there, but cannot be read: rights, a disk, a network. It may be whole."""
 
 
 @dataclass(frozen=True)
@@ -123,14 +128,19 @@ MAYBE_IN_CONFIG = {
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
-    """The JSON object in a file, and its text; a CheckpointError that leaves out the path."""
+    """The JSON object in a file, and its text; a CheckpointError that leaves out the path.
+
+    An Unreadable where the file is there, and the system does not hand out what is in it.
+    """
     try:
-        if path.is_symlink() or (path.exists() and not path.is_file()):
+        if not stat.S_ISREG(path.lstat().st_mode):
             raise CheckpointError("is a link or no file, so it is not read")
         with open(path, "rb") as file:
             text = file.read(LONGEST + 1)
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"cannot be read ({error.strerror})") from error
+    except OSError as error:
+        raise Unreadable(f"cannot be read ({error.strerror})") from error
     if len(text) > LONGEST:
         raise CheckpointError(f"has more than the {LONGEST:,} bytes that such a file may have")
     try:
@@ -211,9 +221,23 @@ def read_state(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
             if not PARAMETER.fullmatch(name):
                 raise CheckpointError(f"names a parameter {shown(name)}")
         require(about["parameters"], dict.fromkeys(about["parameters"], SHAPE), "parameters.")
+        _require_counted(about, manifest["step"])
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}; {ELSEWHERE}") from error
+        raise type(error)(f"{path}: {error}; {ELSEWHERE}") from error
     return about
+
+
+def _require_counted(about: dict[str, Any], step: int) -> None:
+    """Nothing, or a CheckpointError where counters cannot be those of `step` optimizer steps."""
+    counters = about["counters"]
+    if counters["global_steps"] != step:
+        told = shown(counters["global_steps"])
+        raise CheckpointError(f"has counters.global_steps = {told} at step {step}")
+    counts = {"counters.skipped_steps": counters["skipped_steps"]}
+    counts["optimizer_step"] = about["optimizer_step"] or 0  # null before the first update
+    for name, count in counts.items():
+        if count > step:
+            raise CheckpointError(f"has {name} = {shown(count)} at step {step}")
 
 
 def read_config(directory: Path, manifest: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -230,7 +254,7 @@ def read_config(directory: Path, manifest: dict[str, Any] | None = None) -> dict
         more = {name: kind for name, kind in MAYBE_IN_CONFIG.items() if name in found}
         require(found, more)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}; {ELSEWHERE}") from error
+        raise type(error)(f"{path}: {error}; {ELSEWHERE}") from error
     return {name: found[name] for name in (*CONFIG, *more)}
 
 
@@ -241,7 +265,7 @@ def told_by_config(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     try:
         return read_object(path)[0]
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}; {ELSEWHERE}") from error
+        raise type(error)(f"{path}: {error}; {ELSEWHERE}") from error
 
 
 def require_course(manifest: dict[str, Any]) -> None:
@@ -260,6 +284,14 @@ def require_course(manifest: dict[str, Any]) -> None:
             raise CheckpointError(f"has order.{unknown}")
         if manifest["rows"] < saved["batch"]["rows_per_step"]:
             raise CheckpointError("has fewer rows than a step reads")
+        if order["step"] > manifest["step"]:
+            raise CheckpointError(
+                f"has order.step = {order['step']} at step {manifest['step']}, which lies before it"
+            )
+        if order["offset"] > manifest["rows"]:
+            raise CheckpointError(
+                f"has order.offset = {order['offset']} in an epoch of {manifest['rows']} rows"
+            )
         if manifest["rows"] * order["epoch"] > LARGEST:
             raise CheckpointError("has read more epochs than anyone could")
     except CheckpointError as error:

@@ -6,14 +6,28 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from minimind.errors import CheckpointError
 from minimind.train.checkpoint import read_manifest
-from minimind.train.claims import read_state, require_listed
+from minimind.train.claims import ELSEWHERE, read_state, require_listed
 from minimind.train.tensor_files import BUFFERS, RunFiles, readable
 from minimind.train.zero_state import MASTER
+
+UNCOUNTED = ("momentum_buffer",)  # SGD's, which counts no updates
+
+
+def require_counted(runs: RunFiles, step: int, state: dict[str, Any]) -> None:
+    """Nothing, or a CheckpointError where an optimizer that counts its updates has counted none."""
+    counting = {*runs.kinds} - {MASTER, *UNCOUNTED}
+    updates = state["optimizer_step"]
+    if counting and step > state["counters"]["skipped_steps"] and not updates:
+        raise CheckpointError(
+            f"{runs.directory}/state.json: has optimizer_step = {updates} at step {step}, though"
+            f" {min(counting)} is there; {ELSEWHERE}"
+        )
 
 
 class Contents:
@@ -37,6 +51,16 @@ class Contents:
         if any(names != moments[0] for names in moments):
             odd = sorted(set().union(*moments) - set.intersection(*moments))[0]
             raise CheckpointError(f"{directory}: not every moment of {odd!r} is there")
+        require_counted(self.runs, self.manifest["step"], self.state)
+
+    def require_finite(self) -> None:
+        """Read every tensor; a CheckpointError names the first with numbers that are not finite."""
+        for kind in self.kinds:
+            for name in sorted(self.runs.kinds[kind]):
+                if not torch.isfinite(self.read(kind, name)).all():
+                    raise CheckpointError(
+                        f"{self.directory}: {kind} of {name!r} has numbers that are not finite"
+                    )
 
     @property
     def kinds(self) -> list[str]:

@@ -31,7 +31,8 @@ from minimind.train.architecture import (
     hugging_face,
 )
 from minimind.train.build import with_decided
-from minimind.train.checkpoint import Rejected, newest_valid, read_manifest
+from minimind.train.checkpoint import Rejected, read_manifest, rejected
+from minimind.train.choosing import newest_valid
 from minimind.train.claims import read_config
 from minimind.train.resume import meant
 from minimind.weights import Weights, load_weights_from, tokenizer_in, weights_of_transformers
@@ -73,6 +74,7 @@ class Initial:
             recompute_blocks(model)
         if self.weights:
             self.weights.fill(model)
+            self.weights.release()
         return model
 
     def origin(self, resumed: Mapping[str, Any]) -> dict[str, str] | None:
@@ -154,7 +156,7 @@ def _unreadable(path: Path) -> Rejected | None:
     try:
         read_manifest(path)
     except CheckpointError as error:
-        return Rejected(path, "manifest.json", str(error))
+        return rejected(path, "manifest.json", error)
     return None
 
 
@@ -162,7 +164,7 @@ def _misshapen(path: Path) -> Rejected | None:
     try:
         read_config(path, read_manifest(path))
     except CheckpointError as error:
-        return Rejected(path, "config.json", str(error))
+        return rejected(path, "config.json", error)
     return None
 
 

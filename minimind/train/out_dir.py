@@ -14,6 +14,7 @@ import yaml
 
 from minimind.errors import LockedError, StorageError
 from minimind.files import storing, write_whole
+from minimind.metrics import require_regular
 from minimind.model_flags import SHAPE
 from minimind.train.combinations import unheard
 from minimind.train.deepspeed_config import Resolved
@@ -57,7 +58,7 @@ def claim(out_dir: Path) -> IO[bytes]:
 
 
 def require_writable(out_dir: Path) -> None:
-    """Nothing, or a StorageError for a folder that is not there and cannot be made."""
+    """Nothing, or a StorageError for a folder that cannot be made, or written to."""
     parent = out_dir
     while not parent.exists():
         parent = parent.parent
@@ -65,6 +66,8 @@ def require_writable(out_dir: Path) -> None:
         raise StorageError(
             f"out_dir {out_dir}: {parent} cannot be written; mend its rights, or give another"
         )
+    with storing(f"out_dir {out_dir}", "move it away, or give another --out_dir"):
+        require_regular(out_dir / "metrics.jsonl")
 
 
 def write_reference(out_dir: Path, resolved: Resolved) -> None:

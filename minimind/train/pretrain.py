@@ -40,6 +40,7 @@ from minimind.train.engine import Engine, build_engine, leave, section_faults
 from minimind.train.identity import facts, hardware, identity, layout, source_commit, versions
 from minimind.train.initial import Initial, read_initial
 from minimind.train.loop import train
+from minimind.train.memory_report import reported_memory
 from minimind.train.numerics import SkippedSteps
 from minimind.train.opening import opening
 from minimind.train.out_dir import claim, require_writable, write_reference
@@ -100,6 +101,7 @@ def train_resolved(
     if is_first and not claimed:
         progress.lock = claim(out_dir)
     progress.out_dir = out_dir
+    held.enter_context(reported_memory(setup, resolved))
     engine = build_engine(resolved, initial.build(run, prepared.tokenizer), setup.device)
     held.callback(engine.release)
     engine.introduce(progress.peers)

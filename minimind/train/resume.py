@@ -18,7 +18,6 @@ from minimind.train.checkpoint import (
     Rejected,
     candidates,
     leftovers,
-    newest_valid,
     read_manifest,
     require_same_run,
     set_aside,
@@ -27,8 +26,9 @@ from minimind.train.checkpoint import (
     sweep,
     verify,
 )
+from minimind.train.choosing import newest_valid
 from minimind.train.claims import read_state, require_listed
-from minimind.train.contents import Contents
+from minimind.train.contents import Contents, require_counted
 from minimind.train.engine import Engine
 from minimind.train.ranks import Ranks, lost_peers, on_rank_0, together
 from minimind.train.saver import shapes
@@ -147,6 +147,7 @@ def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) ->
         buffers = read_buffers(path / BUFFERS, own)
         runs = RunFiles(path, manifest["world_size"])
         runs.require_whole(about["parameters"])
+        require_counted(runs, manifest["step"], about)
         held.fill(runs.read, about["optimizer_step"])
         for name, value in buffers.items():
             own[name].copy_(value)

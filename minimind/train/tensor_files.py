@@ -30,6 +30,7 @@ from minimind.train.claims import ELSEWHERE, shard_name
 
 BUFFERS = "buffers.safetensors"
 PIECE = 4 * 2**20
+NOT_MAPPED = ("unable to open file", "unable to mmap")  # as torch says it, in a RuntimeError
 RUN = re.compile(r"([a-z0-9_]{1,40})\|([^|]{1,400})\|(0|[1-9][0-9]{0,15})")
 
 
@@ -210,8 +211,9 @@ class RunFiles:
                 break
             end = min(first + size, start + length)
             if end > position:
-                run = self._files[name].get_slice(f"{kind}|{parameter}|{first}")
-                parts.append(run[position - first : end - first])
+                with readable(self.directory / name):
+                    run = self._files[name].get_slice(f"{kind}|{parameter}|{first}")
+                    parts.append(run[position - first : end - first])
                 position = end
         if position != start + length:
             raise CheckpointError(
@@ -238,6 +240,10 @@ def readable(path: Path, way_out: str = ELSEWHERE) -> Iterator[None]:
     except OSError as error:
         told = error.strerror or error
         raise CheckpointError(f"{path}: cannot be read ({told}); {way_out}") from error
+    except RuntimeError as error:
+        if not str(error).startswith(NOT_MAPPED):
+            raise
+        raise CheckpointError(f"{path}: cannot be read ({error}); {way_out}") from error
     except (SafetensorError, CheckpointError) as error:
         raise CheckpointError(f"{path}: {error}; {way_out}") from error
 

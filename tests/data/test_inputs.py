@@ -78,6 +78,46 @@ def test_a_glob_is_what_it_matches_each_file_once(tmp_path, pattern, names):
     assert names_of(find_files([tmp_path / pattern]), tmp_path) == names
 
 
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("data/**/*.jsonl", ["data/a.jsonl", "data/sub/b.jsonl"]),
+        ("data/**/b.jsonl", ["data/sub/b.jsonl"]),
+        ("data/**/**/*.jsonl", ["data/a.jsonl", "data/sub/b.jsonl"]),
+        ("data/**", ["data/a.jsonl", "data/sub/b.jsonl"]),
+        ("**/sub/*.jsonl", ["data/sub/b.jsonl"]),
+        ("d*/**/sub/**/*.jsonl", ["data/sub/b.jsonl"]),
+    ],
+)
+def test_any_depth_ends_where_links_lead_back_up(tmp_path, pattern, names, monkeypatch):
+    """glob's own `**` follows each of the three again below each other: 3 ** 40 paths."""
+    (tmp_path / "data" / "sub").mkdir(parents=True)
+    for name in ("data/a.jsonl", "data/sub/b.jsonl"):
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    for name in "xyz":
+        (tmp_path / "data" / name).symlink_to(tmp_path / "data")
+    assert find_files([tmp_path / pattern]) == [tmp_path / name for name in names]
+    monkeypatch.chdir(tmp_path)
+    assert find_files([pattern]) == [Path(name) for name in names]
+
+
+@pytest.mark.parametrize("form", ["", "**", "**/*.jsonl"])
+def test_directories_may_be_nested_deeper_than_calls(tmp_path, form):
+    deepest = tmp_path / "data"
+    deepest.mkdir()
+    for _ in range(1100):
+        deepest /= "d"
+        deepest.mkdir()
+    (deepest / "a.jsonl").write_text('{"text": "x"}\n')
+    try:
+        assert find_files([tmp_path / "data" / form]) == [deepest / "a.jsonl"]
+    finally:  # pytest's own clean-up is recursive
+        (deepest / "a.jsonl").unlink()
+        while deepest != tmp_path:
+            deepest.rmdir()
+            deepest = deepest.parent
+
+
 def test_a_file_named_like_a_glob_is_a_file(tmp_path):
     write(tmp_path, "[ab].jsonl", "a.jsonl")
     assert names_of(find_files([tmp_path / "[ab].jsonl"]), tmp_path) == ["[ab].jsonl"]

@@ -202,3 +202,24 @@ def test_a_missing_or_damaged_model_is_told(tokenizer, tmp_path):
         (tmp_path / "t.model").write_bytes(content)
         with pytest.raises(DataError, match="not a SentencePiece model"):
             Tokenizer(tmp_path / "t.model")
+
+
+def test_a_model_with_bytes_of_another_is_told_or_works(tokenizer, tmp_path):
+    """Some damages only show as a piece, or as a message, that is not UTF-8."""
+    whole, draw = tokenizer.path.read_bytes(), random.Random(1)
+    path = tmp_path / "t.model"
+    refused = 0
+    for _ in range(300):
+        content = bytearray(whole)
+        for _ in range(draw.choice((1, 1, 1, 4))):
+            content[draw.randrange(len(content))] = draw.randrange(256)
+        path.write_bytes(content)
+        try:
+            damaged = Tokenizer(path)
+        except DataError as error:
+            refused += len(str(error).splitlines()) == 1
+            continue
+        damaged.decode(damaged.encode("春眠 abc \n \0"))
+        damaged.decode(range(damaged.vocab_size))
+        damaged.piece_bytes()
+    assert refused > 100

@@ -20,6 +20,7 @@ from tests.faults.outcomes import Outcome, report
 from tests.faults.peers import peers
 from tests.faults.places import places
 from tests.faults.preemptions import preemptions
+from tests.faults.reads import live_reads
 from tests.faults.syscalls import injected
 
 Part = Callable[[Site, argparse.Namespace], Iterator[Outcome]]
@@ -30,6 +31,7 @@ PARTS: dict[str, Part] = {
     "places": lambda site, asked: places(site),
     "peers": lambda site, asked: peers(site),
     "damages": lambda site, asked: damages(site, asked.damages),
+    "reads": lambda site, asked: live_reads(site, asked.reads),
     "signals": lambda site, asked: preemptions(site, asked.signals),
 }
 
@@ -41,6 +43,7 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=10, help="SIGKILLs during starts")
     parser.add_argument("--damages", type=int, default=10, help="checkpoints damaged")
     parser.add_argument("--signals", type=int, default=2, help="times each signal to each process")
+    parser.add_argument("--reads", type=int, default=200, help="readings of a run that goes on")
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
     if unknown := set(asked.parts) - set(PARTS):

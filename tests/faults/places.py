@@ -17,6 +17,7 @@ from tests.faults.kills import wait_for_step
 from tests.faults.outcomes import Outcome, acknowledged, curve, events, gist
 
 NOBODY = ("--reuid=65534", "--regid=65534", "--clear-groups")
+BACKENDS = {"single": "--deepspeed_config none", "deepspeed": ""}  # of one process
 # Where nobody may not even run this Python: root, without the rights that make it root.
 BARE = ("--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all")
 
@@ -71,6 +72,26 @@ def full_disk(site: Site, free: int, fault: str) -> Iterator[Outcome]:
             outcome.wrong.append(f"took {outcome.seconds:.0f} s to end")
         (place / "filler").unlink()
         site.go_on(out_dir, outcome)
+        yield outcome
+
+
+def full_of_lines(site: Site, backend: str, more: str) -> Iterator[Outcome]:
+    """A disk that fills up while nothing but metrics is written; then there is room again."""
+    flags = f"{BACKENDS[backend]} {more} --save_interval 1000"
+    fault = f"a disk full of lines, {backend} {more}"
+    with small_disk(site, 16) as place:
+        out_dir = place / "run"
+        start = site.start(out_dir, flags, NUM_PROCESSES="1")
+        wait_for_step(start, 15, site)
+        room = os.statvfs(place)
+        with open(place / "filler", "wb") as filler:
+            os.posix_fallocate(filler.fileno(), 0, room.f_bavail * room.f_frsize)
+        outcome = ended(start, fault, 5, site, time.monotonic())
+        outcome.wrong += told_once(start, "E_STORAGE", str(out_dir / "metrics.jsonl"))
+        (place / "filler").unlink()
+        again = site.finish(out_dir, flags, NUM_PROCESSES="1")
+        if again.process.returncode != 0:
+            outcome.wrong.append(f"then {again.process.returncode}: {gist(again.stderr)}")
         yield outcome
 
 
@@ -145,6 +166,9 @@ def places(site: Site) -> Iterator[Outcome]:
     try:
         yield from full_disk(site, 2**18, "a disk that fills up, 256 KiB free")
         yield from full_disk(site, 0, "a disk that fills up, nothing free")
+        for backend in BACKENDS:
+            for more in ("", "--profile", "--eval_interval 5"):
+                yield from full_of_lines(site, backend, more)
         yield from no_room_from_the_start(site)
     except OSError as error:
         yield Outcome("a small disk", f"skipped: {error}", 0.0)

@@ -20,11 +20,11 @@ from minimind.train.checkpoint import (
     MANIFEST,
     Rejected,
     candidates,
-    newest_valid,
     read_manifest,
     step_directory,
     verify,
 )
+from minimind.train.choosing import newest_valid
 from minimind.train.claims import shard_name
 from minimind.train.resume import load_weights
 from minimind.train.tensor_files import write_runs

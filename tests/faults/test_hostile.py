@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import resource
 import shutil
@@ -17,11 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from minimind.data.order import Order
 from minimind.errors import CheckpointError
+from minimind.train.build import continued
 from minimind.train.checkpoint import MANIFEST, candidates, verify
 from minimind.train.claims import shard_name
-from tests.faults.tampering import COMMANDS, ending, manifest_of, reseal, seal, trained
+from minimind.train.resume import Resumed
+from minimind.train.state import TrainState
+from tests.faults.tampering import COMMANDS, TOOLS, ending, manifest_of, reseal, seal, trained
 
 SHARD, BUFFERS, STATE, CONFIG = (
     *(shard_name(0, 1), "buffers.safetensors"),
@@ -221,6 +227,70 @@ def test_names_that_lead_outside(name: Any, only: Path, capsys: pytest.CaptureFi
     manifest = manifest_of(only)
     seal(only, {**manifest, "files": [*manifest["files"], {**manifest["files"][0], "name": name}]})
     refused(only, MANIFEST, capsys)
+
+
+@pytest.mark.parametrize(
+    "counted",
+    [
+        {"counters": {"global_steps": 2**53}},
+        {"counters": {"global_steps": 0}},
+        {"counters": {"skipped_steps": 2}},
+        {"optimizer_step": 0},
+        {"optimizer_step": None},
+        {"optimizer_step": 2**53},
+    ],
+)
+def test_counters_that_are_not_those_of_the_step(
+    counted: dict[str, Any], only: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The one checkpoint is of step 1."""
+    state = json.loads((only / STATE).read_bytes())
+    counters = {**state["counters"], **counted.get("counters", {})}
+    (only / STATE).write_text(json.dumps({**state, **counted, "counters": counters}))
+    reseal(only)
+    refused(only, STATE, capsys, "resume", "generate")
+    status = TOOLS["verify"](only.parent.parent)
+    assert status == CheckpointError.status
+    told = capsys.readouterr().out
+    assert f"{only}: DAMAGED: {STATE}: has " in told
+    assert "at step 1" in told
+
+
+@pytest.mark.parametrize("kind", ["fp32", "exp_avg_sq"])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_are_found_by_verify(
+    number: float, kind: str, only: Path, capsys: pytest.CaptureFixture[str]
+):
+    tensors = load_file(only / SHARD)
+    key = next(key for key in sorted(tensors) if key.startswith(f"{kind}|"))
+    tensors[key][1] = number
+    save_file(tensors, only / SHARD)
+    reseal(only)
+    assert TOOLS["verify"](only.parent.parent) == CheckpointError.status
+    told = f"{kind} of {key.split('|')[1]!r} has numbers that are not finite"
+    assert f"{only}: DAMAGED: {told}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("order", [{"step": 2}, {"step": 2**53}, {"offset": 2**53}])
+def test_an_order_that_takes_over_where_the_run_has_not_been(
+    order: dict[str, int], only: Path, capsys: pytest.CaptureFixture[str]
+):
+    manifest = manifest_of(only)
+    seal(only, {**manifest, "order": {**manifest["order"], **order}})
+    refused(only, MANIFEST, capsys, "resume")
+
+
+def test_rows_that_the_same_text_does_not_make(only: Path):
+    """In the resume of a real run nothing else has changed."""
+    manifest = manifest_of(only)
+    saved = manifest["identity"]
+    order = Order(manifest["rows"], saved["batch"]["rows_per_step"], saved["seed"]["seed"])
+    at = TrainState(manifest["step"], manifest["tokens"])
+    assert continued(order, Resumed(at, only, manifest=manifest)) == order
+    for rows in (2**53, manifest["rows"] + 1):
+        forged = Resumed(at, only, manifest={**manifest, "rows": rows})
+        with pytest.raises(CheckpointError, match=rf"manifest\.json: has {rows:,} rows, and the"):
+            continued(order, forged)
 
 
 def test_a_name_listed_twice(only: Path, capsys: pytest.CaptureFixture[str]):

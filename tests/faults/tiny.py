@@ -109,7 +109,7 @@ def new_run(
 
 def resume(out_dir: Path, asked: str = "auto", seed: int = 2) -> tuple[Engine, Resumed]:
     engine = Engine(seed)
-    found = resume_from(engine, out_dir / "checkpoints", asked, IDENTITY)  # type: ignore[arg-type]
+    found = resume_from(engine, engine, out_dir / "checkpoints", asked, IDENTITY)  # type: ignore[arg-type]
     return engine, found
 
 

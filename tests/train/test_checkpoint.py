@@ -16,7 +16,6 @@ from minimind.train.checkpoint import (
     describe_file,
     differences,
     manifest_text,
-    newest_valid,
     publish,
     read_manifest,
     require_same_run,
@@ -28,6 +27,7 @@ from minimind.train.checkpoint import (
     verify,
     write_manifest,
 )
+from minimind.train.choosing import newest_valid
 from minimind.train.claims import shard_name
 from minimind.train.tensor_files import RunFiles, write_runs
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import resource
+from pathlib import Path
 
 import pytest
 import torch
 
 from minimind.errors import LockedError, StorageError
-from minimind.train.out_dir import claim
+from minimind.metrics import Metrics
+from minimind.train.out_dir import claim, require_writable
 from minimind.train.report import Report
 
 
@@ -41,6 +45,52 @@ def test_a_line_of_metrics_that_cannot_be_written_names_the_file(tmp_path, full)
     try:
         with pytest.raises(StorageError, match=str(tmp_path / "metrics.jsonl")):
             report.event("step", step=1)
+        report.close()  # must not fail too: its error would take the place of the first
     finally:
         full(False)
-    report.close()
+
+
+def test_a_line_that_the_disk_took_a_part_of_is_closed_by_the_next_start(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path)
+    metrics.write("step", step=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            metrics.write("step", step=2)
+        metrics.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    metrics = Metrics(path)
+    metrics.write("step", step=2)
+    metrics.close()
+    whole, torn, again = path.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in (whole, again)] == [1, 2]
+    assert len(torn) == 10
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "link to a pipe"])
+def test_metrics_that_are_no_file_are_refused_at_the_start(kind: str, tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/null")
+    else:
+        os.mkfifo(tmp_path / "pipe")
+        path.symlink_to(tmp_path / "pipe")
+    told = f"{path}: is a folder, a pipe or a device, not a file; move it away"
+    with pytest.raises(StorageError) as raised:
+        require_writable(tmp_path)
+    assert str(raised.value).startswith(told)
+    with pytest.raises(OSError, match="not a file"):
+        Metrics(path)
+
+
+def test_metrics_may_be_a_link_to_a_file(tmp_path: Path):
+    (tmp_path / "elsewhere.jsonl").touch()
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
+    require_writable(tmp_path)

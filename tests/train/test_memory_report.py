@@ -1,0 +1,204 @@
+"""Out of memory ends with status 10, in one line with the micro-batch and what would fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import minimind.train as training
+from minimind.cli import main
+from minimind.ending import Ending
+from minimind.errors import MemoryFull, which_memory
+from minimind.flags import parse_flags, run_of
+from minimind.plan import GIB
+from minimind.process import Progress
+from minimind.train import memory_report
+from minimind.train.checkpoint import candidates, verify
+from minimind.train.deepspeed_config import Resolved
+from minimind.train.engine import leave
+from minimind.train.memory_report import remedy
+from minimind.train.pretrain import pretrain
+from minimind.train.stepping import Engine
+from tests.conftest import SMALL, Launcher, Trained, sentences
+
+CUDA = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of"
+    " which 5.20 GiB is free.\nOf the allocated memory 70.00 GiB is allocated by PyTorch"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "where"),
+    [
+        (torch.OutOfMemoryError(CUDA), "device"),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "device"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `x`"), "device"),
+        (RuntimeError("unhandled cuda error\nCuda failure 2 'out of memory'"), "device"),
+        (RuntimeError("inductor raised:\nOutOfMemoryError: CUDA out of memory."), "device"),
+        (MemoryError("Unable to allocate 8.00 GiB for an array"), "host"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't"
+                      " allocate memory: you tried to allocate 8000 bytes."), "host"),
+        (RuntimeError("out of resource: shared memory, Required: 262144"), ""),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), ""),
+        (ValueError("CUDA out of memory"), ""),
+        (OSError(12, "Cannot allocate memory"), ""),
+    ],
+)  # fmt: skip
+def test_a_failed_allocation_is_known_by_its_type_or_its_words(error: Exception, where: str):
+    assert which_memory(error) == where
+
+
+def test_torch_raises_what_is_known_of_the_host():
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**50)
+    assert which_memory(raised.value) == "host"
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, step: int, error: Exception) -> None:
+    """Have the engine raise `error` in that optimizer step."""
+    taken, whole = [0], Engine.step
+
+    def failing(self: Engine, *args: Any) -> Any:
+        taken[0] += 1
+        if taken[0] == step:
+            raise error
+        return whole(self, *args)
+
+    monkeypatch.setattr(Engine, "step", failing)
+
+
+def ended(flags: dict[str, Any]) -> int:
+    """The exit status of a run in this process, told as train_pretrain.py does."""
+    environ, progress = dict(os.environ), Progress()
+    ending = Ending(progress, debug=False)
+    try:
+        return ending.done(pretrain(run_of(flags, "{name}"), progress))
+    except Exception as error:
+        return ending.tell(error)
+    finally:
+        leave()
+        os.environ.clear()
+        os.environ.update(environ)
+        if progress.lock:
+            progress.lock.close()
+
+
+def test_a_run_out_of_memory_ends_with_10_in_one_line_and_keeps_its_checkpoint(
+    trained: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    places = {"data_path": str(trained.mixed), "cache_dir": str(trained.cache)}
+    flags = {**SMALL, **places, "out_dir": str(tmp_path), "save_interval": 2}
+    with monkeypatch.context() as patched:
+        fail_at(patched, 4, torch.OutOfMemoryError(CUDA))
+        assert ended(flags) == 10
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    (line,) = [line for line in told.splitlines() if "error[" in line]
+    assert line.startswith("train_pretrain: error[E_MEMORY] rank=0 step=3: the device is out of")
+    assert "tried to allocate 20.00 GiB" in line
+    assert "4 rows (--batch_size 4) x 64 tokens (--max_seq_len 64)" in line
+    assert "`minimind plan` counts" in line
+    *_, end = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (end["event"], end["code"], end["status"]) == ("exit", "E_MEMORY", 10)
+    (kept,) = candidates(tmp_path / "checkpoints")
+    assert kept.name == "step_00000002"
+    assert verify(kept) is None
+    assert ended(flags) == 0
+
+
+@pytest.mark.parametrize("place", ["evaluate", "build_engine", "Saver.begin"])
+def test_wherever_it_happens(
+    place: str, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*args: Any, **more: Any) -> Any:
+        raise torch.OutOfMemoryError(CUDA)
+
+    module = {"evaluate": "desk", "build_engine": "pretrain", "Saver.begin": "saver"}[place]
+    monkeypatch.setattr(f"minimind.train.{module}.{place}", fail)
+    run: Any = training
+    places = {"data_path": str(trained.mixed), "cache_dir": str(trained.cache)}
+    with pytest.raises(MemoryFull, match="micro-batch of 4 rows"):
+        run({**SMALL, **places}, out_dir=str(tmp_path))
+
+
+def advice(line: str, memory: float, world_size: int = 1, **more: Any) -> str:
+    run = parse_flags(["--model", "104m", *line.split()])
+    resolved = Resolved(run, "single", **more)
+    return remedy(run, resolved, world_size, "cuda", int(memory * GIB))
+
+
+def test_the_advice_is_what_plan_says_fits(capsys: pytest.CaptureFixture[str]):
+    told = advice("--batch_size 64 --accumulation_steps 2 --deepspeed_config none", 12)
+    found = re.search(r"--batch_size (\d+) --accumulation_steps (\d+) fits", told)
+    assert found, told
+    rows, steps = map(int, found.groups())
+    assert (rows * steps, rows < 64) == (128, True)
+    flags = f"--model 104m --batch_size {rows} --accumulation_steps {steps}"
+    assert main(["plan", *flags.split(), "--deepspeed_config", "none", "--memory", "12GiB"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("*")]
+    assert row.endswith("yes")
+
+
+def test_the_advice_where_it_should_fit_and_where_nothing_does():
+    assert "should fit: end other processes" in advice("--batch_size 1", 80)
+    assert "or give --gradient_checkpointing" in advice("--batch_size 1", 80)
+    assert "give" not in advice("--batch_size 1 --gradient_checkpointing", 80)
+    assert "nothing fits; lower --dim" in advice("--batch_size 1", 0.1)
+    sharded = advice("--batch_size 1", 1.6, world_size=8)
+    assert "ZeRO-1 with --batch_size 1 --accumulation_steps 1 fits" in sharded
+
+
+def test_a_gpu_run_without_host_memory_is_told_so(monkeypatch: pytest.MonkeyPatch):
+    class Setup:
+        device = "cuda"
+        launch = type("Launch", (), {"world_size": 1, "local_world_size": 1})
+
+    monkeypatch.setattr(memory_report, "_capacity", lambda setup: 80 * GIB)
+    resolved = Resolved(parse_flags([]), "single")
+    with pytest.raises(MemoryFull, match=r"^the host is out of memory, not the GPU; give --no-"):
+        with memory_report.reported_memory(Setup, resolved):  # type: ignore[arg-type]
+            raise MemoryError
+
+
+def test_a_command_out_of_memory_ends_with_10(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(*args: Any, **more: Any) -> Any:
+        raise torch.OutOfMemoryError(CUDA)
+
+    monkeypatch.setattr("minimind.writing.write_on", fail)
+    asked = ["generate", "--checkpoint", str(trained.run), "--prompt", "a"]
+    assert main(asked) == 10
+    told = capsys.readouterr().err
+    assert "error[E_MEMORY]: the device is out of memory (CUDA out of memory." in told
+    assert "Traceback" not in told
+
+
+def test_the_script_answers_10_and_the_other_rank_does_not_hang(launch: Launcher, tmp_path: Path):
+    """Attention scores of 51 GB, under a limit that holds on every machine: torch's own error."""
+    text = tmp_path / "long.txt"
+    text.write_text(" ".join(sentences(3, 2000)))
+    flags = (
+        f"--data_path {text} --max_seq_len 40000 --n_heads 8 --no-use_flash_attn --val_fraction 0"
+    )
+    limit = 40 * 2**30
+    done = launch.run(
+        tmp_path / "run",
+        f"{flags} --batch_size 1 --accumulation_steps 1 --max_steps 1",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert done.status == 10, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error[" in line]
+    assert "the host is out of memory (tried to allocate 5" in line
+    assert "1 rows (--batch_size 1) x 40000 tokens (--max_seq_len 40000)" in line
+    assert "Traceback" not in done.stderr
