@@ -20,7 +20,7 @@ from minimind import (
 from minimind.arguments import Parser, at_least, path_of, positive, share, size_in_bytes
 from minimind.config import DISTRIBUTION
 from minimind.errors import Interrupted, RunError, UsageError
-from minimind.files import printing
+from minimind.files import escape_unencodable, printing
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -138,6 +138,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; its exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
+    escape_unencodable()
     try:
         args, args.run_flags = build_parser().parse_known_args(words)
         if args.run_flags and args.command != "plan":

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -80,6 +82,12 @@ def storing(what: str, remedy: str, needed: int = 0) -> Iterator[None]:
 def printing() -> AbstractContextManager[None]:
     """The same of what is written to standard output."""
     return storing("standard output", "free some space, or send it somewhere else")
+
+
+def escape_unencodable() -> None:
+    """Let standard output write what its encoding lacks, such as a file name's bytes, escaped."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def free_bytes(path: Path) -> int:

@@ -53,11 +53,12 @@ def run_report(args: argparse.Namespace) -> None:
         blocks = _shows_blocks()
         print("\n\n".join(as_text(*one, blocks) for one in zip(runs, each, strict=True)))
         return
-    text = page(runs, each, [read_configuration(place) for place in places], now).encode()
-    with storing(str(args.out), MEND, needed=len(text)):
+    text = page(runs, each, [read_configuration(place) for place in places], now)
+    content = text.encode(errors="backslashreplace")  # a folder's name may not be UTF-8
+    with storing(str(args.out), MEND, needed=len(content)):
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(args.out, text)
-    print(f"{args.out}: {len(text) / 1024:,.0f} KiB; open it in a browser")
+        write_whole(args.out, content)
+    print(f"{args.out}: {len(content) / 1024:,.0f} KiB; open it in a browser")
 
 
 def _require_free(out: Path, force: bool, generator: str) -> None:
