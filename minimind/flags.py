@@ -16,6 +16,7 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, NoReturn
 
+from minimind.arguments import EXAMPLE, Formatter, PrintCompletion
 from minimind.checks import conflicts
 from minimind.config import DISTRIBUTION, FLAGS, PROJECT, RunConfig
 from minimind.errors import UsageError, fault_error
@@ -27,6 +28,7 @@ _SPELLED = [
     *FLAGS,
     *(f"no-{name}" for name, spec in FLAGS.items() if isinstance(spec.default, bool)),
 ]
+ENDING = ("--help", "-h", "--version", "--print_completion")  # which end the command
 PRESETS = PROJECT / "configs" / "models"
 
 
@@ -43,8 +45,17 @@ def build_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         usage="train_pretrain.py [--flag value ...]",
         description="Pretrain a MiniMind decoder under DeepSpeed ZeRO.",
+        formatter_class=Formatter,
+        epilog=f"{EXAMPLE}\n  train_pretrain.py --data_path my_text.jsonl --model tiny --dry_run",
     )
     parser.add_argument("--version", action="version", version=DISTRIBUTION)
+    # Of what is typed alone: behind `python train_pretrain.py` a shell completes Python's words.
+    parser.add_argument(
+        "--print_completion",
+        action=PrintCompletion,
+        command="run_accelerate.sh",
+        known={n: s.metadata["choices"] for n, s in FLAGS.items() if "choices" in s.metadata},
+    )
     groups: dict[str, Any] = {}
     for name, spec in FLAGS.items():
         meta = spec.metadata
@@ -154,7 +165,7 @@ def _unknown_flags(argv: Sequence[str]) -> list[str]:
         unknown_flag(word, spelled)
         for word in dict.fromkeys(argv)
         if re.match(r"--?[A-Za-z]", word)
-        and _underscored(word).split("=")[0] not in (*spelled, "--help", "-h", "--version")
+        and _underscored(word).split("=")[0] not in (*spelled, *ENDING)
     ]
 
 
