@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,18 +33,29 @@ def conflicts(run: RunConfig) -> Iterator[str]:
         run.allowed_changes()
     except UsageError as error:
         yield str(error)
+    yield from _of_encoding(run)
     yield from _of_reports(run)
     yield from _of_model(run)
-    if not is_utf8(run.text_field):
-        yield (
-            f"text_field = {run.text_field!a} ({run.sources['text_field']}) is not UTF-8, as"
-            " all names of fields are; give the name that the text has"
-        )
     if run.max_steps and run.warmup_steps and run.warmup_steps > run.max_steps:
         yield (
             f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}) is more than"
             f" max_steps = {run.max_steps} ({run.sources['max_steps']}); lower it, or train longer"
         )
+
+
+def _of_encoding(run: RunConfig) -> Iterator[str]:
+    """A run's records and trackers hold UTF-8 alone."""
+    for name in FLAGS:
+        value = getattr(run, name)
+        texts = value if isinstance(value, tuple) else (value,)
+        for text in (text for text in texts if isinstance(text, str)):
+            # The records of a run hold the full path: the current directory is a part of it.
+            full = os.path.abspath(text) if name in ("out_dir", "data_path") else text
+            if not is_utf8(full):
+                yield (
+                    f"{name} = {full!a} ({run.sources[name]}) is not UTF-8; rename it, or give"
+                    " another one"
+                )
 
 
 def _of_reports(run: RunConfig) -> Iterator[str]:

@@ -17,17 +17,30 @@ from minimind import (
     tokenizer_commands,
     weight_commands,
 )
-from minimind.arguments import Parser, at_least, path_of, positive, share, size_in_bytes
+from minimind.arguments import (
+    Parser,
+    PrintCompletion,
+    at_least,
+    path_of,
+    positive,
+    share,
+    size_in_bytes,
+)
 from minimind.config import DISTRIBUTION
 from minimind.errors import Interrupted, RunError, UsageError, memory_full
-from minimind.files import printing
+from minimind.files import escape_unencodable, printing
 from minimind.terminal import guarded, printable
+
+EXAMPLE = "minimind generate --checkpoint out --prompt 'Once upon a time'"
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
-    parser = Parser(prog="minimind", description="Tools for runs of train_pretrain.py.")
+    parser = Parser(
+        prog="minimind", description="Tools for runs of train_pretrain.py.", example=EXAMPLE
+    )
     parser.add_argument("--version", action="version", version=DISTRIBUTION)
+    parser.add_argument("--print_completion", action=PrintCompletion, command="minimind")
     subs = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     generate_commands.add_parser(subs)
     _add_plan(subs)
@@ -47,18 +60,18 @@ def _add_plan(subs: Any) -> None:
         description="Memory, communication and FLOPs of every ZeRO stage, and which one fits."
         " Takes the flags of train_pretrain.py too (--model, --dim, --batch_size, --dtype,"
         " --deepspeed_config, ...), of the same names and limits.",
-        allow_abbrev=False,
+        example="minimind plan --model 104m --gpus 8 --memory 24GiB --batch_size 16",
     )
     plan.add_argument(
-        "--gpus", "--world_size", "--world-size", type=at_least(1), default=1, help="processes"
+        "--gpus", "--world_size", type=at_least(1), default=1, help="processes, one for each GPU"
     )
     plan.add_argument(
         "--memory",
         type=size_in_bytes,
-        help="of one GPU: 24GiB, 24GB (10^9 bytes), 80G (as GiB), 512MiB",
+        help="memory of one GPU: 24GiB, 24GB (10^9 bytes), 80G (as GiB), 512MiB",
     )
     plan.add_argument(
-        "--peak_tflops", "--peak-tflops", type=positive, help="of one GPU in --dtype, dense"
+        "--peak_tflops", type=positive, help="10^12 FLOPs a second of one GPU in --dtype, dense"
     )
     plan.add_argument("--mfu", type=share, default=0.4, help="share of the peak that is reached")
     plan.add_argument("--tokens", type=positive, help="tokens to train on, say 1e9")
@@ -67,16 +80,20 @@ def _add_plan(subs: Any) -> None:
 def _add_checkpoint(subs: Any) -> None:
     told = "What lies in a run's folder, and whether it is whole. No GPU is needed."
     group = subs.add_parser(
-        "checkpoint", help="list | verify | diff | consolidate | prune", description=told
+        "checkpoint",
+        help="list | verify | diff | consolidate | prune",
+        description=told,
+        example="minimind checkpoint verify out",
     )
     actions = group.add_subparsers(dest="action", required=True, parser_class=Parser)
 
-    def action(name: str, told: str) -> argparse.ArgumentParser:
-        added = actions.add_parser(name, help=told, description=f"{told}.", allow_abbrev=False)
+    def action(name: str, told: str, words: str = "out") -> argparse.ArgumentParser:
+        example = f"minimind checkpoint {name} {words}"
+        added = actions.add_parser(name, help=told, description=f"{told}.", example=example)
         added.add_argument("--debug", action="store_true", help="show tracebacks")
         if name != "diff":
             added.add_argument("place", nargs="?", help="a run's out_dir, or a step_ directory")
-            added.add_argument("--checkpoint", metavar="PLACE", help="the same")
+            added.add_argument("--checkpoint", metavar="PLACE", help="the same as the place")
         return added
 
     added = action("list", "What is there, newest first, with what stepped aside or is unfinished")
@@ -85,26 +102,35 @@ def _add_checkpoint(subs: Any) -> None:
 
     action("verify", "Hash every file and look for gaps inside; status 4 for any damage")
 
-    added = action("diff", "How two checkpoints differ; status 0 if they do not, else 1")
+    added = action(
+        "diff", "How two checkpoints differ; status 0 if they do not, else 1", "out/a out/b"
+    )
     added.add_argument("places", nargs="+", metavar="PLACE", help="two of them")
 
     added = action(
-        "consolidate", "Write whole tensors as safetensors, once the hashes are verified"
+        "consolidate",
+        "Write whole tensors as safetensors, once the hashes are verified",
+        "out --out out/whole",
     )
     added.add_argument("--out", type=path_of, required=True, help="a new folder")
-    told = "of the numbers (float32)"
+    told = "precision of the numbers"
     added.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help=told)
-    most = ("--max_shard_size", "--max-shard-size")
     added.add_argument(
-        *most, type=size_in_bytes, default="2GB", metavar="BYTES", help="of a file (2GB)"
+        "--max_shard_size", type=size_in_bytes, default="2GB", help="largest size of a file"
     )
     added.add_argument("--force", action="store_true", help="replace an earlier --out")
 
     added = action(
-        "prune", "Delete older checkpoints and leftovers; status 8 while the run goes on"
+        "prune",
+        "Delete older checkpoints and leftovers; status 8 while the run goes on",
+        "out --keep 2 --dry_run",
     )
-    added.add_argument("--keep", type=at_least(1), required=True, help="valid ones that stay")
-    added.add_argument("--dry_run", "--dry-run", action="store_true", help="only tell")
+    added.add_argument(
+        "--keep", type=at_least(1), required=True, help="valid checkpoints that stay"
+    )
+    added.add_argument(
+        "--dry_run", action="store_true", help="print what would be deleted, and delete nothing"
+    )
 
 
 def run_plan(args: argparse.Namespace) -> None:
@@ -138,6 +164,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; its exit status."""
+    escape_unencodable()
     with guarded():
         return _run(argv)
 

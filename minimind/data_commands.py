@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minimind.arguments import Parser, at_least, count_of_bytes, fraction, path_of, utf8
+from minimind.config import FLAGS
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.files import mebibytes
 
@@ -17,8 +18,11 @@ if TYPE_CHECKING:
 
 OPTIONS = ("text_field", "max_document_bytes", "val_fraction")
 NOT_OF_A_MERGE = ("tokenizer", "vocab_size", *OPTIONS, "on_bad_data", "shard_bytes", "processes")
-LONGEST = "longest document accepted, in UTF-8 (64MiB; 2MiB with a Hugging Face --tokenizer, 8MiB"
-LONGEST += " with a SentencePiece model that does more than merge: they take a text at once)"
+LONGEST = (
+    "longest document, in UTF-8 (default: 64MiB; 2MiB with a Hugging Face --tokenizer, 8MiB"
+    " with a SentencePiece model that does more than merge: they take a text at once)"
+)
+INSPECT = "minimind data inspect dataset/tokens"
 BAR = 40  # characters of the longest bar
 
 
@@ -29,48 +33,60 @@ def add_parsers(subs: Any) -> None:
         help="text -> shards of tokens, to train on any number of times",
         description="Text to shards of tokens in a folder that --data_path takes. Killed, it goes"
         " on where it stood; on several machines, each with --shard I/N, then --merge.",
-        allow_abbrev=False,
+        example="minimind prepare my_text.jsonl --out dataset/tokens",
     )
     add = added.add_argument
     add("paths", nargs="*", metavar="PATH", help="files, directories, globs, dataset directories")
-    add("--data_path", "--data-path", nargs="+", default=[], metavar="PATH", help="more of them")
+    add("--data_path", nargs="+", default=[], metavar="PATH", help="more of them")
     told = "NAME=PATH or NAME=PATH:WEIGHT; again for another source, or more of the same"
     add("--source", action="append", default=[], help=told)
     add("--sources", type=Path, help="YAML file: {NAME: {paths: [...], weight: 2}}")
     add("--out", type=path_of, required=True, help="a new folder")
     add("--tokenizer", help="model or directory; without it one is learnt from the text")
-    add("--vocab_size", "--vocab-size", type=at_least(1), help="of a learnt one (6400)")
-    add("--val_fraction", "--val-fraction", type=fraction, help="held out, by hash (0.01)")
-    add("--text_field", "--text-field", type=utf8, help="field or column that has the text (text)")
-    most = ("--max_document_bytes", "--max-document-bytes")
-    add(*most, type=count_of_bytes, help=LONGEST)
-    told = "what is no document ends this (error), or is passed over and listed"
-    add("--on_bad_data", "--on-bad-data", choices=("error", "skip"), help=told)
-    add("--max_bad_fraction", "--max-bad-fraction", type=fraction, help="of the documents (0.05)")
+    add("--vocab_size", type=at_least(1), help=f"pieces of a learnt one{_default('vocab_size')}")
+    add("--val_fraction", type=fraction, help=f"share held out, by hash{_default('val_fraction')}")
+    told = f"field or column that has the text{_default('text_field')}"
+    add("--text_field", type=utf8, help=told)
+    add("--max_document_bytes", type=count_of_bytes, help=LONGEST)
+    told = "what is no document ends this (error), or is passed over and listed (default: error)"
+    add("--on_bad_data", choices=("error", "skip"), help=told)
+    told = f"share of the documents that may be bad{_default('max_bad_fraction')}"
+    add("--max_bad_fraction", type=fraction, help=told)
     add("--shard", type=_share, metavar="I/N", help="do this share, counted from 0, and no merge")
     add("--merge", action="store_true", help="put together what all --shard I/N have done")
-    how = "of input for one shard file (default: by the size of all, at least 16MiB)"
-    add("--shard_bytes", "--shard-bytes", type=count_of_bytes, help=how)
-    add("--processes", type=at_least(1), help="that tokenise (default: one for every 8 cores)")
+    how = "bytes of input for one shard file (default: by the size of all, at least 16MiB)"
+    add("--shard_bytes", type=count_of_bytes, help=how)
+    add(
+        "--processes",
+        type=at_least(1),
+        help="processes that tokenise (default: one for every 8 cores)",
+    )
     add("--force", action="store_true", help="replace an earlier --out")
     add("--debug", action="store_true", help="show tracebacks")
     _add_data(subs)
 
 
 def _add_data(subs: Any) -> None:
-    group = subs.add_parser("data", help="inspect", description="What lies in prepared data.")
+    group = subs.add_parser(
+        "data", help="inspect", description="What lies in prepared data.", example=INSPECT
+    )
     actions = group.add_subparsers(dest="action", required=True, parser_class=Parser)
     told = "Counts, lengths, duplicates and rows; status 3 where a file is not what it was"
-    inspect = actions.add_parser("inspect", help=told, description=told, allow_abbrev=False)
+    inspect = actions.add_parser("inspect", help=told, description=f"{told}.", example=INSPECT)
     told = "a folder that `minimind prepare` wrote"
     inspect.add_argument("directory", type=Path, metavar="DIR", help=told)
-    inspect.add_argument("--rows", type=at_least(0), default=3, help="shown as text")
-    row = ("--row_tokens", "--row-tokens")
-    inspect.add_argument(*row, type=at_least(1), default=128, help="of a row")
-    off = ("--no_verify", "--no-verify")
-    inspect.add_argument(*off, action="store_true", help="do not hash the files again")
+    inspect.add_argument("--rows", type=at_least(0), default=3, help="rows shown as text")
+    inspect.add_argument(
+        "--row_tokens", type=at_least(1), default=128, help="tokens shown of a row"
+    )
+    inspect.add_argument("--no_verify", action="store_true", help="do not hash the files again")
     inspect.add_argument("--json", action="store_true", help="for programs: one object")
     inspect.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def _default(name: str) -> str:
+    """The default of a run's flag, which is the default here too."""
+    return f" (default: {FLAGS[name].default})"
 
 
 def _share(text: str) -> tuple[int, int]:

@@ -34,32 +34,35 @@ def add_parser(subs: Any) -> None:
         help="loss, perplexity and bits per byte of a model on text",
         description="Loss, perplexity and bits per byte of text, of each source and of all, in"
         " one process or in several: torchrun --nproc-per-node 2 -m minimind eval ...",
-        allow_abbrev=False,
+        example="minimind eval --checkpoint out --data held_out.jsonl",
     )
     add_model(added)
     add = added.add_argument
     told = "text, each path a source of its own; or folders that `minimind prepare` wrote"
     add("--data", nargs="+", required=True, metavar="PATH", help=told)
-    add("--split", choices=tuple(SPLITS), help="of a prepared folder (val); raw text is read whole")
-    add("--batch_size", "--batch-size", type=at_least(1), default=8, help="windows at once (8)")
-    most = ("--max_seq_len", "--max-seq-len")
-    add(*most, type=at_least(1), help="tokens of a window (default: the positions of the model)")
+    split = "part of a prepared folder (default: val); raw text is read whole"
+    add("--split", choices=tuple(SPLITS), help=split)
+    add("--batch_size", type=at_least(1), default=8, help="windows at once")
+    add(
+        "--max_seq_len",
+        type=at_least(1),
+        help="tokens of a window (default: the positions of the model)",
+    )
     rows = "windows of each source in a split, and then to the document's end (default: all)"
-    add("--max_rows", "--max-rows", type=at_least(1), help=rows)
+    add("--max_rows", type=at_least(1), help=rows)
     masks = argparse.BooleanOptionalAction
     apart = "each document by itself; off: as packed rows are read, one after another"
-    add("--doc_mask", "--doc-mask", action=masks, help=apart)
+    add("--doc_mask", action=masks, help=apart)
     added.set_defaults(doc_mask=True)  # Python 3.10 would write a default of its own into the help
-    told = "field or column that has the text (text)"
-    add("--text_field", "--text-field", type=utf8, default="text", help=told)
-    longest = ("--max_document_bytes", "--max-document-bytes")
-    told = "longest document of raw text (64MiB; less with a tokenizer that takes a text at once)"
-    add(*longest, type=count_of_bytes, metavar="BYTES", help=told)
+    told = "field or column that has the text"
+    add("--text_field", type=utf8, default="text", help=told)
+    told = "longest document of raw text (default: 64MiB, less with some tokenizers)"
+    add("--max_document_bytes", type=count_of_bytes, help=told)
     bad = "what is no document of raw text ends this (error), or is passed over and told"
-    add("--on_bad_data", "--on-bad-data", choices=("error", "skip"), default="error", help=bad)
-    share = "of the documents, with skip (0.05)"
-    add("--max_bad_fraction", "--max-bad-fraction", type=fraction, default=0.05, help=share)
-    add("--cache_dir", "--cache-dir", default="~/.cache/minimind", help="where tokens are kept")
+    add("--on_bad_data", choices=("error", "skip"), default="error", help=bad)
+    share = "share of the documents that may be bad, with skip"
+    add("--max_bad_fraction", type=fraction, default=0.05, help=share)
+    add("--cache_dir", default="~/.cache/minimind", help="where tokens are kept")
     add("--json", action="store_true", help="for programs: one object")
 
 

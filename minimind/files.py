@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -24,18 +26,26 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def read_small(path: Path, most: int = 2**20) -> bytes:
+def read_small(path: str | Path, most: int = 2**20, pipes: bool = False) -> bytes:
     """The content of a regular file of at most `most` bytes; an OSError for anything else.
 
-    A pipe or a device is refused without waiting for it.
+    A pipe or a device is refused without waiting for it; with `pipes`, pipes are read.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    waits = 0 if pipes else os.O_NONBLOCK
+    with open(os.open(path, os.O_RDONLY | waits), "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if not stat.S_ISREG(mode) and not (pipes and stat.S_ISFIFO(mode)):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         content = file.read(most + 1)
     if len(content) > most:
         raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
     return content
+
+
+def read_small_text(path: str | Path, most: int = 2**20, pipes: bool = False) -> str:
+    """The same as text, with newlines as Python has them; a UnicodeDecodeError if not UTF-8."""
+    text = read_small(path, most, pipes).decode()
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -80,6 +90,12 @@ def storing(what: str, remedy: str, needed: int = 0) -> Iterator[None]:
 def printing() -> AbstractContextManager[None]:
     """The same of what is written to standard output."""
     return storing("standard output", "free some space, or send it somewhere else")
+
+
+def escape_unencodable() -> None:
+    """Let standard output write what its encoding lacks, such as a file name's bytes, escaped."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def free_bytes(path: Path) -> int:

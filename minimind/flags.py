@@ -12,10 +12,10 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, NoReturn
 
+from minimind.arguments import EXAMPLE, Formatter, PrintCompletion, shown_default
 from minimind.checks import conflicts
 from minimind.config import CONFIGS, DISTRIBUTION, FLAGS, RunConfig
 from minimind.errors import UsageError, fault_error
@@ -28,6 +28,7 @@ _SPELLED = [
     *(f"no-{name}" for name, spec in FLAGS.items() if isinstance(spec.default, bool)),
 ]
 PRESETS = CONFIGS / "models"
+ENDING = ("--help", "-h", "--version", "--print_completion")  # which end the command
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,8 +44,14 @@ def build_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         usage="train_pretrain.py [--flag value ...]",
         description="Pretrain a MiniMind decoder under DeepSpeed ZeRO.",
+        formatter_class=Formatter,
+        epilog=f"{EXAMPLE}\n  train_pretrain.py --data_path my_text.jsonl --model tiny --dry_run",
     )
     parser.add_argument("--version", action="version", version=DISTRIBUTION)
+    known = {n: s.metadata["choices"] for n, s in FLAGS.items() if "choices" in s.metadata}
+    # Behind `python train_pretrain.py` a shell completes Python's own words.
+    completed = {"action": PrintCompletion, "command": "run_accelerate.sh", "known": known}
+    parser.add_argument("--print_completion", **completed)
     groups: dict[str, Any] = {}
     for name, spec in FLAGS.items():
         meta = spec.metadata
@@ -60,11 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _help(spec: Any) -> str:
-    default = spec.default
-    known = default is not None and default is not MISSING
-    shown = " ".join(default) if isinstance(default, tuple) else default
-    shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else shown
-    told = spec.metadata["help"] + (f" (default: {shown})" if known else "")
+    shown = "off" if spec.default is False else shown_default(spec.default)
+    told = spec.metadata["help"] + (f" (default: {shown})" if shown else "")
     return told.replace("%", "%%")  # argparse formats it
 
 
@@ -154,7 +158,7 @@ def _unknown_flags(argv: Sequence[str]) -> list[str]:
         unknown_flag(word, spelled)
         for word in dict.fromkeys(argv)
         if re.match(r"--?[A-Za-z]", word)
-        and _underscored(word).split("=")[0] not in (*spelled, "--help", "-h", "--version")
+        and _underscored(word).split("=")[0] not in (*spelled, *ENDING)
     ]
 
 

@@ -36,28 +36,28 @@ def add_parser(subs: Any) -> None:
         help="text from a checkpoint or an exported model",
         description="Text from a checkpoint or an exported model, as it is generated. Without a"
         " prompt it asks for one at a terminal, and reads standard input elsewhere.",
-        allow_abbrev=False,
+        example="minimind generate --checkpoint out --prompt 'Once upon a time' --temperature 0.7",
     )
     add_model(added)
     add = added.add_argument
     add("--prompt", help="text to continue; '' begins a new document")
-    add("--prompt_file", "--prompt-file", metavar="FILE", help="the prompt is what this file has")
+    add("--prompt_file", metavar="FILE", help="the prompt is what this file has")
     told = "a prompt a line (blank ones passed over), or .jsonl with a prompt field"
     add("--prompts", metavar="FILE", help=f"{told}; answers as JSON lines, in order")
     add("--out", type=path_of, metavar="FILE", help="where these go, instead of standard output")
     add("--force", action="store_true", help="replace an earlier --out")
-    add("--batch_size", "--batch-size", type=at_least(1), default=16, help="prompts at once (16)")
-    add("--max_new_tokens", "--max-new-tokens", type=at_least(1), default=100, help="of each text")
-    likeliest = "0: always the likeliest token"
+    add("--batch_size", type=at_least(1), default=16, help="prompts at once")
+    add("--max_new_tokens", type=at_least(1), default=100, help="longest continuation")
+    likeliest = "spread of the draw; 0: always the likeliest token"
     add("--temperature", type=finite, default=0.8, help=likeliest)
-    many = "draw from so many of the likeliest tokens (default: 0, from all)"
-    add("--top_k", "--top-k", type=at_least(0), default=0, help=many)
-    mass = "draw from the likeliest tokens of this mass"
-    add("--top_p", "--top-p", type=share, default=0.9, help=mass)
-    again = "above 1: what the text has already is less likely"
-    add("--repetition_penalty", "--repetition-penalty", type=penalty, default=1.0, help=again)
+    many = "draw from so many of the likeliest tokens; 0: from all"
+    add("--top_k", type=at_least(0), default=0, help=many)
+    mass = "draw from the likeliest tokens whose probabilities add up to this; 1: from all"
+    add("--top_p", type=share, default=0.9, help=mass)
+    again = "above 1, tokens that the text has already become less likely; 1: off"
+    add("--repetition_penalty", type=penalty, default=1.0, help=again)
     add("--stop", nargs="+", default=[], metavar="TEXT", help="end before any of these")
-    drawn = "of the random numbers that each text draws its tokens by"
+    drawn = "seed of the random numbers that each text draws its tokens by"
     add("--seed", type=at_least(0), default=42, help=drawn)
 
 

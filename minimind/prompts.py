@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 from minimind.errors import DataError
+from minimind.files import read_small_text
+
+LARGEST = 2**28  # bytes
 
 
 def prompt_of(text: str) -> str:
@@ -17,7 +19,7 @@ def prompt_of(text: str) -> str:
 def read_text(path: str, flag: str) -> str:
     """`prompt_of` a text file; `flag` named it."""
     try:
-        return prompt_of(Path(path).read_text(encoding="utf-8"))
+        return prompt_of(read_small_text(path, LARGEST, pipes=True))
     except OSError as error:
         raise DataError(f"{flag} {path}: {error.strerror}; name a readable file") from error
     except UnicodeDecodeError as error:

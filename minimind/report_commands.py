@@ -22,7 +22,7 @@ def add_parser(subs: Any) -> None:
         help="what a run did: its curves, where its time went, how it was stopped and resumed",
         description="What one run did, or several compared: a summary, or with --out one HTML file"
         " with every curve, which needs no network.",
-        allow_abbrev=False,
+        example="minimind report out --out out/report.html",
     )
     add = added.add_argument
     told = "a run's out_dir; several are compared"

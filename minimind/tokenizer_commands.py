@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.arguments import Parser, at_least, count_of_bytes, path_of, utf8
+from minimind.arguments import Parser, at_least, count_of_bytes, fraction, path_of, utf8
 from minimind.config import FLAGS
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.files import mebibytes
@@ -20,39 +20,42 @@ if TYPE_CHECKING:
 
 HELD_OUT_BYTES = 2**22
 SMALLEST_SAMPLE = 2**16
+TRAIN = "minimind tokenizer train my_text.jsonl --out out/tokenizer"
 TEXT_HELP = "text files, directories and globs of them, dataset directories"
 
 
 def add_parser(subs: Any) -> None:
     """`minimind tokenizer`, to the subcommands."""
     told = "A tokenizer of your own text, and what one does with text. No GPU is needed."
-    group = subs.add_parser("tokenizer", help="train | inspect", description=told)
+    group = subs.add_parser("tokenizer", help="train | inspect", description=told, example=TRAIN)
     actions = group.add_subparsers(
         dest="action", required=True, parser_class=Parser, metavar="train | inspect"
     )
 
-    def action(name: str, told: str) -> argparse.ArgumentParser:
-        added = actions.add_parser(name, help=told, description=f"{told}.", allow_abbrev=False)
+    def action(name: str, told: str, example: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=told, description=f"{told}.", example=example)
         added.add_argument("--debug", action="store_true", help="show tracebacks")
-        longest = ("--max_document_bytes", "--max-document-bytes")
-        how = "accepted (64MiB; 2MiB or 8MiB with a tokenizer that takes a text at once)"
-        added.add_argument(*longest, type=count_of_bytes, metavar="BYTES", help=how)
-        bad = ("--on_bad_data", "--on-bad-data")
+        how = "longest document accepted (default: 64MiB, less with some tokenizers)"
+        added.add_argument("--max_document_bytes", type=count_of_bytes, help=how)
         told = "what is no document ends this (error), or is passed over"
-        added.add_argument(*bad, choices=("error", "skip"), default="error", help=told)
-        text = ("--text_field", "--text-field")
-        told = "field or column that has the text (text)"
-        added.add_argument(*text, type=utf8, default="text", metavar="NAME", help=told)
-        data = ("--data_path", "--data-path")
+        added.add_argument("--on_bad_data", choices=("error", "skip"), default="error", help=told)
+        told = "field or column that has the text"
+        added.add_argument("--text_field", type=utf8, default="text", metavar="NAME", help=told)
         added.add_argument(
-            *data, nargs="+", action="extend", default=[], metavar="PATH", help=TEXT_HELP
+            "--data_path", nargs="+", action="extend", default=[], metavar="PATH", help=TEXT_HELP
         )
         return added
 
     _add_training(
-        action("train", "Learn byte-pair pieces from text, for --tokenizer and AutoTokenizer")
+        action(
+            "train", "Learn byte-pair pieces from text, for --tokenizer and AutoTokenizer", TRAIN
+        )
     )
-    added = action("inspect", "Pieces by kind, bytes per token by source, whether text comes back")
+    added = action(
+        "inspect",
+        "Pieces by kind, bytes per token by source, whether text comes back",
+        "minimind tokenizer inspect out/tokenizer --data_path my_text.jsonl",
+    )
     added.add_argument("tokenizer", metavar="DIR|FILE", help="as for --tokenizer of a run")
 
 
@@ -61,13 +64,13 @@ def _add_training(added: argparse.ArgumentParser) -> None:
     added.add_argument("--out", type=path_of, required=True, metavar="DIR", help="a new folder")
     vocabulary = FLAGS["vocab_size"]
     added.add_argument(
-        *("--vocab_size", "--vocab-size"),
+        "--vocab_size",
         type=at_least(vocabulary.metadata["at_least"]),
         default=vocabulary.default,
-        help=f"pieces in all ({vocabulary.default})",
+        help="pieces in all",
     )
     added.add_argument(
-        *("--special_tokens", "--special-tokens"),
+        "--special_tokens",
         nargs="+",
         action="extend",
         default=[],
@@ -75,18 +78,17 @@ def _add_training(added: argparse.ArgumentParser) -> None:
         help="pieces of yours that no text is made of, such as '<|im_start|>'",
     )
     added.add_argument(
-        *("--sample_bytes", "--sample-bytes"),
+        "--sample_bytes",
         type=count_of_bytes,
-        default=2**24,
-        metavar="BYTES",
-        help="of text to learn from, taken from all over it (16MiB)",
+        default="16MiB",
+        help="bytes of text to learn from, taken from all over it",
     )
-    added.add_argument("--seed", type=at_least(0), default=42, help="which text is taken (42)")
+    added.add_argument("--seed", type=at_least(0), default=42, help="decides which text is taken")
     added.add_argument(
-        *("--val_fraction", "--val-fraction"),
-        type=float,
+        "--val_fraction",
+        type=fraction,
         default=FLAGS["val_fraction"].default,
-        help="share of the documents a run holds out, so not learnt from (0.01)",
+        help="share of the documents a run holds out, so not learnt from",
     )
     added.add_argument("--force", action="store_true", help="replace an earlier --out")
 
@@ -119,11 +121,6 @@ def _train(args: argparse.Namespace) -> int:
     from minimind.new_folder import NewFolder
 
     started = time.perf_counter()
-    if not 0 <= args.val_fraction < 1:
-        raise UsageError(
-            f"--val_fraction {args.val_fraction} is not from 0 to below 1; give a share such as"
-            " 0.01"
-        )
     if args.sample_bytes < SMALLEST_SAMPLE:
         raise UsageError(
             f"--sample_bytes {args.sample_bytes} is less than the {SMALLEST_SAMPLE} bytes that one"
@@ -131,10 +128,7 @@ def _train(args: argparse.Namespace) -> int:
         )
     paths = [*args.paths, *args.data_path]
     if not paths:
-        raise UsageError(
-            "no text was named; give files or directories, for example:"
-            " minimind tokenizer train my_text.jsonl --out out/tokenizer"
-        )
+        raise UsageError(f"no text was named; give files or directories, for example: {TRAIN}")
     require_learnable(args.vocab_size, args.special_tokens)
     path, author = args.out.expanduser().resolve(), "minimind tokenizer train"
     out = NewFolder(path, args.force, TOKENIZER_FILES, author)

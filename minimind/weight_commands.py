@@ -17,7 +17,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 def add_parsers(subs: Any) -> None:
     """`export` and `import`."""
     told = "A model as other software loads it. No GPU is needed, one tensor is in memory at a time"
-    added = subs.add_parser("export", help=told, description=f"{told}.", allow_abbrev=False)
+    example = "minimind export --checkpoint out --format llama --out out/llama"
+    added = subs.add_parser("export", help=told, description=f"{told}.", example=example)
     add = added.add_argument
     place = "a run's out_dir, a step_ directory, or what `import` or `export` wrote"
     add("--checkpoint", type=filled, required=True, metavar="PLACE", help=place)
@@ -26,24 +27,32 @@ def add_parsers(subs: Any) -> None:
         " transformers: a run of --model hf:, as the model that it is"
     )
     add("--format", required=True, choices=FORMATS, help=kinds)
-    add("--dtype", choices=DTYPES, default="float32", help="of the numbers (float32)")
-    most = ("--max_shard_size", "--max-shard-size")
-    add(*most, type=size_in_bytes, metavar="BYTES", help="of a file of safetensors (2GB)")
+    add("--dtype", choices=DTYPES, default="float32", help="precision of the numbers")
+    most = "largest size of a file of safetensors (default: 2GB)"
+    add("--max_shard_size", type=size_in_bytes, help=most)
     _add_out(added)
 
     told = "Weights made elsewhere -> a directory of ours, to go on from or to generate with"
-    added = subs.add_parser("import", help=told, description=f"{told}.", allow_abbrev=False)
+    example = "minimind import --from llama path/to/llama --out out/imported"
+    added = subs.add_parser("import", help=told, description=f"{told}.", example=example)
     add = added.add_argument
     add("source", type=path_of, metavar="FILE|DIR", help="a file of weights, or a directory")
-    add("--from", required=True, choices=("minimind2", "llama"), dest="kind", help="what it is")
-    add("--tokenizer", type=path_of, help="file or directory (default: the one in DIR)")
+    add(
+        "--from",
+        required=True,
+        choices=("minimind2", "llama"),
+        dest="kind",
+        help="whose format it has",
+    )
+    add(
+        "--tokenizer", type=path_of, help="tokenizer, a file or directory (default: the one in DIR)"
+    )
     shape = "of a file without config.json: "
     for name, told in (("n_heads", "query heads"), ("n_kv_heads", "key/value heads, to be sure")):
-        add(f"--{name}", f"--{name.replace('_', '-')}", type=at_least(1), help=shape + told)
+        add(f"--{name}", type=at_least(1), help=shape + told)
     for name, told in (("rope_theta", "base of its rotations"), ("norm_eps", "added in its norms")):
-        add(f"--{name}", f"--{name.replace('_', '-')}", type=positive, help=shape + told)
-    length = ("--max_seq_len", "--max-seq-len")
-    add(*length, type=at_least(1), help=f"{shape}positions it was trained on")
+        add(f"--{name}", type=positive, help=shape + told)
+    add("--max_seq_len", type=at_least(1), help=f"{shape}positions it was trained on")
     _add_out(added)
 
 

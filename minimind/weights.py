@@ -151,7 +151,7 @@ def weights_of(chosen: Chosen) -> Weights:
     there = [name for name in TOKENIZER_FILES if (path / name).exists()] or [MODEL_NAME]
     for name in there:
         require_listed(manifest, path / name)
-    return weights_in(path, of_checkpoint(path))
+    return replace(weights_in(path, of_checkpoint(path)), lock=chosen.lock)
 
 
 def weights_in(path: Path, source: Source) -> Weights:
@@ -159,9 +159,8 @@ def weights_in(path: Path, source: Source) -> Weights:
     manifest = read_manifest(path)
     if foreign := foreign_config_of(path, manifest):
         tensors = fitted(source, path, foreign)
-        return Weights(CHECKPOINT, path, foreign, tensors, tokenizer_in(path), chosen.lock)
-    found = _checked(CHECKPOINT, path, read_config(path, manifest), source)
-    return replace(found, lock=chosen.lock)
+        return Weights(CHECKPOINT, path, foreign, tensors, tokenizer_in(path))
+    return _checked(CHECKPOINT, path, read_config(path, manifest), source)
 
 
 def _kind_of(path: Path, source: Source, asked: str | None) -> str:

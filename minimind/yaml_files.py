@@ -6,13 +6,12 @@ A flag's value is the text that stands there (`load_texts`); other files have YA
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from minimind.errors import UsageError
-from minimind.files import read_small
+from minimind.files import read_small_text
 
 
 class _Loader(yaml.SafeLoader):
@@ -60,7 +59,7 @@ def load_texts(path: str, source: str) -> dict[str, Any]:
 
 def _load(path: str, source: str, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
-        text = read_small(Path(path)).decode("utf-8")
+        text = read_small_text(path)
         found = parse(text)
     except OSError as error:
         told = error.strerror or str(error)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind import cli
-from minimind.arguments import Number, count_of_bytes, path_of, size_in_bytes
+from minimind.arguments import EXAMPLE, Number, count_of_bytes, path_of, size_in_bytes
 from minimind.config import FLAGS
 from minimind.flags import kind_of
 from minimind.foreign_flags import TABLES
@@ -25,14 +25,14 @@ INTRODUCTION = f"""\
 # Flags
 
 Written by `{COMMAND}` from the fields and parsers that `--help` is made of; a change goes there,
-and not into this page.
+and not into this page. Every `_` in a flag may be written `-`.
 
 ## train_pretrain.py
 
 `run_accelerate.sh` and every launcher hand them on, and a `--config FILE.yaml` holds them without
-their dashes. `--batch-size` is `--batch_size`; what is on is switched off by `--no-NAME`.
-`--version` prints the version, as `minimind --version` does. A step is an optimizer step, over all
-processes.
+their dashes. What is on is switched off by `--no-NAME`. `--version` prints the version, and
+`--print_completion bash` (or `zsh`, `tcsh`) a script that completes flags in a shell; so does
+`minimind`. A step is an optimizer step, over all processes.
 """
 MARKED = re.compile(r"(<!-- table: ([^>]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 HEAD = "| flag | value | default | what it says |\n|---|---|---|---|\n"
@@ -64,7 +64,9 @@ def page() -> str:
     parts += [f"### {group}\n\n{_table(rows)}" for group, rows in groups.items()]
     for parser in subcommands(cli.build_parser()):
         rows = [_of_action(action) for action in parser._actions if action.dest != "help"]
-        parts.append(f"## {parser.prog}\n\n{_escaped(parser.description or '')}\n\n{_table(rows)}")
+        title, told = f"## {parser.prog}", _escaped(parser.description or "")
+        example = (parser.epilog or "").removeprefix(EXAMPLE).strip()
+        parts.append(f"{title}\n\n{told}\n\n```bash\n{example}\n```\n\n{_table(rows)}")
     return "\n".join(parts)
 
 
@@ -109,8 +111,7 @@ def _of_field(name: str, spec: Any) -> Row:
 
 def _of_action(action: argparse.Action) -> Row:
     """The row of an argument of a subcommand."""
-    shown = {name.replace("-", "_"): name for name in reversed(action.option_strings)}
-    names = list(reversed(shown.values())) or [_name_of(action)]
+    names = action.option_strings or [_name_of(action)]
     needed = action.required and action.nargs != "*"
     default = "required" if needed else _default(action.default)
     return _codes(names), _value(action), default, _escaped(action.help or "")

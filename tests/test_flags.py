@@ -5,7 +5,7 @@ import pytest
 from minimind.cli import main
 from minimind.config import FLAGS
 from minimind.errors import UsageError
-from minimind.flags import build_parser, parse_flags, run_of
+from minimind.flags import build_parser, kind_of, parse_flags, run_of
 
 SEED_LINE = (
     "--epochs 3 --batch_size 24 --learning_rate 2e-4 --dtype bfloat16 --accumulation_steps 32"
@@ -150,6 +150,26 @@ def test_split_batches_shares_the_batch_out_or_says_that_it_cannot():
     assert parse("--batch_size 6").micro_batch_rows(4) == 6
     with pytest.raises(UsageError, match=r"batch_size = 6 \(--batch_size\) cannot be split over 4"):
         run.micro_batch_rows(4)
+
+
+TEXTS = [name for name, spec in FLAGS.items() if kind_of(spec) in ("str", "tuple")]
+LATER = ("config", "model")  # files that are opened first, and not found
+
+
+@pytest.mark.parametrize("name", [name for name in TEXTS if name not in LATER])
+def test_a_value_that_is_not_utf8_is_refused(name):
+    choices = "choices" in FLAGS[name].metadata
+    with pytest.raises(UsageError, match="must be one of" if choices else "is not UTF-8; ") as told:
+        parse_flags([f"--{name}", "x\udcff"])
+    assert f"{name} = " in str(told.value)
+
+
+def test_a_current_directory_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
+    place = tmp_path / "y\udcff"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    with pytest.raises(UsageError, match=r"y.udcff/\S+ \(default\) is not UTF-8; "):
+        parse_flags(["--dry_run"])
 
 
 def test_a_warm_up_longer_than_the_run_is_told_before_any_data_is_read():

@@ -268,7 +268,11 @@ def test_ctrl_c_is_answered_in_one_line_and_leaves_what_was_there(
             2,
             "133 are more than the 132 that vocab_size = 512 has room for",
         ),
-        (["train", "TEXT", "--out", "OUT", "--val_fraction", "1"], 2, "--val_fraction 1.0"),
+        (
+            ["train", "TEXT", "--out", "OUT", "--val_fraction", "1"],
+            2,
+            "--val_fraction: 1 is not from 0 to below 1",
+        ),
         (["train", "TEXT", "--out", "OUT", "--sample_bytes", "0"], 2, "--sample_bytes"),
         (["train", "TEXT", "--out", "OUT", "--sample_bytes", "9K"], 2, "--sample_bytes 9216 is"),
         (

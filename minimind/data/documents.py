@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
+from minimind.data.missing_text import missing_in_line
+
 BOM = b"\xef\xbb\xbf"
 # JSON may spell a byte of text in six ("\u0001"), and may carry other fields beside the text.
 LINE_BYTES_PER_TEXT_BYTE = 6
@@ -17,7 +19,6 @@ LINE_BYTES_BESIDE_TEXT = 2**16
 # and a document has to be judged the same way on every rank.
 MOST_DIGITS = 4300
 MOST_NESTED = 100
-KEYS_SHOWN, KEY_LENGTH_SHOWN = 3, 40
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _explain(line: bytes | bytearray) -> None:
 def _no_text(value: tuple[tuple[str, Any], ...], texts: list[Any], reading: Reading) -> Flaw:
     name = json.dumps(reading.text_field)
     if not texts:
-        return Flaw(f"has no {name}{_fields(value)}", f"write {reading.example}")
+        return Flaw(*missing_in_line(value, reading.text_field))
     if len(texts) > 1:
         return Flaw(f"has {name} {len(texts)} times", "keep the one that is meant")
     return Flaw(f"{name} is {_kind(texts[0])}, not a string", f"write {reading.example}")
@@ -284,10 +285,3 @@ def _kind(value: Any) -> str:
         return json.dumps(value)
     names = {tuple: "an object", list: "a list", str: "a string"}
     return names.get(type(value), "a number")
-
-
-def _fields(pairs: tuple[tuple[str, Any], ...]) -> str:
-    """What is there instead, shortened: escaped, so that it stays on one line."""
-    shown = [json.dumps(key[:KEY_LENGTH_SHOWN]) for key, _ in pairs[:KEYS_SHOWN]]
-    more = ["..."] if len(pairs) > KEYS_SHOWN else []
-    return f" but {', '.join(shown + more)}" if shown else ""

@@ -24,9 +24,15 @@ from minimind.data.pieces import (
     piece_of,
     sizes,
 )
-from minimind.data.tokenizer_files import CONFIG_NAME, JSON_NAME, SPECIALS_NAME, write_tokenizer
+from minimind.data.tokenizer_files import (
+    CONFIG_NAME,
+    JSON_NAME,
+    LARGEST_FILE,
+    SPECIALS_NAME,
+    write_tokenizer,
+)
 from minimind.errors import DataError
-from minimind.files import fingerprint
+from minimind.files import fingerprint, read_small
 
 # For a tokenizer.json that comes without the files that say so; GPT-2's never did.
 KNOWN_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
@@ -189,7 +195,7 @@ class HuggingFaceTokenizer:
 
 def _content(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_small(path, LARGEST_FILE)
     except OSError as error:
         raise DataError(
             f"{path}: the tokenizer cannot be read ({error.strerror}); check the file"

@@ -14,6 +14,7 @@ from typing import Any
 
 from minimind.data.compressed import Damage, needs_extra
 from minimind.data.documents import Flaw, Reading, document_of_cell, too_long_document
+from minimind.data.missing_text import missing_in_table
 from minimind.errors import DataError
 
 ROWS_PER_BATCH = 256
@@ -119,14 +120,20 @@ def _cells(column: Any) -> Iterator[tuple[Any, int]]:
 def _require_text(path: Path, schema: Any, field: str) -> None:
     import pyarrow
 
-    name = json.dumps(field)
+    strings = (pyarrow.string(), pyarrow.large_string())
+
+    def kind_of(column: Any) -> Any:
+        is_dictionary = isinstance(column.type, pyarrow.DictionaryType)
+        return column.type.value_type if is_dictionary else column.type
+
     if field not in schema.names:
-        columns = ", ".join(map(json.dumps, schema.names))
-        raise DataError(f"{path}: has no column {name} but {columns}; name the one with the text")
-    kind = schema.field(field).type
-    kind = kind.value_type if isinstance(kind, pyarrow.DictionaryType) else kind
-    if kind not in (pyarrow.string(), pyarrow.large_string()):
-        raise DataError(f"{path}: column {name} holds {kind}, not string; name one with text")
+        texts = [column.name for column in schema if kind_of(column) in strings]
+        what, remedy = missing_in_table(schema.names, texts, field)
+        raise DataError(f"{path}: {what}; {remedy}")
+    kind = kind_of(schema.field(field))
+    if kind not in strings:
+        told = f"column {json.dumps(field)} holds {kind}, not string"
+        raise DataError(f"{path}: {told}; give --text_field and a column of text")
 
 
 def _parquet(path: Path) -> Any:

@@ -24,10 +24,10 @@ from minimind.data.long_texts import runs
 from minimind.data.pieces import BYTE, CONTROL, FILLER, FILLER_PREFIX, Piece, piece_of, sizes
 from minimind.data.sample import SEED, sample
 from minimind.data.text_encoder import TextEncoder
-from minimind.data.tokenizer_files import JSON_NAME, MODEL_NAME, write_tokenizer
+from minimind.data.tokenizer_files import JSON_NAME, LARGEST_FILE, MODEL_NAME, write_tokenizer
 from minimind.data.vocabulary import require_learnable, room_for_characters
 from minimind.errors import DataError
-from minimind.files import write_whole
+from minimind.files import read_small, write_whole
 
 SAMPLE_BYTES = 2**24
 LONGEST_AT_ONCE = 2**23  # bytes of a text that is not cut, each of which takes up to 60 of memory
@@ -46,7 +46,7 @@ class Tokenizer:
         path = Path(path)
         self.path = path / MODEL_NAME if path.is_dir() else path
         try:
-            self._model = self.path.read_bytes()
+            self._model = read_small(self.path, LARGEST_FILE)
         except OSError as error:
             raise DataError(
                 f"{self.path}: the tokenizer cannot be read ({error.strerror});"

@@ -12,6 +12,7 @@ JSON_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
 SPECIALS_NAME = "special_tokens_map.json"
 TOKENIZER_FILES = (MODEL_NAME, JSON_NAME, CONFIG_NAME, SPECIALS_NAME)
+LARGEST_FILE = 2**28  # bytes; those of a million pieces have a tenth of it
 
 
 def write_tokenizer(directory: str | Path, files: Mapping[str, bytes]) -> None:

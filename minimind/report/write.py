@@ -21,8 +21,9 @@ def write_report(places: Sequence[Path], out: Path, remedy: str) -> int:
     now = time.time()
     runs = runs_of([read_records(place) for place in places])
     each = [figures_of(run, now) for run in runs]
-    text = page(runs, each, [read_configuration(place) for place in places], now).encode()
-    with storing(str(out), remedy, needed=len(text)):
+    text = page(runs, each, [read_configuration(place) for place in places], now)
+    content = text.encode(errors="backslashreplace")  # a folder's name may not be UTF-8
+    with storing(str(out), remedy, needed=len(content)):
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, text)
-    return len(text)
+        write_whole(out, content)
+    return len(content)

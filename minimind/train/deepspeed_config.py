@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from minimind.config import RunConfig
 from minimind.errors import UsageError, fault_error
+from minimind.files import read_small_text
 from minimind.launch import Launch
 from minimind.train import deepspeed_schema
 from minimind.train.autos import autos, never_left_out
@@ -82,7 +82,7 @@ class Resolved:
 def read_deepspeed_json(path: str, source: str = "--deepspeed_config") -> dict[str, Any]:
     """The JSON object in `path`, named by `source`; else a UsageError with line and column."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_small_text(path)
         config = json.loads(text, object_pairs_hook=_without_repeats)
     except OSError as error:
         raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -41,6 +42,7 @@ def claim(out_dir: Path) -> IO[bytes]:
         out_dir.mkdir(parents=True, exist_ok=True)
         lock = open(out_dir / ".lock", "ab+", buffering=0)
         try:
+            _require_regular(out_dir / "metrics.jsonl")
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -55,6 +57,12 @@ def claim(out_dir: Path) -> IO[bytes]:
             lock.close()
             raise
     return lock
+
+
+def _require_regular(path: Path) -> None:
+    """Nothing, or an OSError for what is no file: to open a pipe waits for somebody at its end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def require_writable(out_dir: Path) -> None:

@@ -117,7 +117,33 @@ def test_another_field_can_hold_the_text(tmp_path):
     content = b'{"text": 3, "Inhalt": "eins"}\n{"text": "two"}\n'
     one, told = found_in(tmp_path, content, text_field="Inhalt")
     assert one == "eins"
-    assert 'has no "Inhalt" but "text"; write {"Inhalt": "..."}' in str(told)
+    remedy = 'give --text_field text, or write {"Inhalt": "..."}'
+    assert f'has no "Inhalt" but "text"; {remedy}' in str(told)
+
+
+NO_TEXT = [
+    ({"content": "two"}, 'give --text_field content, or write {"text": "..."}'),
+    ({"id": 3, "raw content": "two"}, "give --text_field 'raw content', or write"),
+    ({"title": "a", "body": "two"}, "give --text_field and the field with the text, or write"),
+    ({"a\x1b[2Jb": "two"}, "give --text_field and the field with the text, or write"),
+    ({"n": 1}, '; write {"text": "..."}'),
+    ({"conversations": "two"}, "give --text_field conversations"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), NO_TEXT)
+def test_the_field_that_has_the_text_is_named_with_the_flag_for_it(tmp_path, line, words):
+    (told,) = found_in(tmp_path, json.dumps(line).encode() + b"\n")
+    assert words in str(told)
+    assert "\x1b" not in str(told)
+
+
+@pytest.mark.parametrize("field", ["conversations", "messages", "chosen"])
+def test_fine_tuning_data_is_called_so(tmp_path, field):
+    line = {field: [{"role": "user", "content": "Hi"}]}
+    (told,) = found_in(tmp_path, json.dumps(line).encode() + b"\n")
+    assert f'has "{field}", a conversation to fine-tune on, and no "text"; ' in str(told)
+    assert 'fine-tuning data is not supported; write {"text": "..."}, plain text' in str(told)
 
 
 @pytest.mark.parametrize("field", ["text", "te.x(t", "文\u2028", 'a"b\\', ""])

@@ -104,10 +104,18 @@ def test_a_bad_cell_is_told_with_its_row(tmp_path, write):
 @pytest.mark.parametrize("write", WRITERS)
 def test_a_table_without_a_column_of_text_is_refused(tmp_path, write):
     path = write(tmp_path, TEXTS, None)
-    with pytest.raises(DataError, match='has no column "content" but "id", "text"; '):
+    told = 'has no column "content" but "id", "text"; give --text_field text$'
+    with pytest.raises(DataError, match=told):
         read(path, text_field="content")
     with pytest.raises(DataError, match='column "id" holds int64, not string; '):
         read(path, text_field="id")
+
+
+def test_a_table_of_conversations_is_called_fine_tuning_data(tmp_path):
+    turns = [[{"role": "user", "content": "Hi"}]]
+    parquet.write_table(pyarrow.table({"conversations": turns}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match='has "conversations", a conversation to fine-tune on'):
+        read(tmp_path / "a.parquet")
 
 
 def test_a_selection_of_a_dataset_is_read_as_selected(tmp_path):

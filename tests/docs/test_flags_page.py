@@ -26,13 +26,10 @@ def rows_of(title: str) -> dict[str, str]:
 
 
 def flags_in(parser: argparse.ArgumentParser) -> set[str]:
-    """What --help lists; of two names that differ in their dashes the one with more underscores."""
-    listed = re.findall(r"^  (-.*)", parser.format_help(), re.MULTILINE)
+    """What --help lists."""
+    listed = re.findall(r"^  (-.*?)(?:  |$)", parser.format_help(), re.MULTILINE)
     found = {name for line in listed for name in re.findall(r"(?<![\w-])--[\w-]+", line)}
-    by_name: dict[str, list[str]] = {}
-    for name in found - {"--help", "--version"}:
-        by_name.setdefault(name.replace("-", "_"), []).append(name)
-    return {max(twins, key=lambda name: name.count("_")) for twins in by_name.values()}
+    return found - {"--help", "--version", "--print_completion"}
 
 
 def test_the_page_is_what_its_command_writes():

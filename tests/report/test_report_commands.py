@@ -64,6 +64,17 @@ def test_a_terminal_of_ascii_gets_ascii(monkeypatch, run):
     assert "@@" in stream.read()
 
 
+def test_a_folder_whose_name_is_not_utf8_is_reported_with_its_name_escaped(monkeypatch, tmp_path):
+    run = write_run(tmp_path / "y\udcff", crashed_and_resumed())
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["report", str(run)]) == 0
+    assert main(["report", str(run), "--out", str(tmp_path / "a.html")]) == 0
+    stream.seek(0)
+    assert r"y\udcff" in stream.read()
+    assert r"y\udcff" in (tmp_path / "a.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("place", "told"), [("nowhere", "is no folder"), ("there", "holds no metrics.jsonl")]
 )

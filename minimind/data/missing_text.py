@@ -1,0 +1,48 @@
+"""What to do about a line or a table without the text field: name the field that has the text."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+KEYS_SHOWN, KEY_LENGTH_SHOWN = 3, 40
+# Fields of fine-tuning data, as MiniMind, ShareGPT, OpenAI and TRL name them.
+CONVERSATIONS = ("conversations", "messages", "chosen")
+PLAIN = re.compile(rf"[\w.:][\w.: -]{{,{KEY_LENGTH_SHOWN - 1}}}")  # safe to print and to type
+
+
+def missing_in_line(pairs: Sequence[tuple[str, Any]], field: str) -> tuple[str, str]:
+    """What is wrong with a JSON object without `field`, and what to do about it."""
+    name, example = json.dumps(field), f"write {json.dumps({field: '...'})}"
+    if told := _conversation([key for key, value in pairs if isinstance(value, list)], name):
+        return told, f"fine-tuning data is not supported; {example}, plain text to pretrain on"
+    texts = [key for key, value in pairs if isinstance(value, str)]
+    shown = [json.dumps(key[:KEY_LENGTH_SHOWN]) for key, _ in pairs[:KEYS_SHOWN]]
+    more = ["..."] if len(pairs) > KEYS_SHOWN else []
+    there = f" but {', '.join(shown + more)}" if shown else ""
+    return f"has no {name}{there}", f"{_way(texts, 'field')}, or {example}" if texts else example
+
+
+def missing_in_table(columns: Sequence[str], texts: Sequence[str], field: str) -> tuple[str, str]:
+    """The same of a table with these columns, of which `texts` hold strings."""
+    name = json.dumps(field)
+    if told := _conversation([column for column in columns if column not in texts], name):
+        return told, "fine-tuning data is not supported; give a table with a column of plain text"
+    there = ", ".join(map(json.dumps, columns))
+    return f"has no column {name} but {there}", _way(texts, "column")
+
+
+def _conversation(lists: Sequence[str], name: str) -> str:
+    """The complaint about fine-tuning data, if one of the fields that hold lists says so."""
+    found = [json.dumps(key) for key in lists if key in CONVERSATIONS]
+    return f"has {found[0]}, a conversation to fine-tune on, and no {name}" if found else ""
+
+
+def _way(texts: Sequence[str], what: str) -> str:
+    names = list(dict.fromkeys(texts))
+    if len(names) == 1 and PLAIN.fullmatch(names[0]):
+        return f"give --text_field {shlex.quote(names[0])}"
+    return f"give --text_field and the {what} with the text"
