@@ -56,14 +56,16 @@ def claim(out_dir: Path) -> IO[bytes]:
     return lock
 
 
-def require_writable(out_dir: Path) -> None:
-    """Nothing, or a StorageError for a folder that is not there and cannot be made."""
-    parent = out_dir
+def require_writable(folder: Path, name: str = "out_dir") -> None:
+    """Raise a StorageError for a folder, named by `name`, that cannot be made or written."""
+    parent = folder
     while not parent.exists():
         parent = parent.parent
+    if not parent.is_dir():
+        raise StorageError(f"{name} {folder}: {parent} is no folder; give another")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise StorageError(
-            f"out_dir {out_dir}: {parent} cannot be written; mend its rights, or give another"
+            f"{name} {folder}: {parent} cannot be written; mend its rights, or give another"
         )
 
 
