@@ -3,6 +3,9 @@
 Their weights keep the names that transformers gives them, for it is its class that is extended.
 """
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -23,7 +26,26 @@ def model_of(config: PretrainedConfig) -> Any:
     """
     if isinstance(config, MiniMindConfig):
         return MiniMindForCausalLM(config)
-    return with_sums(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    return with_sums(transformers_model(config, dtype=torch.float32))
+
+
+def transformers_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """The model of a configuration as transformers makes it, without code from its hub."""
+    with _without_kernels():
+        return AutoModelForCausalLM.from_config(config, **options)
+
+
+@contextmanager
+def _without_kernels() -> Iterator[None]:
+    """Hide the package `kernels`: some models ask it for FlashAttention when they are imported."""
+    modules: dict[str, Any] = sys.modules
+    imported = {name: modules[name] for name in ("kernels",) if name in modules}
+    modules["kernels"] = None  # an import of it then fails
+    try:
+        yield
+    finally:
+        del modules["kernels"]
+        modules.update(imported)
 
 
 def with_sums(model: PreTrainedModel) -> PreTrainedModel:
@@ -74,13 +96,14 @@ def rotary_dtype(model: nn.Module) -> str | None:
 def sees_what_follows(model: Any) -> bool:
     """Whether a logit depends on later tokens, as in models that fill gaps: its loss would lie."""
     was_training = model.training
-    tokens = torch.zeros((2, 8), dtype=torch.int64)
-    tokens[:, :-1] = torch.arange(7) % model.config.vocab_size
-    tokens[1, -1] = 1
+    length = min(8, model.config.max_position_embeddings)
+    tokens = torch.zeros((2, length), dtype=torch.int64)
+    tokens[:, :-1] = torch.arange(length - 1) % model.config.vocab_size
+    tokens[1, -1] = 1 % model.config.vocab_size
     one, other = model.eval()(input_ids=tokens).logits.float()
     model.train(was_training)
     change = (one - other).abs().amax(-1)
-    return bool(change[:-1].max() > 1e-3 * change[-1])
+    return length > 1 and bool(change[:-1].max() > 1e-3 * change[-1])
 
 
 def matrix_weights(model: Any) -> int:

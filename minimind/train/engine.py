@@ -9,12 +9,14 @@ shared-memory op at the first CPU start, which only inference uses, so it is not
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -22,25 +24,27 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel
 
-from minimind.errors import RendezvousError, UsageError
-from minimind.launch import join_by_hand
+from minimind.errors import RendezvousError, StorageError, UsageError
+from minimind.launch import join_by_hand, settle
 from minimind.phases import phase
+from minimind.train.autos import offloads
 from minimind.train.backends import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.train.build_lock import minded_builds
 from minimind.train.compiled import compile_within
 from minimind.train.deepspeed_backend import Backend, DeepSpeedBackend
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.deepspeed_logs import CollectivesLog, time_from_the_start
-from minimind.train.deepspeed_schema import MODELS, fault_told
-from minimind.train.optimizer import adamw, parameter_groups
+from minimind.train.deepspeed_schema import MODELS, fault_told, optimizer_name
+from minimind.train.engine_rules import CHOOSERS, way_out, without, words
+from minimind.train.literals import BATCH, leaves
+from minimind.train.optimizer import adamw, parameter_groups, trial_optimizer
 from minimind.train.ranks import carrier, lost_peers, rendezvous
 from minimind.train.stepping import Engine
 
 # How DeepSpeed and torch's optimizers tell that they will not work with a configuration.
 REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError)
-READ_BY_US = tuple(
-    f"ACCELERATE_{part}_" for part in ("DEEPSPEED", "CONFIG", "USE", "GRADIENT", "MIXED", "DYNAMO")
-)
+# Parameters of an Adam block that DeepSpeed itself takes out before it calls the class.
+OF_EITHER = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
@@ -48,11 +52,11 @@ PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 def build_engine(resolved: Resolved, model: PreTrainedModel, device: str) -> Engine:
     """The model under the backend that was resolved, its optimizer and process group with it.
 
-    DeepSpeed gets exactly what the table printed.
+    DeepSpeed gets a copy of exactly what the table printed: it writes its defaults into it.
     """
     run = resolved.run
     parameters = sum(p.numel() for p in model.parameters())
-    _settle(device)
+    settle(device)
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for it
         torch.use_deterministic_algorithms(True)
@@ -62,23 +66,6 @@ def build_engine(resolved: Resolved, model: PreTrainedModel, device: str) -> Eng
     return Engine(backend, resolved, where, parameters)
 
 
-def _settle(device: str) -> None:
-    """Settle what the two libraries would otherwise take from the environment or say aloud."""
-    # What the launcher said has been read; left set, some of it overrides our arguments, and
-    # ACCELERATE_CONFIG_DS_FIELDS makes Accelerate raise.
-    for name in [n for n in os.environ if n.startswith(READ_BY_US)]:
-        del os.environ[name]
-    # Each reads its own when it is first imported, and may find a GPU where none is asked for.
-    os.environ["DS_ACCELERATOR"] = device
-    os.environ.pop("ACCELERATE_TORCH_DEVICE", None)  # else all ranks would be given the same GPU
-    if device == "cpu":
-        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    for name in ("DeepSpeed", "accelerate"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    # DeepSpeed 0.19.8 still calls the old names of two collectives; torch 2.13 says so each time.
-    warnings.filterwarnings("ignore", r"`torch.distributed.\w+` is deprecated", FutureWarning)
-
-
 def _deepspeed(
     resolved: Resolved, model: PreTrainedModel, device: str
 ) -> tuple[Backend, torch.device]:
@@ -86,8 +73,6 @@ def _deepspeed(
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, DummyOptim, InitProcessGroupKwargs
     from deepspeed.ops.op_builder.builder import OpBuilder
-    from deepspeed.runtime.config import DeepSpeedConfigError
-    from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
     run = resolved.run
     if "log_level" not in resolved.config:
@@ -106,7 +91,7 @@ def _deepspeed(
     with rendezvous():
         accelerator = Accelerator(
             mixed_precision=PRECISION[run.dtype],
-            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=resolved.config),
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepcopy(resolved.config)),
             gradient_accumulation_steps=run.accumulation_steps,
             kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=timeout)],
         )
@@ -118,20 +103,38 @@ def _deepspeed(
     groups = parameter_groups(model, run.weight_decay)
     plugin = accelerator.deepspeed_plugin
     assert plugin is not None
-    plugin.deepspeed_config.update(resolved.config)  # Accelerate switched steps_per_print off
+    plugin.deepspeed_config.update(
+        deepcopy(resolved.config)
+    )  # Accelerate switched steps_per_print off
     compile_within(model, run, device)
     named = "optimizer" in resolved.config
     optimizer = DummyOptim(groups, lr=run.learning_rate) if named else adamw(groups, run)
-    try:
-        with lost_peers(), minded_builds(OpBuilder, resolved.path):
-            prepared = accelerator.prepare(model, optimizer)[0]
-    except (*REFUSALS, DeepSpeedConfigError, ZeRORuntimeException) as error:
-        told = " ".join(str(error).split()) or type(error).__name__
-        raise UsageError(f"{resolved.path}: DeepSpeed refuses it: {told}; mend it") from error
+    with _refusals(resolved), lost_peers(), minded_builds(OpBuilder, resolved.path):
+        prepared = accelerator.prepare(model, optimizer)[0]
     for group in list(distributed_c10d._world.pg_map):  # ZeRO's own ones would wait for 30 minutes
         distributed_c10d._set_pg_timeout(timeout, group)
     log = _heard(deepspeed, prepared, resolved.config)
     return DeepSpeedBackend(prepared, deepspeed.comm.comm.cdb, log), accelerator.device
+
+
+@contextmanager
+def _refusals(resolved: Resolved) -> Iterator[None]:
+    """Turn what DeepSpeed raises of its configuration into an error that names key or file."""
+    from deepspeed.runtime.config import DeepSpeedConfigError
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    try:
+        yield
+    except (*REFUSALS, DeepSpeedConfigError, ZeRORuntimeException) as error:
+        told = words(error)
+        raise UsageError(
+            f"{resolved.path}: DeepSpeed refuses it: {told}; {way_out(resolved.config, told)}"
+        ) from error
+    except OSError as error:
+        if error.filename is None:
+            raise
+        told = f"{error.filename}: {error.strerror}"
+        raise StorageError(f"{resolved.path}: DeepSpeed cannot use {told}; change it") from error
 
 
 def _heard(deepspeed: Any, engine: Any, config: Mapping[str, Any]) -> CollectivesLog:
@@ -191,7 +194,7 @@ def forward_only(device: str, dist_timeout: int) -> Iterator[Any]:
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
-    _settle(device)
+    settle(device)
     if os.environ.get("WORLD_SIZE", "1") == "1":
         _alone()
     else:
@@ -231,15 +234,63 @@ def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[st
     """What DeepSpeed's own models refuse in the sections of a resolved configuration."""
     from pydantic import ValidationError
 
-    _settle(device)
+    settle(device)
     faults = []
     for section, (module, name) in MODELS.items():
         if section not in config:
             continue
         try:
-            getattr(import_module(module), name)(**config[section])
+            getattr(import_module(module), name)(**deepcopy(config[section]))
         except ValidationError as error:
-            faults += [f"{path}: {fault_told(section, fault)}; mend it" for fault in error.errors()]
+            told = [fault_told(section, fault) for fault in error.errors()]
+            faults += [f"{path}: {fault}; change or remove it" for fault in told]
         except AssertionError as error:  # an old name beside the new one
-            faults.append(f"{path}: {section} is refused by DeepSpeed: {error}; mend it")
+            remedy = way_out({section: config[section]}, str(error))
+            faults.append(f"{path}: {section} is refused by DeepSpeed: {error}; {remedy}")
     return faults
+
+
+def require_accepted(resolved: Resolved, device: str) -> None:
+    """Raise a UsageError for what DeepSpeed's configuration, optimizer or scheduler refuses.
+
+    Nothing is started and nothing compiled. The message names the key without which the
+    configuration is accepted.
+    """
+    if resolved.backend != "deepspeed":
+        return
+    settle(device)
+    told = _refused(resolved.config)
+    if not told:
+        return
+    place = f"{resolved.path}: "
+    for key, value in sorted(leaves(resolved.config).items(), key=lambda one: one[0] in CHOOSERS):
+        if not _refused(without(resolved.config, key)):
+            shown = json.dumps(value)
+            raise UsageError(f"{place}DeepSpeed refuses {key} = {shown}: {told}; remove {key}")
+    raise UsageError(f"{place}DeepSpeed refuses it: {told}; {way_out(resolved.config, told)}")
+
+
+def _refused(config: Mapping[str, Any]) -> str:
+    """Return why `config`, its optimizer or its scheduler cannot be built; empty if they can.
+
+    The configuration object counts one process here, so the batch of all of them, which was
+    checked before, is left out.
+    """
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        DeepSpeedConfig({key: deepcopy(value) for key, value in config.items() if key != BATCH})
+        block = config.get("optimizer", {})
+        name, params = optimizer_name(block.get("type")), block.get("params", {})
+        optimizer = trial_optimizer(name, params)
+        if name in ("Adam", "AdamW") and params.get("torch_adam") is not True:
+            kind = DeepSpeedCPUAdam if offloads(config, "optimizer") else FusedAdam
+            signature(kind).bind([], **{k: v for k, v in params.items() if k not in OF_EITHER})
+        if "scheduler" in config:
+            kind = getattr(lr_schedules, config["scheduler"]["type"])
+            kind(optimizer, **config["scheduler"].get("params", {}))
+    except Exception as error:  # each of its parsers has its own kind
+        return words(error)
+    return ""

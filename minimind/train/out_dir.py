@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -42,7 +41,7 @@ def claim(out_dir: Path) -> IO[bytes]:
         out_dir.mkdir(parents=True, exist_ok=True)
         lock = open(out_dir / ".lock", "ab+", buffering=0)
         try:
-            _require_regular(out_dir / "metrics.jsonl")
+            require_regular(out_dir / "metrics.jsonl")
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -59,23 +58,20 @@ def claim(out_dir: Path) -> IO[bytes]:
     return lock
 
 
-def _require_regular(path: Path) -> None:
-    """Nothing, or an OSError for what is no file: to open a pipe waits for somebody at its end."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-
-
-def require_writable(out_dir: Path) -> None:
-    """Nothing, or a StorageError for a folder that cannot be made, or written to."""
-    parent = out_dir
+def require_writable(folder: Path, name: str = "out_dir") -> None:
+    """Raise a StorageError for a folder, named by `name`, that cannot be made or written."""
+    parent = folder
     while not parent.exists():
         parent = parent.parent
+    if not parent.is_dir():
+        raise StorageError(f"{name} {folder}: {parent} is no folder; give another")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise StorageError(
-            f"out_dir {out_dir}: {parent} cannot be written; mend its rights, or give another"
+            f"{name} {folder}: {parent} cannot be written; mend its rights, or give another"
         )
-    with storing(f"out_dir {out_dir}", "move it away, or give another --out_dir"):
-        require_regular(out_dir / "metrics.jsonl")
+    if name == "out_dir":
+        with storing(f"out_dir {folder}", "move it away, or give another --out_dir"):
+            require_regular(folder / "metrics.jsonl")
 
 
 def write_reference(out_dir: Path, resolved: Resolved) -> None:
