@@ -70,6 +70,7 @@ LAYERS = [
         "minimind.train.zero_state",
         "minimind.train.adapters",
         "minimind.train.claims",
+        "minimind.train.foreign_config",
         "minimind.train.architecture",
         "minimind.train.tensor_files",
         "minimind.train.checkpoint",

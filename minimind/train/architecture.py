@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from minimind.checks import OF_EXPERTS
 from minimind.config import RunConfig
@@ -24,10 +23,10 @@ from minimind.model.foreign import matrix_weights, model_of, sees_what_follows
 from minimind.model.widths import feed_forward_width
 from minimind.train.claims import ELSEWHERE, read_object, shown, told_by_config
 from minimind.train.costs import flops_per_token
+from minimind.train.foreign_config import IDS, first_line, foreign_config
 from minimind.train.shape import shape_of
 
 OURS = MiniMindConfig.model_type
-IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Of a config.json: who wrote it, and what the tokenizer, --dtype and generation decide.
 NO_SHAPE = (
     *("transformers_version", "_name_or_path", "architectures", "use_cache", "torch_dtype"),
@@ -35,9 +34,6 @@ NO_SHAPE = (
 )
 # Names of transformers 4 that 5 reads and calls otherwise.
 FORMER = ("rope_theta", "rope_scaling", "auto_map", *NO_SHAPE)
-NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-POSITIONS = "max_position_embeddings"
-DEEPEST = 4096  # layers; modules are made for each before any weight is looked at
 
 
 class Own:
@@ -136,7 +132,7 @@ class HuggingFace:
         try:
             model = model_of(self.config(run, tokenizer))
         except (ValueError, TypeError, ImportError) as error:
-            raise UsageError(f"{self.place}: {_first_line(error)}; correct it there") from error
+            raise UsageError(f"{self.place}: {first_line(error)}; correct it there") from error
         if run.gradient_checkpointing and not model.supports_gradient_checkpointing:
             raise UsageError(
                 f"gradient_checkpointing = True ({run.sources['gradient_checkpointing']}), which"
@@ -232,40 +228,3 @@ def foreign_config_of(directory: Path, manifest: dict[str, Any]) -> PretrainedCo
         return foreign_config(told)
     except CheckpointError as error:
         raise CheckpointError(f"{directory / 'config.json'}: {error}; {ELSEWHERE}") from error
-
-
-def foreign_config(told: Mapping[str, Any]) -> PretrainedConfig:
-    """transformers' configuration; a CheckpointError, without the path, for what is not trained.
-
-    No code that a directory brings along is run. Special ids are left out: they are a tokenizer's.
-    """
-    kind = told.get("model_type")
-    if told.get("auto_map"):
-        raise CheckpointError("asks for code of its own (auto_map), which is not run")
-    if told.get("quantization_config"):
-        raise CheckpointError("has a quantization_config, and quantized weights are not trained")
-    if type(kind) is not str or kind not in CONFIG_MAPPING:
-        raise CheckpointError(f"has model_type = {shown(kind)}, which transformers does not know")
-    if CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise CheckpointError(f"has model_type = {kind}, which is no causal language model")
-    try:
-        config = CONFIG_MAPPING[kind].from_dict({**told, **dict.fromkeys(IDS)})
-    except Exception as error:  # of a kind of its own for each way of checking
-        raise CheckpointError(f"is refused by transformers ({_first_line(error)})") from error
-    for name in (*NEEDED, POSITIONS):
-        value = getattr(config, name, None)
-        if type(value) is not int or value < 1:
-            raise CheckpointError(f"has {name} = {shown(value)}, as of no plain decoder")
-    if config.num_hidden_layers > DEEPEST:
-        raise CheckpointError(f"has more than {DEEPEST} layers")
-    experts = {n: v for n, v in config.to_dict().items() if "expert" in n and type(v) is int}
-    if name := next((name for name, count in experts.items() if count > 1), ""):
-        raise CheckpointError(
-            f"has {name} = {experts[name]}, and experts are trained in our own decoder alone"
-        )
-    return config
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]).rstrip(".") or type(error).__name__

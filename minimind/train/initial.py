@@ -22,18 +22,12 @@ from minimind.foreign_shapes import Given
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.recomputing import recompute_blocks
 from minimind.model_flags import SHAPE as FLAGS_OF_SHAPE
-from minimind.train.architecture import (
-    POSITIONS,
-    Architecture,
-    HuggingFace,
-    Own,
-    config_file,
-    hugging_face,
-)
+from minimind.train.architecture import Architecture, HuggingFace, Own, config_file, hugging_face
 from minimind.train.build import with_decided
 from minimind.train.checkpoint import Rejected, read_manifest, rejected
 from minimind.train.choosing import newest_valid
 from minimind.train.claims import read_config
+from minimind.train.foreign_config import POSITIONS
 from minimind.train.resume import meant
 from minimind.weights import Weights, load_weights_from, tokenizer_in, weights_of_transformers
 
