@@ -3,6 +3,9 @@
 Their weights keep the names that transformers gives them, for it is its class that is extended.
 """
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -23,7 +26,26 @@ def model_of(config: PretrainedConfig) -> Any:
     """
     if isinstance(config, MiniMindConfig):
         return MiniMindForCausalLM(config)
-    return with_sums(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    return with_sums(transformers_model(config, dtype=torch.float32))
+
+
+def transformers_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """The model of a configuration as transformers makes it, without code from its hub."""
+    with _without_kernels():
+        return AutoModelForCausalLM.from_config(config, **options)
+
+
+@contextmanager
+def _without_kernels() -> Iterator[None]:
+    """Hide the package `kernels`: some models ask it for FlashAttention when they are imported."""
+    modules: dict[str, Any] = sys.modules
+    imported = {name: modules[name] for name in ("kernels",) if name in modules}
+    modules["kernels"] = None  # an import of it then fails
+    try:
+        yield
+    finally:
+        del modules["kernels"]
+        modules.update(imported)
 
 
 def with_sums(model: PreTrainedModel) -> PreTrainedModel:

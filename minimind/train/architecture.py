@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from minimind.checks import OF_EXPERTS
 from minimind.config import RunConfig
 from minimind.data.load_tokenizer import AnyTokenizer
 from minimind.errors import CheckpointError, UsageError
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.foreign import matrix_weights, model_of, sees_what_follows
+from minimind.model.foreign import matrix_weights, model_of, sees_what_follows, transformers_model
 from minimind.model.widths import feed_forward_width
 from minimind.train.claims import ELSEWHERE, read_object, shown, told_by_config
 from minimind.train.costs import flops_per_token
@@ -168,7 +168,7 @@ class HuggingFace:
     def _outline(self) -> Any:
         """The model without numbers."""
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self.read)
+            return transformers_model(self.read)
 
     def line(self) -> str:
         """The same as of ours; and what of the file transformers does not read."""
