@@ -23,7 +23,7 @@ from minimind.model.foreign import matrix_weights, model_of, sees_what_follows, 
 from minimind.model.widths import feed_forward_width
 from minimind.train.claims import ELSEWHERE, read_object, shown, told_by_config
 from minimind.train.costs import flops_per_token
-from minimind.train.foreign_config import IDS, first_line, foreign_config
+from minimind.train.foreign_config import IDS, first_line, foreign_config, require_model
 from minimind.train.shape import shape_of
 
 OURS = MiniMindConfig.model_type
@@ -32,6 +32,8 @@ NO_SHAPE = (
     *("transformers_version", "_name_or_path", "architectures", "use_cache", "torch_dtype"),
     *("dtype", *IDS),
 )
+# What transformers raises of a value, the tokenizer's ids included. RuntimeError is of memory too.
+OF_VALUES = (ArithmeticError, AttributeError, ImportError, LookupError, TypeError, ValueError)
 # Names of transformers 4 that 5 reads and calls otherwise.
 FORMER = ("rope_theta", "rope_scaling", "auto_map", *NO_SHAPE)
 
@@ -127,18 +129,23 @@ class HuggingFace:
                 f" {self.read.vocab_size}; take a smaller tokenizer, or raise it there"
             )
 
-    def build(self, run: RunConfig, tokenizer: AnyTokenizer) -> Any:
-        """The model in fp32; a UsageError for one that does not predict what follows."""
-        try:
-            model = model_of(self.config(run, tokenizer))
-        except (ValueError, TypeError, ImportError) as error:
-            raise UsageError(f"{self.place}: {first_line(error)}; correct it there") from error
-        if run.gradient_checkpointing and not model.supports_gradient_checkpointing:
+    def require_recomputable(self, run: RunConfig) -> None:
+        """Raise a UsageError for --gradient_checkpointing of a model that does not support it."""
+        model = self._outline() if run.gradient_checkpointing else None
+        if model is not None and not model.supports_gradient_checkpointing:
             raise UsageError(
                 f"gradient_checkpointing = True ({run.sources['gradient_checkpointing']}), which"
                 f" {type(model).__name__} of transformers does not support; drop it"
             )
-        if sees_what_follows(model):
+
+    def build(self, run: RunConfig, tokenizer: AnyTokenizer) -> Any:
+        """The model in fp32; a UsageError for one that does not predict what follows."""
+        try:
+            model = model_of(self.config(run, tokenizer))
+            is_causal = not sees_what_follows(model)
+        except OF_VALUES as error:
+            raise UsageError(f"{self.place}: {first_line(error)}; correct it there") from error
+        if not is_causal:
             raise UsageError(
                 f"{self.place}: its {type(model).__name__} sees the tokens that it is to predict;"
                 " name a causal language model (of some, is_decoder makes one)"
@@ -211,7 +218,10 @@ def hugging_face(path: Path) -> HuggingFace | None:
         told, _ = read_object(path.resolve())  # a hub's cache is made of links
         if told.get("model_type") == OURS:
             return None
-        return HuggingFace(str(path), told, foreign_config(told))
+        original = deepcopy(told)  # transformers writes into nested objects
+        config = foreign_config(told)
+        require_model(original)
+        return HuggingFace(str(path), told, config)
     except CheckpointError as error:
         raise UsageError(f"--model hf:{path}: {error}; name another, or mend it") from error
 

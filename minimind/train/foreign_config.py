@@ -1,17 +1,29 @@
 """What a config.json of transformers describes: its configuration, read without running its code.
 
-Nothing of such a file reaches transformers before the keys that fetch or run code are refused.
+Nothing of such a file reaches transformers before the keys that fetch or run code are refused, and
+whatever transformers then raises, of the configuration or of its model, names the key at fault.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from minimind.errors import CheckpointError
+from minimind.model.foreign import transformers_model
 from minimind.train.claims import shown
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -39,10 +51,11 @@ def foreign_config(told: Mapping[str, Any]) -> PretrainedConfig:
         raise CheckpointError(f"has model_type = {kind}, whose code comes from a hub")
     if CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CheckpointError(f"has model_type = {kind}, which is no causal language model")
+    original = deepcopy(told)  # transformers writes into nested objects
     try:
-        config = CONFIG_MAPPING[kind].from_dict({**told, **dict.fromkeys(IDS)})
+        config = _read(told)
     except Exception as error:  # of a kind of its own for each way of checking
-        raise CheckpointError(f"is refused by transformers ({first_line(error)})") from error
+        raise CheckpointError(_refusal(original, error, _read)) from error
     for name in (*NEEDED, POSITIONS):
         value = getattr(config, name, None)
         if type(value) is not int or value < 1:
@@ -85,6 +98,87 @@ def _is_own(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(map(_is_own, value.values()))
     return value in OWN_IMPLEMENTATIONS
+
+
+def require_model(told: Mapping[str, Any]) -> None:
+    """Raise a CheckpointError where transformers cannot build or run the model of `told`.
+
+    The model has no numbers, so this takes neither memory nor much time. What only numbers would
+    show is left to the model itself.
+    """
+    original = deepcopy(dict(told))
+    try:
+        _try_model(original)
+    except Exception as error:  # whatever its code happens to raise for a value it cannot use
+        raise CheckpointError(_refusal(original, error, _try_model)) from error
+
+
+def _read(told: Mapping[str, Any]) -> PretrainedConfig:
+    """Return transformers' configuration; special ids are left out. Raises anything."""
+    config = CONFIG_MAPPING[told["model_type"]].from_dict({**told, **dict.fromkeys(IDS)})
+    config.to_dict()  # of a part that is no configuration
+    return config
+
+
+def _try_model(told: Mapping[str, Any]) -> None:
+    """Build the model and take one training pass through it, without numbers. Raises anything."""
+    config = _read(deepcopy(dict(told)))
+    for number, name in enumerate(("pad_token_id", "bos_token_id", "eos_token_id")):
+        setattr(config, name, number % config.vocab_size)  # as a tokenizer will say
+    try:
+        with FakeTensorMode():
+            model = transformers_model(config, dtype=torch.float32)
+            length = min(8, config.max_position_embeddings)
+            model(input_ids=torch.ones((2, length), dtype=torch.int64), use_cache=False)
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    ):
+        return  # it asks for a number
+
+
+def _refusal(told: Mapping[str, Any], error: Exception, attempt: Callable[..., Any]) -> str:
+    """Return what transformers refuses and why: the key that makes `attempt` fail."""
+    words = first_line(error)
+    if isinstance(error, LookupError):  # its text is the missing name alone
+        words = f"{type(error).__name__}: {words}"
+    key = _key_at_fault(told, attempt)
+    if key is None:
+        return f"is refused by transformers ({words})"
+    return f"has {key} = {shown(told[key])}, which transformers refuses ({words})"
+
+
+def _key_at_fault(told: Mapping[str, Any], attempt: Callable[..., Any]) -> str | None:
+    """Return the first key without which `attempt` succeeds; None if there is none."""
+    before = logging.root.manager.disable
+    logging.disable()  # transformers warns anew in each attempt
+    try:
+        return next((key for key, changed in _changed(told) if _succeeds(attempt, changed)), None)
+    finally:
+        logging.disable(before)
+
+
+def _changed(told: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each key and the file without it, then each count and the file with 1 instead.
+
+    The latter because a default, as of the number of heads, may not fit the file either.
+    """
+    keys = [key for key in told if key != "model_type"]
+    for key in keys:
+        yield key, {name: value for name, value in told.items() if name != key}
+    for key in keys:
+        if type(told[key]) is int:
+            yield key, {**told, key: 1}
+
+
+def _succeeds(attempt: Callable[..., Any], told: Mapping[str, Any]) -> bool:
+    try:
+        attempt(deepcopy(told))
+    except Exception:  # another key is at fault
+        return False
+    return True
 
 
 def first_line(error: Exception) -> str:

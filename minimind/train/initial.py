@@ -131,6 +131,7 @@ def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initia
                 f" {limit}; lower it, or raise that"
             )
         run = run.with_values(by, **{name: limit}) if value > limit else run
+    model.require_recomputable(run)
     if run.tokenizer is None and not is_prepared(run.data_path[0]):
         own = tokenizer_in(folder) if folder == Path(run.hugging_face or "").expanduser() else None
         run = run.with_values(by, tokenizer=str(own)) if own else run
