@@ -50,6 +50,7 @@ LAYERS = [
         "minimind.train.literals",
         "minimind.train.autos",
         "minimind.train.combinations",
+        "minimind.train.engine_rules",
         "minimind.train.setup",
         "minimind.train.columns",
         "minimind.train.settings",

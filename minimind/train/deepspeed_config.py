@@ -19,6 +19,7 @@ from minimind.train import deepspeed_schema
 from minimind.train.autos import autos, never_left_out
 from minimind.train.combinations import combination_faults
 from minimind.train.deepspeed_values import normalised
+from minimind.train.engine_rules import engine_faults
 from minimind.train.literals import (
     AUTO,
     BATCH,
@@ -154,6 +155,7 @@ def resolve(
     _fill(config, sources, run, world_size, device, schedule)
     faults += _left(config, path)
     faults += combination_faults(config, path, run, world_size, device, sources)
+    faults += engine_faults(config, path, run, device)
     # Of a place that we have told of, DeepSpeed's own words add nothing.
     told = [_key(fault, path) for fault in faults]
     for fault in sections(config, path):

@@ -9,11 +9,13 @@ shared-memory op at the first CPU start, which only inference uses, so it is not
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from importlib import import_module
 from typing import Any
 
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel
 
-from minimind.errors import RendezvousError, UsageError
+from minimind.errors import RendezvousError, StorageError, UsageError
 from minimind.launch import join_by_hand
 from minimind.phases import phase
 from minimind.train.backends import PlainBackend, prepare_for_ddp, unused_parameters
@@ -32,6 +34,8 @@ from minimind.train.deepspeed_backend import Backend, DeepSpeedBackend
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.deepspeed_logs import CollectivesLog, time_from_the_start
 from minimind.train.deepspeed_schema import MODELS, fault_told
+from minimind.train.engine_rules import way_out, without, words
+from minimind.train.literals import BATCH, leaves
 from minimind.train.optimizer import adamw, parameter_groups
 from minimind.train.ranks import carrier, lost_peers, rendezvous
 from minimind.train.stepping import Engine
@@ -48,7 +52,7 @@ PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 def build_engine(resolved: Resolved, model: PreTrainedModel, device: str) -> Engine:
     """The model under the backend that was resolved, its optimizer and process group with it.
 
-    DeepSpeed gets exactly what the table printed.
+    DeepSpeed gets a copy of exactly what the table printed: it writes its defaults into it.
     """
     run = resolved.run
     parameters = sum(p.numel() for p in model.parameters())
@@ -86,8 +90,6 @@ def _deepspeed(
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, DummyOptim, InitProcessGroupKwargs
     from deepspeed.ops.op_builder.builder import OpBuilder
-    from deepspeed.runtime.config import DeepSpeedConfigError
-    from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
     run = resolved.run
     if "log_level" not in resolved.config:
@@ -106,7 +108,7 @@ def _deepspeed(
     with rendezvous():
         accelerator = Accelerator(
             mixed_precision=PRECISION[run.dtype],
-            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=resolved.config),
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepcopy(resolved.config)),
             gradient_accumulation_steps=run.accumulation_steps,
             kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=timeout)],
         )
@@ -118,20 +120,38 @@ def _deepspeed(
     groups = parameter_groups(model, run.weight_decay)
     plugin = accelerator.deepspeed_plugin
     assert plugin is not None
-    plugin.deepspeed_config.update(resolved.config)  # Accelerate switched steps_per_print off
+    plugin.deepspeed_config.update(
+        deepcopy(resolved.config)
+    )  # Accelerate switched steps_per_print off
     compile_within(model, run, device)
     named = "optimizer" in resolved.config
     optimizer = DummyOptim(groups, lr=run.learning_rate) if named else adamw(groups, run)
-    try:
-        with lost_peers(), minded_builds(OpBuilder, resolved.path):
-            prepared = accelerator.prepare(model, optimizer)[0]
-    except (*REFUSALS, DeepSpeedConfigError, ZeRORuntimeException) as error:
-        told = " ".join(str(error).split()) or type(error).__name__
-        raise UsageError(f"{resolved.path}: DeepSpeed refuses it: {told}; mend it") from error
+    with _refusals(resolved), lost_peers(), minded_builds(OpBuilder, resolved.path):
+        prepared = accelerator.prepare(model, optimizer)[0]
     for group in list(distributed_c10d._world.pg_map):  # ZeRO's own ones would wait for 30 minutes
         distributed_c10d._set_pg_timeout(timeout, group)
     log = _heard(deepspeed, prepared, resolved.config)
     return DeepSpeedBackend(prepared, deepspeed.comm.comm.cdb, log), accelerator.device
+
+
+@contextmanager
+def _refusals(resolved: Resolved) -> Iterator[None]:
+    """Turn what DeepSpeed raises of its configuration into an error that names key or file."""
+    from deepspeed.runtime.config import DeepSpeedConfigError
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    try:
+        yield
+    except (*REFUSALS, DeepSpeedConfigError, ZeRORuntimeException) as error:
+        told = words(error)
+        raise UsageError(
+            f"{resolved.path}: DeepSpeed refuses it: {told}; {way_out(resolved.config, told)}"
+        ) from error
+    except OSError as error:
+        if error.filename is None:
+            raise
+        told = f"{error.filename}: {error.strerror}"
+        raise StorageError(f"{resolved.path}: DeepSpeed cannot use {told}; change it") from error
 
 
 def _heard(deepspeed: Any, engine: Any, config: Mapping[str, Any]) -> CollectivesLog:
@@ -237,9 +257,44 @@ def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[st
         if section not in config:
             continue
         try:
-            getattr(import_module(module), name)(**config[section])
+            getattr(import_module(module), name)(**deepcopy(config[section]))
         except ValidationError as error:
-            faults += [f"{path}: {fault_told(section, fault)}; mend it" for fault in error.errors()]
+            told = [fault_told(section, fault) for fault in error.errors()]
+            faults += [f"{path}: {fault}; change or remove it" for fault in told]
         except AssertionError as error:  # an old name beside the new one
-            faults.append(f"{path}: {section} is refused by DeepSpeed: {error}; mend it")
+            remedy = way_out({section: config[section]}, str(error))
+            faults.append(f"{path}: {section} is refused by DeepSpeed: {error}; {remedy}")
     return faults
+
+
+def require_accepted(resolved: Resolved, device: str) -> None:
+    """Raise a UsageError for what DeepSpeed's configuration object refuses; starts nothing.
+
+    The message names the key without which the configuration is accepted.
+    """
+    if resolved.backend != "deepspeed":
+        return
+    _settle(device)
+    told = _refused(resolved.config)
+    if not told:
+        return
+    place = f"{resolved.path}: "
+    for key, value in leaves(resolved.config).items():
+        if not _refused(without(resolved.config, key)):
+            shown = json.dumps(value)
+            raise UsageError(f"{place}DeepSpeed refuses {key} = {shown}: {told}; remove {key}")
+    raise UsageError(f"{place}DeepSpeed refuses it: {told}; {way_out(resolved.config, told)}")
+
+
+def _refused(config: Mapping[str, Any]) -> str:
+    """Return why DeepSpeed's configuration object refuses `config`; empty if it does not.
+
+    It counts one process here, so the batch of all of them, which was checked before, is left out.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        DeepSpeedConfig({key: deepcopy(value) for key, value in config.items() if key != BATCH})
+    except Exception as error:  # each of its parsers has its own kind
+        return words(error)
+    return ""

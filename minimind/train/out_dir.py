@@ -59,15 +59,22 @@ def claim(out_dir: Path) -> IO[bytes]:
 
 def require_writable(out_dir: Path) -> None:
     """Nothing, or a StorageError for a folder that cannot be made, or written to."""
-    parent = out_dir
-    while not parent.exists():
-        parent = parent.parent
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise StorageError(
-            f"out_dir {out_dir}: {parent} cannot be written; mend its rights, or give another"
-        )
+    require_folder(out_dir, "out_dir")
     with storing(f"out_dir {out_dir}", "move it away, or give another --out_dir"):
         require_regular(out_dir / "metrics.jsonl")
+
+
+def require_folder(folder: Path, name: str) -> None:
+    """Raise a StorageError for a folder, named by `name`, that cannot be made or written."""
+    parent = folder
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise StorageError(f"{name} {folder}: {parent} is no folder; give another")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise StorageError(
+            f"{name} {folder}: {parent} cannot be written; mend its rights, or give another"
+        )
 
 
 def write_reference(out_dir: Path, resolved: Resolved) -> None:

@@ -36,14 +36,15 @@ from minimind.train.build import (
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.desk import Desk, close_with
 from minimind.train.dry_run import dry_run_text
-from minimind.train.engine import Engine, build_engine, leave, section_faults
+from minimind.train.engine import Engine, build_engine, leave, require_accepted, section_faults
+from minimind.train.engine_rules import outputs
 from minimind.train.identity import facts, hardware, identity, layout, source_commit, versions
 from minimind.train.initial import Initial, read_initial
 from minimind.train.loop import train
 from minimind.train.memory_report import reported_memory
 from minimind.train.numerics import SkippedSteps
 from minimind.train.opening import opening
-from minimind.train.out_dir import claim, require_writable, write_reference
+from minimind.train.out_dir import claim, require_folder, require_writable, write_reference
 from minimind.train.peaks import mfu_per_speed, peak_of
 from minimind.train.report import Report
 from minimind.train.resume import Resumed, resume
@@ -70,6 +71,9 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     setup = read_setup(run, launch)
     # Mistakes before the work.
     resolved = setup.resolve(sections=partial(section_faults, device=setup.device))
+    require_accepted(resolved, setup.device)
+    for key, folder in outputs(resolved.config).items():
+        require_folder(Path(folder), f"{resolved.path}: {key}")
     prompts_of(run)
     traced_steps(run)
     if run.dry_run:

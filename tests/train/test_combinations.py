@@ -71,8 +71,16 @@ PAIRS = {
         "needs stage 3",
     ),
     "offload ratio at stage 3": (
-        {f"{ZERO}stage": 3, f"{ZERO}offload_optimizer": {**OFFLOAD, "ratio": 0.5}},
-        {f"{ZERO}stage": 2, f"{ZERO}offload_optimizer": {**OFFLOAD, "ratio": 0.5}},
+        {
+            f"{ZERO}stage": 3,
+            f"{ZERO}offload_optimizer": {**OFFLOAD, "ratio": 0.5},
+            "optimizer.params.torch_adam": False,
+        },
+        {
+            f"{ZERO}stage": 2,
+            f"{ZERO}offload_optimizer": {**OFFLOAD, "ratio": 0.5},
+            "optimizer.params.torch_adam": False,
+        },
         "ratio",
     ),
     "predivision without reduce_scatter": (
@@ -96,8 +104,8 @@ PAIRS = {
         "prescale_gradients",
     ),
     "no gradient norm at stage 2": (
-        {f"{ZERO}compute_grad_norm": False},
-        {f"{ZERO}compute_grad_norm": False, f"{ZERO}stage": 3},
+        {f"{ZERO}compute_grad_norm": False, "gradient_clipping": 0.0},
+        {f"{ZERO}compute_grad_norm": False, f"{ZERO}stage": 3, "gradient_clipping": 0.0},
         "compute_grad_norm",
     ),
     "round robin at stage 2": (

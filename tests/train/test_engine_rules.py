@@ -1,0 +1,213 @@
+"""What DeepSpeed's configuration object and engine refuse ends a start before the text is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import minimind.train  # noqa: F401 (a module that is called)
+from minimind.config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.errors import StorageError, UsageError
+from minimind.flags import parse_flags
+from minimind.train.deepspeed_config import resolve
+from minimind.train.engine_rules import way_out
+from minimind.train.literals import put
+from tests.conftest import ROOT
+
+train: Any = sys.modules["minimind.train"]
+ZERO = "zero_optimization."
+OFFLOAD = {"device": "cpu"}
+CPU_ADAM = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": False}}
+
+
+def document(edits: dict[str, Any]) -> dict[str, Any]:
+    """The shipped file with these edits."""
+    written = json.loads(DEFAULT_DEEPSPEED_CONFIG.read_text())
+    for key, value in edits.items():
+        put(written, key, value)
+    return written
+
+
+def resolved(edits: dict[str, Any], device: str, line: str = "") -> Any:
+    return resolve(document(edits), "ds.json", parse_flags(line.split()), 1, device)
+
+
+# edits, device, words of the refusal; or where they are right
+RULES = {
+    "zenflow": ({f"{ZERO}zenflow": {"topk_ratio": 0.1}}, "cuda", "zenflow has an optimizer"),
+    "zenflow, offloaded": (
+        {f"{ZERO}zenflow": {}, f"{ZERO}offload_optimizer": OFFLOAD},
+        "cpu",
+        "zenflow has an optimizer",
+    ),
+    "superoffload": (
+        {f"{ZERO}stage": 3, f"{ZERO}offload_optimizer": {**OFFLOAD, "super_offload": True}},
+        "cuda",
+        "super_offload has an optimizer",
+    ),
+    "quantized weights on a CPU": (
+        {f"{ZERO}stage": 3, f"{ZERO}zero_quantized_weights": True},
+        "cpu",
+        "zero_quantized_weights is true and needs a GPU; remove it",
+    ),
+    "granularity on a CPU": (
+        {f"{ZERO}stage": 3, f"{ZERO}stage3_module_granularity_threshold": 1000},
+        "cpu",
+        "stage3_module_granularity_threshold is 1000 and needs a GPU",
+    ),
+    "an odd bucket": ({f"{ZERO}allgather_bucket_size": 1001}, "cpu", "an odd number"),
+    "a fraction of the optimizer in torch": (
+        {f"{ZERO}stage": 3, f"{ZERO}offload_optimizer": {**OFFLOAD, "ratio": 0.5}},
+        "cpu",
+        "offload_optimizer.ratio = 0.5 needs DeepSpeed's own Adam",
+    ),
+    "clipping by no norm": (
+        {f"{ZERO}compute_grad_norm": False},
+        "cpu",
+        "compute_grad_norm is false beside gradient_clipping = 1.0",
+    ),
+    "offload without a norm": (
+        {
+            f"{ZERO}compute_grad_norm": False,
+            "gradient_clipping": 0.0,
+            f"{ZERO}offload_optimizer": OFFLOAD,
+        },
+        "cpu",
+        "beside zero_optimization.offload_optimizer",
+    ),
+    "another precision": (
+        {"data_types.param_dtype": "fp32"},
+        "cpu",
+        "data_types.param_dtype is fp32, and dtype = bfloat16",
+    ),
+    "dropped tokens": (
+        {"data_efficiency": {"enabled": False, "data_routing": {"random_ltd": {"enabled": True}}}},
+        "cpu",
+        "random_ltd.enabled is true, but no layer drops tokens here",
+    ),
+    "a monitor that is not installed": (
+        {"comet": {"enabled": True}},
+        "cpu",
+        "the package comet_ml is not installed",
+    ),
+}
+RIGHT = {
+    "no zenflow": ({f"{ZERO}zenflow": None}, "cpu"),
+    "quantized weights": ({f"{ZERO}stage": 3, f"{ZERO}zero_quantized_weights": True}, "cuda"),
+    "an even bucket": ({f"{ZERO}allgather_bucket_size": 1000}, "cpu"),
+    "a fraction of DeepSpeed's Adam": (
+        {
+            f"{ZERO}stage": 3,
+            f"{ZERO}offload_optimizer": {**OFFLOAD, "ratio": 0.5},
+            "optimizer": CPU_ADAM,
+        },
+        "cpu",
+    ),
+    "no norm": ({f"{ZERO}compute_grad_norm": False, "gradient_clipping": 0.0}, "cpu"),
+    "the same precision": ({"data_types.param_dtype": "bf16"}, "cpu"),
+    "a monitor that is off": ({"comet": {"enabled": False}}, "cpu"),
+}
+
+
+@pytest.mark.parametrize(("edits", "device", "named"), RULES.values(), ids=RULES.keys())
+def test_a_rule_names_the_key_and_the_way_out(edits, device, named):
+    with pytest.raises(UsageError) as caught:
+        resolved(edits, device)
+    assert named in str(caught.value)
+    assert ";" in str(caught.value)
+    assert "faults:" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("edits", "device"), RIGHT.values(), ids=RIGHT.keys())
+def test_the_closest_right_one_is_taken(edits, device):
+    assert resolved(edits, device).backend == "deepspeed"
+
+
+def test_the_way_out_is_the_key_that_is_mentioned_first():
+    config = {"bf16": {"bf16_optimizer_states": True, "enabled": True}}
+    told = "bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled."
+    assert way_out(config, told) == "change or remove bf16.bf16_optimizer_states"
+    assert way_out(config, "no") == "correct the file"
+
+
+# --- of a start ---------------------------------------------------------------------------------
+
+
+def started(tmp_path: Path, edits: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The flags of a start on a text, with an empty cache."""
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "a b c"}) + "\n")
+    (tmp_path / "ds.json").write_text(json.dumps(document(edits)))
+    return {
+        **{"data_path": [str(tmp_path / "text.jsonl")], "out_dir": str(tmp_path / "out")},
+        **{"deepspeed_config": str(tmp_path / "ds.json"), "cache_dir": str(tmp_path / "cache")},
+        **{"model": "tiny", "max_steps": 1, "device": "cpu", **more},
+    }
+
+
+@pytest.mark.parametrize(
+    ("edits", "named"),
+    [
+        ({f"{ZERO}zenflow": {"topk_ratio": 0.1}}, "remove it"),
+        ({"bf16.bf16_optimizer_states": True}, "; remove bf16.bf16_optimizer_states"),
+        ({f"{ZERO}stage": 3, f"{ZERO}zero_quantized_weights": True}, "; remove it"),
+        (
+            {"data_efficiency": {"enabled": False, "data_sampling": {"curriculum_learning": {
+                "enabled": True}}}},
+            "; remove data_efficiency.data_sampling.curriculum_learning.enabled",
+        ),
+        ({"timers.throughput": {"x": 1}}, "timers.throughput.x"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_it_ends_a_dry_run_and_a_start_before_anything_is_prepared(edits, named, dry_run, tmp_path):
+    with pytest.raises(UsageError) as caught:
+        train(started(tmp_path, edits, dry_run=dry_run))
+    assert named in str(caught.value)
+    assert "mend it" not in str(caught.value)
+    assert not (tmp_path / "cache").exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {"csv_monitor": {"enabled": True, "output_path": "FILE/x"}},
+        {"tensorboard": {"enabled": True, "output_path": "FILE/x"}},
+        {"flops_profiler": {"enabled": True, "output_file": "FILE/x/y"}},
+    ],
+)
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_place_that_cannot_be_made_is_of_storage(edits, dry_run, tmp_path):
+    (tmp_path / "file").touch()
+    written = json.loads(json.dumps(edits).replace("FILE", str(tmp_path / "file")))
+    with pytest.raises(StorageError, match=r"ds\.json: .*\.output_(path|file) .* is no folder"):
+        train(started(tmp_path, written, dry_run=dry_run))
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.launch
+def test_deepspeed_writes_its_defaults_into_a_copy(tmp_path):
+    """It adds data_routing and data_sampling, which the printed table has no source for."""
+    edits = {"data_efficiency": {}, f"{ZERO}stage": 1}
+    flags = started(tmp_path, edits, max_seq_len=16, vocab_size=512, eval_rows=0)
+    text = tmp_path / "text.jsonl"
+    lines = (json.dumps({"text": f"line {n} of some text"}) + "\n" for n in range(200))
+    text.write_text("".join(lines))
+    flags["data_path"] = text
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train_pretrain.py"), *words, "--verbose"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    kept = json.loads((tmp_path / "out" / "ds_config.resolved.json").read_text())
+    assert kept["data_efficiency"] == {}
