@@ -7,9 +7,11 @@ who this process is among how many. Nothing slow is imported.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
+import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,6 +54,9 @@ DROPPED = (
     "gradient_clipping",
 )
 ACCELERATE = re.compile(r"(.*/)?accelerate(-launch|[./]commands[./].+)?")
+READ_BY_US = tuple(
+    f"ACCELERATE_{part}_" for part in ("DEEPSPEED", "CONFIG", "USE", "GRADIENT", "MIXED", "DYNAMO")
+)
 
 
 @dataclass(frozen=True)
@@ -210,3 +215,20 @@ def join_by_hand(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("MASTER_ADDR", "127.0.0.1")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         environ.setdefault(name, value)
+
+
+def settle(device: str) -> None:
+    """Settle what Accelerate and DeepSpeed would otherwise take from the environment or print."""
+    # What the launcher said has been read; left set, some of it overrides our arguments, and
+    # ACCELERATE_CONFIG_DS_FIELDS makes Accelerate raise.
+    for name in [n for n in os.environ if n.startswith(READ_BY_US)]:
+        del os.environ[name]
+    # Each reads its own when it is first imported, and may find a GPU where none is asked for.
+    os.environ["DS_ACCELERATOR"] = device
+    os.environ.pop("ACCELERATE_TORCH_DEVICE", None)  # else all ranks would be given the same GPU
+    if device == "cpu":
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    for name in ("DeepSpeed", "accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # DeepSpeed 0.19.8 still calls the old names of two collectives; torch 2.13 says so each time.
+    warnings.filterwarnings("ignore", r"`torch.distributed.\w+` is deprecated", FutureWarning)

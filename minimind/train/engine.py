@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -25,7 +24,7 @@ from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel
 
 from minimind.errors import RendezvousError, StorageError, UsageError
-from minimind.launch import join_by_hand
+from minimind.launch import join_by_hand, settle
 from minimind.phases import phase
 from minimind.train.backends import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.train.build_lock import minded_builds
@@ -42,9 +41,6 @@ from minimind.train.stepping import Engine
 
 # How DeepSpeed and torch's optimizers tell that they will not work with a configuration.
 REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError)
-READ_BY_US = tuple(
-    f"ACCELERATE_{part}_" for part in ("DEEPSPEED", "CONFIG", "USE", "GRADIENT", "MIXED", "DYNAMO")
-)
 PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
@@ -56,7 +52,7 @@ def build_engine(resolved: Resolved, model: PreTrainedModel, device: str) -> Eng
     """
     run = resolved.run
     parameters = sum(p.numel() for p in model.parameters())
-    _settle(device)
+    settle(device)
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for it
         torch.use_deterministic_algorithms(True)
@@ -64,23 +60,6 @@ def build_engine(resolved: Resolved, model: PreTrainedModel, device: str) -> Eng
     backend, where = build(resolved, model, device)
     assert where.type == device, f"asked for {device}, got {where}"
     return Engine(backend, resolved, where, parameters)
-
-
-def _settle(device: str) -> None:
-    """Settle what the two libraries would otherwise take from the environment or say aloud."""
-    # What the launcher said has been read; left set, some of it overrides our arguments, and
-    # ACCELERATE_CONFIG_DS_FIELDS makes Accelerate raise.
-    for name in [n for n in os.environ if n.startswith(READ_BY_US)]:
-        del os.environ[name]
-    # Each reads its own when it is first imported, and may find a GPU where none is asked for.
-    os.environ["DS_ACCELERATOR"] = device
-    os.environ.pop("ACCELERATE_TORCH_DEVICE", None)  # else all ranks would be given the same GPU
-    if device == "cpu":
-        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    for name in ("DeepSpeed", "accelerate"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    # DeepSpeed 0.19.8 still calls the old names of two collectives; torch 2.13 says so each time.
-    warnings.filterwarnings("ignore", r"`torch.distributed.\w+` is deprecated", FutureWarning)
 
 
 def _deepspeed(
@@ -211,7 +190,7 @@ def forward_only(device: str, dist_timeout: int) -> Iterator[Any]:
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
-    _settle(device)
+    settle(device)
     if os.environ.get("WORLD_SIZE", "1") == "1":
         _alone()
     else:
@@ -251,7 +230,7 @@ def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[st
     """What DeepSpeed's own models refuse in the sections of a resolved configuration."""
     from pydantic import ValidationError
 
-    _settle(device)
+    settle(device)
     faults = []
     for section, (module, name) in MODELS.items():
         if section not in config:
@@ -274,7 +253,7 @@ def require_accepted(resolved: Resolved, device: str) -> None:
     """
     if resolved.backend != "deepspeed":
         return
-    _settle(device)
+    settle(device)
     told = _refused(resolved.config)
     if not told:
         return

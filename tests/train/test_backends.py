@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minimind.flags import parse_flags
+from minimind.launch import settle
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.train.backends import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.train.deepspeed_config import Resolved
-from minimind.train.engine import Engine, _settle, build_engine, leave
+from minimind.train.engine import Engine, build_engine, leave
 from minimind.train.optimizer import adamw, parameter_groups
 from minimind.train.profile import PhaseClock
 
@@ -98,10 +99,10 @@ def test_the_flag_says_which_device_the_two_libraries_take(monkeypatch):
     """Not a variable that a launcher left: with it DeepSpeed sent from the CPU, over NCCL."""
     for name in ("DS_ACCELERATOR", "ACCELERATE_TORCH_DEVICE"):
         monkeypatch.setenv(name, "cpu")  # restored behind this test
-    _settle("cuda")
+    settle("cuda")
     assert os.environ["DS_ACCELERATOR"] == "cuda"
     assert "ACCELERATE_TORCH_DEVICE" not in os.environ
-    _settle("cpu")
+    settle("cpu")
     assert os.environ["DS_ACCELERATOR"] == os.environ["ACCELERATE_TORCH_DEVICE"] == "cpu"
 
 
