@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -26,21 +27,24 @@ from transformers import PreTrainedModel
 from minimind.errors import RendezvousError, StorageError, UsageError
 from minimind.launch import join_by_hand, settle
 from minimind.phases import phase
+from minimind.train.autos import offloads
 from minimind.train.backends import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.train.build_lock import minded_builds
 from minimind.train.compiled import compile_within
 from minimind.train.deepspeed_backend import Backend, DeepSpeedBackend
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.deepspeed_logs import CollectivesLog, time_from_the_start
-from minimind.train.deepspeed_schema import MODELS, fault_told
-from minimind.train.engine_rules import way_out, without, words
+from minimind.train.deepspeed_schema import MODELS, fault_told, optimizer_name
+from minimind.train.engine_rules import CHOOSERS, way_out, without, words
 from minimind.train.literals import BATCH, leaves
-from minimind.train.optimizer import adamw, parameter_groups
+from minimind.train.optimizer import adamw, parameter_groups, trial_optimizer
 from minimind.train.ranks import carrier, lost_peers, rendezvous
 from minimind.train.stepping import Engine
 
 # How DeepSpeed and torch's optimizers tell that they will not work with a configuration.
 REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError)
+# Parameters of an Adam block that DeepSpeed itself takes out before it calls the class.
+OF_EITHER = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
@@ -247,9 +251,10 @@ def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[st
 
 
 def require_accepted(resolved: Resolved, device: str) -> None:
-    """Raise a UsageError for what DeepSpeed's configuration object refuses; starts nothing.
+    """Raise a UsageError for what DeepSpeed's configuration, optimizer or scheduler refuses.
 
-    The message names the key without which the configuration is accepted.
+    Nothing is started and nothing compiled. The message names the key without which the
+    configuration is accepted.
     """
     if resolved.backend != "deepspeed":
         return
@@ -258,7 +263,7 @@ def require_accepted(resolved: Resolved, device: str) -> None:
     if not told:
         return
     place = f"{resolved.path}: "
-    for key, value in leaves(resolved.config).items():
+    for key, value in sorted(leaves(resolved.config).items(), key=lambda one: one[0] in CHOOSERS):
         if not _refused(without(resolved.config, key)):
             shown = json.dumps(value)
             raise UsageError(f"{place}DeepSpeed refuses {key} = {shown}: {told}; remove {key}")
@@ -266,14 +271,26 @@ def require_accepted(resolved: Resolved, device: str) -> None:
 
 
 def _refused(config: Mapping[str, Any]) -> str:
-    """Return why DeepSpeed's configuration object refuses `config`; empty if it does not.
+    """Return why `config`, its optimizer or its scheduler cannot be built; empty if they can.
 
-    It counts one process here, so the batch of all of them, which was checked before, is left out.
+    The configuration object counts one process here, so the batch of all of them, which was
+    checked before, is left out.
     """
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.runtime import lr_schedules
     from deepspeed.runtime.config import DeepSpeedConfig
 
     try:
         DeepSpeedConfig({key: deepcopy(value) for key, value in config.items() if key != BATCH})
+        block = config.get("optimizer", {})
+        name, params = optimizer_name(block.get("type")), block.get("params", {})
+        optimizer = trial_optimizer(name, params)
+        if name in ("Adam", "AdamW") and params.get("torch_adam") is not True:
+            kind = DeepSpeedCPUAdam if offloads(config, "optimizer") else FusedAdam
+            signature(kind).bind([], **{k: v for k, v in params.items() if k not in OF_EITHER})
+        if "scheduler" in config:
+            kind = getattr(lr_schedules, config["scheduler"]["type"])
+            kind(optimizer, **config["scheduler"].get("params", {}))
     except Exception as error:  # each of its parsers has its own kind
         return words(error)
     return ""

@@ -28,6 +28,8 @@ ON_GPUS = (
 )
 # Blocks that import a package when the engine is built.
 PACKAGES = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
+# Without these other keys are not looked at, so they are the last to be at fault.
+CHOOSERS = ("optimizer.type", "optimizer.params.torch_adam", "scheduler.type", f"{ZERO}stage")
 OUTPUTS = {  # path -> the switch of the block that writes there
     "tensorboard.output_path": "tensorboard.enabled",
     "csv_monitor.output_path": "csv_monitor.enabled",
@@ -37,7 +39,7 @@ OUTPUTS = {  # path -> the switch of the block that writes there
 
 def engine_faults(config: Mapping[str, Any], path: str, run: RunConfig, device: str) -> list[str]:
     """Return one sentence for each setting in a filled `config` that the engine refuses."""
-    found = _zero(config, device) + _norm(config) + _packages(config)
+    found = _zero(config, device) + _norm(config) + _packages(config) + _adam(config)
     literal = get(config, "data_types.param_dtype")
     if literal in PRECISIONS and PRECISIONS[literal] != run.dtype:
         found.append(
@@ -81,6 +83,16 @@ def _zero(config: Mapping[str, Any], device: str) -> list[str]:
             ' remove it, or write "torch_adam": false in an AdamW block'
         )
     return found
+
+
+def _adam(config: Mapping[str, Any]) -> list[str]:
+    """What DeepSpeed's own Adam classes raise for, after they were compiled."""
+    name = optimizer_name(get(config, "optimizer.type"))
+    in_torch = get(config, "optimizer.params.torch_adam") is True
+    key = "optimizer.params.amsgrad"
+    if name not in ("Adam", "AdamW") or in_torch or get(config, key) is not True:
+        return []
+    return [f'{key} is true, and only torch\'s Adam has it; write "torch_adam": true, or remove it']
 
 
 def _is_cpu_adam(config: Mapping[str, Any]) -> bool:

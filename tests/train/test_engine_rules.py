@@ -86,6 +86,11 @@ RULES = {
         "cpu",
         "data_types.param_dtype is fp32, and dtype = bfloat16",
     ),
+    "AMSGrad of DeepSpeed's": (
+        {"optimizer.params.amsgrad": True, "optimizer.params.torch_adam": False},
+        "cuda",
+        "optimizer.params.amsgrad is true, and only torch's Adam has it",
+    ),
     "dropped tokens": (
         {"data_efficiency": {"enabled": False, "data_routing": {"random_ltd": {"enabled": True}}}},
         "cpu",
@@ -146,7 +151,7 @@ def started(tmp_path: Path, edits: dict[str, Any], **more: Any) -> dict[str, Any
     return {
         **{"data_path": [str(tmp_path / "text.jsonl")], "out_dir": str(tmp_path / "out")},
         **{"deepspeed_config": str(tmp_path / "ds.json"), "cache_dir": str(tmp_path / "cache")},
-        **{"model": "tiny", "max_steps": 1, "device": "cpu", **more},
+        **{"model": "tiny", "max_steps": 4, "device": "cpu", **more},
     }
 
 
@@ -162,6 +167,20 @@ def started(tmp_path: Path, edits: dict[str, Any], **more: Any) -> dict[str, Any
             "; remove data_efficiency.data_sampling.curriculum_learning.enabled",
         ),
         ({"timers.throughput": {"x": 1}}, "timers.throughput.x"),
+        (
+            {"optimizer.params.set_grad_none": True, "optimizer.params.torch_adam": True},
+            "unexpected keyword argument 'set_grad_none'; remove optimizer.params.set_grad_none",
+        ),
+        (
+            {"optimizer.params.foreach": True, "optimizer.params.torch_adam": False},
+            "unexpected keyword argument 'foreach'; remove optimizer.params.foreach",
+        ),
+        ({"optimizer.params.differentiable": True}, "; remove optimizer.params.differentiable"),
+        ({"optimizer.params.eps": [0.1, 0.2]}, "; remove optimizer.params.eps"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": [1e-3]}}},
+            "; remove scheduler.params.warmup_min_lr",
+        ),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("dry_run", [True, False])
