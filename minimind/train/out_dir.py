@@ -58,7 +58,14 @@ def claim(out_dir: Path) -> IO[bytes]:
     return lock
 
 
-def require_writable(folder: Path, name: str = "out_dir") -> None:
+def require_writable(out_dir: Path) -> None:
+    """Nothing, or a StorageError for a folder that cannot be made, or written to."""
+    require_folder(out_dir, "out_dir")
+    with storing(f"out_dir {out_dir}", "move it away, or give another --out_dir"):
+        require_regular(out_dir / "metrics.jsonl")
+
+
+def require_folder(folder: Path, name: str) -> None:
     """Raise a StorageError for a folder, named by `name`, that cannot be made or written."""
     parent = folder
     while not parent.exists():
@@ -69,9 +76,6 @@ def require_writable(folder: Path, name: str = "out_dir") -> None:
         raise StorageError(
             f"{name} {folder}: {parent} cannot be written; mend its rights, or give another"
         )
-    if name == "out_dir":
-        with storing(f"out_dir {folder}", "move it away, or give another --out_dir"):
-            require_regular(folder / "metrics.jsonl")
 
 
 def write_reference(out_dir: Path, resolved: Resolved) -> None:

@@ -44,7 +44,7 @@ from minimind.train.loop import train
 from minimind.train.memory_report import reported_memory
 from minimind.train.numerics import SkippedSteps
 from minimind.train.opening import opening
-from minimind.train.out_dir import claim, require_writable, write_reference
+from minimind.train.out_dir import claim, require_folder, require_writable, write_reference
 from minimind.train.peaks import mfu_per_speed, peak_of
 from minimind.train.report import Report
 from minimind.train.resume import Resumed, resume
@@ -73,7 +73,7 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     resolved = setup.resolve(sections=partial(section_faults, device=setup.device))
     require_accepted(resolved, setup.device)
     for key, folder in outputs(resolved.config).items():
-        require_writable(Path(folder), f"{resolved.path}: {key}")
+        require_folder(Path(folder), f"{resolved.path}: {key}")
     prompts_of(run)
     traced_steps(run)
     if run.dry_run:
