@@ -47,6 +47,7 @@ def test_the_bar_moves_at_every_step_and_step_lines_are_those_of_a_pipe(
 ):
     terminal = use_terminal(monkeypatch)
     flags = {**FLAGS, "data_path": [str(corpus)], "cache_dir": str(tmp_path / "cache")}
+    flags["async_save"] = False  # its line would come when the disk is done
     out = str(tmp_path / "out")
     assert train(flags, out_dir=out) == 0
     drawn = re.findall(r"(\d+)/10 \[", terminal.getvalue())
