@@ -77,7 +77,8 @@ def _zero(config: Mapping[str, Any], device: str) -> list[str]:
     if stage in (1, 2) and isinstance(bucket, int | float) and bucket % 2:
         found.append(f"{ZERO}allgather_bucket_size is {bucket}, an odd number; write an even one")
     ratio = get(config, f"{ZERO}offload_optimizer.ratio")
-    if isinstance(ratio, int | float) and ratio != 1 and not _is_cpu_adam(config):
+    is_part = isinstance(ratio, int | float) and ratio != 1
+    if stage == 3 and is_part and not _is_cpu_adam(config):
         found.append(
             f"{ZERO}offload_optimizer.ratio = {ratio} needs DeepSpeed's own Adam on the CPU;"
             ' remove it, or write "torch_adam": false in an AdamW block'
