@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import multiprocessing
 import os
 import shutil
 import subprocess
@@ -22,7 +21,7 @@ from minimind.data.pieces import sizes
 from minimind.data.tokenizer import Tokenizer
 from minimind.generate import load_checkpoint
 from tests.conftest import ROOT, Trained
-from tests.forking import free_port
+from tests.forking import Nursery, free_port
 
 
 def texts_of(path: Path) -> list[str]:
@@ -251,39 +250,15 @@ def test_what_cannot_be_evaluated_is_told_in_one_sentence(
     assert ";" in line
 
 
-def one_of_two(rank: int, port: int, words: list[str], out: str) -> None:
-    """A rank, forked: its only output goes to a file."""
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE="2",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    with open(f"{out}.{rank}", "w") as file:
-        sys.stdout = file
-        status = main(words)
-    os._exit(status)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_two_processes_give_what_one_gives(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Trained, nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     ask = ["--checkpoint", str(trained.run), "--data", str(trained.mixed), "--batch_size", "3"]
     alone = asked(capsys, *ask)
-    words, out = ["eval", *ask, "--device", "cpu", "--json"], str(tmp_path / "out")
-    fork, port = multiprocessing.get_context("fork"), free_port()
-    ranks = [fork.Process(target=one_of_two, args=(n, port, words, out)) for n in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(60)
-        rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
-    assert Path(f"{out}.1").read_text() == ""
-    together = json.loads(Path(f"{out}.0").read_text())
+    words = ["eval", *ask, "--device", "cpu", "--json"]
+    statuses, out, _ = nursery.run("minimind.cli", words, tmp_path / "ranks")
+    assert statuses == [0, 0]
+    together = json.loads(out)  # one document: rank 1 prints nothing
     assert together["tokens"] == alone["tokens"]
     assert together["loss"] == pytest.approx(alone["loss"], abs=1e-6)
     for name, sums in together["by_source"].items():
