@@ -14,7 +14,7 @@ from pathlib import Path
 from minimind.config import FLAGS, RunConfig
 from minimind.data.order import Order
 from minimind.data.prepare import Prepared
-from minimind.errors import StorageError
+from minimind.errors import StorageError, UsageError
 from minimind.files import storing
 from minimind.launch import read_launch
 from minimind.model.foreign import rotary_dtype
@@ -269,10 +269,10 @@ def finish(desk: Desk, state: TrainState, status: int, reason: str) -> None:
 
 
 def write_page(desk: Desk) -> None:
-    """Write the run's report into its out_dir and name it; a full disk is a line, not an ending."""
+    """Write the run's report into its out_dir and print its path, or why there is none."""
     out_dir = Path(desk.run.out_dir)
     try:
         write_report([out_dir], out_dir / REPORT, "free some space")
         desk.report.say(f"report {out_dir / REPORT}")
-    except StorageError as error:
+    except (StorageError, UsageError) as error:  # metrics.jsonl was taken away
         desk.report.say(f"no report: {error}")

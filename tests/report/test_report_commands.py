@@ -11,14 +11,19 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import minimind.train as training
 from minimind.cli import main
+from minimind.errors import StorageError
 from minimind.report.page import GENERATOR
-from tests.conftest import ROOT
+from minimind.report.write import write_report
+from minimind.train import pretrain
+from tests.conftest import ROOT, SMALL, Trained
 from tests.report.made import Drawn, crashed_and_resumed, page_of, run_start, step_line, write_run
 
 EVIL = "<script>alert('x')</script>\"&"
@@ -27,6 +32,7 @@ CONFIGURATION = """\
 # The flags of this run; --config reads them back. Behind each: where it came from.
 max_steps: 40  # --max_steps
 learning_rate: 0.001  # run.yaml
+compile: 'off'  # --compile
 data_path: [one.jsonl,
   two.jsonl]  # --data_path
 seed: 42  # default
@@ -122,6 +128,34 @@ def test_an_out_under_a_file_is_told(capsys, run, tmp_path):
     assert "E_STORAGE" in refused(capsys, 5, run, "--out", tmp_path / "file" / "report.html")
 
 
+def test_a_run_that_is_done_leaves_its_report(trained: Trained):
+    page = (trained.run / "report.html").read_text()
+    (line,) = [x for x in (trained.run / "metrics.jsonl").read_text().splitlines() if "exit" in x]
+    assert json.loads(line)["code"] == "DONE"
+    assert "Step 6 of 6" in page
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_report_that_cannot_be_written_does_not_fail_the_run(
+    capsys, monkeypatch, trained, tmp_path, full
+):
+    def no_report(places: Sequence[Path], out: Path, remedy: str) -> int:
+        if not full:
+            (out.parent / "metrics.jsonl").rename(tmp_path / "taken_away")
+            return write_report(places, out, remedy)
+        raise StorageError(f"{out}: No space left on device; {remedy}")
+
+    monkeypatch.setattr(pretrain, "write_report", no_report)
+    train: Any = training  # a package that is called like a function
+    places = {"data_path": str(trained.mixed), "cache_dir": str(trained.cache)}
+    out = tmp_path / "out"
+    assert train({**SMALL, **places, "max_steps": 1}, out_dir=str(out)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("no report: ")]
+    assert ("No space left" if full else "metrics.jsonl") in line
+    assert not (out / "report.html").exists()
+
+
 def test_the_page_needs_nothing_from_elsewhere(run, tmp_path):
     text = page_of(tmp_path, run)
     assert "default-src 'none'" in text
@@ -154,6 +188,7 @@ def test_the_configuration_is_shown_with_its_sources(run, tmp_path):
     row = "<td><code>{}</code></td>"
     for told in (
         ("learning_rate", "0.001", "run.yaml"),
+        ("compile", "off", "--compile"),
         ("data_path", "[one.jsonl, two.jsonl]", "--data_path"),
     ):
         assert "".join(map(row.format, told)) in text.replace(' class="flag"', "")

@@ -175,3 +175,9 @@ def test_runs_are_named_by_as_much_of_their_path_as_it_takes(tmp_path):
 def test_where_validation_is_null_there_is_no_best(tmp_path):
     lines = [run_start(), step_line(1), {**evaluation(1, 1.0), "val_loss": None}]
     assert figures_of(made_run(tmp_path, lines), NOW).best is None
+
+
+def test_a_run_alone_has_two_parts_of_its_path_for_a_name(tmp_path):
+    place = tmp_path / "sample" / "run"
+    write_run(place, [run_start(), step_line(1), end(1)])
+    assert runs_of([read_records(place)])[0].name == "sample/run"

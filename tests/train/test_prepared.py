@@ -83,6 +83,14 @@ def test_a_mixture_is_resumed_bit_for_bit_and_other_weights_are_another_text(
     assert events(whole, "run_start")[0]["rows_per_epoch"] == rows
 
 
+def test_the_validation_loss_of_a_mixture_weighs_its_sources(place: Path, tmp_path: Path):
+    train(flags(place, "mixed", max_steps=1, eval_rows=100), out_dir=str(tmp_path / "out"))
+    (measured,) = events(tmp_path / "out", "eval")
+    losses = [measured["by_source"][name]["val_loss"] for name in "ab"]
+    assert measured["val_loss"] == pytest.approx((losses[0] + 3 * losses[1]) / 4, rel=1e-6)
+    assert losses[0] != pytest.approx(losses[1], rel=1e-4)
+
+
 def test_a_source_without_a_row_is_named(place: Path, tmp_path: Path):
     (tmp_path / "c.jsonl").write_text('{"text": "abc"}\n')
     sources = [f"--source=a={place}/a.jsonl", f"--source=c={tmp_path}/c.jsonl"]

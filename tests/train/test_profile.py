@@ -49,6 +49,17 @@ def test_means_and_table_say_the_same():
     assert "12.5" in table
 
 
+def test_the_shares_of_uneven_steps_add_up_to_the_step():
+    fast = {"data": 1.0, "forward": 30.0, "backward": 60.0, "optimizer": 9.0, "step": 100.0}
+    slow = {"data": 400.0, "forward": 30.0, "backward": 60.0, "optimizer": 10.0, "step": 500.0}
+    rows = map(str.split, profile_table([fast] * 3 + [slow], {}).splitlines()[1:])
+    shares = {row[0]: float(row[-1].removesuffix("%")) for row in rows}
+    assert shares.pop("step") == 100.0
+    assert len(shares) == len(PHASES)
+    assert sum(shares.values()) == pytest.approx(100.0, abs=0.1)
+    assert shares["data"] == pytest.approx(100 * 403 / 800, abs=0.05)
+
+
 def write(path: Path, **facts: object) -> None:
     metrics = Metrics(path)
     metrics.write("step", **facts)
