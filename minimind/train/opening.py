@@ -155,8 +155,10 @@ def _length(desk: Desk, state: TrainState) -> list[str]:
     order, total = desk.batches.order, desk.schedule.total_steps
     tokens = state.tokens + (total - state.step) * desk.batches.tokens_per_step
     dropped = order.n_rows - order.steps_per_epoch * order.rows_per_step
-    epoch = f"{_count(order.steps_per_epoch, 'step')} an epoch, the last {dropped} of its rows"
-    return [f"{_count(total, 'step')}, {tokens:,} tokens", f"{epoch} dropped"]
+    epoch = f"{_count(order.steps_per_epoch, 'step')} an epoch"
+    if dropped:
+        epoch += f", its last {_count(dropped, 'row')} dropped"
+    return [f"{_count(total, 'step')}, {tokens:,} tokens", epoch]
 
 
 def _rate(desk: Desk) -> str:
