@@ -6,6 +6,8 @@ which a terminal obeys. A pipe gets every text as it is.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -33,15 +35,25 @@ def _is_terminal(stream: Any) -> bool:
 
 
 class Guarded:
-    """A text stream to a terminal that escapes control characters; all else is the stream's own."""
+    """A text stream to a terminal that escapes control characters; all else is the stream's own.
+
+    Once the terminal is closed, what is written is dropped: SIGHUP tells the process to stop, and
+    one that ignores it (nohup) goes on.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
         """Write `text` with its control characters escaped."""
-        self._stream.write(printable(text, ALL_BUT_RETURN))
+        with self._dropping():
+            self._stream.write(printable(text, ALL_BUT_RETURN))
         return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        with self._dropping():
+            self._stream.flush()
 
     def writelines(self, lines: Any) -> None:
         """Write each of `lines` likewise."""
@@ -50,6 +62,17 @@ class Guarded:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            null = os.open(os.devnull, os.O_WRONLY)  # the interpreter flushes again at its end
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import pytest
 
 from minimind import generate_commands
 from minimind.errors import UsageError, one_line
-from minimind.terminal import guarded, printable
+from minimind.terminal import Guarded, guarded, printable
 
 CONTROLS = [*range(0x20), 0x7F, *range(0x80, 0xA0)]
 HARMLESS = {0x09, 0x0A}
@@ -60,6 +60,19 @@ def test_an_error_line_has_none_even_in_a_pipe(code: int):
 def test_what_is_no_control_character_stays():
     assert printable("naïve 春眠 🤗 \t\n é\u00a0") == "naïve 春眠 🤗 \t\n é\u00a0"
     assert printable("a\x1b\x9bb\x7f") == r"a\x1b\x9bb\x7f"
+
+
+def test_a_terminal_that_is_closed_drops_what_is_written():
+    parent, child = pty.openpty()
+    with os.fdopen(child, "w") as stream:
+        guard = Guarded(stream)
+        print("seen", file=guard, flush=True)
+        assert os.read(parent, 100) == b"seen\r\n"
+        os.close(parent)
+        for _ in range(2):
+            print("unseen", file=guard, flush=True)
+        with pytest.raises(ValueError, match="closed"):
+            stream.close() or guard.flush()  # other errors are raised
 
 
 @pytest.mark.parametrize(
