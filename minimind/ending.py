@@ -55,7 +55,9 @@ class Ending:
         self.debug = debug
         self._lock = threading.Lock()
         self._status: int | None = None
-        self._parent = os.getppid()
+        # A launcher; without one it is a shell, which may exit and leave the run to itself.
+        is_launched = any(name == "RANK" or name.startswith("ACCELERATE_") for name in os.environ)
+        self._parent = os.getppid() if is_launched else None
         named = (os.environ.get(name) for name in (LAUNCHER_PID, SCRIPT_PID))
         # What is not a number is refused in a moment (minimind/environment.py).
         self._launchers = [int(pid) for pid in named if pid and pid.isdecimal()]
@@ -164,8 +166,10 @@ class Ending:
         """What has ended the run, though the main thread may not know."""
         progress = self.progress
         gone = [pid for pid in self._launchers if not is_alive(pid)]
-        if gone or os.getppid() != self._parent:
-            told = f"the launcher (process {(gone or [self._parent])[0]}) was ended; {AGAIN}"
+        if self._parent not in (None, os.getppid()):
+            gone.append(self._parent)
+        if gone:
+            told = f"the launcher (process {gone[0]}) was ended; {AGAIN}"
             return PeerError(told, cause_rank=progress.rank)
         claim = read_claim()
         is_over = claim is not None and claim.status != 0

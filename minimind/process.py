@@ -24,8 +24,8 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun and `accelerate launch` set i
 # Beside the status file: what asked for a stop that run_accelerate.sh passes on as SIGTERM.
 STOP_FILE = "stop"
 
-# What asks a run to save and stop.
-CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# What asks a run to save and stop. A terminal that closes sends SIGHUP; under nohup it is ignored.
+CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 def take_back_stderr() -> None:
@@ -84,7 +84,8 @@ class StopRequest:
     def listen(self) -> None:
         """Remember signals from now on, instead of dying of them; in the main thread."""
         for number in CAUGHT:
-            signal.signal(number, self._remember)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._remember)
 
     def limit(self, minutes: float | None) -> None:
         """Ask by the clock, so long after the process started."""

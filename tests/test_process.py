@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,7 @@ from minimind.process import (
     stop_reason,
 )
 from minimind.train.out_dir import claim
-from minimind.workers import end_told
+from minimind.workers import end_told, is_alive
 from tests.conftest import ROOT
 
 
@@ -132,7 +134,7 @@ def stuck(tmp_path: Path, **environ: str) -> subprocess.Popen[str]:
     return started
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_before_training_a_stop_ends_a_worker_deep_in_c_and_claims_75(
     number: signal.Signals, tmp_path: Path
 ):
@@ -182,6 +184,49 @@ def test_a_worker_ends_when_a_launcher_is_gone_even_as_a_zombie(variable: str, t
     launcher.wait()
     assert started.returncode == 7
     assert f"the launcher (process {launcher.pid}) was ended" in told
+
+
+@pytest.mark.parametrize(
+    ("environ", "goes_on"),
+    [({}, True), ({"RANK": "0"}, False), ({"ACCELERATE_USE_CPU": "true"}, False)],
+    ids=["plain", "torchrun", "accelerate"],
+)
+def test_a_run_outlives_the_shell_that_started_it_but_not_a_launcher(
+    environ: dict[str, str], goes_on: bool, tmp_path: Path
+):
+    """As after `nohup ... &` and a logout, with the hang-up that follows."""
+    plain = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    shell = subprocess.Popen(
+        ["sh", "-c", 'trap "" HUP; "$0" -c "$1" 2> err & echo $!; wait', sys.executable, STUCK],
+        env={**plain, "PYTHONPATH": str(ROOT), **environ},
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert shell.stdout is not None
+    pid = int(shell.stdout.readline())
+    assert shell.stdout.readline() == "ready\n"
+    shell.kill()
+    shell.wait()
+    shell.stdout.close()
+    os.kill(pid, signal.SIGHUP)
+    try:
+        assert is_over(pid, within=3 if goes_on else 60) != goes_on
+        told = (tmp_path / "err").read_text()
+        assert (f"the launcher (process {shell.pid}) was ended" in told) != goes_on
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_over(pid: int, within: float) -> bool:
+    """Whether the process, which is no child of ours, ends within some seconds."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if not is_alive(pid):
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def test_a_table_is_printed_above_the_one_line(capsys: pytest.CaptureFixture[str]):
