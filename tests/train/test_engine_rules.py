@@ -18,7 +18,7 @@ from minimind.flags import parse_flags
 from minimind.train.deepspeed_config import resolve
 from minimind.train.engine_rules import way_out
 from minimind.train.literals import put
-from tests.conftest import ROOT
+from tests.conftest import ROOT, SMALL, Trained
 
 train: Any = sys.modules["minimind.train"]
 ZERO = "zero_optimization."
@@ -230,3 +230,23 @@ def test_deepspeed_writes_its_defaults_into_a_copy(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     kept = json.loads((tmp_path / "out" / "ds_config.resolved.json").read_text())
     assert kept["data_efficiency"] == {}
+
+
+def test_a_tracker_that_deepspeed_cannot_open_is_named(trained: Trained, tmp_path: Path):
+    """In a process of its own: wandb keeps threads."""
+    (tmp_path / "ds.json").write_text(json.dumps(document({"wandb.enabled": True})))
+    flags = {**SMALL, "data_path": str(trained.mixed), "cache_dir": str(trained.cache)}
+    flags |= {"deepspeed_config": str(tmp_path / "ds.json"), "out_dir": str(tmp_path / "out")}
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    no_key = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train_pretrain.py"), *words],
+        env={**no_key, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "ds.json: wandb.enabled is true and wandb fails: " in done.stderr.splitlines()[-1]
+    assert "give --report_to wandb" in done.stderr.splitlines()[-1]
