@@ -20,6 +20,7 @@ from typing import Any
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # also where the package is not installed
 from minimind.errors import RendezvousError, RunError, UsageError, one_line  # noqa: E402 (after that)
+from minimind.launch import DROPPED  # noqa: E402 (likewise)
 from minimind.phases import phase  # noqa: E402 (likewise)
 
 # Of NVIDIA's, of AMD's and of Windows'; where one is, nvidia-smi may still not be installed.
@@ -27,13 +28,7 @@ DRIVERS = [Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg")]
 TYPES = ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU", "NO")
 DEEPSPEED_FIELDS = (  # `accelerate launch` drops others in silence
     "deepspeed_config_file",
-    "zero_stage",
-    "offload_optimizer_device",
-    "offload_optimizer_nvme_path",
-    "offload_param_device",
-    "offload_param_nvme_path",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
+    *DROPPED,
     "zero3_init_flag",
     "zero3_save_16bit_model",
     "deepspeed_hostfile",
