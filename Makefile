@@ -30,9 +30,11 @@ train: $(READY) ## train the tiny model on this Python's own library: 5 to 8 min
 	@$(BIN)/minimind generate --checkpoint $(SAMPLE)/run --prompt 'def ' --max_new_tokens 80
 	@echo
 	@echo "The checkpoint is under $(SAMPLE)/run/checkpoints. Three things to try next:"
-	@echo "  1. ask it something else     .venv/bin/minimind generate --checkpoint $(SAMPLE)/run --prompt 'import '"
-	@echo "  2. train on your own text    bash run_accelerate.sh --model tiny --data_path TEXT.jsonl --out_dir out/mine"
-	@echo "  3. see where the time goes   the same with --profile, or with \"stage\": 3 in configs/ds_config.json"
+	@echo "  1. give it another prompt:"
+	@echo "     .venv/bin/minimind generate --checkpoint $(SAMPLE)/run --prompt 'import '"
+	@echo "  2. train on your own text:"
+	@echo "     bash run_accelerate.sh --model tiny --data_path TEXT.jsonl --out_dir out/mine"
+	@echo "  3. see where the time goes: the same with --profile"
 
 test: $(READY) ## everything that fits in minutes on two cores
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not launch"; alone=$$?; \
