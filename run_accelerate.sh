@@ -67,7 +67,7 @@ fi
 if ! command -v "$python" >/dev/null; then
   way_out="make -B -C '$here' setup"
   [[ -z ${PYTHON:-} ]] || way_out="unset PYTHON, or name another"
-  echo "run_accelerate.sh: $python cannot be run; $way_out" >&2
+  echo "run_accelerate.sh: $(printf '%q' "$python") cannot be run; $way_out" >&2
   exit 2
 fi
 if [[ $python == */* ]]; then # for the tools beside it, such as ninja
@@ -89,7 +89,7 @@ done
 if ! scratch=$(mktemp -d 2>/dev/null); then
   scratch=''
   echo "run_accelerate.sh: error[E_STORAGE] rank=0 step=0: no folder can be made in" \
-    "${TMPDIR:-/tmp} (TMPDIR); free some space, or name another there" >&2
+    "$(printf '%q' "${TMPDIR:-/tmp}") (TMPDIR); free some space, or name another there" >&2
   exit 5
 fi
 plan=$(trap '' INT && exec "$python" "$here/scripts/launch_plan.py" "$scratch/launch.yaml" "$device")
@@ -143,6 +143,6 @@ elif [[ $code -ne 0 ]]; then
   code=70
 fi
 if [[ $debug -eq 1 && -s $scratch/launcher.log ]]; then
-  cat -- "$scratch/launcher.log" >&2
+  tr -d '\000-\010\013-\037\177' <"$scratch/launcher.log" >&2 # without terminal escapes
 fi
 exit "$code"

@@ -27,7 +27,7 @@ from minimind.arguments import (
     size_in_bytes,
 )
 from minimind.config import DISTRIBUTION
-from minimind.errors import Interrupted, RunError, UsageError, memory_full
+from minimind.errors import Interrupted, RunError, UsageError, known_error
 from minimind.files import escape_unencodable, printing
 from minimind.terminal import guarded, printable
 
@@ -187,7 +187,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         return Interrupted.status
     except Exception as error:  # the one place that turns an ending into a line and a status
-        told = error if isinstance(error, RunError) else memory_full(error)
+        told = known_error(error)
         if "--debug" in words or told is None:
             traceback.print_exception(error)
         code = told.code if told else RunError.code

@@ -23,7 +23,7 @@ from minimind.errors import (
     RendezvousError,
     RunError,
     Stopped,
-    memory_full,
+    known_error,
     one_line,
 )
 from minimind.metrics import Metrics
@@ -83,7 +83,7 @@ class Ending:
 
     def _tell(self, error: Exception, lost: Lost | None = None) -> int:
         rank, peers = self.progress.rank, self.progress.peers
-        told = error if isinstance(error, RunError) else memory_full(error)
+        told = known_error(error)
         is_bug = told is None
         told = told or RunError(str(error) or type(error).__name__)
         is_peer = isinstance(told, PeerError | RendezvousError) and told.cause_rank is None

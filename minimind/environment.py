@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from minimind.errors import RendezvousError, StorageError
 from minimind.process import LAUNCHER_PID, SCRIPT_PID
 
 COUNT, INDEX = range(1, 2**31), range(2**31)
+OF_LAUNCHERS = ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")  # they read them too
 RANGES = {
     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), COUNT),
     **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK"), INDEX),
     "MASTER_PORT": range(1, 65_536),
+    **dict.fromkeys(OF_LAUNCHERS, COUNT),
     **dict.fromkeys((SCRIPT_PID, LAUNCHER_PID), COUNT),
 }
+CHOICES = {"TORCH_DISTRIBUTED_DEBUG": ("OFF", "INFO", "DETAIL")}
+# Accelerate takes these for WORLD_SIZE where that is unset.
+MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 # NCCL runs only where one of them is; elsewhere its variables may belong to other hosts.
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
@@ -37,12 +42,18 @@ def require_environment(environ: Mapping[str, str]) -> None:
 
     A StorageError for TMPDIR.
     """
-    for name, allowed in RANGES.items():
-        value = environ.get(name)
-        if value is not None and not _is_in(value, allowed):
-            span = f"from {allowed[0]} to {allowed[-1]}"
+    require_numbers(environ, RANGES)
+    for name, choices in CHOICES.items():
+        if environ.get(name, choices[0]).upper() not in choices:
             raise RendezvousError(
-                f"{name} is {value!r} in the environment, not a whole number {span}; unset it"
+                f"{name} is {environ[name]!r} in the environment, not one of {', '.join(choices)};"
+                " unset it"
+            )
+    for name in MPI_SIZES if "WORLD_SIZE" not in environ else ():
+        if environ.get(name, "1") != "1":
+            raise RendezvousError(
+                f"{name} is {environ[name]!r} in the environment, and runs are not started by MPI;"
+                " unset it, or use run_accelerate.sh (docs/launching.md)"
             )
     if not environ.get("MASTER_ADDR", "localhost").strip():
         raise RendezvousError("MASTER_ADDR is empty in the environment; unset it")
@@ -51,8 +62,20 @@ def require_environment(environ: Mapping[str, str]) -> None:
     _require_temporary_folder(environ)
 
 
+def require_numbers(environ: Mapping[str, str], names: Iterable[str]) -> None:
+    """Raise a RendezvousError for one of `names` that is no number of its range."""
+    for name in names:
+        value, allowed = environ.get(name), RANGES[name]
+        if value is not None and not _is_in(value, allowed):
+            span = f"from {allowed[0]} to {allowed[-1]}"
+            raise RendezvousError(
+                f"{name} is {value!r} in the environment, not a whole number {span}; unset it"
+            )
+
+
 def _is_in(value: str, allowed: range) -> bool:
-    return value.isascii() and value.isdecimal() and int(value) in allowed
+    is_number = value.isascii() and value.isdecimal() and len(value) <= 19
+    return is_number and int(value) in allowed
 
 
 def _require_ranks(environ: Mapping[str, str]) -> None:

@@ -6,6 +6,7 @@ came from, and the way out after a semicolon. Anything else that escapes is a bu
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Sequence
 
@@ -127,6 +128,16 @@ def memory_full(error: BaseException) -> MemoryFull | None:
         f"the {where} is out of memory ({told}); lower --batch_size or --max_seq_len, or use a"
         f" {where} with more memory"
     )
+
+
+def known_error(error: BaseException) -> RunError | None:
+    """The ending that an error of a library is: memory or a disk is full; None for any other."""
+    if isinstance(error, RunError):
+        return error
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        place = error.filename or "a file that was being written"
+        return StorageError(f"{place}: {error.strerror}; free some space")
+    return memory_full(error)
 
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: saved; run the same command again

@@ -16,13 +16,11 @@ from typing import Any, TextIO
 
 # C0 but for the newline and the tab, DEL, C1, and halves of surrogate pairs.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-# A progress bar returns to the start of its line.
-ALL_BUT_RETURN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def printable(text: str, controls: re.Pattern[str] = CONTROLS) -> str:
+def printable(text: str) -> str:
     r"""`text` with its control characters as `\x1b` and the like; newlines and tabs stay."""
-    return controls.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def for_stdout(text: str) -> str:
@@ -37,6 +35,9 @@ def _is_terminal(stream: Any) -> bool:
 class Guarded:
     """A text stream to a terminal that escapes control characters; all else is the stream's own.
 
+    A carriage return that begins or ends what is written stays: a progress bar returns by it to the
+    start of its line.
+
     Once the terminal is closed, what is written is dropped: SIGHUP tells the process to stop, and
     one that ignores it (nohup) goes on.
     """
@@ -46,8 +47,9 @@ class Guarded:
 
     def write(self, text: str) -> int:
         """Write `text` with its control characters escaped."""
+        inner = text.strip("\r")
         with self._dropping():
-            self._stream.write(printable(text, ALL_BUT_RETURN))
+            self._stream.write(text.replace(inner, printable(inner)) if inner else text)
         return len(text)
 
     def flush(self) -> None:

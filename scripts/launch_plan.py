@@ -19,8 +19,8 @@ from typing import Any
 
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # also where the package is not installed
-from minimind.errors import RendezvousError, RunError, UsageError, one_line  # noqa: E402 (after that)
-from minimind.launch import DROPPED  # noqa: E402 (likewise)
+from minimind.environment import OF_LAUNCHERS, require_numbers  # noqa: E402 (after that)
+from minimind.errors import RendezvousError, RunError, UsageError, one_line  # noqa: E402 (likewise)
 from minimind.phases import phase  # noqa: E402 (likewise)
 
 # Of NVIDIA's, of AMD's and of Windows'; where one is, nvidia-smi may still not be installed.
@@ -28,7 +28,6 @@ DRIVERS = [Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg")]
 TYPES = ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU", "NO")
 DEEPSPEED_FIELDS = (  # `accelerate launch` drops others in silence
     "deepspeed_config_file",
-    *DROPPED,
     "zero3_init_flag",
     "zero3_save_16bit_model",
     "deepspeed_hostfile",
@@ -72,6 +71,8 @@ class Asked:
 
 def backend_of(asked: Asked) -> str:
     """The distributed_type; a UsageError for a YAML that we cannot launch as it says."""
+    from minimind.launch import DROPPED  # only now: it needs yaml
+
     found, path = asked.document, asked.path
     refuse_unknown(found, fields(), path, "")
     kind = found.get("distributed_type", "missing")
@@ -89,7 +90,8 @@ def backend_of(asked: Asked) -> str:
             f"{path}: deepspeed_config is {block!r}, not `name: value` lines; write"
             " deepspeed_config_file: PATH inside it"
         )
-    refuse_unknown(block or {}, DEEPSPEED_FIELDS, path, " in deepspeed_config")
+    known = (*DEEPSPEED_FIELDS, *DROPPED)
+    refuse_unknown(block or {}, known, path, " in deepspeed_config")
     return kind
 
 
@@ -192,6 +194,7 @@ def require_installed(environ: Mapping[str, str]) -> None:
 def main(target: str, device: str) -> dict[str, Any]:
     """Write the YAML to `target`; what the script exports."""
     require_installed(os.environ)
+    require_numbers({name: value for name, value in os.environ.items() if value}, OF_LAUNCHERS)
     import yaml  # only now: a missing library is told in one line
 
     from minimind.yaml_files import load_yaml

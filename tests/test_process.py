@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -267,6 +268,15 @@ def test_the_line_of_an_ending_is_the_last_that_torchrun_prints(
     assert "stopped and saved at step 4; run the same" in path.read_text()
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "gone" / "error.json"))
     assert Ending(Progress(), debug=False).tell(wrong) == 2
+
+
+@pytest.mark.usefixtures("status_file")
+@pytest.mark.parametrize("place", ["monitor/loss.csv", None])
+def test_a_disk_that_a_library_finds_full_is_storage_and_no_bug(place, capsys):
+    full = OSError(errno.ENOSPC, "No space left on device", place)
+    assert Ending(Progress(), debug=False).tell(full) == 5
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f": {place or 'a file that was being written'}: No space left on device; free" in line
 
 
 def test_the_tutorials_name_of_the_script_says_which_name_it_has_here():

@@ -32,13 +32,22 @@ def has_controls(text: str) -> bool:
 @pytest.mark.parametrize("code", CONTROLS)
 def test_a_control_character_is_escaped_at_a_terminal_alone(code: int, monkeypatch):
     text = f"a{chr(code)}[31mb"
-    for stream, is_raw in ((Screen(), code in {*HARMLESS, 0x0D}), (io.StringIO(), True)):
+    for stream, is_raw in ((Screen(), code in HARMLESS), (io.StringIO(), True)):
         monkeypatch.setattr(sys, "stdout", stream)
         with guarded():
             print(text)
             sys.stdout.writelines([text])
         assert (stream.getvalue() == f"{text}\n{text}") == is_raw
         assert sys.stdout is stream
+
+
+def test_a_bar_returns_to_the_start_of_its_line_and_a_name_within_a_line_does_not(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    with guarded():
+        print("\r 10%", end="", file=sys.stderr)
+        print("\r", end="", file=sys.stderr)
+        print("out_dir  a\rFAKE", file=sys.stderr)
+    assert screen.getvalue() == "\r 10%\rout_dir  a\\rFAKE\n"
 
 
 @pytest.mark.parametrize("code", CONTROLS)

@@ -175,7 +175,7 @@ class HuggingFace:
     def _outline(self) -> Any:
         """The model without numbers."""
         with torch.device("meta"):
-            return transformers_model(self.read)
+            return transformers_model(self.read, dtype=torch.float32)
 
     def line(self) -> str:
         """The same as of ours; and what of the file transformers does not read."""

@@ -215,10 +215,16 @@ PARAMS = _kinds("""
     text: warmup_type ns_method
 """)
 _DTYPES = ("fp32", "fp16", "bf16")
+DTYPES = {  # in each spelling that DeepSpeed's DtypeEnum reads, and as --dtype names it
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "float32"),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "float16"),
+    **dict.fromkeys(("bf16", "bfloat16", "bfloat", "torch.bfloat16"), "bfloat16"),
+}
 _DEVICES = ("none", "cpu", "nvme")
 CHOICES = {
     "communication_data_type": _DTYPES,
     "data_types.grad_accum_dtype": _DTYPES,
+    **dict.fromkeys(("data_types.param_dtype", "data_types.buffer_dtype"), tuple(DTYPES)),
     "seq_parallel_communication_data_type": _DTYPES,
     "gradient_allreduce_op": ("mean", "sum"),
     "log_level": ("debug", "info", "warning", "error", "critical"),

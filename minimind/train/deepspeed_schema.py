@@ -44,7 +44,7 @@ def faults(config: Mapping[str, Any], path: str) -> list[str]:
     """
     if not isinstance(config, Mapping):
         return [f"{path}: holds {_shown(config)}, not a JSON object; write one"]
-    found = _members("", config, TOP_LEVEL)
+    found = _members("", config, TOP_LEVEL) + _extremes("", config)
     found += _built("optimizer", config.get("optimizer"), OPTIMIZERS, "AdamW")
     found += _built("scheduler", config.get("scheduler"), SCHEDULERS, "WarmupLR")
     return [f"{path}: {fault}" for fault in found]
@@ -73,6 +73,18 @@ def _members(
         else:
             found.append(f"{name} is no {what}; {_advice(str(key), kinds, where)}")
     return found
+
+
+def _extremes(where: str, value: Any) -> list[str]:
+    """The faults of texts and numbers that no setting has, at any depth."""
+    if isinstance(value, Mapping | list):
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        return [one for key, v in pairs for one in _extremes(f"{where}.{key}".lstrip("."), v)]
+    if isinstance(value, str) and "\0" in value:
+        return [f"{where} holds a NUL character; remove it"]
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return [f"{where} is a number of more than 64 bits; write a smaller one"]
+    return []
 
 
 def _removed(name: str, value: Any, block: Mapping[str, Any]) -> list[str]:

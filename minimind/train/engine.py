@@ -35,7 +35,7 @@ from minimind.train.deepspeed_backend import Backend, DeepSpeedBackend
 from minimind.train.deepspeed_config import Resolved
 from minimind.train.deepspeed_logs import CollectivesLog, time_from_the_start
 from minimind.train.deepspeed_schema import MODELS, fault_told, optimizer_name
-from minimind.train.engine_rules import CHOOSERS, PACKAGES, way_out, without, words
+from minimind.train.engine_rules import CHOOSERS, tracker_refusal, way_out, without, words
 from minimind.train.literals import BATCH, leaves
 from minimind.train.optimizer import adamw, parameter_groups, trial_optimizer
 from minimind.train.ranks import carrier, lost_peers, rendezvous
@@ -136,14 +136,9 @@ def _refusals(resolved: Resolved) -> Iterator[None]:
         told = f"{error.filename}: {error.strerror}"
         raise StorageError(f"{resolved.path}: DeepSpeed cannot use {told}; change it") from error
     except Exception as error:
-        package = type(error).__module__.partition(".")[0]
-        blocks = [block for block, name in PACKAGES.items() if name == package]
-        if not blocks:
+        if not (told := tracker_refusal(error)):
             raise
-        raise UsageError(
-            f"{resolved.path}: {blocks[0]}.enabled is true and {package} fails: {words(error)};"
-            f" correct that, or remove the block and give --report_to {package}, which stops no run"
-        ) from error
+        raise UsageError(f"{resolved.path}: {told}") from error
 
 
 def _heard(deepspeed: Any, engine: Any, config: Mapping[str, Any]) -> CollectivesLog:

@@ -7,7 +7,7 @@ These rules say it before, for --dry_run too. Pure: no deepspeed import.
 from __future__ import annotations
 
 import json
-import os
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from importlib.util import find_spec
@@ -15,11 +15,11 @@ from typing import Any
 
 from minimind.config import RunConfig
 from minimind.train.autos import offloads
+from minimind.train.deepspeed_keys import DTYPES
 from minimind.train.deepspeed_schema import optimizer_name
 from minimind.train.literals import MISSING, get, leaves
 
 ZERO = "zero_optimization."
-PRECISIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 WITHOUT_CHECKPOINTS = ("zenflow", "offload_optimizer.super_offload")
 # Of stage 3: DeepSpeed has kernels or streams of these for GPUs alone.
 ON_GPUS = (
@@ -41,26 +41,30 @@ def engine_faults(config: Mapping[str, Any], path: str, run: RunConfig, device: 
     """Return one sentence for each setting in a filled `config` that the engine refuses."""
     found = _zero(config, device) + _norm(config) + _packages(config) + _adam(config)
     literal = get(config, "data_types.param_dtype")
-    if literal in PRECISIONS and PRECISIONS[literal] != run.dtype:
+    if isinstance(literal, str) and DTYPES.get(literal, run.dtype) != run.dtype:
         found.append(
             f"data_types.param_dtype is {literal}, and dtype = {run.dtype}"
-            f" ({run.sources['dtype']}); remove it, or give --dtype {PRECISIONS[literal]}"
+            f" ({run.sources['dtype']}); remove it, or give --dtype {DTYPES[literal]}"
+        )
+    literal = get(config, "data_types.buffer_dtype")
+    if isinstance(literal, str) and DTYPES.get(literal) != "float32":
+        found.append(
+            f"data_types.buffer_dtype is {literal}, and rotary frequencies stay in fp32; remove it"
         )
     random_ltd = "data_efficiency.data_routing.random_ltd.enabled"
-    if get(config, random_ltd) is True:  # whatever data_efficiency.enabled is
-        found.append(f"{random_ltd} is true, but no layer drops tokens here; remove it")
+    literal = get(config, random_ltd)
+    if literal is not MISSING and literal:  # DeepSpeed tests for truth, and only this key
+        found.append(
+            f"{random_ltd} is {json.dumps(literal)}, but no layer drops tokens here; remove it"
+        )
     return [f"{path}: {fault}" for fault in found]
 
 
 def outputs(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the folders that DeepSpeed makes and writes to, by their key."""
+    """Return the folders and files that DeepSpeed makes and writes to, by their key."""
     switched_on = [key for key, switch in OUTPUTS.items() if get(config, switch) is True]
     named = {key: get(config, key) for key in switched_on}
-    return {
-        key: os.path.dirname(place) if key.endswith("_file") else place
-        for key, place in named.items()
-        if isinstance(place, str)
-    }
+    return {key: place for key, place in named.items() if isinstance(place, str)}
 
 
 def _zero(config: Mapping[str, Any], device: str) -> list[str]:
@@ -135,9 +139,18 @@ def words(error: Exception) -> str:
 
 def way_out(config: Mapping[str, Any], told: str) -> str:
     """Return what to change: the key of `config` that DeepSpeed's words mention first."""
-    places = {key: told.find(key.rsplit(".", 1)[-1]) for key in leaves(config)}
-    named = [key for key, place in places.items() if place >= 0]
-    return f"change or remove {min(named, key=places.__getitem__)}" if named else "correct the file"
+    names = {key: rf"\b{re.escape(key.rsplit('.', 1)[-1])}\b" for key in leaves(config)}
+    places = {key: found.start() for key, name in names.items() if (found := re.search(name, told))}
+    key = min(places, key=places.__getitem__, default="")
+    return f"change or remove {key}" if key else "correct the file"
+
+
+def tracker_refusal(error: Exception) -> str:
+    """Return what to do where a tracker that DeepSpeed opens raised `error`; else nothing."""
+    package = type(error).__module__.partition(".")[0]
+    block = next((block for block, name in PACKAGES.items() if name == package), "")
+    told = f"{block}.enabled is true and {package} fails: {words(error)}; correct that, or remove"
+    return f"{told} the block and give --report_to {package}, which stops no run" if block else ""
 
 
 def without(config: Mapping[str, Any], key: str) -> dict[str, Any]:

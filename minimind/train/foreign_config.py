@@ -28,6 +28,7 @@ from minimind.train.claims import shown
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+SIZES = (*NEEDED, "num_key_value_heads", "head_dim", "intermediate_size")
 POSITIONS = "max_position_embeddings"
 DEEPEST = 4096  # layers; modules are made for each before any weight is looked at
 # transformers takes any other name of an implementation from a hub, or needs another package.
@@ -79,8 +80,8 @@ def _require_no_code(told: Mapping[str, Any]) -> None:
             raise CheckpointError(f"has {path}, which belongs to the code of transformers")
         if "_implementation" in key and key != HARMLESS and not _is_own(value):
             raise CheckpointError(
-                f"has {path} = {shown(value)}, code that is not transformers' own, and no hub is"
-                ' asked for any (write "eager" or "sdpa", or remove it)'
+                f'has {path} = {shown(value)}, and implementations other than "eager" and'
+                ' "sdpa" are code of a hub or of another package (write one of these, or remove it)'
             )
 
 
@@ -97,7 +98,7 @@ def _is_own(value: Any) -> bool:
     """Return whether it names implementations of transformers' own, for all parts or each."""
     if isinstance(value, Mapping):
         return all(map(_is_own, value.values()))
-    return value in OWN_IMPLEMENTATIONS
+    return isinstance(value, bool) or value in OWN_IMPLEMENTATIONS  # ..._autoset is true or false
 
 
 def require_model(told: Mapping[str, Any]) -> None:
@@ -121,7 +122,10 @@ def _read(told: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def _try_model(told: Mapping[str, Any]) -> None:
-    """Build the model and take one training pass through it, without numbers. Raises anything."""
+    """Build the model; one training pass and one as in generation, without numbers.
+
+    Raises anything.
+    """
     config = _read(deepcopy(dict(told)))
     for number, name in enumerate(("pad_token_id", "bos_token_id", "eos_token_id")):
         setattr(config, name, number % config.vocab_size)  # as a tokenizer will say
@@ -129,7 +133,9 @@ def _try_model(told: Mapping[str, Any]) -> None:
         with FakeTensorMode():
             model = transformers_model(config, dtype=torch.float32)
             length = min(8, config.max_position_embeddings)
-            model(input_ids=torch.ones((2, length), dtype=torch.int64), use_cache=False)
+            tokens = torch.ones((2, length), dtype=torch.int64)
+            model(input_ids=tokens, use_cache=False)
+            model.eval()(input_ids=tokens)  # with its cache, as it generates
     except (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -165,7 +171,8 @@ def _changed(told: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
     The latter because a default, as of the number of heads, may not fit the file either.
     """
-    keys = [key for key in told if key != "model_type"]
+    # The sizes last: a default of theirs is another model, in which a wrong value may fit.
+    keys = sorted(set(told) - {"model_type"}, key=lambda key: (key in SIZES, [*told].index(key)))
     for key in keys:
         yield key, {name: value for name, value in told.items() if name != key}
     for key in keys:

@@ -78,6 +78,14 @@ def require_folder(folder: Path, name: str) -> None:
         )
 
 
+def require_output(place: Path, name: str) -> None:
+    """Raise a StorageError for a folder, or the file of a `..._file`, that cannot be written."""
+    is_file = name.endswith("_file")
+    if is_file and place.is_dir():
+        raise StorageError(f"{name} {place}: is a folder; name a file")
+    require_folder(place.parent if is_file else place, name)
+
+
 def write_reference(out_dir: Path, resolved: Resolved) -> None:
     """`config.yaml`, with which `--config` repeats the run, and `ds_config.resolved.json`."""
     flags = asdict(resolved.run)

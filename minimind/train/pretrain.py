@@ -44,7 +44,7 @@ from minimind.train.loop import train
 from minimind.train.memory_report import reported_memory
 from minimind.train.numerics import SkippedSteps
 from minimind.train.opening import opening
-from minimind.train.out_dir import claim, require_folder, require_writable, write_reference
+from minimind.train.out_dir import claim, require_output, require_writable, write_reference
 from minimind.train.peaks import mfu_per_speed, peak_of
 from minimind.train.report import Report
 from minimind.train.resume import Resumed, resume
@@ -72,8 +72,8 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     # Mistakes before the work.
     resolved = setup.resolve(sections=partial(section_faults, device=setup.device))
     require_accepted(resolved, setup.device)
-    for key, folder in outputs(resolved.config).items():
-        require_folder(Path(folder), f"{resolved.path}: {key}")
+    for key, place in outputs(resolved.config).items():
+        require_output(Path(place), f"{resolved.path}: {key}")
     prompts_of(run)
     traced_steps(run)
     if run.dry_run:

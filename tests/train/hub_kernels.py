@@ -74,6 +74,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 # Importing transformers' code of these asks for FlashAttention, whatever the file says.
 ACCEPTED: dict[str, dict[str, Any]] = {
     "llama": {**LLAMA, "attn_implementation": "sdpa"},
+    "autoset": {**LLAMA, "_attn_implementation_autoset": True, "torch_dtype": "float8_e4m3fn"},
     "gptj": {"model_type": "gptj", **SHAPE, "rotary_dim": 8},
     "falcon": {"model_type": "falcon", **SHAPE},
     "gpt_neo": {"model_type": "gpt_neo", **SHAPE, "attention_types": [[["global"], 2]]},

@@ -19,6 +19,8 @@ from minimind.train.deepspeed_config import resolve
 from minimind.train.engine_rules import way_out
 from minimind.train.literals import put
 from tests.conftest import ROOT, SMALL, Trained
+from tests.train.test_deepspeed_values import leaves as spelt
+from tests.train.test_deepspeed_values import replaced, spellings
 
 train: Any = sys.modules["minimind.train"]
 ZERO = "zero_optimization."
@@ -96,6 +98,31 @@ RULES = {
         "cpu",
         "random_ltd.enabled is true, but no layer drops tokens here",
     ),
+    "dropped tokens by a text": (
+        {"data_efficiency": {"enabled": False, "data_routing": {"random_ltd": {"enabled": "no"}}}},
+        "cpu",
+        'random_ltd.enabled is "no", but no layer drops tokens here',
+    ),
+    "a precision that is none": (
+        {"data_types.param_dtype": "FP32"},
+        "cpu",
+        'data_types.param_dtype is "FP32", not one of fp32',
+    ),
+    "rounded frequencies": (
+        {"data_types.buffer_dtype": "bfloat16"},
+        "cpu",
+        "data_types.buffer_dtype is bfloat16, and rotary frequencies stay in fp32",
+    ),
+    "a NUL": (
+        {"csv_monitor": {"enabled": True, "job_name": "a\0b"}},
+        "cpu",
+        "csv_monitor.job_name holds a NUL character",
+    ),
+    "a huge number": (
+        {f"{ZERO}reduce_bucket_size": 2**70},
+        "cpu",
+        "reduce_bucket_size is a number of more than 64 bits",
+    ),
     "a monitor that is not installed": (
         {"comet": {"enabled": True}},
         "cpu",
@@ -116,6 +143,8 @@ RIGHT = {
     ),
     "no norm": ({f"{ZERO}compute_grad_norm": False, "gradient_clipping": 0.0}, "cpu"),
     "the same precision": ({"data_types.param_dtype": "bf16"}, "cpu"),
+    "the same precision by another name": ({"data_types.param_dtype": "bfloat16"}, "cpu"),
+    "frequencies as they are": ({"data_types.buffer_dtype": "fp32"}, "cpu"),
     "a monitor that is off": ({"comet": {"enabled": False}}, "cpu"),
 }
 
@@ -127,6 +156,16 @@ def test_a_rule_names_the_key_and_the_way_out(edits, device, named):
     assert named in str(caught.value)
     assert ";" in str(caught.value)
     assert "faults:" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("edits", "device", "named"), RULES.values(), ids=RULES.keys())
+def test_a_rule_holds_in_every_spelling(edits, device, named):
+    for path, value in spelt(edits):
+        for other in spellings(value):
+            if path[-1] == "lr" or (other == value and type(other) is type(value)):
+                continue
+            with pytest.raises(UsageError):
+                resolved(replaced(edits, path, other), device)
 
 
 @pytest.mark.parametrize(("edits", "device"), RIGHT.values(), ids=RIGHT.keys())
@@ -198,6 +237,7 @@ def test_it_ends_a_dry_run_and_a_start_before_anything_is_prepared(edits, named,
     [
         {"csv_monitor": {"enabled": True, "output_path": "FILE/x"}},
         {"tensorboard": {"enabled": True, "output_path": "FILE/x"}},
+        {"flops_profiler": {"enabled": True, "output_file": "FOLDER"}},
         {"flops_profiler": {"enabled": True, "output_file": "FILE/x/y"}},
     ],
 )
@@ -205,7 +245,9 @@ def test_it_ends_a_dry_run_and_a_start_before_anything_is_prepared(edits, named,
 def test_a_place_that_cannot_be_made_is_of_storage(edits, dry_run, tmp_path):
     (tmp_path / "file").touch()
     written = json.loads(json.dumps(edits).replace("FILE", str(tmp_path / "file")))
-    with pytest.raises(StorageError, match=r"ds\.json: .*\.output_(path|file) .* is no folder"):
+    (tmp_path / "folder").mkdir()
+    written = json.loads(json.dumps(written).replace("FOLDER", str(tmp_path / "folder")))
+    with pytest.raises(StorageError, match=r"ds\.json: .*\.output_(path|file) .* is (no|a) folder"):
         train(started(tmp_path, written, dry_run=dry_run))
     assert not (tmp_path / "cache").exists()
 

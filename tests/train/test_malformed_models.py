@@ -11,7 +11,7 @@ import pytest
 
 import minimind.train  # noqa: F401 (a module that is called)
 from minimind.errors import UsageError
-from tests.train.test_hugging_face_models import CONFIGS, described
+from tests.train.test_hugging_face_models import CONFIGS, WIDE, described
 
 train: Any = sys.modules["minimind.train"]
 LLAMA: dict[str, tuple[Any, str]] = {
@@ -50,6 +50,7 @@ LLAMA: dict[str, tuple[Any, str]] = {
     "a method": ({}, "to_dict = {}"),
     "a class": (3, "__class__ = 3"),
     "states": ("x", "output_hidden_states = 'x'"),
+    "a window of text": ("x", "sliding_window = 'x'"),
     "by layer": ([{}], "per_layer_config = [{}]"),
 }
 OTHERS: list[tuple[str, dict[str, Any], str]] = [
@@ -58,6 +59,8 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
     ("qwen3", {"num_key_value_heads": 3}, "num_key_value_heads = 3"),
     ("qwen3", {"head_dim": 7}, "head_dim = 7"),
+    ("mistral", {"sliding_window": 0}, "sliding_window = 0"),
+    ("gpt_neox", {"rotary_pct": 5.0}, "rotary_pct = 5.0"),
     ("gpt2", {"activation_function": "gelo"}, "activation_function = 'gelo'"),
     ("gpt2", {"n_inner": -3}, "n_inner = -3"),
     ("gpt2", {"resid_pdrop": 2.0}, "resid_pdrop = 2.0"),
@@ -82,7 +85,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_key_is_named_in_a_dry_run_and_before_a_run_reads_its_text(
     kind, told, named, text, tmp_path
 ):
-    place = described(tmp_path / "place", {**CONFIGS[kind], **told})
+    place = described(
+        tmp_path / "place", {**CONFIGS.get(kind, {"model_type": kind, **WIDE}), **told}
+    )
     given = {"model": f"hf:{place}", "data_path": [str(text)], "out_dir": str(tmp_path / "out")}
     given |= {"cache_dir": str(tmp_path / "cache"), "deepspeed_config": "none", "device": "cpu"}
     messages = []
