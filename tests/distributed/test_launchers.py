@@ -22,6 +22,7 @@ import yaml
 
 from minimind.config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import UsageError
+from minimind.launch import DROPPED
 from scripts import launch_plan
 from scripts.launch_plan import DEEPSPEED_FIELDS, Asked, count_gpus, fields, plan
 from tests.conftest import ROOT, Launcher, Run
@@ -251,7 +252,7 @@ def test_the_known_fields_of_the_deepspeed_block_are_those_accelerate_launch_tak
 
     groups = launch_command_parser()._action_groups
     (group,) = [found for found in groups if found.title == "DeepSpeed Arguments"]
-    assert set(DEEPSPEED_FIELDS) == {action.dest for action in group._group_actions}
+    assert {*DEEPSPEED_FIELDS, *DROPPED} == {action.dest for action in group._group_actions}
 
 
 def test_an_empty_deepspeed_block_is_none():
