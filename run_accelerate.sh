@@ -22,7 +22,7 @@ stop() {
   stopping=$((stopping + 1))
   asked=${asked:-$1}
   if [[ -n $scratch && ! -e $scratch/stop ]]; then
-    echo "$asked" >"$scratch/stop" || true # for the workers' messages (minimind/process.py)
+    echo "$asked" >"$scratch/stop" || true # for the workers' messages (minimind/runtime/process.py)
   fi
   if [[ -z $launcher ]]; then
     return 0 # nobody to tell yet; looked at before the launch
@@ -103,7 +103,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
 [[ $stopping -eq 0 ]] || exit 75
 # The launcher's own traceback and failure table go to a file; the workers get the real stderr back
-# through descriptor 0, the only one that reaches them (minimind/process.py).
+# through descriptor 0, the only one that reaches them (minimind/runtime/process.py).
 # A process group of its own keeps the terminal's Ctrl-C from it: this script decides what it is told.
 set -m
 "$python" "$here/scripts/accelerate_launch.py" --config_file "$scratch/launch.yaml" \

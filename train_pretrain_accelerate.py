@@ -5,7 +5,7 @@ import os
 import sys
 
 from minimind.errors import UsageError, one_line
-from minimind.process import tell_torchrun
+from minimind.runtime.process import tell_torchrun
 
 if __name__ == "__main__":
     told = "this script is called train_pretrain.py here; start that, with the same flags"

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from benchmarks.record import arguments, preset, record
-from minimind.flags import parse_flags
-from minimind.launch import read_launch
-from minimind.train.engine import Engine, build_engine, leave
-from minimind.train.profile import PhaseClock
-from minimind.train.resume import resume
-from minimind.train.saver import Saver
-from minimind.train.setup import read_setup
-from minimind.train.state import TrainState
+from minimind.config.parse import parse_flags
+from minimind.config.launcher_env import read_launch
+from minimind.engine.build import Engine, build_engine, leave
+from minimind.engine.phase_clock import PhaseClock
+from minimind.checkpoint.resume import resume
+from minimind.checkpoint.saver import Saver
+from minimind.config.deepspeed.backend_choice import read_setup
+from minimind.checkpoint.train_state import TrainState
 
 
 def milliseconds(work: Callable[[], Any]) -> float:

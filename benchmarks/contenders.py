@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.record import preset
-from minimind.flags import parse_flags
+from minimind.config.parse import parse_flags
 from minimind.model.configuration import MiniMindConfig
 
 LEARNING_RATE, BETAS, DECAY, CLIP = 5e-4, (0.9, 0.95), 0.1, 1.0
@@ -73,7 +73,7 @@ def _peak_mib() -> float:
 
 def product(gate: Gate, shape: str, rows: int, folder: Path, *more: str, flags: str = "") -> None:
     """train_pretrain.py with `flags`, and `more` that override ours, on the text in `folder`."""
-    from minimind.data.batches import Batches
+    from minimind.data.loader.batches import Batches
     from train_pretrain import main
 
     read = Batches.at

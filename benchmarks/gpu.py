@@ -30,10 +30,10 @@ import torch
 from benchmarks.record import arguments, record
 from benchmarks.throughput import Contender, race, summary
 from examples.stdlib_corpus import main as write_corpus
-from minimind.flags import parse_flags
-from minimind.plan import shape_of
-from minimind.train.costs import flops_per_token
-from minimind.train.peaks import peak_of
+from minimind.config.parse import parse_flags
+from minimind.estimate.plan import shape_of
+from minimind.estimate.costs import flops_per_token
+from minimind.telemetry.mfu import peak_of
 
 NAMES = ("ours, ZeRO-2, compiled", "ours, single, compiled")
 ROWS = {"26m": 32, "104m": 16, "0.4b": 8}  # of 1,024 tokens; two processes share the GPU

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import arguments, record
-from minimind.data.batches import Batches
-from minimind.train.communication import COLLECTIVES
-from minimind.train.stepping import Engine
+from minimind.data.loader.batches import Batches
+from minimind.engine.collective_clock import COLLECTIVES
+from minimind.engine.engine import Engine
 
 WARM = 10  # steps
 KINDS = ("as ever", "hooks", "neither")

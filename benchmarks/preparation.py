@@ -23,14 +23,14 @@ import sentencepiece
 from transformers import AutoTokenizer
 
 from benchmarks.record import arguments, record
-from minimind.data.documents import Reading
-from minimind.data.folder import prepare_folder
-from minimind.data.inputs import find_files, segments_of
-from minimind.data.load_tokenizer import load_tokenizer
-from minimind.data.prepare import Asked
-from minimind.data.readers import read_segment
-from minimind.data.sources import Source
-from minimind.data.tokenizer import train_tokenizer
+from minimind.data.text.documents import Reading
+from minimind.data.prepare.dataset_folder import prepare_folder
+from minimind.data.text.inputs import find_files, segments_of
+from minimind.data.tokenizer.load import load_tokenizer
+from minimind.data.prepare.prepare import Asked
+from minimind.data.text.readers import read_segment
+from minimind.data.text.sources import Source
+from minimind.data.tokenizer.sentencepiece import train_tokenizer
 
 
 def seconds(work: Callable[[], Any]) -> float:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.record import arguments, record
-from minimind.model.products import HAS_BF16, Widened
+from minimind.model.bf16_matmul import HAS_BF16, Widened
 
 INPUTS, OUTPUTS = 512, 1408
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from minimind.flags import parse_flags
+from minimind.config.parse import parse_flags
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
-from minimind.model.products import HAS_BF16
-from minimind.train.identity import hardware, source_commit, versions
+from minimind.model.bf16_matmul import HAS_BF16
+from minimind.checkpoint.identity import hardware, source_commit, versions
 
 
 def arguments(text: str | None) -> argparse.ArgumentParser:

@@ -36,7 +36,7 @@ from typing import IO, Any
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.record import arguments, record
-from minimind.flags import parse_flags
+from minimind.config.parse import parse_flags
 
 WARM = 4  # steps before the first round: compiling, the first touch of memory
 BASE, BARE = "Llama, eager loop", "bare compiled loop"

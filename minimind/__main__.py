@@ -2,6 +2,6 @@
 
 import sys
 
-from minimind.cli import main
+from minimind.cli.main import main
 
 sys.exit(main())

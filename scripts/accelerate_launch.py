@@ -2,7 +2,7 @@
 
 Called with the arguments of `accelerate launch`. torchrun, which this process becomes, passes TERM
 on to its workers but not USR1, and a second TERM makes it leave them while they save. It alone is
-told how a worker ended; it leaves word of that for the others (minimind/workers.py). Where no
+told how a worker ended; it leaves word of that for the others (minimind/runtime/local_workers.py). Where no
 worker lived to say how the run ended, it does.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # also where the package is not installed
 from minimind.errors import PREEMPTED, PeerError, RunError, Stopped, one_line  # noqa: E402 (first)
-from minimind.process import (  # noqa: E402 (likewise)
+from minimind.runtime.process import (  # noqa: E402 (likewise)
     CAUGHT,
     LAUNCHER_PID,
     claim_status,
@@ -30,7 +30,7 @@ from minimind.process import (  # noqa: E402 (likewise)
     record_stop,
     stop_reason,
 )
-from minimind.workers import Worker, end_told, folder, record_end  # noqa: E402 (likewise)
+from minimind.runtime.local_workers import Worker, end_told, folder, record_end  # noqa: E402 (likewise)
 
 NAME = "run_accelerate.sh"
 AGAIN = "run the same command again"

@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import save_file
 
 from minimind.errors import RunError
-from minimind.export import export
+from minimind.interop.export import export
 from minimind.model.decoder import MiniMindForCausalLM
-from minimind.weights import Weights, load_weights_from
+from minimind.interop.weights import Weights, load_weights_from
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMATS = ("llama", "minimind", "gguf")

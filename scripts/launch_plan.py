@@ -19,9 +19,9 @@ from typing import Any
 
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # also where the package is not installed
-from minimind.environment import OF_LAUNCHERS, require_numbers  # noqa: E402 (after that)
+from minimind.runtime.environment import OF_LAUNCHERS, require_numbers  # noqa: E402 (after that)
 from minimind.errors import RendezvousError, RunError, UsageError, one_line  # noqa: E402 (likewise)
-from minimind.phases import phase  # noqa: E402 (likewise)
+from minimind.runtime.phases import phase  # noqa: E402 (likewise)
 
 # Of NVIDIA's, of AMD's and of Windows'; where one is, nvidia-smi may still not be installed.
 DRIVERS = [Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg")]
@@ -71,7 +71,7 @@ class Asked:
 
 def backend_of(asked: Asked) -> str:
     """The distributed_type; a UsageError for a YAML that we cannot launch as it says."""
-    from minimind.launch import DROPPED  # only now: it needs yaml
+    from minimind.config.launcher_env import DROPPED  # only now: it needs yaml
 
     found, path = asked.document, asked.path
     refuse_unknown(found, fields(), path, "")
@@ -197,7 +197,7 @@ def main(target: str, device: str) -> dict[str, Any]:
     require_numbers({name: value for name, value in os.environ.items() if value}, OF_LAUNCHERS)
     import yaml  # only now: a missing library is told in one line
 
-    from minimind.yaml_files import load_yaml
+    from minimind.config.yaml_files import load_yaml
 
     path = os.environ.get("CONFIG_FILE") or str(PROJECT / "configs" / "accelerate_config.yaml")
     asked = Asked(load_yaml(path, "CONFIG_FILE"), path, os.environ)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 # Small enough that a launch costs more than the training.
 SHAPE = "--dim 64 --n_layers 2 --n_heads 4 --n_kv_heads 2 --max_seq_len 64 --vocab_size 600"
 PACE = (
@@ -181,7 +181,7 @@ SMALL: dict[str, Any] = {
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     import minimind.train as training
-    from minimind.cli import main
+    from minimind.cli.main import main
 
     place = tmp_path_factory.mktemp("trained")
     found = Trained(

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from minimind.config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from tests.conftest import ROOT, Launcher, Run
 
 SILENT = 300.0  # seconds after which ranks count as stuck

@@ -12,8 +12,8 @@ from tests.conftest import ROOT
 CODE = """
 import os, shutil, signal, sys
 from pathlib import Path
-from minimind.new_folder import NewFolder
-from minimind.cli import main
+from minimind.runtime.output_folder import NewFolder
+from minimind.cli.main import main
 
 at, words = int(sys.argv[1]), sys.argv[2:]
 replace, calls = NewFolder.replace, []

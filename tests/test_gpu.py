@@ -1,7 +1,7 @@
 """One CUDA GPU against the CPU: the same losses, resumed bit for bit, and nothing waited for.
 
 Command: make gpu. A few minutes, most of them for starting and compiling. Beside these,
-tests/model/test_document_attention.py and tests/data/test_batches.py have some of their own.
+tests/model/test_document_attention.py and tests/data/loader/test_batches.py have some of their own.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from tests.conftest import ROOT, sentences
 SOURCES = ("minimind", "configs", "pyproject.toml", "README.md", "LICENSE")
 TRAIN = """
 import minimind
-from minimind.cli import main
-from minimind.config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.cli.main import main
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 print(minimind.__file__)
 print(DEFAULT_DEEPSPEED_CONFIG)
 assert main(["plan", "--model", "104m"]) == 0

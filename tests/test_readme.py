@@ -5,9 +5,9 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.table import written
-from minimind.config import FLAGS
+from minimind.config.run_config import FLAGS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from minimind import generate_commands
+from minimind.cli import generate as generate_commands
 from minimind.errors import UsageError, one_line
 from minimind.terminal import Guarded, guarded, printable
 
 CONTROLS = [*range(0x20), 0x7F, *range(0x80, 0xA0)]
 HARMLESS = {0x09, 0x0A}
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Screen(io.StringIO):

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import minimind
-from minimind.cli import main
-from minimind.flags import parse_flags
+from minimind.cli.main import main
+from minimind.config.parse import parse_flags
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 # On the package index `minimind` alone belongs to another author.
 STRANGER = re.compile(r"pip3? install(?: -{1,2}[\w-]+)* ['\"]?minimind(?!-deepspeed)")
 

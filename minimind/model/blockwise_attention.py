@@ -12,7 +12,7 @@ end.
 import torch
 from torch import Tensor
 
-from minimind.model.recomputing import recomputed
+from minimind.model.activation_checkpointing import recomputed
 
 BLOCK = 128  # queries
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.products import Linear, widened
+from minimind.model.bf16_matmul import Linear, widened
 
 
 class Routing(NamedTuple):

@@ -19,10 +19,10 @@ from minimind.model.blockwise_attention import blockwise_attention
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.document_attention import document_attention
 from minimind.model.experts import MixtureOfExperts
-from minimind.model.products import Linear, linear, widened
-from minimind.model.recomputing import not_kept
+from minimind.model.bf16_matmul import Linear, linear, widened
+from minimind.model.activation_checkpointing import not_kept
 from minimind.model.rotary import in_halves, rotate, rotate_halves
-from minimind.model.visibility import Visible
+from minimind.model.attention_mask import Visible
 
 CHOOSES = "cuda"
 """The kind of device that has several fused kernels of attention to choose from."""

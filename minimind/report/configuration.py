@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minimind.files import storing
+from minimind.runtime.durable_files import storing
 
 LINE = re.compile(r"(?P<name>\w+): (?P<value>.*?)(?:  # (?P<source>[^#]*))?", re.DOTALL)
 LONG = 300  # letters of a value that are shown

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from minimind.errors import UsageError
-from minimind.files import storing
+from minimind.runtime.durable_files import storing
 
 PHASES = ("data", "forward", "backward", "optimizer")
 PAUSES = ("evaluate", "checkpoint", "sample", "trace", "gc")

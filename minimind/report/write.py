@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from minimind.files import storing, write_whole
+from minimind.runtime.durable_files import storing, write_whole
 from minimind.report.configuration import read_configuration
 from minimind.report.figures import figures_of
 from minimind.report.page import page

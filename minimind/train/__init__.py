@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from minimind.environment import rank_of, require_environment
-from minimind.process import CAUGHT, Progress
+from minimind.runtime.environment import rank_of, require_environment
+from minimind.runtime.process import CAUGHT, Progress
 
 
 class _CallableModule(ModuleType):
@@ -31,8 +31,8 @@ class _CallableModule(ModuleType):
         import torch.distributed as dist
 
         from minimind.errors import UsageError
-        from minimind.flags import run_of
-        from minimind.train.engine import leave
+        from minimind.config.parse import run_of
+        from minimind.engine.build import leave
         from minimind.train.pretrain import pretrain
 
         run = run_of({**(flags or {}), **more}, "train({name}=...)")

@@ -9,21 +9,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from minimind.config import RunConfig
-from minimind.data.batches import Batches, held_out_rows
-from minimind.data.load_tokenizer import load_tokenizer, longest_document
-from minimind.data.order import Mixture, Order, Origin
-from minimind.data.prepare import Asked, Prepared, is_prepared, open_prepared, prepare_for_run
-from minimind.data.sources import Source
-from minimind.data.units import Options
+from minimind.config.run_config import RunConfig
+from minimind.data.loader.batches import Batches, held_out_rows
+from minimind.data.tokenizer.load import load_tokenizer, longest_document
+from minimind.data.loader.row_order import Mixture, Order, Origin
+from minimind.data.prepare.prepare import Asked, Prepared, is_prepared, open_prepared, prepare_for_run
+from minimind.data.text.sources import Source
+from minimind.data.prepare.work_units import Options
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
-from minimind.flag_groups import DEFAULT_DATA
-from minimind.phases import phase
-from minimind.train.claims import ELSEWHERE, require_course
-from minimind.train.engine import Engine
+from minimind.config.training_flags import DEFAULT_DATA
+from minimind.runtime.phases import phase
+from minimind.checkpoint.validation import ELSEWHERE, require_course
+from minimind.engine.build import Engine
 from minimind.train.evaluate import HeldOut
-from minimind.train.resume import Resumed
-from minimind.train.schedule import Schedule, plan_schedule
+from minimind.checkpoint.resume import Resumed
+from minimind.config.schedule import Schedule, plan_schedule
 
 
 def require_default_data(run: RunConfig) -> None:

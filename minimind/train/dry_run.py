@@ -6,17 +6,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from minimind.config import RunConfig
-from minimind.data.load_tokenizer import load_tokenizer
-from minimind.data.manifest import is_whole, read_manifest
-from minimind.data.units import Options
+from minimind.config.run_config import RunConfig
+from minimind.data.tokenizer.load import load_tokenizer
+from minimind.data.loader.manifest import is_whole, read_manifest
+from minimind.data.prepare.work_units import Options
 from minimind.errors import DataError
-from minimind.plan import plan_text
-from minimind.train.architecture import Architecture
+from minimind.estimate.plan import plan_text
+from minimind.architecture.select import Architecture
 from minimind.train.build import prepared_folder, require_a_step, with_decided, with_tokenizer
-from minimind.train.deepspeed_config import Resolved
+from minimind.config.deepspeed.resolve import Resolved
 from minimind.train.settings import deepspeed_table, flags_table
-from minimind.train.setup import Setup, engaged_by
+from minimind.config.deepspeed.backend_choice import Setup, engaged_by
 
 
 def dry_run_text(setup: Setup, resolved: Resolved, model: Architecture) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from minimind.data.shards import TokenShards
+from minimind.data.loader.token_shards import TokenShards
 from minimind.model.loss import IGNORED
-from minimind.train.engine import Engine
+from minimind.engine.build import Engine
 
 
 @dataclass(frozen=True)

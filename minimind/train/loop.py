@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minimind.errors import PREEMPTED
-from minimind.train.desk import (
+from minimind.train.loop_actions import (
     Desk,
     advance,
     asked_by,
@@ -19,8 +19,8 @@ from minimind.train.desk import (
     trace,
     wind_up,
 )
-from minimind.train.profile import PhaseClock
-from minimind.train.state import TrainState, is_due
+from minimind.engine.phase_clock import PhaseClock
+from minimind.checkpoint.train_state import TrainState, is_due
 
 
 def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from minimind.config import FLAGS, RunConfig
+from minimind.config.run_config import FLAGS, RunConfig
 from minimind.train.columns import shortened
-from minimind.train.deepspeed_config import Resolved, leaves
+from minimind.config.deepspeed.resolve import Resolved, leaves
 
 # Flags that `opening` shows in lines of their own, and flags that say nothing about the training.
 SHOWN_ABOVE = ("model", "data_path", "out_dir", "save_interval", "save_minutes", "deepspeed_config")

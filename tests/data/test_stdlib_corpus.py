@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.data.reading import documents_of
+from tests.data.text.reading import documents_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "stdlib_corpus.py"
 

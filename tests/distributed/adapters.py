@@ -1,4 +1,4 @@
-"""Worker of tests/train/test_adapters.py: every adapter saved, resumed, rewound and crossed.
+"""Worker of tests/engine/test_optimizer_state_adapters.py: every adapter saved, resumed, rewound and crossed.
 
 Usage: torchrun ... -m tests.distributed.adapters OUT.json NAME...    (of a case, or A -> B of two)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minimind.config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from tests.conftest import Launcher, Run
 
 FP32 = "--dtype float32"

@@ -1,7 +1,7 @@
 """Small engines built one after another in a process: trained, saved, and resumed by each other.
 
 A start of Python, torch and DeepSpeed costs far more than the steps do, so that the workers of
-tests/train/test_adapters.py and of elastic.py look at many configurations in one process. Those at
+tests/engine/test_optimizer_state_adapters.py and of elastic.py look at many configurations in one process. Those at
 stage 3 come last: it replaces torch's linear function for good.
 """
 
@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for every engine)
 
-from minimind.config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.data.order import Order
-from minimind.flags import parse_flags
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.data.loader.row_order import Order
+from minimind.config.parse import parse_flags
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.model.recomputing import recompute_blocks
-from minimind.train.deepspeed_config import Resolved, read_deepspeed_json, resolve
-from minimind.train.engine import Engine, build_engine
-from minimind.train.literals import put
-from minimind.train.profile import PhaseClock
-from minimind.train.resume import resume
-from minimind.train.saver import Saver
-from minimind.train.state import TrainState
+from minimind.model.activation_checkpointing import recompute_blocks
+from minimind.config.deepspeed.resolve import Resolved, read_deepspeed_json, resolve
+from minimind.engine.build import Engine, build_engine
+from minimind.config.deepspeed.literals import put
+from minimind.engine.phase_clock import PhaseClock
+from minimind.checkpoint.resume import resume
+from minimind.checkpoint.saver import Saver
+from minimind.checkpoint.train_state import TrainState
 
 ROWS, LENGTH, VOCABULARY = 8, 16, 96
 ORDER = Order(n_rows=200, rows_per_step=ROWS, seed=1)

@@ -21,7 +21,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 from torch._functorch import config
 
-from minimind.train.compiled import AHEAD
+from minimind.engine.compile import AHEAD
 from tests.distributed.engines import Case, build, course
 
 is_ahead: list[bool] = []  # of each graph, whether its backward pass is asked for with it

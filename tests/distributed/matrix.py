@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from minimind.config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from tests.conftest import PACE, ROOT, SHAPE, sentences
 from tests.forking import free_port
 

@@ -4,7 +4,7 @@ Usage: torchrun ... measure_memory.py OUT.json STAGE,DTYPE,ACCUMULATION ...     
 Engines are built one after another. In the last of three steps (moments exist from the second on)
 every live tensor is looked at whenever a gradient is made, a collective called, an update begun.
 Storages count once. Left out are integers (the batch), complex numbers (pos_cis) and what has a
-grad_fn (activations, which tests/train/test_costs.py measures).
+grad_fn (activations, which tests/estimate/test_costs.py measures).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for every engine)
 
-from minimind.config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.flags import SHAPE, parse_flags
-from minimind.model import products
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.config.parse import SHAPE, parse_flags
+from minimind.model import bf16_matmul as products
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.train.deepspeed_config import Resolved, read_deepspeed_json, resolve
-from minimind.train.engine import build_engine
-from minimind.train.profile import PhaseClock
+from minimind.config.deepspeed.resolve import Resolved, read_deepspeed_json, resolve
+from minimind.engine.build import build_engine
+from minimind.engine.phase_clock import PhaseClock
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 

@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for every engine)
 
-from minimind.config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.data.order import Order
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.data.loader.row_order import Order
 from minimind.errors import NumericError
-from minimind.flags import parse_flags
+from minimind.config.parse import parse_flags
 from minimind.model import decoder
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.train.deepspeed_config import Resolved, read_deepspeed_json, resolve
-from minimind.train.engine import Engine, build_engine
-from minimind.train.literals import put
-from minimind.train.numerics import SkippedSteps
-from minimind.train.profile import PhaseClock
-from minimind.train.report import Report
+from minimind.config.deepspeed.resolve import Resolved, read_deepspeed_json, resolve
+from minimind.engine.build import Engine, build_engine
+from minimind.config.deepspeed.literals import put
+from minimind.train.skipped_steps import SkippedSteps
+from minimind.engine.phase_clock import PhaseClock
+from minimind.telemetry.progress import Report
 
 SHAPE = MiniMindConfig(
     vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimind.config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.data.tokenizer import Tokenizer
-from minimind.flags import parse_flags
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.data.tokenizer.sentencepiece import Tokenizer
+from minimind.config.parse import parse_flags
 from minimind.model.decoder import MiniMindForCausalLM
-from minimind.train.architecture import Own
-from minimind.train.checkpoint import candidates
-from minimind.train.resume import load_weights
+from minimind.architecture.select import Own
+from minimind.checkpoint.directory import candidates
+from minimind.checkpoint.resume import load_weights
 from tests.conftest import SHAPE, Launcher
 
 pytestmark = pytest.mark.launch

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from minimind.flags import parse_flags
-from minimind.plan import shape_of
-from minimind.train.costs import Layout, bytes_sent, memory
+from minimind.config.parse import parse_flags
+from minimind.estimate.plan import shape_of
+from minimind.estimate.costs import Layout, bytes_sent, memory
 from tests.forking import Nursery
 
 pytestmark = pytest.mark.launch

@@ -47,7 +47,7 @@ def test_the_loss_falls(unbroken: Run):
 
 
 def test_the_rate_of_every_step_is_the_schedules(unbroken: Run):
-    from minimind.train.schedule import Schedule
+    from minimind.config.schedule import Schedule
 
     planned = Schedule("cosine", 2e-3, 0.1, 3, 60)
     assert [s["lr"] for s in unbroken.events("step")] == [planned.lr_at(i) for i in range(60)]
@@ -100,7 +100,7 @@ def test_every_resolved_value_is_kept_and_the_table_is_a_flag_away(unbroken: Run
 
 
 def test_checkpoints_are_complete_pruned_and_verify(unbroken: Run):
-    from minimind.train.checkpoint import candidates, read_manifest, verify
+    from minimind.checkpoint.directory import candidates, read_manifest, verify
 
     found = candidates(unbroken.out_dir / "checkpoints")
     assert [p.name for p in found] == ["step_00000060", "step_00000054"]
@@ -114,7 +114,7 @@ def test_checkpoints_are_complete_pruned_and_verify(unbroken: Run):
 
 
 def test_text_is_generated_from_a_checkpoint(unbroken: Run, capsys: pytest.CaptureFixture[str]):
-    from minimind.cli import main
+    from minimind.cli.main import main
 
     ask = ["generate", "--checkpoint", str(unbroken.out_dir), "--prompt", "春眠", "--seed", "1"]
     assert main([*ask, "--max_new_tokens", "12"]) == 0
@@ -135,7 +135,7 @@ def test_another_stage_in_the_json_alone_gives_the_same_losses(
     assert [s["step"] for s in other.events("sample")] == [10, 20]
 
 
-@pytest.mark.long  # tests/train/test_adapters.py has every stage in one launch
+@pytest.mark.long  # tests/engine/test_optimizer_state_adapters.py has every stage in one launch
 def test_every_stage_resumes_bit_for_bit_in_fp32(
     other_stage: tuple[int, Path, Run], forked: Launcher, tmp_path: Path
 ):

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from minimind import cli
+from minimind.cli import main as cli
 from minimind.errors import UsageError
-from minimind.flags import parse_flags
+from minimind.config.parse import parse_flags
 from tests.conftest import ROOT
 
 REASONS = ("gpu", "slurm", "hosts", "network", "hours", "other software")

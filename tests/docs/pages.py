@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from minimind.cli import build_parser
-from minimind.config import FLAGS
+from minimind.cli.main import build_parser
+from minimind.config.run_config import FLAGS
 from tests.conftest import ROOT
 
 DOCS = ROOT / "docs"

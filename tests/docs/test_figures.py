@@ -10,12 +10,12 @@ import pytest
 
 from minimind import errors
 from minimind.errors import UsageError
-from minimind.flags import parse_flags
-from minimind.launch import read_launch
-from minimind.plan import Machine, plan
-from minimind.train.costs import Layout, memory
-from minimind.train.deepspeed_config import read_deepspeed_json, resolve
-from minimind.train.shape import shape_of
+from minimind.config.parse import parse_flags
+from minimind.config.launcher_env import read_launch
+from minimind.estimate.plan import Machine, plan
+from minimind.estimate.costs import Layout, memory
+from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
+from minimind.estimate.shape import shape_of
 from tests.conftest import ROOT
 from tests.docs.pages import PAGES, blocks, rows
 

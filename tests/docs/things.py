@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import minimind.train
-from minimind.data.load_tokenizer import load_tokenizer
-from tests import minimind2
+from minimind.data.tokenizer.load import load_tokenizer
+from tests.interop import minimind2
 from tests.conftest import ROOT, SMALL, Trained, sentences
 
 FOLDERS = ("benchmarks", "configs", "docs", "examples", "minimind", "scripts", "tests")

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from minimind.config import FLAGS
+from minimind.config.run_config import FLAGS
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "accelerate.md").read_text(encoding="utf-8")

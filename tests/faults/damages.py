@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from minimind.files import sha256_of
+from minimind.runtime.durable_files import sha256_of
 from tests.faults.harness import Site
 from tests.faults.outcomes import Outcome, curve, events, gist
 from tests.faults.places import told_once

@@ -10,7 +10,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from itertools import cycle, islice
 from pathlib import Path
 
-from minimind.cli import main
+from minimind.cli.main import main
 from tests.faults.harness import Site, Start
 from tests.faults.kills import wait_for_step
 from tests.faults.outcomes import Outcome, events, gist

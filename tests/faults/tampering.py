@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 import minimind.train as training
-from minimind.cli import main
-from minimind.data.order import Order
+from minimind.cli.main import main
+from minimind.data.loader.row_order import Order
 from minimind.errors import RunError, one_line
-from minimind.files import fingerprint
-from minimind.flag_groups import CHANGEABLE
-from minimind.flags import parse_flags
+from minimind.runtime.durable_files import fingerprint
+from minimind.config.training_flags import CHANGEABLE
+from minimind.config.parse import parse_flags
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.train.build import continued
-from minimind.train.checkpoint import MANIFEST, candidates, describe_file, manifest_text
-from minimind.train.deepspeed_backend import DeepSpeedBackend
-from minimind.train.optimizer import adamw, parameter_groups
-from minimind.train.resume import resume
+from minimind.checkpoint.directory import MANIFEST, candidates, describe_file, manifest_text
+from minimind.engine.deepspeed_backend import DeepSpeedBackend
+from minimind.engine.optimizer import adamw, parameter_groups
+from minimind.checkpoint.resume import resume
 
 train: Any = training  # a package that is called like a function
 FLAGS = {

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from minimind.errors import CheckpointError
-from minimind.train.checkpoint import (
+from minimind.checkpoint.directory import (
     MANIFEST,
     Rejected,
     candidates,
@@ -24,10 +24,10 @@ from minimind.train.checkpoint import (
     step_directory,
     verify,
 )
-from minimind.train.choosing import newest_valid
-from minimind.train.claims import shard_name
-from minimind.train.resume import load_weights
-from minimind.train.tensor_files import write_runs
+from minimind.checkpoint.choose import newest_valid
+from minimind.checkpoint.validation import shard_name
+from minimind.checkpoint.resume import load_weights
+from minimind.checkpoint.tensor_files import write_runs
 from tests.faults.tampering import (
     copied,
     files_of,

@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from minimind.data.order import Order
+from minimind.data.loader.row_order import Order
 from minimind.errors import CheckpointError
 from minimind.train.build import continued
-from minimind.train.checkpoint import MANIFEST, candidates, verify
-from minimind.train.claims import shard_name
-from minimind.train.resume import Resumed
-from minimind.train.state import TrainState
+from minimind.checkpoint.directory import MANIFEST, candidates, verify
+from minimind.checkpoint.validation import shard_name
+from minimind.checkpoint.resume import Resumed
+from minimind.checkpoint.train_state import TrainState
 from tests.faults.tampering import COMMANDS, TOOLS, ending, manifest_of, reseal, seal, trained
 
 SHARD, BUFFERS, STATE, CONFIG = (

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from minimind.errors import CheckpointError
-from minimind.train.checkpoint import MANIFEST, candidates
+from minimind.checkpoint.directory import MANIFEST, candidates
 from tests.faults.tampering import (
     COMMANDS,
     TOOLS,

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from minimind.data.tokenizer import train_tokenizer
-from minimind.files import fingerprint
-from minimind.flags import parse_flags
+from minimind.data.tokenizer.sentencepiece import train_tokenizer
+from minimind.runtime.durable_files import fingerprint
+from minimind.config.parse import parse_flags
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.train.backends import PlainBackend
-from minimind.train.checkpoint import (
+from minimind.engine.plain_backend import PlainBackend
+from minimind.checkpoint.directory import (
     candidates,
     describe_file,
     manifest_text,
@@ -23,14 +23,14 @@ from minimind.train.checkpoint import (
     step_directory,
     write_manifest,
 )
-from minimind.train.contents import Contents
-from minimind.train.deepspeed_config import Resolved
-from minimind.train.optimizer import parameter_groups
-from minimind.train.resume import Resumed
-from minimind.train.resume import resume as resume_from
-from minimind.train.saver import Saver
-from minimind.train.state import TrainState
-from minimind.train.tensor_files import shard_name, write_runs
+from minimind.checkpoint.reader import Contents
+from minimind.config.deepspeed.resolve import Resolved
+from minimind.engine.optimizer import parameter_groups
+from minimind.checkpoint.resume import Resumed
+from minimind.checkpoint.resume import resume as resume_from
+from minimind.checkpoint.saver import Saver
+from minimind.checkpoint.train_state import TrainState
+from minimind.checkpoint.tensor_files import shard_name, write_runs
 from tests.conftest import sentences
 
 SHAPE: dict[str, Any] = {

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from minimind.model import document_attention, visibility
+from minimind.model import document_attention
+from minimind.model import attention_mask as visibility
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.document_attention import document_blocks, is_fast
 from minimind.model.layers import flash_attention
 from minimind.model.loss import next_token_loss
-from minimind.model.visibility import visible_keys
+from minimind.model.attention_mask import visible_keys
 
 EOS, V = 2, 50
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from minimind.cli import main
+from minimind.cli.main import main
 from minimind.report.records import read_records
 from minimind.report.runs import Run, runs_of
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import minimind.train as training
-from minimind.cli import main
+from minimind.cli.main import main
 from minimind.errors import StorageError
 from minimind.report.page import GENERATOR
 from minimind.report.write import write_report
@@ -286,7 +286,7 @@ def test_one_rank_is_not_compared_with_itself(tmp_path, capsys):
 
 def test_the_report_is_written_without_torch(run):
     code = (
-        "import sys; from minimind.cli import main; main(sys.argv[1:]);"
+        "import sys; from minimind.cli.main import main; main(sys.argv[1:]);"
         " sys.exit('torch' in sys.modules)"
     )
     words = [sys.executable, "-c", code, "report", str(run)]

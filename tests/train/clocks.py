@@ -12,8 +12,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from minimind.train import saver
-from minimind.train.profile import PhaseClock
+from minimind.checkpoint import saver
+from minimind.engine.phase_clock import PhaseClock
 
 
 def use_clock(replace: Callable[[Any, str, Any], None], seconds_per_step: float) -> None:

@@ -97,7 +97,7 @@ def main(folder: Path) -> None:
     import kernels  # pyright: ignore[reportMissingImports] (the stub)
 
     import minimind.train
-    from minimind.cli import main as minimind
+    from minimind.cli.main import main as minimind
 
     train: Any = sys.modules["minimind.train"]
     ended: dict[str, list[Any]] = {}

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from minimind.cli import main
+from minimind.cli.main import main
 from minimind.errors import DataError, UsageError
-from minimind.flags import parse_flags
-from minimind.launch import read_launch
-from minimind.train.architecture import Own
+from minimind.config.parse import parse_flags
+from minimind.config.launcher_env import read_launch
+from minimind.architecture.select import Own
 from minimind.train.dry_run import dry_run_text
-from minimind.train.setup import read_setup
+from minimind.config.deepspeed.backend_choice import read_setup
 from tests.conftest import sentences
 
 

@@ -12,21 +12,21 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import minimind.train as training
-from minimind.cli import main
+from minimind.cli.main import main
 from minimind.errors import CheckpointError, UsageError
-from minimind.flags import parse_flags
-from minimind.generate import generate, load_checkpoint
+from minimind.config.parse import parse_flags
+from minimind.inference.from_checkpoint import generate, load_checkpoint
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.experts import Routing
 from minimind.model.loss import next_token_loss
-from minimind.sampling import Sampling
-from minimind.train import desk
-from minimind.train.claims import read_config
-from minimind.train.engine import Engine, leave
-from minimind.train.objective import Objective
-from minimind.train.profile import PhaseClock
-from tests.train.test_backends import engine_of
+from minimind.inference.sampling import Sampling
+from minimind.train import loop_actions as desk
+from minimind.checkpoint.validation import read_config
+from minimind.engine.build import Engine, leave
+from minimind.engine.loss_of_batch import Objective
+from minimind.engine.phase_clock import PhaseClock
+from tests.engine.test_backends import engine_of
 
 train: Any = training  # a package that is called like a function
 ROWS = torch.randint(96, (8, 17), generator=torch.manual_seed(1))

@@ -13,19 +13,19 @@ import pytest
 import torch
 
 import minimind.train as training
-from minimind.cli import main
-from minimind.ending import Ending
+from minimind.cli.main import main
+from minimind.runtime.exit import Ending
 from minimind.errors import MemoryFull, which_memory
-from minimind.flags import parse_flags, run_of
-from minimind.plan import GIB
-from minimind.process import Progress
+from minimind.config.parse import parse_flags, run_of
+from minimind.estimate.plan import GIB
+from minimind.runtime.process import Progress
 from minimind.train import memory_report
-from minimind.train.checkpoint import candidates, verify
-from minimind.train.deepspeed_config import Resolved
-from minimind.train.engine import leave
+from minimind.checkpoint.directory import candidates, verify
+from minimind.config.deepspeed.resolve import Resolved
+from minimind.engine.build import leave
 from minimind.train.memory_report import remedy
 from minimind.train.pretrain import pretrain
-from minimind.train.stepping import Engine
+from minimind.engine.engine import Engine
 from tests.conftest import SMALL, Launcher, Trained, sentences
 
 CUDA = (
@@ -176,7 +176,7 @@ def test_a_command_out_of_memory_ends_with_10(
     def fail(*args: Any, **more: Any) -> Any:
         raise torch.OutOfMemoryError(CUDA)
 
-    monkeypatch.setattr("minimind.writing.write_on", fail)
+    monkeypatch.setattr("minimind.inference.generate.write_on", fail)
     asked = ["generate", "--checkpoint", str(trained.run), "--prompt", "a"]
     assert main(asked) == 10
     told = capsys.readouterr().err

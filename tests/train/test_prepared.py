@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import minimind.train as training
-from minimind.cli import main
+from minimind.cli.main import main
 from minimind.errors import CheckpointError, DataError, UsageError
 from tests.conftest import sentences
-from tests.train.test_changes import BASE, events, steps
+from tests.checkpoint.test_changes import BASE, events, steps
 
 train: Any = training  # a package that is called like a function
 

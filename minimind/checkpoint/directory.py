@@ -1,0 +1,283 @@
+"""Checkpoint directories: written aside, published by one rename, verified before they are read.
+
+    out_dir/checkpoints/step_00000042/
+        shard-R-of-N.safetensors   what rank R of N owned: fp32 weights and Adam moments
+        buffers.safetensors        persistent buffers
+        state.json                 shapes, optimizer step, the engine's counters
+        config.json tokenizer.model ds_config.resolved.json   what generate and a reader need
+        manifest.json              written last: every file's size and sha256, and what the run was
+
+A directory under its final name is complete by construction. Nothing in it is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minimind.errors import CheckpointError
+from minimind.runtime.durable_files import canonical_json, fingerprint, sha256_of, sync_directory, write_durably
+from minimind.runtime.read_locks import locked_for_deletion
+from minimind.checkpoint.validation import Unreadable, read_object, require_manifest, shown
+
+FORMAT = 4
+# What is so where a checkpoint of this format does not tell: its writer knew nothing else.
+UNTOLD = {"qk_norm": False, "tie_word_embeddings": True, "use_moe": False, "norm_eps": 1e-5}
+MANIFEST = "manifest.json"
+NAME = re.compile(r"step_(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A checkpoint that is not used, the file that gave it away, and why."""
+
+    path: Path
+    file: str
+    reason: str
+    is_unreadable: bool = False  # which does not say that it is damaged
+
+    def __str__(self) -> str:
+        return f"{'UNREADABLE' if self.is_unreadable else 'DAMAGED'}: {self.file} {self.reason}"
+
+
+def rejected(path: Path, file: str, error: CheckpointError) -> Rejected:
+    """A checkpoint that is not used because of what was found in `file`."""
+    return Rejected(path, file, str(error), isinstance(error, Unreadable))
+
+
+def step_directory(root: Path, step: int) -> Path:
+    """`root/step_00000042`; names sort as steps do."""
+    return root / f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(path.name.removeprefix("step_"))
+
+
+def candidates(root: Path) -> list[Path]:
+    """Published checkpoints under `root`, newest step first; never judged by their times.
+
+    None where there is no such folder; an Unreadable where it cannot be listed.
+    """
+    try:
+        with os.scandir(root) as entries:
+            names = [e.name for e in entries if NAME.fullmatch(e.name) and e.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise Unreadable(f"{root}: cannot be read ({error.strerror}); mend its rights") from error
+    return sorted((root / name for name in names), key=step_of, reverse=True)
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """`name`, `bytes` and `sha256` as the manifest lists them."""
+    return {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def write_manifest(directory: Path, facts: dict[str, Any], files: list[dict[str, Any]]) -> None:
+    """Write `manifest.json`, which ends with the sha256 of its own canonical form."""
+    manifest = {"format": FORMAT, **facts, "files": sorted(files, key=lambda f: f["name"])}
+    manifest["sha256"] = fingerprint(manifest)
+    write_durably(directory / MANIFEST, manifest_text(manifest))
+    sync_directory(directory)
+
+
+def publish(tmp: Path, final: Path) -> None:
+    """Give a finished directory its name, so that it lasts; whatever had the name steps aside."""
+    if final.exists():
+        set_aside(final, "rejected")
+    tmp.rename(final)
+    sync_directory(final.parent)
+
+
+def _free_name(path: Path) -> Path:
+    free, n = path, 1
+    while free.exists():
+        n += 1
+        free = path.with_name(f"{path.name}-{n}")
+    return free
+
+
+def set_aside(path: Path, why: str) -> None:
+    """Rename a checkpoint to `WHY-step_...`: kept, but never chosen, counted or written over."""
+    path.rename(_free_name(path.with_name(f"{why}-{path.name}")))
+
+
+def retire(root: Path, keep_last: int) -> None:
+    """Delete all but the newest checkpoints; one that is being read stays until the next time.
+
+    Safe only where no bad or abandoned one is among them, which resuming sees to.
+    """
+    for old in candidates(root)[keep_last:]:
+        delete(old)
+
+
+def delete(path: Path) -> bool:
+    """Delete a directory, renamed first, so that none is ever half there under its name.
+
+    False where it stays, because somebody reads it.
+    """
+    with locked_for_deletion(path / MANIFEST) as is_free:
+        if not is_free:
+            return False
+        if ".tmp-" not in path.name:
+            path = path.rename(_free_name(path.with_name(f"{path.name}.tmp-retired")))
+    _remove(path)
+    return True
+
+
+def _remove(path: Path) -> None:
+    """Delete a directory, or a stray file; of a link the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def leftovers(root: Path) -> list[Path]:
+    """Checkpoints that stepped aside and were kept."""
+    aside = [p for why in ("rejected", "abandoned") for p in root.glob(f"{why}-step_*")]
+    return sorted(p for p in aside if ".tmp-" not in p.name)
+
+
+def unfinished(root: Path) -> list[Path]:
+    """Directories of saves and deletions that were cut short, and whatever else has such a name."""
+    return sorted(root.glob("*step_*.tmp-*"))
+
+
+def sweep(root: Path) -> None:
+    """Delete what earlier processes left unfinished."""
+    for left in unfinished(root):
+        _remove(left)
+
+
+def manifest_text(manifest: dict[str, Any]) -> bytes:
+    """The one way in which `manifest.json` is spelt."""
+    return json.dumps(manifest, indent=1).encode()
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest, its own hash and all that reading needs checked; CheckpointError otherwise."""
+    manifest, text = read_object(directory / MANIFEST)
+    if "sha256" not in manifest:
+        raise CheckpointError("is no manifest")
+    body = {key: value for key, value in manifest.items() if key != "sha256"}
+    try:
+        is_whole = fingerprint(body) == manifest["sha256"]
+    except UnicodeEncodeError:  # half a surrogate pair, escaped
+        is_whole = False
+    # Spelt otherwise (1e-5 for 1E-5) it would mean the same, but something has changed it.
+    if not is_whole or text != manifest_text(manifest):
+        raise CheckpointError("does not match its own sha256")
+    if body.get("format") != FORMAT:
+        told = shown(body.get("format"))
+        raise CheckpointError(f"has format {told}, this version reads {FORMAT}")
+    require_manifest(manifest)
+    own_name = step_directory(directory, manifest["step"]).name
+    if NAME.fullmatch(directory.name) and directory.name != own_name:
+        raise CheckpointError(f"is that of {own_name}")
+    return manifest
+
+
+def verify(directory: Path, part: int = 0, of: int = 1) -> Rejected | None:
+    """What is wrong with a checkpoint, or None; `part` of `of` ranks hashes its share of files."""
+    try:
+        manifest = read_manifest(directory)
+    except CheckpointError as error:
+        return rejected(directory, MANIFEST, error)
+    for entry in manifest["files"][part::of]:
+        if bad := fault(directory / entry["name"], entry):
+            return bad
+    return None
+
+
+def fault(path: Path, entry: dict[str, Any]) -> Rejected | None:
+    """What is wrong with one file, or None."""
+    try:
+        state = path.lstat()
+        if not stat.S_ISREG(state.st_mode):
+            told = "is missing"
+        elif state.st_size != entry["bytes"]:
+            told = f"is {state.st_size} of {entry['bytes']} bytes"
+        else:
+            told = "" if sha256_of(path) == entry["sha256"] else "does not match its sha256"
+    except (FileNotFoundError, NotADirectoryError):
+        told = "is missing"
+    except OSError as error:
+        return Rejected(path.parent, path.name, f"cannot be read ({error.strerror})", True)
+    return Rejected(path.parent, path.name, told) if told else None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One fact that two checkpoints, or a checkpoint and a run, do not share."""
+
+    group: str  # what --allow_change calls it
+    name: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.group}.{self.name}: {self.old} -> {self.new}"
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[Difference]:
+    """Every fact, by group and name, that is not the same in both."""
+    found = []
+    for group in sorted({*saved, *now}):
+        old, new = saved.get(group, {}), now.get(group, {})
+        for key in sorted({*old, *new}):
+            before, after = (side.get(key, UNTOLD.get(key)) for side in (old, new))
+            if canonical_json(before) != canonical_json(after):
+                found.append(Difference(group, key, before, after))
+    return found
+
+
+def difference_table(changed: list[Difference], allowed: Set[str]) -> list[str]:
+    """Lines of what changed, old and new value, and the flag that lets each through."""
+    rows = [("changed", "checkpoint", "this run", "let through by")]
+    for one in changed:
+        by = f"--allow_change {one.group}" + (" (given)" if one.group in allowed else "")
+        rows.append((f"{one.group}.{one.name}", _short(one.old), _short(one.new), by))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = ([c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows)
+    return ["  " + "  ".join(cells).rstrip() for cells in padded]
+
+
+def _short(value: Any) -> str:
+    told = str(value)
+    return told if len(told) <= 32 else f"{told[:29]}..."
+
+
+def require_same_run(
+    directory: Path, saved: dict[str, Any], now: dict[str, Any], allowed: Set[str] = frozenset()
+) -> list[Difference]:
+    """What differs in the groups that were `allowed` to; a CheckpointError with a table if more."""
+    changed = differences(saved, now)
+    refused = [one for one in changed if one.group not in allowed]
+    if refused:
+        groups = ",".join(dict.fromkeys(one.group for one in changed))
+        told = "; ".join(map(str, refused))
+        if any(one.name == "rows_per_step" for one in refused):
+            told += "; rows_per_step is --batch_size x --accumulation_steps x processes"
+        raise CheckpointError(
+            f"{directory} belongs to another run ({told}); give the old values back,"
+            f" allow it by --allow_change {groups}, or start afresh in another --out_dir",
+            table=difference_table(changed, allowed),
+        )
+    return changed
+
+
+def start_over(root: Path) -> None:
+    """Rename a checkpoints folder that a fresh start must not mix with, and make an empty one."""
+    if root.is_dir() and any(root.iterdir()):
+        root.rename(_free_name(root.with_name(f"{root.name}-before")))
+        root.mkdir()

@@ -1,0 +1,115 @@
+"""What makes a run this run: the facts in its checkpoints, its code and its libraries."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from minimind import __version__
+from minimind.config.run_config import PROJECT, RunConfig
+from minimind.data.loader.row_order import Order
+from minimind.data.prepare.prepare import Prepared
+from minimind.engine.build import Engine
+from minimind.config.schedule import Schedule
+
+
+def identity(
+    run: RunConfig,
+    model: dict[str, Any],
+    prepared: Prepared,
+    schedule: Schedule,
+    order: Order,
+    engine: Engine,
+) -> dict[str, Any]:
+    """What may not change on resume unless --allow_change names its group: facts by group.
+
+    `model` are those of its architecture.
+    """
+    return {
+        "batch": {"rows_per_step": order.rows_per_step, "max_seq_len": run.max_seq_len},
+        "schedule": {
+            "shape": engine.resolved.config.get("scheduler", schedule.shape),
+            "total_steps": schedule.total_steps,
+            "warmup_steps": schedule.warmup_steps,
+            "min_lr_ratio": schedule.min_ratio,
+        },
+        "lr": {
+            "learning_rate": run.learning_rate,
+            "weight_decay": run.weight_decay,
+            "betas": [run.beta1, run.beta2],
+            "grad_clip": run.grad_clip,
+            "optimizer": engine.resolved.optimizer,
+            "optimizer_params": engine.resolved.optimizer_params,
+        },
+        "data": {
+            "sha256": prepared.manifest["fingerprint"],
+            "weights": order.mixture and list(order.mixture.weights),
+        },
+        "tokenizer": {"sha256": prepared.tokenizer.fingerprint},
+        "model": model,
+        "dtype": {"dtype": run.dtype},
+        "seed": {"seed": run.seed},
+    }
+
+
+def hardware(device: torch.device) -> str:
+    """The name of the GPU that computes, or of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:  # Linux alone has it
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def layout(run: RunConfig, engine: Engine) -> dict[str, Any]:
+    """How the work of a step is shared out, which a resume may change."""
+    return {
+        "world_size": engine.world_size,
+        "zero_stage": engine.resolved.zero_stage,
+        "backend": engine.resolved.backend,
+        "micro_batch_rows": run.micro_batch_rows(engine.world_size),
+        "accumulation_steps": run.accumulation_steps,
+        "compile": run.compile,
+    }
+
+
+def facts(run: RunConfig, identity: dict[str, Any], order: Order, engine: Engine) -> dict[str, Any]:
+    """What a checkpoint's manifest says of the run."""
+    return {
+        "identity": identity,
+        **layout(run, engine),
+        "dtype": run.dtype,
+        "rows": order.n_rows,
+        "mixture": order.mixture and asdict(order.mixture),
+        "order": asdict(order.origin),
+        "configuration": engine.resolved.config,
+        "sources": engine.resolved.sources,
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python's, ours, and those of the libraries that decide the numbers."""
+    libraries = ("torch", "accelerate", "deepspeed", "transformers", "sentencepiece")
+    found = {"python": platform.python_version(), "minimind": __version__}
+    return found | {name: version(name) for name in libraries}
+
+
+def source_commit() -> str:
+    """The git commit of the code that runs, or the package version outside a checkout."""
+    if not (PROJECT / ".git").exists():
+        return __version__
+    asked = ["git", "-C", str(PROJECT), "rev-parse", "HEAD"]
+    try:
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return __version__
+    return answer.stdout.strip() or __version__

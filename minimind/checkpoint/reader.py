@@ -1,0 +1,73 @@
+"""What a checkpoint holds, its hashes verified: whole tensors, whoever wrote which part of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from minimind.errors import CheckpointError
+from minimind.checkpoint.directory import read_manifest
+from minimind.checkpoint.validation import ELSEWHERE, read_state, require_listed
+from minimind.checkpoint.tensor_files import BUFFERS, RunFiles, readable
+from minimind.engine.optimizer_state import MASTER
+
+UNCOUNTED = ("momentum_buffer",)  # SGD's, which counts no updates
+
+
+def require_counted(runs: RunFiles, step: int, state: dict[str, Any]) -> None:
+    """Nothing, or a CheckpointError where an optimizer that counts its updates has counted none."""
+    counting = {*runs.kinds} - {MASTER, *UNCOUNTED}
+    updates = state["optimizer_step"]
+    if counting and step > state["counters"]["skipped_steps"] and not updates:
+        raise CheckpointError(
+            f"{runs.directory}/state.json: has optimizer_step = {updates} at step {step}, though"
+            f" {min(counting)} is there; {ELSEWHERE}"
+        )
+
+
+class Contents:
+    """A checkpoint opened without DeepSpeed, and without the number of processes that trained it.
+
+    A CheckpointError unless every parameter is there once, whole, and of the shape it should have;
+    of that the headers tell, so that no tensor is read before it is asked for.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manifest = read_manifest(directory)
+        self.state: dict[str, Any] = read_state(directory, self.manifest)
+        self.shapes: dict[str, list[int]] = self.state["parameters"]
+        require_listed(self.manifest, directory / BUFFERS)
+        with readable(directory / BUFFERS):
+            self.buffers = safe_open(directory / BUFFERS, framework="pt")
+        self.runs = RunFiles(directory, self.manifest["world_size"])
+        self.runs.require_whole(self.shapes)
+        moments = [names for kind, names in self.runs.kinds.items() if kind != MASTER]
+        if any(names != moments[0] for names in moments):
+            odd = sorted(set().union(*moments) - set.intersection(*moments))[0]
+            raise CheckpointError(f"{directory}: not every moment of {odd!r} is there")
+        require_counted(self.runs, self.manifest["step"], self.state)
+
+    def require_finite(self) -> None:
+        """Read every tensor; a CheckpointError names the first with numbers that are not finite."""
+        for kind in self.kinds:
+            for name in sorted(self.runs.kinds[kind]):
+                if not torch.isfinite(self.read(kind, name)).all():
+                    raise CheckpointError(
+                        f"{self.directory}: {kind} of {name!r} has numbers that are not finite"
+                    )
+
+    @property
+    def kinds(self) -> list[str]:
+        """`fp32` and the moments that are there."""
+        return sorted(self.runs.kinds, key=lambda kind: (kind != MASTER, kind))
+
+    def read(self, kind: str, name: str) -> Tensor:
+        """float32, of the parameter's shape."""
+        shape = self.shapes[name]
+        return self.runs.read(kind, name, 0, math.prod(shape)).view(shape)

@@ -1,0 +1,251 @@
+"""An engine's state into checkpoint directories, in the background; every rank takes part."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import shutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minimind.errors import RunError, StorageError
+from minimind.runtime.durable_files import free_bytes, mebibytes, storing, write_durably
+from minimind.checkpoint.directory import (
+    candidates,
+    describe_file,
+    publish,
+    retire,
+    step_directory,
+    write_manifest,
+)
+from minimind.checkpoint.validation import shard_name
+from minimind.engine.build import Engine
+from minimind.runtime.collectives import Ranks, on_rank_0, together
+from minimind.checkpoint.train_state import TrainState
+from minimind.checkpoint.tensor_files import BUFFERS, Staging, write_runs, write_tensors
+from minimind.engine.optimizer_state import MASTER, ZeroState
+
+REMEDY = "free some space, or mend the path of --out_dir; earlier checkpoints are untouched"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one save writes: copies, which the training that goes on does not touch."""
+
+    state: TrainState
+    runs: list[tuple[str, Tensor]]
+    buffers: dict[str, Tensor]
+    about: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A save under way, and how long the loop has stood still for it."""
+
+    future: Future[dict[str, Any]]
+    stall_ms: float
+
+
+class Saver:
+    """Saves one run. `begin` copies; a thread writes and publishes, while training goes on.
+
+    `ranks` is a control group of the saver's own: its thread must not speak in the loop's.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        ranks: Ranks,
+        root: Path,
+        keep_last: int,
+        facts: dict[str, Any],
+        texts: dict[str, bytes],
+        in_background: bool = True,
+        minutes: float = 0.0,
+    ) -> None:
+        """A save is overdue `minutes` after the one before; 0: never."""
+        self.engine = engine
+        self.ranks = ranks
+        self.root = root
+        self.keep_last = keep_last
+        self.facts = facts  # goes into the manifest
+        self.texts = texts  # small files kept beside the tensors, by name
+        self.in_background = in_background
+        self._run_id = engine.gather(secrets.token_hex(4))[0]
+        held = engine.backend.state()  # an engine that cannot be saved is refused now
+        elements = _elements(held, engine)
+        self._staging = Staging(elements, engine.device) if in_background else None
+        small = sum(map(len, texts.values())) + _bytes(_persistent_buffers(engine.model))
+        self.bytes = sum(engine.gather(4 * elements)) + small
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self._interval = 60 * minutes or math.inf
+        self._last_begin = time.monotonic()
+        self._saving: Saving | None = None
+        self._retiring: Future[None] | None = None
+
+    def has(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is published here, as rank 0 sees it."""
+        return on_rank_0(self.engine, lambda: step_directory(self.root, step).is_dir())
+
+    def require_room(self) -> str:
+        """How many checkpoints fit; a StorageError, before any step, where not even one does."""
+
+        def look() -> str:
+            free = free_bytes(self.root)
+            if free < self.bytes:
+                raise StorageError(
+                    f"{self.root}: a checkpoint needs {self.bytes:,} bytes"
+                    f" ({mebibytes(self.bytes)}) and {free:,} ({mebibytes(free)}) are free;"
+                    " free some space, or give another --out_dir"
+                )
+            fits, kept = free // self.bytes, len(candidates(self.root))
+            told = f"{mebibytes(self.bytes)} each, {fits:,} more fit"
+            missing = self.keep_last + 1 - kept - fits
+            if missing > 0:  # the new one is complete before the oldest goes
+                told += (
+                    f"; --keep_last {self.keep_last} needs {mebibytes(missing * self.bytes)} more"
+                )
+            return told
+
+        return on_rank_0(self.engine, look)
+
+    def begin(self, state: TrainState) -> None:
+        """Start saving `state`; collective. What was begun before must have been `published`."""
+        assert self._saving is None
+        started = time.perf_counter()
+        self._last_begin = time.monotonic()
+        engine = self.engine
+        held = engine.backend.state()
+        runs = list(held.runs(engine.rank, engine.world_size))
+        if self._staging:
+            runs = self._staging.take(runs)
+        about = {
+            "parameters": shapes(engine.model),
+            "optimizer_step": held.optimizer_step(),
+            "counters": engine.backend.counters(),
+        }
+        snapshot = Snapshot(state, runs, _persistent_buffers(engine.model), about)
+        future = self._thread.submit(self._save, snapshot, started)
+        self._saving = Saving(future, (time.perf_counter() - started) * 1e3)
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether rank 0's clock asks for a save; False on every other rank."""
+        waited = time.monotonic() - self._last_begin
+        return self.engine.rank == 0 and waited >= self._interval
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank knows that the save under way came to nothing; others may not yet."""
+        future = self._saving and self._saving.future
+        return bool(future and future.done() and future.exception())
+
+    def published(self, wait: bool) -> dict[str, Any] | None:
+        """The `checkpoint_saved` event of the save under way, once it lasts; else None.
+
+        With `wait` collective: waits for it, and raises on every rank what it failed with.
+        """
+        saving = self._saving
+        if saving is None or not (wait or (saving.future.done() and not self.has_failed)):
+            return None
+        waiting = time.perf_counter()
+        event = saving.future.result()
+        self._saving = None
+        waited = (time.perf_counter() - waiting) * 1e3
+        copying = self._staging.settle() if self._staging else 0.0  # long done
+        return {**event, "stall_ms": max(saving.stall_ms, copying) + waited}
+
+    def retire(self) -> None:
+        """Delete older checkpoints in the background, once the new one has been told of."""
+        if self.ranks.rank == 0:
+            self._retiring = self._thread.submit(retire, self.root, self.keep_last)
+
+    def not_retired(self, wait: bool = False) -> str:
+        """Why older checkpoints are still there, said once; the newest lasts all the same."""
+        retiring = self._retiring
+        if retiring is None or not (wait or retiring.done()):
+            return ""
+        self._retiring = None
+        error = retiring.exception()
+        if error is None:
+            return ""
+        if not isinstance(error, OSError):
+            raise error
+        return f"older checkpoints could not be deleted: {error}"
+
+    def close(self) -> None:
+        """End the thread. A run that failed does not wait: it may be held up by who is to blame."""
+        self._thread.shutdown(wait=False)
+
+    def _save(self, snapshot: Snapshot, started: float) -> dict[str, Any]:
+        """Write and publish; on every rank the event, or the same error."""
+        state, is_first = snapshot.state, self.ranks.rank == 0
+        final = step_directory(self.root, state.step)
+        tmp = final.with_name(f"{final.name}.tmp-{self._run_id}")
+        self.ranks.gather(None)  # rank 0 may still be deleting, and the room was counted so
+        try:
+            parts = together(self.ranks, lambda: self._write_own_files(tmp, snapshot))
+            entries = [entry for part in parts for entry in part]
+            facts = {**self.facts, "step": state.step, "tokens": state.tokens}
+            on_rank_0(self.ranks, lambda: self._publish(tmp, final, facts, entries))
+        except RunError:
+            if is_first:
+                shutil.rmtree(tmp, ignore_errors=True)  # a later start sweeps what is left
+            raise
+        return {
+            "step": state.step,
+            "path": str(final),
+            "bytes": sum(entry["bytes"] for entry in entries),
+            "seconds": time.perf_counter() - started,
+        }
+
+    def _write_own_files(self, tmp: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
+        rank, world_size = self.ranks.rank, self.ranks.world_size
+        if self._staging:
+            self._staging.settle()
+        with storing(str(tmp), REMEDY, needed=self.bytes):
+            tmp.mkdir(parents=True, exist_ok=True)
+            written = [write_runs(tmp / shard_name(rank, world_size), snapshot.runs)]
+            if rank == 0:
+                write_tensors(tmp / BUFFERS, snapshot.buffers)
+                about = json.dumps(snapshot.about, indent=2).encode()
+                texts = {**self.texts, "state.json": about}
+                for name, content in texts.items():
+                    write_durably(tmp / name, content)
+                written += [describe_file(tmp / name) for name in (BUFFERS, *texts)]
+        return written
+
+    def _publish(
+        self, tmp: Path, final: Path, facts: dict[str, Any], entries: list[dict[str, Any]]
+    ) -> None:
+        with storing(str(final), REMEDY, needed=self.bytes):
+            write_manifest(tmp, facts, entries)
+            publish(tmp, final)
+
+
+def shapes(model: torch.nn.Module) -> dict[str, list[int]]:
+    """Full shape of every parameter, also where stage 3 has left each rank a piece."""
+    return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+
+
+def _persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
+    kept = model.state_dict().keys()
+    return {name: b.detach().cpu().clone() for name, b in model.named_buffers() if name in kept}
+
+
+def _bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _elements(held: ZeroState, engine: Engine) -> int:
+    """How many numbers this rank writes once every moment is there."""
+    runs = held.runs(engine.rank, engine.world_size)
+    weights = sum(run.numel() for key, run in runs if key.startswith(f"{MASTER}|"))
+    return weights * (1 + len(held.kinds))

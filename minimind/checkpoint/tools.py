@@ -1,0 +1,251 @@
+"""`minimind checkpoint list | verify | prune`: what lies in a run's folder, and is it whole.
+
+Neither DeepSpeed nor a GPU is needed, nor the number of processes that trained.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from minimind.errors import CheckpointError, UsageError
+from minimind.runtime.durable_files import mebibytes, storing
+from minimind.checkpoint.directory import (
+    MANIFEST,
+    candidates,
+    delete,
+    fault,
+    leftovers,
+    read_manifest,
+    rejected,
+    unfinished,
+    verify,
+)
+from minimind.checkpoint.choose import newest_valid
+from minimind.checkpoint.run_folder import claim
+
+COLUMNS = ("checkpoint", "tokens", "saved", "files", "size", "saved by", "dtype", "state")
+RIGHT = {1, 3, 4}  # numbers
+DTYPES = ("float32", "bfloat16", "float16")
+ONE = re.compile(r"(?:rejected-|abandoned-)?step_\d{8,}.*")
+NAME_ONE = "name a run's out_dir or a step_ directory"
+
+
+@dataclass(frozen=True)
+class Found:
+    """One directory as `list` shows it; what a damaged manifest cannot say is None."""
+
+    path: str
+    name: str
+    step: int | None
+    tokens: int | None
+    saved: float  # unix seconds, when the manifest was written
+    bytes: int
+    world_size: int | None
+    zero_stage: int | None
+    dtype: str | None
+    files: int
+    state: str
+
+
+def place_of(positional: str | None, flag: str | None) -> str:
+    """The one place that was named, as a word or by --checkpoint; a UsageError otherwise."""
+    named = [place for place in (positional, flag) if place is not None]
+    if len(named) != 1:
+        told = "two places" if named else "no checkpoint"
+        raise UsageError(f"{told} given; name one run's out_dir, or one step_ directory")
+    return named[0]
+
+
+def is_one(path: Path) -> bool:
+    """Whether a directory is one checkpoint, be it whole or not; else it is a run."""
+    return (path / MANIFEST).exists() or bool(ONE.fullmatch(path.name) and path.is_dir())
+
+
+def folder_of(place: str) -> Path:
+    """The checkpoints folder of a run directory; a CheckpointError for a place that has none."""
+    for root in (Path(place) / "checkpoints", Path(place)):
+        if root.is_dir() and (root.name == "checkpoints" or candidates(root)):
+            return root
+    raise CheckpointError(f"--checkpoint {place}: holds no checkpoint; {NAME_ONE}")
+
+
+def directories(place: str) -> list[Path]:
+    """Checkpoints that a run directory, or a step directory, means; a CheckpointError for none."""
+    if is_one(Path(place)):
+        return [Path(place)]
+    found = candidates(folder_of(place))
+    if not found:
+        raise CheckpointError(f"--checkpoint {place}: holds no checkpoint; {NAME_ONE}")
+    return found
+
+
+def list_checkpoints(place: str, is_verifying: bool) -> list[Found]:
+    """What lies at `place`: checkpoints, newest first, then what stepped aside or is unfinished."""
+    if is_one(Path(place)):
+        found = [_listed(Path(place), is_verifying)]
+    else:
+        root = folder_of(place)
+        found = [_listed(path, is_verifying) for path in candidates(root)]
+        found += [look_at(path, "stepped aside, never chosen") for path in leftovers(root)]
+        found += [look_at(path, "unfinished") for path in unfinished(root)]
+    return [one for one in found if one is not None]
+
+
+def _listed(path: Path, is_verifying: bool) -> Found | None:
+    if is_verifying:
+        bad = verify(path)
+        return look_at(path, str(bad or "ok, hashes read"))
+    return look_at(path, "")
+
+
+def look_at(path: Path, state: str) -> Found | None:
+    """What is known of a directory without reading its tensors; `state`, or what the sizes tell.
+
+    None when it is gone by now: a run that goes on deletes its older ones.
+    """
+    sizes = sizes_of(path)
+    if sizes is None:
+        return None
+    manifest: dict[str, Any] = {}
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        state = state or str(rejected(path, MANIFEST, error))
+    if not state:
+        wrong = [f["name"] for f in manifest["files"] if sizes.get(f["name"]) != f["bytes"]]
+        state = f"DAMAGED: {wrong[0]}, by its size" if wrong else "published, hashes not read"
+    stage, dtype = manifest.get("zero_stage"), manifest.get("dtype")
+    return Found(
+        path=str(path),
+        name=path.name,
+        step=manifest.get("step"),
+        tokens=manifest.get("tokens"),
+        saved=_saved(path),
+        bytes=sum(sizes.values()),
+        world_size=manifest.get("world_size"),
+        zero_stage=stage if stage in (0, 1, 2, 3) else None,
+        dtype=dtype if dtype in DTYPES else None,
+        files=len(sizes),
+        state=state,
+    )
+
+
+def sizes_of(path: Path) -> dict[str, int] | None:
+    """Bytes of every file by name; None for a directory that is not there."""
+    try:
+        return {file.name: file.lstat().st_size for file in path.iterdir()}
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError:  # a stray file of such a name
+        return {path.name: path.lstat().st_size}
+
+
+def _saved(path: Path) -> float:
+    """Unix seconds at which the manifest, or where there is none the directory, was written."""
+    for place in (path / MANIFEST, path):
+        try:
+            return place.stat().st_mtime
+        except FileNotFoundError:
+            pass
+    return 0.0
+
+
+def as_table(found: list[Found]) -> str:
+    """One aligned line per directory."""
+    rows = [COLUMNS, *(_row(one) for one in found)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i in RIGHT else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _row(one: Found) -> tuple[str, ...]:
+    stage = "" if one.zero_stage is None else f" x ZeRO-{one.zero_stage}"
+    return (
+        one.name,
+        "" if one.tokens is None else f"{one.tokens:,}",
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(one.saved)),
+        str(one.files),
+        mebibytes(one.bytes),
+        "" if one.world_size is None else f"{one.world_size}{stage}",
+        one.dtype or "",
+        one.state,
+    )
+
+
+def as_json(found: list[Found]) -> str:
+    """The same for programs."""
+    return json.dumps([asdict(one) for one in found], indent=1)
+
+
+def verify_checkpoints(place: str) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """(checkpoint, faults, remarks) of every one at `place`: hashes first, then what is inside."""
+    for path in directories(place):
+        faults = faults_of(path)
+        if path.is_dir() or is_one(Path(place)):  # else deleted meanwhile, by a run that goes on
+            yield path, faults, [] if faults else unlisted(path)
+
+
+def faults_of(path: Path) -> list[str]:
+    """Every damaged file with the reason; where all are whole, what is missing inside."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [str(rejected(path, MANIFEST, error))]
+    found = (fault(path / entry["name"], entry) for entry in manifest["files"])
+    if faults := [str(bad) for bad in found if bad]:
+        return faults
+    from minimind.checkpoint.reader import Contents  # imports torch
+
+    try:
+        Contents(path).require_finite()
+    except CheckpointError as error:
+        return [f"DAMAGED: {str(error).removeprefix(f'{path}/').removeprefix(f'{path}: ')}"]
+    return []
+
+
+def unlisted(path: Path) -> list[str]:
+    """Files that the manifest does not vouch for; they are never read."""
+    known = {MANIFEST, *(entry["name"] for entry in read_manifest(path)["files"])}
+    extra = sorted(set(sizes_of(path) or ()) - known)
+    return [f"{name!r} is not in the manifest, and is not read" for name in extra]
+
+
+def prune(place: str, keep: int, is_dry: bool) -> Iterator[tuple[Path, int, str]]:
+    """(directory, bytes, "") of each that is, or with a dry run would be, deleted, one by one.
+
+    That is: checkpoints older than the `keep` newest valid ones, and all that stepped aside or was
+    left unfinished. A damaged one among the newest stays, and so does one that is being read; both
+    come with the reason. A LockedError while a run writes there.
+    """
+    if is_one(Path(place)):
+        raise UsageError(f"--checkpoint {place} is one checkpoint; name the out_dir of its run")
+    root = folder_of(place).resolve()
+    with claim(root.parent if root.name == "checkpoints" else root):
+        found = candidates(root)
+        newest_valid(found, verify)  # raises where all are damaged: then nothing is deleted
+        valid = 0
+        while found and valid < keep:
+            path = found.pop(0)
+            bad = verify(path)
+            valid += bad is None
+            if bad:
+                kind = "unreadable" if bad.is_unreadable else "damaged"
+                yield path, 0, f"is {kind} and not counted: {bad.file} {bad.reason}"
+        for path in [*reversed(found), *leftovers(root), *unfinished(root)]:
+            size = sum((sizes_of(path) or {}).values())
+            is_deleted = True
+            if not is_dry:
+                with storing(str(path), "mend its rights"):
+                    is_deleted = delete(path)
+            yield path, size, "" if is_deleted else "is being read"

@@ -1,0 +1,298 @@
+"""What the JSON files of a checkpoint claim, checked before any of it is believed.
+
+A hash says that a file is what its writer wrote; it does not say who wrote it. So no number from a
+checkpoint sizes an allocation, ends a loop or names a file before it was looked at here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minimind.errors import CheckpointError
+from minimind.config.model_flags import MOST_EXPERTS
+
+LONGEST = 8 * 2**20  # bytes of a JSON file; 10,000 ranks fill a quarter of it
+DEEPEST = 32
+LARGEST = 2**53
+ELSEWHERE = "go on from another checkpoint"
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+PARAMETER = re.compile(r"[A-Za-z0-9_.-]{1,400}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class Unreadable(CheckpointError):
+    """A file is there, but cannot be read: rights, a disk, a network. It may be whole."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a value has to be, for a reader and as a test."""
+
+    told: str
+    holds: Callable[[Any], bool]
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and -LARGEST <= value <= LARGEST
+
+
+def _count(value: Any) -> bool:
+    return _whole(value) and value >= 0
+
+
+def _number(value: Any) -> bool:
+    return _whole(value) or (type(value) is float and math.isfinite(value))
+
+
+WHOLE = Kind("a whole number", _whole)
+COUNT = Kind("a whole number from 0", _count)
+SIZE = Kind("a whole number from 1", lambda value: _count(value) and value > 0)
+NUMBER = Kind("a number", _number)
+# The one size that no weight has to agree with: its table of rotations is made, not read.
+POSITIONS = Kind(
+    f"a whole number from 1 to {2**20}", lambda value: _count(value) and 0 < value <= 2**20
+)
+# Modules are made for each before any weight is looked at.
+EXPERTS = Kind(f"a whole number up to {MOST_EXPERTS}", lambda v: _count(v) and v <= MOST_EXPERTS)
+AT_LEAST_0 = Kind("a number from 0", lambda value: _number(value) and value >= 0)
+ABOVE_0 = Kind("a number above 0", lambda value: _number(value) and value > 0)
+YES_OR_NO = Kind("true or false", lambda value: type(value) is bool)
+OBJECT = Kind("an object", lambda value: type(value) is dict)
+OBJECTS = Kind(
+    "an object of objects",
+    lambda value: type(value) is dict and all(type(v) is dict for v in value.values()),
+)
+LIST = Kind("a list", lambda value: type(value) is list)
+SIZES = Kind(
+    "a list of sizes from 1", lambda value: type(value) is list and all(map(SIZE.holds, value))
+)
+WEIGHTS = Kind(
+    "a list of numbers above 0",
+    lambda value: type(value) is list and all(map(ABOVE_0.holds, value)),
+)
+DIGEST = Kind("a sha256", lambda value: type(value) is str and bool(SHA256.fullmatch(value)))
+NAME = Kind("the name of a file", lambda value: type(value) is str)
+SHAPE = Kind(
+    "a list of up to 8 sizes",
+    lambda value: (
+        type(value) is list and len(value) <= 8 and all(_count(v) and v > 0 for v in value)
+    ),
+)
+
+
+def shard_name(rank: int, world_size: int) -> str:
+    """File name of what one rank wrote."""
+    return f"shard-{rank}-of-{world_size}.safetensors"
+
+
+def or_null(kind: Kind) -> Kind:
+    """The same, or null."""
+    return Kind(f"{kind.told} or null", lambda value: value is None or kind.holds(value))
+
+
+MANIFEST = {
+    **dict.fromkeys(("step", "tokens"), COUNT),
+    "world_size": SIZE,
+    "identity": OBJECTS,
+    "files": LIST,
+}
+ENTRY = {"name": NAME, "bytes": COUNT, "sha256": DIGEST}
+STATE = {"parameters": OBJECT, "optimizer_step": or_null(COUNT), "counters": OBJECT}
+COUNTERS = {
+    **dict.fromkeys(("global_steps", "skipped_steps"), COUNT),
+    "loss_scaler": OBJECT,
+    "scheduler_iteration": or_null(WHOLE),
+}
+MIXTURE = {"sizes": SIZES, "weights": WEIGHTS}
+ORIGIN: dict[str, Kind] = dict.fromkeys(("step", "rows", "epoch", "offset"), COUNT)
+CONFIG = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), SIZE),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), SIZE),
+    "max_position_embeddings": POSITIONS,
+    **dict.fromkeys(("rms_norm_eps", "rope_theta"), ABOVE_0),
+    **dict.fromkeys(("use_flash_attn", "doc_mask", "tie_word_embeddings"), YES_OR_NO),
+}
+MAYBE_IN_CONFIG = {
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), or_null(COUNT)),
+    **dict.fromkeys(("qk_norm", "use_moe", "norm_topk_prob"), YES_OR_NO),
+    **dict.fromkeys(("n_routed_experts", "num_experts_per_tok", "n_shared_experts"), EXPERTS),
+    "aux_loss_alpha": AT_LEAST_0,
+}
+
+
+def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
+    """The JSON object in a file, and its text; a CheckpointError that leaves out the path.
+
+    An Unreadable where the file is there, and the system does not hand out what is in it.
+    """
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise CheckpointError("is a link or no file, so it is not read")
+        with open(path, "rb") as file:
+            text = file.read(LONGEST + 1)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"cannot be read ({error.strerror})") from error
+    except OSError as error:
+        raise Unreadable(f"cannot be read ({error.strerror})") from error
+    if len(text) > LONGEST:
+        raise CheckpointError(f"has more than the {LONGEST:,} bytes that such a file may have")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError("is not JSON") from error
+    if type(found) is not dict:
+        raise CheckpointError("is no JSON object")
+    layer, depth = [found], 0
+    while layer:
+        depth += 1
+        if depth > DEEPEST:
+            raise CheckpointError(f"is nested deeper than {DEEPEST}")
+        layer = [inner for outer in layer for inner in _inside(outer)]
+    return found, text
+
+
+def _inside(value: Any) -> Any:
+    if type(value) is dict:
+        return value.values()
+    return value if type(value) is list else ()
+
+
+def require(facts: dict[str, Any], kinds: dict[str, Kind], where: str = "") -> None:
+    """Nothing, or a CheckpointError with the first of `kinds` that is missing or another kind."""
+    for name, kind in kinds.items():
+        if name not in facts:
+            raise CheckpointError(f"has no {where}{name}")
+        if not kind.holds(facts[name]):
+            raise CheckpointError(f"has {where}{name} = {shown(facts[name])}, not {kind.told}")
+
+
+def shown(value: Any) -> str:
+    """A value as a line can hold it, control characters escaped."""
+    text = "a huge number" if type(value) is int and abs(value) > LARGEST else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def require_manifest(manifest: dict[str, Any]) -> None:
+    """Nothing, or a CheckpointError with what is wrong; every shard must be listed."""
+    require(manifest, MANIFEST)
+    names = set()
+    for entry in manifest["files"]:
+        if type(entry) is not dict:
+            raise CheckpointError(f"lists {shown(entry)} as a file")
+        require(entry, ENTRY, "a file's ")
+        name = entry["name"]
+        if not FILE_NAME.fullmatch(name):
+            raise CheckpointError(f"names a file outside the checkpoint: {shown(name)}")
+        if name in names:
+            raise CheckpointError(f"lists {name} twice")
+        names.add(name)
+    world_size = manifest["world_size"]
+    shards = (shard_name(rank, world_size) for rank in range(world_size))
+    missing = next((name for name in shards if name not in names), None)
+    if missing:
+        raise CheckpointError(f"does not list {missing}")
+
+
+def require_listed(manifest: dict[str, Any], path: Path) -> None:
+    """Nothing, or a CheckpointError for a file whose hash nobody has looked at."""
+    if all(entry["name"] != path.name for entry in manifest["files"]):
+        raise CheckpointError(f"{path}: is not listed in the manifest; {ELSEWHERE}")
+
+
+def read_state(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """What `state.json` says: shape by name in `parameters`, `optimizer_step`, `counters`."""
+    path = directory / "state.json"
+    require_listed(manifest, path)
+    try:
+        about, _ = read_object(path)
+        require(about, STATE)
+        require(about["counters"], COUNTERS, "counters.")
+        scaler = about["counters"]["loss_scaler"]
+        numbers = {name: v for name, v in scaler.items() if type(v) is not bool}
+        require(numbers, dict.fromkeys(numbers, NUMBER), "counters.loss_scaler.")
+        for name in about["parameters"]:
+            if not PARAMETER.fullmatch(name):
+                raise CheckpointError(f"names a parameter {shown(name)}")
+        require(about["parameters"], dict.fromkeys(about["parameters"], SHAPE), "parameters.")
+        _require_counted(about, manifest["step"])
+    except CheckpointError as error:
+        raise type(error)(f"{path}: {error}; {ELSEWHERE}") from error
+    return about
+
+
+def _require_counted(about: dict[str, Any], step: int) -> None:
+    """Nothing, or a CheckpointError where counters cannot be those of `step` optimizer steps."""
+    counters = about["counters"]
+    if counters["global_steps"] != step:
+        told = shown(counters["global_steps"])
+        raise CheckpointError(f"has counters.global_steps = {told} at step {step}")
+    counts = {"counters.skipped_steps": counters["skipped_steps"]}
+    counts["optimizer_step"] = about["optimizer_step"] or 0  # null before the first update
+    for name, count in counts.items():
+        if count > step:
+            raise CheckpointError(f"has {name} = {shown(count)} at step {step}")
+
+
+def read_config(directory: Path, manifest: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The values in `config.json` that determine the model; the rest is passed over.
+
+    Of a checkpoint its manifest must list the file; an exported directory has none.
+    """
+    path = directory / "config.json"
+    if manifest is not None:
+        require_listed(manifest, path)
+    try:
+        found, _ = read_object(path)
+        require(found, CONFIG)
+        more = {name: kind for name, kind in MAYBE_IN_CONFIG.items() if name in found}
+        require(found, more)
+    except CheckpointError as error:
+        raise type(error)(f"{path}: {error}; {ELSEWHERE}") from error
+    return {name: found[name] for name in (*CONFIG, *more)}
+
+
+def told_by_config(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """All that the `config.json` of a checkpoint says; a CheckpointError names the file."""
+    path = directory / "config.json"
+    require_listed(manifest, path)
+    try:
+        return read_object(path)[0]
+    except CheckpointError as error:
+        raise type(error)(f"{path}: {error}; {ELSEWHERE}") from error
+
+
+def require_course(manifest: dict[str, Any]) -> None:
+    """Nothing, or a CheckpointError where the manifest does not tell which rows were read."""
+    try:
+        require(manifest, {"order": OBJECT, "rows": SIZE, "mixture": or_null(OBJECT)})
+        if manifest["mixture"] is not None:
+            require(manifest["mixture"], MIXTURE, "mixture.")
+        order = manifest["order"]
+        require(order, ORIGIN, "order.")
+        saved = manifest["identity"]
+        require(saved, dict.fromkeys(("batch", "data", "seed"), OBJECT), "identity.")
+        require(saved["batch"], {"rows_per_step": SIZE}, "identity.batch.")
+        require(saved["seed"], {"seed": WHOLE}, "identity.seed.")
+        if unknown := next((shown(name) for name in order if name not in ORIGIN), ""):
+            raise CheckpointError(f"has order.{unknown}")
+        if manifest["rows"] < saved["batch"]["rows_per_step"]:
+            raise CheckpointError("has fewer rows than a step reads")
+        if order["step"] > manifest["step"]:
+            raise CheckpointError(
+                f"has order.step = {order['step']} at step {manifest['step']}, which lies before it"
+            )
+        if order["offset"] > manifest["rows"]:
+            raise CheckpointError(
+                f"has order.offset = {order['offset']} in an epoch of {manifest['rows']} rows"
+            )
+        if manifest["rows"] * order["epoch"] > LARGEST:
+            raise CheckpointError("has read more epochs than anyone could")
+    except CheckpointError as error:
+        raise CheckpointError(f"manifest.json: {error}; {ELSEWHERE}") from error

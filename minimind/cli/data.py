@@ -1,0 +1,247 @@
+"""`minimind prepare` and `minimind data inspect`: their words, what they print, their status."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minimind.config.arguments import Parser, at_least, count_of_bytes, fraction, path_of, utf8
+from minimind.config.run_config import FLAGS
+from minimind.errors import DataError, Interrupted, UsageError
+from minimind.runtime.durable_files import mebibytes
+
+if TYPE_CHECKING:
+    from minimind.data.prepare.inspect import Found
+    from minimind.data.prepare.prepare import Asked, Prepared
+
+OPTIONS = ("text_field", "max_document_bytes", "val_fraction")
+NOT_OF_A_MERGE = ("tokenizer", "vocab_size", *OPTIONS, "on_bad_data", "shard_bytes", "processes")
+LONGEST = (
+    "longest document, in UTF-8 (default: 64MiB; 2MiB with a Hugging Face --tokenizer, 8MiB"
+    " with a SentencePiece model that does more than merge: they take a text at once)"
+)
+INSPECT = "minimind data inspect dataset/tokens"
+BAR = 40  # characters of the longest bar
+
+
+def add_parsers(subs: Any) -> None:
+    """`prepare` and `data`."""
+    added = subs.add_parser(
+        "prepare",
+        help="text -> shards of tokens, to train on any number of times",
+        description="Text to shards of tokens in a folder that --data_path takes. Killed, it goes"
+        " on where it stood; on several machines, each with --shard I/N, then --merge.",
+        example="minimind prepare my_text.jsonl --out dataset/tokens",
+    )
+    add = added.add_argument
+    add("paths", nargs="*", metavar="PATH", help="files, directories, globs, dataset directories")
+    add("--data_path", nargs="+", default=[], metavar="PATH", help="more of them")
+    told = "NAME=PATH or NAME=PATH:WEIGHT; again for another source, or more of the same"
+    add("--source", action="append", default=[], help=told)
+    add("--sources", type=Path, help="YAML file: {NAME: {paths: [...], weight: 2}}")
+    add("--out", type=path_of, required=True, help="a new folder")
+    add("--tokenizer", help="model or directory; without it one is learnt from the text")
+    add("--vocab_size", type=at_least(1), help=f"pieces of a learnt one{_default('vocab_size')}")
+    add("--val_fraction", type=fraction, help=f"share held out, by hash{_default('val_fraction')}")
+    told = f"field or column that has the text{_default('text_field')}"
+    add("--text_field", type=utf8, help=told)
+    add("--max_document_bytes", type=count_of_bytes, help=LONGEST)
+    told = "what is no document ends this (error), or is passed over and listed (default: error)"
+    add("--on_bad_data", choices=("error", "skip"), help=told)
+    told = f"share of the documents that may be bad{_default('max_bad_fraction')}"
+    add("--max_bad_fraction", type=fraction, help=told)
+    add("--shard", type=_share, metavar="I/N", help="do this share, counted from 0, and no merge")
+    add("--merge", action="store_true", help="put together what all --shard I/N have done")
+    how = "bytes of input for one shard file (default: by the size of all, at least 16MiB)"
+    add("--shard_bytes", type=count_of_bytes, help=how)
+    add(
+        "--processes",
+        type=at_least(1),
+        help="processes that tokenise (default: one for every 8 cores)",
+    )
+    add("--force", action="store_true", help="replace an earlier --out")
+    add("--debug", action="store_true", help="show tracebacks")
+    _add_data(subs)
+
+
+def _add_data(subs: Any) -> None:
+    group = subs.add_parser(
+        "data", help="inspect", description="What lies in prepared data.", example=INSPECT
+    )
+    actions = group.add_subparsers(dest="action", required=True, parser_class=Parser)
+    told = "Counts, lengths, duplicates and rows; status 3 where a file is not what it was"
+    inspect = actions.add_parser("inspect", help=told, description=f"{told}.", example=INSPECT)
+    told = "a folder that `minimind prepare` wrote"
+    inspect.add_argument("directory", type=Path, metavar="DIR", help=told)
+    inspect.add_argument("--rows", type=at_least(0), default=3, help="rows shown as text")
+    inspect.add_argument(
+        "--row_tokens", type=at_least(1), default=128, help="tokens shown of a row"
+    )
+    inspect.add_argument("--no_verify", action="store_true", help="do not hash the files again")
+    inspect.add_argument("--json", action="store_true", help="for programs: one object")
+    inspect.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def _default(name: str) -> str:
+    """The default of a run's flag, which is the default here too."""
+    return f" (default: {FLAGS[name].default})"
+
+
+def _share(text: str) -> tuple[int, int]:
+    from minimind.data.prepare.encode import parse_share  # imports SentencePiece
+
+    return parse_share(text)
+
+
+def run_prepare(args: argparse.Namespace) -> int:
+    """Prepare, and print what there is now; an Interrupted says what a Ctrl-C leaves."""
+    from minimind.data.prepare.dataset_folder import draft_of
+
+    try:
+        return _prepare(args)
+    except KeyboardInterrupt as stop:
+        draft = draft_of(args.out.expanduser().resolve())
+        if not draft.exists():
+            told = "stopped with nothing to go on from; run the same command again"
+            raise Interrupted(told) from stop
+        raise Interrupted(
+            f"stopped; {draft} keeps what is done, and the same command goes on from there"
+        ) from stop
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from minimind.data.prepare.dataset_folder import merge_folder, prepare_folder
+
+    if args.merge and args.shard:
+        raise UsageError("--merge and --shard were both given; give one of them")
+    if args.merge and (args.paths or args.data_path or args.source or args.sources):
+        raise UsageError("--merge takes no text; leave it out, it is what the shares were made of")
+    if args.merge and (given := _given(args, NOT_OF_A_MERGE)):
+        told = f"--merge takes no --{next(iter(given))}; leave it out, the shares have theirs"
+        raise UsageError(told)
+    if args.merge:
+        prepared = merge_folder(args.out, args.force, args.max_bad_fraction)
+    else:
+        prepared = prepare_folder(_asked(args), args.out, args.shard, args.force)
+    if prepared is None:
+        part, parts = args.shard
+        print(f"share {part} of {parts} is done; --merge when all are: {args.out}.part")
+    else:
+        _print_prepared(prepared)
+    return 0
+
+
+def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Of these flags the ones that were typed."""
+    values = ((name, getattr(args, name)) for name in names)
+    return {name: value for name, value in values if value is not None}
+
+
+def _asked(args: argparse.Namespace) -> Asked:
+    from minimind.data.tokenizer.load import longest_document
+    from minimind.data.prepare.prepare import Asked
+    from minimind.data.text.sources import Source, join_sources, parse_source, read_sources
+    from minimind.data.prepare.work_units import Options
+
+    paths = (*args.paths, *args.data_path)
+    sources = [Source("data", paths)] if paths else []
+    sources += [parse_source(text) for text in args.source]
+    sources += read_sources(args.sources) if args.sources else []
+    if not sources:
+        raise UsageError("no text was named; give PATHs, --source NAME=PATH or --sources FILE.yaml")
+    _require_its_size(args)
+    most: dict[str, Any] = {"max_document_bytes": longest_document(args.tokenizer)}
+    return Asked(
+        join_sources(sources),
+        args.tokenizer,
+        options=Options(**(most | _given(args, OPTIONS))),
+        skips_bad=args.on_bad_data == "skip",
+        unit_bytes=args.shard_bytes,
+        processes=args.processes,
+        **_given(args, ("vocab_size", "max_bad_fraction")),
+    )
+
+
+def _require_its_size(args: argparse.Namespace) -> None:
+    """Nothing, or a UsageError where a size is given that a given tokenizer has not."""
+    from minimind.data.tokenizer.load import load_tokenizer
+
+    if args.tokenizer is None or args.vocab_size is None:
+        return
+    if args.vocab_size != (found := load_tokenizer(args.tokenizer).vocab_size):
+        raise UsageError(
+            f"--vocab_size {args.vocab_size}: --tokenizer {args.tokenizer} has {found}; leave one"
+            " of them out"
+        )
+
+
+def _print_prepared(prepared: Prepared) -> None:
+    manifest = prepared.manifest
+    _print_sources(manifest["sources"])
+    for split, found in manifest["splits"].items():
+        print(f"{split:<6} {found['tokens']:>14,} tokens, {found['documents']:,} documents")
+    _print_rejected(manifest["rejected"])
+    print(f"done: --data_path {prepared.directory}")
+
+
+def _print_rejected(rejected: dict[str, Any]) -> None:
+    from minimind.data.loader.manifest import where_listed
+
+    if rejected["count"]:
+        where = where_listed(rejected)
+        print(f"bad    {rejected['count']:>14,} passed over ({where}): {rejected['first']}")
+
+
+def _print_sources(sources: list[dict[str, Any]]) -> None:
+    print(f"{'source':<16} {'weight':>7} {'documents':>12} {'text':>12} {'tokens':>14} bytes/token")
+    for source in sources:
+        tokens = sum(source["tokens"].values())
+        weight = "" if source["weight"] is None else f"{source['weight']:g}"
+        print(
+            f"{source['name']:<16} {weight:>7} {source['documents']:>12,}"
+            f" {mebibytes(source['text_bytes']):>12} {tokens:>14,}"
+            f" {source['text_bytes'] / max(1, tokens):>11.2f}"
+        )
+
+
+def run_data(args: argparse.Namespace) -> int:
+    """Print what is in a folder; 3, and what is damaged, where it is."""
+    from minimind.data.prepare.inspect import damage, inspect
+    from minimind.data.prepare.prepare import NEEDED, missing_of, open_prepared
+
+    missing = missing_of(args.directory)
+    if len(missing) == len(NEEDED):
+        raise DataError(f"{args.directory}: holds no prepared data; name what `prepare` wrote")
+    if missing:
+        raise DataError(
+            f"{args.directory}: has no {missing[0]}, without which it is no prepared data; put it"
+            " back, or prepare the text again"
+        )
+    damaged = [] if args.no_verify else list(damage(args.directory))
+    if damaged:
+        print("\n".join(f"{args.directory}: DAMAGED: {told}" for told in damaged))
+        return DataError.status
+    found = inspect(open_prepared(args.directory), args.rows, args.row_tokens)
+    if args.json:
+        print(found.to_json())
+    else:
+        _print_found(found)
+        print("" if args.no_verify else "\nall files are as they were written")
+    return 0
+
+
+def _print_found(found: Found) -> None:
+    _print_sources(found.sources)
+    for split, counts in found.splits.items():
+        print(f"{split:<6} {counts['tokens']:>14,} tokens, {counts['documents']:,} documents")
+    _print_rejected(found.rejected)
+    print("\ntokens of a document, up to")
+    most = max((count for _, count in found.lengths), default=1)
+    for longest, count in found.lengths:
+        print(f"{longest:>12,} {count:>12,} {'#' * -(-BAR * count // most)}")
+    print(f"\n{found.duplicate_share:.2%} of {found.compared:,} documents repeat another")
+    for one in found.duplicates:
+        print(f"{one.times:>8,} times, {one.tokens:,} tokens: {one.text}")
+    print("".join(f"\n{row}" for row in found.rows))

@@ -1,0 +1,128 @@
+"""Flags that are right each by itself and do not fit one another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from minimind.config.arguments import is_utf8
+from minimind.config.run_config import FLAGS, RunConfig
+from minimind.errors import UsageError, fault_error
+from minimind.config.model_flags import SHAPE
+from minimind.config.report_flags import TRACKERS
+
+OF_EXPERTS = (
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "aux_loss_alpha",
+    "norm_topk_prob",
+)
+
+
+def check(run: RunConfig) -> None:
+    """Raise a UsageError of every set of fields that do not fit one another."""
+    if found := [*conflicts(run)]:
+        raise fault_error(found)
+
+
+def conflicts(run: RunConfig) -> Iterator[str]:
+    """One sentence for each set of fields that do not fit one another."""
+    try:
+        run.allowed_changes()
+    except UsageError as error:
+        yield str(error)
+    yield from _of_encoding(run)
+    yield from _of_reports(run)
+    yield from _of_model(run)
+    if run.max_steps and run.warmup_steps and run.warmup_steps > run.max_steps:
+        yield (
+            f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}) is more than"
+            f" max_steps = {run.max_steps} ({run.sources['max_steps']}); lower it, or train longer"
+        )
+
+
+def _of_encoding(run: RunConfig) -> Iterator[str]:
+    """A run's records and trackers hold UTF-8 alone."""
+    for name in FLAGS:
+        value = getattr(run, name)
+        texts = value if isinstance(value, tuple) else (value,)
+        for text in (text for text in texts if isinstance(text, str)):
+            # The records of a run hold the full path: the current directory is a part of it.
+            full = os.path.abspath(text) if name in ("out_dir", "data_path") else text
+            if not is_utf8(full):
+                yield (
+                    f"{name} = {full!a} ({run.sources[name]}) is not UTF-8; rename it, or give"
+                    " another one"
+                )
+
+
+def _of_reports(run: RunConfig) -> Iterator[str]:
+    for name in run.trackers():
+        asked = f"report_to = {run.report_to} ({run.sources['report_to']})"
+        if name == "none":
+            yield (f"{asked}: none stands beside others; drop it, or them")
+        if name not in TRACKERS:
+            yield (
+                f"{asked}: {name!r} is none of {', '.join(TRACKERS)}; name some of those, or none"
+            )
+    if run.sample_prompts and not run.sample_interval:
+        yield (
+            f"sample_prompts = {run.sample_prompts} ({run.sources['sample_prompts']}) without"
+            " --sample_interval, so that no sample is ever written; give --sample_interval N"
+        )
+
+
+def _of_hugging_face(run: RunConfig, place: str) -> Iterator[str]:
+    """What --model hf:PLACE owns, or transformers' models have not."""
+    if not place or not Path(place).expanduser().exists():
+        yield (
+            f"--model hf:{place}: there is no such directory or file, and no model hub is asked;"
+            " fetch the model, and name its directory or its config.json"
+        )
+    for name in SHAPE:
+        if name not in ("max_seq_len", "vocab_size") and run.is_explicit(name):
+            yield (
+                f"{name} = {getattr(run, name)} ({run.sources[name]}) beside --model hf:{place},"
+                " whose config.json decides the shape; drop it, or write it there"
+            )
+    for name, value in (("doc_mask", True), ("loss", "chunked")):
+        if getattr(run, name) == value:
+            yield (
+                f"{name} = {value} ({run.sources[name]}) is of our own decoder alone, and --model"
+                f" hf:{place} is of transformers; drop it"
+            )
+
+
+def _of_model(run: RunConfig) -> Iterator[str]:
+    if run.hugging_face is not None:
+        yield from _of_hugging_face(run, run.hugging_face)
+        return
+    if run.dim % run.n_heads:
+        yield (
+            f"dim = {run.dim} ({run.sources['dim']}) is not divisible by n_heads ="
+            f" {run.n_heads} ({run.sources['n_heads']}); change one of them"
+        )
+    elif run.dim // run.n_heads % 2:
+        yield (
+            f"dim / n_heads = {run.dim // run.n_heads} is odd, and rotary positions need"
+            f" pairs of channels; change dim ({run.dim}) or n_heads ({run.n_heads})"
+        )
+    if run.num_experts_per_tok > run.n_routed_experts:
+        yield (
+            f"num_experts_per_tok = {run.num_experts_per_tok}"
+            f" ({run.sources['num_experts_per_tok']}) is more than n_routed_experts ="
+            f" {run.n_routed_experts} ({run.sources['n_routed_experts']}); lower it"
+        )
+    for name in () if run.use_moe else OF_EXPERTS:
+        if run.is_explicit(name) and getattr(run, name) != FLAGS[name].default:
+            yield (
+                f"{name} = {getattr(run, name)} ({run.sources[name]}) means nothing without"
+                " experts; give --use_moe, or drop it"
+            )
+    if run.n_heads % run.n_kv_heads:
+        yield (
+            f"n_heads = {run.n_heads} ({run.sources['n_heads']}) is not divisible by"
+            f" n_kv_heads = {run.n_kv_heads} ({run.sources['n_kv_heads']}); change one"
+        )

@@ -1,0 +1,167 @@
+"""What each "auto" of a DeepSpeed JSON becomes, and why. Pure arithmetic on the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from minimind.config.run_config import RunConfig
+from minimind.config.deepspeed.schema import ANY_CASE, OPTIMIZERS, optimizer_name
+from minimind.config.deepspeed.literals import AUTO, BATCH, MICRO_BATCH, MISSING, get
+from minimind.config.schedule import Schedule, planned_warmup
+
+Filled = dict[str, tuple[Any, str]]  # key path: value, source
+
+# DeepSpeed has a default of its own for each of these (clipping: 1.0), so they are always written.
+# The last is a clock that would wait for the GPU twice a micro-batch.
+ALWAYS = (
+    BATCH,
+    MICRO_BATCH,
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "bf16.enabled",
+    "fp16.enabled",
+    "zero_optimization.stage",
+    "timers.throughput.synchronized",
+)
+# Likewise, once a file names an optimizer, a scheduler, or offloads the optimizer.
+OPTIMIZER = tuple(f"optimizer.params.{name}" for name in ("lr", "betas", "weight_decay"))
+ADAM = ("optimizer.params.torch_adam",)
+FUSED = ("optimizer.params.fused",)
+OWN_ADAM = ("bias_correction", "set_grad_none", "fp32_optimizer_states")  # DeepSpeed's takes alone
+WARMUP = ("scheduler.params.warmup_max_lr", "scheduler.params.warmup_num_steps")
+DECAY = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
+COSINE, CYCLE = ("scheduler.params.cos_min_ratio",), ("scheduler.params.cycle_momentum",)
+UNTESTED = ("zero_allow_untested_optimizer",)
+OFFLOAD = ("zero_force_ds_cpu_optimizer",)
+
+
+def never_left_out(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys that are written whether or not the file names them."""
+    keys = ALWAYS
+    optimizer = optimizer_name(get(config, "optimizer.type"))
+    accepted = OPTIMIZERS.get(optimizer or "", "").split()
+    keys += tuple(key for key in OPTIMIZER if key.rsplit(".", 1)[1] in accepted)
+    keys += ADAM + FUSED if optimizer in ("Adam", "AdamW") else ()
+    keys += UNTESTED if optimizer and optimizer not in ANY_CASE else ()
+    scheduler = get(config, "scheduler.type")
+    keys += WARMUP if scheduler in ("WarmupLR", "WarmupDecayLR") else ()
+    keys += DECAY if scheduler in ("WarmupDecayLR", "WarmupCosineLR") else ()
+    keys += COSINE if scheduler == "WarmupCosineLR" else CYCLE if scheduler == "OneCycle" else ()
+    return keys + (OFFLOAD if offloads(config, "optimizer") else ())
+
+
+def offloads(config: Mapping[str, Any], what: str) -> bool:
+    """Whether ZeRO keeps the `optimizer` or the `param`eters off the device."""
+    device = get(config, f"zero_optimization.offload_{what}.device")
+    return device in ("cpu", "nvme")
+
+
+def autos(
+    config: Mapping[str, Any],
+    run: RunConfig,
+    world_size: int,
+    device: str,
+    schedule: Schedule | None,
+) -> Filled:
+    """The value and its source of every key that we fill, where `config` leaves it to us."""
+    found = _numbers(run, world_size) | _buckets(run, world_size, device)
+    return found | _optimizer(config, run) | _rates(run, schedule)
+
+
+def _by(run: RunConfig, name: str) -> str:
+    return f"{name} ({run.sources[name]})"
+
+
+def _numbers(run: RunConfig, world_size: int) -> Filled:
+    """What the batch, the clipping, the precision and DeepSpeed's clock become, and why."""
+    rows = run.micro_batch_rows(world_size)
+    shared = f"derived: {run.batch_size} rows / {world_size} processes (--split_batches)"
+    steps = run.accumulation_steps
+    return {
+        MICRO_BATCH: (rows, shared if run.split_batches else _by(run, "batch_size")),
+        "gradient_accumulation_steps": (steps, _by(run, "accumulation_steps")),
+        BATCH: (
+            rows * steps * world_size,
+            f"derived: {rows} rows x {steps} micro-batches x {world_size} processes",
+        ),
+        "gradient_clipping": (run.grad_clip, _by(run, "grad_clip")),
+        "bf16.enabled": (run.dtype == "bfloat16", _by(run, "dtype")),
+        "fp16.enabled": (run.dtype == "float16", _by(run, "dtype")),
+        "timers.throughput.synchronized": (False, "derived: it would wait for the device"),
+    }
+
+
+def _buckets(run: RunConfig, world_size: int, device: str) -> Filled:
+    """What ZeRO's buckets and its overlap become, and why."""
+    overlap = device == "cuda" and world_size > 1
+    # dim x dim, the usual choice, is 64 all-reduces a step for tiny
+    block = (12 * run.dim**2, "derived: 12 x dim x dim, about a block")
+    zero = {
+        "stage": (0, "DeepSpeed's default: no stage is named"),
+        "overlap_comm": (overlap, f"derived: {'' if overlap else 'not '}several GPUs"),
+        "reduce_bucket_size": block,
+        "allgather_bucket_size": block,
+        "stage3_prefetch_bucket_size": (run.dim**2 * 9 // 10, "derived: 0.9 x dim x dim"),
+        "stage3_param_persistence_threshold": (run.dim * 10, "derived: 10 x dim"),
+    }
+    return {f"zero_optimization.{name}": value for name, value in zero.items()}
+
+
+def _optimizer(config: Mapping[str, Any], run: RunConfig) -> Filled:
+    """What the optimizer's own numbers become, and which AdamW it is.
+
+    torch's, unless a parameter is for DeepSpeed's alone; that has to be compiled, on GPUs by nvcc.
+    """
+    params = get(config, "optimizer.params")
+    named = [name for name in OWN_ADAM if isinstance(params, Mapping) and name in params]
+    literal = get(config, "optimizer.params.torch_adam")
+    in_torch = get(config, "optimizer") is MISSING or literal is True
+    in_torch = in_torch or (literal in (MISSING, AUTO) and not named)
+    otherwise = any(
+        get(config, f"optimizer.params.{name}") is True for name in ("foreach", "differentiable")
+    )
+    one_kernel = {"optimizer.params.fused": (True, "derived: an AdamW of torch's, in one kernel")}
+    return (one_kernel if in_torch and not otherwise else {}) | {
+        "optimizer.params.lr": (run.learning_rate, _by(run, "learning_rate")),
+        "optimizer.params.betas": (
+            [run.beta1, run.beta2],
+            f"{_by(run, 'beta1')}, {_by(run, 'beta2')}",
+        ),
+        "optimizer.params.eps": (1e-8, "AdamW's default"),
+        "optimizer.params.weight_decay": (run.weight_decay, _by(run, "weight_decay")),
+        "optimizer.params.torch_adam": (
+            not named,
+            f"derived: {f'of {named[0]}' if named else 'nothing has to be compiled'}",
+        ),
+        "zero_allow_untested_optimizer": (True, "derived: an optimizer of torch's"),
+        "zero_force_ds_cpu_optimizer": (
+            not in_torch,
+            f"derived: the optimizer is {'torch' if in_torch else 'DeepSpeed'}'s",
+        ),
+    }
+
+
+def _rates(run: RunConfig, schedule: Schedule | None) -> Filled:
+    """What a scheduler block's numbers become, and why."""
+    total = schedule.total_steps if schedule else run.max_steps
+    warmup = planned_warmup(run, total) if total else run.warmup_steps or 0
+    length = "derived: the steps of the run"
+    if total is None:
+        total, length = max(warmup, 2) + 1, "not known before the text is read"
+    peak = (run.learning_rate, _by(run, "learning_rate"))
+    floor = (run.min_lr_ratio, _by(run, "min_lr_ratio"))
+    least = "the shortest warm-up of DeepSpeed's schedulers"
+    steps = (warmup, _by(run, "warmup_steps")) if warmup > 1 else (2, least)
+    params = {
+        "warmup_min_lr": (0.0, "DeepSpeed's default"),
+        "warmup_max_lr": peak,
+        "warmup_num_steps": steps,
+        "total_num_steps": (total, length),
+        "warmup_min_ratio": (0.0, "DeepSpeed's default"),
+        "cos_min_ratio": floor,
+        "cycle_max_lr": peak,
+        "cycle_momentum": (False, "derived: the betas are beta1 and beta2"),
+        "lr_range_test_min_lr": peak,
+    }
+    return {f"scheduler.params.{name}": value for name, value in params.items()}

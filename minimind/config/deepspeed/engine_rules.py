@@ -1,0 +1,164 @@
+"""What DeepSpeed's engine refuses, or fails on, of a configuration that its parser accepts.
+
+The engine says so only when it is built, after the text was read, and partly in the first step.
+These rules say it before, for --dry_run too. Pure: no deepspeed import.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from importlib.util import find_spec
+from typing import Any
+
+from minimind.config.run_config import RunConfig
+from minimind.config.deepspeed.auto_values import offloads
+from minimind.config.deepspeed.keys import DTYPES
+from minimind.config.deepspeed.schema import optimizer_name
+from minimind.config.deepspeed.literals import MISSING, get, leaves
+
+ZERO = "zero_optimization."
+WITHOUT_CHECKPOINTS = ("zenflow", "offload_optimizer.super_offload")
+# Of stage 3: DeepSpeed has kernels or streams of these for GPUs alone.
+ON_GPUS = (
+    *("zero_quantized_weights", "zero_quantized_gradients"),
+    "stage3_module_granularity_threshold",
+)
+# Blocks that import a package when the engine is built.
+PACKAGES = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
+# Without these other keys are not looked at, so they are the last to be at fault.
+CHOOSERS = ("optimizer.type", "optimizer.params.torch_adam", "scheduler.type", f"{ZERO}stage")
+OUTPUTS = {  # path -> the switch of the block that writes there
+    "tensorboard.output_path": "tensorboard.enabled",
+    "csv_monitor.output_path": "csv_monitor.enabled",
+    "flops_profiler.output_file": "flops_profiler.enabled",
+}
+
+
+def engine_faults(config: Mapping[str, Any], path: str, run: RunConfig, device: str) -> list[str]:
+    """Return one sentence for each setting in a filled `config` that the engine refuses."""
+    found = _zero(config, device) + _norm(config) + _packages(config) + _adam(config)
+    literal = get(config, "data_types.param_dtype")
+    if isinstance(literal, str) and DTYPES.get(literal, run.dtype) != run.dtype:
+        found.append(
+            f"data_types.param_dtype is {literal}, and dtype = {run.dtype}"
+            f" ({run.sources['dtype']}); remove it, or give --dtype {DTYPES[literal]}"
+        )
+    literal = get(config, "data_types.buffer_dtype")
+    if isinstance(literal, str) and DTYPES.get(literal) != "float32":
+        found.append(
+            f"data_types.buffer_dtype is {literal}, and rotary frequencies stay in fp32; remove it"
+        )
+    random_ltd = "data_efficiency.data_routing.random_ltd.enabled"
+    literal = get(config, random_ltd)
+    if literal is not MISSING and literal:  # DeepSpeed tests for truth, and only this key
+        found.append(
+            f"{random_ltd} is {json.dumps(literal)}, but no layer drops tokens here; remove it"
+        )
+    return [f"{path}: {fault}" for fault in found]
+
+
+def outputs(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the folders and files that DeepSpeed makes and writes to, by their key."""
+    switched_on = [key for key, switch in OUTPUTS.items() if get(config, switch) is True]
+    named = {key: get(config, key) for key in switched_on}
+    return {key: place for key, place in named.items() if isinstance(place, str)}
+
+
+def _zero(config: Mapping[str, Any], device: str) -> list[str]:
+    found = []
+    stage = get(config, f"{ZERO}stage")
+    for name in WITHOUT_CHECKPOINTS:
+        if get(config, ZERO + name) not in (MISSING, None, False):
+            found.append(f"{ZERO}{name} has an optimizer without checkpoints here; remove it")
+    for name in ON_GPUS:
+        value = get(config, ZERO + name)
+        if device == "cpu" and stage == 3 and value not in (MISSING, None, False, 0):
+            found.append(f"{ZERO}{name} is {json.dumps(value)} and needs a GPU; remove it")
+    bucket = get(config, f"{ZERO}allgather_bucket_size")
+    if stage in (1, 2) and isinstance(bucket, int | float) and bucket % 2:
+        found.append(f"{ZERO}allgather_bucket_size is {bucket}, an odd number; write an even one")
+    ratio = get(config, f"{ZERO}offload_optimizer.ratio")
+    is_part = isinstance(ratio, int | float) and ratio != 1
+    if stage == 3 and is_part and not _is_cpu_adam(config):
+        found.append(
+            f"{ZERO}offload_optimizer.ratio = {ratio} needs DeepSpeed's own Adam on the CPU;"
+            ' remove it, or write "torch_adam": false in an AdamW block'
+        )
+    return found
+
+
+def _adam(config: Mapping[str, Any]) -> list[str]:
+    """What DeepSpeed's own Adam classes raise for, after they were compiled."""
+    name = optimizer_name(get(config, "optimizer.type"))
+    in_torch = get(config, "optimizer.params.torch_adam") is True
+    key = "optimizer.params.amsgrad"
+    if name not in ("Adam", "AdamW") or in_torch or get(config, key) is not True:
+        return []
+    return [f'{key} is true, and only torch\'s Adam has it; write "torch_adam": true, or remove it']
+
+
+def _is_cpu_adam(config: Mapping[str, Any]) -> bool:
+    """Return whether DeepSpeed builds its DeepSpeedCPUAdam."""
+    name = optimizer_name(get(config, "optimizer.type"))
+    in_torch = get(config, "optimizer.params.torch_adam") is True
+    return name in ("Adam", "AdamW") and not in_torch and offloads(config, "optimizer")
+
+
+def _norm(config: Mapping[str, Any]) -> list[str]:
+    """What does not go with leaving the gradient norm out, at the stages that can."""
+    key = f"{ZERO}compute_grad_norm"
+    if get(config, key) is not False or get(config, f"{ZERO}stage") not in (1, 2):
+        return []
+    clipping = get(config, "gradient_clipping")
+    if isinstance(clipping, int | float) and clipping > 0:
+        return [f"{key} is false beside gradient_clipping = {clipping}; remove it, or clip at 0"]
+    if offloads(config, "optimizer"):
+        return [f"{key} is false beside {ZERO}offload_optimizer; remove one"]
+    return []
+
+
+def _packages(config: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{block}.enabled is true and the package {package} is not installed; remove the block, or"
+        f" pip install {package}"
+        for block, package in PACKAGES.items()
+        if get(config, f"{block}.enabled") is True and find_spec(package) is None
+    ]
+
+
+# --- which key DeepSpeed's own words are about --------------------------------------------------
+
+
+def words(error: Exception) -> str:
+    """Return the text of an error on one line, or its type if it has none."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def way_out(config: Mapping[str, Any], told: str) -> str:
+    """Return what to change: the key of `config` that DeepSpeed's words mention first."""
+    names = {key: rf"\b{re.escape(key.rsplit('.', 1)[-1])}\b" for key in leaves(config)}
+    places = {key: found.start() for key, name in names.items() if (found := re.search(name, told))}
+    key = min(places, key=places.__getitem__, default="")
+    return f"change or remove {key}" if key else "correct the file"
+
+
+def tracker_refusal(error: Exception) -> str:
+    """Return what to do where a tracker that DeepSpeed opens raised `error`; else nothing."""
+    package = type(error).__module__.partition(".")[0]
+    block = next((block for block, name in PACKAGES.items() if name == package), "")
+    told = f"{block}.enabled is true and {package} fails: {words(error)}; correct that, or remove"
+    return f"{told} the block and give --report_to {package}, which stops no run" if block else ""
+
+
+def without(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a copy without the value at a dotted path."""
+    copy = deepcopy(dict(config))
+    *parents, last = key.split(".")
+    block = copy
+    for part in parents:
+        block = block[part]
+    del block[last]
+    return copy

@@ -1,0 +1,247 @@
+"""What cannot be trained, though each value alone is right: told before any work, all together.
+
+DeepSpeed 0.19.8 refuses some of these itself, late and with a traceback, passes over others in
+silence, and trains a few of them wrongly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from minimind.config.run_config import RunConfig
+from minimind.config.deepspeed.auto_values import offloads
+from minimind.config.deepspeed.effects import ignored_faults
+from minimind.config.deepspeed.schema import OPTIMIZERS, optimizer_name
+from minimind.config.deepspeed.literals import BATCH, MISSING, get
+
+ZERO = "zero_optimization."
+RESUMABLE = ("Adam", "AdamW", "Lion", "SGD")  # whose moments zero_state.py knows
+# Which schedulers of DeepSpeed's have a place for these flags; any other scheduler has none.
+HEARD_BY = {
+    "schedule": (),
+    "warmup_steps": ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
+    "min_lr_ratio": ("WarmupCosineLR",),
+}
+# The one value of each that trains rightly here. Any other would make the rows a rank reads, or the
+# gradient's mean, another than what is printed; of the last, let a gradient that is not finite into
+# the weights.
+ONLY = {
+    "managed_gradient_accumulation": (True, "accumulation is counted by DeepSpeed here"),
+    "gradient_allreduce_op": ("mean", "the loss is a mean over all processes"),
+    "sequence_parallel_size": (1, "every process reads rows of its own"),
+    "data_parallel_size": (1, "the launcher says how many processes there are"),
+    "torch_autocast.enabled": (False, "--dtype decides the precision"),
+    "bf16.check_grad_overflow": (True, "a step with a gradient that is not finite is skipped"),
+}
+# DeepSpeed divides by the first kind, and refuses or believes a negative one of the second.
+LEAST = {
+    "above": (
+        "steps_per_print gradient_predivide_factor scheduler.params.cycle_first_step_size"
+        " scheduler.params.lr_range_test_step_size",
+        "above 0",
+    ),
+    "at_least": (
+        "optimizer.params.eps scheduler.params.warmup_min_lr scheduler.params.cycle_min_lr",
+        "0 or above",
+    ),
+}
+
+
+def combination_faults(
+    config: Mapping[str, Any],
+    path: str,
+    run: RunConfig,
+    world_size: int,
+    device: str,
+    sources: Mapping[str, str],
+) -> list[str]:
+    """One sentence for each combination in a filled `config` that cannot be."""
+    found = _batch(config, run, world_size) + _scheduler(config, run)
+    found += [
+        f"{block}.type is {kind}, which does not hear {name} = {getattr(run, name)}"
+        f" ({run.sources[name]}); drop the latter, or change the block"
+        for block, kind, name in unheard(config)
+        if run.is_explicit(name)
+    ]
+    found += _least(config) + _other_values(config) + ignored_faults(config)
+    if run.compile == "on" and get(config, "flops_profiler.enabled") is True:
+        found.append(
+            "flops_profiler.enabled is true, and in a model that is compiled the profiler miscounts"
+            f" and has it compiled again and again; drop compile = on ({run.sources['compile']})"
+            " or switch the profiler off"
+        )
+    stage = get(config, f"{ZERO}stage")
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        where = sources.get(f"{ZERO}stage", path)
+        found.append(
+            f"zero_optimization.stage is {json.dumps(stage)} ({where}); write 0, 1, 2 or 3"
+        )
+    else:
+        found += _precision(config, run, device, stage) + _optimizer(config, device)
+        found += _stage(config, stage, sources) + _reduction(config, stage)
+    return [f"{path}: {fault}" for fault in found]
+
+
+def unheard(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(block, its type, flag) for each flag that the file's scheduler or optimizer passes over."""
+    scheduler = get(config, "scheduler.type")
+    optimizer = optimizer_name(get(config, "optimizer.type"))
+    deaf = [] if scheduler is MISSING else [n for n, k in HEARD_BY.items() if scheduler not in k]
+    told = [("scheduler", scheduler, name) for name in deaf]
+    if optimizer and "betas" not in OPTIMIZERS[optimizer].split():
+        told += [("optimizer", optimizer, name) for name in ("beta1", "beta2")]
+    if get(config, "scheduler.params.cycle_momentum") is True:
+        told += [("scheduler", "OneCycle with cycle_momentum", n) for n in ("beta1", "beta2")]
+    return told
+
+
+def _optimizer(config: Mapping[str, Any], device: str) -> list[str]:
+    """Optimizers that DeepSpeed builds and no checkpoint of ours can hold."""
+    name = optimizer_name(get(config, "optimizer.type"))
+    if name == "Lion" and device == "cpu" and not offloads(config, "optimizer"):
+        return ["optimizer.type Lion runs on a CPU only with offload_optimizer; use AdamW"]
+    if name and name not in RESUMABLE:
+        return [f"optimizer.type {name} has no checkpoints; use {', '.join(RESUMABLE)}"]
+    return []
+
+
+def _batch(config: Mapping[str, Any], run: RunConfig, world_size: int) -> list[str]:
+    rows = run.micro_batch_rows(world_size)
+    in_step = rows * run.accumulation_steps * world_size
+    literal = config[BATCH]
+    if literal == in_step or not isinstance(literal, int | None):  # the schema tells of its type
+        return []
+    return [
+        f"{BATCH} is {json.dumps(config[BATCH])}, but {rows} rows ({run.sources['batch_size']}) x"
+        f" {run.accumulation_steps} micro-batches ({run.sources['accumulation_steps']}) x"
+        f' {world_size} processes = {in_step}; write "auto" there, or change --batch_size or'
+        " --accumulation_steps"
+    ]
+
+
+def needs_gpu(run: RunConfig, device: str) -> list[str]:
+    """The fault of a precision that a CPU does not have, with and without DeepSpeed."""
+    if run.dtype != "float16" or device != "cpu":
+        return []
+    told = run.sources["dtype"]
+    return [f"dtype = float16 ({told}) needs a GPU; use bfloat16 or float32 here"]
+
+
+def _precision(config: Mapping[str, Any], run: RunConfig, device: str, stage: int) -> list[str]:
+    found = needs_gpu(run, device)
+    if run.dtype == "float16" and stage == 0 and not found:
+        found.append(
+            f"dtype = float16 ({run.sources['dtype']}) trains wrongly at ZeRO stage 0 in DeepSpeed"
+            " 0.19.8 (gradients are unscaled that were never scaled); use bfloat16, or stage 1 to 3"
+        )
+    accumulated = get(config, "data_types.grad_accum_dtype")
+    if accumulated == "fp32" and run.dtype == "bfloat16" and stage == 0:
+        found.append(
+            "data_types.grad_accum_dtype is fp32 in bfloat16 at stage 0, which DeepSpeed 0.19.8 has"
+            " not implemented; use stage 1 to 3"
+        )
+    return found
+
+
+def _stage(config: Mapping[str, Any], stage: int, sources: Mapping[str, str]) -> list[str]:
+    """Options that the stage has nothing for, or that DeepSpeed refuses there."""
+    found = []
+    for what, least in (("optimizer", 1), ("param", 3)):
+        name = f"{ZERO}offload_{what}"
+        if offloads(config, what) and stage < least:
+            where = sources[f"{name}.device"]
+            found.append(
+                f"{name} ({where}) needs stage {least} or above and stage is"
+                f" {stage} ({sources[f'{ZERO}stage']}); change one"
+            )
+        elif get(config, f"{name}.device") == "nvme":
+            found.append(
+                f'{name}.device is "nvme" ({sources[f"{name}.device"]}), of which there are no'
+                ' checkpoints; write "cpu"'
+            )
+    return found
+
+
+def _reduction(config: Mapping[str, Any], stage: int) -> list[str]:
+    """Ways of reducing gradients that go with some stages only."""
+    found = []
+    ratio = get(config, f"{ZERO}offload_optimizer.ratio")
+    if isinstance(ratio, int | float) and ratio != 1 and stage != 3:
+        found.append(f"{ZERO}offload_optimizer.ratio = {ratio} needs stage 3; remove it")
+    if get(config, f"{ZERO}compute_grad_norm") is False and stage in (0, 3):
+        found.append(f"{ZERO}compute_grad_norm is false, which stage {stage} refuses; remove it")
+    if stage >= 2 and get(config, f"{ZERO}reduce_scatter") in (MISSING, True):
+        if get(config, "gradient_predivide_factor") not in (MISSING, 1, 1.0):
+            found.append(
+                "gradient_predivide_factor is refused beside reduce_scatter at stage"
+                f' {stage}; remove it, or write "reduce_scatter": false'
+            )
+        if get(config, "prescale_gradients") is True:
+            found.append(
+                f"prescale_gradients is refused beside reduce_scatter at stage {stage}; remove it,"
+                ' or write "reduce_scatter": false'
+            )
+    if stage == 3 and get(config, f"{ZERO}round_robin_gradients") is True:
+        found.append(
+            f"{ZERO}round_robin_gradients is for stages 1 and 2, and stage is 3; remove it"
+        )
+    for block in ("bf16", "fp16"):
+        if get(config, f"{block}.{block}_master_weights_and_grads") is True:
+            found.append(
+                f"{block}.{block}_master_weights_and_grads gives up the fp32 weights, which every"
+                " checkpoint holds; remove it"
+            )
+    return found
+
+
+def _scheduler(config: Mapping[str, Any], run: RunConfig) -> list[str]:
+    found = []
+    momenta = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
+    given = [n for n in momenta if get(config, f"scheduler.params.{n}") is not MISSING]
+    if given and get(config, "scheduler.params.cycle_momentum") is False:
+        found.append(
+            f"scheduler.params.{given[0]} is passed over while cycle_momentum is false; write"
+            " true, or remove it"
+        )
+    warmup, total = (get(config, f"scheduler.params.{n}_num_steps") for n in ("warmup", "total"))
+    if isinstance(warmup, int) and warmup < 2:
+        found.append(
+            f"scheduler.params.warmup_num_steps = {warmup}, and DeepSpeed's schedulers warm up over"
+            " 2 steps at least; write 2 or more"
+        )
+    elif warmup == 2 and run.is_explicit("warmup_steps") and run.warmup_steps in (0, 1):
+        found.append(
+            f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}), and DeepSpeed's"
+            " schedulers warm up over 2 steps at least; raise it, or remove the scheduler block"
+        )
+    total = run.max_steps if total is MISSING else total
+    if isinstance(warmup, int) and isinstance(total, int) and total < warmup:
+        length = run.sources["max_steps"] if total == run.max_steps else "the steps of the run"
+        found.append(
+            f"scheduler.params.total_num_steps = {total} ({length}) is less than warmup_num_steps ="
+            f" {warmup} ({run.sources['warmup_steps']}); lower the warm-up, or train longer"
+        )
+    return found
+
+
+def _least(config: Mapping[str, Any]) -> list[str]:
+    """Numbers below what DeepSpeed divides by, or trains rightly with."""
+    found = []
+    for bound, (keys, words) in LEAST.items():
+        for key in keys.split():
+            value = get(config, key)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                if value < 0 or (bound == "above" and value == 0):
+                    found.append(f"{key} is {json.dumps(value)}, not {words}; change it")
+    return found
+
+
+def _other_values(config: Mapping[str, Any]) -> list[str]:
+    found = []
+    for key, (value, why) in ONLY.items():
+        literal = get(config, key)
+        if literal is not MISSING and literal is not None and literal != value:
+            found.append(f"{key} is {json.dumps(literal)}, but {why}; remove it")
+    return found

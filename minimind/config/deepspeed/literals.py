@@ -1,0 +1,207 @@
+"""Numbers spelled out in the DeepSpeed and Accelerate files, made to agree with the flags.
+
+A literal wins over a mere default and becomes the run's own number, with the file as its source.
+Against a number that somebody asked for it is a fault naming both, and the two ways out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from minimind.config.run_config import RunConfig
+from minimind.errors import UsageError
+from minimind.config.parse import convert
+from minimind.config.launcher_env import Launch
+from minimind.config.deepspeed.keys import AUTO
+
+MISSING = object()
+DTYPE_BLOCKS = {"bf16": "bfloat16", "fp16": "float16"}
+FLAG_OF = {
+    "gradient_accumulation_steps": "accumulation_steps",
+    "gradient_clipping": "grad_clip",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.cycle_max_lr": "learning_rate",
+    "scheduler.params.lr_range_test_min_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "max_steps",
+    "scheduler.params.cos_min_ratio": "min_lr_ratio",
+}
+MICRO_BATCH, BATCH = "train_micro_batch_size_per_gpu", "train_batch_size"
+BETAS, TOTAL = "optimizer.params.betas", "scheduler.params.total_num_steps"
+
+
+def adopt_launch(run: RunConfig, launch: Launch, faults: list[str]) -> RunConfig:
+    """The run with what `accelerate launch` says of precision, accumulation, clipping and file."""
+    for name, (value, field) in launch.flags.items():
+        if name == "device" and run.device == "auto":  # also where somebody wrote it out
+            run = run.with_values(f"{launch.source}: {field}", device=value)
+            continue
+        run = _adopt(run, name, value, f"{launch.source}: {field}", "remove it there", faults)
+    if launch.deepspeed_config and not run.is_explicit("deepspeed_config"):
+        source = f"{launch.source}: deepspeed_config_file"
+        run = run.with_values(source, deepspeed_config=launch.deepspeed_config)
+    return run
+
+
+def adopt_yaml_fields(
+    config: dict[str, Any], path: str, launch: Launch, faults: list[str]
+) -> dict[str, str]:
+    """Write the YAML's ZeRO fields into `config`; which keys now come from there."""
+    sources: dict[str, str] = {}
+    for key, (value, field) in launch.deepspeed.items():
+        literal = get(config, key)
+        if literal in (MISSING, AUTO):
+            put(config, key, value)
+            sources[key] = f"{launch.source}: {field}"
+        elif literal != value:
+            faults.append(
+                f"{path}: {key} is {json.dumps(literal)} but {launch.source} says {field} ="
+                f" {value}; remove one of them"
+            )
+    return sources
+
+
+def adopt_file(
+    config: Mapping[str, Any], path: str, run: RunConfig, world_size: int, faults: list[str]
+) -> RunConfig:
+    """The run with every literal of the DeepSpeed file that stands for one of its flags."""
+    run = _adopt_dtype(config, path, run, faults)
+    auto = 'write "auto" in the file'
+    total = get(config, TOTAL)
+    if isinstance(total, int) and run.is_explicit("epochs") and not run.is_explicit("max_steps"):
+        faults.append(
+            f"{path}: {TOTAL} is {total} but {run.sources['epochs']} says epochs = {run.epochs};"
+            f" {auto}, or say the same with --max_steps"
+        )
+        run = run.with_values(f"{path}: {TOTAL}", max_steps=total)
+    for key, name in FLAG_OF.items():
+        literal = get(config, key)
+        where = f"{path}: {key}"
+        # null leaves it to the groups; a list has one for each; the schema tells of other types.
+        if isinstance(literal, list) and run.is_explicit(name):
+            faults.append(
+                f"{where} is {literal} but {run.sources[name]} says {name} = {getattr(run, name)};"
+                f" drop the latter, or {auto}"
+            )
+        elif literal not in (MISSING, AUTO, None) and not isinstance(literal, list):
+            run = _adopt(run, name, literal, where, auto, faults)
+    betas = get(config, BETAS)
+    if isinstance(betas, list) and len(betas) == 2:
+        for place, (name, literal) in enumerate(zip(("beta1", "beta2"), betas, strict=True)):
+            run = _adopt(run, name, literal, f"{path}: {BETAS}[{place}]", auto, faults)
+    elif betas not in (MISSING, AUTO) and isinstance(betas, list):  # else its type was told
+        faults.append(f"{path}: {BETAS} is {json.dumps(betas)}, not two numbers; write [0.9, 0.95]")
+    rows, where = get(config, MICRO_BATCH), f"{path}: {MICRO_BATCH}"
+    if isinstance(rows, int) and run.split_batches:
+        rows *= world_size  # --batch_size then counts all processes
+        where += f" x {world_size} processes (--split_batches)"
+    if rows not in (MISSING, AUTO):
+        run = _adopt(run, "batch_size", rows, where, auto, faults)
+    return _adopt_batch(config, path, run, world_size)
+
+
+def _adopt_batch(
+    config: Mapping[str, Any], path: str, run: RunConfig, world_size: int
+) -> RunConfig:
+    """The run with the one of its two factors that a literal train_batch_size leaves open."""
+    total = get(config, BATCH)
+    if not isinstance(total, int) or isinstance(total, bool) or total < 1:
+        return run
+    where = f"{path}: {BATCH}"
+    if not run.is_explicit("accumulation_steps"):
+        rows = run.batch_size * (1 if run.split_batches else world_size)
+        if total % rows == 0:
+            return run.with_values(where, accumulation_steps=total // rows)
+    if not run.is_explicit("batch_size"):
+        rows = run.accumulation_steps * (1 if run.split_batches else world_size)
+        if total % rows == 0:
+            return run.with_values(where, batch_size=total // rows)
+    return run
+
+
+def _adopt(
+    run: RunConfig, name: str, literal: Any, where: str, way_out: str, faults: list[str]
+) -> RunConfig:
+    """The run with `literal` as its `name`, unless somebody asked for another value."""
+    current = getattr(run, name)
+    try:
+        value = convert(name, literal, where)
+    except UsageError as error:
+        if not any(fault.startswith(f"{where} is ") for fault in faults):  # its type was told
+            faults.append(str(error))
+        return run
+    if value == current:
+        return run if run.is_explicit(name) else run.with_values(where, **{name: value})
+    if run.is_explicit(name):
+        faults.append(
+            f"{where} is {literal} but {run.sources[name]} says {name} = {current};"
+            f" drop the latter, or {way_out}"
+        )
+        return run
+    return run.with_values(where, **{name: value})
+
+
+def _adopt_dtype(
+    config: Mapping[str, Any], path: str, run: RunConfig, faults: list[str]
+) -> RunConfig:
+    """The run in the precision the file's bf16 / fp16 blocks spell out, if they do."""
+    asked = {name: get(config, f"{block}.enabled") for block, name in DTYPE_BLOCKS.items()}
+    for block, name in DTYPE_BLOCKS.items():
+        if asked[name] not in (MISSING, AUTO) and not isinstance(asked[name], bool):
+            told = json.dumps(asked[name])
+            faults.append(f'{path}: {block}.enabled is {told}; write true, false or "auto"')
+            return run
+    on = [name for name, value in asked.items() if value is True]
+    if len(on) > 1:
+        faults.append(f"{path}: bf16.enabled and fp16.enabled are both true; turn one off")
+        return run
+    if not on and asked.get(run.dtype) is not False:
+        return run
+    dtype = on[0] if on else "float32"
+    block = next(b for b, name in DTYPE_BLOCKS.items() if name == (on[0] if on else run.dtype))
+    where, said = f"{path}: {block}.enabled", json.dumps(asked[DTYPE_BLOCKS[block]])
+    if dtype == run.dtype:
+        return run if run.is_explicit("dtype") else run.with_values(where, dtype=dtype)
+    if run.is_explicit("dtype"):
+        faults.append(
+            f"{where} is {said} but {run.sources['dtype']} says dtype = {run.dtype}; drop the"
+            ' latter, or write "auto" in the file'
+        )
+        return run
+    return run.with_values(where, dtype=dtype)
+
+
+def get(config: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted path, or `MISSING`."""
+    value: Any = config
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return MISSING
+        value = value[part]
+    return value
+
+
+def put(config: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value at a dotted path, making objects on the way."""
+    *parents, last = key.split(".")
+    for part in parents:
+        below = config.setdefault(part, {})
+        if not isinstance(below, dict):  # somebody reports it
+            return
+        config = below
+    config[last] = value
+
+
+def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Every value that is not itself an object, keyed by its dotted path."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            found |= leaves(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

@@ -1,0 +1,64 @@
+"""Literals of a DeepSpeed JSON in one spelling: the value that DeepSpeed 0.19.8 reads.
+
+DeepSpeed reads `"SUM"` as `"sum"`, and its pydantic models read `"on"` as true and `"2"` as 2.
+Every rule judges the values of this module, so no rule depends on a spelling. Pure: no deepspeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from minimind.config.deepspeed.keys import AUTO, LOWERED, MODELLED, READ_BY_PYDANTIC
+from minimind.config.deepspeed.schema import optimizer_name
+
+OTHER_KINDS = {"stage": "whole", "enabled": "bool"}  # of the kind `any` in MODELLED
+# What pydantic takes for a boolean, in any case.
+_TRUE = ("true", "t", "yes", "y", "on", "1")
+_FALSE = ("false", "f", "no", "n", "off", "0")
+
+
+def normalised(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `config` with every literal as DeepSpeed reads it.
+
+    A literal that DeepSpeed reads as it stands is left for the schema to judge: also a text for a
+    boolean that DeepSpeed only tests for truth, where "false" would be true.
+    """
+    found = _block("", config)
+    written = found.get("optimizer")
+    if isinstance(written, dict) and (name := optimizer_name(written.get("type"))):
+        written["type"] = name
+    return found
+
+
+def _block(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = MODELLED.get(where, READ_BY_PYDANTIC.get(where, {}))
+    found: dict[str, Any] = {}
+    for key, value in block.items():
+        name = f"{where}.{key}" if where else str(key)
+        if isinstance(value, Mapping):
+            found[key] = _block(name, value)
+        elif value == AUTO:
+            found[key] = value
+        elif name in LOWERED and isinstance(value, str):
+            found[key] = value.lower()
+        else:
+            kind = kinds.get(key, "")
+            found[key] = _as_pydantic_reads(value, OTHER_KINDS[key] if kind == "any" else kind)
+    return found
+
+
+def _as_pydantic_reads(value: Any, kind: str) -> Any:
+    """`value` as a pydantic field of `kind` holds it; unchanged where pydantic refuses it."""
+    kind = kind.removesuffix("|null")
+    if kind == "bool" and isinstance(value, str | int | float):
+        word = str(int(value)) if value in (0, 1) else str(value).lower()
+        return True if word in _TRUE else False if word in _FALSE else value
+    if kind not in ("whole", "number") or not isinstance(value, str | float):
+        return value
+    try:
+        number = float(value)
+        is_whole = kind == "whole" or (isinstance(value, str) and value.strip("+-_ ").isdecimal())
+        return int(value if isinstance(value, str) else number) if is_whole else number
+    except (ValueError, OverflowError):
+        return value

@@ -1,0 +1,200 @@
+"""The DeepSpeed JSON with every "auto" filled from the run, and the source of each value.
+
+Pure: no deepspeed import. A closed world: a key that DeepSpeed does not read, a literal against a
+number somebody asked for, or an "auto" nobody fills is a fault, and all faults are told together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from minimind.config.run_config import RunConfig
+from minimind.errors import UsageError, fault_error
+from minimind.runtime.durable_files import read_small_text
+from minimind.config.launcher_env import Launch
+from minimind.config.deepspeed import schema as deepspeed_schema
+from minimind.config.deepspeed.auto_values import autos, never_left_out
+from minimind.config.deepspeed.incompatible import combination_faults
+from minimind.config.deepspeed.normalize import normalised
+from minimind.config.deepspeed.engine_rules import engine_faults
+from minimind.config.deepspeed.literals import (
+    AUTO,
+    BATCH,
+    MICRO_BATCH,
+    MISSING,
+    adopt_file,
+    adopt_launch,
+    adopt_yaml_fields,
+    get,
+    leaves,
+    put,
+)
+from minimind.config.schedule import Schedule
+
+# The first three are flags; the others are other ways to compute the same.
+NOT_IDENTITY = ("lr", "betas", "weight_decay", "torch_adam", "foreach", "fused", "capturable")
+Sections = Callable[[Mapping[str, Any], str], list[str]]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What the engine is made of, the run whose numbers it agrees with, and who set each value."""
+
+    run: RunConfig
+    backend: str  # deepspeed, ddp or single
+    config: dict[str, Any] = field(default_factory=dict)  # for DeepSpeed; else empty
+    sources: dict[str, str] = field(default_factory=dict)
+    path: str = "none"  # of the DeepSpeed file
+
+    @property
+    def zero_stage(self) -> int | None:
+        """The ZeRO stage in force; None without DeepSpeed."""
+        return int(self.config["zero_optimization"]["stage"]) if self.config else None
+
+    @property
+    def scheduler(self) -> str | None:
+        """The type of DeepSpeed's scheduler where one sets the learning rate, else None."""
+        return self.config.get("scheduler", {}).get("type")
+
+    @property
+    def optimizer(self) -> str:
+        """The name of the optimizer: the file's, else torch's AdamW."""
+        written = self.config.get("optimizer", {}).get("type")
+        return deepspeed_schema.optimizer_name(written) or "AdamW"
+
+    @property
+    def optimizer_params(self) -> dict[str, Any]:
+        """What else decides the updates: the parameters that no flag stands for."""
+        params = self.config.get("optimizer", {}).get("params", {})
+        eps = {"eps": 1e-8} if self.optimizer in ("Adam", "AdamW") else {}
+        return eps | {k: v for k, v in params.items() if k not in NOT_IDENTITY}
+
+    def table(self) -> str:
+        """One line per value: key path, value, source."""
+        rows = [(key, json.dumps(value)) for key, value in leaves(self.config).items()]
+        wide = max(len(key) for key, _ in rows)
+        broad = max(len(value) for _, value in rows)
+        return "\n".join(f"  {k:<{wide}}  {v:<{broad}}  {self.sources[k]}" for k, v in rows)
+
+
+def read_deepspeed_json(path: str, source: str = "--deepspeed_config") -> dict[str, Any]:
+    """The JSON object in `path`, named by `source`; else a UsageError with line and column."""
+    try:
+        text = read_small_text(path)
+        config = json.loads(text, object_pairs_hook=_without_repeats)
+    except OSError as error:
+        raise UsageError(
+            f"{source} {path}: {error.strerror}; name a DeepSpeed JSON file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"{path}:{error.lineno}:{error.colno}: {error.msg}; mend the JSON there"
+        ) from error
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+        raise UsageError(f"{path}: {error}; mend the JSON") from error
+    except KeyError as error:
+        raise UsageError(f"{path}: {error.args[0]} is written twice; remove one") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{path}: holds {type(config).__name__}, not a JSON object; write one")
+    return config
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:  # the json module would let the last one win
+            raise KeyError(key)
+        found[key] = value
+    return found
+
+
+def resolve(
+    written: Mapping[str, Any],
+    path: str,
+    run: RunConfig,
+    world_size: int,
+    device: str,
+    schedule: Schedule | None = None,
+    launch: Launch | None = None,
+    sections: Sections = lambda config, path: [],
+) -> Resolved:
+    """`written` (read from `path`) and `run` made to agree, for so many processes on `device`.
+
+    Without `schedule` (before the data is read) a run of unknown length counts as one step beyond
+    its warm-up. `sections` gives the faults that DeepSpeed's own models find in a filled file.
+    Raises a UsageError of every fault found.
+    """
+    config = normalised(json.loads(json.dumps(written)))
+    for key in (BATCH, MICRO_BATCH, "gradient_accumulation_steps"):
+        if key in config and config[key] is None:  # DeepSpeed's way of leaving it open
+            config[key] = AUTO
+    faults: list[str] = []
+    if launch:
+        run = adopt_launch(run, launch, faults)
+    from_yaml = adopt_yaml_fields(config, path, launch, faults) if launch else {}
+    faults += deepspeed_schema.faults(config, path)
+    found = {key: get(config, key) for key in OBJECTS}
+    odd = {k: v for k, v in found.items() if v is not MISSING and not isinstance(v, dict)}
+    odd = {k: v for k, v in odd.items() if v is not None or "offload" not in k}  # null is none
+    if odd:  # what follows looks into these
+        told = [
+            f"{path}: {k} is {json.dumps(v)}, not an object; write {{...}}" for k, v in odd.items()
+        ]
+        raise fault_error(faults + told)
+    run = adopt_file(config, path, run, world_size, faults)
+    try:
+        run.micro_batch_rows(world_size)
+    except UsageError as error:
+        raise fault_error([*faults, str(error)]) from error
+    sources = {key: path for key in leaves(config)} | from_yaml
+    _fill(config, sources, run, world_size, device, schedule)
+    faults += _left(config, path)
+    faults += combination_faults(config, path, run, world_size, device, sources)
+    faults += engine_faults(config, path, run, device)
+    # Of a place that we have told of, DeepSpeed's own words add nothing.
+    told = [_key(fault, path) for fault in faults]
+    for fault in sections(config, path):
+        if not any(f"{key}.".startswith(f"{_key(fault, path)}.") for key in told):
+            faults.append(fault)
+    if faults:
+        raise fault_error(faults)
+    return Resolved(run, "deepspeed", config, {k: sources[k] for k in leaves(config)}, path)
+
+
+def _key(fault: str, path: str) -> str:
+    """The key path that a fault is about."""
+    return fault.removeprefix(f"{path}: ").split(" ")[0].rstrip(":")
+
+
+OBJECTS = ("bf16", "fp16", "zero_optimization", "optimizer", "optimizer.params", "scheduler")
+OBJECTS += ("scheduler.params", "zero_optimization.offload_optimizer")
+OBJECTS += ("zero_optimization.offload_param",)
+
+
+def _fill(
+    config: dict[str, Any],
+    sources: dict[str, str],
+    run: RunConfig,
+    world_size: int,
+    device: str,
+    schedule: Schedule | None,
+) -> None:
+    """Write into `config` what is "auto" or must not be left out, and its source."""
+    needed = never_left_out(config)
+    for key, (value, source) in autos(config, run, world_size, device, schedule).items():
+        literal = get(config, key)
+        if literal == AUTO or (literal is MISSING and key in needed):
+            put(config, key, value)
+            sources[key] = source
+
+
+def _left(config: Mapping[str, Any], path: str) -> list[str]:
+    keys = [key for key, value in leaves(config).items() if value == AUTO]
+    return (
+        [f'{path}: nothing fills "auto" of {", ".join(keys)}; write a value there'] if keys else []
+    )

@@ -1,0 +1,298 @@
+"""The command line, --config files and model presets -> one `RunConfig`, every value with a source.
+
+Precedence: a flag on the command line > `--config FILE.yaml` > the model preset > the default.
+(The Accelerate and DeepSpeed files come before the default; see config/deepspeed/literals.py.)
+Standard library and PyYAML only, so that a mistake is told before torch is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from minimind.config.arguments import EXAMPLE, Formatter, PrintCompletion, shown_default
+from minimind.config.checks import conflicts
+from minimind.config.run_config import CONFIGS, DISTRIBUTION, FLAGS, RunConfig
+from minimind.errors import UsageError, fault_error
+from minimind.config.foreign_flags import counterpart
+from minimind.config.model_flags import HUGGING_FACE, SHAPE
+from minimind.config.yaml_files import load_texts
+
+_SPELLED = [
+    *FLAGS,
+    *(f"no-{name}" for name, spec in FLAGS.items() if isinstance(spec.default, bool)),
+]
+PRESETS = CONFIGS / "models"
+ENDING = ("--help", "-h", "--version", "--print_completion")  # which end the command
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; --help lists every flag")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser behind --help: flags in groups, every value still the string that was typed."""
+    parser = _Parser(
+        prog="train_pretrain.py",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        usage="train_pretrain.py [--flag value ...]",
+        description="Pretrain a MiniMind decoder under DeepSpeed ZeRO.",
+        formatter_class=Formatter,
+        epilog=f"{EXAMPLE}\n  train_pretrain.py --data_path my_text.jsonl --model tiny --dry_run",
+    )
+    parser.add_argument("--version", action="version", version=DISTRIBUTION)
+    known = {n: s.metadata["choices"] for n, s in FLAGS.items() if "choices" in s.metadata}
+    # Behind `python train_pretrain.py` a shell completes Python's own words.
+    completed = {"action": PrintCompletion, "command": "run_accelerate.sh", "known": known}
+    parser.add_argument("--print_completion", **completed)
+    groups: dict[str, Any] = {}
+    for name, spec in FLAGS.items():
+        meta = spec.metadata
+        group = groups.setdefault(meta["group"], parser.add_argument_group(meta["group"]))
+        options: dict[str, Any] = {"dest": name, "help": _help(spec)}
+        if isinstance(spec.default, bool):
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["metavar"] = _metavar(spec)
+            options["nargs"] = "+" if isinstance(spec.default, tuple) else None
+        group.add_argument(f"--{name}", **options)
+    return parser
+
+
+def _help(spec: Any) -> str:
+    shown = "off" if spec.default is False else shown_default(spec.default)
+    told = spec.metadata["help"] + (f" (default: {shown})" if shown else "")
+    return told.replace("%", "%%")  # argparse formats it
+
+
+def _metavar(spec: Any) -> str:
+    choices = spec.metadata.get("choices")
+    kind = {"str": "TEXT", "tuple": "PATH"}.get(kind_of(spec), kind_of(spec).upper())
+    return "{" + ",".join(choices) + "}" if choices else kind
+
+
+def kind_of(spec: Any) -> str:
+    """`int`, `float`, `str`, `bool` or `tuple`, read off the annotation."""
+    return spec.type.split(" ")[0].split("[")[0]
+
+
+def parse_flags(argv: Sequence[str]) -> RunConfig:
+    """The run that `argv` asks for, every field with its source; a UsageError of every fault."""
+    given, faults = _given(argv)
+    return run_of(given, "--{name}", faults)
+
+
+def run_of(given: Mapping[str, Any], source: str, faults: Sequence[str] = ()) -> RunConfig:
+    """The run with these flags by name, `source` saying how they were given.
+
+    Raises a UsageError of `faults` and of every fault found here.
+    """
+    found = [*faults, *_unknown_keys(given, "the arguments")]
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(FLAGS, "default")
+    refused = set()
+    for layer, source_of in _layers(given, source, found):
+        for name in layer:
+            where = source_of.format(name=name)
+            try:
+                values[name], sources[name] = convert(name, layer[name], where), where
+            except UsageError as error:
+                found.append(str(error))
+                refused.add(name)
+    run = RunConfig(**values, sources=sources)
+    # Of a field that was refused, the default says nothing.
+    about = re.compile("|".join(rf"\b{name} [=(]" for name in refused) or "(?!)")
+    found += [conflict for conflict in conflicts(run) if not about.search(conflict)]
+    if found:
+        raise fault_error(found)
+    return run
+
+
+def _layers(
+    given: Mapping[str, Any], source: str, faults: list[str]
+) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The known fields of the preset, of --config and of `given`, the strongest last."""
+    from_file: Mapping[str, Any] = {}
+    preset: Mapping[str, Any] = {}
+    path = given.get("config")
+    try:
+        from_file = load_texts(path, "--config") if path is not None else {}
+        faults += _unknown_keys(from_file, path)
+        if "config" in from_file:
+            faults.append(f"'config' in {path}: a file names no other; remove it")
+    except UsageError as error:
+        faults.append(str(error))
+    name = given.get("model", from_file.get("model"))
+    try:
+        preset = load_preset(str(name)) if name else {}
+    except UsageError as error:
+        faults.append(str(error))
+    for layer, source_of in ((preset, f"model {name}"), (from_file, f"--config {path}")):
+        yield {key: layer[key] for key in layer if key in FLAGS and key != "config"}, source_of
+    yield {key: given[key] for key in given if key in FLAGS}, source
+
+
+def _given(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The values by flag, and a sentence for each word that is no flag."""
+    faults = _unknown_flags(argv)
+    try:
+        namespace, unknown = build_parser().parse_known_args([_underscored(w) for w in argv])
+    except UsageError as error:  # argparse ends at the first one
+        return {}, [*faults, str(error)]
+    if unknown and not faults:
+        faults.append(f"unexpected argument {unknown[0]!r}; values follow a --flag")
+    return vars(namespace), faults
+
+
+def _unknown_flags(argv: Sequence[str]) -> list[str]:
+    """A sentence for each word that looks like a flag and is none."""
+    spelled = [f"--{name}" for name in _SPELLED]
+    return [
+        unknown_flag(word, spelled)
+        for word in dict.fromkeys(argv)
+        if re.match(r"--?[A-Za-z]", word)
+        and _underscored(word).split("=")[0] not in (*spelled, *ENDING)
+    ]
+
+
+def unknown_flag(word: str, known: Sequence[str]) -> str:
+    """What to do about a flag that is not among `known`: its name here, or the closest one."""
+    name = word.split("=")[0]
+    return f"unknown flag {name}; {counterpart(word) or nearest(name, known)}"
+
+
+def _underscored(word: str) -> str:
+    """`--a-b=c` as `--a_b=c`, `--no_a` as `--no-a`; a word that is no flag as it is."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word[2:].partition("=")
+    name = name.replace("-", "_")
+    if name not in FLAGS and name.startswith("no_"):
+        name = f"no-{name.removeprefix('no_')}"
+    return f"--{name}{equals}{value}"
+
+
+def nearest(name: str, names: Sequence[str], otherwise: str = "--help lists every flag") -> str:
+    """What to do about a name that is not among `names`: the closest one, or `otherwise`."""
+    plain = {known.lstrip("-"): known for known in names}
+    word = str(name).lstrip("-")
+    close = [known for known in plain if sorted(known) == sorted(word)]  # letters out of order
+    longer = [known for known in plain if known.startswith(word)]
+    close += longer if len(longer) == 1 and len(word) > 3 else []
+    close += difflib.get_close_matches(word, plain, n=1, cutoff=0.8)
+    return f"did you mean {plain[close[0]]}?" if close else otherwise
+
+
+def _unknown_keys(found: Mapping[str, Any], where: str | None) -> list[str]:
+    return [
+        f"unknown key {name!r} in {where}; {counterpart(str(name)) or nearest(name, list(FLAGS))}"
+        for name in found
+        if name not in FLAGS
+    ]
+
+
+def load_preset(name: str) -> dict[str, Any]:
+    """The shape fields of a preset or of a YAML file of one's own; none of hf:, read later."""
+    if name.startswith(HUGGING_FACE):
+        return {}
+    path = PRESETS / f"{name}.yaml"
+    known = sorted(p.stem for p in PRESETS.glob("*.yaml"))
+    if not path.is_file():
+        path = Path(name)
+    if not path.is_file():
+        raise UsageError(
+            f"--model {name}: no such preset or file;"
+            f" {nearest(name, known, 'give one')} ({', '.join(known)})"
+        )
+    shape = load_texts(str(path), "--model")
+    for key in shape:
+        if key not in SHAPE:
+            raise UsageError(f"{path}: {key!r} is no shape field; {nearest(key, SHAPE)}")
+    return shape
+
+
+def convert(name: str, raw: Any, source: str) -> Any:
+    """`raw` as the type of field `name`, within its limits; a UsageError names all three."""
+    spec = FLAGS[name]
+    kind = kind_of(spec)
+    if raw is None and spec.default is None:
+        return None
+    try:
+        value = _CONVERSIONS[kind](raw)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"{name} = {raw!r} ({source}) is not {_WORDS[kind]}; give one") from error
+    _within_limits(name, value, source, spec.metadata)
+    return value
+
+
+def _within_limits(name: str, value: Any, source: str, limits: Mapping[str, Any]) -> None:
+    told = [
+        (
+            "choices",
+            f"one of {', '.join(map(str, limits.get('choices', ())))}",
+            lambda bound: value in bound,
+        ),
+        ("at_least", f"at least {limits.get('at_least')}", lambda bound: value >= bound),
+        ("above", f"above {limits.get('above')}", lambda bound: value > bound),
+        ("at_most", f"at most {limits.get('at_most')}", lambda bound: value <= bound),
+        ("below", f"below {limits.get('below')}", lambda bound: value < bound),
+    ]
+    for limit, words, holds in told:
+        if limit in limits and not holds(limits[limit]):
+            raise UsageError(f"{name} = {value} ({source}) must be {words}; change it")
+
+
+def _to_int(raw: Any) -> int:
+    if isinstance(raw, bool) or (isinstance(raw, float) and raw != int(raw)):
+        raise ValueError(raw)
+    return int(raw)
+
+
+def _to_float(raw: Any) -> float:
+    value = float(raw)
+    if isinstance(raw, bool) or not math.isfinite(value):
+        raise ValueError(raw)
+    return value
+
+
+def _to_bool(raw: Any) -> bool:
+    if isinstance(raw, str) and raw.lower() in ("true", "false"):  # of a YAML file
+        return raw.lower() == "true"
+    if not isinstance(raw, bool):
+        raise ValueError(raw)
+    return raw
+
+
+def _to_str(raw: Any) -> str:
+    if isinstance(raw, dict | list) or raw == "":
+        raise ValueError(raw)
+    return str(raw)
+
+
+def _to_tuple(raw: Any) -> tuple[str, ...]:
+    if raw in ([], ()):
+        raise ValueError(raw)
+    return tuple(map(_to_str, raw if isinstance(raw, list | tuple) else [raw]))
+
+
+_CONVERSIONS = {
+    "int": _to_int,
+    "float": _to_float,
+    "bool": _to_bool,
+    "str": _to_str,
+    "tuple": _to_tuple,
+}
+_WORDS = {
+    "int": "a whole number",
+    "float": "a finite number",
+    "bool": "true or false",
+    "str": "a text",
+    "tuple": "a list of paths",
+}

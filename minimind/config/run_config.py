@@ -1,0 +1,73 @@
+"""What a run is asked to do: one field per flag, and where each value came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from minimind import __version__
+from minimind.errors import UsageError
+from minimind.config.training_flags import CHANGEABLE, PlaceFlags, TrainingFlags
+from minimind.config.model_flags import HUGGING_FACE, ModelFlags
+from minimind.config.report_flags import ReportFlags
+
+DISTRIBUTION = f"minimind-deepspeed {__version__}"  # what --version prints
+PACKAGE = Path(__file__).resolve().parent
+PROJECT = PACKAGE.parent  # the checkout, or site-packages
+# A wheel has the folder inside the package (pyproject.toml).
+CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PROJECT) / "configs"
+DEFAULT_DEEPSPEED_CONFIG = CONFIGS / "ds_config.json"
+
+
+@dataclass(frozen=True)
+class RunConfig(ReportFlags, PlaceFlags, ModelFlags, TrainingFlags):
+    """Everything the command line can say. A step is an optimizer step, over all processes."""
+
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def is_explicit(self, name: str) -> bool:
+        """Whether somebody asked for the value, so that another one contradicts it.
+
+        On the command line, in --config, in train(...) or in a launcher's file: everywhere but in
+        our defaults and presets.
+        """
+        return self.sources[name] not in ("default", f"model {self.model}")
+
+    @property
+    def hugging_face(self) -> str | None:
+        """The place that --model hf:PLACE names; None where the model is a decoder of ours."""
+        name = self.model or ""
+        return name.removeprefix(HUGGING_FACE) if name.startswith(HUGGING_FACE) else None
+
+    def micro_batch_rows(self, world_size: int) -> int:
+        """Rows in one micro-batch of one process; a UsageError where they cannot be shared out."""
+        if not self.split_batches:
+            return self.batch_size
+        if self.batch_size % world_size:
+            raise UsageError(
+                f"batch_size = {self.batch_size} ({self.sources['batch_size']}) cannot be split"
+                f" over {world_size} processes (--split_batches); make it a multiple of them"
+            )
+        return self.batch_size // world_size
+
+    def allowed_changes(self) -> frozenset[str]:
+        """The groups that --allow_change names; a UsageError for one that there is not."""
+        if self.allow_change is None:
+            return frozenset()
+        names = [name.strip() for name in self.allow_change.split(",")]
+        for name in names:
+            if name not in CHANGEABLE:
+                raise UsageError(
+                    f"allow_change = {self.allow_change} ({self.sources['allow_change']}):"
+                    f" {name!r} is none of {', '.join(CHANGEABLE)}; name one of those"
+                )
+        return frozenset(names)
+
+    def with_values(self, source: str, **values: Any) -> RunConfig:
+        """The same run with these values, remembered as coming from `source`."""
+        return replace(self, **values, sources={**self.sources, **dict.fromkeys(values, source)})
+
+
+FLAGS = {f.name: f for f in fields(RunConfig) if f.metadata}

@@ -1,0 +1,154 @@
+"""Rows to micro-batches on their device: a pure function of the step, read ahead by one thread."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from minimind.data.loader.row_order import Order
+from minimind.data.loader.token_shards import TokenShards
+
+ROWS_AT_ONCE = 1024  # whose places in the order are computed together, as many steps as they are
+# Steps of fewer tokens are read several together: handing over to a thread costs more than they do.
+TOKENS_AT_ONCE = 2**15
+
+
+@dataclass(frozen=True)
+class Block:
+    """The rows of some steps on their device, and when they have arrived (None: they have)."""
+
+    number: int
+    rows: torch.Tensor
+    steps: list[tuple[torch.Tensor, ...]]  # the same, by step and micro-batch
+    arrived: torch.cuda.Event | None
+
+
+class Batches:
+    """One rank's micro-batches, by step.
+
+    While a step is trained on, the next one is read and, to a GPU, sent: on a stream of its own,
+    from pinned memory; small ones by the block. Each of `workers` threads reads one block ahead;
+    without any, a step is read when it is asked for. That is all the state there is, and it is
+    never saved: asking for any other step only costs one wait.
+    """
+
+    def __init__(
+        self,
+        shards: TokenShards,
+        order: Order,
+        row_tokens: int,
+        micro_batch_rows: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        workers: int = 1,
+    ) -> None:
+        if order.rows_per_step % (micro_batch_rows * world_size):
+            raise ValueError(
+                f"rows_per_step = {order.rows_per_step} is no whole number of micro-batches of"
+                f" {micro_batch_rows} rows on {world_size} ranks"
+            )
+        self.order = order
+        self._shards = shards
+        self._row_tokens = row_tokens
+        self._micro_batch_rows = micro_batch_rows
+        self._rank = rank
+        self._world_size = world_size
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ahead = workers
+        self._share = order.rows_per_step // world_size
+        small = TOKENS_AT_ONCE // (self._share * row_tokens)
+        self._steps_at_once = max(1, small) if workers else 1
+        self._reader = ThreadPoolExecutor(max(1, workers), thread_name_prefix="read-ahead")
+        self._pending: dict[int, Future[Block]] = {}  # by number of the block
+        self._last: Block | None = None  # that was asked for
+        self._places = threading.Lock()
+        self._stretch = max(1, ROWS_AT_ONCE // self._share)  # steps
+        self._known: dict[int, np.ndarray] = {}  # row indices by number of the stretch
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Target tokens of one step, over all ranks and micro-batches."""
+        return self.order.rows_per_step * (self._row_tokens - 1)
+
+    def at(self, step: int) -> tuple[torch.Tensor, ...]:
+        """The micro-batches of a step, each int64 (micro_batch_rows, row_tokens).
+
+        What the current stream is then given to do waits for rows that are still under way.
+        """
+        number, at = divmod(step - self.order.origin.step, self._steps_at_once)
+        found = self._last
+        if found is None or found.number != number:
+            found = self._last = self._block(number) if self._ahead else self._read(number)
+        if found.arrived is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(found.arrived)
+            found.rows.record_stream(stream)  # or its memory would be reused while it is read
+        return found.steps[at]
+
+    def _block(self, number: int) -> Block:
+        """A block that was read ahead, or is read now; those behind it are begun."""
+        wanted = range(number, number + 1 + self._ahead)
+        for other in self._pending.keys() - set(wanted):
+            self._pending.pop(other).cancel()
+        if number not in self._pending:
+            self._pending[number] = self._reader.submit(self._read, number)
+        found = self._pending[number].result()
+        for later in wanted[1:]:
+            if later not in self._pending:
+                self._pending[later] = self._reader.submit(self._read, later)
+        return found
+
+    def require_unchanged(self) -> None:
+        """Nothing, or a DataError when a token file was changed since it was opened."""
+        self._shards.require_unchanged()
+
+    def close(self) -> None:
+        """End the background thread."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, number: int) -> Block:
+        first = self.order.origin.step + number * self._steps_at_once  # none before it is known
+        steps = range(first, first + self._steps_at_once)
+        places = np.concatenate([self._rows_for(step) for step in steps])
+        rows = torch.from_numpy(self._shards.read_rows(places, self._row_tokens))
+        if self._stream is None:
+            return self._cut(number, rows, None)
+        with torch.cuda.stream(self._stream):
+            sent = rows.pin_memory().to(self._device, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(self._stream)
+            return self._cut(number, sent, arrived)
+
+    def _cut(self, number: int, rows: torch.Tensor, arrived: torch.cuda.Event | None) -> Block:
+        steps = [share.split(self._micro_batch_rows) for share in rows.split(self._share)]
+        return Block(number, rows, steps, arrived)
+
+    def _rows_for(self, step: int) -> np.ndarray:
+        """This rank's row indices, computed for a stretch of steps when one is asked for.
+
+        As many stretches are kept as blocks are read at a time, which may lie in different ones.
+        """
+        number, at = divmod(step - self.order.origin.step, self._stretch)
+        with self._places:
+            if number not in self._known:
+                first = step - at
+                found = self.order.rows_for(first, self._rank, self._world_size, self._stretch)
+                self._known[number] = found.reshape(self._stretch, self._share)
+                if len(self._known) > self._ahead + 2:
+                    self._known.pop(next(iter(self._known)))
+            return self._known[number][at]
+
+
+def held_out_rows(shards: TokenShards, n: int, row_tokens: int) -> np.ndarray:
+    """Indices of `n` rows, or of all if there are fewer; of several sources all over them."""
+    sizes = shards.sizes(row_tokens)
+    total = sum(sizes)
+    if len(sizes) == 1 or total <= n:
+        return np.arange(min(n, total))
+    return np.linspace(0, total - 1, n).astype(np.int64) if n else np.arange(0)

@@ -1,0 +1,134 @@
+"""What a folder of shards says of itself, checked before any of it is believed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from minimind.errors import DataError
+from minimind.runtime.durable_files import fingerprint, sha256_of
+
+MANIFEST_NAME = "manifest.json"
+FORMAT_VERSION = 2  # raise it when the same text would give other files
+SPLITS = ("train", "val")
+ITEM_BYTES = {"uint16": 2, "uint32": 4}
+SHARD_NAME = re.compile(r"(train|val)-\d{5,9}\.bin")
+OWN_FILE = re.compile(r"(tokenizer/)?[A-Za-z0-9_]+\.[a-z]+")
+WHOLE: dict[str, type] = {"dtype": str, "vocab_size": int, "eos_id": int, "documents": int}
+WHOLE |= {"tokenizer": str, "fingerprint": str, "options": dict, "splits": dict, "sources": list}
+WHOLE |= {"rejected": dict, "files": dict}
+SPLIT: dict[str, type] = {"tokens": int, "documents": int, "text_bytes": int, "shards": list}
+SHARD: dict[str, type] = {"name": str, "tokens": int, "documents": int, "bytes": int}
+SHARD |= {"sha256": str, "index_sha256": str, "source": int}
+SOURCE: dict[str, type] = {"name": str, "documents": int, "tokens": dict, "text_bytes": int}
+SOURCE |= {"rejected": int, "sha256": str, "inputs": list}
+OPTIONS: dict[str, type] = {"text_field": str, "max_document_bytes": int, "val_fraction": float}
+
+
+def index_name(shard: dict[str, Any]) -> str:
+    """The file that says where each document of a shard ends."""
+    return str(Path(shard["name"]).with_suffix(".idx"))
+
+
+def is_whole(directory: Path, shard: dict[str, Any]) -> bool:
+    """Whether both files of a shard have the size they should have."""
+    sizes = {shard["name"]: shard["bytes"], index_name(shard): 8 * shard["documents"]}
+    paths = ((directory / name, size) for name, size in sizes.items())
+    return all(path.is_file() and path.stat().st_size == size for path, size in paths)
+
+
+def where_listed(rejected: dict[str, Any]) -> str:
+    """The list of what was passed over, and how much of it that has if it is not all."""
+    listed = rejected.get("listed", rejected["count"])  # earlier versions listed all
+    some = "" if listed == rejected["count"] else f"{listed:,} of them in "
+    return f"{some}rejected.jsonl"
+
+
+def seal(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with the sha256 of its own canonical form without that field."""
+    return {**manifest, "sha256": fingerprint(manifest)}
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """What a directory of shards says of itself; a DataError where it was changed since."""
+    path = directory / MANIFEST_NAME
+    try:
+        manifest = json.loads(path.read_bytes())
+        if not isinstance(manifest, dict):
+            raise ValueError("it describes no shards")
+        if (found := manifest.get("format_version")) != FORMAT_VERSION:
+            raise ValueError(f"it is of version {found!r}, this version reads {FORMAT_VERSION}")
+        if seal({k: v for k, v in manifest.items() if k != "sha256"}) != manifest:
+            raise ValueError("it does not match its own sha256")
+        _require_sound(manifest)
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path}: cannot be read ({error}); delete the directory to build it again"
+        ) from error
+    return manifest
+
+
+def require_untouched(directory: Path, manifest: dict[str, Any]) -> None:
+    """Nothing, or a DataError for a shard that was written to after its manifest, and differs.
+
+    Only those are hashed again, or a start would read all of a large text.
+    """
+    written = (directory / MANIFEST_NAME).stat().st_mtime_ns
+    for split in manifest["splits"].values():
+        for shard in split["shards"]:
+            path = directory / shard["name"]
+            if not path.is_file() or path.stat().st_mtime_ns <= written:
+                continue
+            if sha256_of(path) != shard["sha256"]:
+                raise DataError(
+                    f"{path}: was changed after it was prepared; put back what it was, or delete"
+                    f" {directory} to build it again"
+                )
+
+
+def _require(facts: Any, kinds: dict[str, type], where: str) -> None:
+    if not isinstance(facts, dict):
+        raise ValueError(f"{where} is no object")
+    for name, kind in kinds.items():
+        value = facts.get(name)
+        if type(value) is not kind or (type(value) is int and value < 0):
+            raise ValueError(f"{where}.{name} = {str(value)[:40]!r}")
+
+
+def _require_sound(manifest: dict[str, Any]) -> None:
+    """Nothing, or a ValueError with the first thing that no preparation would have written."""
+    _require(manifest, WHOLE, "manifest")
+    _require(manifest["options"], OPTIONS, "options")
+    _require(manifest["rejected"], {"count": int, "first": str}, "rejected")
+    if manifest["dtype"] not in ITEM_BYTES or len(manifest["options"]) != len(OPTIONS):
+        raise ValueError(f"dtype = {manifest['dtype']!r}, options = {[*manifest['options']]}")
+    for source in manifest["sources"]:
+        _require(source, SOURCE, "source")
+        _require(source["tokens"], dict.fromkeys(SPLITS, int), "source.tokens")
+        if "split_bytes" in source:  # of text; the first folders of this version do not tell
+            _require(source["split_bytes"], dict.fromkeys(SPLITS, int), "source.split_bytes")
+        weight = source.get("weight")
+        if not (weight is None or (type(weight) is float and 0 < weight < float("inf"))):
+            raise ValueError(f"source.weight = {weight!r}")
+        for given in source["inputs"]:
+            _require(given, {"path": str, "bytes": int}, "input")
+    for name, told in manifest["files"].items():
+        if not OWN_FILE.fullmatch(name) or type(told) is not str:
+            raise ValueError(f"files has {name[:40]!r}")
+    for split in SPLITS:
+        _require(manifest["splits"].get(split), SPLIT, split)
+        _require_sound_shards(manifest, manifest["splits"][split]["shards"])
+
+
+def _require_sound_shards(manifest: dict[str, Any], shards: list[Any]) -> None:
+    last = 0
+    for shard in shards:
+        _require(shard, SHARD, "shard")
+        size = shard["tokens"] * ITEM_BYTES[manifest["dtype"]]
+        if not SHARD_NAME.fullmatch(shard["name"]) or shard["bytes"] != size:
+            raise ValueError(f"shard {shard['name'][:40]!r} has {shard['bytes']} bytes")
+        if not last <= shard["source"] < len(manifest["sources"]):
+            raise ValueError(f"shard {shard['name']} is of source {shard['source']}")
+        last = shard["source"]

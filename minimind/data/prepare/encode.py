@@ -1,0 +1,237 @@
+"""Units of a plan -> shards, by as many processes as there are; none does what another has done.
+
+    python -m minimind.data.prepare.encode DIRECTORY [--share I/N]
+
+is what `prepare` starts beside itself on a large machine. A unit's marker is written last, so that
+a preparation that was killed goes on with the units that have none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import gc
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.data.loader.manifest import SPLITS, is_whole
+from minimind.data.prepare.plan_file import PLAN_NAME
+from minimind.data.loader.token_shards import ShardWriter, token_dtype
+from minimind.data.prepare.unit_reader import Batch, UnitReader
+from minimind.data.prepare.work_units import Plan, Unit
+from minimind.errors import RunError
+from minimind.runtime.durable_files import canonical_json, storing, sync_directory, write_whole
+
+TOKENIZER_NAME = "tokenizer"
+MARKER_VERSION = 3  # raise it when a marker, or what a merge reads beside it, holds other things
+LARGE_BYTES = 2**23  # of one document
+AHEAD = 6  # batches read beyond those at work: short documents are read slower than encoded
+REMEDY = "free some space, or give another folder"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What encoding a unit needs beside the unit."""
+
+    directory: Path
+    plan: Plan
+    tokenizer: AnyTokenizer
+    is_strict: bool  # the first rejection is an error
+    threads: int = 1
+    tell: Callable[[int], None] = lambda _: None  # bytes of input done since it was last called
+    meanwhile: Callable[[], object] = lambda: None  # while the end of a unit is tokenised
+
+    def path(self, kind: str, number: int) -> Path:
+        """`unit-00012.json`, its marker, or `rejected-00012.jsonl`."""
+        suffix = {"unit": "json", "rejected": "jsonl", "claim": "lock"}[kind]
+        return self.directory / f"{kind}-{number:05d}.{suffix}"
+
+    def done(self, unit: Unit) -> dict[str, Any] | None:
+        """What came of a unit that is done: of just this text, and with its shards still whole."""
+        path = self.path("unit", unit.number)
+        try:
+            found = json.loads(path.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
+        if not isinstance(found, dict) or found.get("key") != self._key(unit):
+            return None  # another text was prepared here, or by another version
+        shards = found["shards"].values()
+        return found if all(is_whole(self.directory, shard) for shard in shards) else None
+
+    def _key(self, unit: Unit) -> str:
+        return f"{MARKER_VERSION}-{self.plan.key_of(unit, self.tokenizer.fingerprint)}"
+
+    def begin(self, unit: Unit) -> None:
+        """Remove what an earlier attempt left of a unit."""
+        for split in SPLITS:
+            for suffix in ("bin", "idx"):
+                (self.directory / f"{split}-{unit.number:05d}.{suffix}").unlink(missing_ok=True)
+        self.path("rejected", unit.number).unlink(missing_ok=True)
+
+    def mark(self, unit: Unit, found: dict[str, Any]) -> None:
+        """Say that a unit is done; what it wrote lasts by now."""
+        sync_directory(self.directory)
+        marker = canonical_json({**found, "key": self._key(unit)})
+        write_whole(self.path("unit", unit.number), marker)
+
+
+def encode_share(work: Work, share: tuple[int, int] = (0, 1)) -> None:
+    """Have every unit of the share done; those that other processes have claimed last."""
+    part, parts = share
+    own = [unit for unit in work.plan.units if unit.number % parts == part]
+    for waiting in (False, True):
+        for unit in own:
+            if work.done(unit):
+                continue
+            with _claimed(work.path("claim", unit.number), waiting) as is_ours:
+                if is_ours and not work.done(unit):
+                    encode_unit(work, unit)
+
+
+@contextmanager
+def _claimed(path: Path, waiting: bool) -> Iterator[bool]:
+    """Whether nobody else works on what `path` stands for; with `waiting`, once nobody does.
+
+    The lock is the kernel's: it ends with its holder, however that ends.
+    """
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if waiting else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def encode_unit(work: Work, unit: Unit) -> None:
+    """Write a unit's shards, its rejections and its marker, all fsynced, in this order."""
+    number, directory = unit.number, work.directory
+    dtype = token_dtype(work.tokenizer.vocab_size)
+    for given in work.plan.inputs_of(unit):
+        given.require_unchanged()
+    rejected = work.path("rejected", number)
+    reader = UnitReader(unit, work.plan.options, work.is_strict, rejected, work.tell)
+    writers = {split: ShardWriter(directory, f"{split}-{number:05d}", dtype) for split in SPLITS}
+    text_bytes: dict[str, int] = dict.fromkeys(SPLITS, 0)
+    with ExitStack() as stack, storing(f"{directory}: cannot be written", REMEDY):
+        work.begin(unit)
+        stack.enter_context(_no_collection())
+        for file in (reader, *writers.values()):
+            stack.enter_context(closing(file))
+        for batch, ids in _overlapped(reader.batches(), work):
+            for split, writer in writers.items():
+                own = [n for n, name in enumerate(batch.splits) if name == split]
+                writer.add(*_joined([ids[n] for n in own], work.tokenizer.eos_id))
+                text_bytes[split] += sum(batch.bytes[n] for n in own)
+        shards = {split: writer.finish() for split, writer in writers.items()}
+        reader.finish()
+        for given in work.plan.inputs_of(unit):
+            given.require_unchanged()
+        found = {
+            "shards": {split: shard for split, shard in shards.items() if shard},
+            "text_bytes": text_bytes,
+            "rejected": reader.rejected,
+            "first_rejected": reader.first_rejected,
+            "lines": reader.lines,
+            "sha256": reader.digest.hexdigest(),
+        }
+        work.mark(unit, found)
+    work.tell(-reader.told)  # whoever looks sees the unit itself now
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without Python's cycle collector: nothing here makes cycles, and its scans cost a tenth."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _joined(documents: list[np.ndarray], eos: int) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of documents one after the other, each with its end, and their lengths."""
+    lengths = np.fromiter(map(len, documents), np.int64, len(documents))
+    ids = np.concatenate([np.empty(0, np.int32), *documents])
+    return np.insert(ids, np.cumsum(lengths), eos), lengths + 1
+
+
+def _overlapped(batches: Iterable[Batch], work: Work) -> Iterator[tuple[Batch, list[np.ndarray]]]:
+    """Each batch with the ids of its documents, in order; while some are tokenised, more are read.
+
+    Each thread has a batch of its own: sharing one, all would wait for the last. But a document
+    that is large has all threads, and memory, to itself.
+    """
+    encode, threads = work.tokenizer.encode_arrays, work.threads
+    large = min(LARGE_BYTES, (work.tokenizer.longest_at_once or sys.maxsize) // threads)
+    with ThreadPoolExecutor(threads, thread_name_prefix="tokenize") as pool:
+        waiting: deque[tuple[Batch, Future[list[np.ndarray]]]] = deque()
+        for batch in batches:
+            is_large = max(batch.bytes) >= large
+            if is_large:
+                yield from _taken(waiting, 0)
+            waiting.append((batch, pool.submit(encode, batch.texts, threads if is_large else 1)))
+            del batch
+            yield from _taken(waiting, 0 if is_large else AHEAD + threads)
+        work.meanwhile()
+        yield from _taken(waiting, 0)
+
+
+def _taken(
+    waiting: deque[tuple[Batch, Future[list[np.ndarray]]]], left: int
+) -> Iterator[tuple[Batch, list[np.ndarray]]]:
+    """What comes first, until no more than `left` are waiting."""
+    while len(waiting) > left:
+        found, ids = waiting.popleft()
+        yield found, ids.result()
+        del found, ids
+
+
+def parse_share(text: str) -> tuple[int, int]:
+    """(i, n) of `I/N`, counted from 0; an ArgumentTypeError for anything else."""
+    part, slash, parts = text.partition("/")
+    if not (slash and part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no I/N with I from 0 to N - 1")
+    return int(part), int(parts)
+
+
+def main() -> int:
+    """Encode what is left of a directory with a plan; a line of JSON tells what went wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--share", type=parse_share, default=(0, 1))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--strict", action="store_true")
+    asked = parser.parse_args()
+    try:
+        plan = Plan.from_json(json.loads((asked.directory / PLAN_NAME).read_bytes()))
+        tokenizer = load_tokenizer(asked.directory / TOKENIZER_NAME)
+        parent = os.getppid()
+
+        def follow(_: int) -> None:
+            if os.getppid() != parent:  # it was killed, and somebody may begin anew here
+                os._exit(RunError.status)
+
+        work = Work(asked.directory, plan, tokenizer, asked.strict, asked.threads, follow)
+        encode_share(work, asked.share)
+    except RunError as error:
+        print(json.dumps([type(error).__name__, str(error)]))
+        return error.status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

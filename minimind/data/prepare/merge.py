@@ -1,0 +1,223 @@
+"""Encoded units -> a folder of shards with the manifest that says what is in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from minimind.data.text.documents import Rejection
+from minimind.data.prepare.encode import TOKENIZER_NAME, Work
+from minimind.data.loader.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    SPLITS,
+    index_name,
+    read_manifest,
+    seal,
+)
+from minimind.data.prepare.plan_file import PLAN_NAME
+from minimind.data.loader.token_shards import token_dtype
+from minimind.data.prepare.unit_reader import MOST_LISTED, refusal
+from minimind.data.prepare.work_units import Plan, Source, Unit
+from minimind.errors import DataError, UsageError
+from minimind.runtime.durable_files import canonical_json, fingerprint, sha256_of, sync_file, write_whole
+
+REJECTED_NAME = "rejected.jsonl"
+
+
+def merge(work: Work, max_bad_fraction: float) -> dict[str, Any]:
+    """The manifest, written once every unit is done and before anything is removed.
+
+    A UsageError names units that are not done; a DataError tells of too much bad text, or of none
+    to train on.
+    """
+    found = [work.done(unit) for unit in work.plan.units]
+    done = [one for one in found if one is not None]
+    if len(done) < len(found):
+        missing = [number for number, one in enumerate(found) if one is None]
+        raise UsageError(
+            f"{work.directory}: {len(missing)} of {len(found)} units are not done, the first is"
+            f" {missing[0]}; run the --shard I/N that are missing (unit % N == I), then --merge"
+        )
+    manifest = _manifest(work, done)
+    rejected, documents = manifest["rejected"]["count"], manifest["documents"]
+    if rejected and work.is_strict:
+        raise refusal(manifest["rejected"]["first"])
+    require_few_rejected(manifest, max_bad_fraction, work.plan.sources)
+    if not manifest["splits"]["train"]["documents"]:
+        raise no_training_documents(work.plan.options.val_fraction, documents)
+    for source in manifest["sources"]:
+        if source["weight"] is not None and not source["tokens"]["train"]:
+            raise DataError(
+                f"source {source['name']}: has a weight of {source['weight']:g} and no document to"
+                " train on; add documents, or leave it out"
+            )
+    if rejected:
+        _join_rejected(work, done)
+    work.tokenizer.save(work.directory / TOKENIZER_NAME)
+    kept = [path for path in work.directory.iterdir() if path.name in (REJECTED_NAME, PLAN_NAME)]
+    kept += (work.directory / TOKENIZER_NAME / name for name in work.tokenizer.exported)
+    manifest["files"] = {
+        str(path.relative_to(work.directory)): sha256_of(path) for path in sorted(kept)
+    }
+    write_whole(work.directory / MANIFEST_NAME, canonical_json(seal(manifest)))
+    return manifest
+
+
+def clear(directory: Path) -> None:
+    """Remove all that the manifest does not name: markers, locks, and what others left here."""
+    manifest = read_manifest(directory)
+    shards = [shard for split in manifest["splits"].values() for shard in split["shards"]]
+    named = {name for shard in shards for name in (shard["name"], index_name(shard))}
+    named |= {Path(name).parts[0] for name in manifest["files"]} | {MANIFEST_NAME}
+    for path in directory.iterdir():
+        if path.name in named:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def require_few_rejected(
+    manifest: dict[str, Any], max_bad_fraction: float, sources: Sequence[Source]
+) -> None:
+    """Nothing, or a DataError when more is bad than `max_bad_fraction` of all documents."""
+    rejected = manifest["rejected"]["count"]
+    total = rejected + manifest["documents"]
+    if rejected > max_bad_fraction * total:
+        first, *others = (path for source in sources for path in source.paths)
+        where = f"{first} and {len(others)} more" if others else first
+        raise DataError(
+            f"{where}: {rejected:,} of {total:,} documents are bad, more than max_bad_fraction ="
+            f" {max_bad_fraction}; the first is {manifest['rejected']['first']}; mend the text, or"
+            " raise --max_bad_fraction"
+        )
+
+
+def no_training_documents(val_fraction: float, documents: int) -> DataError:
+    """Every document was held out, or there was none."""
+    told, remedy = "all were bad", "mend the text, or add documents"
+    if documents:
+        told = f"val_fraction = {val_fraction} holds all of them out"
+        remedy = "lower --val_fraction or add documents"
+    return DataError(f"no document is left to train on: {told}; {remedy}")
+
+
+def _manifest(work: Work, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    plan, tokenizer = work.plan, work.tokenizer
+    units = list(zip(plan.units, done, strict=True))
+    shards = {
+        split: [
+            {**one["shards"][split], "source": unit.source}
+            for unit, one in units
+            if split in one["shards"]
+        ]
+        for split in SPLITS
+    }
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "tokenizer": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "dtype": token_dtype(tokenizer.vocab_size).name,
+        "options": asdict(plan.options),
+        "documents": _count(done, "documents"),
+        "splits": {
+            split: {
+                "tokens": sum(shard["tokens"] for shard in shards[split]),
+                "documents": sum(shard["documents"] for shard in shards[split]),
+                "text_bytes": sum(one["text_bytes"][split] for one in done),
+                "shards": shards[split],
+            }
+            for split in SPLITS
+        },
+        "sources": [_source(plan, number, units) for number in range(len(plan.sources))],
+        "rejected": {
+            "count": sum(one["rejected"] for one in done),
+            "listed": sum(min(one["rejected"], MOST_LISTED) for one in done),
+            "first": _first_rejected(done),
+        },
+    }
+    return {**manifest, "fingerprint": tokens_fingerprint(manifest)}
+
+
+def _source(
+    plan: Plan, number: int, units: Sequence[tuple[Unit, dict[str, Any]]]
+) -> dict[str, Any]:
+    """What the manifest says of one source: its inputs, and what came of its units."""
+    own = [one for unit, one in units if unit.source == number]
+    inputs = (given for given in plan.inputs if given.source == number)
+    return {
+        "name": plan.sources[number].name,
+        "weight": plan.sources[number].weight,
+        "inputs": [{"path": given.path, "bytes": given.bytes} for given in inputs],
+        "documents": _count(own, "documents"),
+        "tokens": {
+            split: sum(one["shards"].get(split, {"tokens": 0})["tokens"] for one in own)
+            for split in SPLITS
+        },
+        "text_bytes": sum(sum(one["text_bytes"].values()) for one in own),
+        "split_bytes": {split: sum(one["text_bytes"][split] for one in own) for split in SPLITS},
+        "rejected": sum(one["rejected"] for one in own),
+        "sha256": fingerprint([one["sha256"] for one in own]),
+    }
+
+
+def tokens_fingerprint(manifest: dict[str, Any]) -> str:
+    """Of what a run reads: the tokens of each split, and how sources are mixed; no names."""
+    return fingerprint(
+        {
+            "tokenizer": manifest["tokenizer"],
+            "weights": [source["weight"] for source in manifest["sources"]],
+            "shards": {
+                split: [[s["source"], s["tokens"], s["sha256"]] for s in found["shards"]]
+                for split, found in manifest["splits"].items()
+            },
+        }
+    )
+
+
+def _count(done: Sequence[dict[str, Any]], what: str) -> int:
+    return sum(shard[what] for one in done for shard in one["shards"].values())
+
+
+def _with_lines_before(
+    done: Sequence[dict[str, Any]],
+) -> Iterator[tuple[dict[str, Any], Counter[str]]]:
+    """What came of each unit, and how many lines of each .jsonl file the units before it have.
+
+    A unit counts from its own first line of a file, so that none reads what others read.
+    """
+    before: Counter[str] = Counter()
+    for one in done:
+        yield one, before
+        before.update(one["lines"])
+
+
+def _first_rejected(done: Sequence[dict[str, Any]]) -> str:
+    for one, before in _with_lines_before(done):
+        if first := one["first_rejected"]:
+            path, line = Path(first["path"]), first["line"] + before[first["path"]]
+            return str(Rejection(**{**first, "path": path, "line": line}))
+    return ""
+
+
+def _join_rejected(work: Work, done: Sequence[dict[str, Any]]) -> None:
+    path = work.directory / REJECTED_NAME
+    with open(path, "wb") as file:
+        for unit, (_, before) in zip(work.plan.units, _with_lines_before(done), strict=True):
+            own = work.path("rejected", unit.number)
+            if not own.exists():
+                continue
+            with open(own, "rb") as part:
+                for line in part:
+                    told = json.loads(line)
+                    told["line"] += before[told["file"]]
+                    file.write(canonical_json(told) + b"\n")
+    sync_file(path)

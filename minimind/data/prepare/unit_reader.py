@@ -1,0 +1,153 @@
+"""The documents of a unit in batches, each with its split, and what is passed over on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from minimind.data.text.documents import Reading, Rejection
+from minimind.data.text.inputs import Segment, kind_of
+from minimind.data.text.readers import in_file, read_segment
+from minimind.data.prepare.work_units import Options, Unit
+from minimind.errors import DataError
+from minimind.runtime.durable_files import canonical_json
+
+BATCH_CHARACTERS = 2**20  # of any language, which takes about as long
+DOCUMENT_CHARACTERS = 64  # what each costs beside its own: of many short ones most of the memory
+MOST_LISTED = 10_000  # of what one unit rejects; all of it is counted
+
+
+def split_of(digest: bytes, val_fraction: float) -> str:
+    """The split of a document, by the sha256 of its text: it stays whatever is added around it."""
+    place = int.from_bytes(digest[:8], "big")
+    return "val" if place < val_fraction * 2**64 else "train"
+
+
+def refusal(told: str) -> DataError:
+    """What ends a preparation that passes over nothing."""
+    return DataError(f"{told}; or pass over what is bad with --on_bad_data skip")
+
+
+def refuse(found: Rejection) -> None:
+    """End a preparation that passes over nothing."""
+    raise refusal(str(in_file(found)))
+
+
+def pass_over(found: Rejection) -> None:
+    """Nothing: what is bad is neither listed nor counted."""
+
+
+def documents_of(
+    segments: Iterable[Segment],
+    reading: Reading,
+    reject: Callable[[Rejection], None],
+    lines: Counter[str] | None = None,
+) -> Iterator[tuple[str, int]]:
+    """Each text with the bytes of input that are read by then; `reject` is given what is bad.
+
+    `lines` adds up, by segments that are over, how many each .jsonl file had.
+    """
+    before = 0
+    for segment in segments:
+        read = 0
+        for found in read_segment(segment, reading):
+            read += 1
+            if isinstance(found, Rejection):
+                reject(found)
+                continue
+            yield found[0], before + found[1]
+            del found
+        before += segment.weight
+        if lines is not None and kind_of(segment.path) == ".jsonl":
+            lines[str(segment.path)] += read
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents that are tokenised together, as they came."""
+
+    texts: list[str]
+    splits: list[str]
+    bytes: list[int]
+
+
+class UnitReader:
+    """The documents of a unit in batches, and what was rejected on the way."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        options: Options,
+        is_strict: bool,
+        listed: Path,
+        tell: Callable[[int], None],
+    ) -> None:
+        self.unit = unit
+        self.options = options
+        self.is_strict = is_strict  # the first rejection is an error
+        self.listed = listed  # the file for them otherwise, for the first `MOST_LISTED`
+        self.tell = tell
+        self.told = 0  # bytes of input
+        self.rejected = 0
+        self.first_rejected: dict[str, Any] | None = None  # the fields of a Rejection
+        # Of each .jsonl file; lines are listed as counted from the first that this unit has of it.
+        self.lines: Counter[str] = Counter()
+        self.digest = hashlib.sha256()  # over the digests of all documents
+        self._rejections: BinaryIO | None = None
+
+    def batches(self) -> Iterator[Batch]:
+        """About `BATCH_CHARACTERS` of documents each."""
+        reading = Reading(self.options.text_field, self.options.max_document_bytes)
+        texts: list[str] = []
+        size = 0
+        for text, reached in documents_of(self.unit.segments, reading, self._reject, self.lines):
+            texts.append(text)
+            size += len(text) + DOCUMENT_CHARACTERS
+            if size >= BATCH_CHARACTERS:
+                del text
+                self._tell(reached)
+                yield self._batch(texts)
+                texts, size = [], 0
+        if texts:
+            yield self._batch(texts)
+        self._tell(self.unit.bytes)
+
+    def _batch(self, texts: list[str]) -> Batch:
+        contents = [text.encode() for text in texts]
+        digests = [hashlib.sha256(content).digest() for content in contents]
+        self.digest.update(b"".join(digests))
+        splits = [split_of(digest, self.options.val_fraction) for digest in digests]
+        return Batch(texts, splits, [*map(len, contents)])
+
+    def _tell(self, reached: int) -> None:
+        self.tell(reached - self.told)
+        self.told = reached
+
+    def _reject(self, found: Rejection) -> None:
+        if self.is_strict:
+            refuse(found)
+        path = str(found.path)
+        number = found.line + self.lines[path]
+        if self._rejections is None:
+            self._rejections = open(self.listed, "wb")
+            self.first_rejected = {**asdict(found), "path": path, "line": number}
+        if self.rejected < MOST_LISTED:
+            line = {"file": path, "line": number, "byte": found.byte, "what": found.what}
+            self._rejections.write(canonical_json(line) + b"\n")
+        self.rejected += 1
+
+    def close(self) -> None:
+        """Let go of the list of what was rejected."""
+        if self._rejections:
+            self._rejections.close()
+
+    def finish(self) -> None:
+        """Make the list last."""
+        if self._rejections:
+            self._rejections.flush()
+            os.fsync(self._rejections.fileno())

@@ -1,0 +1,186 @@
+"""What text there is, cut into units that are tokenised apart: the plan of a preparation.
+
+A unit becomes one shard of each split. The plan depends on the inputs and options alone, never on
+how many processes work or on which were killed, and so do the files that come of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from minimind.data.text.inputs import Segment, find_files, is_cut, require_once, segments_of
+from minimind.data.loader.manifest import FORMAT_VERSION
+from minimind.data.text.sources import Source
+from minimind.errors import DataError, UsageError
+from minimind.runtime.durable_files import fingerprint
+
+SMALLEST_UNIT = 2**24  # bytes of input; a killed preparation does so much again
+MOST_UNITS = 1024  # about; every rank of a run maps all shards
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file (or a dataset's folder) as it was when the plan was made."""
+
+    path: str
+    bytes: int
+    modified_ns: int
+    source: int
+
+    @classmethod
+    def of(cls, path: Path, source: int) -> Input:
+        """As it is now; a link is called as it is named, for its name says what it holds."""
+        placed = path.resolve() if path.is_dir() else path.parent.resolve() / path.name
+        return cls(str(placed), *_size_and_time(path), source)
+
+    def require_unchanged(self) -> None:
+        """Nothing, or a DataError when it is no longer what the plan was made of."""
+        path = Path(self.path)
+        if not path.exists() or _size_and_time(path) != (self.bytes, self.modified_ns):
+            raise DataError(
+                f"{path}: changed since its preparation began; put it back, or begin again"
+            )
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file itself, or all of a dataset's folder, sorted."""
+    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    try:
+        stats = [file.stat() for file in files_of(path)]
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check it") from error
+    return sum(s.st_size for s in stats), max((s.st_mtime_ns for s in stats), default=0)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides which documents there are, and in which split each is."""
+
+    text_field: str = "text"
+    max_document_bytes: int = 64 * 2**20
+    val_fraction: float = 0.01
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Segments that are tokenised one after another, all of one source."""
+
+    number: int
+    source: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of input, about."""
+        return sum(segment.weight for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The units of a preparation, in the order of the rows they become."""
+
+    sources: tuple[Source, ...]
+    inputs: tuple[Input, ...]
+    options: Options
+    units: tuple[Unit, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """For plan.json, from which other processes take it."""
+        return json.loads(json.dumps(asdict(self), default=str))
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Plan:
+        """The plan that `to_json` wrote."""
+        segments = (
+            tuple(Segment(**{**s, "path": Path(s["path"])}) for s in unit["segments"])
+            for unit in found["units"]
+        )
+        return cls(
+            tuple(Source(s["name"], tuple(s["paths"]), s["weight"]) for s in found["sources"]),
+            tuple(Input(**given) for given in found["inputs"]),
+            Options(**found["options"]),
+            tuple(
+                Unit(unit["number"], unit["source"], own)
+                for unit, own in zip(found["units"], segments, strict=True)
+            ),
+        )
+
+    @cached_property
+    def _by_path(self) -> dict[str, Input]:
+        return {given.path: given for given in self.inputs}
+
+    def inputs_of(self, unit: Unit) -> list[Input]:
+        """The inputs that a unit reads."""
+        paths = dict.fromkeys(str(segment.path) for segment in unit.segments)
+        return [self._by_path[path] for path in paths]
+
+    def key_of(self, unit: Unit, tokenizer: str) -> str:
+        """What a unit's shards depend on; whatever has the same need not be made again."""
+        facts = {
+            "format_version": FORMAT_VERSION,
+            "tokenizer": tokenizer,
+            "options": asdict(self.options),
+            "inputs": [[i.path, i.bytes, i.modified_ns] for i in self.inputs_of(unit)],
+            "segments": [[str(s.path), s.start, s.stop] for s in unit.segments],
+        }
+        return fingerprint(facts)
+
+
+def make_plan(sources: Sequence[Source], options: Options, unit_bytes: int | None = None) -> Plan:
+    """The units of all files of all sources; a DataError for a file that cannot be one."""
+    files = [(number, path) for number, s in enumerate(sources) for path in find_files(s.paths)]
+    inputs = tuple(Input.of(path, number) for number, path in files)
+    require_once([path for _, path in files])
+    most = None if unit_bytes is None else MOST_UNITS
+    if unit_bytes is None:
+        unit_bytes = _fitting(inputs)
+    elif sum(i.bytes for i in inputs if is_cut(Path(i.path))) > MOST_UNITS * unit_bytes:
+        raise _too_many_units(inputs, unit_bytes)
+    units: list[Unit] = []
+    for number in range(len(sources)):
+        own = (Path(given.path) for given in inputs if given.source == number)
+        segments = (segment for path in own for segment in segments_of(path, unit_bytes))
+        for group in _grouped(segments, unit_bytes):
+            if len(units) == most:
+                raise _too_many_units(inputs, unit_bytes)
+            units.append(Unit(len(units), number, group))
+    return Plan(tuple(sources), inputs, options, tuple(units))
+
+
+def _fitting(inputs: Sequence[Input]) -> int:
+    total = sum(given.bytes for given in inputs)
+    unit_bytes = SMALLEST_UNIT
+    while unit_bytes * MOST_UNITS < total:
+        unit_bytes *= 2
+    return unit_bytes
+
+
+def _too_many_units(inputs: Sequence[Input], unit_bytes: int) -> UsageError:
+    total = sum(given.bytes for given in inputs)
+    return UsageError(
+        f"shard_bytes = {unit_bytes:,} cuts {total:,} bytes of text into more than {MOST_UNITS:,}"
+        " shards, all of which every process of a run keeps open; raise --shard_bytes, or leave it"
+        " out"
+    )
+
+
+def _grouped(segments: Iterator[Segment], unit_bytes: int) -> Iterator[tuple[Segment, ...]]:
+    """Small files together, up to about `unit_bytes`."""
+    group: list[Segment] = []
+    size = 0
+    for segment in segments:
+        if group and size + segment.weight > unit_bytes:
+            yield tuple(group)
+            group, size = [], 0
+        group.append(segment)
+        size += segment.weight
+    if group:
+        yield tuple(group)

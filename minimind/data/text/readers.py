@@ -1,0 +1,213 @@
+"""Segments to documents: what is no document comes out as the reason, and reading goes on."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+from minimind.data.text.compressed import BUFFER_BYTES, Damage, unpacked
+from minimind.data.text.documents import (
+    Flaw,
+    Reading,
+    Rejection,
+    document_of_file,
+    document_of_line,
+    is_too_long,
+    too_long_line,
+)
+from minimind.data.text.inputs import DATASET, Segment, kind_of
+from minimind.data.text.tables import dataset_texts, parquet_texts
+from minimind.errors import DataError
+
+Found = Iterator[tuple[str, int] | Rejection]
+PIECE_BYTES = 2**20
+
+
+def read_segment(segment: Segment, reading: Reading) -> Found:
+    r"""Each document with the bytes of input read so far in the segment, or why there is none.
+
+    A document is the `text_field` of a line or a row, or the whole of a .txt, with its newlines as
+    they are; the line ends of JSON may be \r\n. Reading goes on behind a rejection, except where a
+    damaged file has no more to give. No more is held of a line than a document can need. A file
+    that cannot be read at all, or a table without such a column, is a DataError.
+
+    In a .jsonl file a rejection's line counts from the first one of the segment, as long as nobody
+    has read what is before; there each line gives one document or one rejection.
+    """
+    kind = kind_of(segment.path)
+    if segment.start == segment.stop:
+        yield _emptiness(segment.path, kind in (".parquet", DATASET))
+        return
+    try:
+        yield from _READERS[kind](segment, reading)
+    except OSError as error:
+        reason = error.strerror or error
+        raise DataError(f"{segment.path}: cannot be read ({reason}); check the file") from error
+
+
+def _plain_lines(segment: Segment, reading: Reading) -> Found:
+    with open(segment.path, "rb", buffering=BUFFER_BYTES) as file:
+        first = _first_line_within(file, segment)
+        lines = _lines(file, first, segment.stop, reading)
+        for number, (begin, end, line) in enumerate(lines, 1):
+            judged = _judged(line, reading)
+            if isinstance(judged, str):
+                yield judged, end - segment.start
+            else:
+                yield _rejection(segment.path, number, begin, judged)
+
+
+def _first_line_within(file: BinaryIO, segment: Segment) -> int:
+    """The offset of the first line that begins in the segment, `stop` when none does."""
+    position = max(segment.start - 1, 0)
+    file.seek(position)
+    if segment.start == 0:
+        return 0
+    while position < segment.stop:
+        piece = file.readline(min(PIECE_BYTES, segment.stop - position))
+        position += len(piece)
+        if not piece or piece.endswith(b"\n"):
+            break
+    return position
+
+
+def _lines(
+    file: BinaryIO, begin: int, stop: int, reading: Reading
+) -> Iterator[tuple[int, int, bytes | bytearray | None]]:
+    """(where it begins, where it ends, the line) for lines from `begin` that begin before `stop`.
+
+    None stands for a line that is too long.
+    """
+    while begin < stop and (line := file.readline(PIECE_BYTES)):
+        if len(line) < PIECE_BYTES or line.endswith(b"\n"):
+            suspect = len(line) > reading.max_document_bytes  # counting takes time
+            too_long = suspect and is_too_long(len(line), line.count(b"\\"), reading)
+            whole = None if too_long else line
+            end = begin + len(line)
+        else:
+            whole, size = _long_line(file, line, stop - begin, reading)
+            end = begin + size
+        yield begin, end, whole
+        begin = end
+
+
+def _long_line(
+    file: BinaryIO, piece: bytes, stop: int, reading: Reading
+) -> tuple[bytearray | None, int]:
+    """A line of many pieces, or None, and how many bytes it has.
+
+    One that is too long is dropped, and followed to its end only if another line can begin before
+    `stop`: other segments do not walk through it again.
+    """
+    held: bytearray | None = bytearray()
+    size = backslashes = 0
+    while piece:
+        size += len(piece)
+        if held is not None:
+            held += piece
+            backslashes += piece.count(b"\\")
+            held = None if is_too_long(size, backslashes, reading) else held
+        if piece.endswith(b"\n") or (held is None and size >= stop):
+            break
+        piece = file.readline(PIECE_BYTES)
+    return held, size
+
+
+def _judged(line: bytes | bytearray | None, reading: Reading) -> str | Flaw:
+    if line is None:
+        return too_long_line(reading)
+    try:
+        return document_of_line(line, reading)
+    except Flaw as flaw:
+        return flaw
+
+
+def in_file(found: Rejection) -> Rejection:
+    """The rejection with the number its line has in the file: all before it is read for that."""
+    if found.byte is None or kind_of(found.path) != ".jsonl":
+        return found
+    return replace(found, line=_line_number(found.path, found.byte))
+
+
+def _line_number(path: Path, offset: int) -> int:
+    """The number of the line in which the byte at `offset` is."""
+    newlines = 0
+    with open(path, "rb", buffering=0) as file:
+        while offset > 0 and (piece := file.read(min(PIECE_BYTES, offset))):
+            newlines += piece.count(b"\n")
+            offset -= len(piece)
+    return newlines + 1
+
+
+def _packed_lines(segment: Segment, reading: Reading) -> Found:
+    with unpacked(segment.path) as content, io.BufferedReader(content, BUFFER_BYTES) as file:
+        number = position = 0
+        try:
+            for begin, end, line in _lines(file, 0, sys.maxsize, reading):
+                number, position = number + 1, end
+                judged = _judged(line, reading)
+                if isinstance(judged, str):
+                    yield judged, content.consumed
+                else:
+                    yield _rejection(segment.path, number, begin, judged)
+            if not number:
+                yield _emptiness(segment.path)
+        except Damage as damage:
+            flaw = Flaw(str(damage), damage.remedy)
+            yield _rejection(segment.path, number + 1, position, flaw)
+
+
+def _whole_file(segment: Segment, reading: Reading) -> Found:
+    with open(segment.path, "rb") as file:
+        content = file.read(reading.max_document_bytes + 1)
+    try:
+        yield document_of_file(content, reading), segment.weight
+    except Flaw as flaw:
+        line = 1 + content.count(b"\n", 0, flaw.at)
+        yield _rejection(segment.path, line, 0, flaw)
+
+
+def _parquet_rows(segment: Segment, reading: Reading) -> Found:
+    return _rows(segment, parquet_texts(segment.path, segment.start, segment.stop, reading))
+
+
+def _dataset_rows(segment: Segment, reading: Reading) -> Found:
+    return _rows(segment, dataset_texts(segment.path, segment.start, segment.stop, reading))
+
+
+def _rows(segment: Segment, texts: Iterator[str | Flaw]) -> Found:
+    row = segment.start
+    try:
+        for text in texts:
+            row += 1
+            if isinstance(text, Flaw):
+                yield Rejection(segment.path, row, None, text.what, text.remedy)
+            else:
+                share = (row - segment.start) / (segment.stop - segment.start)
+                yield text, int(segment.weight * share)
+        if row < segment.stop:
+            raise Damage(f"the rows from here to {segment.stop} are missing")
+    except Damage as damage:
+        yield Rejection(segment.path, row + 1, None, str(damage), damage.remedy)
+
+
+def _emptiness(path: Path, is_table: bool = False) -> Rejection:
+    return Rejection(path, 1, None if is_table else 0, "is empty", "fill it or leave it out")
+
+
+def _rejection(path: Path, line: int, begin: int, flaw: Flaw) -> Rejection:
+    return Rejection(path, line, begin + flaw.at, flaw.what, flaw.remedy)
+
+
+_READERS: dict[str, Callable[[Segment, Reading], Found]] = {
+    ".jsonl": _plain_lines,
+    ".jsonl.gz": _packed_lines,
+    ".jsonl.zst": _packed_lines,
+    ".txt": _whole_file,
+    ".parquet": _parquet_rows,
+    DATASET: _dataset_rows,
+}

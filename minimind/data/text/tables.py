@@ -1,0 +1,183 @@
+"""Rows of Parquet files and of Hugging Face datasets on disk: their number, and one column's text.
+
+Both are read in batches of Arrow. What a Parquet file costs in memory is bounded by one row group's
+text column, which its writer chose; a dataset is mapped, not read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from minimind.data.text.compressed import Damage, needs_extra
+from minimind.data.text.documents import Flaw, Reading, document_of_cell, too_long_document
+from minimind.data.text.missing_text import missing_in_table
+from minimind.errors import DataError
+
+ROWS_PER_BATCH = 256
+DATASET_FILE = "state.json"  # beside a dataset that save_to_disk wrote
+SPLITS_FILE = "dataset_dict.json"  # above several, one for each split
+TRAIN = "train"
+
+
+def is_dataset(path: Path) -> bool:
+    """True for a directory that `datasets` wrote with save_to_disk."""
+    return any(os.path.isfile(path / name) for name in (DATASET_FILE, SPLITS_FILE))
+
+
+def dataset_bytes(path: Path) -> int:
+    """The size of a dataset's files on disk."""
+    return sum(file.stat().st_size for file in _split_directory(path).rglob("*.arrow"))
+
+
+def dataset_rows(path: Path) -> int:
+    """The number of rows of a dataset; a DataError when it cannot be opened."""
+    try:
+        return len(_dataset(path))
+    except IndexError:  # what the library says of a table without any batch
+        return 0
+
+
+def row_groups(path: Path) -> list[int]:
+    """How many rows each row group of a Parquet file has; a DataError when it is damaged."""
+    with _parquet(path) as file:
+        return [file.metadata.row_group(n).num_rows for n in range(file.metadata.num_row_groups)]
+
+
+def parquet_texts(path: Path, start: int, stop: int, reading: Reading) -> Iterator[str | Flaw]:
+    """The text of rows `start` to `stop`, or what is wrong with it.
+
+    Whole row groups are asked for, those that begin in between. Raises Damage at a row that cannot
+    be had, and DataError when there is no column of text.
+    """
+    with _parquet(path) as file:
+        _require_text(path, file.schema_arrow, reading.text_field)
+        first, groups = 0, []
+        for number in range(file.metadata.num_row_groups):
+            if start <= first < stop:
+                groups.append(number)
+            first += file.metadata.row_group(number).num_rows
+        batches = file.iter_batches(
+            ROWS_PER_BATCH, row_groups=groups, columns=[reading.text_field], use_threads=False
+        )
+        yield from _texts(batches, reading)
+
+
+def dataset_texts(path: Path, start: int, stop: int, reading: Reading) -> Iterator[str | Flaw]:
+    """The text of rows `start` to `stop`, or what is wrong with it; raises as parquet_texts."""
+    dataset = _dataset(path)
+    _require_text(path, dataset.features.arrow_schema, reading.text_field)
+    rows = dataset.select_columns([reading.text_field]).with_format("arrow")
+    tables = (
+        rows[first : min(first + ROWS_PER_BATCH, stop)]
+        for first in range(start, stop, ROWS_PER_BATCH)
+    )
+    yield from _texts((batch for table in tables for batch in table.to_batches()), reading)
+
+
+def _texts(batches: Iterator[Any], reading: Reading) -> Iterator[str | Flaw]:
+    import pyarrow
+
+    while True:
+        try:
+            batch = next(batches, None)
+            cells = None if batch is None else list(_cells(batch.column(0)))
+        except (pyarrow.ArrowException, OSError) as error:
+            raise Damage(f"cannot be read ({_first_line(error)})") from error
+        if cells is None:
+            return
+        for cell, size in cells:
+            try:
+                if size > reading.max_document_bytes:
+                    raise too_long_document(size, reading)
+                yield document_of_cell(cell.as_py(), reading)
+            except Flaw as flaw:
+                yield flaw
+
+
+def _cells(column: Any) -> Iterator[tuple[Any, int]]:
+    """(what holds the bytes, how many there are): a cell that is too long is never copied.
+
+    Where the cells lie is checked first: a mapped file with a wrong offset is a segmentation fault.
+    """
+    import pyarrow
+    from pyarrow import compute
+
+    if isinstance(column, pyarrow.DictionaryArray):  # not decoded: it may name a long text often
+        column.validate(full=True)
+        texts = [*_cells(column.dictionary), (pyarrow.scalar(None), 0)]
+        return (texts[-1 if number is None else number] for number in column.indices.to_pylist())
+    is_large = column.type == pyarrow.large_string()
+    content = column.view(pyarrow.large_binary() if is_large else pyarrow.binary())
+    content.validate(full=True)
+    sizes = compute.call_function("binary_length", [content]).fill_null(0)
+    return zip(content, sizes.to_pylist(), strict=True)
+
+
+def _require_text(path: Path, schema: Any, field: str) -> None:
+    import pyarrow
+
+    strings = (pyarrow.string(), pyarrow.large_string())
+
+    def kind_of(column: Any) -> Any:
+        is_dictionary = isinstance(column.type, pyarrow.DictionaryType)
+        return column.type.value_type if is_dictionary else column.type
+
+    if field not in schema.names:
+        texts = [column.name for column in schema if kind_of(column) in strings]
+        what, remedy = missing_in_table(schema.names, texts, field)
+        raise DataError(f"{path}: {what}; {remedy}")
+    kind = kind_of(schema.field(field))
+    if kind not in strings:
+        told = f"column {json.dumps(field)} holds {kind}, not string"
+        raise DataError(f"{path}: {told}; give --text_field and a column of text")
+
+
+def _parquet(path: Path) -> Any:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise needs_extra(path, "pyarrow") from error
+    try:
+        return parquet.ParquetFile(path, page_checksum_verification=True)
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = _first_line(error)
+        raise DataError(f"{path}: cannot be read as Parquet ({reason}); write it again") from error
+
+
+def _dataset(path: Path) -> Any:
+    directory = _split_directory(path)
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise needs_extra(path, "datasets") from error
+    try:
+        return datasets.load_from_disk(str(directory))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        # Arrow's errors are ValueErrors; the others come of JSON that has another shape.
+        raise DataError(
+            f"{path}: is no dataset that save_to_disk wrote ({_first_line(error)}); write it again"
+        ) from error
+
+
+def _split_directory(path: Path) -> Path:
+    """The directory of the rows: one split where there are several."""
+    if not (path / SPLITS_FILE).is_file():
+        return path
+    try:
+        splits = json.loads((path / SPLITS_FILE).read_bytes())["splits"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path / SPLITS_FILE}: is damaged; write the dataset again") from error
+    if TRAIN not in splits:
+        named = ", ".join(map(json.dumps, splits))
+        first = path / str(next(iter(splits), TRAIN))
+        raise DataError(f'{path}: has no split "{TRAIN}" but {named}; name one, such as {first}')
+    return path / TRAIN
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

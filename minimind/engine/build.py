@@ -1,0 +1,300 @@
+"""The one seam to Accelerate and DeepSpeed: a model and a resolved configuration in, steps out.
+
+Nothing else in the package imports the two libraries. Three of their habits are dealt with here:
+without CUDA, Accelerate's DeepSpeed path finds no backend and lets every rank believe that it is
+rank 0 of 1, so gloo is named explicitly and the ranks are counted; DeepSpeed compiles a
+shared-memory op at the first CPU start, which only inference uses, so it is not built; and
+`clip_grad_norm_` and prepared schedulers mean something else under DeepSpeed, so neither is used.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from transformers import PreTrainedModel
+
+from minimind.errors import RendezvousError, StorageError, UsageError
+from minimind.config.launcher_env import join_by_hand, settle
+from minimind.runtime.phases import phase
+from minimind.config.deepspeed.auto_values import offloads
+from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
+from minimind.engine.op_build_lock import minded_builds
+from minimind.engine.compile import compile_within
+from minimind.engine.deepspeed_backend import Backend, DeepSpeedBackend
+from minimind.config.deepspeed.resolve import Resolved
+from minimind.engine.deepspeed_logs import CollectivesLog, time_from_the_start
+from minimind.config.deepspeed.schema import MODELS, fault_told, optimizer_name
+from minimind.config.deepspeed.engine_rules import CHOOSERS, tracker_refusal, way_out, without, words
+from minimind.config.deepspeed.literals import BATCH, leaves
+from minimind.engine.optimizer import adamw, parameter_groups, trial_optimizer
+from minimind.runtime.collectives import carrier, lost_peers, rendezvous
+from minimind.engine.engine import Engine
+
+# How DeepSpeed and torch's optimizers tell that they will not work with a configuration.
+REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError)
+# Parameters of an Adam block that DeepSpeed itself takes out before it calls the class.
+OF_EITHER = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
+
+
+@phase("building the engine")
+def build_engine(resolved: Resolved, model: PreTrainedModel, device: str) -> Engine:
+    """The model under the backend that was resolved, its optimizer and process group with it.
+
+    DeepSpeed gets a copy of exactly what the table printed: it writes its defaults into it.
+    """
+    run = resolved.run
+    parameters = sum(p.numel() for p in model.parameters())
+    settle(device)
+    if run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for it
+        torch.use_deterministic_algorithms(True)
+    build = _deepspeed if resolved.backend == "deepspeed" else _plain
+    backend, where = build(resolved, model, device)
+    assert where.type == device, f"asked for {device}, got {where}"
+    return Engine(backend, resolved, where, parameters)
+
+
+def _deepspeed(
+    resolved: Resolved, model: PreTrainedModel, device: str
+) -> tuple[Backend, torch.device]:
+    import deepspeed
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin, DummyOptim, InitProcessGroupKwargs
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    run = resolved.run
+    if "log_level" not in resolved.config:
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if deepspeed.comm.comm.cdb is not None and not dist.is_initialized():
+        raise UsageError(
+            "DeepSpeed was started in this process before and keeps what it then knew of the ranks;"
+            " start a new process (in a notebook: restart the kernel, or notebook_launcher)"
+        )
+    # Only inference uses this op. Building it takes a compiler and up to 80 s, and a process killed
+    # meanwhile leaves a lock behind that every later start waits for, in silence.
+    buildable = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
+    deepspeed.ops.__dict__["__compatible_ops__"] = buildable
+    join_by_hand(os.environ)
+    backend, timeout = carrier(device, run.dist_timeout)
+    with rendezvous():
+        accelerator = Accelerator(
+            mixed_precision=PRECISION[run.dtype],
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepcopy(resolved.config)),
+            gradient_accumulation_steps=run.accumulation_steps,
+            kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=timeout)],
+        )
+    if accelerator.num_processes != dist.get_world_size():
+        raise RendezvousError(
+            f"Accelerate counts {accelerator.num_processes} processes, the process group"
+            f" {dist.get_world_size()}; every rank would read the same rows"
+        )
+    groups = parameter_groups(model, run.weight_decay)
+    plugin = accelerator.deepspeed_plugin
+    assert plugin is not None
+    plugin.deepspeed_config.update(
+        deepcopy(resolved.config)
+    )  # Accelerate switched steps_per_print off
+    compile_within(model, run, device)
+    named = "optimizer" in resolved.config
+    optimizer = DummyOptim(groups, lr=run.learning_rate) if named else adamw(groups, run)
+    with _refusals(resolved), lost_peers(), minded_builds(OpBuilder, resolved.path):
+        prepared = accelerator.prepare(model, optimizer)[0]
+    for group in list(distributed_c10d._world.pg_map):  # ZeRO's own ones would wait for 30 minutes
+        distributed_c10d._set_pg_timeout(timeout, group)
+    log = _heard(deepspeed, prepared, resolved.config)
+    return DeepSpeedBackend(prepared, deepspeed.comm.comm.cdb, log), accelerator.device
+
+
+@contextmanager
+def _refusals(resolved: Resolved) -> Iterator[None]:
+    """Turn what DeepSpeed raises of its configuration into an error that names key or file."""
+    from deepspeed.runtime.config import DeepSpeedConfigError
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    try:
+        yield
+    except (*REFUSALS, DeepSpeedConfigError, ZeRORuntimeException) as error:
+        told = words(error)
+        raise UsageError(
+            f"{resolved.path}: DeepSpeed refuses it: {told}; {way_out(resolved.config, told)}"
+        ) from error
+    except OSError as error:
+        if error.filename is None:
+            raise
+        told = f"{error.filename}: {error.strerror}"
+        raise StorageError(f"{resolved.path}: DeepSpeed cannot use {told}; change it") from error
+    except Exception as error:
+        if not (told := tracker_refusal(error)):
+            raise
+        raise UsageError(f"{resolved.path}: {told}") from error
+
+
+def _heard(deepspeed: Any, engine: Any, config: Mapping[str, Any]) -> CollectivesLog:
+    """DeepSpeed's log of collectives, and its two profilers heard, where they are switched on."""
+    log = CollectivesLog(deepspeed.comm.comm, config.get("comms_logger"))
+    if log.is_on and config["comms_logger"].get("verbose") and "log_level" not in config:
+        deepspeed.utils.logging.set_log_level_from_string("info")
+    if config.get("flops_profiler", {}).get("enabled"):
+        time_from_the_start(engine.flops_profiler, engine.module)
+    return log
+
+
+def _plain(resolved: Resolved, model: PreTrainedModel, device: str) -> tuple[Backend, torch.device]:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+    run = resolved.run
+    if resolved.backend == "single":
+        _alone()
+    else:
+        join_by_hand(os.environ)
+    has_unused = resolved.backend == "ddp" and bool(unused_parameters(model))
+    prepare_for_ddp(model)
+    model.to(getattr(torch, run.dtype))
+    backend, timeout = carrier(device, run.dist_timeout)
+    with rendezvous():
+        accelerator = Accelerator(
+            mixed_precision="no",
+            cpu=device == "cpu",
+            kwargs_handlers=[
+                InitProcessGroupKwargs(backend=backend, timeout=timeout),
+                DistributedDataParallelKwargs(
+                    gradient_as_bucket_view=True, find_unused_parameters=has_unused
+                ),
+            ],
+        )
+    compile_within(model, run, device)
+    with lost_peers():
+        forward = accelerator.prepare_model(model)
+    groups = parameter_groups(model, run.weight_decay)
+    return PlainBackend(forward, model, resolved, groups), accelerator.device
+
+
+def _alone() -> None:
+    """Make this process rank 0 of 1."""
+    os.environ.pop("LOCAL_RANK", None)  # by which Accelerate would take DDP to be meant
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, not listed)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+@contextmanager
+def forward_only(device: str, dist_timeout: int) -> Iterator[Any]:
+    """An Accelerator for work that trains nothing: it shares out rows and gathers their results.
+
+    At the end the process is in no process group any more.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    settle(device)
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        _alone()
+    else:
+        join_by_hand(os.environ)
+    backend, timeout = carrier(device, dist_timeout)
+    handlers: list[Any] = [InitProcessGroupKwargs(backend=backend, timeout=timeout)]
+    try:
+        with rendezvous():
+            accelerator = Accelerator(cpu=device == "cpu", kwargs_handlers=handlers)
+        with lost_peers():
+            yield accelerator
+    finally:
+        leave()
+
+
+def open_tracker(name: str, project: str, folder: str, options: Mapping[str, Any]) -> Any:
+    """One of Accelerate's trackers, started; raises whatever its library raises."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    kind: Any = LOGGER_TYPE_TO_CLASS[name]
+    place = {"logging_dir": folder} if kind.requires_logging_directory else {}
+    tracker = kind(project, **place, **options)
+    tracker.start()
+    return tracker
+
+
+def leave() -> None:
+    """Leave the process group, so that a later run in this process (a notebook) may begin anew."""
+    from accelerate.state import AcceleratorState
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[str]:
+    """What DeepSpeed's own models refuse in the sections of a resolved configuration."""
+    from pydantic import ValidationError
+
+    settle(device)
+    faults = []
+    for section, (module, name) in MODELS.items():
+        if section not in config:
+            continue
+        try:
+            getattr(import_module(module), name)(**deepcopy(config[section]))
+        except ValidationError as error:
+            told = [fault_told(section, fault) for fault in error.errors()]
+            faults += [f"{path}: {fault}; change or remove it" for fault in told]
+        except AssertionError as error:  # an old name beside the new one
+            remedy = way_out({section: config[section]}, str(error))
+            faults.append(f"{path}: {section} is refused by DeepSpeed: {error}; {remedy}")
+    return faults
+
+
+def require_accepted(resolved: Resolved, device: str) -> None:
+    """Raise a UsageError for what DeepSpeed's configuration, optimizer or scheduler refuses.
+
+    Nothing is started and nothing compiled. The message names the key without which the
+    configuration is accepted.
+    """
+    if resolved.backend != "deepspeed":
+        return
+    settle(device)
+    told = _refused(resolved.config)
+    if not told:
+        return
+    place = f"{resolved.path}: "
+    for key, value in sorted(leaves(resolved.config).items(), key=lambda one: one[0] in CHOOSERS):
+        if not _refused(without(resolved.config, key)):
+            shown = json.dumps(value)
+            raise UsageError(f"{place}DeepSpeed refuses {key} = {shown}: {told}; remove {key}")
+    raise UsageError(f"{place}DeepSpeed refuses it: {told}; {way_out(resolved.config, told)}")
+
+
+def _refused(config: Mapping[str, Any]) -> str:
+    """Return why `config`, its optimizer or its scheduler cannot be built; empty if they can.
+
+    The configuration object counts one process here, so the batch of all of them, which was
+    checked before, is left out.
+    """
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        DeepSpeedConfig({key: deepcopy(value) for key, value in config.items() if key != BATCH})
+        block = config.get("optimizer", {})
+        name, params = optimizer_name(block.get("type")), block.get("params", {})
+        optimizer = trial_optimizer(name, params)
+        if name in ("Adam", "AdamW") and params.get("torch_adam") is not True:
+            kind = DeepSpeedCPUAdam if offloads(config, "optimizer") else FusedAdam
+            signature(kind).bind([], **{k: v for k, v in params.items() if k not in OF_EITHER})
+        if "scheduler" in config:
+            kind = getattr(lr_schedules, config["scheduler"]["type"])
+            kind(optimizer, **config["scheduler"].get("params", {}))
+    except Exception as error:  # each of its parsers has its own kind
+        return words(error)
+    return ""

@@ -1,0 +1,86 @@
+"""The numbers that decide how large a model is, and what follows from them alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from minimind.config.run_config import FLAGS, RunConfig
+from minimind.model.widths import feed_forward_width
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers that decide how large a model is and how much it computes."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    vocab_size: int
+    max_seq_len: int
+    is_tied: bool = True
+    use_flash_attn: bool = True
+    doc_mask: bool = False
+    qk_norm: bool = False
+    use_moe: bool = False
+    n_routed_experts: int = 4
+    num_experts_per_tok: int = 2
+    n_shared_experts: int = 1
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of the keys, and of the values, of one token."""
+        return self.dim // self.n_heads * self.n_kv_heads
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the token embedding and the output head; a tied one counts once."""
+        return self.vocab_size * self.dim * (1 if self.is_tied else 2)
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one block: q and o, k and v, SwiGLU or its experts and gate, norms."""
+        experts = self.n_routed_experts + self.n_shared_experts if self.use_moe else 1
+        return self.layer_norms + self._matrices(experts)
+
+    @property
+    def active(self) -> int:
+        """Parameters of one block by which a token is multiplied."""
+        return self._matrices(self.visits)
+
+    @property
+    def visits(self) -> int:
+        """Feed-forwards that a token passes through in one block."""
+        return self.num_experts_per_tok + self.n_shared_experts if self.use_moe else 1
+
+    def _matrices(self, experts: int) -> int:
+        attention, gate = 2 * self.dim + 2 * self.kv_dim, self.use_moe * self.n_routed_experts
+        return self.dim * (attention + 3 * self.hidden_dim * experts + gate)
+
+    @property
+    def layer_norms(self) -> int:
+        """Parameters of the norms of one block: two, and one each of a head's query and key."""
+        return 2 * self.dim + self.qk_norm * 2 * (self.dim // self.n_heads)
+
+    @property
+    def norms(self) -> int:
+        """Parameters of all norms: those of the blocks, one before the head."""
+        return self.n_layers * self.layer_norms + self.dim
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        return self.embedding + self.n_layers * self.layer + self.dim
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest single weight."""
+        return self.dim * max(self.vocab_size, self.hidden_dim, self.dim)
+
+
+def shape_of(run: RunConfig) -> Shape:
+    """The shape that the run's flags describe."""
+    hidden = run.hidden_dim or feed_forward_width(run.dim)
+    same = {f.name: getattr(run, f.name) for f in fields(Shape) if f.name in FLAGS}
+    return Shape(**{**same, "hidden_dim": hidden, "is_tied": run.tie_word_embeddings})

@@ -1,0 +1,130 @@
+"""A model and its vocabulary as one GGUF file, which llama.cpp and others read.
+
+Its "llama" architecture pairs adjacent channels, as ours does, and "qwen3" pairs j with j + D/2.
+Norms stay float32 in every precision: llama.cpp multiplies by nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minimind.errors import UsageError
+from minimind.runtime.durable_files import sync_file, write_durably
+from minimind.model.configuration import MiniMindConfig
+from minimind.interop.weight_names import to_gguf, to_halves
+from minimind.runtime.output_folder import NewFolder
+from minimind.interop.tensor_sources import Source
+from minimind.checkpoint.tensor_files import Part
+from minimind.interop.write_folder import require_room
+
+NAME = "model.gguf"
+NUMPY = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype("u2")}  # it has no bf16
+FILE_TYPES = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloat16: "MOSTLY_BF16"}
+
+
+def require_gguf() -> None:
+    """Nothing, or a UsageError where the package that writes such files is missing."""
+    try:
+        import gguf  # noqa: F401 (only whether it is there)
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            "--format gguf needs the package gguf, which is not installed; pip install gguf"
+        ) from error
+
+
+def gguf_parts(config: MiniMindConfig, source: Source, dtype: torch.dtype) -> list[Part]:
+    """The tensors by GGUF's names: matrices as `dtype`, norms as float32."""
+    names = {}
+    for ours in source.shapes:
+        theirs = to_gguf(ours)
+        assert theirs is not None, ours  # export.require_named
+        names[theirs] = ours
+
+    def turn(theirs: str, value: Tensor) -> Tensor:
+        is_halved = architecture(config) == "qwen3"
+        return to_halves(names[theirs], value, config.head_dim) if is_halved else value
+
+    turned = source.renamed(names, turn)
+    matrices = {name: ours for name, ours in names.items() if len(source.shapes[ours]) > 1}
+    kept = {name: name for name in names if name not in matrices}
+    same = {name: name for name in matrices}
+    found = turned.renamed(same).parts(dtype) + turned.renamed(kept).parts(torch.float32)
+    return sorted(found, key=lambda part: part.name)
+
+
+def architecture(config: MiniMindConfig) -> str:
+    """What GGUF calls a model of this shape."""
+    return "qwen3" if getattr(config, "qk_norm", False) else "llama"
+
+
+def write_gguf(
+    out: NewFolder,
+    config: MiniMindConfig,
+    name: str,
+    vocabulary: Mapping[str, Any],
+    parts: list[Part],
+    dtype: torch.dtype,
+    texts: Mapping[str, bytes],
+) -> None:
+    """Write `out`/model.gguf, one tensor after another, and small files beside it.
+
+    `name` is the model's for whoever loads the file. `out` appears whole or not at all; a
+    StorageError before, where it does not fit on the disk.
+    """
+    import gguf
+
+    needed = sum(part.bytes for part in parts) + sum(map(len, texts.values()))
+    require_room(out.path, needed)
+    with out.written_aside(needed) as draft:
+        with closing(gguf.GGUFWriter(draft / NAME, architecture(config))) as writer:
+            writer.add_name(name)
+            _add_shape(writer, config)
+            writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
+            for key, value in vocabulary.items():
+                _add_entry(writer, f"tokenizer.ggml.{key}", value)
+            for part in parts:
+                kind = gguf.GGMLQuantizationType[part.dtype]
+                writer.add_tensor_info(part.name, part.shape, NUMPY[part.dtype], part.bytes, kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for part in parts:
+                value = part.read().contiguous()
+                plain = value.view(torch.uint16) if value.dtype == torch.bfloat16 else value
+                writer.write_tensor_data(plain.numpy())
+        sync_file(draft / NAME)
+        for file, content in texts.items():
+            write_durably(draft / file, content)
+
+
+def _add_shape(writer: Any, config: MiniMindConfig) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _add_entry(writer: Any, key: str, value: Any) -> None:
+    if isinstance(value, list):
+        if value:
+            writer.add_array(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    else:
+        writer.add_string(key, value)

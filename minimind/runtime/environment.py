@@ -1,0 +1,135 @@
+"""Checks of the environment variables by which the ranks of a run find one another.
+
+Launchers set them, and leftovers of another launcher stay in a shell. torch, Accelerate and
+DeepSpeed read most of them too, and fail in a traceback or wait for ranks that do not exist, so
+they are checked before the first of these is imported. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from minimind.errors import RendezvousError, StorageError
+from minimind.runtime.process import LAUNCHER_PID, SCRIPT_PID
+
+COUNT, INDEX = range(1, 2**31), range(2**31)
+OF_LAUNCHERS = ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")  # they read them too
+RANGES = {
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), COUNT),
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK"), INDEX),
+    "MASTER_PORT": range(1, 65_536),
+    **dict.fromkeys(OF_LAUNCHERS, COUNT),
+    **dict.fromkeys((SCRIPT_PID, LAUNCHER_PID), COUNT),
+}
+CHOICES = {"TORCH_DISTRIBUTED_DEBUG": ("OFF", "INFO", "DETAIL")}
+# Accelerate takes these for WORLD_SIZE where that is unset.
+MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+# NCCL runs only where one of them is; elsewhere its variables may belong to other hosts.
+GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+
+
+def rank_of(environ: Mapping[str, str]) -> int:
+    """RANK, or 0 where it is unset or malformed; `require_environment` reports the latter."""
+    value = environ.get("RANK", "0")
+    return int(value) if _is_in(value, INDEX) else 0
+
+
+def require_environment(environ: Mapping[str, str]) -> None:
+    """Raise a RendezvousError for a variable that is malformed or contradicts another one.
+
+    A StorageError for TMPDIR.
+    """
+    require_numbers(environ, RANGES)
+    for name, choices in CHOICES.items():
+        if environ.get(name, choices[0]).upper() not in choices:
+            raise RendezvousError(
+                f"{name} is {environ[name]!r} in the environment, not one of {', '.join(choices)};"
+                " unset it"
+            )
+    for name in MPI_SIZES if "WORLD_SIZE" not in environ else ():
+        if environ.get(name, "1") != "1":
+            raise RendezvousError(
+                f"{name} is {environ[name]!r} in the environment, and runs are not started by MPI;"
+                " unset it, or use run_accelerate.sh (docs/launching.md)"
+            )
+    if not environ.get("MASTER_ADDR", "localhost").strip():
+        raise RendezvousError("MASTER_ADDR is empty in the environment; unset it")
+    _require_ranks(environ)
+    _require_interfaces(environ)
+    _require_temporary_folder(environ)
+
+
+def require_numbers(environ: Mapping[str, str], names: Iterable[str]) -> None:
+    """Raise a RendezvousError for one of `names` that is no number of its range."""
+    for name in names:
+        value, allowed = environ.get(name), RANGES[name]
+        if value is not None and not _is_in(value, allowed):
+            span = f"from {allowed[0]} to {allowed[-1]}"
+            raise RendezvousError(
+                f"{name} is {value!r} in the environment, not a whole number {span}; unset it"
+            )
+
+
+def _is_in(value: str, allowed: range) -> bool:
+    is_number = value.isascii() and value.isdecimal() and len(value) <= 19
+    return is_number and int(value) in allowed
+
+
+def _require_ranks(environ: Mapping[str, str]) -> None:
+    """Raise a RendezvousError for ranks that are not below the number of processes."""
+    world = _size_above(environ, "RANK", ("WORLD_SIZE",))
+    here = _size_above(environ, "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE"))
+    if here > world:
+        raise RendezvousError(
+            f"LOCAL_WORLD_SIZE is {here} in the environment, more than the {world} processes of"
+            " WORLD_SIZE; unset both, or use a launcher (docs/launching.md)"
+        )
+
+
+def _size_above(environ: Mapping[str, str], rank: str, sizes: Sequence[str]) -> int:
+    """The first of `sizes` that is set, else 1; a RendezvousError where `rank` is not below it."""
+    name = next((size for size in sizes if size in environ), sizes[-1])
+    size = int(environ.get(name, "1"))
+    if int(environ.get(rank, "0")) >= size:
+        told = f"{name} is {size}" if name in environ else f"{name} is not set"
+        raise RendezvousError(
+            f"{rank} is {environ[rank]} in the environment and {told}, though ranks count from 0;"
+            f" unset {rank}, or use a launcher (docs/launching.md)"
+        )
+    return size
+
+
+def _require_interfaces(environ: Mapping[str, str]) -> None:
+    """Raise a RendezvousError where gloo or NCCL are given network interfaces that do not exist.
+
+    Empty is unset to both. gloo takes names, NCCL beginnings of names, names behind a =, and behind
+    a ^ those to leave out.
+    """
+    try:
+        there = [name for _, name in socket.if_nameindex()]
+    except OSError:  # the system does not list them
+        return
+    gloo, nccl = (environ.get(f"{library}_SOCKET_IFNAME", "") for library in ("GLOO", "NCCL"))
+    is_found = {"GLOO": not gloo or set(gloo.split(",")) <= {*there}}
+    if nccl and nccl[0] != "^" and any(driver.exists() for driver in GPU_DRIVERS):
+        names = tuple(nccl.removeprefix("=").split(","))
+        is_found["NCCL"] = any(n in names if nccl[0] == "=" else n.startswith(names) for n in there)
+    for library, found in is_found.items():
+        if not found:
+            variable = f"{library}_SOCKET_IFNAME"
+            raise RendezvousError(
+                f"{variable} is {environ[variable]!r} in the environment, and the interfaces of"
+                f" this host are {', '.join(there)}; name one of these, or unset it"
+            )
+
+
+def _require_temporary_folder(environ: Mapping[str, str]) -> None:
+    folder = environ.get("TMPDIR")
+    if folder is not None and not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+        raise StorageError(
+            f"TMPDIR is {folder!r} in the environment, not a folder that can be written to; unset"
+            " it, or name another"
+        )

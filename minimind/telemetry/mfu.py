@@ -1,0 +1,69 @@
+"""What share of a GPU's peak a run reaches: the peak, where it is from, and the share (MFU)."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from minimind.config.run_config import RunConfig
+from minimind.architecture.select import Architecture
+
+# Dense bf16 TFLOP/s with fp32 sums, of NVIDIA's data sheets and white papers, many of which print
+# the sparse figure, twice that. The first whose words the device's own name has.
+VENDOR = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "GH200": 989.0,
+    "A100 PCIe": 312.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "H800": 989.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "A40": 150.0,
+    "A30": 165.0,
+    "A10": 125.0,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+}
+
+
+def peak_of(run: RunConfig, device: torch.device) -> tuple[float, str] | None:
+    """10^12 FLOPs a second of one device, and who says so; None where nobody does."""
+    if run.peak_tflops is not None:
+        return run.peak_tflops, run.sources["peak_tflops"]
+    if device.type != "cuda" or run.dtype == "float32":
+        return None
+    name = torch.cuda.get_device_name(device)
+    found = next((model for model in VENDOR if is_model(model, name)), None)
+    return None if found is None else (VENDOR[found], f"NVIDIA's data sheet, {found}, dense bf16")
+
+
+def is_model(model: str, name: str) -> bool:
+    """Whether a device called `name` is that model, and not one of another size or for laptops.
+
+    What a slice of a GPU (MIG) or a variant of less power reaches is not told.
+    """
+    other = r"(?! Laptop| D\b| Ti\b| NVL| PCIe| .*\bMIG\b)"
+    return re.search(rf"\b{model}\b{other}", name) is not None
+
+
+def mfu_per_speed(
+    run: RunConfig, model: Architecture, device: torch.device, world_size: int
+) -> float | None:
+    """By what tokens/s of all ranks are multiplied to give MFU."""
+    peak = peak_of(run, device)
+    return None if peak is None else model.flops_per_token(run) / (world_size * peak[0] * 1e12)
+
+
+def peak_told(run: RunConfig, device: torch.device) -> str:
+    """The peak as the opening lines have it; nothing where none is known."""
+    peak = peak_of(run, device)
+    return "" if peak is None else f"; MFU of {peak[0]:g} TFLOP/s ({peak[1]})"

@@ -1,0 +1,280 @@
+"""What may change between a checkpoint and the run that goes on from it, in runs of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import minimind.train as training
+from minimind.interop.consolidate import consolidate
+from minimind.data.loader.batches import Batches
+from minimind.errors import CheckpointError, DataError, UsageError
+from minimind.config.parse import parse_flags
+from minimind.inference.from_checkpoint import generate, load_checkpoint
+from minimind.model.decoder import MiniMindForCausalLM
+from minimind.inference.sampling import Sampling
+from minimind.checkpoint.directory import differences
+from minimind.checkpoint.resume import load_weights
+from tests.conftest import sentences
+
+train: Any = training  # a package that is called like a function
+BASE = {
+    **{"dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32},
+    **{"vocab_size": 600, "batch_size": 2, "accumulation_steps": 4, "max_steps": 12},
+    **{"log_interval": 1, "eval_rows": 0, "device": "cpu", "learning_rate": 2e-3},
+}
+
+
+def events(out_dir: Path, name: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == name]
+
+
+def steps(out_dir: Path) -> dict[int, dict[str, Any]]:
+    return {line["step"]: line for line in events(out_dir, "step")}
+
+
+@pytest.fixture(scope="module")
+def flags(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cache = str(tmp_path_factory.mktemp("cache"))
+    return {**BASE, "data_path": str(corpus), "cache_dir": cache}
+
+
+@pytest.fixture(scope="module")
+def stopped(flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run saved at step 5, and its unbroken curve to step 12 in `whole`."""
+    folder = tmp_path_factory.mktemp("changes")
+    train(flags, out_dir=str(folder / "whole"), save_interval=5, keep_last=9)
+    assert train(flags, out_dir=str(folder / "run"), stop_at_step=5) == 75
+    return folder
+
+
+@pytest.fixture
+def run(stopped: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stopped / "run", tmp_path / "run"))
+
+
+def test_nothing_changed_goes_on_bit_for_bit(stopped: Path, run: Path, flags: dict[str, Any]):
+    assert train(flags, out_dir=str(run)) == 0
+    names = ("loss", "lr", "grad_norm", "tokens", "rows")
+    for step, line in steps(stopped / "whole").items():
+        assert [steps(run)[step][n] for n in names] == [line[n] for n in names]
+
+
+def test_variants_go_on_bit_for_bit_and_recomputing_is_none_of_them(
+    stopped: Path, flags: dict[str, Any], tmp_path: Path
+):
+    """Normed heads and a head of its own are trained, saved, resumed and consolidated."""
+    variant = {**flags, "qk_norm": True, "tie_word_embeddings": False}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert train(variant, out_dir=str(whole)) == 0
+    assert train(variant, out_dir=str(broken), stop_at_step=5) == 75
+    assert train(variant, out_dir=str(broken), gradient_checkpointing=True) == 0
+    names = ("loss", "lr", "grad_norm", "tokens", "rows")
+    for step, line in steps(whole).items():
+        assert [steps(broken)[step][n] for n in names] == [line[n] for n in names]
+        assert line["loss"] != steps(stopped / "whole")[step]["loss"]
+    assert "gradient_checkpointing: true" in (broken / "config.yaml").read_text()
+    model, _, path = load_checkpoint(str(broken))
+    assert (model.config.qk_norm, model.config.tie_word_embeddings) == (True, False)
+    start = MiniMindForCausalLM(model.config)
+    saved = load_weights(path)
+    assert saved.keys() == dict(start.named_parameters()).keys()
+    assert not torch.equal(saved["lm_head.weight"], saved["model.embed_tokens.weight"])
+    gains = saved["model.layers.0.self_attn.q_norm.weight"]
+    assert gains.shape == (16,)
+    assert not torch.equal(gains, torch.ones(16))
+    done = consolidate(path, tmp_path / "out", "float32", 2**30, force=False)
+    assert done.parameters == sum(p.numel() for p in start.parameters())
+    again: Any = MiniMindForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_a_checkpoint_from_before_there_were_variants_is_one_without_them():
+    before = {"model": {"dim": 32}}
+    now = {"model": {"dim": 32, "qk_norm": False, "tie_word_embeddings": True}}
+    assert differences(before, now) == []
+    now["model"] |= {"qk_norm": True, "tie_word_embeddings": False}
+    told = ["model.qk_norm: False -> True", "model.tie_word_embeddings: True -> False"]
+    assert [str(one) for one in differences(before, now)] == told
+
+
+def test_documents_masked_apart_go_on_bit_for_bit(
+    stopped: Path, flags: dict[str, Any], tmp_path: Path
+):
+    masked = {**flags, "doc_mask": True, "eval_rows": 4}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert train(masked, out_dir=str(whole)) == 0
+    assert train(masked, out_dir=str(broken), stop_at_step=5) == 75
+    assert train(masked, out_dir=str(broken)) == 0
+    names = ("loss", "lr", "grad_norm", "tokens", "rows")
+    for step, line in steps(whole).items():
+        assert [steps(broken)[step][n] for n in names] == [line[n] for n in names]
+        assert line["loss"] != steps(stopped / "whole")[step]["loss"]
+    assert events(whole, "eval")[-1]["val_loss"] == events(broken, "eval")[-1]["val_loss"]
+    model, tokenizer, _ = load_checkpoint(str(broken))
+    assert (model.config.doc_mask, model.config.eos_token_id) == (True, tokenizer.eos_id)
+    how = Sampling(max_new_tokens=12, temperature=0.0)
+    text, _ = generate(model, tokenizer, "the ", how)
+    model.config.doc_mask = False
+    assert generate(model, tokenizer, "the ", how)[0] == text
+
+
+def test_another_split_of_the_same_global_batch_is_allowed_and_told(
+    stopped: Path, run: Path, flags: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    train(flags, out_dir=str(run), batch_size=4, accumulation_steps=2)
+    assert "micro_batch_rows 2 -> 4, accumulation_steps 4 -> 2" in capsys.readouterr().out
+    before, after = events(run, "run_start")
+    assert (before["micro_batch_rows"], before["accumulation_steps"]) == (2, 4)
+    assert (after["micro_batch_rows"], after["accumulation_steps"]) == (4, 2)
+    assert events(run, "checkpoint_resharded") == []
+    whole = steps(stopped / "whole")
+    for step in range(6, 13):
+        assert steps(run)[step]["rows"] == whole[step]["rows"]
+        assert abs(steps(run)[step]["loss"] - whole[step]["loss"]) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "told", "group"),
+    [
+        ({"learning_rate": 1e-3}, "lr.learning_rate: 0.002 -> 0.001", "lr"),
+        ({"beta2": 0.9}, "lr.betas: [0.9, 0.95] -> [0.9, 0.9]", "lr"),
+        ({"batch_size": 4}, "batch.rows_per_step: 8 -> 16", "batch"),
+        ({"max_seq_len": 16}, "batch.max_seq_len: 32 -> 16", "batch"),
+        ({"max_steps": 20}, "schedule.total_steps: 12 -> 20", "schedule"),
+        ({"dtype": "float32"}, "dtype.dtype: bfloat16 -> float32", "dtype"),
+        ({"seed": 7}, "seed.seed: 42 -> 7", "seed"),
+        ({"rope_theta": 1e4}, "model.rope_theta: 1000000.0 -> 10000.0", "model"),
+        ({"doc_mask": True}, "model.doc_mask: False -> True", "model"),
+    ],
+)
+def test_a_change_is_refused_with_old_and_new_and_the_flag_that_allows_it(
+    run: Path, flags: dict[str, Any], change: dict[str, Any], told: str, group: str
+):
+    with pytest.raises(CheckpointError) as caught:
+        train(flags, out_dir=str(run), **change)
+    assert told in str(caught.value)
+    assert f"--allow_change {group}" in str(caught.value)
+    allowed = str(caught.value).split("--allow_change ")[1].split(", or")[0]
+    train(flags, out_dir=str(run), stop_at_step=8, allow_change=allowed, **change)
+    assert told in events(run, "run_changed")[0]["changes"]
+    assert max(steps(run)) == 8
+    # And what was changed is what the next start is held to.
+    train(flags, out_dir=str(run), stop_at_step=9, **change)
+    assert max(steps(run)) == 9
+    assert len(events(run, "run_changed")) == 1
+
+
+def test_a_new_rate_is_in_force_at_once(stopped: Path, run: Path, flags: dict[str, Any]):
+    train(flags, out_dir=str(run), learning_rate=1e-3, allow_change="lr")
+    whole = steps(stopped / "whole")
+    for step in range(6, 13):
+        assert steps(run)[step]["lr"] == pytest.approx(whole[step]["lr"] / 2)
+
+
+def test_a_new_batch_reads_on_from_the_row_reached_and_a_kill_changes_nothing(
+    run: Path, flags: dict[str, Any], tmp_path: Path
+):
+    changed = {**flags, "batch_size": 1}
+    train(changed, out_dir=str(run), stop_at_step=7, allow_change="batch")
+    again = Path(shutil.copytree(run, tmp_path / "again"))
+    train(changed, out_dir=str(again), stop_at_step=8)
+    train(changed, out_dir=str(run))
+    train(changed, out_dir=str(again))
+    assert [steps(run)[step]["rows"] for step in (5, 6, 7)] == [[32, 40], [40, 44], [44, 48]]
+    for step in range(8, 13):
+        assert steps(again)[step]["loss"] == steps(run)[step]["loss"]
+        assert steps(again)[step]["rows"] == [40 + 4 * (step - 6), 44 + 4 * (step - 6)]
+
+
+def test_epochs_do_not_count_steps_of_two_sizes(run: Path, flags: dict[str, Any]):
+    changed = {**flags, "batch_size": 1, "epochs": 1, "max_steps": None}
+    with pytest.raises(UsageError, match=r"changed at step 5.*give --max_steps"):
+        train(changed, out_dir=str(run), allow_change="batch,schedule")
+
+
+def test_new_text_with_the_old_tokenizer(run: Path, flags: dict[str, Any], tmp_path: Path):
+    text = tmp_path / "more.jsonl"
+    text.write_text("".join(json.dumps({"text": t}) + "\n" for t in sentences(5, 200)))
+    new = {
+        **flags,
+        "data_path": str(text),
+        "tokenizer": str(run / "tokenizer"),
+        "out_dir": str(run),
+    }
+    with pytest.raises(CheckpointError, match=r"data\.sha256"):
+        train(new)
+    train(new, allow_change="data")
+    assert steps(run)[6]["rows"] == [40, 48]  # places count on, the text begins anew
+    assert events(run, "exit")[-1]["step"] == 12
+
+
+def test_another_sequence_length_is_a_change_of_the_batch_alone(run: Path, flags: dict[str, Any]):
+    changes = {"max_seq_len": 16, "allow_change": "batch,schedule"}
+    assert train(flags, out_dir=str(run), **changes) == 0
+    assert steps(run)[6]["rows"] == [40, 48]
+
+
+def test_what_changed_is_told_as_a_table(run: Path, flags: dict[str, Any]):
+    changes = {"learning_rate": 1e-3, "seed": 7, "allow_change": "seed"}
+    with pytest.raises(CheckpointError) as caught:
+        train(flags, out_dir=str(run), **changes)
+    assert [line.split() for line in caught.value.table] == [
+        ["changed", "checkpoint", "this", "run", "let", "through", "by"],
+        ["lr.learning_rate", "0.002", "0.001", "--allow_change", "lr"],
+        ["seed.seed", "42", "7", "--allow_change", "seed", "(given)"],
+    ]
+
+
+def test_text_changed_under_a_running_job_ends_it_before_the_next_save(
+    flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cache, out = tmp_path / "cache", tmp_path / "run"
+    rows_at = Batches.at
+
+    def at(self: Batches, step: int) -> tuple[torch.Tensor, ...]:
+        if step == 4:
+            (shard,) = cache.glob("tokens-*/train-00000.bin")
+            os.utime(shard)
+        return rows_at(self, step)
+
+    monkeypatch.setattr(Batches, "at", at)
+    with pytest.raises(DataError, match=r"train-00000\.bin: was changed or removed while") as told:
+        train(flags, out_dir=str(out), cache_dir=str(cache), save_interval=3)
+    assert told.value.status == 3
+    assert [path.name for path in (out / "checkpoints").glob("step_*")] == ["step_00000003"]
+
+
+def test_a_model_of_another_width_cannot_be_allowed(run: Path, flags: dict[str, Any]):
+    with pytest.raises(CheckpointError, match=r"does not fit this model.*\[600, 32\]"):
+        train(flags, out_dir=str(run), dim=64, allow_change="model")
+
+
+def test_a_run_beyond_its_end_is_told(run: Path, flags: dict[str, Any]):
+    with pytest.raises(UsageError, match="of step 5, and the run has 3 steps"):
+        train(flags, out_dir=str(run), max_steps=3, allow_change="schedule")
+
+
+@pytest.mark.parametrize("given", ["learning_rate", "lr,bach", "all", ","])
+def test_a_group_that_there_is_not_is_refused(given: str):
+    with pytest.raises(UsageError, match="is none of batch, schedule"):
+        parse_flags(["--allow_change", given])
+
+
+def test_groups_are_the_ones_a_checkpoint_has(stopped: Path):
+    from minimind.config.training_flags import CHANGEABLE
+    from minimind.checkpoint.directory import candidates, read_manifest
+
+    (path,) = candidates(stopped / "run" / "checkpoints")
+    assert set(read_manifest(path)["identity"]) == set(CHANGEABLE)
+    given = parse_flags(["--allow_change", "lr, data"]).allowed_changes()
+    assert given == {"lr", "data"}

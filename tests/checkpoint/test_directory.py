@@ -1,0 +1,176 @@
+"""The directory protocol against what can happen to a directory: damage, leftovers, odd names."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from minimind.errors import CheckpointError
+from minimind.runtime.durable_files import fingerprint
+from minimind.checkpoint.directory import (
+    Difference,
+    candidates,
+    describe_file,
+    differences,
+    manifest_text,
+    publish,
+    read_manifest,
+    require_same_run,
+    retire,
+    set_aside,
+    start_over,
+    step_directory,
+    sweep,
+    verify,
+    write_manifest,
+)
+from minimind.checkpoint.choose import newest_valid
+from minimind.checkpoint.validation import shard_name
+from minimind.checkpoint.tensor_files import RunFiles, write_runs
+
+SHARD = shard_name(0, 1)
+
+
+def saved(root: Path, step: int, content: bytes = b"tensor bytes") -> Path:
+    tmp = root / f"step_{step:08d}.tmp-x"
+    tmp.mkdir(parents=True)
+    (tmp / SHARD).write_bytes(content)
+    facts = {"step": step, "tokens": 8 * step, "world_size": 1, "identity": {}}
+    write_manifest(tmp, facts, [describe_file(tmp / SHARD)])
+    final = step_directory(root, step)
+    publish(tmp, final)
+    return final
+
+
+def test_a_published_checkpoint_verifies_and_the_newest_is_chosen(tmp_path):
+    saved(tmp_path, 9)
+    newest = saved(tmp_path, 100)
+    assert verify(newest) is None
+    assert newest_valid(candidates(tmp_path), verify) == (newest, [])
+    assert [p.name for p in candidates(tmp_path)] == ["step_00000100", "step_00000009"]
+
+
+def test_the_newest_is_the_highest_number_also_past_eight_digits(tmp_path):
+    saved(tmp_path, 99_999_999)
+    saved(tmp_path, 100_000_000)
+    assert candidates(tmp_path)[0].name == "step_100000000"
+
+
+def damage_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "told"),
+    [
+        (SHARD, damage_bit, "sha256"),
+        (SHARD, lambda f: f.write_bytes(f.read_bytes()[:-1]), "11 of 12 bytes"),
+        (SHARD, lambda f: f.unlink(), "missing"),
+        (SHARD, lambda f: (f.unlink(), f.symlink_to("/etc/hostname")), "missing"),
+        ("manifest.json", damage_bit, "manifest"),
+        ("manifest.json", lambda f: f.write_bytes(f.read_bytes()[:-9]), "not JSON"),
+        ("manifest.json", lambda f: f.unlink(), "cannot be read"),
+        ("manifest.json", lambda f: f.write_text("[]"), "no JSON object"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(tmp_path, name, harm, told):
+    older, newer = saved(tmp_path, 1), saved(tmp_path, 2)
+    harm(newer / name)
+    chosen, rejected = newest_valid(candidates(tmp_path), verify)
+    assert chosen == older
+    (bad,) = rejected
+    assert (bad.path, bad.file) == (newer, name)
+    if name == SHARD or told != "manifest":
+        assert told in bad.reason
+
+
+def test_when_all_are_damaged_nothing_starts_at_step_0(tmp_path):
+    for step in (1, 2):
+        damage_bit(saved(tmp_path, step) / SHARD)
+    with pytest.raises(CheckpointError, match=r"step_00000002.*step_00000001"):
+        newest_valid(candidates(tmp_path), verify)
+
+
+def test_an_empty_folder_is_a_fresh_start(tmp_path):
+    assert newest_valid(candidates(tmp_path), verify) == (None, [])
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", ".."])
+def test_a_manifest_cannot_point_outside_its_directory(tmp_path, name):
+    path = saved(tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][0]["name"] = name
+    manifest["sha256"] = fingerprint({k: v for k, v in manifest.items() if k != "sha256"})
+    (path / "manifest.json").write_bytes(manifest_text(manifest))
+    with pytest.raises(CheckpointError, match="outside"):
+        read_manifest(path)
+
+
+def test_only_published_names_count_and_leftovers_are_swept(tmp_path):
+    saved(tmp_path, 1)
+    for name in ("step_00000002.tmp-ab", "rejected-step_00000003", "step_x", "latest"):
+        (tmp_path / name).mkdir()
+    assert [p.name for p in candidates(tmp_path)] == ["step_00000001"]
+    sweep(tmp_path)
+    assert not (tmp_path / "step_00000002.tmp-ab").exists()
+    assert (tmp_path / "rejected-step_00000003").exists()
+
+
+def test_the_newest_are_kept_and_a_taken_name_is_moved_aside(tmp_path):
+    for step in (1, 2, 3):
+        saved(tmp_path, step)
+    retire(tmp_path, 2)
+    assert [p.name for p in candidates(tmp_path)] == ["step_00000003", "step_00000002"]
+    saved(tmp_path, 3, b"again")
+    assert (tmp_path / "rejected-step_00000003" / SHARD).read_bytes() == b"tensor bytes"
+    assert (tmp_path / "step_00000003" / SHARD).read_bytes() == b"again"
+
+
+def test_a_fresh_start_moves_old_checkpoints_aside_without_deleting_any(tmp_path):
+    root = tmp_path / "checkpoints"
+    for aside in ("checkpoints-before", "checkpoints-before-2"):
+        saved(root, 1)
+        start_over(root)
+        assert (tmp_path / aside / "step_00000001").is_dir()
+        assert list(root.iterdir()) == []
+
+
+def test_what_steps_aside_is_kept_but_no_candidate(tmp_path):
+    for aside in ("rejected-step_00000001", "rejected-step_00000001-2"):
+        set_aside(saved(tmp_path, 1), "rejected")
+        assert (tmp_path / aside / "manifest.json").is_file()
+    assert candidates(tmp_path) == []
+
+
+def test_differences_name_old_and_new():
+    assert differences({"lr": {"a": 1}}, {"lr": {"a": 1}}) == []
+    assert differences({"lr": {"a": 1}}, {"lr": {"a": 2}}) == [Difference("lr", "a", 1, 2)]
+    assert differences({}, {"seed": {"seed": 3}}) == [Difference("seed", "seed", None, 3)]
+    with pytest.raises(CheckpointError, match=r"lr\.a: 1 -> 2"):
+        require_same_run(Path("x"), {"lr": {"a": 1}}, {"lr": {"a": 2}})
+
+
+def test_any_stretch_of_a_parameter_is_read_wherever_the_runs_were_cut(tmp_path):
+    whole = torch.randn(101)
+    cuts = [0, 7, 40, 41, 80, 101]
+    runs = [(f"fp32|w|{a}", whole[a:b]) for a, b in itertools.pairwise(cuts)]
+    write_runs(tmp_path / shard_name(0, 2), runs[::2])
+    write_runs(tmp_path / shard_name(1, 2), runs[1::2])
+    files = RunFiles(tmp_path, 2)
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        start, end = sorted(draw.integers(0, 102, 2).tolist())
+        assert torch.equal(files.read("fp32", "w", start, end - start), whole[start:end])
+
+
+def test_a_missing_run_is_named(tmp_path):
+    write_runs(tmp_path / shard_name(0, 1), [("fp32|w|0", torch.ones(5))])
+    files = RunFiles(tmp_path, 1)
+    for name, start, length in (("w", 3, 4), ("w", 6, 1), ("v", 0, 1)):
+        with pytest.raises(CheckpointError, match=f"of {name} has no element"):
+            files.read("fp32", name, start, length)

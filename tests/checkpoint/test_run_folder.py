@@ -1,0 +1,96 @@
+"""The folder of a run: what stands in the way of claiming it is told as storage."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from minimind.errors import LockedError, StorageError
+from minimind.runtime.metrics_file import Metrics
+from minimind.checkpoint.run_folder import claim, require_writable
+from minimind.telemetry.progress import Report
+
+
+@pytest.fixture
+def full():
+    """No file may grow, as on a full disk; undone at once by its second call."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def switch(on: bool) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0 if on else soft, hard))
+
+    yield switch
+    switch(False)
+
+
+def test_a_folder_that_cannot_be_claimed_for_want_of_room_is_told_as_storage(tmp_path, full):
+    full(True)
+    try:
+        with pytest.raises(StorageError, match=str(tmp_path)):
+            claim(tmp_path)
+    finally:
+        full(False)
+    with claim(tmp_path), pytest.raises(LockedError, match=r"in use by process \d+ on "):
+        claim(tmp_path)
+
+
+def test_a_line_of_metrics_that_cannot_be_written_names_the_file(tmp_path, full):
+    report = Report(tmp_path, 1, torch.device("cpu"), is_speaker=True, is_profiling=False)
+    full(True)
+    try:
+        with pytest.raises(StorageError, match=str(tmp_path / "metrics.jsonl")):
+            report.event("step", step=1)
+        report.close()  # must not fail too: its error would take the place of the first
+    finally:
+        full(False)
+
+
+def test_a_line_that_the_disk_took_a_part_of_is_closed_by_the_next_start(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path)
+    metrics.write("step", step=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            metrics.write("step", step=2)
+        metrics.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    metrics = Metrics(path)
+    metrics.write("step", step=2)
+    metrics.close()
+    whole, torn, again = path.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in (whole, again)] == [1, 2]
+    assert len(torn) == 10
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "link to a pipe"])
+def test_metrics_that_are_no_file_are_refused_at_the_start(kind: str, tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/null")
+    else:
+        os.mkfifo(tmp_path / "pipe")
+        path.symlink_to(tmp_path / "pipe")
+    told = f"{path}: is a folder, a pipe or a device, not a file; move it away"
+    with pytest.raises(StorageError) as raised:
+        require_writable(tmp_path)
+    assert str(raised.value).startswith(told)
+    with pytest.raises(OSError, match="not a file"):
+        Metrics(path)
+
+
+def test_metrics_may_be_a_link_to_a_file(tmp_path: Path):
+    (tmp_path / "elsewhere.jsonl").touch()
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
+    require_writable(tmp_path)

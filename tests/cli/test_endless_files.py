@@ -1,0 +1,75 @@
+"""Devices, pipes without a writer, directories and large files where a small file is expected."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from minimind.data.tokenizer.load import load_tokenizer
+from minimind.errors import RunError, StorageError
+from minimind.runtime.durable_files import read_small_text
+from minimind.config.parse import load_preset
+from minimind.inference.prompts import read_text
+from minimind.config.deepspeed.resolve import read_deepspeed_json
+from minimind.checkpoint.run_folder import claim
+from minimind.config.yaml_files import load_texts
+
+READERS: dict[str, Callable[[str], object]] = {
+    "--config": lambda path: load_texts(path, "--config"),
+    "--deepspeed_config": read_deepspeed_json,
+    "--tokenizer": load_tokenizer,
+    "--prompts": lambda path: read_text(path, "--prompts"),
+}
+
+
+def pipe(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("kind", ["device", "directory", "large"])
+def test_what_is_no_small_file_is_refused_at_once(tmp_path, reader, kind):
+    places = {"device": Path("/dev/zero"), "directory": tmp_path, "large": tmp_path / "large.json"}
+    with open(places["large"], "wb") as file:
+        file.truncate(2**30)  # sparse
+    with pytest.raises(RunError) as told:
+        reader(str(places[kind]))
+    assert str(places[kind]) in str(told.value)
+    assert "; " in str(told.value)
+
+
+@pytest.mark.parametrize("flag", ["--config", "--deepspeed_config", "--tokenizer"])
+def test_a_pipe_is_refused_at_once(tmp_path, flag):
+    with pytest.raises(RunError, match="not a regular file"):
+        READERS[flag](str(pipe(tmp_path / "pipe.json")))
+
+
+def test_a_device_or_pipe_is_no_preset(tmp_path):
+    for path in ("/dev/zero", pipe(tmp_path / "pipe.yaml")):
+        with pytest.raises(RunError, match="no such preset or file"):
+            load_preset(str(path))
+
+
+def test_prompts_come_from_a_pipe_as_well():
+    read, write = os.pipe()
+    os.write(write, b"one\r\ntwo\n")
+    os.close(write)
+    try:
+        assert read_text(f"/dev/fd/{read}", "--prompts") == "one\ntwo"
+    finally:
+        os.close(read)
+
+
+def test_lines_end_as_python_reads_them(tmp_path):
+    (tmp_path / "a").write_bytes(b"a\r\nb\rc\n")
+    assert read_small_text(tmp_path / "a") == (tmp_path / "a").read_text()
+
+
+def test_metrics_that_are_a_pipe_are_refused_at_once(tmp_path):
+    pipe(tmp_path / "metrics.jsonl")
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: is a folder, a pipe or a device"):
+        claim(tmp_path)

@@ -1,0 +1,344 @@
+"""`minimind eval` against the definition, worked out text by text in float64."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minimind.cli.main import main
+from minimind.data.loader.manifest import read_manifest, seal
+from minimind.data.tokenizer.pieces import sizes
+from minimind.data.tokenizer.sentencepiece import Tokenizer
+from minimind.inference.from_checkpoint import load_checkpoint
+from tests.conftest import ROOT, Trained
+from tests.forking import Nursery, free_port
+
+
+def texts_of(path: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in path.read_text().splitlines()]
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["eval", *map(str, words), "--device", "cpu", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def direct(run: Path, texts: list[str], length: int) -> tuple[float, int, int]:
+    """Summed loss, tokens and bytes: one text at a time, one stretch at a time, in float64."""
+    model, tokenizer, _ = load_checkpoint(str(run))
+    model = model.double()
+    loss, count, size = 0.0, 0, 0
+    for text in texts:
+        stream = [tokenizer.eos_id, *tokenizer.encode(text), tokenizer.eos_id]
+        size += len(text.encode())
+        for start in range(0, len(stream) - 1, length):
+            ids = torch.tensor([stream[start : start + length + 1]])
+            with torch.no_grad():
+                logits = model(input_ids=ids[:, :-1]).logits.double()
+            chosen = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])
+            loss, count = loss - float(chosen.sum()), count + ids.shape[1] - 1
+    return loss, count, size
+
+
+def test_sources_of_one_name_in_two_folders_are_told_apart(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    learnt = ["--tokenizer", str(trained.run / "tokenizer"), "--val_fraction", "0"]
+    for folder, text in zip(folders, trained.texts.values(), strict=True):
+        assert main(["prepare", str(text), "--out", str(folder), *learnt]) == 0
+    ask = ("--checkpoint", trained.run, "--split", "train", "--max_rows", "2")
+    found = asked(capsys, *ask, "--data", *folders)
+    assert [*found["by_source"]] == [f"{folder}:data" for folder in folders]
+
+
+def test_raw_text_is_taken_as_long_as_the_tokenizer_takes_it(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(Tokenizer, "longest_at_once", 10)
+    ask = ["--checkpoint", str(trained.run), "--cache_dir", str(trained.cache), "--device", "cpu"]
+    text = str(next(iter(trained.texts.values())))
+    assert main(["eval", *ask, "--data", text]) == 3
+    assert "max_document_bytes = 10;" in capsys.readouterr().err
+
+
+def test_raw_text_gives_what_the_definition_gives(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+):
+    a, b = trained.texts.values()
+    ask = ("--checkpoint", trained.run, "--cache_dir", trained.cache, "--batch_size", "7")
+    found = asked(capsys, *ask, "--data", a, b, "--max_seq_len", "48")
+    whole = [0.0, 0.0, 0.0]
+    for path in (a, b):
+        loss, tokens, size = direct(trained.run, texts_of(path), 48)
+        own = found["by_source"][str(path)]
+        assert (own["tokens"], own["bytes"]) == (tokens, size)
+        assert own["loss"] == pytest.approx(loss / tokens, rel=1e-6)
+        assert own["perplexity"] == pytest.approx(math.exp(loss / tokens), rel=1e-5)
+        assert own["bits_per_byte"] == pytest.approx(loss / math.log(2) / size, rel=1e-6)
+        whole = [one + more for one, more in zip(whole, (loss, tokens, size), strict=True)]
+    assert found["loss"] == pytest.approx(whole[0] / whole[1], rel=1e-6)
+    assert (found["tokens"], found["bytes"]) == (whole[1], whole[2])
+    assert found["tokens"] % (2 * 7), "the point of the sizes is that nothing divides them"
+
+
+def test_the_batch_does_not_matter_and_the_splits_of_a_folder_are_its_texts(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+):
+    ask = ("--checkpoint", trained.run, "--data")
+    val = asked(capsys, *ask, trained.mixed)
+    for size in (1, 10**30):
+        again = asked(capsys, *ask, trained.mixed, "--batch_size", size)
+        assert again["loss"] == pytest.approx(val["loss"], rel=1e-6)
+    train = asked(capsys, *ask, trained.mixed, "--split", "train")
+    both = asked(capsys, *ask, trained.mixed, "--split", "all")
+    raw = asked(capsys, *ask, *trained.texts.values(), "--cache_dir", trained.cache)
+    assert val["tokens"] + train["tokens"] == both["tokens"] == raw["tokens"]
+    assert both["bytes"] == raw["bytes"]
+    assert both["loss"] == pytest.approx(raw["loss"], rel=1e-6)
+    for name, path in trained.texts.items():
+        own, other = both["by_source"][name], raw["by_source"][str(path)]
+        assert own["loss"] == pytest.approx(other["loss"], rel=1e-6)
+    few = asked(capsys, *ask, trained.mixed, "--max_rows", "1")
+    assert 0 < few["tokens"] < val["tokens"]
+    packed = asked(capsys, *ask, trained.mixed, "--no-doc_mask")
+    assert packed["tokens"] == val["tokens"]
+    assert packed["loss"] != val["loss"]
+
+
+def test_bytes_are_those_of_the_text_where_they_are_known(
+    trained: Trained,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    ask = ("--checkpoint", trained.run, "--cache_dir", trained.cache, "--data")
+    plain = asked(capsys, *ask, trained.mixed)
+    few = asked(capsys, *ask, trained.texts["a"], "--max_rows", "1")
+    assert few["bytes"] == len(texts_of(trained.texts["a"])[0].encode())
+    older = tmp_path / "older"
+    shutil.copytree(trained.mixed, older)
+    manifest = read_manifest(older)
+    for source in manifest["sources"]:
+        assert sum(source.pop("split_bytes").values()) == source["text_bytes"]
+    del manifest["sha256"]
+    (older / "manifest.json").write_text(json.dumps(seal(manifest)))
+    found = asked(capsys, *ask, older)
+    assert {**found, "bytes_of": "text"} == plain
+    assert (found["bytes_of"], few["bytes_of"]) == ("tokens", "tokens")
+
+    def twice(self: Tokenizer) -> Any:
+        return 2 * sizes(self.pieces())
+
+    monkeypatch.setattr(Tokenizer, "piece_bytes", twice)
+    assert asked(capsys, *ask, trained.mixed) == plain
+    assert asked(capsys, *ask, older)["bytes"] == 2 * plain["bytes"]
+    again = asked(capsys, *ask, trained.texts["a"], "--max_rows", "1")
+    assert again["bytes"] == 2 * few["bytes"]
+    assert main(["eval", *map(str, ask), str(older)]) == 0
+    assert "over the bytes of the tokens" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_documents_are_kept_apart_whatever_the_model_was_trained_with(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "exported"
+    words = ["export", "--checkpoint", str(trained.run), "--format", "minimind"]
+    assert main([*words, "--out", str(out)]) == 0
+    found = []
+    for doc_mask in (False, True):
+        config = json.loads((out / "config.json").read_text())
+        (out / "config.json").write_text(json.dumps({**config, "doc_mask": doc_mask}))
+        told = asked(capsys, "--model", out, "--data", trained.mixed)
+        packed = asked(capsys, "--model", out, "--data", trained.mixed, "--no-doc_mask")
+        found.append((told, packed))
+    assert found[0] == found[1]
+
+
+def test_bad_lines_end_it_or_are_passed_over_and_told(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    text = tmp_path / "text.jsonl"
+    lines = trained.texts["a"].read_text().splitlines()[:8]
+    text.write_text("\n".join([*lines[:4], "{", *lines[4:]]) + "\n")
+    cache = ("--cache_dir", str(tmp_path / "cache"))
+    ask = ("--checkpoint", str(trained.run), "--data", str(text), *cache)
+    assert main(["eval", *ask]) == 3
+    assert "pass over what is bad with --on_bad_data skip" in capsys.readouterr().err
+    assert main(["eval", *ask, "--on_bad_data", "skip"]) == 3
+    assert "raise --max_bad_fraction" in capsys.readouterr().err
+    assert main(["eval", *ask, "--on_bad_data", "skip", "--max_bad_fraction", "0.2"]) == 0
+    told = capsys.readouterr()
+    assert "1 of 9 documents are bad and passed over, the first: " in told.err
+    assert "text.jsonl:5 " in told.err
+    text.write_text("\n".join(lines) + "\n")
+    assert main(["eval", *ask]) == 0
+    assert capsys.readouterr() == (told.out, "")
+
+
+def test_a_full_standard_output_is_a_storage_error(
+    trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(full, write_through=True))
+        assert main(["eval", "--checkpoint", str(trained.run), "--data", str(trained.mixed)]) == 5
+    assert "standard output: No space left on device; free" in capsys.readouterr().err
+
+
+def test_the_table_is_for_people(trained: Trained, capsys: pytest.CaptureFixture[str]):
+    assert main(["eval", "--checkpoint", str(trained.run), "--data", str(trained.mixed)]) == 0
+    path, head, *rows = capsys.readouterr().out.splitlines()
+    assert path.endswith("step_00000006")
+    assert head.split() == ["source", "loss", "perplexity", "bits/byte", "tokens"]
+    assert [row.split()[0] for row in rows] == ["a", "b", "all"]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        ("--data MIXED", 2, "neither was given; give one"),
+        ("--checkpoint RUN --model RUN --data MIXED", 2, "both were given; give one"),
+        ("--model RUN --data MIXED", 2, "is of a training run; give it as --checkpoint"),
+        ("--model A --data MIXED", 4, "is no file that torch.save wrote"),
+        ("--checkpoint RUN --data nowhere.jsonl", 3, "nowhere.jsonl"),
+        ("--checkpoint RUN --data A --split val", 2, "is raw text; leave --split out"),
+        ("--checkpoint RUN --data MIXED --max_seq_len 65", 2, "more than the 64 positions"),
+        ("--checkpoint RUN --data A A", 2, "is named twice; name it once"),
+        ("--checkpoint RUN --data MIXED MIXED/", 2, "named twice; name it once"),
+        ("--checkpoint RUN --data A FOLDER", 2, "name it once"),
+        ("--checkpoint RUN --data WHOLE", 3, "val split holds no text; give --split train, or"),
+        ("--checkpoint RUN --data OTHER", 3, "prepared with another tokenizer than the model's"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_told_in_one_sentence(
+    words: str,
+    status: int,
+    told: str,
+    trained: Trained,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    places = {"RUN": trained.run, "MIXED": trained.mixed, "A": trained.texts["a"]}
+    places |= {"MIXED/": f"{trained.mixed}/", "FOLDER": tmp_path / "folder"}
+    if "FOLDER" in words:
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder" / "link.jsonl").symlink_to(trained.texts["a"])
+    if "WHOLE" in words:
+        places["WHOLE"] = tmp_path / "whole"
+        prepare = ["prepare", str(trained.texts["b"]), "--val_fraction", "0"]
+        prepare += ["--tokenizer", str(trained.mixed / "tokenizer")]
+        assert main([*prepare, "--out", str(places["WHOLE"])]) == 0
+    if "OTHER" in words:
+        places["OTHER"] = tmp_path / "other"
+        prepare = ["prepare", str(trained.texts["b"]), "--vocab_size", "520"]
+        assert main([*prepare, "--out", str(places["OTHER"])]) == 0
+    capsys.readouterr()
+    assert main(["eval", *(str(places.get(word, word)) for word in words.split())]) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+    assert ";" in line
+
+
+def test_two_processes_give_what_one_gives(
+    trained: Trained, nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    ask = ["--checkpoint", str(trained.run), "--data", str(trained.mixed), "--batch_size", "3"]
+    alone = asked(capsys, *ask)
+    words = ["eval", *ask, "--device", "cpu", "--json"]
+    statuses, out, _ = nursery.run("minimind.cli.main", words, tmp_path / "ranks")
+    assert statuses == [0, 0]
+    together = json.loads(out)  # one document: rank 1 prints nothing
+    assert together["tokens"] == alone["tokens"]
+    assert together["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+    for name, sums in together["by_source"].items():
+        assert sums == pytest.approx(alone["by_source"][name], rel=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_launched_by_others_it_gives_the_same(
+    launcher: str, trained: Trained, capsys: pytest.CaptureFixture[str]
+):
+    ask = ["--checkpoint", str(trained.run), "--data", str(trained.mixed), "--batch_size", "3"]
+    alone = asked(capsys, *ask)
+    config = str(ROOT / "configs" / "accelerate_config.yaml")
+    port = ["--main_process_port", str(free_port())]
+    before = {
+        "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2"],
+        "accelerate": ["accelerate", "launch", "--config_file", config, "--num_processes", "2"],
+    }[launcher]
+    program = shutil.which(before[0], path=str(Path(sys.executable).parent))
+    assert program
+    more = port if launcher == "accelerate" else []
+    done = subprocess.run(
+        [program, *before[1:], *more, "-m", "minimind.cli.main", "eval", *ask, "--json"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert json.loads(line)["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+
+
+@pytest.fixture
+def exported(trained: Trained, tmp_path: Path) -> Path:
+    """The trained model in Llama's format, to be damaged."""
+    out = tmp_path / "exported"
+    words = ["export", "--checkpoint", str(trained.run), "--format", "llama", "--out", str(out)]
+    assert main(words) == 0
+    return out
+
+
+CONFIGS: dict[str, tuple[Any, str]] = {
+    "no JSON": ("{", "is not JSON"),
+    "no object": ([], "object"),
+    "a layer less": ({"num_hidden_layers": 1}, "num_hidden_layers: 2 -> 1"),
+    "a layer more": ({"num_hidden_layers": 3}, "num_hidden_layers: 2 -> 3"),
+    "another width": ({"hidden_size": 65}, "has heads of 8 channels"),
+    "null": ({"max_position_embeddings": None}, "has max_position_embeddings = None"),
+    "unknown": ({"model_type": "nobodys"}, "has model_type = 'nobodys'"),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), CONFIGS.values(), ids=CONFIGS.keys())
+def test_a_directory_whose_config_is_wrong_is_refused_in_a_sentence(
+    trained: Trained, exported: Path, change: Any, told: str, capsys: pytest.CaptureFixture[str]
+):
+    config = exported / "config.json"
+    if isinstance(change, dict):
+        change = {**json.loads(config.read_text()), **change}
+    config.write_text(change if isinstance(change, str) else json.dumps(change))
+    capsys.readouterr()
+    text = str(trained.texts["a"])
+    words = ["eval", "--model", str(exported), "--data", text, "--cache_dir", str(trained.cache)]
+    assert main(words) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+    assert "; " in line
+
+
+def test_what_a_directory_says_of_generation_does_not_overrule_the_flags(
+    exported: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["generate", "--model", str(exported), "--prompt", "abc", "--temperature", "0"]
+    words += ["--max_new_tokens", "8"]
+    assert main(words) == 0
+    plain = capsys.readouterr().out
+    for told in ({"min_new_tokens": 30}, {"num_beams": 3}, {"repetition_penalty": 5.0}):
+        (exported / "generation_config.json").write_text(json.dumps(told))
+        assert main(words) == 0
+        assert capsys.readouterr().out == plain

@@ -1,0 +1,132 @@
+"""The help of every command: defaults, spellings, examples, and completion made of the same."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+
+import pytest
+
+from minimind.cli import main as cli
+from minimind.config import parse as flags
+from minimind.config.arguments import EXAMPLE, all_parsers
+from minimind.config.run_config import FLAGS
+from minimind.config.parse import parse_flags
+
+TRAIN = flags.build_parser()
+COMMANDS = {parser.prog: parser for parser in all_parsers(cli.build_parser())}
+PARSERS = {TRAIN.prog: TRAIN, **COMMANDS}
+LEAVES = {prog: one for prog, one in COMMANDS.items() if not one._subparsers}
+
+
+@pytest.fixture(params=PARSERS)
+def parser(request: pytest.FixtureRequest) -> argparse.ArgumentParser:
+    return PARSERS[request.param]
+
+
+def options_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in parser._actions if action.option_strings]
+
+
+def told_of(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    """What --help says of one option, on one line."""
+    only = argparse.ArgumentParser(formatter_class=parser.formatter_class, add_help=False)
+    only._add_action(action)
+    return " ".join(only.format_help().split())
+
+
+def test_the_survey_has_every_command():
+    assert set(cli.COMMANDS) == {prog.split()[1] for prog in COMMANDS if " " in prog}
+    assert len(LEAVES) >= 14
+
+
+def test_every_default_is_told_in_one_form(parser):
+    for action in options_of(parser):
+        told, default = told_of(parser, action), action.default
+        if parser is TRAIN and action.dest in FLAGS:  # which keeps defaults out of argparse
+            default = FLAGS[action.dest].default
+            assert "(default: off)" in told or default is not False
+        if default is not None and default is not False and default not in ([], argparse.SUPPRESS):
+            assert told.count("(default: ") == 1, action.dest
+        assert not re.search(r"\((\d[\w.]*|text|val|float32)\)", told), "a default, not called so"
+
+
+def test_an_option_has_one_spelling_in_help_and_takes_both(parser):
+    names = [name for action in options_of(parser) for name in action.option_strings]
+    assert len({name.replace("_", "-") for name in names}) == len(names)
+
+
+@pytest.mark.parametrize("prog", LEAVES)
+def test_every_option_may_be_written_with_dashes(prog, capsys):
+    words = prog.split()[1:]
+    for action in options_of(LEAVES[prog]):
+        name = action.option_strings[0].replace("_", "-")
+        if action.nargs != 0 and not isinstance(action, argparse.BooleanOptionalAction):
+            # A value is missing of an option that is known, and of no other.
+            assert cli.main([*words, name]) == 2
+            assert (
+                f"argument {'/'.join(action.option_strings)}: expected" in capsys.readouterr().err
+            )
+
+
+def test_a_value_keeps_its_dashes():
+    args = cli.build_parser().parse_args(
+        ["generate", "--max-new-tokens=3", "--prompt=--top-k", "--repetition-penalty", "1"]
+    )
+    assert (args.max_new_tokens, args.prompt, args.repetition_penalty) == (3, "--top-k", 1.0)
+    rest = ["data", "inspect", "--row-tokens", "2", "--", "--no-verify"]
+    args = cli.build_parser().parse_args(rest)
+    assert (args.row_tokens, str(args.directory), args.no_verify) == (2, "--no-verify", False)
+
+
+def test_every_command_shows_an_example_that_parses(parser):
+    shown = parser.format_help().split(f"{EXAMPLE}\n")[1].strip()
+    command, *words = shlex.split(shown)
+    if command == "train_pretrain.py":
+        assert parse_flags(words).dry_run
+        return
+    assert (command, shown.startswith(parser.prog)) == ("minimind", True)
+    args, rest = cli.build_parser().parse_known_args(words)
+    assert args.command in cli.COMMANDS
+    assert not rest or args.command == "plan"
+    parse_flags(rest)
+
+
+@pytest.mark.parametrize("prog", ["minimind", "train_pretrain.py"])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_is_printed_for_each_shell(prog, shell, capsys):
+    build = cli.build_parser if prog == "minimind" else flags.build_parser
+    with pytest.raises(SystemExit) as ended:
+        build().parse_args(["--print_completion", shell])
+    script = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "accumulation_steps" in script or "max_new_tokens" in script
+
+
+def test_bash_completes_commands_options_choices_and_files(tmp_path, capsys):
+    def script(parser: argparse.ArgumentParser) -> str:
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--print_completion", "bash"])
+        return capsys.readouterr().out
+
+    scripts = script(cli.build_parser()) + script(flags.build_parser())
+    (tmp_path / "my_text.jsonl").touch()
+
+    def completed(command: str, *words: str) -> list[str]:
+        typed = shlex.join([command, *words])
+        function = f'"$(complete -p {command} | sed "s/.* -F \\([^ ]*\\) .*/\\1/")"'
+        asked = f"{scripts}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words)}; {function}"
+        asked += "\nprintf '%s\\n' \"${COMPREPLY[@]}\""
+        told = subprocess.run(["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True)
+        return told.stdout.split()
+
+    assert completed("minimind", "gen") == ["generate"]
+    assert completed("minimind", "checkpoint", "pr") == ["prune"]
+    assert completed("minimind", "generate", "--max_") == ["--max_new_tokens"]
+    assert completed("minimind", "generate", "--device", "c") == ["cpu", "cuda"]
+    assert completed("minimind", "eval", "--data", "my") == ["my_text.jsonl"]
+    assert completed("run_accelerate.sh", "--dtype", "b") == ["bfloat16"]
+    assert completed("run_accelerate.sh", "--data_path", "my") == ["my_text.jsonl"]
+    assert "--learning_rate" in completed("run_accelerate.sh", "--l")

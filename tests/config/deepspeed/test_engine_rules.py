@@ -1,0 +1,294 @@
+"""What DeepSpeed's configuration object and engine refuse ends a start before the text is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import minimind.train  # noqa: F401 (a module that is called)
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.errors import StorageError, UsageError
+from minimind.config.parse import parse_flags
+from minimind.config.deepspeed.resolve import resolve
+from minimind.config.deepspeed.engine_rules import way_out
+from minimind.config.deepspeed.literals import put
+from tests.conftest import ROOT, SMALL, Trained
+from tests.config.deepspeed.test_normalize import leaves as spelt
+from tests.config.deepspeed.test_normalize import replaced, spellings
+
+train: Any = sys.modules["minimind.train"]
+ZERO = "zero_optimization."
+OFFLOAD = {"device": "cpu"}
+CPU_ADAM = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": False}}
+
+
+def document(edits: dict[str, Any]) -> dict[str, Any]:
+    """The shipped file with these edits."""
+    written = json.loads(DEFAULT_DEEPSPEED_CONFIG.read_text())
+    for key, value in edits.items():
+        put(written, key, value)
+    return written
+
+
+def resolved(edits: dict[str, Any], device: str, line: str = "") -> Any:
+    return resolve(document(edits), "ds.json", parse_flags(line.split()), 1, device)
+
+
+# edits, device, words of the refusal; or where they are right
+RULES = {
+    "zenflow": ({f"{ZERO}zenflow": {"topk_ratio": 0.1}}, "cuda", "zenflow has an optimizer"),
+    "zenflow, offloaded": (
+        {f"{ZERO}zenflow": {}, f"{ZERO}offload_optimizer": OFFLOAD},
+        "cpu",
+        "zenflow has an optimizer",
+    ),
+    "superoffload": (
+        {f"{ZERO}stage": 3, f"{ZERO}offload_optimizer": {**OFFLOAD, "super_offload": True}},
+        "cuda",
+        "super_offload has an optimizer",
+    ),
+    "quantized weights on a CPU": (
+        {f"{ZERO}stage": 3, f"{ZERO}zero_quantized_weights": True},
+        "cpu",
+        "zero_quantized_weights is true and needs a GPU; remove it",
+    ),
+    "granularity on a CPU": (
+        {f"{ZERO}stage": 3, f"{ZERO}stage3_module_granularity_threshold": 1000},
+        "cpu",
+        "stage3_module_granularity_threshold is 1000 and needs a GPU",
+    ),
+    "an odd bucket": ({f"{ZERO}allgather_bucket_size": 1001}, "cpu", "an odd number"),
+    "a fraction of the optimizer in torch": (
+        {f"{ZERO}stage": 3, f"{ZERO}offload_optimizer": {**OFFLOAD, "ratio": 0.5}},
+        "cpu",
+        "offload_optimizer.ratio = 0.5 needs DeepSpeed's own Adam",
+    ),
+    "clipping by no norm": (
+        {f"{ZERO}compute_grad_norm": False},
+        "cpu",
+        "compute_grad_norm is false beside gradient_clipping = 1.0",
+    ),
+    "offload without a norm": (
+        {
+            f"{ZERO}compute_grad_norm": False,
+            "gradient_clipping": 0.0,
+            f"{ZERO}offload_optimizer": OFFLOAD,
+        },
+        "cpu",
+        "beside zero_optimization.offload_optimizer",
+    ),
+    "another precision": (
+        {"data_types.param_dtype": "fp32"},
+        "cpu",
+        "data_types.param_dtype is fp32, and dtype = bfloat16",
+    ),
+    "AMSGrad of DeepSpeed's": (
+        {"optimizer.params.amsgrad": True, "optimizer.params.torch_adam": False},
+        "cuda",
+        "optimizer.params.amsgrad is true, and only torch's Adam has it",
+    ),
+    "dropped tokens": (
+        {"data_efficiency": {"enabled": False, "data_routing": {"random_ltd": {"enabled": True}}}},
+        "cpu",
+        "random_ltd.enabled is true, but no layer drops tokens here",
+    ),
+    "dropped tokens by a text": (
+        {"data_efficiency": {"enabled": False, "data_routing": {"random_ltd": {"enabled": "no"}}}},
+        "cpu",
+        'random_ltd.enabled is "no", but no layer drops tokens here',
+    ),
+    "a precision that is none": (
+        {"data_types.param_dtype": "FP32"},
+        "cpu",
+        'data_types.param_dtype is "FP32", not one of fp32',
+    ),
+    "rounded frequencies": (
+        {"data_types.buffer_dtype": "bfloat16"},
+        "cpu",
+        "data_types.buffer_dtype is bfloat16, and rotary frequencies stay in fp32",
+    ),
+    "a NUL": (
+        {"csv_monitor": {"enabled": True, "job_name": "a\0b"}},
+        "cpu",
+        "csv_monitor.job_name holds a NUL character",
+    ),
+    "a huge number": (
+        {f"{ZERO}reduce_bucket_size": 2**70},
+        "cpu",
+        "reduce_bucket_size is a number of more than 64 bits",
+    ),
+    "a monitor that is not installed": (
+        {"comet": {"enabled": True}},
+        "cpu",
+        "the package comet_ml is not installed",
+    ),
+}
+RIGHT = {
+    "no zenflow": ({f"{ZERO}zenflow": None}, "cpu"),
+    "quantized weights": ({f"{ZERO}stage": 3, f"{ZERO}zero_quantized_weights": True}, "cuda"),
+    "an even bucket": ({f"{ZERO}allgather_bucket_size": 1000}, "cpu"),
+    "a fraction of DeepSpeed's Adam": (
+        {
+            f"{ZERO}stage": 3,
+            f"{ZERO}offload_optimizer": {**OFFLOAD, "ratio": 0.5},
+            "optimizer": CPU_ADAM,
+        },
+        "cpu",
+    ),
+    "no norm": ({f"{ZERO}compute_grad_norm": False, "gradient_clipping": 0.0}, "cpu"),
+    "the same precision": ({"data_types.param_dtype": "bf16"}, "cpu"),
+    "the same precision by another name": ({"data_types.param_dtype": "bfloat16"}, "cpu"),
+    "frequencies as they are": ({"data_types.buffer_dtype": "fp32"}, "cpu"),
+    "a monitor that is off": ({"comet": {"enabled": False}}, "cpu"),
+}
+
+
+@pytest.mark.parametrize(("edits", "device", "named"), RULES.values(), ids=RULES.keys())
+def test_a_rule_names_the_key_and_the_way_out(edits, device, named):
+    with pytest.raises(UsageError) as caught:
+        resolved(edits, device)
+    assert named in str(caught.value)
+    assert ";" in str(caught.value)
+    assert "faults:" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("edits", "device", "named"), RULES.values(), ids=RULES.keys())
+def test_a_rule_holds_in_every_spelling(edits, device, named):
+    for path, value in spelt(edits):
+        for other in spellings(value):
+            if path[-1] == "lr" or (other == value and type(other) is type(value)):
+                continue
+            with pytest.raises(UsageError):
+                resolved(replaced(edits, path, other), device)
+
+
+@pytest.mark.parametrize(("edits", "device"), RIGHT.values(), ids=RIGHT.keys())
+def test_the_closest_right_one_is_taken(edits, device):
+    assert resolved(edits, device).backend == "deepspeed"
+
+
+def test_the_way_out_is_the_key_that_is_mentioned_first():
+    config = {"bf16": {"bf16_optimizer_states": True, "enabled": True}}
+    told = "bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled."
+    assert way_out(config, told) == "change or remove bf16.bf16_optimizer_states"
+    assert way_out(config, "no") == "correct the file"
+
+
+# --- of a start ---------------------------------------------------------------------------------
+
+
+def started(tmp_path: Path, edits: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The flags of a start on a text, with an empty cache."""
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "a b c"}) + "\n")
+    (tmp_path / "ds.json").write_text(json.dumps(document(edits)))
+    return {
+        **{"data_path": [str(tmp_path / "text.jsonl")], "out_dir": str(tmp_path / "out")},
+        **{"deepspeed_config": str(tmp_path / "ds.json"), "cache_dir": str(tmp_path / "cache")},
+        **{"model": "tiny", "max_steps": 4, "device": "cpu", **more},
+    }
+
+
+@pytest.mark.parametrize(
+    ("edits", "named"),
+    [
+        ({f"{ZERO}zenflow": {"topk_ratio": 0.1}}, "remove it"),
+        ({"bf16.bf16_optimizer_states": True}, "; remove bf16.bf16_optimizer_states"),
+        ({f"{ZERO}stage": 3, f"{ZERO}zero_quantized_weights": True}, "; remove it"),
+        (
+            {"data_efficiency": {"enabled": False, "data_sampling": {"curriculum_learning": {
+                "enabled": True}}}},
+            "; remove data_efficiency.data_sampling.curriculum_learning.enabled",
+        ),
+        ({"timers.throughput": {"x": 1}}, "timers.throughput.x"),
+        (
+            {"optimizer.params.set_grad_none": True, "optimizer.params.torch_adam": True},
+            "unexpected keyword argument 'set_grad_none'; remove optimizer.params.set_grad_none",
+        ),
+        (
+            {"optimizer.params.foreach": True, "optimizer.params.torch_adam": False},
+            "unexpected keyword argument 'foreach'; remove optimizer.params.foreach",
+        ),
+        ({"optimizer.params.differentiable": True}, "; remove optimizer.params.differentiable"),
+        ({"optimizer.params.eps": [0.1, 0.2]}, "; remove optimizer.params.eps"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": [1e-3]}}},
+            "; remove scheduler.params.warmup_min_lr",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_it_ends_a_dry_run_and_a_start_before_anything_is_prepared(edits, named, dry_run, tmp_path):
+    with pytest.raises(UsageError) as caught:
+        train(started(tmp_path, edits, dry_run=dry_run))
+    assert named in str(caught.value)
+    assert "mend it" not in str(caught.value)
+    assert not (tmp_path / "cache").exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {"csv_monitor": {"enabled": True, "output_path": "FILE/x"}},
+        {"tensorboard": {"enabled": True, "output_path": "FILE/x"}},
+        {"flops_profiler": {"enabled": True, "output_file": "FOLDER"}},
+        {"flops_profiler": {"enabled": True, "output_file": "FILE/x/y"}},
+    ],
+)
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_place_that_cannot_be_made_is_of_storage(edits, dry_run, tmp_path):
+    (tmp_path / "file").touch()
+    written = json.loads(json.dumps(edits).replace("FILE", str(tmp_path / "file")))
+    (tmp_path / "folder").mkdir()
+    written = json.loads(json.dumps(written).replace("FOLDER", str(tmp_path / "folder")))
+    with pytest.raises(StorageError, match=r"ds\.json: .*\.output_(path|file) .* is (no|a) folder"):
+        train(started(tmp_path, written, dry_run=dry_run))
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.launch
+def test_deepspeed_writes_its_defaults_into_a_copy(tmp_path):
+    """It adds data_routing and data_sampling, which the printed table has no source for."""
+    edits = {"data_efficiency": {}, f"{ZERO}stage": 1}
+    flags = started(tmp_path, edits, max_seq_len=16, vocab_size=512, eval_rows=0)
+    text = tmp_path / "text.jsonl"
+    lines = (json.dumps({"text": f"line {n} of some text"}) + "\n" for n in range(200))
+    text.write_text("".join(lines))
+    flags["data_path"] = text
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train_pretrain.py"), *words, "--verbose"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    kept = json.loads((tmp_path / "out" / "ds_config.resolved.json").read_text())
+    assert kept["data_efficiency"] == {}
+
+
+def test_a_tracker_that_deepspeed_cannot_open_is_named(trained: Trained, tmp_path: Path):
+    """In a process of its own: wandb keeps threads."""
+    (tmp_path / "ds.json").write_text(json.dumps(document({"wandb.enabled": True})))
+    flags = {**SMALL, "data_path": str(trained.mixed), "cache_dir": str(trained.cache)}
+    flags |= {"deepspeed_config": str(tmp_path / "ds.json"), "out_dir": str(tmp_path / "out")}
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    no_key = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train_pretrain.py"), *words],
+        env={**no_key, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "ds.json: wandb.enabled is true and wandb fails: " in done.stderr.splitlines()[-1]
+    assert "give --report_to wandb" in done.stderr.splitlines()[-1]

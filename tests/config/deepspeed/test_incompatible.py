@@ -1,0 +1,281 @@
+"""The closest right configuration to each refusal is taken, and a refusal is told once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.errors import UsageError
+from minimind.config.parse import parse_flags
+from minimind.config.launcher_env import Launch, read_launch
+from minimind.config.deepspeed.resolve import Resolved, resolve
+from minimind.config.deepspeed.literals import put
+from minimind.config.deepspeed.backend_choice import with_compile
+
+ENGAGED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"}
+CYCLE = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3}}
+MOVING = {"type": "OneCycle", "params": {**CYCLE["params"], "cycle_momentum": True}}
+LIST = {"type": "WarmupLR", "params": {"warmup_max_lr": [1e-3, 1e-3], "warmup_num_steps": 2}}
+DECAY = {"type": "WarmupDecayLR", "params": {"total_num_steps": 8}}
+OFFLOAD = {"device": "cpu"}
+ZERO = "zero_optimization."
+
+
+def resolved(
+    line: str, edits: dict[str, Any], device: str = "cpu", launch: Launch | None = None
+) -> Resolved:
+    """The shipped file with these edits, for two processes."""
+    config = json.loads(DEFAULT_DEEPSPEED_CONFIG.read_text())
+    for key, value in edits.items():
+        put(config, key, value)
+    return resolve(config, "ds.json", parse_flags(line.split()), 2, device, launch=launch)
+
+
+def scheduler(kind: str, **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": kind, "params": params}}
+
+
+# right, wrong by one change, and the word of the refusal
+PAIRS = {
+    "optimizer offload from stage 1": (
+        {f"{ZERO}stage": 1, f"{ZERO}offload_optimizer": OFFLOAD},
+        {f"{ZERO}stage": 0, f"{ZERO}offload_optimizer": OFFLOAD},
+        "offload_optimizer",
+    ),
+    "gradients that are looked at": (
+        {"bf16.check_grad_overflow": True},
+        {"bf16.check_grad_overflow": False},
+        "check_grad_overflow is false",
+    ),
+    "optimizer offload at stage 2": (
+        {f"{ZERO}offload_optimizer": OFFLOAD},
+        {f"{ZERO}offload_optimizer": {"device": "nvme"}},
+        "nvme",
+    ),
+    "no offload at stage 0": (
+        {f"{ZERO}stage": 0, f"{ZERO}offload_optimizer": {"device": "none"}},
+        {f"{ZERO}stage": 0, f"{ZERO}offload_optimizer": OFFLOAD},
+        "needs stage 1",
+    ),
+    "offload of nothing": (
+        {f"{ZERO}offload_optimizer": None},
+        {f"{ZERO}offload_optimizer": "cpu"},
+        "offload_optimizer is",
+    ),
+    "parameter offload at stage 3": (
+        {f"{ZERO}stage": 3, f"{ZERO}offload_param": OFFLOAD},
+        {f"{ZERO}stage": 2, f"{ZERO}offload_param": OFFLOAD},
+        "needs stage 3",
+    ),
+    "offload ratio at stage 3": (
+        {
+            f"{ZERO}stage": 3,
+            f"{ZERO}offload_optimizer": {**OFFLOAD, "ratio": 0.5},
+            "optimizer.params.torch_adam": False,
+        },
+        {
+            f"{ZERO}stage": 2,
+            f"{ZERO}offload_optimizer": {**OFFLOAD, "ratio": 0.5},
+            "optimizer.params.torch_adam": False,
+        },
+        "ratio",
+    ),
+    "predivision without reduce_scatter": (
+        {"gradient_predivide_factor": 2.0, f"{ZERO}reduce_scatter": False},
+        {"gradient_predivide_factor": 2.0},
+        "gradient_predivide_factor",
+    ),
+    "predivision at stage 1": (
+        {"gradient_predivide_factor": 2.0, f"{ZERO}stage": 1},
+        {"gradient_predivide_factor": 2.0, f"{ZERO}stage": 3},
+        "gradient_predivide_factor",
+    ),
+    "predivision by one": (
+        {"gradient_predivide_factor": 1.0},
+        {"gradient_predivide_factor": 1.5},
+        "gradient_predivide_factor",
+    ),
+    "prescaling at stage 1": (
+        {"prescale_gradients": True, f"{ZERO}stage": 1},
+        {"prescale_gradients": True},
+        "prescale_gradients",
+    ),
+    "no gradient norm at stage 2": (
+        {f"{ZERO}compute_grad_norm": False, "gradient_clipping": 0.0},
+        {f"{ZERO}compute_grad_norm": False, f"{ZERO}stage": 3, "gradient_clipping": 0.0},
+        "compute_grad_norm",
+    ),
+    "round robin at stage 2": (
+        {f"{ZERO}round_robin_gradients": True},
+        {f"{ZERO}round_robin_gradients": True, f"{ZERO}stage": 3},
+        "round_robin",
+    ),
+    "fp32 accumulation at stage 1": (
+        {"data_types.grad_accum_dtype": "fp32", f"{ZERO}stage": 1},
+        {"data_types.grad_accum_dtype": "fp32", f"{ZERO}stage": 0},
+        "grad_accum_dtype",
+    ),
+    "total as long as the warm-up": (
+        scheduler("WarmupDecayLR", warmup_num_steps=10, total_num_steps=10),
+        scheduler("WarmupDecayLR", warmup_num_steps=10, total_num_steps=9),
+        "less than",
+    ),
+    "warm-up of two steps": (
+        scheduler("WarmupLR", warmup_num_steps=2),
+        scheduler("WarmupLR", warmup_num_steps=1),
+        "2 steps at least",
+    ),
+    "both precisions off": (
+        {"bf16.enabled": False, "fp16.enabled": False},
+        {"bf16.enabled": True, "fp16.enabled": True},
+        "both true",
+    ),
+    "masters in fp32": (
+        {"bf16.bf16_master_weights_and_grads": False},
+        {"bf16.bf16_master_weights_and_grads": True},
+        "master_weights",
+    ),
+    "switched off": (
+        {"data_efficiency.enabled": False, "torch_autocast.enabled": False},
+        {"data_efficiency.enabled": True, "torch_autocast.enabled": False},
+        "data_efficiency",
+    ),
+    "sizes of one": (
+        {"sequence_parallel_size": 1, "tensor_parallel.autotp_size": 1, "data_parallel_size": 1},
+        {"sequence_parallel_size": 2, "tensor_parallel.autotp_size": 1, "data_parallel_size": 1},
+        "sequence_parallel_size",
+    ),
+    "mean of gradients": (
+        {"gradient_allreduce_op": "mean"},
+        {"gradient_allreduce_op": "sum"},
+        "gradient_allreduce_op",
+    ),
+    "batch of two factors": (
+        {
+            "train_batch_size": 16,
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+        },
+        {
+            "train_batch_size": 32,
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+        },
+        "train_batch_size is 32",
+    ),
+}
+
+
+@pytest.mark.parametrize(("right", "wrong", "word"), PAIRS.values(), ids=PAIRS.keys())
+def test_the_closest_right_one_is_taken(right: dict[str, Any], wrong: dict[str, Any], word: str):
+    assert resolved("", right).backend == "deepspeed"
+    with pytest.raises(UsageError) as caught:
+        resolved("", wrong)
+    assert word in str(caught.value)
+    assert "faults:" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "total", "batch_size", "accumulation_steps"),
+    [
+        ("", 64, 8, 4),  # accumulation is open, and comes first
+        ("--batch_size 4", 64, 4, 8),
+        ("--accumulation_steps 2", 64, 16, 2),
+        ("", 6, 3, 1),  # 6 is no multiple of the 8 x 2 rows of a micro-batch
+        ("--batch_size 4 --accumulation_steps 2", 16, 4, 2),
+        ("--split_batches --batch_size 4", 64, 4, 16),
+    ],
+)
+def test_a_batch_in_the_file_settles_the_factor_that_nobody_gave(
+    line: str, total: int, batch_size: int, accumulation_steps: int
+):
+    found = resolved(line, {"train_batch_size": total})
+    assert (found.run.batch_size, found.run.accumulation_steps) == (batch_size, accumulation_steps)
+    assert found.config["train_batch_size"] == total
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+@pytest.mark.parametrize("line", ["", "--warmup_steps 5", "--max_steps 30", "--epochs 2"])
+def test_a_scheduler_is_taken_before_the_length_of_the_run_is_known(kind: str, line: str):
+    assert resolved(line, scheduler(kind)).scheduler == kind
+
+
+def test_a_warm_up_as_long_as_max_steps_is_taken():
+    found = resolved("--max_steps 10", scheduler("WarmupLR", warmup_num_steps=10))
+    assert (found.run.warmup_steps, found.run.max_steps) == (10, 10)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_float16_is_taken_on_a_gpu_from_stage_1(stage: int):
+    found = resolved("--dtype float16", {f"{ZERO}stage": stage}, device="cuda")
+    assert found.config["fp16"]["enabled"] is True
+
+
+def test_a_model_that_deepspeed_counts_is_not_compiled():
+    block = {"flops_profiler.enabled": True}
+    with pytest.raises(
+        UsageError, match=r"flops_profiler.enabled .* drop compile = on \(--compile\)"
+    ):
+        resolved("--compile on", block)
+    assert resolved("--compile on", {"flops_profiler.enabled": False}).run.compile == "on"
+    assert with_compile(resolved("", block, "cuda"), "cuda").run.compile == "off"
+    assert with_compile(resolved("", {}, "cuda"), "cuda").run.compile == "on"
+
+
+def test_a_precision_of_the_file_names_its_own_block():
+    found = resolved("", {"fp16.enabled": True}, device="cuda").run
+    assert (found.dtype, found.sources["dtype"]) == ("float16", "ds.json: fp16.enabled")
+    found = resolved("", {"bf16.enabled": False}).run
+    assert (found.dtype, found.sources["dtype"]) == ("float32", "ds.json: bf16.enabled")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_stage_of_the_file_is_no_conflict_with_accelerates_default(stage: int):
+    launch = read_launch(ENGAGED)
+    assert resolved("", {f"{ZERO}stage": stage}, launch=launch).zero_stage == stage
+
+
+def test_an_accelerate_yaml_that_says_the_same_is_no_conflict():
+    said = {"DEEPSPEED_ZERO_STAGE": "3", "MIXED_PRECISION": "bf16", "GRADIENT_CLIPPING": "none"}
+    launch = read_launch({**ENGAGED, **{f"ACCELERATE_{k}": v for k, v in said.items()}})
+    assert resolved("--dtype bfloat16", {f"{ZERO}stage": 3}, launch=launch).zero_stage == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "line", "told"),
+    [
+        ({"scheduler": {"type": "WarmupLR"}}, "--min_lr_ratio 0.5", "min_lr_ratio = 0.5"),
+        ({"scheduler": CYCLE}, "--warmup_steps 4", "warmup_steps = 4"),
+        ({"scheduler": CYCLE}, "--learning_rate 2e-4", "learning_rate = 0.0002"),
+        ({"scheduler": LIST}, "--learning_rate 2e-4", "learning_rate = 0.0002"),
+        ({"scheduler": MOVING}, "--beta1 0.8", "beta1 = 0.8"),
+        ({"optimizer": {"type": "SGD"}}, "--beta2 0.8", "beta2 = 0.8"),
+        ({"scheduler": DECAY}, "--epochs 3", "epochs = 3"),
+        ({"optimizer": {"type": "RAdam"}}, "", "RAdam has no checkpoints"),
+    ],
+)
+def test_a_number_that_a_block_cannot_hear_is_refused(config, line, told):
+    if line:  # without the flag it is right
+        resolve(config, "ds.json", parse_flags([]), 1, "cpu")
+    with pytest.raises(UsageError) as caught:
+        resolve(config, "ds.json", parse_flags(line.split()), 1, "cpu")
+    assert told in str(caught.value)
+
+
+def test_momenta_that_onecycle_would_pass_over_are_told():
+    params = {**CYCLE["params"], "cycle_min_mom": 0.5}
+    config: dict[str, Any] = {"scheduler": {"type": "OneCycle", "params": params}}
+    with pytest.raises(UsageError, match="cycle_min_mom is passed over"):
+        resolve(config, "ds.json", parse_flags([]), 1, "cpu")
+    params["cycle_momentum"] = True
+    resolve(config, "ds.json", parse_flags([]), 1, "cpu")
+
+
+def test_lion_on_a_cpu_needs_its_cpu_class():
+    config: dict[str, Any] = {"optimizer": {"type": "Lion"}, "zero_optimization": {"stage": 2}}
+    with pytest.raises(UsageError, match="Lion runs on a CPU only with offload_optimizer"):
+        resolve(config, "ds.json", parse_flags([]), 1, "cpu")
+    resolve(config, "ds.json", parse_flags([]), 1, "cuda")

@@ -1,0 +1,215 @@
+"""A rule judges the value that DeepSpeed reads, whichever way the file spells it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.errors import UsageError
+from minimind.config.deepspeed import effects
+from minimind.config.deepspeed.incompatible import LEAST, ONLY
+from minimind.config.deepspeed.keys import CHOICES, MODELLED, SECTIONS, TOP_LEVEL
+from minimind.config.deepspeed.normalize import normalised
+from minimind.config.deepspeed.literals import get, put
+from minimind.config.deepspeed.backend_choice import without_effect
+from tests.config.deepspeed.test_incompatible import PAIRS, ZERO, resolved
+
+TRUE, FALSE = ("true", "True", "TRUE", "t", "yes", "Y", "on", "1", 1, 1.0), ("false", "OFF", 0)
+
+
+def spellings(value: Any) -> Iterator[Any]:
+    """Other ways to write a literal that some reader of JSON takes for the same."""
+    if value is True or value is False:
+        yield from TRUE if value else FALSE
+    elif isinstance(value, str):
+        yield from (value.upper(), value.lower(), value.capitalize())
+    elif isinstance(value, int | float):
+        yield from (str(value), float(value), f" {value} ")
+        if value in (0, 1):
+            yield bool(value)
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every literal in `value`, with the keys that lead to it."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(inner, (*path, key))
+    else:
+        yield path, value
+
+
+def replaced(value: Any, path: tuple[Any, ...], other: Any) -> Any:
+    if not path:
+        return other
+    return {k: replaced(v, path[1:], other) if k == path[0] else v for k, v in value.items()}
+
+
+def wrong_settings() -> Iterator[tuple[str, dict[str, Any]]]:
+    """A refused setting of every rule of combinations.py and deepspeed_effects.py, by its name."""
+    yield from ((name, wrong) for name, (_, wrong, _) in PAIRS.items())
+    for key, (value, _) in ONLY.items():
+        bad = {bool: not value, int: 2, str: "sum"}[type(value)]
+        yield key, {key: bad}
+    for bound, (keys, _) in LEAST.items():
+        for key in keys.split():
+            yield key, {key: 0 if bound == "above" else -1.0}
+    for key in effects.OFF:
+        yield key, {f"{key}.enabled": True}
+    for key in effects.SAVINGS:
+        yield key, {f"{ZERO}{key}": 2 if "size" in key else True}
+    for key, (harmless, _) in effects.IGNORED.items():
+        if key.endswith("_size"):
+            yield key, {key: 2}
+            continue
+        yield key, {key if "." in key or TOP_LEVEL.get(key) == "bool" else f"{key}.x": True}
+        if harmless and harmless[0] is True:
+            yield key, {key: False}
+
+
+def verdict(edits: dict[str, Any]) -> str:
+    try:
+        resolved("", edits)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+WRONG = [(name, edits) for name, edits in wrong_settings() if verdict(edits)]
+
+
+def test_every_rule_has_a_refused_setting():
+    refused = {name for name, _ in WRONG}
+    rules = {*PAIRS, *ONLY, *effects.OFF, *effects.SAVINGS, *effects.IGNORED}
+    assert rules - refused == set()
+
+
+@pytest.mark.parametrize(("name", "edits"), WRONG, ids=[name for name, _ in WRONG])
+def test_what_is_refused_is_refused_in_every_spelling(name: str, edits: dict[str, Any]):
+    for path, value in leaves(edits):
+        for other in spellings(value):
+            if other == value and type(other) is type(value):
+                continue
+            assert verdict(replaced(edits, path, other)), f"{name}: {path} = {other!r} is accepted"
+
+
+@pytest.mark.parametrize(("key", "names"), CHOICES.items())
+def test_a_choice_in_another_case_is_the_choice_or_is_refused(key: str, names: tuple[str, ...]):
+    for name in names:
+        config: dict[str, Any] = {}
+        put(config, key, name.upper())
+        found = get(normalised(config), key)
+        if found != name:  # left as it stands, and refused
+            assert found == name.upper() != name
+            assert verdict({key: name.upper()})
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ({"gradient_allreduce_op": "MEAN"}, {"gradient_allreduce_op": "mean"}),
+        ({"optimizer": {"type": "adamw"}}, {"optimizer": {"type": "AdamW"}}),
+        ({"bf16": {"enabled": "On"}}, {"bf16": {"enabled": True}}),
+        ({"zero_optimization": {"stage": "2"}}, {"zero_optimization": {"stage": 2}}),
+        (
+            {"zero_optimization": {"reduce_bucket_size": 5e8, "overlap_comm": "no"}},
+            {"zero_optimization": {"reduce_bucket_size": 500_000_000, "overlap_comm": False}},
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"ratio": "0.5", "pin_memory": 1}}},
+            {"zero_optimization": {"offload_optimizer": {"ratio": 0.5, "pin_memory": True}}},
+        ),
+        # DeepSpeed takes these as they are: any text is true, and a text is no number.
+        ({"prescale_gradients": "false"}, {"prescale_gradients": "false"}),
+        ({"gradient_clipping": "1.0"}, {"gradient_clipping": "1.0"}),
+        ({"zero_optimization": {"stage": True}}, {"zero_optimization": {"stage": True}}),
+        ({"bf16": {"enabled": "auto"}}, {"bf16": {"enabled": "auto"}}),
+    ],
+)
+def test_a_literal_is_the_value_that_deepspeed_reads(written: dict, read: dict):
+    found = normalised(written)
+    assert json.dumps(found) == json.dumps(read)
+
+
+def test_the_shipped_file_is_in_that_spelling():
+    shipped = json.loads(DEFAULT_DEEPSPEED_CONFIG.read_text())
+    assert normalised(shipped) == shipped
+
+
+def test_every_key_that_deepspeed_parses_is_obeyed_by_one():
+    """The engine, one rule, a stage, or nothing: a key in none of the tables would be inert."""
+    tables = (effects.ENGINE, effects.ONE_VALUE, effects.OFF, effects.IGNORED)
+    for key in TOP_LEVEL:
+        if key != "zero_optimization":
+            assert sum(key in table for table in tables) == 1, key
+    ignored = {key.removeprefix(ZERO) for key in effects.IGNORED}
+    for key in MODELLED["zero_optimization"]:
+        found = (key in effects.STAGES, key in ignored, key in effects.EVERY_STAGE)
+        assert sum(found) == 1, key
+    assert set(SECTIONS) | {name.split(".")[0] for name in MODELLED} <= set(TOP_LEVEL)
+
+
+HARMLESS = [
+    {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
+    {"compile": {"deepcompile": False}},
+    {"checkpoint": {"load_universal": False}},
+    {"pipeline": {}},
+    {"tensor_parallel": {"autotp_size": 1, "tp": {"tp_size": 1}}},
+    {"data_efficiency": {"enabled": False, "seed": 7}},
+    {"hybrid_engine": {"enabled": "off"}},
+    {f"{ZERO}allgather_partitions": True, f"{ZERO}stage3_gather_16bit_weights_on_model_save": True},
+    {f"{ZERO}stage": 3, f"{ZERO}zero_hpz_partition_size": 2},
+]
+
+
+@pytest.mark.parametrize("edits", HARMLESS, ids=json.dumps)
+def test_what_asks_for_nothing_is_taken(edits: dict[str, Any]):
+    assert verdict(edits) == ""
+
+
+@pytest.mark.parametrize(
+    ("edits", "remedy"),
+    [
+        ({"activation_checkpointing.cpu_checkpointing": True}, "use --gradient_checkpointing"),
+        ({"compile.deepcompile": "on"}, "use --compile on"),
+        ({"compile.offload_activation": True}, "use --compile on"),
+        ({"checkpoint.tag_validation": "Fail"}, "own format; remove it"),
+        ({"checkpoint.parallel_write": {"pipeline_stage": True}}, "own format; remove it"),
+        ({"datastates_ckpt": {}}, "own format; remove it"),
+        ({"vocabulary_size": 7}, "use --vocab_size"),
+        ({"weight_quantization": {"quantized_initialization": {"num_bits": 8}}}, "quantized"),
+        ({"tensor_parallel": {"tp": {"tp_size": 2}}}, "no tensor parallelism"),
+        ({"pipeline.stages": 4}, "no pipeline parallelism"),
+        ({"aio.block_size": 1048576}, "NVMe"),
+        ({"data_efficiency": {"data_sampling": {"enabled": True}}}, 'write "enabled": false'),
+        ({f"{ZERO}zero_quantized_weights": True}, "stage 3 alone obeys"),
+        ({f"{ZERO}elastic_checkpoint": True}, "any number of processes"),
+    ],
+)
+def test_what_nothing_obeys_is_refused_with_the_way_that_works(edits: dict[str, Any], remedy: str):
+    told = verdict(edits)
+    assert remedy in told
+    assert "faults" not in told
+
+
+def test_keys_of_another_stage_are_listed():
+    edits = {f"{ZERO}stage": 3, f"{ZERO}sub_group_size": 7, f"{ZERO}round_robin_gradients": False}
+    edits[f"{ZERO}offload_optimizer"] = {"device": "cpu", "buffer_count": 5}
+    found = resolved("", edits)
+    passed = effects.passed_over(found.config, found.sources, found.path)
+    assert set(passed) == {
+        "reduce_scatter",
+        "round_robin_gradients",
+        "offload_optimizer.buffer_count",
+    }
+
+
+def test_a_start_lists_the_keys_without_effect():
+    found = resolved("", {f"{ZERO}stage": 3, f"{ZERO}round_robin_gradients": False})
+    assert without_effect(found) == (
+        "no effect at ZeRO stage 3: reduce_scatter, round_robin_gradients"
+    )
+    assert without_effect(resolved("", {})) == ""

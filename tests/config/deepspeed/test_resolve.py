@@ -1,0 +1,262 @@
+"""Resolved DeepSpeed configurations against the flags they were filled from."""
+
+import json
+
+import pytest
+
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, PROJECT
+from minimind.errors import UsageError
+from minimind.config.parse import parse_flags
+from minimind.config.deepspeed.resolve import AUTO, leaves, read_deepspeed_json, resolve
+from minimind.checkpoint.run_folder import write_reference
+from minimind.config.schedule import Schedule
+
+SHIPPED = read_deepspeed_json(str(DEFAULT_DEEPSPEED_CONFIG))
+
+
+def resolved(line: str = "", config=None, world_size: int = 2, device: str = "cpu"):
+    config = SHIPPED if config is None else config
+    return resolve(config, "ds.json", parse_flags(line.split()), world_size, device)
+
+
+def with_value(key: str, value):
+    config = json.loads(json.dumps(SHIPPED))
+    place = config
+    *parents, last = key.split(".")
+    for part in parents:
+        place = place.setdefault(part, {})
+    place[last] = value
+    return config
+
+
+def test_every_auto_of_the_shipped_file_is_the_flags_number():
+    found = resolved(
+        "--batch_size 3 --accumulation_steps 5 --grad_clip 0.7 --learning_rate 2e-3"
+        " --weight_decay 0.05 --beta1 0.8 --beta2 0.9 --dim 64 --dtype bfloat16"
+    ).config
+    assert found["train_micro_batch_size_per_gpu"] == 3
+    assert found["gradient_accumulation_steps"] == 5
+    assert found["train_batch_size"] == 30
+    assert found["gradient_clipping"] == 0.7
+    assert found["bf16"]["enabled"] is True
+    assert found["fp16"]["enabled"] is False
+    assert found["optimizer"]["params"] == {
+        "lr": 2e-3,
+        "betas": [0.8, 0.9],
+        "eps": 1e-8,
+        "weight_decay": 0.05,
+        "torch_adam": True,
+        "fused": True,  # in one kernel
+    }
+    assert found["zero_optimization"]["reduce_bucket_size"] == 12 * 64 * 64
+
+
+def test_nothing_is_left_auto_and_every_value_has_a_source():
+    found = resolved()
+    flat = leaves(found.config)
+    assert AUTO not in flat.values()
+    assert set(found.sources) == set(flat)
+    assert all(found.sources.values())
+    for key in flat:
+        assert key in found.table()
+
+
+def test_the_input_is_left_as_it_was():
+    before = json.dumps(SHIPPED)
+    resolved("--batch_size 3")
+    assert json.dumps(SHIPPED) == before
+
+
+def test_numbers_deepspeed_has_defaults_for_are_written_even_when_the_file_omits_them():
+    found = resolved("--grad_clip 0.3", config={"zero_optimization": {"stage": 1}}).config
+    assert found["gradient_clipping"] == 0.3
+    assert found["gradient_accumulation_steps"] == 1
+    assert found["bf16"]["enabled"] is True
+
+
+def test_an_adam_block_without_numbers_gets_the_flags():
+    bare = {"optimizer": {"type": "AdamW"}}
+    params = resolved("--beta2 0.8 --weight_decay 0", config=bare).config["optimizer"]["params"]
+    fixed = {"torch_adam": True, "fused": True}
+    assert params == {"lr": 5e-4, "betas": [0.9, 0.8], "weight_decay": 0.0, **fixed}
+    assert resolved(config={"optimizer": {"type": "adamw"}}).config["optimizer"]["params"]["betas"]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_auto_is_the_adamw_that_needs_no_compiler(stage, device):
+    config = with_value("zero_optimization.stage", stage)
+    assert resolved(config=config, device=device).config["optimizer"]["params"]["torch_adam"]
+    own = with_value("optimizer.params.torch_adam", False)
+    params = resolved(config=own, device=device).config["optimizer"]["params"]
+    assert params["torch_adam"] is False
+    assert "fused" not in params  # which is torch's
+
+
+@pytest.mark.parametrize("name", ["bias_correction", "set_grad_none", "fp32_optimizer_states"])
+def test_beside_what_only_deepspeeds_adamw_takes_auto_is_that(name):
+    found = resolved(config=with_value(f"optimizer.params.{name}", True), device="cuda")
+    assert found.config["optimizer"]["params"]["torch_adam"] is False
+    assert found.sources["optimizer.params.torch_adam"] == f"derived: of {name}"
+
+
+def test_deepspeeds_clock_waits_for_no_gpu_unless_asked_to():
+    assert resolved(device="cuda").config["timers"] == {"throughput": {"synchronized": False}}
+    asked = with_value("timers.throughput.synchronized", True)
+    assert resolved(config=asked).config["timers"] == asked["timers"]
+
+
+def test_communication_overlaps_on_several_gpus_only():
+    def overlap(world_size, device):
+        found = resolved(world_size=world_size, device=device).config
+        return found["zero_optimization"]["overlap_comm"]
+
+    assert overlap(2, "cuda") is True
+    assert overlap(1, "cuda") is False
+    assert overlap(2, "cpu") is False
+
+
+def test_a_literal_wins_over_a_default_and_becomes_the_runs_number():
+    found = resolved(config=with_value("train_micro_batch_size_per_gpu", 4))
+    assert found.run.batch_size == 4
+    assert found.run.sources["batch_size"] == "ds.json: train_micro_batch_size_per_gpu"
+    assert found.config["train_batch_size"] == 8
+    assert resolved(config=with_value("optimizer.params.betas", [0.5, 0.6])).run.beta2 == 0.6
+
+
+def test_a_literal_equal_to_the_flag_is_no_conflict():
+    assert (
+        resolved("--grad_clip 1.0", config=with_value("gradient_clipping", 1.0)).run.grad_clip == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line", "told"),
+    [
+        ("gradient_clipping", 0.5, "--grad_clip 1.0", ["0.5", "--grad_clip", "grad_clip = 1.0"]),
+        ("train_micro_batch_size_per_gpu", 4, "--batch_size 8", ["4", "batch_size = 8"]),
+        ("gradient_accumulation_steps", 2, "--accumulation_steps 1", ["--accumulation_steps"]),
+        ("optimizer.params.lr", 1e-3, "--learning_rate 2e-4", ["0.001", "learning_rate = 0.0002"]),
+        ("optimizer.params.betas", [0.9, 0.9], "--beta2 0.95", ["--beta2", "betas[1] is 0.9"]),
+        ("bf16.enabled", True, "--dtype float32", ["bf16.enabled", "--dtype", "float32"]),
+        ("bf16.enabled", False, "--dtype bfloat16", ["bf16.enabled", "false", "--dtype"]),
+        (
+            "train_batch_size",
+            7,
+            "--batch_size 2",
+            ["train_batch_size is 7", "2 rows (--batch_size)"],
+        ),
+        ("zero_optimization.stage", 4, "", ["stage is 4", "0, 1, 2 or 3"]),
+        ("optimizer.params.foreach", "auto", "", ["optimizer.params.foreach", "nothing fills"]),
+        ("optimizer.params.epz", 1e-8, "", ["optimizer.params.epz", "did you mean eps?"]),
+        ("gradient_clipping", "big", "", ["gradient_clipping", '"big"', "number"]),
+        ("gradient_clipping", -1, "", ["grad_clip = -1.0 (ds.json: gradient_clipping)"]),
+        ("gradient_accumulation_steps", 2.5, "", ["2.5", "whole number"]),
+        ("zero_optimization", 3, "", ["zero_optimization is 3", "object"]),
+        ("bf16", None, "", ["bf16 is null", "object"]),
+        ("scheduler", {"type": "WarmupLR"}, "--schedule cosine", ["scheduler", "--schedule"]),
+        ("fp16.enabled", True, "", ["float16", "GPU"]),
+    ],
+)
+def test_a_contradiction_names_both_sides(key, value, line, told):
+    config = with_value(key, value)
+    with pytest.raises(UsageError) as caught:
+        resolved(line, config=config)
+    for words in told:
+        assert words in str(caught.value)
+
+
+def test_two_precisions_at_once_are_refused():
+    config = with_value("bf16.enabled", True)
+    config["fp16"]["enabled"] = True
+    with pytest.raises(UsageError, match="both true"):
+        resolved(config=config)
+
+
+def test_several_contradictions_are_told_together():
+    config = with_value("gradient_clipping", 0.5)
+    config["gradient_accumulation_steps"] = 9
+    with pytest.raises(UsageError) as caught:
+        resolved("--grad_clip 1.0 --accumulation_steps 2", config=config)
+    assert "gradient_clipping" in str(caught.value)
+    assert "gradient_accumulation_steps" in str(caught.value)
+
+
+def test_a_precision_the_file_spells_out_is_the_runs():
+    assert resolved(config=with_value("bf16.enabled", False)).run.dtype == "float32"
+    fp16 = resolved(config=with_value("fp16.enabled", True), device="cuda")
+    assert fp16.run.dtype == "float16"
+    assert fp16.config["bf16"]["enabled"] is False
+
+
+def test_malformed_json_is_told_with_line_and_column(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{\n  "a": 1,\n}\n')
+    with pytest.raises(UsageError, match=r"ds\.json:3:1"):
+        read_deepspeed_json(str(file))
+    file.write_text("[]")
+    with pytest.raises(UsageError, match="not a JSON object"):
+        read_deepspeed_json(str(file))
+    with pytest.raises(UsageError, match="No such file"):
+        read_deepspeed_json(str(tmp_path / "none.json"))
+
+
+def test_float16_is_refused_at_stage_0_even_on_a_gpu():
+    with pytest.raises(UsageError, match="stage 0"):
+        resolved("--dtype float16", config=with_value("zero_optimization.stage", 0), device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("zero3", {}),
+        ("warmup_cosine", {}),
+        ("torch_adamw", {}),
+        ("zero2_offload", {}),
+        ("zero1", {"scheduler": {"type": "WarmupLR"}}),
+        ("zero1", {"optimizer": {"type": "SGD", "params": {"lr": "auto"}}}),
+    ],
+)
+def test_the_config_a_run_leaves_behind_repeats_it(name, blocks, tmp_path):
+    path = str(PROJECT / "configs" / "deepspeed" / f"{name}.json")
+    written = read_deepspeed_json(path) | blocks
+    schedule = Schedule("cosine", 2e-3, 0.1, 5, 100)
+    first = parse_flags(["--deepspeed_config", path, "--max_steps", "100", "--warmup_steps", "5"])
+    if blocks and "scheduler" not in blocks:
+        first = parse_flags(["--deepspeed_config", path])
+    done = resolve(written, path, first, 2, "cpu", schedule)
+    write_reference(tmp_path, done)
+    again = parse_flags(["--config", str(tmp_path / "config.yaml")])
+    assert again.deepspeed_config == path
+    assert resolve(written, path, again, 2, "cpu", schedule).config == done.config
+
+
+def test_a_scheduler_of_deepspeeds_gets_the_flags_and_the_length_of_the_run():
+    config = {**SHIPPED, "scheduler": {"type": "WarmupDecayLR"}}
+    schedule = Schedule("cosine", 2e-3, 0.1, 7, 50)
+    run = parse_flags(["--learning_rate", "2e-3", "--max_steps", "50", "--warmup_steps", "7"])
+    found = resolve(config, "ds.json", run, 2, "cpu", schedule)
+    assert found.scheduler == "WarmupDecayLR"
+    params = found.config["scheduler"]["params"]
+    assert params == {"warmup_max_lr": 2e-3, "warmup_num_steps": 7, "total_num_steps": 50}
+    assert found.sources["scheduler.params.total_num_steps"] == "derived: the steps of the run"
+    literal = {"type": "WarmupDecayLR", "params": {"total_num_steps": 30}}
+    adopted = resolve({**SHIPPED, "scheduler": literal}, "ds.json", parse_flags([]), 2, "cpu").run
+    assert (adopted.max_steps, adopted.sources["max_steps"]) == (
+        30,
+        "ds.json: scheduler.params.total_num_steps",
+    )
+
+
+def test_split_batches_fills_the_share_of_one_process():
+    found = resolved("--batch_size 6 --split_batches", world_size=3)
+    assert found.config["train_micro_batch_size_per_gpu"] == 2
+    assert found.config["train_batch_size"] == 6
+    assert "3 processes (--split_batches)" in found.sources["train_micro_batch_size_per_gpu"]
+    literal = with_value("train_micro_batch_size_per_gpu", 4)
+    assert resolved("--split_batches", config=literal, world_size=3).run.batch_size == 12
+    product = (
+        r"_per_gpu x 3 processes \(--split_batches\) is 12 but --batch_size says batch_size = 6"
+    )
+    with pytest.raises(UsageError, match=product):
+        resolved("--split_batches --batch_size 6", config=literal, world_size=3)

@@ -1,0 +1,418 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minimind.config.run_config import PROJECT
+from minimind.config.deepspeed import keys
+from minimind.config.deepspeed.schema import COVERED, faults, optimizer_name
+
+# Run by another process: importing DeepSpeed warns, and picks a device for good.
+SURVEY = r"""
+import inspect, json
+from pathlib import Path
+import torch
+import deepspeed
+from deepspeed.ops import adagrad, adam, lamb, lion
+from deepspeed.runtime import config, lr_schedules
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero import config as zero, offload_config as offload
+
+class Asked(dict):
+    '''Remembers every name that it was asked for.'''
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self.names = set()
+    def __getitem__(self, name):
+        self.names.add(name)
+        return super().__getitem__(name)
+    def get(self, name, default=None):
+        self.names.add(name)
+        return super().get(name, default)
+    def __contains__(self, name):
+        self.names.add(name)
+        return super().__contains__(name)
+    def keys(self):  # for `name in config.keys()`
+        return self
+    def __copy__(self):
+        return self
+
+top, old = Asked(train_batch_size=1), Asked(train_batch_size=1, zero_optimization=True)
+sections = dict.fromkeys(("activation_checkpointing", "aio", "checkpoint", "data_types"))
+sections |= dict.fromkeys(("flops_profiler", "timers", "torch_autocast", "optimizer", "scheduler"))
+sections = {name: Asked(type="x") for name in sections}
+del sections["torch_autocast"]["type"]
+sections["torch_autocast"].update(dtype="bf16", lower_precision_safe_modules=[])
+for written in (top, old, Asked(train_batch_size=1, **sections)):
+    config.DeepSpeedConfig(written)
+
+def takes(*classes):
+    found = {}
+    for one in classes:
+        for name, spec in list(inspect.signature(one.__init__).parameters.items())[2:]:
+            found[name] = "auto" if spec.default is spec.empty else spec.default
+    return found
+
+def fields(model):
+    given = model().model_dump(mode="json", by_alias=True)
+    found = {}
+    for name, field in model.model_fields.items():
+        is_old = (field.json_schema_extra or {}).get("deprecated", False)
+        found[field.alias or name] = [is_old, given.get(field.alias or name)]
+    return found
+
+models = {
+    "zero_optimization": zero.DeepSpeedZeroConfig,
+    "zero_optimization.offload_optimizer": offload.DeepSpeedZeroOffloadOptimizerConfig,
+    "zero_optimization.offload_param": offload.DeepSpeedZeroOffloadParamConfig,
+    "bf16": DeepSpeedBF16Config,
+    "fp16": DeepSpeedFP16Config,
+}
+optim = torch.optim
+muon = DeepSpeedEngine._MUON_HALF_KEYS + DeepSpeedEngine._ADAM_HALF_KEYS
+fused = takes(adam.FusedAdam, adam.DeepSpeedCPUAdam)
+print("SURVEY" + json.dumps({
+    "version": deepspeed.__version__,
+    "top": sorted(top.names | old.names),
+    "sections": {name: sorted(block.names) for name, block in sections.items()},
+    "source": Path(deepspeed.__file__).read_text(),
+    "removed": [*config._REMOVED_TOP_LEVEL_CONFIG_KEYS]
+        + [f"zero_optimization.{name}" for name in config._REMOVED_ZERO_CONFIG_KEYS],
+    "models": {name: fields(model) for name, model in models.items()},
+    "by_name": config.DEEPSPEED_OPTIMIZERS,
+    "torch": [n for n, one in vars(optim).items() if isinstance(one, type)],
+    "optimizers": {
+        "Adam": takes(optim.Adam, optim.AdamW) | fused,
+        "AdamW": takes(optim.AdamW) | fused,
+        "Adagrad": takes(optim.Adagrad, adagrad.DeepSpeedCPUAdagrad),
+        "Lamb": takes(lamb.FusedLamb),
+        "Lion": takes(lion.FusedLion, lion.DeepSpeedCPULion),
+        "Muon": dict.fromkeys(muon, "auto"),
+        **{n: takes(one) for n, one in vars(optim).items()
+           if isinstance(one, type) and n not in ("Adam", "AdamW", "Adagrad", "Muon", "Optimizer")},
+    },
+    "schedulers": {n: takes(getattr(lr_schedules, n)) for n in lr_schedules.VALID_LR_SCHEDULES},
+}))
+"""
+
+
+def nested(section, block):
+    """The object in which `block` stands at a dotted path."""
+    for name in reversed(section.split(".")):
+        block = {name: block}
+    return block
+
+
+POPPED = {"torch_adam", "adam_w_mode", "fp32_optimizer_states"}  # by the engine, from Adam and Muon
+
+
+@pytest.fixture(scope="module")
+def survey():
+    done = subprocess.run(
+        [sys.executable, "-c", SURVEY],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.rpartition("SURVEY")[2])
+
+
+def test_the_tables_are_of_the_installed_version(survey):
+    assert survey["version"].split("+")[0] == keys.VERSION
+
+
+def test_every_top_level_key_that_deepspeed_reads_is_known_and_no_other(survey):
+    elsewhere = {"sequence_parallel_size", "data_parallel_size"}  # read by deepspeed.initialize
+    for name in elsewhere:
+        assert f'config["{name}"]' in survey["source"]
+    removed = {name for name in keys.REMOVED if "." not in name}
+    assert set(survey["top"]) | elsewhere == set(keys.TOP_LEVEL) | removed
+    assert not removed & set(keys.TOP_LEVEL)
+
+
+def test_every_section_without_a_model_lists_the_keys_that_deepspeed_reads(survey):
+    assert survey["sections"].keys() == keys.SECTIONS.keys()
+    for name, read in survey["sections"].items():
+        assert set(read) == set(keys.SECTIONS[name]), name
+
+
+def test_every_key_that_deepspeed_refuses_as_removed_is_refused_here(survey):
+    assert set(survey["removed"]) <= set(keys.REMOVED)
+
+
+def test_every_section_with_a_model_lists_its_fields(survey):
+    assert survey["models"].keys() == keys.MODELLED.keys()
+    for name, fields in survey["models"].items():
+        refused = {field for field in fields if f"{name}.{field}" in keys.REMOVED}
+        assert {field for field, (is_old, _) in fields.items() if is_old} <= refused
+        assert set(fields) - refused == set(keys.MODELLED[name]), name
+
+
+@pytest.mark.parametrize("name", keys.MODELLED)
+def test_every_default_of_the_models_is_a_value_of_its_kind(name, survey):
+    fields = survey["models"][name]
+    given = {field: fields[field][1] for field in keys.MODELLED[name]}
+    assert faults(nested(name, given), "ds.json") == []
+
+
+def test_the_sections_that_are_covered_whole():
+    assert COVERED == {"zero_optimization", "bf16", "fp16"}
+
+
+def test_every_optimizer_type_is_taken_or_refused_for_a_reason(survey):
+    known = {name.lower() for name in (*keys.OPTIMIZERS, *keys.REFUSED_OPTIMIZERS)}
+    built = {*survey["by_name"], *(name.lower() for name in survey["torch"])}
+    gone = {"onebitadam", "zerooneadam", "onebitlamb"}
+    assert known == (built - {"optimizer"}) | gone
+    assert {name.lower() for name in keys.ANY_CASE} <= set(survey["by_name"])
+
+
+@pytest.mark.parametrize("name", keys.OPTIMIZERS)
+def test_optimizer_parameters_are_those_of_the_classes(name, survey):
+    real = set(survey["optimizers"][name]) - {"adamw_mode", "max_grad_norm"}
+    if name in ("Adam", "AdamW"):
+        real |= POPPED
+    if name == "Muon":
+        real |= POPPED | {"foreach", "muon_lr", "adam_lr", "per_head_muon"}
+    assert set(keys.OPTIMIZERS[name].split()) == real
+
+
+def test_scheduler_parameters_are_those_of_the_classes(survey):
+    assert {name: set(names.split()) for name, names in keys.SCHEDULERS.items()} == {
+        name: set(params) for name, params in survey["schedulers"].items()
+    }
+
+
+def test_a_scheduler_needs_the_parameters_without_a_default(survey):
+    needed = {
+        name: tuple(k for k, default in params.items() if default == "auto")
+        for name, params in survey["schedulers"].items()
+    }
+    needed = {name: tuple(set(names) - {"total_num_steps"}) for name, names in needed.items()}
+    assert {n: set(names) for n, names in needed.items() if names} == {
+        n: set(names) for n, names in keys.NEEDED.items()
+    }
+
+
+@pytest.mark.parametrize("name", [*keys.OPTIMIZERS, *keys.SCHEDULERS])
+def test_every_default_of_the_classes_is_a_value_of_its_kind(name, survey):
+    block = "optimizer" if name in keys.OPTIMIZERS else "scheduler"
+    taken = (keys.OPTIMIZERS | keys.SCHEDULERS)[name].split()
+    given = {k: v for k, v in survey[f"{block}s"][name].items() if k in taken}
+    assert faults({block: {"type": name, "params": given}}, "ds.json") == []
+
+
+BAD = [
+    ({"zero_optimisation": {"stage": 3}}, "zero_optimisation is no key", "zero_optimization?"),
+    ({"Zero_Optimization": {}}, "Zero_Optimization is no key", "did you mean zero_optimization?"),
+    ({"qqq": 1}, "qqq is no key of DeepSpeed 0.19.8", "remove it"),
+    ({"_comment": "mine"}, "_comment", "no place for notes, remove it"),
+    ({"comment": "mine"}, "comment", "no place for notes, remove it"),
+    ({"stage": 3}, "stage is no key", "write it inside zero_optimization"),
+    ({"lr": 3e-4}, "lr is no key", "write it inside optimizer.params"),
+    *(
+        ({"zero_optimization": inside}, f"zero_optimization.{what}", advice)
+        for inside, what, advice in (
+            ({"stge": 3}, "stge is no key of DeepSpeed 0.19.8", "did you mean stage?"),
+            ({"qqq": 3}, "qqq is no key", "remove it"),
+            ({"prefetch_bucket_size": 9}, "prefetch", "did you mean stage3_prefetch_bucket_size?"),
+            ({"overlap_comm": 1}, "overlap_comm is 1, not true or false or null", "write one"),
+            ({"reduce_scatter": None}, "reduce_scatter is null, not true or false", "write one"),
+            ({"reduce_bucket_size": 1.5}, "reduce_bucket_size is 1.5, not a whole", "write one"),
+            ({"reduce_bucket_size": "big"}, 'reduce_bucket_size is "big", not a whole', "write"),
+            ({"sub_group_size": True}, "sub_group_size is true, not a whole number", "write one"),
+            ({"sub_group_size": float("inf")}, "sub_group_size is Infinity", "write one"),
+            ({"offload_param": "cpu"}, 'offload_param is "cpu", not an object;', "write {...}"),
+            ({"offload_optimizer": {"devise": "cpu"}}, "offload_optimizer.devise", "mean device?"),
+            ({"offload_param": {"devise": "cpu"}}, "offload_param.devise is no", "mean device?"),
+            (
+                {"offload_param": {"device": "gpu"}},
+                'offload_param.device is "gpu"',
+                "one of none, cpu, nvme",
+            ),
+            (
+                {"offload_param": {"device": "CPU"}},
+                'offload_param.device is "CPU"',
+                "one of none, cpu, nvme",
+            ),
+            (
+                {"offload_optimizer": {"device": None}},
+                "offload_optimizer.device is null, not",
+                "write one",
+            ),
+            ({"cpu_offload": True}, "cpu_offload is the old name", "offload_optimizer"),
+            ({"cpu_offload_param": True}, "cpu_offload_param is the old", "offload_param"),
+            ({"cpu_offload_use_pin_memory": True}, "cpu_offload_use_pin", "write pin_memory"),
+            (
+                {"cpu_offload": False, "offload_optimizer": {"device": "cpu"}},
+                "cpu_offload is an old name beside offload_optimizer",
+                "remove it",
+            ),
+            (
+                {"cpu_offload": None, "offload_optimizer": None},  # DeepSpeed asserts even so
+                "cpu_offload is an old name beside offload_optimizer",
+                "remove it",
+            ),
+            (
+                {"cpu_offload_use_pin_memory": False, "offload_param": {"device": "none"}},
+                "cpu_offload_use_pin_memory is an old name beside offload_param",
+                "remove it",
+            ),
+        )
+    ),
+    ({"bf16": {"enable": True}}, "bf16.enable is no key", "did you mean enabled?"),
+    ({"fp16": {"loss_scael": 1}}, "fp16.loss_scael is no key", "did you mean loss_scale?"),
+    ({"fp16": {"loss_scale": True}}, "fp16.loss_scale is true, not a number", "write one"),
+    ({"fp16": {"hysteresis": 2.5}}, "fp16.hysteresis is 2.5, not a whole number", "write one"),
+    ({"overlap_comm": True}, "overlap_comm is no key", "write it inside zero_optimization"),
+    ({"amp": {"enabled": True}}, "amp was removed from DeepSpeed", "use bf16"),
+    ({"bfloat16": {"enabled": True}}, "bfloat16", "write bf16"),
+    ({"elasticity": None}, "elasticity was removed from DeepSpeed", "remove it"),
+    ({"zero_optimization": {"mics_shard_size": 2}}, "mics_shard_size was removed", "hpz"),
+    ({"zero_optimization": 3}, "zero_optimization is 3, not an object", "write {...}"),
+    ({"zero_optimization": True}, "zero_optimization is true, not an object", "write {...}"),
+    ({"bf16": None}, "bf16 is null, not an object", "write {...}"),
+    ({"steps_per_print": "often"}, 'steps_per_print is "often", not a number or null', "write one"),
+    ({"gradient_clipping": True}, "gradient_clipping is true, not a number", "write one"),
+    ({"gradient_clipping": float("nan")}, "gradient_clipping is NaN", "write one"),
+    ({"train_batch_size": 8.5}, "train_batch_size is 8.5, not a whole number", "write one"),
+    ({"wall_clock_breakdown": 1}, "wall_clock_breakdown is 1, not true or false", "write one"),
+    ({"communication_data_type": "f32"}, '"f32", not one of fp32, fp16, bf16', "write one"),
+    ({"aio": {"blok_size": 1}}, "aio.blok_size is no key", "did you mean block_size?"),
+    ({"data_types": {"grad_dtype": "fp32"}}, "data_types.grad_dtype is no key", "grad_accum_dtype"),
+    ({"optimizer": "AdamW"}, 'optimizer is "AdamW", not an object', "write {...}"),
+    ({"optimizer": {"params": {}}}, "optimizer has no type", 'write "type": "AdamW"'),
+    ({"optimizer": {"type": 3}}, "optimizer.type is 3, not a text", "write one"),
+    ({"optimizer": {"type": "AdmaW"}}, 'optimizer.type is "AdmaW"', "did you mean AdamW?"),
+    ({"optimizer": {"type": "sgd"}}, 'optimizer.type is "sgd"', "did you mean SGD?"),
+    ({"optimizer": {"type": "zzz"}}, "no optimizer of DeepSpeed 0.19.8", "there are Adam, AdamW"),
+    ({"optimizer": {"type": "OneBitAdam"}}, "which was removed from DeepSpeed", "use AdamW"),
+    ({"optimizer": {"type": "SGD", "parms": {}}}, "optimizer.parms is no key", "mean params?"),
+    ({"optimizer": {"type": "SGD", "params": 1}}, "optimizer.params is 1, not an object", "write"),
+    (
+        {"optimizer": {"type": "adamw", "params": {"weight_decy": 0.1}}},
+        "optimizer.params.weight_decy is no parameter of AdamW",
+        "did you mean weight_decay?",
+    ),
+    (
+        {"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.99]}}},
+        "optimizer.params.betas is no parameter of SGD",
+        "there are lr, weight_decay",
+    ),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}},
+        'optimizer.params.lr is "fast", not a number',
+        "write one",
+    ),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}},
+        "optimizer.params.max_grad_norm is refused by DeepSpeed",
+        "use gradient_clipping",
+    ),
+    ({"scheduler": {"type": "WarmUpLR"}}, 'scheduler.type is "WarmUpLR"', "did you mean WarmupLR?"),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 10}}},
+        "scheduler.params.warmup_steps is no parameter of WarmupLR",
+        "did you mean warmup_num_steps?",
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linaer"}}},
+        'warmup_type is "linaer", not one of log, linear',
+        "write one",
+    ),
+    (
+        {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4}}},
+        "scheduler.params.cycle_max_lr is missing",
+        "OneCycle needs it",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "what", "advice"), BAD, ids=lambda value: str(value)[:50])
+def test_one_fault_is_one_sentence_that_says_what_to_do(config, what, advice):
+    (told,) = faults(config, "ds.json")
+    assert told.startswith("ds.json: ")
+    assert what in told
+    assert advice in told
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        {"reduce_bucket_size": 5e8, "sub_group_size": 10**9, "stage3_max_live_parameters": 1e9},
+        {"stage": 7},  # these are told where stages are compared
+        {"stage": "three"},
+        {"cpu_offload": False, "cpu_offload_param": None, "cpu_offload_use_pin_memory": False},
+        {"cpu_offload": None, "offload_param": {"device": "cpu"}},
+        {"offload_optimizer": None, "offload_param": None, "zenflow": None},
+        {"zenflow": {"anything": 1}, "leaf_module": {"classes": ["x"]}},
+        {"overlap_comm": None, "offload_optimizer": {"device": "cpu", "nvme_path": None}},
+    ],
+    ids=str,
+)
+def test_what_deepspeed_obeys_or_another_module_tells_is_no_fault(inside):
+    assert faults({"zero_optimization": inside}, "ds.json") == []
+
+
+def test_faults_are_all_reported():
+    config = {}
+    for one, _, _ in BAD[:4]:
+        config |= one
+    config["optimizer"] = {"type": "AdamW", "parms": {}, "params": {"weight_decy": 1, "lr": []}}
+    assert len(faults(config, "ds.json")) == 4 + 3
+
+
+def test_the_shipped_file_has_no_faults():
+    path = PROJECT / "configs" / "ds_config.json"
+    assert faults(json.loads(Path(path).read_text()), str(path)) == []
+
+
+@pytest.mark.parametrize("name", keys.TOP_LEVEL)
+def test_auto_is_right_everywhere(name):
+    assert faults({name: "auto"}, "ds.json") == []
+
+
+@pytest.mark.parametrize("name", keys.MODELLED)
+def test_auto_is_right_inside_the_sections(name):
+    assert faults(nested(name, dict.fromkeys(keys.MODELLED[name], "auto")), "ds.json") == []
+
+
+def test_auto_is_right_inside_the_blocks():
+    params = dict.fromkeys(keys.OPTIMIZERS["AdamW"].split(), "auto")
+    warmup = dict.fromkeys(keys.SCHEDULERS["WarmupDecayLR"].split(), "auto")
+    config = {
+        "optimizer": {"type": "AdamW", "params": params},
+        "scheduler": {"type": "WarmupDecayLR", "params": warmup},
+    }
+    assert faults(config, "ds.json") == []
+    assert faults({"optimizer": {"type": "auto", "params": {"lr": "auto"}}}, "ds.json") == []
+
+
+@pytest.mark.parametrize("odd", [None, 3, "auto", [], [1], True, {3: 4, None: 2}, {"": ""}])
+def test_odd_input_is_reported_and_never_raises(odd):
+    assert faults(odd, "ds.json")
+
+
+@pytest.mark.parametrize("odd", [None, 10**400, 1.5, "x", [], [1], True, {}, {"": None, "x": []}])
+def test_odd_values_never_raise(odd):
+    for name in (*keys.TOP_LEVEL, *keys.REMOVED):
+        faults({name: odd}, "ds.json")
+        faults({name: {"type": odd, "params": odd, "throughput": odd}}, "ds.json")
+        faults({name: {"type": "AdamW", "params": {"lr": odd}}}, "ds.json")
+    for name, names in keys.MODELLED.items():
+        faults(nested(name, odd), "ds.json")
+        faults(nested(name, dict.fromkeys(names, odd)), "ds.json")
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [("adamw", "AdamW"), ("ADAM", "Adam"), ("SGD", "SGD"), ("sgd", None), (3, None), (None, None)],
+)
+def test_the_case_of_a_type_matters_as_in_deepspeed(written, name):
+    assert optimizer_name(written) == name

@@ -1,0 +1,143 @@
+"""What other projects call our flags: every hint is right, or there is none."""
+
+import pytest
+
+from minimind.config.run_config import FLAGS
+from minimind.errors import UsageError
+from minimind.config.parse import nearest, parse_flags
+from minimind.config.foreign_flags import TABLES, counterpart, rows
+
+# By hand: names of MiniMind, nanoGPT and the Trainer that are not ours, and what is meant here.
+MEANT = {
+    "hidden_size": "--dim",
+    "num_hidden_layers": "--n_layers",
+    "save_dir": "--out_dir",
+    "from_weight": "--init_from FILE",
+    "from_resume": "--resume auto",
+    "use_wandb": "--report_to wandb",
+    "use_compile": "--compile on",
+    "eval_iters": "--eval_rows",
+    "always_save_checkpoint": "--save_interval N",
+    "dataset": "--data_path",
+    "gradient_accumulation_steps": "--accumulation_steps",
+    "block_size": "--max_seq_len",
+    "n_layer": "--n_layers",
+    "n_head": "--n_heads",
+    "n_embd": "--dim",
+    "max_iters": "--max_steps",
+    "lr_decay_iters": "--max_steps",
+    "warmup_iters": "--warmup_steps",
+    "min_lr": "--min_lr_ratio",
+    "decay_lr": "--schedule constant",
+    "wandb_log": "--report_to wandb",
+    "output_dir": "--out_dir",
+    "per_device_train_batch_size": "--batch_size",
+    "num_train_epochs": "--epochs",
+    "adam_beta1": "--beta1",
+    "adam_beta2": "--beta2",
+    "max_grad_norm": "--grad_clip",
+    "lr_scheduler_type": "--schedule",
+    "bf16": "--dtype bfloat16",
+    "fp16": "--dtype float16",
+    "logging_steps": "--log_interval",
+    "eval_steps": "--eval_interval",
+    "save_steps": "--save_interval",
+    "save_total_limit": "--keep_last",
+    "resume_from_checkpoint": "--resume",
+    "data_seed": "--seed",
+    "full_determinism": "--deterministic",
+    "torch_compile": "--compile on",
+    "deepspeed": "--deepspeed_config",
+    "fsdp": "--deepspeed_config",
+    "accelerator_config": "--split_batches",
+    "dataloader_num_workers": "--num_workers",
+    "run_name": "--wandb_run_name",
+    "project": "--wandb_project",
+    "ddp_timeout": "--dist_timeout",
+    "use_cpu": "--device cpu",
+    "lr": "--learning_rate",
+}
+NONE_HERE = {
+    "dropout": "neither dropout",
+    "bias": "nor bias",
+    "save_weight": "--out_dir",
+    "start": "minimind generate",
+    "backend": "nccl",
+    "push_to_hub": "no hub",
+    "auto_find_batch_size": "minimind plan",
+    "tensor-model-parallel-size": "not split",
+    "fp8": "FP8",
+}
+
+
+def told(word: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        parse_flags([word, "1"])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "meant"), MEANT.items())
+def test_a_name_of_another_project_is_answered_with_ours(name: str, meant: str):
+    assert len(MEANT) == 47
+    for word in (f"--{name}", f"--{name.replace('_', '-')}"):
+        said = told(word)
+        assert said == f"unknown flag {word}; here it is {meant}" or said.startswith(
+            f"unknown flag {word}; here it is {meant} ("
+        )
+
+
+@pytest.mark.parametrize(("name", "words"), NONE_HERE.items())
+def test_a_name_without_a_counterpart_says_so(name: str, words: str):
+    assert words in told(f"--{name}")
+    assert "did you mean" not in told(f"--{name}")
+
+
+def test_a_value_decides_where_the_same_name_means_two_things():
+    assert counterpart("--init_from=resume").startswith("here it is --resume auto")
+    assert counterpart("--init_from=gpt2").startswith("here it is --model hf:DIR")
+
+
+def test_every_right_side_is_a_flag_of_ours():
+    for table in TABLES.values():
+        for theirs, ours, note in rows(table):
+            assert ours or note, theirs
+            for word in ours:
+                name = word.split()[0].removeprefix("--").removeprefix("no-")
+                assert name in FLAGS, (theirs, word)
+
+
+@pytest.mark.parametrize("word", ["--frobnicate", "--quux_size", "--train", "--tokens_per_second"])
+def test_no_hint_is_better_than_a_wrong_one(word: str):
+    assert told(word) == f"unknown flag {word}; --help lists every flag"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--batch_sise", "--batch_size"),
+        ("--epoch", "--epochs"),
+        ("--laerning_rate", "--learning_rate"),
+    ],
+)
+def test_a_misspelling_is_answered_with_the_closest_flag(typed: str, meant: str):
+    assert nearest(typed, [f"--{name}" for name in FLAGS]) == f"did you mean {meant}?"
+
+
+def test_every_fault_of_a_command_line_is_reported_at_once(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("hidden_size: 512\nseed: soon\n")
+    line = "--save_dir x --use_wandb --dim 256 --n_heads 7 --allow_change schedul --max_steps many"
+    with pytest.raises(UsageError) as caught:
+        parse_flags([*line.split(), "--config", str(file), "--model", "big"])
+    said = str(caught.value)
+    parts = ("--save_dir", "--use_wandb", "hidden_size", "seed = 'soon'", "max_steps = 'many'")
+    parts += ("'schedul' is none", "dim = 256", "--model big: no such preset")
+    for part in parts:
+        assert part in said
+    assert said.startswith("9 faults: (1) ")
+
+
+def test_a_refused_value_leaves_no_conflict_with_its_default():
+    with pytest.raises(UsageError) as caught:
+        parse_flags("--dim wide --n_heads 7 --n_kv_heads 7".split())
+    assert str(caught.value) == "dim = 'wide' (--dim) is not a whole number; give one"

@@ -1,0 +1,234 @@
+"""What the launcher's environment says, and which backend it puts in force."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.errors import RendezvousError, UsageError
+from minimind.config.parse import parse_flags
+from minimind.config.launcher_env import Launch, join_by_hand, read_launch, with_dropped_file
+from minimind.config.deepspeed.backend_choice import advice, choose_device, idle_gpus, read_setup
+
+GIVEN = "accelerate launch (YAML or flag)"
+SHIPPED = str(DEFAULT_DEEPSPEED_CONFIG)
+TWO = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+ENGAGED = {**TWO, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": "no"}
+FROM_YAML = {**ENGAGED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "configs/ds_config.json"}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch):
+    """The setup of flags under a launcher's environment, started by a shell."""
+    monkeypatch.setattr("minimind.config.deepspeed.backend_choice.parent_command", lambda: ["bash"])
+
+    def of(line: str, environ: dict[str, str]):
+        return read_setup(parse_flags(f"--device cpu {line}".split()), read_launch(environ))
+
+    return of
+
+
+def test_a_process_started_by_hand_is_rank_0_of_1():
+    assert read_launch({}) == Launch()
+
+
+def test_every_launchers_variables_are_read():
+    assert (read_launch(TWO).rank, read_launch(TWO).world_size) == (1, 2)
+    deepspeed = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_SIZE": "2"}
+    assert read_launch(deepspeed).local_world_size == 2
+    with pytest.raises(RendezvousError, match="RANK is 'one' in"):
+        read_launch({"RANK": "one"})
+
+
+@pytest.mark.parametrize(
+    ("lacking", "told"),
+    [({"LOCAL_RANK"}, "LOCAL_RANK"), ({"RANK", "LOCAL_RANK"}, "RANK and LOCAL")],
+)
+def test_a_rank_that_does_not_know_which_it_is_is_refused(lacking, told):
+    with pytest.raises(RendezvousError, match=f"WORLD_SIZE is 2.*{told}.*; set"):
+        read_launch({name: value for name, value in TWO.items() if name not in lacking})
+
+
+def test_the_file_given_to_the_script_is_the_source():
+    assert read_launch(TWO).source == GIVEN
+    launch = read_launch({**TWO, "MINIMIND_CONFIG_FILE": "a.yaml", "MINIMIND_CPU_BY": "use_cpu"})
+    assert (launch.source, launch.flags) == ("a.yaml", {"device": ("cpu", "use_cpu")})
+    with pytest.raises(UsageError, match=r"^a.yaml: dynamo_backend = INDUCTOR"):
+        read_launch({"MINIMIND_CONFIG_FILE": "a.yaml", "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"})
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "backend"),
+    [
+        ("", {}, "single"),
+        ("", TWO, "ddp"),
+        (f"--deepspeed_config {SHIPPED}", {}, "deepspeed"),
+        (f"--deepspeed_config {SHIPPED}", TWO, "deepspeed"),
+        ("", ENGAGED, "deepspeed"),
+        ("", FROM_YAML, "deepspeed"),
+        ("--deepspeed_config none", FROM_YAML, "ddp"),
+    ],
+)
+def test_deepspeed_is_in_force_when_a_file_is_named_or_the_launcher_says_so(
+    asked, line, environ, backend
+):
+    assert asked(line, environ).backend == backend
+    assert asked(line, environ).resolve().backend == backend
+
+
+def test_the_yamls_path_is_found_from_any_directory_and_the_flag_wins(asked, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = asked("", FROM_YAML)
+    assert found.path == SHIPPED
+    assert found.resolve().run.sources["deepspeed_config"] == f"{GIVEN}: deepspeed_config_file"
+    mine = tmp_path / "mine.json"
+    mine.write_text('{"zero_optimization": {"stage": 3}}')
+    assert asked(f"--deepspeed_config {mine}", FROM_YAML).resolve().zero_stage == 3
+
+
+def test_zero_fields_of_the_yaml_alone_fill_the_shipped_file(asked):
+    fields = {
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
+        "ACCELERATE_MIXED_PRECISION": "no",
+    }
+    found = asked("", {**ENGAGED, **fields}).resolve()
+    assert found.zero_stage == 3
+    assert found.config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    assert found.config["gradient_accumulation_steps"] == 4
+    assert found.config["gradient_clipping"] == 0.5
+    assert found.sources["zero_optimization.stage"] == f"{GIVEN}: zero_stage"
+    assert "gradient_clipping" in found.run.sources["grad_clip"]
+    assert asked("", ENGAGED).resolve().zero_stage == 2  # Accelerate's own default
+
+
+def test_the_seed_layout_mixed_precision_beside_a_deepspeed_file_works(asked):
+    found = asked("", {**FROM_YAML, "ACCELERATE_MIXED_PRECISION": "bf16"}).resolve()
+    assert found.run.dtype == "bfloat16"
+    assert found.run.sources["dtype"] == f"{GIVEN}: mixed_precision"
+    assert found.config["bf16"]["enabled"] is True
+    with pytest.raises(UsageError, match=r"mixed_precision is bfloat16 but --dtype says"):
+        asked("--dtype float32", {**FROM_YAML, "ACCELERATE_MIXED_PRECISION": "bf16"}).resolve()
+
+
+MULTI_GPU = "python /bin/accelerate launch --multi_gpu --num_processes=2"
+
+
+@pytest.mark.parametrize("form", ["--deepspeed_config_file {}", "--deepspeed-config-file={}"])
+@pytest.mark.parametrize("name", [SHIPPED, "configs/ds_config.json", "ds_config.json"])
+def test_a_deepspeed_file_that_accelerate_launch_drops_engages_deepspeed(
+    asked, monkeypatch, tmp_path: Path, form: str, name: str
+):
+    monkeypatch.chdir(tmp_path)
+    words = f"{MULTI_GPU} {form.format(name)} train_pretrain.py --dim 8".split()
+    monkeypatch.setattr("minimind.config.deepspeed.backend_choice.parent_command", lambda: words)
+    found = asked("", TWO)
+    assert (found.backend, Path(found.path)) == ("deepspeed", DEFAULT_DEEPSPEED_CONFIG)
+    resolved = found.resolve()
+    assert resolved.run.sources["deepspeed_config"] == f"{GIVEN}: deepspeed_config_file"
+    (told,) = [one for one in advice(found, resolved) if "engaged" in one]
+    assert told.startswith(f"DeepSpeed is engaged by --deepspeed_config_file {name}, which")
+    assert asked(f"--deepspeed_config {SHIPPED}", TWO).launch.dropped_file is None
+    assert asked("--deepspeed_config none", TWO).backend == "ddp"
+    mine = tmp_path / "mine.json"
+    mine.write_text("{}")
+    with pytest.raises(UsageError, match=r"--deepspeed_config is .*mine.json but .*; drop one"):
+        asked(f"--deepspeed_config {mine}", TWO)
+
+
+def test_other_deepspeed_flags_that_accelerate_launch_drops_are_refused():
+    words = f"{MULTI_GPU} --zero_stage=3 t.py".split()
+    with pytest.raises(UsageError, match=r"--zero_stage was given .*, which drops it .*; add"):
+        with_dropped_file(Launch(world_size=2), None, words)
+    engaged = Launch(uses_deepspeed=True)
+    assert with_dropped_file(engaged, None, words) == engaged
+    for line in ("bash run.sh --deepspeed_config_file x", f"{MULTI_GPU} t.py --zero_stage 3"):
+        assert with_dropped_file(Launch(), None, line.split()) == Launch()
+
+
+@pytest.mark.parametrize("form", ["--config_file {}", "--config_file={}", "--config-file {}"])
+def test_a_deepspeed_block_that_accelerate_launch_drops_is_told(tmp_path: Path, form: str):
+    path = tmp_path / "my-own=1.yaml"
+    path.write_text("distributed_type: MULTI_GPU\ndeepspeed_config: {zero_stage: 3}\n")
+    words = f"python /bin/accelerate launch {form.format(path)} t.py --dim 8".split()
+    with pytest.raises(UsageError) as caught:
+        with_dropped_file(Launch(world_size=2), None, words)
+    assert str(caught.value).startswith(f"{path}: `accelerate launch` passes over deepspeed_config")
+    assert "; write distributed_type: DEEPSPEED" in str(caught.value)
+    with_dropped_file(Launch(uses_deepspeed=True), None, words)
+    path.write_text("distributed_type: MULTI_GPU\ndeepspeed_config: {}\n")
+    with_dropped_file(Launch(), None, words)
+    with_dropped_file(
+        Launch(), None, f"/envs/accelerate/bin/python sweep.py --config_file {__file__}".split()
+    )
+
+
+def test_too_few_gpus_are_refused_and_too_many_are_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    run = parse_flags([])
+    assert choose_device(run, Launch(world_size=8, local_world_size=4)) == "cuda"
+    assert "NUM_PROCESSES=4" in idle_gpus("cuda", Launch(world_size=2, local_world_size=2))
+    assert idle_gpus("cuda", Launch(world_size=8, local_world_size=4)) == ""
+    assert idle_gpus("cpu", Launch()) == ""
+    with pytest.raises(UsageError, match="8 processes were started here and 4 GPUs are visible"):
+        choose_device(run, Launch(world_size=8, local_world_size=8))
+    assert choose_device(parse_flags(["--device", "cpu"]), Launch(local_world_size=8)) == "cpu"
+
+
+def test_one_process_alone_gets_a_port_and_several_keep_theirs():
+    alone: dict[str, str] = {}
+    join_by_hand(alone)
+    assert (alone["RANK"], alone["WORLD_SIZE"], alone["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
+    given = {**TWO, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    before = dict(given)
+    join_by_hand(given)
+    assert given == before
+    for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        partly = {key: value for key, value in before.items() if key != name}
+        with pytest.raises(RendezvousError, match=f"without {name}; set"):
+            join_by_hand(partly)
+
+
+def test_device_auto_is_no_contradiction_of_a_yaml_that_says_cpu():
+    launch = read_launch({"MINIMIND_CPU_BY": "use_cpu"})
+    found = read_setup(parse_flags(["--device", "auto"]), launch).resolve()
+    assert (found.run.device, found.run.sources["device"].split(": ")[1]) == ("cpu", "use_cpu")
+
+
+def test_zero_at_one_process_is_said_to_buy_nothing(asked):
+    def told(line: str, environ: dict[str, str]) -> str:
+        setup = asked(line, environ)
+        return "\n".join(advice(setup, setup.resolve()))
+
+    shipped = f"--deepspeed_config {SHIPPED}"
+    assert "ZeRO stage 2 has nothing to share" in told(shipped, {})
+    assert "--deepspeed_config none" in told(shipped, {})
+    assert told(shipped, TWO) == told("", {}) == told("", TWO) == ""
+    beside = DEFAULT_DEEPSPEED_CONFIG.parent / "deepspeed"
+    assert "stage 0" in told(f"--deepspeed_config {beside / 'zero0.json'}", {})
+    assert told(f"--deepspeed_config {beside / 'zero2_offload.json'}", {}) == ""
+    assert told(f"--deepspeed_config {beside / 'warmup_cosine.json'} --max_steps 9", {}) == ""
+
+
+def test_transformers_layers_in_bf16_are_said_to_crawl_where_a_cpu_has_no_instructions_for_it(
+    asked, monkeypatch, tmp_path
+):
+    def told(line: str, device: str = "cpu") -> str:
+        setup = replace(asked(f"--deepspeed_config none {line}", {}), device=device)
+        return "\n".join(advice(setup, setup.resolve()))
+
+    model = f"--model hf:{tmp_path}"
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    for has, count in ((False, 1), (True, 0)):
+        monkeypatch.setattr("minimind.config.deepspeed.backend_choice.HAS_BF16", has)
+        assert told(model).count("--dtype float32") == count
+        assert told(f"{model} --dtype float32") == told("--model 26m") == ""
+        assert told(model, "cuda") == ""

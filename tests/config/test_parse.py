@@ -1,0 +1,193 @@
+"""Command lines, --config files and presets against the fields and sources they should give."""
+
+import pytest
+
+from minimind.cli.main import main
+from minimind.config.run_config import FLAGS
+from minimind.errors import UsageError
+from minimind.config.parse import build_parser, kind_of, parse_flags, run_of
+
+SEED_LINE = (
+    "--epochs 3 --batch_size 24 --learning_rate 2e-4 --dtype bfloat16 --accumulation_steps 32"
+    " --grad_clip 1.0 --log_interval 100 --save_interval 10000 --dim 1024 --n_layers 32"
+    " --max_seq_len 1024 --use_flash_attn --profile --profile_interval 10"
+)
+
+
+def parse(line: str):
+    return parse_flags(line.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["export", "--checkpoint", "", "--format", "llama", "--out", "o"], "--checkpoint"),
+        (["export", "--checkpoint", "c", "--format", "llama", "--out", ""], "--out"),
+        (["import", "--from", "llama", "", "--out", "o"], "FILE|DIR"),
+        (["import", "--from", "llama", "m", "--out", "o", "--tokenizer", ""], "--tokenizer"),
+        (["generate", "--model", "m", "--tokenizer", "", "--prompt", "a"], "--tokenizer"),
+        (["generate", "--model", "m", "--prompts", "p", "--out", ""], "--out"),
+        (["prepare", "t.jsonl", "--out", "", "--force"], "--out"),
+        (["tokenizer", "train", "t.jsonl", "--out", "", "--force"], "--out"),
+    ],
+)
+def test_an_empty_place_is_not_the_current_directory(words, flag, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert f"argument {flag}: is empty, as of a variable" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_seed_documents_line_means_what_it_says():
+    run = parse(SEED_LINE)
+    assert (run.epochs, run.batch_size, run.accumulation_steps) == (3, 24, 32)
+    assert (run.learning_rate, run.dtype, run.grad_clip) == (2e-4, "bfloat16", 1.0)
+    assert (run.log_interval, run.save_interval, run.profile_interval) == (100, 10000, 10)
+    assert (run.dim, run.n_layers, run.max_seq_len) == (1024, 32, 1024)
+    assert run.use_flash_attn is True
+    assert run.profile is True
+    assert run.is_explicit("dim")
+    assert not run.is_explicit("n_heads")
+
+
+def test_hyphens_and_underscores_are_the_same_flag_and_the_last_one_wins():
+    run = parse("--batch-size 3 --batch_size=5 --no-use-flash-attn --learning-rate=1e-3")
+    assert (run.batch_size, run.use_flash_attn, run.learning_rate) == (5, False, 1e-3)
+
+
+def test_a_flag_beats_the_config_file_which_beats_the_preset_which_beats_the_default(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: 26m\nn_layers: 6\nbatch_size: 3\n")
+    run = parse(f"--config {file} --batch_size 7")
+    assert (run.batch_size, run.sources["batch_size"]) == (7, "--batch_size")
+    assert (run.n_layers, run.sources["n_layers"]) == (6, f"--config {file}")
+    assert (run.dim, run.sources["dim"]) == (512, "model 26m")
+    assert (run.seed, run.sources["seed"]) == (42, "default")
+
+
+@pytest.mark.parametrize("switch", ["no-async_save", "no-async-save", "no_async_save"])
+def test_a_switch_is_turned_off_in_any_spelling(switch):
+    assert not parse(f"--async_save --{switch}").async_save
+
+
+def test_shape_flags_override_a_preset():
+    run = parse("--n_layers 2 --model tiny")
+    assert (run.n_layers, run.dim) == (2, 192)
+
+
+def test_a_preset_may_be_a_file_of_ones_own(tmp_path):
+    shape = tmp_path / "mine.yaml"
+    shape.write_text("dim: 96\nn_heads: 4\n")
+    assert parse(f"--model {shape}").dim == 96
+
+
+def test_every_flag_is_in_the_help_under_a_group():
+    text = build_parser().format_help()
+    for name, spec in FLAGS.items():
+        assert f"--{name}" in text
+        assert spec.metadata["help"]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--batch_sise 4", ["--batch_sise", "did you mean --batch_size?"]),
+        ("--batch 4", ["unknown flag --batch"]),
+        ("--no_async_sav", ["unknown flag --no_async_sav;", "did you mean --no-async_save?"]),
+        ("--xyzzy", ["--xyzzy", "--help"]),
+        ("stray", ["'stray'"]),
+        ("--dim 10x", ["dim", "'10x'", "--dim", "whole number"]),
+        ("--dim 1.5", ["dim", "'1.5'", "whole number"]),
+        ("--learning_rate nan", ["learning_rate", "'nan'", "finite"]),
+        ("--learning_rate 0", ["learning_rate = 0.0", "above 0"]),
+        ("--batch_size 0", ["batch_size = 0", "at least 1"]),
+        ("--batch_size -3", ["batch_size = -3", "at least 1"]),
+        ("--val_fraction 1", ["val_fraction = 1.0", "below 1"]),
+        ("--dtype fp8", ["dtype = fp8", "bfloat16, float16, float32"]),
+        ("--model huge", ["huge", "give one (0.4b, 104m, 26m, tiny)"]),
+        ("--model tyni", ["did you mean tiny?"]),
+        ("--dim 100 --n_heads 8", ["dim = 100 (--dim)", "n_heads = 8 (--n_heads)"]),
+        ("--dim 24 --n_heads 8", ["odd", "dim (24)"]),
+        ("--n_heads 8 --n_kv_heads 3", ["n_heads = 8", "n_kv_heads = 3 (--n_kv_heads)"]),
+        ("--dim", ["expected one argument"]),
+        ("--config no.yaml", ["no.yaml", "No such file"]),
+        ("--text_field t\udcff", [r"text_field = 't\udcff' (--text_field) is not UTF-8"]),
+        ("--vocab_size 100", ["vocab_size = 100", "at least 512"]),
+    ],
+)
+def test_a_mistake_is_told_with_field_value_and_source(line, told):
+    with pytest.raises(UsageError) as caught:
+        parse(line)
+    for words in told:
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("dim: 64\n  n_heads: 4\n", ["run.yaml:2:10"]),
+        ("dim: [1\n", ["run.yaml:2:1"]),
+        ("- dim\n", ["list", "name: value"]),
+        ("dmi: 64\n", ["'dmi'", "did you mean dim?"]),
+        ("config: other.yaml\n", ["'config'"]),
+        ("dim: wide\n", ["'wide'", "config"]),
+        ("profile: 3\n", ["profile", "true or false"]),
+        ("", ["holds nothing"]),
+    ],
+)
+def test_a_mistake_in_a_config_file_names_the_place(tmp_path, content, told):
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    with pytest.raises(UsageError) as caught:
+        parse(f"--config {file}")
+    for words in told:
+        assert words in str(caught.value)
+
+
+def test_split_batches_shares_the_batch_out_or_says_that_it_cannot():
+    run = parse("--batch_size 6 --split_batches")
+    assert (run.micro_batch_rows(2), run.micro_batch_rows(3)) == (3, 2)
+    assert parse("--batch_size 6").micro_batch_rows(4) == 6
+    with pytest.raises(UsageError, match=r"batch_size = 6 \(--batch_size\) cannot be split over 4"):
+        run.micro_batch_rows(4)
+
+
+TEXTS = [name for name, spec in FLAGS.items() if kind_of(spec) in ("str", "tuple")]
+LATER = ("config", "model")  # files that are opened first, and not found
+
+
+@pytest.mark.parametrize("name", [name for name in TEXTS if name not in LATER])
+def test_a_value_that_is_not_utf8_is_refused(name):
+    choices = "choices" in FLAGS[name].metadata
+    with pytest.raises(UsageError, match="must be one of" if choices else "is not UTF-8; ") as told:
+        parse_flags([f"--{name}", "x\udcff"])
+    assert f"{name} = " in str(told.value)
+
+
+def test_a_current_directory_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
+    place = tmp_path / "y\udcff"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    with pytest.raises(UsageError, match=r"y.udcff/\S+ \(default\) is not UTF-8; "):
+        parse_flags(["--dry_run"])
+
+
+def test_a_warm_up_longer_than_the_run_is_told_before_any_data_is_read():
+    with pytest.raises(UsageError, match=r"warmup_steps = 9 .* max_steps = 5"):
+        parse("--warmup_steps 9 --max_steps 5")
+
+
+def test_what_the_deepspeed_launcher_appends_is_accepted():
+    assert parse("--local_rank=1").local_rank == 1
+    assert parse("--local-rank 0").local_rank == 0
+
+
+def test_flags_by_keyword_are_told_as_such():
+    run = run_of({"batch_size": 3, "data_path": "a.jsonl"}, "train({name}=...)")
+    assert (run.batch_size, run.data_path) == (3, ("a.jsonl",))
+    assert run.sources["batch_size"] == "train(batch_size=...)"
+    assert run.is_explicit("batch_size")
+    with pytest.raises(UsageError, match="did you mean batch_size"):
+        run_of({"batch_sise": 3}, "train({name}=...)")
+    with pytest.raises(UsageError, match=r"train\(batch_size=...\)"):
+        run_of({"batch_size": 0}, "train({name}=...)")

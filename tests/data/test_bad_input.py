@@ -1,0 +1,155 @@
+"""What a run is told when its data or configuration cannot be: kind, file, field, value, way out.
+
+In process up to where workers would meet; two real launches show the line and the exit status.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.errors import (
+    CheckpointError,
+    DataError,
+    LockedError,
+    RunError,
+    StorageError,
+    UsageError,
+)
+from minimind.config.parse import parse_flags
+from minimind.runtime.process import Progress
+from minimind.checkpoint.run_folder import claim
+from minimind.train.pretrain import pretrain
+from tests.conftest import SHAPE, Launcher
+
+
+@pytest.fixture
+def told(monkeypatch, tmp_path, corpus):
+    """Runs rank 0 of two up to its first mistake, and gives that back."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+
+    def run(flags: str) -> RunError:
+        places = f"--cache_dir {tmp_path / 'cache'} --out_dir {tmp_path / 'out'} --device cpu"
+        data = "" if "--data_path" in flags else f"--data_path {corpus}"
+        asked = parse_flags(f"{SHAPE} {places} {data} {flags}".split())
+        with pytest.raises(RunError) as caught:
+            pretrain(asked, Progress())
+        return caught.value
+
+    return run
+
+
+def written(path: Path, content: bytes) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return str(path)
+
+
+def test_missing_data_is_named(told, tmp_path):
+    error = told("--data_path nowhere.jsonl")
+    assert isinstance(error, DataError)
+    assert "nowhere.jsonl" in str(error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_data_path_at_all_gives_an_example(told, monkeypatch):
+    error = told(f"--data_path {'dataset/pretrain_hq.jsonl'}")
+    assert isinstance(error, UsageError)
+    assert "bash run_accelerate.sh --model tiny --data_path" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("empty.jsonl", b"", ["empty.jsonl", "empty"]),
+        ("bad.jsonl", b'{"text": "a b c"}\n{"text": "d"\n', ["bad.jsonl:2 (byte 18)"]),
+        ("field.jsonl", b'{"txt": "a"}\n', ["field.jsonl:1", "text"]),
+        ("raw.txt", b"abc\0def", ["raw.txt:1", "NUL"]),
+        ("latin.txt", b"caf\xe9", ["latin.txt:1 (byte 3)", "UTF-8"]),
+        ("table.csv", b"a,b\n", ["table.csv"]),
+        ("folder/readme.md", b"no text here", ["folder"]),
+    ],
+)
+def test_bad_data_is_told_with_file_and_line(told, tmp_path, name, content, words):
+    path = written(tmp_path / name, content)
+    error = told(f"--data_path {Path(path).parent if 'folder' in name else path}")
+    assert isinstance(error, DataError)
+    for word in words:
+        assert word in str(error)
+    assert "; " in str(error)  # and what to do
+    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "cache").glob("*.tmp-*"))
+
+
+def test_less_text_than_one_step_is_told_in_rows(told, tmp_path):
+    path = written(tmp_path / "short.jsonl", json.dumps({"text": "a few words " * 90}).encode())
+    error = told(f"--data_path {path} --val_fraction 0 --batch_size 64 --accumulation_steps 4")
+    assert isinstance(error, DataError)
+    assert "fewer than the 512 of one step (64 x 4 x 2 processes)" in str(error)
+
+
+def test_a_deepspeed_file_that_contradicts_a_flag_is_told_before_any_work(told, tmp_path):
+    config = json.loads(DEFAULT_DEEPSPEED_CONFIG.read_text())
+    config["gradient_clipping"] = 0.5
+    path = written(tmp_path / "ds.json", json.dumps(config).encode())
+    error = told(f"--deepspeed_config {path} --grad_clip 1.0")
+    assert isinstance(error, UsageError)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_tokenizer_of_another_size_than_the_flag_is_refused(told, tmp_path):
+    from minimind.data.tokenizer.sentencepiece import train_tokenizer
+
+    train_tokenizer(["some words to learn from, again and again " * 20], 512, tmp_path / "t.model")
+    error = told(f"--tokenizer {tmp_path / 't.model'}")
+    assert isinstance(error, UsageError)
+    assert "vocab_size = 600 (--vocab_size)" in str(error)
+    assert "512" in str(error)
+
+
+def test_an_out_dir_that_cannot_be_written_is_a_storage_error(told, tmp_path):
+    (tmp_path / "out").write_text("in the way")
+    error = told("")
+    assert isinstance(error, StorageError)
+    assert str(tmp_path / "out") in str(error)
+
+
+def test_a_checkpoint_that_is_not_there_is_told_before_anything_is_written(told, tmp_path):
+    error = told("--resume nowhere")
+    assert isinstance(error, CheckpointError)
+    assert "nowhere: no such directory" in str(error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_out_dir_in_use_names_its_holder(told, tmp_path):
+    with claim(tmp_path / "out"):
+        error = told("")
+    assert isinstance(error, LockedError)
+    assert "process" in str(error)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("flags", "status", "words"),
+    [
+        ("--batch_sise 3", 2, ["E_USAGE", "did you mean --batch_size?"]),
+        ("--data_path gone.jsonl", 3, ["E_DATA", "gone.jsonl"]),
+    ],
+)
+def test_a_launched_mistake_is_one_line_and_its_status(
+    launch: Launcher, tmp_path: Path, flags: str, status: int, words: list[str]
+):
+    done = launch.run(tmp_path / "out", flags)
+    assert done.status == status
+    starting, *phases, line = done.stderr.splitlines()
+    assert starting.startswith("starting 2 processes on the CPU (")
+    assert all(phase.endswith(" ...") for phase in phases)
+    assert line.startswith("train_pretrain: error[")
+    assert " rank=" in line
+    assert all(word in line for word in words)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,206 @@
+"""Parquet files and datasets on disk against the rows that were put into them."""
+
+import json
+import struct
+import sys
+from itertools import accumulate
+
+import datasets
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from minimind.data.text.documents import Reading, Rejection
+from minimind.data.text.inputs import segments_of
+from minimind.data.text.readers import read_segment
+from minimind.errors import DataError
+from tests.data.text.reading import documents_of, read
+
+TEXTS = [f"document {n} 春眠\r\n" * (n % 5 + 1) for n in range(700)]
+# A bad cell, and what is said of it.
+BAD_CELLS = [
+    (None, '"text" is null'),
+    (b"", "document is empty"),
+    (b"a\0b", "NUL character"),
+    (b"a\xff", "not UTF-8"),
+    (b"\xed\xa0\x80", "not UTF-8"),
+    (b"a" * 1001, "has 1001 bytes"),
+]
+
+
+def column(cells, kind=None):
+    """Strings that were never checked, as other writers leave them."""
+    content = [cell.encode() if isinstance(cell, str) else cell for cell in cells]
+    large = pyarrow.array(content, pyarrow.large_binary()).view(pyarrow.large_string())
+    plain = pyarrow.array(content, pyarrow.binary()).view(pyarrow.string())
+    return large if kind == "large" else plain
+
+
+def write_parquet(path, cells, kind=None, **options):
+    table = pyarrow.table({"id": range(len(cells)), "text": column(cells, kind)})
+    parquet.write_table(table, path, **options)
+    return path
+
+
+def write_dataset(path, cells, kind=None):
+    datasets.disable_progress_bars()
+    table = pyarrow.table({"id": range(len(cells)), "text": column(cells, kind)})
+    datasets.Dataset(table).save_to_disk(path)
+    return path
+
+
+WRITERS = [
+    pytest.param(lambda at, cells, kind: write_parquet(at / "a.parquet", cells, kind), id="file"),
+    pytest.param(lambda at, cells, kind: write_dataset(at / "saved", cells, kind), id="dataset"),
+]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("kind", ["plain", "large"])
+def test_rows_are_documents_in_order_whatever_the_segments(tmp_path, write, kind):
+    path = write(tmp_path, TEXTS, kind)
+    for unit in (1000, 10**9):
+        assert read(path, unit) == TEXTS
+
+
+def test_texts_that_are_named_by_numbers_are_texts(tmp_path):
+    cells = [TEXTS[n % 7] for n in range(700)]
+    table = pyarrow.table({"text": column(cells).cast(pyarrow.string()).dictionary_encode()})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", 1000) == cells
+    others = pyarrow.array([*cells[:3], None, "", *cells[5:]])
+    table = pyarrow.table({"text": others.dictionary_encode()})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    found = [str(one)[-60:] for one in read(tmp_path / "a.parquet", 1000)[3:5]]
+    assert "text" in found[0]
+    assert "is null" in found[0]
+    assert "document is empty" in found[1]
+
+
+def test_row_groups_of_any_size_are_read_once(tmp_path):
+    for size in (30, 256, 699, 700):
+        path = write_parquet(tmp_path / f"{size}.parquet", TEXTS, row_group_size=size)
+        for unit in (1, 5000):
+            assert read(path, unit) == TEXTS
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_bad_cell_is_told_with_its_row(tmp_path, write):
+    cells = ["good"] * 300
+    for place, (cell, _) in enumerate(BAD_CELLS):
+        cells[254 + place] = cell
+    path = write(tmp_path, cells, None)
+    for unit in (500, 10**9):
+        found = read(path, unit, max_document_bytes=1000)
+        told = [one for one in found if isinstance(one, Rejection)]
+        assert found.count("good") == 300 - len(BAD_CELLS)
+        assert len(told) == len(BAD_CELLS)
+        for row, one, (_, words) in zip(range(255, 300), told, BAD_CELLS, strict=False):
+            assert (one.line, one.byte) == (row, None)
+            assert str(one).startswith(f"{path}:{row} (row {row}): ")
+            assert words in one.what
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_table_without_a_column_of_text_is_refused(tmp_path, write):
+    path = write(tmp_path, TEXTS, None)
+    told = 'has no column "content" but "id", "text"; give --text_field text$'
+    with pytest.raises(DataError, match=told):
+        read(path, text_field="content")
+    with pytest.raises(DataError, match='column "id" holds int64, not string; '):
+        read(path, text_field="id")
+
+
+def test_a_table_of_conversations_is_called_fine_tuning_data(tmp_path):
+    turns = [[{"role": "user", "content": "Hi"}]]
+    parquet.write_table(pyarrow.table({"conversations": turns}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match='has "conversations", a conversation to fine-tune on'):
+        read(tmp_path / "a.parquet")
+
+
+def test_a_selection_of_a_dataset_is_read_as_selected(tmp_path):
+    datasets.disable_progress_bars()
+    chosen = datasets.Dataset.from_dict({"text": TEXTS}).select([5, 3, 600])
+    chosen.save_to_disk(tmp_path / "saved")
+    assert documents_of(tmp_path / "saved") == [TEXTS[5], TEXTS[3], TEXTS[600]]
+
+
+def test_a_dataset_of_splits_gives_train_or_names_them(tmp_path):
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_dict({"text": TEXTS})
+    datasets.DatasetDict({"test": rows.select([0]), "train": rows}).save_to_disk(tmp_path / "a")
+    assert documents_of(tmp_path / "a") == TEXTS
+    assert documents_of(tmp_path / "a" / "test") == TEXTS[:1]
+    datasets.DatasetDict({"test": rows, "dev": rows}).save_to_disk(tmp_path / "b")
+    with pytest.raises(DataError, match=r'has no split "train" but "test", "dev"; .*b/test'):
+        segments_of(tmp_path / "b", 1000)
+
+
+def test_a_damaged_parquet_file_is_refused_or_told_at_its_row(tmp_path):
+    path = write_parquet(
+        tmp_path / "a.parquet", TEXTS, row_group_size=100, write_page_checksum=True
+    )
+    whole = bytearray(path.read_bytes())
+    for content in (whole[:-9], b"PAR1", whole[:4] + b"nonsense" + whole[:4]):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match="cannot be read as Parquet"):
+            segments_of(path, 1000)
+    options = {"row_group_size": 100, "use_dictionary": False, "write_page_checksum": True}
+    chunk = (
+        parquet.ParquetFile(write_parquet(path, TEXTS, **options)).metadata.row_group(3).column(1)
+    )
+    whole = bytearray(path.read_bytes())
+    whole[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 1
+    path.write_bytes(whole)
+    *documents, told = read(path)
+    assert documents == TEXTS[: len(documents)]
+    assert isinstance(told, Rejection)
+    assert told.line == len(documents) + 1 <= 400
+    assert len(documents) >= 256
+    assert "cannot be read (" in told.what
+
+
+def test_rows_that_are_missing_are_told(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", TEXTS)
+    (segment,) = segments_of(path, 10**9)
+    write_parquet(path, TEXTS[:500])
+    *documents, told = read_segment(segment, Reading())
+    assert len(documents) == 500
+    assert str(told).startswith(f"{path}:501 (row 501): the rows from here to 700 are missing; ")
+
+
+def test_a_dataset_whose_texts_lie_in_the_wrong_place_is_told(tmp_path):
+    path = write_dataset(tmp_path / "saved", TEXTS) / "data-00000-of-00001.arrow"
+    ends = list(accumulate(len(text.encode()) for text in TEXTS[:20]))
+    whole, wrong = path.read_bytes(), [*ends[:9], 0, *ends[10:]]
+    assert whole.count(struct.pack("<20i", *ends)) == 1
+    path.write_bytes(whole.replace(struct.pack("<20i", *ends), struct.pack("<20i", *wrong)))
+    (told,) = read(tmp_path / "saved")
+    assert ":1 (row 1): cannot be read (" in str(told)
+
+
+def test_a_damaged_dataset_is_refused(tmp_path):
+    path = write_dataset(tmp_path / "saved", TEXTS)
+    for name, content in [
+        ("state.json", b"{"),
+        ("state.json", b'{"_data_files": 3}'),
+        ("dataset_info.json", b'{"features": "text"}'),
+        ("data-00000-of-00001.arrow", b"nonsense"),
+    ]:
+        kept = (path / name).read_bytes()
+        (path / name).write_bytes(content)
+        with pytest.raises(DataError, match="no dataset that save_to_disk wrote"):
+            segments_of(path, 1000)
+        (path / name).write_bytes(kept)
+    (path / "dataset_dict.json").write_text(json.dumps(["train"]))
+    with pytest.raises(DataError, match=r"dataset_dict\.json: is damaged"):
+        segments_of(path, 1000)
+
+
+@pytest.mark.parametrize(("package", "name"), [("pyarrow", "a.parquet"), ("datasets", "saved")])
+def test_what_is_not_installed_is_told(tmp_path, monkeypatch, package, name):
+    write_parquet(tmp_path / "a.parquet", TEXTS)
+    write_dataset(tmp_path / "saved", TEXTS)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DataError, match=rf"{package}; pip install {package}"):
+        segments_of(tmp_path / name, 1000)

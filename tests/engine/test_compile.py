@@ -1,0 +1,351 @@
+"""A compiled run: one graph, compiled once, with the numbers of an eager one; losses in parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.utils import make_boxed_func
+
+import minimind.train as training
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.config.parse import parse_flags
+from minimind.config.launcher_env import read_launch
+from minimind.model import layers
+from minimind.model import activation_checkpointing as recomputing
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.activation_checkpointing import recompute_blocks
+from minimind.engine import compile as compiled
+from minimind.engine.compile import compile_within, uncompiled
+from minimind.config.deepspeed.resolve import Resolved
+from minimind.engine.build import Engine, leave
+from minimind.engine.loss_of_batch import objective_of
+from minimind.engine.phase_clock import PhaseClock
+from minimind.config.deepspeed.backend_choice import Setup, read_setup, with_compile
+from tests.conftest import ROOT
+from tests.engine.test_backends import engine_of
+
+SHAPE: dict[str, Any] = {
+    **{"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 16},
+}
+COMPILED = parse_flags(["--compile", "on"])
+ROWS = torch.randint(96, (4, 17), generator=torch.manual_seed(1))
+
+
+def built(**changes: Any) -> MiniMindForCausalLM:
+    torch.manual_seed(2)
+    return MiniMindForCausalLM(MiniMindConfig(**SHAPE, **changes))
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Graphs are captured as ever and then run as they are: inductor alone takes 10 s."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def losses_of(engine: Engine, steps: int) -> list[float]:
+    clock, losses = PhaseClock(torch.device("cpu")), []
+    for step in range(steps):
+        engine.seed(step)
+        clock.begin()
+        result = engine.step(ROWS.split(2), 1e-2, clock)
+        losses.append(float(result.loss_sum / result.tokens))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [
+        ({"qk_norm": True}, "--loss chunked"),
+        ({"doc_mask": True, "eos_token_id": 2}, ""),
+        ({}, "--gradient_checkpointing"),
+    ],
+)
+def test_a_compiled_run_is_one_graph_made_once_with_the_losses_of_an_eager_one(
+    quickly, monkeypatch, changes, more
+):
+    flags = f"--dtype float32 --accumulation_steps 2 {more} --compile"
+    found = {}
+    for compiles in ("off", "on"):
+        model = built(**changes)
+        if more == "--gradient_checkpointing":
+            recompute_blocks(model)
+        engine = engine_of(model, monkeypatch, f"{flags} {compiles}")
+        try:
+            found[compiles] = losses_of(engine, 3)
+            graphs = counters["stats"]["unique_graphs"]
+            assert graphs == (compiles == "on")
+            before = engine.loss_of(ROWS)
+            assert counters["stats"]["unique_graphs"] == graphs  # what is validated is eager
+            found[compiles] += [float(before[0]), *losses_of(engine, 2)]
+            assert counters["stats"]["unique_graphs"] == graphs
+        finally:
+            leave()
+    assert found["on"] == pytest.approx(found["off"], rel=2e-6)
+    assert not counters["graph_break"]
+
+
+def test_a_choice_of_kernels_breaks_no_graph_and_compiling_is_timed(quickly, monkeypatch):
+    """As on a GPU, where every layer says which kernels it asks."""
+
+    def as_on_a_gpu(*qkv):
+        return layers._fused(layers.OF_ROWS, *qkv, is_causal=True, enable_gqa=True)
+
+    monkeypatch.setattr(layers, "CHOOSES", "cpu")
+    monkeypatch.setattr(layers, "blockwise_attention", as_on_a_gpu)
+    model = built()
+    recompute_blocks(model)
+    engine = engine_of(model, monkeypatch, "--dtype float32 --compile on")
+    try:
+        began = time.perf_counter()
+        losses_of(engine, 1)
+        assert 0 < engine.compiling.take() < time.perf_counter() - began
+        losses_of(engine, 2)
+        assert engine.compiling.take() == 0
+    finally:
+        leave()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.long
+def test_a_run_tells_how_much_of_its_first_step_was_compiling(quickly, corpus, tmp_path, capsys):
+    train: Any = training  # a package that is called like a function
+    shape = {"dim": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 32, "vocab_size": 600}
+    pace = {"max_steps": 3, "log_interval": 1, "device": "cpu", "deepspeed_config": "none"}
+    for compiles in ("on", "off"):
+        out = tmp_path / compiles
+        places = {"data_path": [str(corpus)], "cache_dir": str(tmp_path / "cache")}
+        assert train(**shape, **pace, **places, out_dir=str(out), compile=compiles) == 0
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        told = [line for line in lines if line["event"] == "compiled"]
+        first = next(line for line in lines if line["event"] == "step")
+        if compiles == "off":
+            assert not told
+            continue
+        (line,) = told
+        assert line["step"] == 1
+        assert 0 < line["seconds"] * 1e3 < first["step_ms"]
+        assert (
+            f"step 1: {line['seconds']:.1f} s since the last line for compiling"
+            in capsys.readouterr().out
+        )
+
+
+def test_deterministic_has_the_compiler_choose_by_no_measurement(monkeypatch):
+    """What is picked by its time, here and now, may sum in another order after a resume."""
+    given: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **asked: given.append(asked))
+    for more in ("", "--deterministic"):
+        compile_within(built(), parse_flags(f"--compile on {more}".split()), "cpu")
+    assert [options["options"] for options in given] == [None, {"deterministic": True}]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What is made and run of graphs, in order; they run as they are."""
+    found: list[str] = []
+
+    def graph_of(name: str) -> Any:
+        def make(graph: Any, inputs: Any) -> Any:
+            def run(*args: Any) -> Any:
+                found.append(f"{name} runs")
+                return graph(*args)
+
+            found.append(f"{name} made")
+            return make_boxed_func(run)
+
+        return make
+
+    backend = aot_autograd(fw_compiler=graph_of("forward"), bw_compiler=graph_of("backward"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    yield found
+    torch._dynamo.reset()
+
+
+AHEAD = ["forward made", "backward made", "forward runs", "backward runs"]
+AT_ITS_USE = ["forward made", "forward runs", "backward made", "backward runs"]
+
+
+@pytest.mark.parametrize(("device", "order"), [("cpu", AHEAD), ("cuda", AT_ITS_USE)])
+def test_for_a_cpu_the_backward_pass_is_made_before_anything_is_kept_for_it(told, device, order):
+    model = built()
+    compile_within(model, COMPILED, device)
+    for _ in range(2):
+        model(ROWS[:, :-1], shift_labels=ROWS[:, 1:]).loss.backward()
+    assert told == [*order, "forward runs", "backward runs"]
+
+
+def test_so_it_is_by_an_engine_and_by_nobody_else_in_the_process(told, monkeypatch):
+    engine = engine_of(built(), monkeypatch, "--dtype float32 --accumulation_steps 2 --compile on")
+    try:
+        losses_of(engine, 1)
+    finally:
+        leave()
+    assert told == [*AHEAD, "forward runs", "backward runs"]
+    del told[:]
+    x = torch.ones(3, requires_grad=True)
+    torch.compile(lambda x: (x.sin().exp() * x).tanh().sum())(x).backward(retain_graph=True)
+    assert told == AT_ITS_USE
+
+
+def test_a_torch_that_does_not_know_how_compiles_all_the_same(told, monkeypatch):
+    model = built()
+    monkeypatch.setattr(compiled, "AHEAD", "a_name_that_is_gone")
+    compile_within(model, COMPILED, "cpu")
+    model(ROWS[:, :-1], shift_labels=ROWS[:, 1:]).loss.backward()
+    assert told == AT_ITS_USE
+
+
+def test_only_what_is_compiled_for_a_cpu_computes_again(monkeypatch):
+    """On GPUs it was not measured, and eager code would pay for nothing."""
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    calls: list[torch.Tensor] = []
+    monkeypatch.setattr(recomputing, "recomputed", lambda _, x: calls.append(x) or x)
+    assert torch.equal(recomputing.not_kept(doubled, torch.ones(2)), torch.full((2,), 2.0))
+    assert not calls
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    recomputing.not_kept(doubled, torch.ones(2, device="meta"))
+    assert not calls
+    recomputing.not_kept(doubled, torch.ones(2))
+    assert len(calls) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("more", ["", "--deterministic"])  # of which torch refuses unknown options
+def test_inductor_gives_the_losses_of_an_eager_run(monkeypatch, more):
+    found = {}
+    for compiles in ("off", "on"):
+        engine = engine_of(built(), monkeypatch, f"--dtype bfloat16 {more} --compile {compiles}")
+        try:
+            found[compiles] = losses_of(engine, 8)
+        finally:
+            leave()
+            torch.use_deterministic_algorithms(False)
+    assert found["on"] == pytest.approx(found["off"], rel=5e-3)
+    assert found["on"][-1] < found["on"][0]
+
+
+@pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("experts", ["", "--use_moe"])
+def test_auto_compiles_on_a_gpu_where_the_model_is_one_graph(stage, device, experts):
+    run = parse_flags(experts.split())
+    config = {} if stage is None else {"zero_optimization": {"stage": stage}}
+    settled = with_compile(Resolved(run, "single", config), device).run
+    assert settled.compile == ("on" if device == "cuda" and stage != 3 and not experts else "off")
+    assert settled.sources["compile"].startswith("derived: ")
+    for asked in ("on", "off"):
+        run = parse_flags([*experts.split(), "--compile", asked])
+        assert with_compile(Resolved(run, "single", config), device).run.compile == asked
+
+
+def test_the_settled_value_is_what_a_run_is_given():
+    path = str(DEFAULT_DEEPSPEED_CONFIG)
+    for given in ("none", path):
+        run = parse_flags(["--device", "cpu", "--deepspeed_config", given])
+        setup: Setup = read_setup(run, read_launch({}))
+        assert setup.resolve().run.compile == "off"
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_moe": True}, {"tie_word_embeddings": False}])
+@pytest.mark.parametrize("positions", [16, 5])  # of 64: evenly, and with a rest
+def test_a_loss_in_parts_is_the_whole_one_with_its_gradients(changes, positions):
+    found = []
+    for summed_by in (0, positions):
+        model = built(**changes).train()
+        goal = objective_of(model, ROWS[:, :-1], ROWS[:, 1:], summed_by)
+        goal.trained.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found.append((goal.loss_sum.detach(), goal.tokens, gradients))
+    (loss, tokens, gradients), (loss_by_parts, tokens_by_parts, by_parts) = found
+    assert tokens == tokens_by_parts == ROWS[:, 1:].numel()
+    torch.testing.assert_close(loss_by_parts, loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(by_parts, gradients, rtol=1e-5, atol=1e-7)
+
+
+def test_logits_made_in_parts_are_not_kept_for_the_backward_pass():
+    largest = {}
+    for summed_by in (0, 8):
+        kept: list[int] = []
+
+        def keep(tensor: torch.Tensor, kept: list[int] = kept) -> torch.Tensor:
+            if tensor.shape[-1:] == (SHAPE["vocab_size"],):
+                kept.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            goal = objective_of(built(), ROWS[:, :-1], ROWS[:, 1:], summed_by)
+        assert goal.loss_sum.requires_grad
+        largest[summed_by] = max(kept, default=0)
+    assert largest[0] == ROWS[:, 1:].numel() * SHAPE["vocab_size"]
+    assert largest[8] == 0
+
+
+def test_only_the_model_is_uncompiled_where_it_is_asked_to_be(quickly):
+    model = built()
+    compile_within(model, COMPILED, "cpu")
+    doubled = torch.compile(lambda x: x * 2)
+    with uncompiled(model):
+        model(ROWS[:, :-1])
+        assert counters["stats"]["unique_graphs"] == 0
+        doubled(torch.ones(2))
+        assert counters["stats"]["unique_graphs"] == 1
+    model(ROWS[:, :-1])
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_what_hangs_on_the_model_is_not_compiled_with_it(quickly):
+    """DeepSpeed's timers do, and on a GPU they wait for it: torch 2.13 fails over that."""
+    seen = []
+    model = built()
+    model.register_forward_pre_hook(lambda *_: seen.append(torch.compiler.is_compiling()))
+    compile_within(model, COMPILED, "cpu")
+    model.register_forward_hook(lambda *_: seen.append(torch.compiler.is_compiling()))
+    for _ in range(2):
+        model(ROWS[:, :-1])
+    assert seen == [False] * 4
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.long
+@pytest.mark.launch
+def test_under_every_backend_of_two_processes_it_is_one_graph_made_once(tmp_path: Path):
+    out = tmp_path / "found.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*launcher, "-m", "tests.distributed.graphs", str(out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(out.read_text())
+    assert [*found] == ["ddp", "stage 0", "stage 1", "stage 2"]
+    for name, seen in found.items():
+        assert (seen["graphs"], seen["breaks"]) == (1, {}), name
+        assert seen["ahead"], name
+        assert all(seen["ahead"]), name
+        assert seen["compiled"] == pytest.approx(seen["eager"], rel=1e-4), name

@@ -1,0 +1,194 @@
+"""The phase clock and the metrics file against hand-made marks and torn lines."""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+import minimind.train as training
+from minimind.data.loader.batches import Batches
+from minimind.errors import UsageError
+from minimind.runtime.metrics_file import Metrics
+from minimind.report import records
+from minimind.engine import engine as stepping
+from minimind.engine.plain_backend import PlainBackend
+from minimind.train.loop_actions import WARM_UP, Spared
+from minimind.engine.phase_clock import PHASES, PhaseClock, mean_ms, profile_table
+from minimind.telemetry.progress import PAUSES, Report
+
+
+def test_every_moment_of_a_step_is_charged_to_one_phase():
+    clock, lasted = PhaseClock(torch.device("cpu")), 0.0
+    for _ in range(2):
+        clock.begin()
+        started = time.perf_counter()
+        for phase in ("data", "forward", "backward", "forward", "optimizer"):
+            time.sleep(0.002)
+            clock.mark(phase)
+        lasted = (time.perf_counter() - started) * 1e3
+    steps = clock.take()
+    assert len(steps) == 2
+    assert sum(steps[1][p] for p in PHASES) == pytest.approx(steps[1]["step"])
+    assert steps[1]["step"] == pytest.approx(lasted, abs=1.0)
+    assert steps[1]["forward"] > steps[1]["data"] > 1.9
+    assert clock.take() == []
+
+
+def test_means_and_table_say_the_same():
+    steps = [{**dict.fromkeys(PHASES, float(n)), "step": 4.0 * n} for n in (1, 2, 3)]
+    assert mean_ms(steps)["forward_ms"] == 2.0
+    table = profile_table(steps, {"checkpoint": 12.5})
+    assert "25.0%" in table
+    assert "12.5" in table
+
+
+def test_the_shares_of_uneven_steps_add_up_to_the_step():
+    fast = {"data": 1.0, "forward": 30.0, "backward": 60.0, "optimizer": 9.0, "step": 100.0}
+    slow = {"data": 400.0, "forward": 30.0, "backward": 60.0, "optimizer": 10.0, "step": 500.0}
+    rows = map(str.split, profile_table([fast] * 3 + [slow], {}).splitlines()[1:])
+    shares = {row[0]: float(row[-1].removesuffix("%")) for row in rows}
+    assert shares.pop("step") == 100.0
+    assert len(shares) == len(PHASES)
+    assert sum(shares.values()) == pytest.approx(100.0, abs=0.1)
+    assert shares["data"] == pytest.approx(100 * 403 / 800, abs=0.05)
+
+
+def write(path: Path, **facts: object) -> None:
+    metrics = Metrics(path)
+    metrics.write("step", **facts)
+    metrics.close()
+
+
+def test_a_torn_last_line_is_closed_before_the_next(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"event": "step", "lo')
+    write(path, loss=1.0)
+    write(path, loss=2.0)
+    lines = path.read_text().splitlines()
+    assert lines[0] == '{"event": "step", "lo'
+    assert [json.loads(line)["loss"] for line in lines[1:]] == [1.0, 2.0]
+
+
+def test_numbers_keep_full_precision_and_non_finite_ones_are_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, loss=0.1 + 0.2, norm=math.nan, rows=[math.inf, 1])
+    line = json.loads(path.read_text())
+    assert line["loss"] == 0.1 + 0.2
+    assert line["norm"] is None
+    assert line["rows"] == [None, 1]
+
+
+def test_a_straggler_shows_by_its_rank(tmp_path, capsys):
+    report = Report(tmp_path, 4, torch.device("cpu"), is_speaker=True, is_profiling=True)
+    steps = [{**dict.fromkeys(PHASES, ms), "step": 4 * ms, "comm": 1.0} for ms in (2.0, 3.0, 9.0)]
+    report.took(steps)
+    report.pause("checkpoint", 5.0)
+    own = report.medians()
+    assert (own["forward_ms"], own["step_ms"], own["comm_ms"]) == (3.0, 12.0, 1.0)
+    assert own["memory_mib"] > 0
+    late = {**own, "forward_ms": 40.0, "comm_ms": 0.25, "checkpoint_ms": 7.0}
+    report.profile(3, [own, late])
+    report.close()
+    shown = capsys.readouterr().out
+    row = next(line for line in shown.split("over ranks")[1].splitlines() if "forward" in line)
+    assert row.split() == ["forward", "3.0", "21.5", "40.0", "rank", "1"]
+    event = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert event["ranks"]["forward_ms"] == [3.0, 40.0]
+    assert event["ranks"]["comm_ms"] == [1.0, 0.25]
+    assert event["ranks"]["checkpoint_ms"] == [5.0, 7.0]
+    assert event["comm_ms"] == 1.0
+    assert event["forward_ms"] == pytest.approx(14 / 3)
+
+
+def test_pauses_are_told_and_read_by_the_same_names():
+    assert tuple(records.PAUSES) == tuple(PAUSES)
+
+
+def slowed(work: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """The same, `seconds` later."""
+
+    def late(*given: Any, **named: Any) -> Any:
+        time.sleep(seconds)
+        return work(*given, **named)
+
+    return late
+
+
+def test_the_phases_are_the_time_from_one_line_to_the_next(corpus, tmp_path, monkeypatch):
+    """By the clock of metrics.jsonl, which knows of no phase; every part of a step is slow."""
+    for owner, name, seconds in (
+        (Batches, "at", 0.02),
+        (PlainBackend, "begin", 0.01),
+        (stepping, "objective_of", 0.02),
+        (PlainBackend, "backward", 0.03),
+        (PlainBackend, "update", 0.01),
+        (Spared, "settle", 0.5),
+    ):
+        monkeypatch.setattr(owner, name, slowed(getattr(owner, name), seconds))
+    train: Any = training  # a package that is called like a function
+    shape = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32}
+    pace = {"batch_size": 2, "accumulation_steps": 2, "max_steps": 10, "log_interval": 1}
+    places = {"data_path": [str(corpus)], "out_dir": str(tmp_path / "out")}
+    rest = {"cache_dir": str(tmp_path / "cache"), "vocab_size": 600, "eval_rows": 0}
+    fixed = {"device": "cpu", "deepspeed_config": "none", "save_interval": 100}
+    assert train({**shape, **pace, **places, **rest, **fixed}, profile=True) == 0
+    text = (tmp_path / "out" / "metrics.jsonl").read_text()
+    told = [json.loads(line) for line in text.splitlines()]
+    lines = [one for one in told if one["event"] == "step"]
+    least = {"data_ms": 30, "forward_ms": 40, "backward_ms": 60, "optimizer_ms": 20}
+    assert all(line[name] >= ms for line in lines for name, ms in least.items())
+    shares = [
+        sum(line[f"{phase}_ms"] for phase in PHASES) / (line["time"] - before["time"]) / 1e3
+        for before, line in pairwise(lines[:-1])  # the last one is saved too
+    ]
+    assert 0.98 < median(shares) < 1.0
+    # What lies between steps is told by its cause, and tokens/s are those of the steps alone.
+    assert [one["step"] for one in lines if one["gc_ms"] >= 500] == [WARM_UP + 1]
+    (start,) = (one for one in told if one["event"] == "run_start")
+    alone = [start["tokens_per_step"] / line["step_ms"] * 1e3 for line in lines]
+    speed = [line["tokens_per_second"] / of for line, of in zip(lines, alone, strict=True)]
+    assert median(speed) == pytest.approx(1, rel=0.1)
+    assert speed[WARM_UP] > 0.5  # 0.25 with what `settle` took
+
+
+def test_what_follows_the_last_line_is_told_at_the_end_and_a_stop_has_a_profile(corpus, tmp_path):
+    train: Any = training  # a package that is called like a function
+    shape = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32}
+    places = {"data_path": [str(corpus)], "cache_dir": str(tmp_path / "cache")}
+    fixed = {"device": "cpu", "deepspeed_config": "none", "vocab_size": 600, "batch_size": 2}
+    rest = {"max_steps": 6, "log_interval": 4, "eval_interval": 6, "save_interval": 100}
+    run = {
+        **shape,
+        **places,
+        **fixed,
+        **rest,
+        "profile_interval": 5,
+        "out_dir": str(tmp_path / "o"),
+    }
+
+    def told(name: str) -> list[dict[str, Any]]:
+        lines = map(json.loads, (tmp_path / "o" / "metrics.jsonl").read_text().splitlines())
+        return [line for line in lines if line["event"] == name]
+
+    assert train(run, profile=True, stop_at_step=3) == 75
+    assert [(one["step"], one["steps"]) for one in told("profile")] == [(3, 3)]
+    assert [one["step"] for one in told("step")] == [3]  # 4 would be the first by the interval
+    assert train(run, profile=True) == 0
+    assert [one["step"] for one in told("profile")] == [3, 5, 6]
+    stopped, done = told("exit")
+    assert stopped["checkpoint_ms"] > 0
+    assert "evaluate_ms" not in stopped
+    assert done["checkpoint_ms"] > 0
+    assert done["evaluate_ms"] > 0
+    assert all(line["evaluate_ms"] == 0 for line in told("step"))
+    with pytest.raises(
+        UsageError, match=r"trace_steps = 7:9 \(.*\) begins after the run's last step, 6"
+    ):
+        train(run, trace_steps="7:9", debug=True)

@@ -1,0 +1,263 @@
+"""The arithmetic of costs.py against the real model, torch's own allocator and numbers by hand.
+
+The state under DeepSpeed is measured in tests/distributed/test_memory.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from minimind.config.parse import PRESETS, parse_flags
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.document_attention import is_fast
+from minimind.model.loss import next_token_loss
+from minimind.model.activation_checkpointing import recompute_blocks
+from minimind.estimate.plan import Machine, layout_of, plan, shape_of
+from minimind.estimate.costs import (
+    Layout,
+    activation_bytes,
+    bytes_sent,
+    flops_per_token,
+    memory,
+    seconds,
+)
+from minimind.estimate.shape import Shape
+
+SMALL = Shape(64, 2, 4, 2, 192, 600, 32)
+ONE_STEP = Layout(stage=2, world_size=4, dtype="bfloat16", rows=2)
+
+
+def model_of(shape: Shape) -> MiniMindForCausalLM:
+    return MiniMindForCausalLM(
+        MiniMindConfig(
+            dim=shape.dim,
+            n_layers=shape.n_layers,
+            n_heads=shape.n_heads,
+            n_kv_heads=shape.n_kv_heads,
+            hidden_dim=shape.hidden_dim,
+            vocab_size=shape.vocab_size,
+            max_seq_len=shape.max_seq_len,
+            tie_word_embeddings=shape.is_tied,
+            use_flash_attn=shape.use_flash_attn,
+            doc_mask=shape.doc_mask,
+            qk_norm=shape.qk_norm,
+            use_moe=shape.use_moe,
+            n_routed_experts=shape.n_routed_experts,
+            num_experts_per_tok=shape.num_experts_per_tok,
+            n_shared_experts=shape.n_shared_experts,
+        )
+    )
+
+
+SHAPES = {path.stem: shape_of(parse_flags(["--model", path.stem])) for path in PRESETS.glob("*")}
+SHAPES |= {
+    "small": SMALL,
+    "untied": shape_of(parse_flags("--model tiny --no-tie_word_embeddings".split())),
+    "normed heads": shape_of(parse_flags("--model tiny --qk_norm".split())),
+    "experts": shape_of(parse_flags("--model tiny --use_moe --n_shared_experts 2".split())),
+    "no sharing": replace(SMALL, n_kv_heads=4, dim=72, hidden_dim=71),
+    "default hidden_dim": shape_of(parse_flags("--dim 200 --n_heads 10 --n_layers 3".split())),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_parameters_are_those_of_the_model(shape: Shape):
+    with torch.device("meta"):
+        model = model_of(shape)
+    numbers = {name: weight.numel() for name, weight in model.named_parameters()}
+    assert shape.parameters == sum(numbers.values())
+    assert shape.layer == sum(n for name, n in numbers.items() if ".layers.0." in name)
+    assert shape.norms == sum(n for name, n in numbers.items() if "norm" in name)
+    embedding = sum(n for name, n in numbers.items() if "embed" in name or "lm_head" in name)
+    assert shape.embedding == embedding
+    assert shape.largest == max(numbers.values())
+
+
+@pytest.fixture(autouse=True)
+def with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where bf16 is multiplied as such, which costs are for; elsewhere attention holds more."""
+    monkeypatch.setattr("minimind.model.bf16_matmul.HAS_BF16", True)
+
+
+def allocated_at_most(model: MiniMindForCausalLM, rows: torch.Tensor) -> int:
+    """Peak bytes that torch's CPU allocator gave out in one forward and backward pass."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        loss, count = next_token_loss(model(input_ids=rows[:, :-1]).logits, rows[:, 1:])
+        (loss / count).backward()
+    results: Any = profiler.profiler
+    events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
+    total = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        total += event.nbytes()
+        peak = max(peak, total)
+    return peak
+
+
+@pytest.mark.parametrize("attention", ["flash", "reference", "flash, masked", "masked"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(replace(SMALL, max_seq_len=128, vocab_size=2000), id="mostly loss"),
+        pytest.param(replace(SMALL, max_seq_len=128, n_layers=6, n_heads=8), id="mostly blocks"),
+    ],
+)
+def test_activations_are_what_the_allocator_gives_out(shape: Shape, dtype: str, attention: str):
+    is_masked, is_fused = "masked" in attention, "flash" in attention
+    shape = replace(shape, use_flash_attn=is_fused, doc_mask=is_masked)
+    model: Any = model_of(shape).to(getattr(torch, dtype))
+    layout = Layout(2, 1, dtype, rows=4, device="cpu")
+    rows = torch.randint(shape.vocab_size, (4, shape.max_seq_len + 1))
+    assert allocated_at_most(model, rows) == pytest.approx(
+        activation_bytes(shape, layout), rel=0.02
+    )
+
+
+@pytest.mark.parametrize("attention", ["flash", "reference", "flash, masked", "masked"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_activations_of_normed_heads_and_of_recomputed_blocks_likewise(
+    recomputes: bool, dtype: str, attention: str
+):
+    is_masked, is_fused = "masked" in attention, "flash" in attention
+    shape = replace(SMALL, max_seq_len=128, n_layers=6, n_heads=8, qk_norm=True)
+    shape = replace(shape, use_flash_attn=is_fused, doc_mask=is_masked)
+    model: Any = model_of(shape).to(getattr(torch, dtype)).train()
+    if recomputes:
+        recompute_blocks(model)
+    layout = Layout(2, 1, dtype, rows=4, device="cpu", recomputes=recomputes)
+    rows = torch.randint(shape.vocab_size, (4, shape.max_seq_len + 1))
+    assert allocated_at_most(model, rows) == pytest.approx(
+        activation_bytes(shape, layout), rel=0.02
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("use_flash_attn", [False, True])
+def test_activations_of_experts_likewise(use_flash_attn: bool, recomputes: bool, dtype: str):
+    shape = replace(SMALL, max_seq_len=128, n_layers=6, use_flash_attn=use_flash_attn)
+    shape = replace(shape, use_moe=True, n_routed_experts=6, n_shared_experts=2)
+    model: Any = model_of(shape).to(getattr(torch, dtype))
+    if recomputes:
+        recompute_blocks(model)
+    layout = Layout(2, 1, dtype, rows=4, device="cpu", recomputes=recomputes)
+    rows = torch.randint(shape.vocab_size, (4, shape.max_seq_len + 1))
+    allocated_at_most(model, rows)  # the gradients of the weights, which are counted elsewhere
+    # A block's gradients while it is recomputed are told up to a dim too many of a token.
+    assert allocated_at_most(model, rows) == pytest.approx(
+        activation_bytes(shape, layout), rel=0.04 if recomputes else 0.02
+    )
+
+
+def test_plan_counts_recomputed_blocks_and_advises_them_where_nothing_fits():
+    flags = "--dim 64 --n_layers 8 --n_heads 4 --max_seq_len 65536 --no-use_flash_attn".split()
+    machine = Machine(1, 2**30)
+    assert "give --gradient_checkpointing" in plan([*flags, "--batch_size", "1"], machine)
+    flags.append("--gradient_checkpointing")
+    assert "give --gradient_checkpointing" not in plan(flags, machine)
+    run, spare = parse_flags(flags), parse_flags(flags[:-1])
+    held, whole = (
+        memory(shape_of(one), layout_of(one, 1, {}, "cuda")).activations for one in (run, spare)
+    )
+    assert held < whole / 3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_one_mask_over_long_rows_is_counted_for_all_blocks(dtype: str):
+    long = replace(SMALL, max_seq_len=1024, hidden_dim=64, doc_mask=True)
+    layout = Layout(2, 1, dtype, rows=4, device="cpu")
+    rows = torch.randint(long.vocab_size, (4, long.max_seq_len + 1))
+    model: Any = model_of(long).to(getattr(torch, dtype))
+    assert allocated_at_most(model, rows) == pytest.approx(activation_bytes(long, layout), rel=0.02)
+
+
+@pytest.mark.parametrize("n_heads", [4, 8])  # of 16 and 8 channels
+def test_on_a_gpu_documents_need_no_mask_and_no_repeated_keys_where_blocks_are_fast(n_heads: int):
+    shape = replace(SMALL, dim=64, n_heads=n_heads, n_kv_heads=2, max_seq_len=512, doc_mask=True)
+    layout = Layout(2, 1, "bfloat16", rows=4)
+    apart = activation_bytes(replace(shape, doc_mask=False), layout)
+    extra = (activation_bytes(shape, layout) - apart) / (4 * 512)  # bytes of a token
+    rotations = 4 * 64 // n_heads
+    dense = 2 * 512 + shape.n_layers * 2 * 2 * (64 - shape.kv_dim)
+    by_blocks = is_fast(torch.device("cuda"), 64 // n_heads)
+    assert by_blocks == (n_heads == 4)
+    assert extra == rotations + (4 if by_blocks else dense)
+
+
+def test_flops_of_a_token_by_hand():
+    """Six FLOPs per multiplying weight; 12 x layers x dim x T for the attention's products."""
+    block = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 192
+    assert flops_per_token(SMALL) == 6 * (2 * block + 64 * 600) + 12 * 2 * 64 * 32
+    assert flops_per_token(replace(SMALL, is_tied=False)) == flops_per_token(SMALL)
+    experts = replace(SMALL, use_moe=True, n_routed_experts=8)  # of which a token visits 2, and 1
+    visited = block + 2 * 3 * 64 * 192 + 8 * 64
+    assert flops_per_token(experts) == 6 * (2 * visited + 64 * 600) + 12 * 2 * 64 * 32
+    assert flops_per_token(SHAPES["0.4b"]) == pytest.approx(2569e6, rel=1e-3)
+
+
+def test_seconds_are_flops_over_the_speed_reached():
+    per_second = 2 * 1e12 * 0.5
+    assert seconds(SMALL, 1e6, 2, 1.0, 0.5) == 1e6 * flops_per_token(SMALL) / per_second
+
+
+@pytest.mark.parametrize(
+    ("stage", "micro_batches", "passes"),
+    [(0, 4, 2), (1, 4, 3), (2, 1, 3), (2, 4, 9), (3, 1, 2), (3, 4, 8)],
+)
+def test_bytes_sent_in_passes_over_the_weights(stage: int, micro_batches: int, passes: int):
+    layout = replace(ONE_STEP, stage=stage, accumulation_steps=micro_batches)
+    assert bytes_sent(SMALL, layout) == 2 * passes * SMALL.parameters * 3 // 4
+    assert bytes_sent(SMALL, replace(layout, world_size=1)) == 0
+
+
+def test_ddp_sends_its_gradients_once():
+    layout = replace(ONE_STEP, stage=None, accumulation_steps=4)
+    assert bytes_sent(SMALL, layout) == 2 * 2 * SMALL.parameters * 3 // 4
+
+
+def test_stage_3_gathers_twice_what_it_cannot_keep():
+    large = replace(SHAPES["0.4b"], n_layers=200)
+    layout = replace(ONE_STEP, stage=3)
+    kept = 5 * 10**8
+    passes = 2 * large.parameters + (large.parameters - kept)
+    assert bytes_sent(large, layout) == 2 * passes * 3 // 4
+
+
+def test_states_are_those_of_the_zero_paper():
+    """Table 1 of Rajbhandari et al.: 16 P at stage 0, and what is left as N grows."""
+    p = SMALL.parameters
+    whole = memory(SMALL, replace(ONE_STEP, stage=0))
+    assert whole.weights + whole.gradients + whole.optimizer == 16 * p
+    for stage, left in ((1, 2), (2, 2), (3, 0)):
+        held = memory(SMALL, replace(ONE_STEP, stage=stage, world_size=10**9, overlap=True))
+        assert held.weights + held.optimizer + held.gradients == pytest.approx(left * p, abs=99)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offloading_moves_the_optimizer_to_the_host(stage: int):
+    here = replace(ONE_STEP, stage=stage)
+    held, off = memory(SMALL, here), memory(SMALL, replace(here, offload_optimizer=True))
+    assert (held.host, off.optimizer) == (0, 0)
+    assert off.host > held.optimizer
+    assert off.total < held.total
+
+
+def test_offloading_the_weights_leaves_none_on_the_device():
+    here = replace(ONE_STEP, stage=3, offload_optimizer=True)
+    held, off = memory(SMALL, here), memory(SMALL, replace(here, offload_param=True))
+    assert off.weights == 0
+    assert off.host - held.host == held.weights
+
+
+def test_the_peak_is_the_larger_of_backward_and_update():
+    held = memory(SMALL, ONE_STEP)
+    backward = held.gradients + held.buffers + held.activations
+    assert held.total == held.weights + held.optimizer + backward
+    alone = replace(held, activations=0, update=backward)
+    assert alone.total == held.weights + held.optimizer + backward

@@ -1,0 +1,111 @@
+"""Files for AutoTokenizer: from every model type the ids that the model was trained with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+
+from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.sentencepiece import train_tokenizer
+from minimind.interop.hf_folder import foreign_files
+from tests.conftest import sentences
+from tests.data.tokenizer.test_hf_tokenizer import END, byte_level
+
+PLAIN = ("Hello, world!", " a  b\n", "春眠不覺曉。", "🙂👩‍👧 ▁ x", "1234 5")
+TEXTS = [*PLAIN, *sentences(11, 200)]
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer.model that was learnt here."""
+    path = tmp_path_factory.mktemp("pieces") / "tokenizer.model"
+    train_tokenizer([*sentences(3, 80), *PLAIN], 600, path)
+    return path
+
+
+def written(folder: Path, model_type: str, tokenizer: AnyTokenizer) -> tuple[Path, str | None]:
+    """The small files of a model of that type, and the note on them."""
+    files, note = foreign_files(AutoConfig.for_model(model_type), tokenizer, "bfloat16")
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder, note
+
+
+def ids_of(tokenizer: Any) -> list[list[int]]:
+    return [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mistral", "gemma2", "phi3"])
+def test_auto_tokenizer_gives_the_ids_of_a_sentencepiece_model(kind, pieces, tmp_path):
+    ours = load_tokenizer(pieces)
+    folder, note = written(tmp_path, kind, ours)
+    assert note is None
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert ids_of(theirs) == [ours.encode(text) for text in TEXTS]
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
+    told = json.loads((folder / "generation_config.json").read_text())
+    assert told["eos_token_id"] == AutoConfig.from_pretrained(folder).eos_token_id == ours.eos_id
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_5_text"])
+def test_a_model_type_whose_class_rebuilds_the_tokenizer_is_noted_with_what_loads_it(
+    kind, pieces, tmp_path
+):
+    ours = load_tokenizer(pieces)
+    folder, note = written(tmp_path, kind, ours)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    is_right = ids_of(theirs) == [ours.encode(text) for text in TEXTS]
+    assert is_right == (note is None)
+    if note:
+        assert f"loads it as {type(theirs).__name__}, with other ids for " in note
+        assert note.endswith("; load it with PreTrainedTokenizerFast.from_pretrained")
+    right = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert ids_of(right) == [ours.encode(text) for text in TEXTS]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        None,
+        {"tokenizer_class": "GPT2Tokenizer"},
+        {"tokenizer_class": "LlamaTokenizer"},
+        {"tokenizer_class": "T5TokenizerFast"},
+        {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}},
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+def test_a_tokenizer_json_gives_its_own_ids_whatever_class_its_files_name(kind, more, tmp_path):
+    given = tmp_path / "given"
+    byte_level(given)
+    if more is not None:
+        (given / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, **more}))
+    ours = load_tokenizer(given)
+    (tmp_path / "out").mkdir()
+    folder, note = written(tmp_path / "out", kind, ours)
+    assert note is None
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert ids_of(theirs) == [ours.encode(text) for text in TEXTS]
+    assert theirs.eos_token_id == ours.eos_id
+
+
+def test_a_sentencepiece_model_that_no_tokenizer_json_expresses_is_noted(tmp_path):
+    """Unigram pieces: of the file alone a Qwen3 model's class makes empty ids."""
+    import sentencepiece
+
+    spm: Any = sentencepiece.SentencePieceTrainer
+    spm.train(
+        **{"sentence_iterator": iter(sentences(3, 80)), "model_type": "unigram"},
+        **{"model_prefix": str(tmp_path / "tokenizer"), "vocab_size": 60, "minloglevel": 2},
+        **{"hard_vocab_limit": False},
+    )
+    ours = load_tokenizer(tmp_path / "tokenizer.model")
+    (tmp_path / "out").mkdir()
+    folder, note = written(tmp_path / "out", "qwen3", ours)
+    assert not (folder / "tokenizer.json").exists()
+    assert note
+    assert note.startswith("AutoTokenizer of transformers 5")
+    assert note.endswith("; tokenize with minimind, or train with another tokenizer")

@@ -1,0 +1,73 @@
+"""Names and layouts elsewhere: the way there and back, and what the layouts mean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.decoder import MiniMindForCausalLM
+from minimind.interop.weight_names import from_halves, from_minimind2, to_gguf, to_halves, to_minimind2
+from minimind.model.rotary import build_pos_cis, rotate
+
+
+@pytest.fixture(scope="module")
+def names() -> list[str]:
+    with torch.device("meta"):
+        config = MiniMindConfig(num_hidden_layers=2, qk_norm=True, tie_word_embeddings=False)
+        return list(MiniMindForCausalLM(config).state_dict())
+
+
+def test_every_weight_of_a_dense_model_has_a_name_of_its_own_in_minimind2_and_back(names):
+    dense = [name for name in names if "q_norm" not in name and "k_norm" not in name]
+    theirs = [to_minimind2(name) for name in dense]
+    assert None not in theirs
+    assert [from_minimind2(name) for name in theirs if name] == dense
+    assert to_minimind2("model.layers.1.self_attn.q_proj.weight") == "layers.1.attention.wq.weight"
+    assert to_minimind2("model.layers.0.mlp.down_proj.weight") == "layers.0.feed_forward.w2.weight"
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.0.feed_forward.gate.weight", "layers.x.wq.weight", "mask"]
+)
+def test_what_is_no_weight_of_a_dense_minimind2_has_no_name_of_ours(name):
+    assert from_minimind2(name) is None
+
+
+def test_names_of_gguf_are_those_of_its_own_package(names):
+    gguf = pytest.importorskip("gguf")
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 2)
+    for name in names:
+        assert to_gguf(name) == known.get_name(name.removesuffix(".weight")) + ".weight"
+    assert to_gguf("model.layers.0.mlp.experts.0.up_proj.weight") is None
+
+
+@pytest.mark.parametrize("side", ["q_proj", "k_proj", "q_norm", "k_norm"])
+def test_what_is_turned_comes_back_number_by_number(side):
+    name = f"model.layers.3.self_attn.{side}.weight"
+    weight = torch.randn(3 * 8, 5) if side.endswith("proj") else torch.randn(8)
+    there = to_halves(name, weight, 8)
+    assert not torch.equal(there, weight)
+    assert torch.equal(from_halves(name, there, 8), weight)
+
+
+def test_values_and_outputs_are_not_turned():
+    weight = torch.randn(16, 16)
+    for side in ("v_proj", "o_proj"):
+        assert to_halves(f"model.layers.0.self_attn.{side}.weight", weight, 8) is weight
+
+
+def test_turned_rows_under_rotations_of_halves_are_ours_turned():
+    """cos and sin of j turn channels j and j + D/2, as Hugging Face's Llama has it."""
+    width, heads, theta, positions = 8, 3, 100.0, 11
+    weight, x = torch.randn(heads * width, 5), torch.randn(positions, 5)
+    ours = rotate(
+        (x @ weight.T).view(1, positions, heads, width), build_pos_cis(width, positions, theta)
+    )
+    turned = to_halves("model.layers.0.self_attn.q_proj.weight", weight, width)
+    angles = torch.arange(positions)[:, None] * theta ** (-torch.arange(0, width, 2) / width)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    first, second = (x @ turned.T).view(positions, heads, width).chunk(2, -1)
+    theirs = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    back = from_halves("model.layers.0.self_attn.q_proj.weight", theirs.flatten(1).T, width)
+    torch.testing.assert_close(back.T.view(1, positions, heads, width), ours)

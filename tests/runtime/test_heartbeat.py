@@ -1,0 +1,314 @@
+"""Who is to blame for a silent peer: real child processes, and beats of ranks elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minimind.runtime import heartbeat as module
+from minimind.runtime.heartbeat import Lost, Peers, where_main_is
+from minimind.runtime.process import STATUS_FILE, Progress
+from minimind.runtime.local_workers import Worker, end_told, ended, record_end, registered, this_worker
+
+
+class Clock:
+    """Of a loop that stands in one phase."""
+
+    def __init__(self, passed: int, phase: str) -> None:
+        self.passed, self.phase = passed, phase
+
+
+class Store:
+    """Beats by rank, in memory."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.kept[key] = value
+
+    def multi_get(self, keys: list[str]) -> list[str]:
+        return [self.kept[key] for key in keys]
+
+    def beat(self, rank: int, **said: Any) -> None:
+        """What another rank says; it counts by itself."""
+        before = json.loads(self.kept.get(str(rank), '{"count": 0}'))
+        beat = {"at": [12, 3], "phase": "backward", "where": "in step, minimind/x.py:5"}
+        beat |= {"gave_up": False, "verdict": None, **before, **said}
+        self.kept[str(rank)] = json.dumps({**beat, "count": before["count"] + 1})
+
+
+@pytest.fixture(autouse=True)
+def no_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(STATUS_FILE, raising=False)
+    monkeypatch.setattr(module, "SEARCH", 0.5)
+    monkeypatch.setattr(module, "BEAT", 0.05)
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "600"]) as started:
+        yield started
+        started.kill()
+
+
+def worker_of(child: subprocess.Popen[bytes], rank: int) -> Worker:
+    stat = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+    return Worker(rank, this_worker(0).host, child.pid, stat[19])
+
+
+def far(rank: int) -> Worker:
+    return Worker(rank, "elsewhere", 4711, "1")
+
+
+@pytest.fixture
+def meeting() -> Iterator[Callable[..., tuple[Peers, Store]]]:
+    """Rank 0 at step 12 among these others, beating."""
+    met: list[Peers] = []
+
+    def meet(*others: Worker) -> tuple[Peers, Store]:
+        progress = Progress(step=12, clock=Clock(4, "optimizer"), is_training=True)
+        peers, store = Peers(progress), Store()
+        peers.patience = 10.0
+        for other in others:
+            store.beat(other.rank)
+        peers.meet([peers.me, *others], store)
+        peers.begin()
+        met.append(peers)
+        return peers, store
+
+    yield meet
+    for peers in met:
+        peers.close()
+
+
+def seen(child: subprocess.Popen[bytes], state: str) -> Worker:
+    worker = worker_of(child, 1)
+    deadline = time.monotonic() + 30
+    while worker.state() != state:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return worker
+
+
+def test_another_machine_or_container_of_the_same_name_is_elsewhere():
+    me = this_worker(0)
+    assert me.is_here()
+    assert not Worker(1, me.host, me.pid, me.started, "another boot").is_here()
+    assert not Worker(1, "another name", me.pid, me.started).is_here()
+
+
+def test_a_process_is_running_stopped_or_gone_and_no_other_is_taken_for_it(child):
+    worker = worker_of(child, 1)
+    assert worker.state() == "running"
+    assert Worker(1, worker.host, worker.pid, "1").state() == "gone"
+    child.send_signal(signal.SIGSTOP)
+    seen(child, "stopped")
+    Worker(1, worker.host, worker.pid, "1").kill()  # another process of that number: not ours
+    assert worker.state() == "stopped"
+    worker.kill()
+    deadline = time.monotonic() + 30
+    while worker.state() != "gone":  # a zombie, not waited for
+        assert time.monotonic() < deadline
+    worker.kill()
+
+
+@pytest.mark.parametrize(
+    ("status", "words", "answer"),
+    [
+        (-9, "killed by SIGKILL, perhaps for lack of memory", 7),
+        (-11, "crashed by SIGSEGV", 7),
+        (0, "left before the others, with exit status 0", 7),
+        (3, "with exit status 3", 7),
+        (-15, "was stopped by SIGTERM while it started", 75),
+        (-10, "was stopped by SIGUSR1 while it started", 75),
+        (None, "died, perhaps killed", 7),
+    ],
+)
+def test_how_a_process_ended_says_what_the_run_answers(status, words, answer):
+    told, code = end_told(status)
+    assert words in told
+    assert code == answer
+
+
+def test_workers_know_one_another_by_the_scripts_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(STATUS_FILE, str(tmp_path / "status"))
+    assert registered() == []
+    Peers(Progress(rank=3))
+    assert registered() == [this_worker(3)]
+    assert ended(4711) is None
+    record_end(tmp_path, 4711, -9)
+    assert ended(4711) == -9
+
+
+def test_the_dead_is_named_before_the_process_group_stands(tmp_path, monkeypatch, child):
+    monkeypatch.setenv(STATUS_FILE, str(tmp_path / "status"))
+    worker = worker_of(child, 1)
+    (tmp_path / "worker-1").write_text(f"1 {worker.pid} {worker.started}\n")
+    peers = Peers(Progress())
+    assert peers.look(1.0) is None
+    child.kill()
+    child.wait()
+    record_end(tmp_path, child.pid, 0)
+    assert [peers.look(2.0) for _ in range(2)] == [None, None]  # it may have told its end
+    lost = peers.look(2.0)
+    assert lost is not None
+    assert (lost.rank, lost.status) == (1, 7)
+    assert lost.told == f"{worker} left before the others, with exit status 0"
+
+
+def test_a_stopped_process_is_lost_only_after_the_patience_in_one_go(meeting, child):
+    peers, store = meeting(worker_of(child, 1))
+
+    def look() -> Lost | None:
+        store.beat(1, at=[12, 4])  # its other threads live, for all we know
+        heard(peers)
+        return peers.look(4.0)
+
+    child.send_signal(signal.SIGSTOP)
+    seen(child, "stopped")
+    assert [look() for _ in range(2)] == [None, None]
+    child.send_signal(signal.SIGCONT)
+    seen(child, "running")
+    assert look() is None
+    child.send_signal(signal.SIGSTOP)
+    seen(child, "stopped")
+    found = [look() for _ in range(3)]
+    assert found[:2] == [None, None]
+    assert found[2] is not None
+    assert found[2].told.endswith("is stopped (SIGSTOP)")
+    assert found[2].worker == worker_of(child, 1)
+
+
+def heard(peers: Peers) -> None:
+    """Until the beats of now are known."""
+    peers._fresh(30)
+    peers._fresh(30)
+
+
+def test_a_rank_elsewhere_that_beats_is_not_lost_however_long_it_works(meeting):
+    peers, store = meeting(far(1))
+    for _ in range(20):
+        store.beat(1, at=[12, 4])
+        heard(peers)
+        assert peers.look(4.0) is None
+
+
+def test_a_rank_elsewhere_that_is_silent_is_lost(meeting):
+    peers, _ = meeting(far(1))
+    heard(peers)
+    found = [peers.look(4.0) for _ in range(5)]
+    assert found[:3] == [None] * 3
+    assert "rank 1 (process 4711 on elsewhere) was not heard of for 1" in found[4].told
+    assert found[4].worker is None
+
+
+def test_a_rank_behind_us_that_does_not_move_is_stuck_and_one_beside_us_is_not(meeting):
+    peers, store = meeting(far(1), far(2))
+    found = []
+    for _ in range(6):
+        store.beat(1, at=[12, 4])  # as far as we are: all may be compiling
+        store.beat(2, at=[12, 4])
+        heard(peers)
+        found.append(peers.look(4.0))
+    assert found == [None] * 6
+    found = []
+    for _ in range(6):
+        store.beat(1, at=[12, 4])
+        store.beat(2, at=[12, 2], phase="forward")
+        heard(peers)
+        found.append(peers.look(4.0))
+    lost = next(lost for lost in found if lost)
+    assert lost.rank == 2
+    assert "has not moved since step 12, phase forward (in step, minimind/x.py:5)" in lost.told
+
+
+def test_nothing_is_lost_after_the_ranks_parted(meeting, child):
+    peers, _ = meeting(worker_of(child, 1))
+    peers.close()
+    child.kill()
+    child.wait()
+    assert [peers.look(4.0) for _ in range(5)] == [None] * 5
+
+
+def test_whoever_did_not_give_up_is_guilty(meeting):
+    peers, store = meeting(far(1), far(2), far(3))
+    store.beat(1, gave_up=True)
+    store.beat(2, at=[12, 2], phase="forward")
+    store.beat(3, at=[12, 3])  # slower to notice, but further on
+    lost = peers.guilty(lambda: False)
+    assert lost is not None
+    assert (lost.rank, lost.status) == (2, 7)
+    assert json.loads(store.kept["0"])["gave_up"] is True
+
+
+def test_when_all_gave_up_nobody_is_guilty(meeting):
+    peers, store = meeting(far(1), far(2))
+    store.beat(1, gave_up=True)
+    store.beat(2, gave_up=True)
+    assert peers.guilty(lambda: False) is None
+
+
+def test_the_dead_and_the_stopped_are_found_at_once(meeting, child):
+    with subprocess.Popen(["sleep", "600"]) as other:
+        peers, _ = meeting(worker_of(child, 1), worker_of(other, 2))
+        child.send_signal(signal.SIGSTOP)
+        seen(child, "stopped")
+        lost = peers.guilty(lambda: False)
+        assert lost is not None
+        assert (lost.rank, lost.worker) == (1, worker_of(child, 1))
+        other.kill()
+        other.wait()
+        lost = peers.guilty(lambda: False)
+        assert lost is not None
+        assert (lost.rank, lost.worker) == (2, None)
+
+
+def test_what_another_rank_found_is_taken_over_with_its_status(meeting):
+    peers, store = meeting(far(1), far(2))
+    store.beat(1, verdict=[2, "rank 2 ended: the disk is full", 5])
+    heard(peers)
+    lost = peers.guilty(lambda: False)
+    assert lost is not None
+    assert (lost.rank, lost.status, lost.told) == (2, 5, "rank 2 ended: the disk is full")
+    assert peers.guilty(lambda: True) is None
+    peers.announce(lost)
+    assert json.loads(store.kept["0"])["verdict"] == [2, lost.told, 5]
+
+
+def test_where_the_main_thread_is_names_the_innermost_line_of_ours():
+    assert where_main_is().startswith("in where_main_is, minimind/runtime/heartbeat.py:")
+    assert os.getpid() == this_worker(0).pid
+
+
+def test_whoever_ends_is_heard_before_it_takes_the_store_along(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "BEAT", 1.0)
+    store, is_gone = Store(), threading.Event()
+
+    def set_if_there(key: str, value: str) -> None:
+        if is_gone.is_set():
+            raise RuntimeError("Connection reset by peer")
+        store.kept[key] = value
+
+    monkeypatch.setattr(store, "set", set_if_there)
+    ranks = [Peers(Progress(rank=rank)) for rank in range(2)]
+    everyone = [peers.me for peers in ranks]
+    for peers in ranks:
+        peers.meet(everyone, store)
+    for peers in ranks:
+        peers.begin()
+    lost = Lost(0, "rank 0 ended: /x: No space left on device", 5)
+    ranks[0].announce(lost)
+    is_gone.set()  # it was rank 0's
+    assert ranks[1].guilty(lambda: False) == lost
+    for peers in ranks:
+        peers.close()

@@ -1,0 +1,41 @@
+"""What a run says, and what becomes of it where nobody can hear."""
+
+import errno
+import io
+import os
+import sys
+
+import pytest
+import torch
+
+from minimind.errors import StorageError
+from minimind.telemetry.progress import Report
+
+
+class Full(io.StringIO):
+    """A file on a disk without room."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_behind_standard_output_is_told(tmp_path, monkeypatch):
+    report = Report(tmp_path, 10, torch.device("cpu"), is_speaker=True, is_profiling=False)
+    monkeypatch.setattr(sys, "stdout", Full())
+    with pytest.raises(StorageError, match="standard output: No space left"):
+        report.say("step 1")
+    report.close()
+
+
+def test_when_the_reader_is_gone_the_run_goes_on_and_is_still_recorded(tmp_path, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    report = Report(tmp_path, 10, torch.device("cpu"), is_speaker=True, is_profiling=False)
+    monkeypatch.setattr(sys, "stdout", Closed())
+    report.say("step 1")
+    report.say("step 2")
+    report.event("exit", step=2)
+    report.close()
+    assert '"exit"' in (tmp_path / "metrics.jsonl").read_text()

@@ -1,0 +1,124 @@
+"""--trace_steps: which steps, what is written, and where a run begins or ends within them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from minimind.errors import StorageError, UsageError
+from minimind.config.parse import parse_flags
+from minimind.architecture.select import Own
+from minimind.telemetry.mfu import VENDOR, is_model, mfu_per_speed, peak_of, peak_told
+from minimind.engine.phase_clock import PHASES, PhaseClock
+from minimind.telemetry.trace import Trace, traced_steps
+
+CPU = torch.device("cpu")
+
+
+def test_the_flag_names_first_and_last_step():
+    assert traced_steps(parse_flags([])) is None
+    assert traced_steps(parse_flags(["--trace_steps", "10:13"])) == (10, 13)
+    for wrong in ("10", "0:3", "5:4", "a:b", "1:2:3", "-1:4", " "):
+        with pytest.raises(UsageError, match=r"trace_steps = .* is not FIRST:LAST .*; write 10:13"):
+            traced_steps(parse_flags([f"--trace_steps={wrong}"]))
+
+
+@pytest.mark.parametrize("begins_at", [0, 2])
+def test_a_trace_has_the_phases_of_its_steps_and_no_others(tmp_path: Path, begins_at: int):
+    trace, clock = Trace((2, 3), tmp_path, rank=1), PhaseClock(CPU)
+    ended = []
+    for taken in range(begins_at, 5):
+        if trace.is_due(taken):
+            ended.append((taken, trace.is_recording))
+            trace.write(taken) if trace.is_recording else trace.begin(taken)
+        clock.is_traced = trace.is_recording
+        clock.begin()
+        for is_last in (False, True):  # two micro-batches
+            for phase in PHASES:
+                torch.dot(torch.ones(8), torch.ones(8))
+                clock.mark(phase, is_last and phase == PHASES[-1])
+    assert ended == [(max(begins_at, 1), False), (3, True)]
+    written = tmp_path / "traces" / f"steps_{max(begins_at, 1) + 1}-3-rank_1.json.gz"
+    assert [path.name for path in (tmp_path / "traces").iterdir()] == [written.name]
+    names = [
+        event["name"] for event in json.loads(gzip.decompress(written.read_bytes()))["traceEvents"]
+    ]
+    steps = 3 - max(begins_at, 1)
+    assert [names.count(phase) for phase in PHASES] == [2 * steps] * 4
+    assert names.count("aten::dot") == 8 * steps
+
+
+def test_a_run_that_ends_early_writes_what_it_has_and_a_full_disk_is_told(tmp_path: Path):
+    trace = Trace((1, 9), tmp_path, rank=0)
+    assert trace.stop() is None  # nothing begun, nothing written
+    assert not trace.is_due(0, is_over=True)
+    assert list(tmp_path.iterdir()) == []
+    trace.begin(0)
+    torch.ones(2)
+    assert (trace.is_due(4), trace.is_due(4, is_over=True)) == (False, True)
+    assert trace.write(4) == tmp_path / "traces" / "steps_1-4-rank_0.json.gz"
+    assert (tmp_path / "traces" / "steps_1-4-rank_0.json.gz").stat().st_size > 0
+    assert not trace.is_recording
+    blocked = Trace((1, 9), tmp_path / "file", rank=0)
+    (tmp_path / "file").write_text("")
+    blocked.begin(0)
+    with pytest.raises(StorageError, match="; free some space, or mend the path of --out_dir"):
+        blocked.write(1)
+
+
+def test_a_start_within_the_steps_leaves_the_traces_before_it(tmp_path: Path):
+    def recorded(begins: int, ends: int, rank: int = 0) -> str:
+        trace = Trace((3, 9), tmp_path, rank)
+        trace.begin(begins)
+        return trace.write(ends).name
+
+    assert recorded(2, 5) == "steps_3-5-rank_0.json.gz"  # stopped there
+    first = (tmp_path / "traces" / "steps_3-5-rank_0.json.gz").read_bytes()
+    assert recorded(5, 9) == "steps_6-9-rank_0.json.gz"  # resumed there
+    assert recorded(2, 5) == "steps_3-5-again_2-rank_0.json.gz"  # resumed from before it all
+    assert recorded(2, 9, rank=3) == "steps_3-9-again_3-rank_3.json.gz"  # one rank is as another
+    assert (tmp_path / "traces" / "steps_3-5-rank_0.json.gz").read_bytes() == first
+    assert len(list((tmp_path / "traces").iterdir())) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-40GB", "A100"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H800 PCIe", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A100-PCIE-40GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA RTX A4000", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_a_gpu_is_known_by_whole_words(name, expected):
+    assert next((model for model in VENDOR if is_model(model, name)), None) == expected
+
+
+def test_mfu_is_flops_over_a_stated_peak():
+    run = parse_flags("--model tiny --peak_tflops 2".split())
+    per_token = 0.0165e9  # as `minimind plan` has it
+    assert peak_of(run, CPU) == (2.0, "--peak_tflops")
+    share = mfu_per_speed(run, Own(), CPU, world_size=4)
+    assert share == pytest.approx(per_token / (4 * 2e12), rel=5e-3)
+    assert "MFU of 2 TFLOP/s (--peak_tflops)" in peak_told(run, CPU)
+    unknown = parse_flags(["--model", "tiny"])
+    assert (peak_of(unknown, CPU), mfu_per_speed(unknown, Own(), CPU, 1)) == (None, None)
+    assert peak_told(unknown, CPU) == ""

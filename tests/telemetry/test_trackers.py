@@ -1,0 +1,310 @@
+"""What trackers are told: all that metrics.jsonl is told, and nothing that stops a run."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import minimind.train as training
+from minimind.errors import DataError, UsageError
+from minimind.config.parse import parse_flags
+from minimind.telemetry import trackers
+from minimind.telemetry.trackers import Tracker, figures
+from tests.conftest import SMALL, Trained
+
+train: Any = training  # a package that is called like a function
+BLOCK, HEADER = 32768, 7  # of a .wandb file, which is a log as LevelDB has it
+
+
+def flags(trained: Trained, **more: Any) -> dict[str, Any]:
+    places = {"data_path": str(trained.mixed), "cache_dir": str(trained.cache)}
+    return {**SMALL, **places, "sample_interval": 3, **more}
+
+
+def told(out_dir: Path) -> dict[int, dict[str, Any]]:
+    """The figures in metrics.jsonl by step, called as trackers are told them."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in (out_dir / "metrics.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        kind = {"step": "train", "eval": "eval", "sample": "sample"}.get(event["event"])
+        if kind:
+            facts = {key: event[key] for key in event if key not in ("event", "time")}
+            found.setdefault(event["step"], {}).update(figures(kind, facts))
+    return found
+
+
+def wandb_history(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(step, figures) of each history record in a .wandb file."""
+    from wandb.proto import wandb_internal_pb2
+
+    kind_of_record: Any = vars(wandb_internal_pb2)["Record"]  # made when it is imported
+    content, at, whole = path.read_bytes(), HEADER, b""
+    assert content.startswith(b":W&B")
+    while at + HEADER <= len(content):
+        if (left := BLOCK - at % BLOCK) < HEADER:
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", content[at : at + HEADER])
+        whole += content[at + HEADER : at + HEADER + size]
+        at += HEADER + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = kind_of_record.FromString(whole)
+            whole = b""
+            if record.WhichOneof("record_type") == "history":
+                items = {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in record.history.item
+                }
+                own = {key: value for key, value in items.items() if not key.startswith("_")}
+                yield record.history.step.num, own
+
+
+def test_what_is_nested_is_told_by_its_path():
+    facts = {
+        **{"step": 7, "loss": 2.5, "clipped": True, "rows": [8, 16], "comm_ms": None},
+        **{"by_source": {"a": {"val_loss": 3.0}}},
+    }
+    assert figures("train", facts) == {
+        **{"train/loss": 2.5, "train/clipped": 1},
+        **{"train/a/val_loss": 3.0},
+    }
+
+
+def test_wandb_and_tensorboard_hold_what_metrics_jsonl_holds_over_a_resume(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    asked = flags(trained, report_to="wandb,tensorboard", out_dir=str(tmp_path / "run"))
+    assert train(asked, stop_at_step=3) == 75
+    own_id = json.loads((tmp_path / "run" / "trackers.json").read_text())["wandb"]
+    assert train(asked) == 0
+    expected = told(tmp_path / "run")
+    assert {2, 3, 4, 6} <= expected.keys()
+    assert {"train/loss", "train/lr"} <= expected[6].keys()
+    assert {"eval/val_loss", "eval/b/val_bpb", "sample/0"} <= expected[6].keys()
+    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    assert [path.name for path in files] == [f"run-{own_id}.wandb"] * 2
+    assert dict(record for path in files for record in wandb_history(path)) == expected
+    assert train(asked) == 0  # nothing is left to do, and nothing to tell
+    assert sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")) == files
+    assert "| max_steps | `6` |" in configuration(tmp_path / "run" / "tensorboard")
+    assert scalars(tmp_path / "run" / "tensorboard") == {
+        (step, name): np.float32(value)
+        for step, values in expected.items()
+        for name, value in values.items()
+        if not isinstance(value, str)
+    }
+
+
+def configuration(folder: Path) -> str:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder)).Reload().Tensors("configuration/text_summary")
+    return found[0].tensor_proto.string_val[0].decode()
+
+
+def scalars(folder: Path) -> dict[tuple[int, str], np.float32]:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    found = {}
+    for path in sorted(folder.iterdir()):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name == "scalars":
+                    found[event.step, value.tag] = np.float32(make_ndarray(value.tensor).item())
+    return found
+
+
+def test_what_tensorboard_was_told_beyond_the_checkpoint_is_purged_when_a_run_goes_on(
+    tmp_path: Path,
+):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = parse_flags(["--report_to", "tensorboard", "--out_dir", str(tmp_path)])
+    for first, last in ((0, 5), (3, 6)):  # killed at step 5, resumed from the checkpoint of step 3
+        told = trackers.open_trackers(run, first, {})
+        for step in range(first + 1, last + 1):
+            told.event("step", {"step": step, "loss": float(10 * first + step)})
+        told.close(60)
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
+    assert [(one.step, one.value) for one in found] == [
+        *((1, 1.0), (2, 2.0), (3, 3.0)),
+        *((4, 34.0), (5, 35.0), (6, 36.0)),
+    ]
+
+
+def test_wandb_knows_a_resumed_run_as_itself_and_a_new_one_in_the_same_folder_as_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ids: list[str] = []
+
+    def open_tracker(name: str, project: str, folder: str, options: dict[str, Any]) -> Any:
+        ids.append(options["id"])
+        return SimpleNamespace(finish=lambda: None)
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(trackers, "open_tracker", open_tracker)
+    run = parse_flags(["--report_to", "wandb", "--out_dir", str(tmp_path)])
+    for step in (0, 3, 0, 5):
+        trackers.open_trackers(run, step, {}).close(60)
+    assert ids[0] == ids[1]
+    assert ids[2] == ids[3]
+    assert ids[0] != ids[2]
+
+
+class Broken:
+    """A tracker that breaks at its second line."""
+
+    writer = SimpleNamespace(add_text=lambda *told: None)
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, dict[str, Any]]] = []
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        if self.lines:
+            raise ConnectionError("the other end\nis gone")
+        self.lines.append((step, values))
+
+    def finish(self) -> None:
+        raise AssertionError("it is left alone once it broke")
+
+
+def test_a_tracker_that_breaks_or_is_missing_is_told_of_once_and_the_run_goes_on(
+    trained: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    opened: dict[str, Any] = {}
+
+    def open_tracker(name: str, *_: Any) -> Any:
+        if name == "mlflow":
+            raise ModuleNotFoundError("No module named 'mlflow'")
+        return opened.setdefault(name, Broken())
+
+    monkeypatch.setattr(trackers, "open_tracker", open_tracker)
+    asked = flags(trained, report_to="mlflow,tensorboard", out_dir=str(tmp_path / "run"))
+    assert train(asked) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert sorted(warnings) == [
+        f"warning: tracker {told}; training goes on without it, and metrics.jsonl has everything"
+        for told in ("mlflow: No module named 'mlflow'", "tensorboard: the other end is gone")
+    ]
+    assert [step for step, _ in opened["tensorboard"].lines] == [2]
+    assert told(tmp_path / "run").keys() == {2, 3, 4, 6}
+
+
+def test_without_a_key_wandb_asks_nobody_and_is_left_out(
+    trained: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    def no_key() -> None:
+        raise ConnectionError("has no API key (run `wandb login`, or set WANDB_MODE=offline)")
+
+    monkeypatch.setattr(trackers, "_require_key", no_key)
+    asked = flags(trained, report_to="wandb", max_steps=1, out_dir=str(tmp_path / "run"))
+    assert train(asked) == 0
+    assert "warning: tracker wandb: has no API key" in capsys.readouterr().err
+
+
+def test_a_tracker_that_hangs_is_not_waited_for(capsys: pytest.CaptureFixture[str]):
+    from threading import Event
+
+    never = Event()
+
+    class Hangs(Broken):
+        def log(self, values: dict[str, Any], step: int) -> None:
+            never.wait(60)
+
+    tracker = Tracker("slow", Hangs)
+    tracker.log({"loss": 1.0}, 1)
+    tracker.close(0.05)
+    never.set()
+    tracker.log({"loss": 1.0}, 2)
+    assert capsys.readouterr().err.count("warning: tracker slow: did not finish in 0.05 s") == 1
+
+
+def test_a_misspelt_tracker_is_refused(trained: Trained, tmp_path: Path):
+    with pytest.raises(UsageError, match=r"report_to = wandbb .*'wandbb' is none of wandb,"):
+        train(flags(trained, report_to="wandbb", out_dir=str(tmp_path / "run")))
+
+
+@pytest.mark.parametrize("asked", ["none,wandb", "wandb, none", "none,none"])
+def test_none_beside_trackers_is_refused(asked: str):
+    with pytest.raises(UsageError, match=r"report_to = .*none stands beside others; drop it"):
+        parse_flags(["--report_to", asked])
+    assert parse_flags(["--report_to", "none"]).trackers() == ()
+
+
+def curve(out_dir: Path) -> list[tuple[Any, ...]]:
+    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    names = ("step", "loss", "lr", "grad_norm", "rows")
+    return [tuple(line[n] for n in names) for line in lines if line["event"] == "step"]
+
+
+def test_samples_are_written_and_change_nothing(trained: Trained, tmp_path: Path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "曉處"}\n{"prompt": "a b"}\n', encoding="utf-8")
+    with_samples, without = tmp_path / "with", tmp_path / "without"
+    asked = flags(trained, sample_interval=2, sample_prompts=str(prompts), log_interval=1)
+    assert train(asked, out_dir=str(with_samples)) == 0
+    asked = flags(trained, sample_interval=0, log_interval=1)
+    assert train(asked, out_dir=str(without)) == 0
+    assert curve(with_samples) == curve(without)
+    lines = (with_samples / "metrics.jsonl").read_text().splitlines()
+    samples = [one for one in map(json.loads, lines) if one["event"] == "sample"]
+    found = [(one["step"], one["number"], one["prompt"]) for one in samples]
+    assert found == [(step, n, p) for step in (2, 4, 6) for n, p in enumerate(("曉處", "a b"))]
+    assert any(one["text"] for one in samples)
+
+
+def test_samples_draw_on_random_numbers_of_their_own(trained: Trained):
+    import torch
+
+    from minimind.inference.from_checkpoint import load_checkpoint
+    from minimind.inference.sampling import Sampling
+    from minimind.train.sample_text import Samples, draw
+
+    model, tokenizer, _ = load_checkpoint(str(trained.run))
+
+    class Engine:
+        device, world_size = torch.device("cpu"), 1
+        resolved = type("", (), {"zero_stage": None})
+        backend = type("", (), {"forward": model})
+
+        def __init__(self) -> None:
+            self.model = model
+
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    texts = draw(Engine(), Samples(("a",), tokenizer, Sampling(8)))  # type: ignore[arg-type] (a stand-in)
+    assert torch.equal(torch.rand(4), expected)
+    assert texts == draw(Engine(), Samples(("a",), tokenizer, Sampling(8)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "words"),
+    [
+        ({"sample_prompts": "nowhere.txt"}, DataError, "--sample_prompts nowhere.txt: No such"),
+        ({"sample_prompts": "LONG"}, UsageError, r"prompt 1 has \d+ tokens, and max_seq_len is 64"),
+        ({"sample_prompts": "LONG", "sample_interval": 0}, UsageError, "without --sample_interval"),
+    ],
+)
+def test_prompts_that_cannot_be_used_are_told_before_training(
+    trained: Trained, tmp_path: Path, asked: dict[str, Any], error: type[Exception], words: str
+):
+    (tmp_path / "LONG").write_text("abc " * 60)
+    prompts = {"sample_prompts": str(tmp_path / "LONG")} if "LONG" in asked.values() else {}
+    with pytest.raises(error, match=words):
+        train(flags(trained, **{**asked, **prompts}), out_dir=str(tmp_path / "run"))

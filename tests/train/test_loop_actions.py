@@ -1,0 +1,93 @@
+"""What a run leaves behind in its process: nothing frozen but what was before it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import minimind.train as training
+from minimind.config.parse import parse_flags
+from minimind.telemetry import progress as report_module
+from minimind.train.loop_actions import WARM_UP, Spared, advance
+from minimind.telemetry.progress import Report
+from minimind.checkpoint.train_state import TrainState
+
+train: Any = training  # a package that is called like a function
+FLAGS: dict[str, Any] = {
+    **{"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32},
+    **{"vocab_size": 600, "batch_size": 2, "device": "cpu", "eval_rows": 0},
+    **{"save_interval": 100, "deepspeed_config": "none"},
+}
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+
+
+def test_what_the_first_steps_built_is_spared_and_given_back():
+    spared = Spared()
+    spared.settle()
+    assert gc.get_freeze_count() > 0
+    spared.thaw()
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_a_notebook_froze_by_itself_stays_frozen(corpus: Path, tmp_path: Path):
+    flags = {**FLAGS, "data_path": [str(corpus)], "cache_dir": str(tmp_path / "cache")}
+    gc.freeze()
+    assert train({**flags, "max_steps": WARM_UP + 1}, out_dir=str(tmp_path / "out")) == 0
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()
+    assert train({**flags, "max_steps": WARM_UP + 1}, out_dir=str(tmp_path / "again")) == 0
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "interval", "told"),
+    [
+        (
+            40.0,
+            100,
+            "warning  no step line for 1:06:40: a step takes 40.0 s and --log_interval is 100",
+        ),
+        (40.0, 10, ""),
+        (35.0, 100, ""),
+        (
+            40.0,
+            1000,
+            "warning  no step line for 2:11:20: a step takes 40.0 s and --log_interval is",
+        ),
+    ],
+)
+def test_an_hour_without_a_step_line_is_said_once_steps_are_timed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seconds: float,
+    interval: int,
+    told: str,
+):
+    now = 1000.0
+    monkeypatch.setattr(report_module.time, "perf_counter", lambda: now)
+    report = Report(tmp_path, 200, torch.device("cpu"), is_speaker=True, is_profiling=False)
+    run = parse_flags(["--log_interval", str(interval)])
+    desk: Any = SimpleNamespace(report=report, run=run, schedule=SimpleNamespace(total_steps=200))
+    report.begin(0)
+    for step in range(1, 9):
+        now += seconds if step > 1 else 900.0  # which compiles
+        advance(desk, TrainState(step), step)
+        now += 500.0
+        report.pause("evaluate", 500e3)
+    report.close()
+    found = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert len(found) == bool(told)
+    assert told in "".join(found)
