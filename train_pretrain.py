@@ -7,13 +7,12 @@ import os
 import sys
 from contextlib import suppress
 
-from minimind.runtime.exit import Ending
-from minimind.runtime.environment import rank_of, require_environment
 from minimind.config.parse import parse_flags
+from minimind.runtime.environment import rank_of, require_environment
+from minimind.runtime.exit import Ending
 from minimind.runtime.heartbeat import Peers
-from minimind.runtime.phases import LONG, phase
 from minimind.runtime.process import SCRIPT_PID, Progress, take_back_stderr
-from minimind.terminal import guarded
+from minimind.runtime.terminal import LONG, guarded, phase
 
 
 def main(argv: list[str]) -> int:

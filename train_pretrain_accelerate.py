@@ -4,8 +4,9 @@
 import os
 import sys
 
-from minimind.errors import UsageError, one_line
+from minimind.errors import UsageError
 from minimind.runtime.process import tell_torchrun
+from minimind.runtime.terminal import one_line
 
 if __name__ == "__main__":
     told = "this script is called train_pretrain.py here; start that, with the same flags"

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from benchmarks.record import arguments, preset, record
-from minimind.config.parse import parse_flags
-from minimind.config.launcher_env import read_launch
-from minimind.engine.build import Engine, build_engine, leave
-from minimind.engine.phase_clock import PhaseClock
 from minimind.checkpoint.resume import resume
 from minimind.checkpoint.saver import Saver
-from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.checkpoint.train_state import TrainState
+from minimind.config.deepspeed.backend_choice import read_setup
+from minimind.config.launcher_env import read_launch
+from minimind.config.parse import parse_flags
+from minimind.engine.build import Engine, build_engine, leave
+from minimind.engine.phase_clock import PhaseClock
 
 
 def milliseconds(work: Callable[[], Any]) -> float:

@@ -31,8 +31,8 @@ from benchmarks.record import arguments, record
 from benchmarks.throughput import Contender, race, summary
 from examples.stdlib_corpus import main as write_corpus
 from minimind.config.parse import parse_flags
-from minimind.estimate.plan import shape_of
 from minimind.estimate.costs import flops_per_token
+from minimind.estimate.plan import shape_of
 from minimind.telemetry.mfu import peak_of
 
 NAMES = ("ours, ZeRO-2, compiled", "ours, single, compiled")

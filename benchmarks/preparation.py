@@ -23,13 +23,13 @@ import sentencepiece
 from transformers import AutoTokenizer
 
 from benchmarks.record import arguments, record
-from minimind.data.text.documents import Reading
 from minimind.data.prepare.dataset_folder import prepare_folder
-from minimind.data.text.inputs import find_files, segments_of
-from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.prepare.prepare import Asked
+from minimind.data.text.documents import Reading
+from minimind.data.text.inputs import find_files, segments_of
 from minimind.data.text.readers import read_segment
 from minimind.data.text.sources import Source
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 
 

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.record import arguments, record
-from minimind.model.bf16_matmul import HAS_BF16, Widened
+from minimind.model.bf16_matmul import Widened
+from minimind.runtime.hardware import HAS_BF16
 
 INPUTS, OUTPUTS = 512, 1408
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from minimind.checkpoint.identity import hardware, source_commit, versions
 from minimind.config.parse import parse_flags
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
-from minimind.model.bf16_matmul import HAS_BF16
-from minimind.checkpoint.identity import hardware, source_commit, versions
+from minimind.runtime.hardware import HAS_BF16
 
 
 def arguments(text: str | None) -> argparse.ArgumentParser:

@@ -36,8 +36,8 @@ from typing import Any
 
 from benchmarks.record import arguments, record
 from benchmarks.throughput import Contender, race, ratio
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.config.parse import parse_flags
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 
 WARM = 2  # steps, before the first round; nothing is compiled
 # Not data_ms: the waiting at the gate is in it.

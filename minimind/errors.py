@@ -10,8 +10,6 @@ import errno
 import re
 from collections.abc import Sequence
 
-from minimind.terminal import printable
-
 
 class RunError(Exception):
     """An ending that is told in one line instead of a traceback."""
@@ -155,10 +153,3 @@ class Interrupted(RunError):
 
     code = "INTERRUPTED"
     status = 130  # as a shell has it: 128 + SIGINT
-
-
-def one_line(program: str, error: BaseException, rank: int = 0, step: int = 0) -> str:
-    """`PROGRAM: error[E_NAME] rank=R step=S: what; what to do`, always one line."""
-    code = getattr(error, "code", RunError.code)
-    what = printable(" ".join(str(error).split())) or type(error).__name__
-    return f"{program}: error[{code}] rank={rank} step={step}: {what}"

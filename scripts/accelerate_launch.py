@@ -2,8 +2,8 @@
 
 Called with the arguments of `accelerate launch`. torchrun, which this process becomes, passes TERM
 on to its workers but not USR1, and a second TERM makes it leave them while they save. It alone is
-told how a worker ended; it leaves word of that for the others (minimind/runtime/local_workers.py). Where no
-worker lived to say how the run ended, it does.
+told how a worker ended; it leaves word of that for the others
+(minimind/runtime/local_workers.py). Where no worker lived to say how the run ended, it does.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import Any
 
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # also where the package is not installed
-from minimind.errors import PREEMPTED, PeerError, RunError, Stopped, one_line  # noqa: E402 (first)
-from minimind.runtime.process import (  # noqa: E402 (likewise)
+from minimind.errors import PREEMPTED, PeerError, RunError, Stopped
+from minimind.runtime.local_workers import Worker, end_told, folder, record_end
+from minimind.runtime.process import (
     CAUGHT,
     LAUNCHER_PID,
     claim_status,
@@ -30,7 +31,7 @@ from minimind.runtime.process import (  # noqa: E402 (likewise)
     record_stop,
     stop_reason,
 )
-from minimind.runtime.local_workers import Worker, end_told, folder, record_end  # noqa: E402 (likewise)
+from minimind.runtime.terminal import one_line
 
 NAME = "run_accelerate.sh"
 AGAIN = "run the same command again"

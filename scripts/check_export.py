@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 
 from minimind.errors import RunError
 from minimind.interop.export import export
-from minimind.model.decoder import MiniMindForCausalLM
 from minimind.interop.weights import Weights, load_weights_from
+from minimind.model.decoder import MiniMindForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMATS = ("llama", "minimind", "gguf")

@@ -13,10 +13,10 @@ from typing import Any
 
 from minimind.cli import main as cli
 from minimind.config.arguments import EXAMPLE, Number, count_of_bytes, path_of, size_in_bytes
-from minimind.config.run_config import FLAGS
-from minimind.config.parse import kind_of
 from minimind.config.foreign_flags import TABLES
 from minimind.config.foreign_flags import rows as foreign_rows
+from minimind.config.parse import kind_of
+from minimind.config.run_config import FLAGS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 FOREIGN = PAGE.with_name("coming_from.md")

@@ -19,9 +19,9 @@ from typing import Any
 
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # also where the package is not installed
-from minimind.runtime.environment import OF_LAUNCHERS, require_numbers  # noqa: E402 (after that)
-from minimind.errors import RendezvousError, RunError, UsageError, one_line  # noqa: E402 (likewise)
-from minimind.runtime.phases import phase  # noqa: E402 (likewise)
+from minimind.errors import RendezvousError, RunError, UsageError
+from minimind.runtime.environment import OF_LAUNCHERS, require_numbers
+from minimind.runtime.terminal import one_line, phase
 
 # Of NVIDIA's, of AMD's and of Windows'; where one is, nvidia-smi may still not be installed.
 DRIVERS = [Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg")]

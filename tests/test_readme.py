@@ -1,4 +1,4 @@
-"""What README.md says against what is there: the folder tree, the flags, the make targets."""
+"""What README.md says against what is there: the packages, the flags, the make targets."""
 
 import re
 from collections import Counter
@@ -6,29 +6,20 @@ from pathlib import Path
 
 from benchmarks.table import written
 from minimind.config.run_config import FLAGS
+from tests.packages import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CHINESE = (ROOT / "README_zh.md").read_text(encoding="utf-8")
 
 
-def files_of_the_tree() -> set[str]:
-    """Paths in the block under 'The folders are the pipeline', by indentation."""
-    block = README.split("## The folders are the pipeline")[1].split("```")[1]
-    found, parents = set(), []
-    for line in filter(str.strip, block.splitlines()):
-        depth = (len(line) - len(line.lstrip())) // 2
-        name = line.split()[0]
-        parents[depth:] = [name.rstrip("/")]
-        if not name.endswith("/"):
-            found.add("/".join(parents))
-    return found
-
-
-def test_the_tree_lists_every_module_and_nothing_that_is_not_there():
-    listed = files_of_the_tree()
-    assert {name for name in listed if not (ROOT / name).is_file()} == set()
-    modules = {str(p.relative_to(ROOT)) for p in (ROOT / "minimind").rglob("*.py")}
-    assert {name for name in modules if not name.endswith("__init__.py")} <= listed
+def test_the_tree_lists_every_package_and_nothing_that_is_not_there():
+    for text, head in ((README, "## Where things are"), (CHINESE, "## 代码在哪里")):
+        block = text.split(head)[1].split("```")[1]
+        listed = re.findall(r"^  (\w+)/ ", block, re.MULTILINE)
+        assert sorted(listed) == sorted({name.split(".")[0] for name in PACKAGES} - {"errors"})
+        assert [name for name in re.findall(r"^([\w.]+/?) ", block, re.MULTILINE)
+                if not (ROOT / name).exists()] == []  # fmt: skip
 
 
 def test_every_flag_named_exists():

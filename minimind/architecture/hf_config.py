@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import (
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from minimind.errors import CheckpointError
 from minimind.architecture.hf_models import transformers_model
-from minimind.checkpoint.validation import shown
+from minimind.errors import CheckpointError
+from minimind.runtime.checked_json import shown
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")

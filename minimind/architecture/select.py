@@ -14,17 +14,22 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from minimind.architecture.hf_config import IDS, first_line, foreign_config, require_model
+from minimind.architecture.hf_models import (
+    matrix_weights,
+    model_of,
+    sees_what_follows,
+    transformers_model,
+)
 from minimind.config.checks import OF_EXPERTS
 from minimind.config.run_config import RunConfig
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import CheckpointError, UsageError
-from minimind.model.configuration import MiniMindConfig
-from minimind.architecture.hf_models import matrix_weights, model_of, sees_what_follows, transformers_model
-from minimind.model.widths import feed_forward_width
-from minimind.checkpoint.validation import ELSEWHERE, read_object, shown, told_by_config
 from minimind.estimate.costs import flops_per_token
-from minimind.architecture.hf_config import IDS, first_line, foreign_config, require_model
 from minimind.estimate.shape import shape_of
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.widths import feed_forward_width
+from minimind.runtime.checked_json import ELSEWHERE, read_object, shown, told_by_config
 
 OURS = MiniMindConfig.model_type
 # Of a config.json: who wrote it, and what the tokenizer, --dtype and generation decide.

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from minimind.errors import CheckpointError
-from minimind.runtime.read_locks import ReadLock, lock_for_reading
 from minimind.checkpoint.directory import MANIFEST, Rejected, candidates, verify
-from minimind.checkpoint.validation import Unreadable
+from minimind.errors import CheckpointError
+from minimind.runtime.checked_json import Unreadable
+from minimind.runtime.locks import ReadLock, lock_for_reading
 
 TRIES = 20  # a run that saves several times a second may retire what was just listed
 

@@ -22,10 +22,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minimind.checkpoint.validation import require_manifest
 from minimind.errors import CheckpointError
-from minimind.runtime.durable_files import canonical_json, fingerprint, sha256_of, sync_directory, write_durably
-from minimind.runtime.read_locks import locked_for_deletion
-from minimind.checkpoint.validation import Unreadable, read_object, require_manifest, shown
+from minimind.runtime.checked_json import Unreadable, read_object, shown
+from minimind.runtime.durable_files import (
+    canonical_json,
+    fingerprint,
+    sha256_of,
+    sync_directory,
+    write_durably,
+)
+from minimind.runtime.locks import locked_for_deletion
 
 FORMAT = 4
 # What is so where a checkpoint of this format does not tell: its writer knew nothing else.

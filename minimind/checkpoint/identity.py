@@ -13,10 +13,10 @@ import torch
 
 from minimind import __version__
 from minimind.config.run_config import PROJECT, RunConfig
+from minimind.config.schedule import Schedule
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared
 from minimind.engine.build import Engine
-from minimind.config.schedule import Schedule
 
 
 def identity(

@@ -10,11 +10,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from minimind.errors import CheckpointError
 from minimind.checkpoint.directory import read_manifest
-from minimind.checkpoint.validation import ELSEWHERE, read_state, require_listed
 from minimind.checkpoint.tensor_files import BUFFERS, RunFiles, readable
+from minimind.checkpoint.validation import read_state
 from minimind.engine.optimizer_state import MASTER
+from minimind.errors import CheckpointError
+from minimind.runtime.checked_json import ELSEWHERE, require_listed
 
 UNCOUNTED = ("momentum_buffer",)  # SGD's, which counts no updates
 

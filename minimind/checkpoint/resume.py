@@ -9,10 +9,7 @@ from typing import Any
 
 import torch
 
-from minimind.errors import CheckpointError
-from minimind.runtime.durable_files import sync_directory
-from minimind.runtime.metrics_file import newest_acknowledged
-from minimind.runtime.phases import phase
+from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import (
     Difference,
     Rejected,
@@ -26,15 +23,18 @@ from minimind.checkpoint.directory import (
     sweep,
     verify,
 )
-from minimind.checkpoint.choose import newest_valid
-from minimind.checkpoint.validation import read_state, require_listed
 from minimind.checkpoint.reader import Contents, require_counted
-from minimind.engine.build import Engine
-from minimind.runtime.collectives import Ranks, lost_peers, on_rank_0, together
 from minimind.checkpoint.saver import shapes
-from minimind.checkpoint.train_state import TrainState
 from minimind.checkpoint.tensor_files import BUFFERS, RunFiles, read_buffers
+from minimind.checkpoint.train_state import TrainState
+from minimind.checkpoint.validation import read_state
+from minimind.engine.build import Engine
 from minimind.engine.optimizer_state import MASTER
+from minimind.errors import CheckpointError
+from minimind.runtime.checked_json import require_listed
+from minimind.runtime.collectives import Ranks, lost_peers, on_rank_0, together
+from minimind.runtime.durable_files import newest_acknowledged, sync_directory
+from minimind.runtime.terminal import phase
 
 
 @dataclass(frozen=True)

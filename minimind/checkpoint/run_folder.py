@@ -12,12 +12,11 @@ from typing import IO
 
 import yaml
 
-from minimind.errors import LockedError, StorageError
-from minimind.runtime.durable_files import storing, write_whole
-from minimind.runtime.metrics_file import require_regular
-from minimind.config.model_flags import SHAPE
 from minimind.config.deepspeed.incompatible import unheard
 from minimind.config.deepspeed.resolve import Resolved
+from minimind.config.model_flags import SHAPE
+from minimind.errors import LockedError, StorageError
+from minimind.runtime.durable_files import require_regular, storing, write_whole
 
 ONCE = (
     "config",

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minimind.errors import RunError, StorageError
-from minimind.runtime.durable_files import free_bytes, mebibytes, storing, write_durably
 from minimind.checkpoint.directory import (
     candidates,
     describe_file,
@@ -25,12 +23,14 @@ from minimind.checkpoint.directory import (
     step_directory,
     write_manifest,
 )
+from minimind.checkpoint.tensor_files import BUFFERS, Staging, write_runs, write_tensors
+from minimind.checkpoint.train_state import TrainState
 from minimind.checkpoint.validation import shard_name
 from minimind.engine.build import Engine
-from minimind.runtime.collectives import Ranks, on_rank_0, together
-from minimind.checkpoint.train_state import TrainState
-from minimind.checkpoint.tensor_files import BUFFERS, Staging, write_runs, write_tensors
 from minimind.engine.optimizer_state import MASTER, ZeroState
+from minimind.errors import RunError, StorageError
+from minimind.runtime.collectives import Ranks, on_rank_0, together
+from minimind.runtime.durable_files import free_bytes, mebibytes, storing, write_durably
 
 REMEDY = "free some space, or mend the path of --out_dir; earlier checkpoints are untouched"
 

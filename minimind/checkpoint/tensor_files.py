@@ -24,9 +24,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from minimind.checkpoint.validation import shard_name
 from minimind.errors import CheckpointError, NumericError
+from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.durable_files import sync_file
-from minimind.checkpoint.validation import ELSEWHERE, shard_name
 
 BUFFERS = "buffers.safetensors"
 PIECE = 4 * 2**20

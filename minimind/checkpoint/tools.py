@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from minimind.errors import CheckpointError, UsageError
-from minimind.runtime.durable_files import mebibytes, storing
+from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import (
     MANIFEST,
     candidates,
@@ -26,8 +25,9 @@ from minimind.checkpoint.directory import (
     unfinished,
     verify,
 )
-from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.run_folder import claim
+from minimind.errors import CheckpointError, UsageError
+from minimind.runtime.durable_files import mebibytes, storing
 
 COLUMNS = ("checkpoint", "tokens", "saved", "files", "size", "saved by", "dtype", "state")
 RIGHT = {1, 3, 4}  # numbers

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from minimind.checkpoint.choose import Chosen, read_chosen
 from minimind.checkpoint.tools import (
     as_json,
     as_table,
@@ -19,7 +20,6 @@ from minimind.checkpoint.tools import (
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime.durable_files import mebibytes, storing
 from minimind.runtime.output_folder import NewFolder
-from minimind.checkpoint.choose import Chosen, read_chosen
 
 MEND = "mend the path or its rights"
 

@@ -140,10 +140,10 @@ def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _asked(args: argparse.Namespace) -> Asked:
-    from minimind.data.tokenizer.load import longest_document
     from minimind.data.prepare.prepare import Asked
-    from minimind.data.text.sources import Source, join_sources, parse_source, read_sources
     from minimind.data.prepare.work_units import Options
+    from minimind.data.text.sources import Source, join_sources, parse_source, read_sources
+    from minimind.data.tokenizer.load import longest_document
 
     paths = (*args.paths, *args.data_path)
     sources = [Source("data", paths)] if paths else []

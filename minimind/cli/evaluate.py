@@ -19,8 +19,8 @@ from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import printing, storing
 
 if TYPE_CHECKING:
-    from minimind.data.tokenizer.load import AnyTokenizer
     from minimind.data.prepare.prepare import Prepared
+    from minimind.data.tokenizer.load import AnyTokenizer
     from minimind.train.evaluate import Sums
     from minimind.train.evaluate_texts import Part
 
@@ -68,11 +68,11 @@ def add_parser(subs: Any) -> None:
 
 def run_eval(args: argparse.Namespace) -> int:
     """Evaluate, and print what was found; of several processes only the first one prints."""
-    from minimind.config.launcher_env import read_launch
-    from minimind.inference.load_model import load_model
-    from minimind.engine.build import forward_only
-    from minimind.train.evaluate_texts import score
     from minimind.config.deepspeed.backend_choice import device_for
+    from minimind.config.launcher_env import read_launch
+    from minimind.engine.build import forward_only
+    from minimind.inference.load_model import load_model
+    from minimind.train.evaluate_texts import score
 
     _require_once(args.data)
     launch = read_launch(os.environ)
@@ -99,8 +99,8 @@ def run_eval(args: argparse.Namespace) -> int:
 
 def _require_once(places: list[str]) -> None:
     """Nothing, or a UsageError for text that would count twice."""
-    from minimind.data.text.inputs import find_files, require_once
     from minimind.data.prepare.prepare import is_prepared
+    from minimind.data.text.inputs import find_files, require_once
 
     paths: list[Path] = []
     for place in places:
@@ -136,9 +136,9 @@ def _prepared(
 
     `copy` is a folder with the files of the tokenizer.
     """
-    from minimind.data.tokenizer.load import longest_document
     from minimind.data.prepare.prepare import Asked, is_prepared, open_prepared, prepare_for_run
     from minimind.data.prepare.work_units import Options, Source
+    from minimind.data.tokenizer.load import longest_document
 
     if not is_prepared(place):
         if args.split not in (None, "all"):
@@ -169,8 +169,8 @@ def _prepared(
 
 def _parts(place: str, prepared: Prepared, length: int, args: argparse.Namespace) -> list[Part]:
     """The windows of each split that is read."""
-    from minimind.data.prepare.prepare import is_prepared
     from minimind.data.loader.eval_windows import windows_of
+    from minimind.data.prepare.prepare import is_prepared
     from minimind.train.evaluate_texts import Part
 
     is_folder = is_prepared(place)

@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from minimind.config.arguments import add_model, at_least, finite, path_of, penalty, share
 from minimind.errors import DataError, RunError, StorageError, UsageError
-from minimind.runtime.durable_files import printing, require_writable, storing, write_whole
-from minimind.runtime.phases import phase
 from minimind.inference.prompts import prompt_of, read_prompts, read_text
-from minimind.terminal import for_stdout
+from minimind.runtime.durable_files import printing, require_writable, storing, write_whole
+from minimind.runtime.terminal import for_stdout, phase
 
 if TYPE_CHECKING:
     from minimind.data.tokenizer.load import AnyTokenizer
-    from minimind.inference.sampling import Sampling
     from minimind.inference.generate import Written
+    from minimind.inference.sampling import Sampling
 
 
 def add_parser(subs: Any) -> None:
@@ -116,10 +115,10 @@ class _Writer:
 
 
 def _writer(args: argparse.Namespace) -> _Writer:
+    from minimind.config.deepspeed.backend_choice import device_for
     from minimind.config.launcher_env import Launch
     from minimind.inference.load_model import load_model
     from minimind.inference.sampling import Sampling
-    from minimind.config.deepspeed.backend_choice import device_for
 
     how = Sampling(
         args.max_new_tokens,

@@ -11,10 +11,10 @@ from typing import Any
 
 from minimind.cli import data as data_commands
 from minimind.cli import evaluate as eval_commands
+from minimind.cli import export as weight_commands
 from minimind.cli import generate as generate_commands
 from minimind.cli import report as report_commands
 from minimind.cli import tokenizer as tokenizer_commands
-from minimind.cli import export as weight_commands
 from minimind.config.arguments import (
     Parser,
     PrintCompletion,
@@ -27,7 +27,7 @@ from minimind.config.arguments import (
 from minimind.config.run_config import DISTRIBUTION
 from minimind.errors import Interrupted, RunError, UsageError, known_error
 from minimind.runtime.durable_files import escape_unencodable, printing
-from minimind.terminal import guarded, printable
+from minimind.runtime.terminal import guarded, printable
 
 EXAMPLE = "minimind generate --checkpoint out --prompt 'Once upon a time'"
 

@@ -112,10 +112,10 @@ def run_train(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from minimind.data.tokenizer.load import load_tokenizer
     from minimind.data.text.sample import sample
-    from minimind.data.tokenizer.sentencepiece import train_tokenizer
     from minimind.data.tokenizer.files import MODEL_NAME, TOKENIZER_FILES
+    from minimind.data.tokenizer.load import load_tokenizer
+    from minimind.data.tokenizer.sentencepiece import train_tokenizer
     from minimind.data.tokenizer.statistics import measure
     from minimind.data.tokenizer.vocabulary import require_learnable
     from minimind.runtime.output_folder import NewFolder
@@ -170,8 +170,8 @@ class Reader:
 
     def training_texts(self, paths: Sequence[str]) -> Iterator[str]:
         """Every document that a run would train on."""
-        from minimind.data.text.inputs import find_files, require_once
         from minimind.data.prepare.unit_reader import split_of
+        from minimind.data.text.inputs import find_files, require_once
 
         files = find_files(paths)
         require_once(files)
@@ -191,8 +191,8 @@ def texts_of(path: Path, reading: Reading, skips_bad: bool) -> Iterator[str]:
     """The texts of one input; how many are read, on a terminal. A DataError for a bad one."""
     from tqdm import tqdm
 
-    from minimind.data.text.inputs import segments_of
     from minimind.data.prepare.unit_reader import documents_of, pass_over, refuse
+    from minimind.data.text.inputs import segments_of
 
     reject = pass_over if skips_bad else refuse
     found = documents_of(segments_of(path, 2**62), reading, reject)
@@ -212,10 +212,10 @@ def run_inspect(args: argparse.Namespace) -> int:
     """Print what the pieces are, and what they make of text."""
     import numpy as np
 
+    from minimind.cli.tokenizer_tables import about, kinds, longest, sources, special, unused
     from minimind.data.text.inputs import find_files
     from minimind.data.tokenizer.load import load_tokenizer
     from minimind.data.tokenizer.statistics import AWKWARD, measure
-    from minimind.cli.tokenizer_tables import about, kinds, longest, sources, special, unused
 
     tokenizer, reading = load_tokenizer(args.tokenizer), _reading(args, args.tokenizer)
     pieces = tokenizer.pieces()

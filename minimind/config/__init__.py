@@ -1,0 +1,18 @@
+"""Flags, YAML, presets and the launcher's environment as one `RunConfig` with a source per value.
+
+May import `minimind.runtime` and `minimind.errors`; neither torch nor deepspeed, so that a mistake
+is reported at once. A new flag begins in `training_flags.py`, `model_flags.py` or
+`report_flags.py`.
+
+arguments        types of the arguments of `minimind SUBCOMMAND`
+checks           flags that do not fit one another
+foreign_flags    what other trainers call our flags
+launcher_env     rank, world size and the Accelerate YAML, read from the environment
+model_flags      flags that decide the model
+parse            command line, --config and presets -> `RunConfig`
+report_flags     flags of trackers and samples
+run_config       `RunConfig`: one field per flag
+schedule         learning rate and length of a run
+training_flags   all other flags: default, limits, help
+yaml_files       YAML in which a value is the text that stands there
+"""

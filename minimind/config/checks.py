@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from minimind.config.arguments import is_utf8
-from minimind.config.run_config import FLAGS, RunConfig
-from minimind.errors import UsageError, fault_error
 from minimind.config.model_flags import SHAPE
 from minimind.config.report_flags import TRACKERS
+from minimind.config.run_config import FLAGS, RunConfig
+from minimind.errors import UsageError, fault_error
 
 OF_EXPERTS = (
     "n_routed_experts",

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from minimind.config.run_config import CONFIGS
-from minimind.runtime.environment import rank_of, require_environment
-from minimind.errors import RendezvousError, UsageError
 from minimind.config.yaml_files import load_yaml
+from minimind.errors import RendezvousError, UsageError
+from minimind.runtime.environment import rank_of, require_environment
 
 # The fields of an Accelerate YAML's deepspeed_config that say something a DeepSpeed JSON says too.
 YAML_FIELDS = {

@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 
 from minimind.config.arguments import EXAMPLE, Formatter, PrintCompletion, shown_default
 from minimind.config.checks import conflicts
-from minimind.config.run_config import CONFIGS, DISTRIBUTION, FLAGS, RunConfig
-from minimind.errors import UsageError, fault_error
 from minimind.config.foreign_flags import counterpart
 from minimind.config.model_flags import HUGGING_FACE, SHAPE
+from minimind.config.run_config import CONFIGS, DISTRIBUTION, FLAGS, RunConfig
 from minimind.config.yaml_files import load_texts
+from minimind.errors import UsageError, fault_error
 
 _SPELLED = [
     *FLAGS,

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from minimind import __version__
-from minimind.errors import UsageError
-from minimind.config.training_flags import CHANGEABLE, PlaceFlags, TrainingFlags
 from minimind.config.model_flags import HUGGING_FACE, ModelFlags
 from minimind.config.report_flags import ReportFlags
+from minimind.config.training_flags import CHANGEABLE, PlaceFlags, TrainingFlags
+from minimind.errors import UsageError
 
 DISTRIBUTION = f"minimind-deepspeed {__version__}"  # what --version prints
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 PROJECT = PACKAGE.parent  # the checkout, or site-packages
 # A wheel has the folder inside the package (pyproject.toml).
 CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PROJECT) / "configs"

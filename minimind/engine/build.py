@@ -1,10 +1,9 @@
 """The one seam to Accelerate and DeepSpeed: a model and a resolved configuration in, steps out.
 
-Nothing else in the package imports the two libraries. Three of their habits are dealt with here:
-without CUDA, Accelerate's DeepSpeed path finds no backend and lets every rank believe that it is
-rank 0 of 1, so gloo is named explicitly and the ranks are counted; DeepSpeed compiles a
-shared-memory op at the first CPU start, which only inference uses, so it is not built; and
-`clip_grad_norm_` and prepared schedulers mean something else under DeepSpeed, so neither is used.
+Nothing else in the package imports the two libraries. Without CUDA, Accelerate's DeepSpeed path
+finds no backend and every rank takes itself for rank 0 of 1, so gloo is named and the ranks are
+counted. DeepSpeed compiles a shared-memory op for inference at the first CPU start; it is skipped.
+`clip_grad_norm_` and prepared schedulers differ under DeepSpeed, so neither is used.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel
 
-from minimind.errors import RendezvousError, StorageError, UsageError
-from minimind.config.launcher_env import join_by_hand, settle
-from minimind.runtime.phases import phase
+from minimind.config.deepspeed import engine_rules as rules
 from minimind.config.deepspeed.auto_values import offloads
-from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
-from minimind.engine.op_build_lock import minded_builds
-from minimind.engine.compile import compile_within
-from minimind.engine.deepspeed_backend import Backend, DeepSpeedBackend
-from minimind.config.deepspeed.resolve import Resolved
-from minimind.engine.deepspeed_logs import CollectivesLog, time_from_the_start
-from minimind.config.deepspeed.schema import MODELS, fault_told, optimizer_name
-from minimind.config.deepspeed.engine_rules import CHOOSERS, tracker_refusal, way_out, without, words
 from minimind.config.deepspeed.literals import BATCH, leaves
-from minimind.engine.optimizer import adamw, parameter_groups, trial_optimizer
-from minimind.runtime.collectives import carrier, lost_peers, rendezvous
+from minimind.config.deepspeed.resolve import Resolved
+from minimind.config.deepspeed.schema import MODELS, fault_told, optimizer_name
+from minimind.config.launcher_env import join_by_hand, settle
+from minimind.engine.deepspeed_backend import Backend, DeepSpeedBackend
+from minimind.engine.deepspeed_logs import CollectivesLog, time_from_the_start
 from minimind.engine.engine import Engine
+from minimind.engine.loss_of_batch import compile_within
+from minimind.engine.op_build_lock import minded_builds
+from minimind.engine.optimizer import adamw, parameter_groups, trial_optimizer
+from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
+from minimind.errors import RendezvousError, StorageError, UsageError
+from minimind.runtime.collectives import carrier, lost_peers, rendezvous
+from minimind.runtime.terminal import phase
 
 # How DeepSpeed and torch's optimizers tell that they will not work with a configuration.
 REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError)
@@ -126,9 +125,9 @@ def _refusals(resolved: Resolved) -> Iterator[None]:
     try:
         yield
     except (*REFUSALS, DeepSpeedConfigError, ZeRORuntimeException) as error:
-        told = words(error)
+        told = rules.words(error)
         raise UsageError(
-            f"{resolved.path}: DeepSpeed refuses it: {told}; {way_out(resolved.config, told)}"
+            f"{resolved.path}: DeepSpeed refuses it: {told}; {rules.way_out(resolved.config, told)}"
         ) from error
     except OSError as error:
         if error.filename is None:
@@ -136,7 +135,7 @@ def _refusals(resolved: Resolved) -> Iterator[None]:
         told = f"{error.filename}: {error.strerror}"
         raise StorageError(f"{resolved.path}: DeepSpeed cannot use {told}; change it") from error
     except Exception as error:
-        if not (told := tracker_refusal(error)):
+        if not (told := rules.tracker_refusal(error)):
             raise
         raise UsageError(f"{resolved.path}: {told}") from error
 
@@ -191,10 +190,7 @@ def _alone() -> None:
 
 @contextmanager
 def forward_only(device: str, dist_timeout: int) -> Iterator[Any]:
-    """An Accelerator for work that trains nothing: it shares out rows and gathers their results.
-
-    At the end the process is in no process group any more.
-    """
+    """An Accelerator for evaluation alone; the process group is destroyed at the end."""
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
@@ -249,7 +245,7 @@ def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[st
             told = [fault_told(section, fault) for fault in error.errors()]
             faults += [f"{path}: {fault}; change or remove it" for fault in told]
         except AssertionError as error:  # an old name beside the new one
-            remedy = way_out({section: config[section]}, str(error))
+            remedy = rules.way_out({section: config[section]}, str(error))
             faults.append(f"{path}: {section} is refused by DeepSpeed: {error}; {remedy}")
     return faults
 
@@ -267,11 +263,13 @@ def require_accepted(resolved: Resolved, device: str) -> None:
     if not told:
         return
     place = f"{resolved.path}: "
-    for key, value in sorted(leaves(resolved.config).items(), key=lambda one: one[0] in CHOOSERS):
-        if not _refused(without(resolved.config, key)):
+    for key, value in sorted(
+        leaves(resolved.config).items(), key=lambda one: one[0] in rules.CHOOSERS
+    ):
+        if not _refused(rules.without(resolved.config, key)):
             shown = json.dumps(value)
             raise UsageError(f"{place}DeepSpeed refuses {key} = {shown}: {told}; remove {key}")
-    raise UsageError(f"{place}DeepSpeed refuses it: {told}; {way_out(resolved.config, told)}")
+    raise UsageError(f"{place}DeepSpeed refuses it: {told}; {rules.way_out(resolved.config, told)}")
 
 
 def _refused(config: Mapping[str, Any]) -> str:
@@ -296,5 +294,5 @@ def _refused(config: Mapping[str, Any]) -> str:
             kind = getattr(lr_schedules, config["scheduler"]["type"])
             kind(optimizer, **config["scheduler"].get("params", {}))
     except Exception as error:  # each of its parsers has its own kind
-        return words(error)
+        return rules.words(error)
     return ""

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from minimind.engine.optimizer_state_adapters import require_tested_deepspeed, zero_state
-from minimind.engine.plain_backend import PlainBackend
 from minimind.engine.collective_clock import CommunicationClock
 from minimind.engine.deepspeed_logs import CollectivesLog
 from minimind.engine.optimizer_state import ZeroState
+from minimind.engine.optimizer_state_adapters import require_tested_deepspeed, zero_state
+from minimind.engine.plain_backend import PlainBackend
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 

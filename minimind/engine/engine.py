@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 
-from minimind.engine.plain_backend import StepResult
-from minimind.engine.collective_clock import CommunicationClock
-from minimind.engine.compile import CompileClock, uncompiled
-from minimind.engine.deepspeed_backend import Backend
 from minimind.config.deepspeed.resolve import Resolved
-from minimind.engine.loss_of_batch import mean_routing, objective_of, positions_at_once
+from minimind.engine.collective_clock import CommunicationClock
+from minimind.engine.deepspeed_backend import Backend
+from minimind.engine.loss_of_batch import (
+    CompileClock,
+    mean_routing,
+    objective_of,
+    positions_at_once,
+    uncompiled,
+)
 from minimind.engine.phase_clock import PhaseClock
+from minimind.engine.plain_backend import StepResult
 from minimind.runtime.collectives import Ranks, lost_peers
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minimind.errors import CheckpointError
 from minimind.config.deepspeed.incompatible import RESUMABLE
 from minimind.engine.optimizer_state import MOMENTS, Fragment, ZeroState
+from minimind.errors import CheckpointError
 
 TESTED = "0.19.8"  # constraints.txt and pyproject.toml pin the same
 

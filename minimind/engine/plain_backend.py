@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from minimind.model.experts import Routing
-from minimind.engine.optimizer_state_adapters import zero_state
-from minimind.engine.collective_clock import CommunicationClock
 from minimind.config.deepspeed.resolve import Resolved
+from minimind.engine.collective_clock import CommunicationClock
 from minimind.engine.optimizer import adamw
 from minimind.engine.optimizer_state import ZeroState
+from minimind.engine.optimizer_state_adapters import zero_state
+from minimind.model.experts import Routing
 
 Groups = list[dict[str, Any]]
 OptimizerOf = Callable[[Groups], torch.optim.Optimizer]

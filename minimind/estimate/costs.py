@@ -17,7 +17,7 @@ MASTER_AND_MOMENTS = 3 * WIDE
 # DeepSpeed's defaults, in elements: what stage 0 flattens for one all-reduce, and how many weights
 # stage 3 keeps gathered, or far from their next use, before it lets go of them.
 FLATTENED, LIVE, REUSE = 5 * 10**8, 10**9, 10**9
-NARROWEST_BY_BLOCKS = 16  # channels of a head, as minimind.model.document_attention has it
+NARROWEST_BY_BLOCKS = 16  # channels of a head, as minimind.model.attention_kernels has it
 
 
 @dataclass(frozen=True)

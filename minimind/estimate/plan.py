@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from minimind.config.deepspeed.auto_values import autos, offloads
+from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
+from minimind.config.parse import parse_flags, unknown_flag
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig
 from minimind.errors import UsageError, fault_error
-from minimind.config.parse import parse_flags, unknown_flag
 from minimind.estimate import costs
-from minimind.config.deepspeed.auto_values import autos, offloads
 from minimind.estimate.costs import Layout, Memory
-from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.estimate.shape import Shape, shape_of
 
 HEADROOM = 0.1  # for the CUDA context, the libraries' own buffers and fragmentation

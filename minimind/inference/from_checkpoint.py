@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from minimind.checkpoint.choose import read_chosen
 from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.inference.generate import write_on
 from minimind.inference.load_model import Loaded, ready
 from minimind.inference.sampling import Sampling
-from minimind.checkpoint.choose import read_chosen
 from minimind.interop.weights import weights_of
-from minimind.inference.generate import write_on
 
 
 def load_checkpoint(place: str) -> Loaded:

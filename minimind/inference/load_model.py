@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from minimind.data.tokenizer.load import AnyTokenizer
-from minimind.errors import UsageError
 from minimind.architecture.hf_models import model_of
 from minimind.checkpoint.choose import read_chosen
+from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.errors import UsageError
 from minimind.interop.weights import CONFIG, Weights, is_checkpoint, load_weights_from, weights_of
 
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import torch
 
+from minimind.checkpoint.directory import read_manifest
+from minimind.checkpoint.validation import read_config
 from minimind.data.tokenizer.files import MODEL_NAME, TOKENIZER_FILES
 from minimind.errors import CheckpointError
+from minimind.interop.tensor_sources import INDEX, WHOLE, Source, of_checkpoint
+from minimind.interop.write_folder import SHARDS, write_folder
+from minimind.runtime.checked_json import require_listed, told_by_config
 from minimind.runtime.durable_files import mebibytes
 from minimind.runtime.output_folder import NewFolder
-from minimind.interop.tensor_sources import INDEX, WHOLE, Source, of_checkpoint
-from minimind.checkpoint.directory import read_manifest
-from minimind.checkpoint.validation import read_config, require_listed, told_by_config
-from minimind.interop.write_folder import SHARDS, write_folder
 
 MODEL_TYPE = "minimind"
 OWN = ("config.json", "generation_config.json", *TOKENIZER_FILES, INDEX, WHOLE, SHARDS)

@@ -15,22 +15,22 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from minimind.checkpoint.validation import CONFIG, MAYBE_IN_CONFIG
+from minimind.data.tokenizer.files import TOKENIZER_FILES
 from minimind.data.tokenizer.gguf_vocabulary import gguf_vocabulary
 from minimind.data.tokenizer.load import AnyTokenizer
-from minimind.data.tokenizer.files import TOKENIZER_FILES
 from minimind.errors import UsageError
-from minimind.runtime.durable_files import mebibytes
-from minimind.interop.hf_folder import configuration_files, foreign_files, with_tokenizer
 from minimind.interop.gguf import NAME as GGUF_NAME
 from minimind.interop.gguf import gguf_parts, require_gguf, write_gguf
-from minimind.model.configuration import MiniMindConfig
-from minimind.interop.weight_names import to_gguf, to_halves
+from minimind.interop.hf_folder import configuration_files, foreign_files, with_tokenizer
 from minimind.interop.remote_code import AUTO_MAP, remote_code
-from minimind.runtime.output_folder import NewFolder
 from minimind.interop.tensor_sources import INDEX, WHOLE, Source
-from minimind.checkpoint.validation import CONFIG, MAYBE_IN_CONFIG
+from minimind.interop.weight_names import to_gguf, to_halves
 from minimind.interop.weights import TRANSFORMERS, Weights, require_fitting
 from minimind.interop.write_folder import SHARDS, write_folder
+from minimind.model.configuration import MiniMindConfig
+from minimind.runtime.durable_files import mebibytes
+from minimind.runtime.output_folder import NewFolder
 
 SMALL = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 OWN = (*SMALL, INDEX, WHOLE, SHARDS, GGUF_NAME, *remote_code())

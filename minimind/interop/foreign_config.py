@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minimind.checkpoint.tensor_files import readable
+from minimind.checkpoint.validation import POSITIONS
 from minimind.errors import CheckpointError, UsageError
-from minimind.model.configuration import MiniMindConfig
 from minimind.interop.weight_names import EMBEDDING, to_minimind2
-from minimind.checkpoint.validation import (
+from minimind.model.configuration import MiniMindConfig
+from minimind.runtime.checked_json import (
     ABOVE_0,
     COUNT,
-    POSITIONS,
     SIZE,
     YES_OR_NO,
     or_null,
@@ -26,7 +27,6 @@ from minimind.checkpoint.validation import (
     require,
     shown,
 )
-from minimind.checkpoint.tensor_files import readable
 
 MINIMIND2, LLAMA = "minimind2", "llama"
 LAYER_0 = "model.layers.0"

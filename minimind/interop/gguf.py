@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minimind.errors import UsageError
-from minimind.runtime.durable_files import sync_file, write_durably
-from minimind.model.configuration import MiniMindConfig
-from minimind.interop.weight_names import to_gguf, to_halves
-from minimind.runtime.output_folder import NewFolder
-from minimind.interop.tensor_sources import Source
 from minimind.checkpoint.tensor_files import Part
+from minimind.errors import UsageError
+from minimind.interop.tensor_sources import Source
+from minimind.interop.weight_names import to_gguf, to_halves
 from minimind.interop.write_folder import require_room
+from minimind.model.configuration import MiniMindConfig
+from minimind.runtime.durable_files import sync_file, write_durably
+from minimind.runtime.output_folder import NewFolder
 
 NAME = "model.gguf"
 NUMPY = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype("u2")}  # it has no bf16

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from minimind.errors import CheckpointError
 from minimind.architecture.hf_models import model_of
+from minimind.errors import CheckpointError
 from minimind.interop.tensor_sources import ANEW, CONFIG, Source, require_same
 
 

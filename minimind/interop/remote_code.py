@@ -1,7 +1,7 @@
 """The model's own modules as the files that a directory brings along for trust_remote_code=True.
 
-They load where this package is not installed: whatever the decoder imports from `minimind.model`
-comes along, its imports made relative, and everything else has to be there with transformers.
+They load where this package is not installed: whatever the decoder imports from this package comes
+along, its imports made relative, and everything else has to be there with transformers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ AUTO_MAP = {
 }
 """What config.json says under "auto_map": which class of which file."""
 
-_HERE = Path(__file__).parents[1] / "model"
-_OURS = re.compile(r"^([ \t]*)from minimind\.model\.(\w+) import ", re.MULTILINE)
+_PACKAGE = Path(__file__).parents[1]
+_OURS = re.compile(r"^([ \t]*)from minimind((?:\.\w+)*)\.(\w+) import ", re.MULTILINE)
 
 
 def remote_code() -> dict[str, bytes]:
@@ -25,12 +25,13 @@ def remote_code() -> dict[str, bytes]:
     The files are read from where this package lies, so that what is exported is what ran.
     """
     found: dict[str, bytes] = {}
-    waiting = [place.split(".")[0] for place in AUTO_MAP.values()]
+    waiting = [(".model", place.split(".")[0]) for place in AUTO_MAP.values()]
     while waiting:
-        module = waiting.pop()
+        package, module = waiting.pop()
         if f"{module}.py" in found:
             continue
-        source = (_HERE / f"{module}.py").read_text(encoding="utf-8")
-        found[f"{module}.py"] = _OURS.sub(r"\1from .\2 import ", source).encode()
-        waiting += [name for _, name in _OURS.findall(source)]
+        folder = _PACKAGE.joinpath(*package.split("."))
+        source = (folder / f"{module}.py").read_text(encoding="utf-8")
+        found[f"{module}.py"] = _OURS.sub(r"\1from .\3 import ", source).encode()
+        waiting += [(package, name) for _, package, name in _OURS.findall(source)]
     return dict(sorted(found.items()))

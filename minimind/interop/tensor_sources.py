@@ -17,11 +17,11 @@ from torch._weights_only_unpickler import (  # as torch.load raises it; nothing 
     UnpicklingError,  # pyright: ignore[reportPrivateImportUsage] (documented, not listed)
 )
 
-from minimind.errors import CheckpointError, NumericError
-from minimind.checkpoint.validation import FILE_NAME, OBJECT, read_object, require, shown
 from minimind.checkpoint.reader import Contents
 from minimind.checkpoint.tensor_files import Part, readable
 from minimind.engine.optimizer_state import MASTER
+from minimind.errors import CheckpointError, NumericError
+from minimind.runtime.checked_json import FILE_NAME, OBJECT, read_object, require, shown
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

@@ -16,8 +16,13 @@ from typing import Any, TypeVar
 import torch
 from transformers import PretrainedConfig
 
-from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.architecture.select import foreign_config_of
+from minimind.checkpoint.choose import Chosen, choose, read_chosen
+from minimind.checkpoint.directory import MANIFEST, read_manifest
+from minimind.checkpoint.tensor_files import readable
+from minimind.checkpoint.validation import read_config
 from minimind.data.tokenizer.files import JSON_NAME, MODEL_NAME, TOKENIZER_FILES
+from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.interop.foreign_config import (
     LLAMA,
@@ -30,15 +35,17 @@ from minimind.interop.foreign_config import (
     shape_of_tensors,
 )
 from minimind.interop.hf_weights import fitted
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.interop.weight_names import EMBEDDING, HEAD, MINIMIND2_TABLES, from_halves, from_minimind2
-from minimind.runtime.read_locks import ReadLock
 from minimind.interop.tensor_sources import CONFIG, Source, of_checkpoint, of_place, require_same
-from minimind.architecture.select import foreign_config_of
-from minimind.checkpoint.directory import MANIFEST, read_manifest
-from minimind.checkpoint.choose import Chosen, choose, read_chosen
-from minimind.checkpoint.validation import ELSEWHERE, read_config, read_object, require_listed, shown
-from minimind.checkpoint.tensor_files import readable
+from minimind.interop.weight_names import (
+    EMBEDDING,
+    HEAD,
+    MINIMIND2_TABLES,
+    from_halves,
+    from_minimind2,
+)
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.runtime.checked_json import ELSEWHERE, read_object, require_listed, shown
+from minimind.runtime.locks import ReadLock
 
 CHECKPOINT, OURS, TRANSFORMERS = "checkpoint", "minimind", "transformers"
 ANEW = "get the file anew, or name another"

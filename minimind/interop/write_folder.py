@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from minimind.checkpoint.tensor_files import Part, write_parts
 from minimind.errors import StorageError
+from minimind.interop.tensor_sources import INDEX, WHOLE
 from minimind.runtime.durable_files import free_bytes, mebibytes, write_durably
 from minimind.runtime.output_folder import NewFolder
-from minimind.interop.tensor_sources import INDEX, WHOLE
-from minimind.checkpoint.tensor_files import Part, write_parts
 
 SHARDS = "model-*-of-*.safetensors"
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from minimind.model.configuration import MiniMindConfig
-from minimind.model.document_attention import document_blocks, is_fast
+from minimind.model.attention_kernels import document_blocks, is_fast
 from minimind.model.bf16_matmul import is_widened
+from minimind.model.configuration import MiniMindConfig
 
 Visible = Tensor | BlockMask | None
 

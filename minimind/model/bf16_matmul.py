@@ -5,7 +5,6 @@ Widened to fp32, multiplied and rounded once, the result is what the instruction
 too multiply exactly, and add up in fp32.
 """
 
-import platform
 import re
 from typing import Any
 
@@ -14,18 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.library import custom_op
 
+from minimind.runtime.hardware import HAS_BF16
 
-def has_bf16() -> bool:
-    """Whether this machine's CPU multiplies bf16 by instructions of its own.
-
-    oneDNN takes AVX-512 without them for enough, and works them out of others, slowly.
-    """
-    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
-    return platform.machine() not in ("x86_64", "AMD64") or torch.cpu._is_avx512_bf16_supported()
-
-
-HAS_BF16 = has_bf16()
 ROWS = 512  # or columns, in fp32 at a time: enough for the full rate
 PART = 2**21  # most numbers of a part, of the factor or the result: fewer rows then, down to 64
 

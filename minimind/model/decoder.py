@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, initialization
 
+from minimind.model.attention_mask import document_starts, own_positions, visible_in_layers
+from minimind.model.bf16_matmul import Linear
 from minimind.model.caches import cached
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.experts import MiniMindOutput, Routing, over_layers
 from minimind.model.layers import Block, ResidualOutput, RMSNorm
 from minimind.model.loss import IGNORED, next_token_loss
-from minimind.model.bf16_matmul import Linear
 from minimind.model.rotary import build_pos_cis, cos_sin
-from minimind.model.attention_mask import document_starts, own_positions, visible_in_layers
 
 
 class MiniMindModel(nn.Module):

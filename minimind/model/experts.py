@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from minimind.model.configuration import MiniMindConfig
 from minimind.model.bf16_matmul import Linear, widened
+from minimind.model.configuration import MiniMindConfig
 
 
 class Routing(NamedTuple):

@@ -15,14 +15,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from minimind.model.blockwise_attention import blockwise_attention
-from minimind.model.configuration import MiniMindConfig
-from minimind.model.document_attention import document_attention
-from minimind.model.experts import MixtureOfExperts
-from minimind.model.bf16_matmul import Linear, linear, widened
 from minimind.model.activation_checkpointing import not_kept
-from minimind.model.rotary import in_halves, rotate, rotate_halves
+from minimind.model.attention_kernels import blockwise_attention, document_attention
 from minimind.model.attention_mask import Visible
+from minimind.model.bf16_matmul import Linear, linear, widened
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.experts import MixtureOfExperts
+from minimind.model.rotary import in_halves, rotate, rotate_halves
 
 CHOOSES = "cuda"
 """The kind of device that has several fused kernels of attention to choose from."""

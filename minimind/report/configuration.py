@@ -62,7 +62,7 @@ def _text(path: Path) -> str:
 
 
 def _flags(text: str) -> list[Value]:
-    """As out_dir.py writes them: `name: value  # source`, long values on several lines."""
+    """As run_folder.py writes them: `name: value  # source`, long values on several lines."""
     joined = re.sub(r"\n +", " ", text)
     found = [LINE.fullmatch(line) for line in joined.splitlines()]
     return [

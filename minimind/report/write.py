@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from minimind.runtime.durable_files import storing, write_whole
 from minimind.report.configuration import read_configuration
 from minimind.report.figures import figures_of
 from minimind.report.page import page
 from minimind.report.records import read_records
 from minimind.report.runs import runs_of
+from minimind.runtime.durable_files import storing, write_whole
 
 NAME = "report.html"  # in the out_dir of a run
 

@@ -17,17 +17,10 @@ import traceback
 from contextlib import closing, suppress
 from pathlib import Path
 
-from minimind.errors import (
-    PREEMPTED,
-    PeerError,
-    RendezvousError,
-    RunError,
-    Stopped,
-    known_error,
-    one_line,
-)
-from minimind.runtime.metrics_file import Metrics
+from minimind.errors import PREEMPTED, PeerError, RendezvousError, RunError, Stopped, known_error
+from minimind.runtime.durable_files import Metrics
 from minimind.runtime.heartbeat import Lost
+from minimind.runtime.local_workers import is_alive
 from minimind.runtime.process import (
     CAUGHT,
     LAUNCHER_PID,
@@ -39,7 +32,7 @@ from minimind.runtime.process import (
     read_claim,
     tell_torchrun,
 )
-from minimind.runtime.local_workers import is_alive
+from minimind.runtime.terminal import one_line
 
 PROGRAM = "train_pretrain"
 AGAIN = "run the same command again"

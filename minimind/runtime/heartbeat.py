@@ -17,8 +17,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from minimind.errors import PREEMPTED, PeerError, RunError, Stopped
+from minimind.runtime.local_workers import (
+    Worker,
+    end_told,
+    ended,
+    register,
+    registered,
+    this_worker,
+)
 from minimind.runtime.process import STATUS_FILE, Progress
-from minimind.runtime.local_workers import Worker, end_told, ended, register, registered, this_worker
 
 BEAT = 2.0  # seconds between two beats
 GRACE = 5.0  # a rank that waits for a dead one is told by its own connection, sooner than by us

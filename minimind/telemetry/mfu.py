@@ -6,8 +6,8 @@ import re
 
 import torch
 
-from minimind.config.run_config import RunConfig
 from minimind.architecture.select import Architecture
+from minimind.config.run_config import RunConfig
 
 # Dense bf16 TFLOP/s with fp32 sums, of NVIDIA's data sheets and white papers, many of which print
 # the sparse figure, twice that. The first whose words the device's own name has.

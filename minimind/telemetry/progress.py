@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from minimind.runtime.durable_files import storing
-from minimind.runtime.metrics_file import Metrics
-from minimind.terminal import for_stdout
 from minimind.engine.phase_clock import SHOWN, mean_ms, median_ms, profile_table, ranks_table
+from minimind.runtime.durable_files import Metrics, storing
+from minimind.runtime.terminal import for_stdout
 from minimind.telemetry.progress_bar import Followed, ProgressBar
 from minimind.telemetry.trackers import Trackers
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from minimind.config.run_config import RunConfig
-from minimind.runtime.durable_files import write_whole
 from minimind.engine.build import open_tracker
+from minimind.runtime.durable_files import write_whole
 
 FILE = "trackers.json"  # in out_dir: what a resumed run goes on under
 KINDS = {"step": "train", "eval": "eval", "sample": "sample"}  # events, and what theirs are called

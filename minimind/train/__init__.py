@@ -1,7 +1,22 @@
 """The training of a run, and `minimind.train(...)`, which is this package called as a function.
 
-Notebooks know a run by that name, and `import minimind.train.loop` has to go on working: hence a
-module that can be called. Nothing heavy is imported before the call.
+May import everything below `minimind.cli`. The loop is `loop.py`; what happens between its steps
+begins in `loop_actions.py`, what a start reads and checks in `pretrain.py`. The package is a module
+that can be called: notebooks know a run as `minimind.train`, and `import minimind.train.loop` works
+too. Nothing heavy is imported before the call.
+
+build             text, row order, schedule: what the loop needs
+evaluate          validation loss of held-out rows
+evaluate_texts    the same over every token of whole texts, for `minimind eval`
+initial_weights   weights that a run starts from
+loop              the training loop
+loop_actions      log, evaluate, save: the actions between steps
+memory_report     out of memory: the micro-batch in force, and one that would fit
+pretrain          a run from its flags to its exit status
+sample_text       text from the model in training
+settings          the tables of values that --dry_run and --verbose print
+skipped_steps     steps whose loss or gradient is not finite
+start_summary     the first screen of a run
 """
 
 from __future__ import annotations
@@ -30,9 +45,9 @@ class _CallableModule(ModuleType):
         environ, handlers = dict(os.environ), {n: signal.getsignal(n) for n in CAUGHT}
         import torch.distributed as dist
 
-        from minimind.errors import UsageError
         from minimind.config.parse import run_of
         from minimind.engine.build import leave
+        from minimind.errors import UsageError
         from minimind.train.pretrain import pretrain
 
         run = run_of({**(flags or {}), **more}, "train({name}=...)")

@@ -9,21 +9,28 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from minimind.config.run_config import RunConfig
-from minimind.data.loader.batches import Batches, held_out_rows
-from minimind.data.tokenizer.load import load_tokenizer, longest_document
-from minimind.data.loader.row_order import Mixture, Order, Origin
-from minimind.data.prepare.prepare import Asked, Prepared, is_prepared, open_prepared, prepare_for_run
-from minimind.data.text.sources import Source
-from minimind.data.prepare.work_units import Options
-from minimind.errors import CheckpointError, DataError, StorageError, UsageError
-from minimind.config.training_flags import DEFAULT_DATA
-from minimind.runtime.phases import phase
-from minimind.checkpoint.validation import ELSEWHERE, require_course
-from minimind.engine.build import Engine
-from minimind.train.evaluate import HeldOut
 from minimind.checkpoint.resume import Resumed
+from minimind.checkpoint.validation import require_course
+from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, plan_schedule
+from minimind.config.training_flags import DEFAULT_DATA
+from minimind.data.loader.batches import Batches, held_out_rows
+from minimind.data.loader.row_order import Mixture, Order, Origin
+from minimind.data.prepare.prepare import (
+    Asked,
+    Prepared,
+    is_prepared,
+    open_prepared,
+    prepare_for_run,
+)
+from minimind.data.prepare.work_units import Options
+from minimind.data.text.sources import Source
+from minimind.data.tokenizer.load import load_tokenizer, longest_document
+from minimind.engine.build import Engine
+from minimind.errors import CheckpointError, DataError, StorageError, UsageError
+from minimind.runtime.checked_json import ELSEWHERE
+from minimind.runtime.terminal import phase
+from minimind.train.evaluate import HeldOut
 
 
 def require_default_data(run: RunConfig) -> None:

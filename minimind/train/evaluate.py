@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from minimind.data.loader.token_shards import TokenShards
-from minimind.model.loss import IGNORED
 from minimind.engine.build import Engine
+from minimind.model.loss import IGNORED
 
 
 @dataclass(frozen=True)

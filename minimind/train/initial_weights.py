@@ -13,23 +13,28 @@ from typing import Any
 
 import torch
 
+from minimind.architecture.hf_config import POSITIONS
+from minimind.architecture.select import Architecture, HuggingFace, Own, config_file, hugging_face
+from minimind.checkpoint.choose import newest_valid
+from minimind.checkpoint.directory import Rejected, read_manifest, rejected
+from minimind.checkpoint.resume import meant
+from minimind.checkpoint.validation import read_config
 from minimind.config.checks import check
+from minimind.config.model_flags import SHAPE as FLAGS_OF_SHAPE
 from minimind.config.run_config import RunConfig
-from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.data.prepare.prepare import is_prepared
+from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.errors import CheckpointError, UsageError
 from minimind.interop.foreign_config import Given
-from minimind.model.configuration import MiniMindConfig
+from minimind.interop.weights import (
+    Weights,
+    load_weights_from,
+    tokenizer_in,
+    weights_of_transformers,
+)
 from minimind.model.activation_checkpointing import recompute_blocks
-from minimind.config.model_flags import SHAPE as FLAGS_OF_SHAPE
-from minimind.architecture.select import Architecture, HuggingFace, Own, config_file, hugging_face
+from minimind.model.configuration import MiniMindConfig
 from minimind.train.build import with_decided
-from minimind.checkpoint.directory import Rejected, read_manifest, rejected
-from minimind.checkpoint.choose import newest_valid
-from minimind.checkpoint.validation import read_config
-from minimind.architecture.hf_config import POSITIONS
-from minimind.checkpoint.resume import meant
-from minimind.interop.weights import Weights, load_weights_from, tokenizer_in, weights_of_transformers
 
 FREE = ("max_seq_len", "vocab_size")  # of the rows and of the tokenizer, within the model's
 # Flag -> what the configuration of a model calls it. The length of a row no weight depends on.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from minimind.checkpoint.train_state import TrainState, is_due
+from minimind.engine.phase_clock import PhaseClock
 from minimind.errors import PREEMPTED
 from minimind.train.loop_actions import (
     Desk,
@@ -19,8 +21,6 @@ from minimind.train.loop_actions import (
     trace,
     wind_up,
 )
-from minimind.engine.phase_clock import PhaseClock
-from minimind.checkpoint.train_state import TrainState, is_due
 
 
 def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:

@@ -9,26 +9,26 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
+from minimind.checkpoint.saver import Saver
+from minimind.checkpoint.train_state import TrainState, is_due
 from minimind.config.run_config import RunConfig
+from minimind.config.schedule import Schedule
 from minimind.data.loader.batches import Batches
 from minimind.data.prepare.inspect import shown
-from minimind.errors import NumericError
-from minimind.runtime.durable_files import mebibytes
-from minimind.runtime.process import Progress, StopRequest
-from minimind.engine.plain_backend import StepResult
-from minimind.engine.collective_clock import CommunicationClock
 from minimind.engine.build import Engine
-from minimind.train.evaluate import HeldOut, evaluate
-from minimind.train.skipped_steps import SkippedSteps
+from minimind.engine.collective_clock import CommunicationClock
 from minimind.engine.loss_of_batch import routing_facts
 from minimind.engine.phase_clock import PhaseClock
+from minimind.engine.plain_backend import StepResult
+from minimind.errors import NumericError
 from minimind.runtime.collectives import lost_peers, together
+from minimind.runtime.durable_files import mebibytes
+from minimind.runtime.process import Progress, StopRequest
 from minimind.telemetry.progress import Report, duration
-from minimind.train.sample_text import Samples, draw
-from minimind.checkpoint.saver import Saver
-from minimind.config.schedule import Schedule
-from minimind.checkpoint.train_state import TrainState, is_due
 from minimind.telemetry.trace import Trace
+from minimind.train.evaluate import HeldOut, evaluate
+from minimind.train.sample_text import Samples, draw
+from minimind.train.skipped_steps import SkippedSteps
 
 WARM_UP = 2  # steps, in which everything that lasts is built
 TIMED = 3  # steps after which a step's time is known

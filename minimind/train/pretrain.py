@@ -11,16 +11,30 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from minimind.architecture.hf_models import rotary_dtype
+from minimind.checkpoint.identity import facts, hardware, identity, layout, source_commit, versions
+from minimind.checkpoint.resume import Resumed, resume
+from minimind.checkpoint.run_folder import claim, require_output, require_writable, write_reference
+from minimind.checkpoint.saver import Saver
+from minimind.checkpoint.train_state import TrainState
+from minimind.config.deepspeed.backend_choice import Setup, advice, read_setup
+from minimind.config.deepspeed.engine_rules import outputs
+from minimind.config.deepspeed.resolve import Resolved
+from minimind.config.launcher_env import read_launch
 from minimind.config.run_config import FLAGS, RunConfig
+from minimind.config.schedule import Schedule
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared
+from minimind.engine.build import Engine, build_engine, leave, require_accepted, section_faults
 from minimind.errors import StorageError, UsageError
-from minimind.runtime.durable_files import storing
-from minimind.config.launcher_env import read_launch
-from minimind.architecture.hf_models import rotary_dtype
-from minimind.runtime.process import Progress
 from minimind.report.write import NAME as REPORT
 from minimind.report.write import write_report
+from minimind.runtime.durable_files import storing
+from minimind.runtime.process import Progress
+from minimind.telemetry.mfu import mfu_per_speed, peak_of
+from minimind.telemetry.progress import Report
+from minimind.telemetry.trace import require_traceable, trace_of, traced_steps
+from minimind.telemetry.trackers import FINISH, open_trackers
 from minimind.train.build import (
     batches_of,
     continued,
@@ -33,28 +47,14 @@ from minimind.train.build import (
     require_same_files,
     with_prepared,
 )
-from minimind.config.deepspeed.resolve import Resolved
-from minimind.train.loop_actions import Desk, close_with
-from minimind.train.dry_run import dry_run_text
-from minimind.engine.build import Engine, build_engine, leave, require_accepted, section_faults
-from minimind.config.deepspeed.engine_rules import outputs
-from minimind.checkpoint.identity import facts, hardware, identity, layout, source_commit, versions
 from minimind.train.initial_weights import Initial, read_initial
 from minimind.train.loop import train
+from minimind.train.loop_actions import Desk, close_with
 from minimind.train.memory_report import reported_memory
+from minimind.train.sample_text import prompts_of, samples_of
+from minimind.train.settings import dry_run_text
 from minimind.train.skipped_steps import SkippedSteps
 from minimind.train.start_summary import opening
-from minimind.checkpoint.run_folder import claim, require_output, require_writable, write_reference
-from minimind.telemetry.mfu import mfu_per_speed, peak_of
-from minimind.telemetry.progress import Report
-from minimind.checkpoint.resume import Resumed, resume
-from minimind.train.sample_text import prompts_of, samples_of
-from minimind.checkpoint.saver import Saver
-from minimind.config.schedule import Schedule
-from minimind.config.deepspeed.backend_choice import Setup, advice, read_setup
-from minimind.checkpoint.train_state import TrainState
-from minimind.telemetry.trace import require_traceable, trace_of, traced_steps
-from minimind.telemetry.trackers import FINISH, open_trackers
 
 # Seconds that a rank waits for another that reads or writes a checkpoint: a disk may be slow, and a
 # rank that is gone or stopped is noticed by other means.

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from minimind.config.run_config import RunConfig
 from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.engine.build import Engine
+from minimind.engine.loss_of_batch import uncompiled
 from minimind.errors import UsageError
+from minimind.inference.generate import write_on
 from minimind.inference.prompts import read_prompts
 from minimind.inference.sampling import Sampling
-from minimind.engine.compile import uncompiled
-from minimind.engine.build import Engine
-from minimind.inference.generate import write_on
 
 NEW_TOKENS = 64  # of a sample, at most
 

@@ -17,10 +17,10 @@ import torch
 
 from minimind.config.run_config import RunConfig
 from minimind.data.loader.row_order import Order
-from minimind.errors import NumericError
-from minimind.runtime.durable_files import storing
 from minimind.engine.plain_backend import StepResult
+from minimind.errors import NumericError
 from minimind.runtime.collectives import Ranks
+from minimind.runtime.durable_files import storing
 from minimind.telemetry.progress import Report
 
 ROWS_FILE = "nonfinite_rows.jsonl"

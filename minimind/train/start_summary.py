@@ -6,16 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from minimind.checkpoint.resume import Resumed
+from minimind.checkpoint.train_state import TrainState
 from minimind.config.run_config import RunConfig
+from minimind.config.schedule import Schedule
 from minimind.data.loader.manifest import where_listed
 from minimind.data.prepare.prepare import Prepared
-from minimind.train.columns import COLUMNS, LABEL, labelled, shortened
-from minimind.train.loop_actions import Desk
 from minimind.telemetry.mfu import peak_told
-from minimind.checkpoint.resume import Resumed
-from minimind.config.schedule import Schedule
-from minimind.train.settings import differing, place_of, resolved_table
-from minimind.checkpoint.train_state import TrainState
+from minimind.train.loop_actions import Desk
+from minimind.train.settings import (
+    COLUMNS,
+    LABEL,
+    differing,
+    labelled,
+    place_of,
+    resolved_table,
+    shortened,
+)
 
 MOST = 20  # lines of a start, as long as nothing has to be said but what is set
 LEAST = 3  # of which so many are for what is set

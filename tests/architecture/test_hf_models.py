@@ -16,22 +16,22 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import minimind.train
+from minimind.architecture.hf_models import model_of
+from minimind.architecture.select import HuggingFace, Own, config_file, hugging_face
 from minimind.cli.main import main
+from minimind.config.deepspeed.backend_choice import read_setup
+from minimind.config.launcher_env import read_launch
+from minimind.config.parse import parse_flags
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import open_prepared
+from minimind.engine.loss_of_batch import compile_within, uncompiled
 from minimind.errors import CheckpointError, UsageError
-from minimind.config.parse import parse_flags
-from minimind.config.launcher_env import read_launch
 from minimind.inference.load_model import load_model
-from minimind.model.configuration import MiniMindConfig
-from minimind.architecture.hf_models import model_of
-from minimind.model.loss import next_token_loss
 from minimind.model.activation_checkpointing import recompute_blocks
-from minimind.architecture.select import HuggingFace, Own, config_file, hugging_face
-from minimind.engine.compile import compile_within, uncompiled
-from minimind.train.dry_run import dry_run_text
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.loss import next_token_loss
 from minimind.train.initial_weights import read_initial
-from minimind.config.deepspeed.backend_choice import read_setup
+from minimind.train.settings import dry_run_text
 from tests.conftest import ROOT, Launcher, sentences
 from tests.distributed.conftest import config_of_stage
 

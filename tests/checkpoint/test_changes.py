@@ -12,15 +12,15 @@ import pytest
 import torch
 
 import minimind.train as training
-from minimind.interop.consolidate import consolidate
-from minimind.data.loader.batches import Batches
-from minimind.errors import CheckpointError, DataError, UsageError
-from minimind.config.parse import parse_flags
-from minimind.inference.from_checkpoint import generate, load_checkpoint
-from minimind.model.decoder import MiniMindForCausalLM
-from minimind.inference.sampling import Sampling
 from minimind.checkpoint.directory import differences
 from minimind.checkpoint.resume import load_weights
+from minimind.config.parse import parse_flags
+from minimind.data.loader.batches import Batches
+from minimind.errors import CheckpointError, DataError, UsageError
+from minimind.inference.from_checkpoint import generate, load_checkpoint
+from minimind.inference.sampling import Sampling
+from minimind.interop.consolidate import consolidate
+from minimind.model.decoder import MiniMindForCausalLM
 from tests.conftest import sentences
 
 train: Any = training  # a package that is called like a function
@@ -271,8 +271,8 @@ def test_a_group_that_there_is_not_is_refused(given: str):
 
 
 def test_groups_are_the_ones_a_checkpoint_has(stopped: Path):
-    from minimind.config.training_flags import CHANGEABLE
     from minimind.checkpoint.directory import candidates, read_manifest
+    from minimind.config.training_flags import CHANGEABLE
 
     (path,) = candidates(stopped / "run" / "checkpoints")
     assert set(read_manifest(path)["identity"]) == set(CHANGEABLE)

@@ -17,13 +17,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from minimind.interop import tensor_sources
-from minimind.interop import write_folder as whole_files
-from minimind.cli.main import main
-from minimind.inference.from_checkpoint import load_checkpoint
-from minimind.model.decoder import MiniMindForCausalLM
 from minimind.checkpoint.directory import candidates
 from minimind.checkpoint.run_folder import claim
+from minimind.cli.main import main
+from minimind.inference.from_checkpoint import load_checkpoint
+from minimind.interop import tensor_sources
+from minimind.interop import write_folder as whole_files
+from minimind.model.decoder import MiniMindForCausalLM
 from tests.faults import tiny
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from minimind.checkpoint import directory as directories
+from minimind.checkpoint.choose import choose, read_chosen
+from minimind.checkpoint.directory import candidates, delete, retire, sweep
+from minimind.checkpoint.tensor_files import RunFiles
 from minimind.cli.main import main
 from minimind.errors import CheckpointError
 from minimind.inference.load_model import load_model
-from minimind.checkpoint import directory as directories
-from minimind.checkpoint.directory import candidates, delete, retire, sweep
-from minimind.checkpoint.choose import choose, read_chosen
-from minimind.checkpoint.tensor_files import RunFiles
 from minimind.interop.weights import load_weights_from
 from tests.faults import tiny
 

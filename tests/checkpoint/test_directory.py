@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from minimind.errors import CheckpointError
-from minimind.runtime.durable_files import fingerprint
+from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import (
     Difference,
     candidates,
@@ -27,9 +26,10 @@ from minimind.checkpoint.directory import (
     verify,
     write_manifest,
 )
-from minimind.checkpoint.choose import newest_valid
-from minimind.checkpoint.validation import shard_name
 from minimind.checkpoint.tensor_files import RunFiles, write_runs
+from minimind.checkpoint.validation import shard_name
+from minimind.errors import CheckpointError
+from minimind.runtime.durable_files import fingerprint
 
 SHARD = shard_name(0, 1)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimind.errors import LockedError, StorageError
-from minimind.runtime.metrics_file import Metrics
 from minimind.checkpoint.run_folder import claim, require_writable
+from minimind.errors import LockedError, StorageError
+from minimind.runtime.durable_files import Metrics
 from minimind.telemetry.progress import Report
 
 

@@ -18,17 +18,17 @@ import pytest
 import torch
 from torch import nn
 
-from minimind.errors import CheckpointError, NumericError, StorageError
-from minimind.config.parse import parse_flags
-from minimind.runtime.metrics_file import Metrics
 from minimind.checkpoint import saver as saver_module
 from minimind.checkpoint.directory import candidates, verify
-from minimind.engine.deepspeed_backend import DeepSpeedBackend
-from minimind.engine.optimizer import adamw, parameter_groups
 from minimind.checkpoint.resume import Resumed, load_weights
 from minimind.checkpoint.resume import resume as resume_from
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.train_state import TrainState
+from minimind.config.parse import parse_flags
+from minimind.engine.deepspeed_backend import DeepSpeedBackend
+from minimind.engine.optimizer import adamw, parameter_groups
+from minimind.errors import CheckpointError, NumericError, StorageError
+from minimind.runtime.durable_files import Metrics
 
 FACTS = {"identity": {"seed": {"seed": 1}}, "world_size": 1, "zero_stage": 0, "dtype": "float32"}
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from minimind.checkpoint.run_folder import claim
+from minimind.config.deepspeed.resolve import read_deepspeed_json
+from minimind.config.parse import load_preset
+from minimind.config.yaml_files import load_texts
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import RunError, StorageError
-from minimind.runtime.durable_files import read_small_text
-from minimind.config.parse import load_preset
 from minimind.inference.prompts import read_text
-from minimind.config.deepspeed.resolve import read_deepspeed_json
-from minimind.checkpoint.run_folder import claim
-from minimind.config.yaml_files import load_texts
+from minimind.runtime.durable_files import read_small_text
 
 READERS: dict[str, Callable[[str], object]] = {
     "--config": lambda path: load_texts(path, "--config"),

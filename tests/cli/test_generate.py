@@ -23,8 +23,8 @@ from minimind.cli.main import main
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.errors import NumericError, UsageError
 from minimind.inference.from_checkpoint import generate, load_checkpoint
-from minimind.inference.sampling import Sampling, chooser
 from minimind.inference.generate import write_on
+from minimind.inference.sampling import Sampling, chooser
 from tests.conftest import ROOT, Trained, sentences
 
 GREEDY = Sampling(max_new_tokens=40, temperature=0.0)
@@ -476,7 +476,9 @@ def test_what_is_wrong_with_the_asking_is_told_before_a_model_is_loaded(
 ):
     (tmp_path / "prompts.txt").write_text("ab\n")
     words = words.replace("PROMPTS", str(tmp_path / "prompts.txt"))
-    monkeypatch.setattr("minimind.inference.load_model.load_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        "minimind.inference.load_model.load_model", lambda *_: pytest.fail("loaded")
+    )
     assert main(["generate", "--checkpoint", "run", *words.split()]) == status
     assert told in capsys.readouterr().err
 

@@ -9,13 +9,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from minimind.cli.main import main
+from minimind.cli.tokenizer_tables import shown
 from minimind.data.prepare.prepare import Asked, prepare_for_run
+from minimind.data.prepare.unit_reader import split_of
+from minimind.data.prepare.work_units import Options
 from minimind.data.text.sample import sample
 from minimind.data.text.sources import Source
 from minimind.data.tokenizer.sentencepiece import Tokenizer
-from minimind.data.prepare.unit_reader import split_of
-from minimind.data.prepare.work_units import Options
-from minimind.cli.tokenizer_tables import shown
 from tests.data.tokenizer.test_tokenizer import prose, verse
 from tests.killing import killed_in_replacing
 
@@ -230,7 +230,7 @@ def test_the_second_of_two_to_one_out_is_refused(text, tmp_path, capsys, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("where", ["sample.sample", "tokenizer.train_tokenizer"])
+@pytest.mark.parametrize("where", ["text.sample.sample", "tokenizer.sentencepiece.train_tokenizer"])
 def test_ctrl_c_is_answered_in_one_line_and_leaves_what_was_there(
     where, text, tmp_path, capsys, monkeypatch
 ):

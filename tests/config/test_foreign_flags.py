@@ -2,10 +2,10 @@
 
 import pytest
 
+from minimind.config.foreign_flags import TABLES, counterpart, rows
+from minimind.config.parse import nearest, parse_flags
 from minimind.config.run_config import FLAGS
 from minimind.errors import UsageError
-from minimind.config.parse import nearest, parse_flags
-from minimind.config.foreign_flags import TABLES, counterpart, rows
 
 # By hand: names of MiniMind, nanoGPT and the Trainer that are not ours, and what is meant here.
 MEANT = {

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from minimind.config.deepspeed.backend_choice import advice, choose_device, idle_gpus, read_setup
+from minimind.config.launcher_env import Launch, join_by_hand, read_launch, with_dropped_file
+from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import RendezvousError, UsageError
-from minimind.config.parse import parse_flags
-from minimind.config.launcher_env import Launch, join_by_hand, read_launch, with_dropped_file
-from minimind.config.deepspeed.backend_choice import advice, choose_device, idle_gpus, read_setup
 
 GIVEN = "accelerate launch (YAML or flag)"
 SHIPPED = str(DEFAULT_DEEPSPEED_CONFIG)

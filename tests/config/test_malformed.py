@@ -21,10 +21,10 @@ import pytest
 import torch
 
 import train_pretrain
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.runtime.exit import Ending
-from minimind.engine.build import MODELS, section_faults
 from minimind.config.deepspeed.literals import put
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.engine.build import MODELS, section_faults
+from minimind.runtime.exit import Ending
 from tests.conftest import Launcher, Run
 
 LAUNCHED = {
@@ -712,7 +712,9 @@ def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def test_what_cannot_be_is_one_line_and_status_2_before_any_work(row: Bad, monkeypatch, capfd):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: row.gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: row.gpus)
-    monkeypatch.setattr("minimind.config.deepspeed.backend_choice.parent_command", row.launcher.split)
+    monkeypatch.setattr(
+        "minimind.config.deepspeed.backend_choice.parent_command", row.launcher.split
+    )
     os.environ |= row.environ  # undone by worker: monkeypatch would put worker's own back after it
     Path("run.yaml").write_text(row.yaml)
     given = ["--data_path", "gone.jsonl", "--cache_dir", "cache", "--out_dir", "out"]

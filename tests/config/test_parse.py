@@ -3,9 +3,9 @@
 import pytest
 
 from minimind.cli.main import main
+from minimind.config.parse import build_parser, kind_of, parse_flags, run_of
 from minimind.config.run_config import FLAGS
 from minimind.errors import UsageError
-from minimind.config.parse import build_parser, kind_of, parse_flags, run_of
 
 SEED_LINE = (
     "--epochs 3 --batch_size 24 --learning_rate 2e-4 --dtype bfloat16 --accumulation_steps 32"

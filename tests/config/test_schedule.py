@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from minimind.errors import UsageError
+from minimind.checkpoint.train_state import TrainState, is_due
 from minimind.config.parse import parse_flags
 from minimind.config.schedule import Schedule, plan_schedule
-from minimind.checkpoint.train_state import TrainState, is_due
+from minimind.errors import UsageError
 
 
 def planned(line: str, steps_per_epoch: int) -> Schedule:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from minimind.config.parse import kind_of, parse_flags
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import UsageError
-from minimind.config.parse import kind_of, parse_flags
 
 TEXTS = """010 017 0123 0x10 0o17 1_000 1:30 1:30.5 1.10 3.0e-4 1e3 .5 .inf .nan -3 +5 no on off yes
     y n 007 2024-01-02 1.0.0 =""".split()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from minimind.checkpoint.run_folder import claim
+from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import (
     CheckpointError,
@@ -19,9 +21,7 @@ from minimind.errors import (
     StorageError,
     UsageError,
 )
-from minimind.config.parse import parse_flags
 from minimind.runtime.process import Progress
-from minimind.checkpoint.run_folder import claim
 from minimind.train.pretrain import pretrain
 from tests.conftest import SHAPE, Launcher
 

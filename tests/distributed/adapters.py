@@ -1,4 +1,6 @@
-"""Worker of tests/engine/test_optimizer_state_adapters.py: every adapter saved, resumed, rewound and crossed.
+"""Every optimizer state adapter saved, resumed, rewound and crossed.
+
+Worker of tests/engine/test_optimizer_state_adapters.py.
 
 Usage: torchrun ... -m tests.distributed.adapters OUT.json NAME...    (of a case, or A -> B of two)
 

@@ -1,8 +1,8 @@
 """Small engines built one after another in a process: trained, saved, and resumed by each other.
 
 A start of Python, torch and DeepSpeed costs far more than the steps do, so that the workers of
-tests/engine/test_optimizer_state_adapters.py and of elastic.py look at many configurations in one process. Those at
-stage 3 come last: it replaces torch's linear function for good.
+tests/engine/test_optimizer_state_adapters.py and of elastic.py look at many configurations in one
+process. Those at stage 3 come last: it replaces torch's linear function for good.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for every engine)
 
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.data.loader.row_order import Order
-from minimind.config.parse import parse_flags
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.model.activation_checkpointing import recompute_blocks
-from minimind.config.deepspeed.resolve import Resolved, read_deepspeed_json, resolve
-from minimind.engine.build import Engine, build_engine
-from minimind.config.deepspeed.literals import put
-from minimind.engine.phase_clock import PhaseClock
 from minimind.checkpoint.resume import resume
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.train_state import TrainState
+from minimind.config.deepspeed.literals import put
+from minimind.config.deepspeed.resolve import Resolved, read_deepspeed_json, resolve
+from minimind.config.parse import parse_flags
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.data.loader.row_order import Order
+from minimind.engine.build import Engine, build_engine
+from minimind.engine.phase_clock import PhaseClock
+from minimind.model.activation_checkpointing import recompute_blocks
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 
 ROWS, LENGTH, VOCABULARY = 8, 16, 96
 ORDER = Order(n_rows=200, rows_per_step=ROWS, seed=1)

@@ -21,7 +21,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 from torch._functorch import config
 
-from minimind.engine.compile import AHEAD
+from minimind.engine.loss_of_batch import AHEAD
 from tests.distributed.engines import Case, build, course
 
 is_ahead: list[bool] = []  # of each graph, whether its backward pass is asked for with it

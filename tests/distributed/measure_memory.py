@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for every engine)
 
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.config.parse import SHAPE, parse_flags
-from minimind.model import bf16_matmul as products
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.config.deepspeed.resolve import Resolved, read_deepspeed_json, resolve
+from minimind.config.parse import SHAPE, parse_flags
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine.build import build_engine
 from minimind.engine.phase_clock import PhaseClock
+from minimind.model import bf16_matmul as products
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 

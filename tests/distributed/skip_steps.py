@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for every engine)
 
+from minimind.config.deepspeed.literals import put
+from minimind.config.deepspeed.resolve import Resolved, read_deepspeed_json, resolve
+from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.data.loader.row_order import Order
+from minimind.engine.build import Engine, build_engine
+from minimind.engine.phase_clock import PhaseClock
 from minimind.errors import NumericError
-from minimind.config.parse import parse_flags
 from minimind.model import decoder
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.config.deepspeed.resolve import Resolved, read_deepspeed_json, resolve
-from minimind.engine.build import Engine, build_engine
-from minimind.config.deepspeed.literals import put
-from minimind.train.skipped_steps import SkippedSteps
-from minimind.engine.phase_clock import PhaseClock
 from minimind.telemetry.progress import Report
+from minimind.train.skipped_steps import SkippedSteps
 
 SHAPE = MiniMindConfig(
     vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1

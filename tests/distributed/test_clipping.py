@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.data.tokenizer.sentencepiece import Tokenizer
-from minimind.config.parse import parse_flags
-from minimind.model.decoder import MiniMindForCausalLM
 from minimind.architecture.select import Own
 from minimind.checkpoint.directory import candidates
 from minimind.checkpoint.resume import load_weights
+from minimind.config.parse import parse_flags
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.data.tokenizer.sentencepiece import Tokenizer
+from minimind.model.decoder import MiniMindForCausalLM
 from tests.conftest import SHAPE, Launcher
 
 pytestmark = pytest.mark.launch

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from minimind.errors import UsageError
-from minimind.config.parse import parse_flags
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
+from minimind.config.parse import parse_flags
+from minimind.errors import UsageError
 from tests.conftest import PACE, ROOT, SHAPE, Launcher, Run
 from tests.distributed.conftest import FP32, largest_relative_difference
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from minimind.cli.main import main
 from minimind.checkpoint.directory import candidates, read_manifest
+from minimind.cli.main import main
 from tests.conftest import Launcher
 from tests.distributed.conftest import FP32, config_of_stage
 

@@ -20,9 +20,9 @@ import pytest
 import torch
 import yaml
 
+from minimind.config.launcher_env import DROPPED
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import UsageError
-from minimind.config.launcher_env import DROPPED
 from scripts import launch_plan
 from scripts.launch_plan import DEEPSPEED_FIELDS, Asked, count_gpus, fields, plan
 from tests.conftest import ROOT, Launcher, Run

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from minimind.config.parse import parse_flags
-from minimind.estimate.plan import shape_of
 from minimind.estimate.costs import Layout, bytes_sent, memory
+from minimind.estimate.plan import shape_of
 from tests.forking import Nursery
 
 pytestmark = pytest.mark.launch

@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from minimind.cli import main as cli
-from minimind.errors import UsageError
 from minimind.config.parse import parse_flags
+from minimind.errors import UsageError
 from tests.conftest import ROOT
 
 REASONS = ("gpu", "slurm", "hosts", "network", "hours", "other software")

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from minimind import errors
-from minimind.errors import UsageError
-from minimind.config.parse import parse_flags
-from minimind.config.launcher_env import read_launch
-from minimind.estimate.plan import Machine, plan
-from minimind.estimate.costs import Layout, memory
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
+from minimind.config.launcher_env import read_launch
+from minimind.config.parse import parse_flags
+from minimind.errors import UsageError
+from minimind.estimate.costs import Layout, memory
+from minimind.estimate.plan import Machine, plan
 from minimind.estimate.shape import shape_of
 from tests.conftest import ROOT
 from tests.docs.pages import PAGES, blocks, rows

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from minimind.cli import main as cli
-from minimind.config.run_config import FLAGS
 from minimind.config.parse import build_parser
+from minimind.config.run_config import FLAGS
 from scripts.flag_reference import COMMAND, FOREIGN, MARKED, PAGE, page, subcommands, with_tables
 
 TEXT = PAGE.read_text(encoding="utf-8")

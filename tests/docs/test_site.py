@@ -60,12 +60,8 @@ def test_a_page_reads_the_same_on_github_and_on_the_site(page: str):
         assert not re.match(r" {1,3}(- |\d+\. )", line), line
 
 
-def test_every_page_is_in_the_nav_and_in_both_folder_trees():
+def test_every_page_is_in_the_nav():
     assert sorted(in_nav(site()["nav"])) == sorted(PAGES)
-    for name in ("README.md", "README_zh.md"):
-        tree = (ROOT / name).read_text(encoding="utf-8").split("\ndocs/\n")[1]
-        listed = re.findall(r"^  (\w+\.md) ", tree.split("\nbenchmarks/")[0], re.MULTILINE)
-        assert sorted(listed) == sorted(PAGES), name
 
 
 def test_all_that_is_broken_is_an_error_and_no_plugin_needs_a_network():

@@ -13,8 +13,8 @@ from typing import Any
 
 import minimind.train
 from minimind.data.tokenizer.load import load_tokenizer
-from tests.interop import minimind2
 from tests.conftest import ROOT, SMALL, Trained, sentences
+from tests.interop import minimind2
 
 FOLDERS = ("benchmarks", "configs", "docs", "examples", "minimind", "scripts", "tests")
 FILES = ("Makefile", "constraints.txt", "pyproject.toml", "run_accelerate.sh", "train_pretrain.py")

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from minimind.config.parse import parse_flags
-from minimind.config.launcher_env import settle
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.config.deepspeed.resolve import Resolved
+from minimind.config.launcher_env import settle
+from minimind.config.parse import parse_flags
 from minimind.engine.build import Engine, build_engine, leave
 from minimind.engine.optimizer import adamw, parameter_groups
 from minimind.engine.phase_clock import PhaseClock
+from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 
 TINY = MiniMindConfig(
     vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1

@@ -19,21 +19,20 @@ from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
 import minimind.train as training
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.config.parse import parse_flags
+from minimind.config.deepspeed.backend_choice import Setup, read_setup, with_compile
+from minimind.config.deepspeed.resolve import Resolved
 from minimind.config.launcher_env import read_launch
-from minimind.model import layers
+from minimind.config.parse import parse_flags
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.engine import loss_of_batch as compiled
+from minimind.engine.build import Engine, leave
+from minimind.engine.loss_of_batch import compile_within, objective_of, uncompiled
+from minimind.engine.phase_clock import PhaseClock
 from minimind.model import activation_checkpointing as recomputing
+from minimind.model import layers
+from minimind.model.activation_checkpointing import recompute_blocks
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
-from minimind.model.activation_checkpointing import recompute_blocks
-from minimind.engine import compile as compiled
-from minimind.engine.compile import compile_within, uncompiled
-from minimind.config.deepspeed.resolve import Resolved
-from minimind.engine.build import Engine, leave
-from minimind.engine.loss_of_batch import objective_of
-from minimind.engine.phase_clock import PhaseClock
-from minimind.config.deepspeed.backend_choice import Setup, read_setup, with_compile
 from tests.conftest import ROOT
 from tests.engine.test_backends import engine_of
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from torch.utils import cpp_extension, file_baton
 
-from minimind.errors import StorageError, UsageError
 from minimind.engine import op_build_lock as build_lock
 from minimind.engine.op_build_lock import MindedBaton, builder_of, is_abandoned, minded_builds
+from minimind.errors import StorageError, UsageError
 from tests.conftest import ROOT
 
 FILE = "ds.json"

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from minimind.errors import CheckpointError
+from minimind.config.deepspeed.resolve import Resolved
 from minimind.config.parse import parse_flags
 from minimind.engine import optimizer_state_adapters as adapters
+from minimind.engine.deepspeed_backend import DeepSpeedBackend
+from minimind.engine.optimizer_state import Fragment, ZeroState
 from minimind.engine.optimizer_state_adapters import zero_state
 from minimind.engine.plain_backend import PlainBackend
-from minimind.engine.deepspeed_backend import DeepSpeedBackend
-from minimind.config.deepspeed.resolve import Resolved
-from minimind.engine.optimizer_state import Fragment, ZeroState
+from minimind.errors import CheckpointError
 from tests.conftest import ROOT
 from tests.distributed.elastic import shown
 

@@ -14,14 +14,14 @@ import torch
 
 import minimind.train as training
 from minimind.data.loader.batches import Batches
-from minimind.errors import UsageError
-from minimind.runtime.metrics_file import Metrics
-from minimind.report import records
 from minimind.engine import engine as stepping
-from minimind.engine.plain_backend import PlainBackend
-from minimind.train.loop_actions import WARM_UP, Spared
 from minimind.engine.phase_clock import PHASES, PhaseClock, mean_ms, profile_table
+from minimind.engine.plain_backend import PlainBackend
+from minimind.errors import UsageError
+from minimind.report import records
+from minimind.runtime.durable_files import Metrics
 from minimind.telemetry.progress import PAUSES, Report
+from minimind.train.loop_actions import WARM_UP, Spared
 
 
 def test_every_moment_of_a_step_is_charged_to_one_phase():

@@ -13,11 +13,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from minimind.config.parse import PRESETS, parse_flags
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.model.document_attention import is_fast
-from minimind.model.loss import next_token_loss
-from minimind.model.activation_checkpointing import recompute_blocks
-from minimind.estimate.plan import Machine, layout_of, plan, shape_of
 from minimind.estimate.costs import (
     Layout,
     activation_bytes,
@@ -26,7 +21,12 @@ from minimind.estimate.costs import (
     memory,
     seconds,
 )
+from minimind.estimate.plan import Machine, layout_of, plan, shape_of
 from minimind.estimate.shape import Shape
+from minimind.model.activation_checkpointing import recompute_blocks
+from minimind.model.attention_kernels import is_fast
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.loss import next_token_loss
 
 SMALL = Shape(64, 2, 4, 2, 192, 600, 32)
 ONE_STEP = Layout(stage=2, world_size=4, dtype="bfloat16", rows=2)

@@ -12,8 +12,8 @@ import pytest
 
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags
-from minimind.estimate.plan import HEADROOM, alternatives, layout_of, plan_text, recommend, shape_of
 from minimind.estimate.costs import Layout, memory
+from minimind.estimate.plan import HEADROOM, alternatives, layout_of, plan_text, recommend, shape_of
 from tests.conftest import ROOT
 
 GIB = 2**30

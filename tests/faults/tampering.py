@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 
 import minimind.train as training
-from minimind.cli.main import main
-from minimind.data.loader.row_order import Order
-from minimind.errors import RunError, one_line
-from minimind.runtime.durable_files import fingerprint
-from minimind.config.training_flags import CHANGEABLE
-from minimind.config.parse import parse_flags
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.train.build import continued
 from minimind.checkpoint.directory import MANIFEST, candidates, describe_file, manifest_text
+from minimind.checkpoint.resume import resume
+from minimind.cli.main import main
+from minimind.config.parse import parse_flags
+from minimind.config.training_flags import CHANGEABLE
+from minimind.data.loader.row_order import Order
 from minimind.engine.deepspeed_backend import DeepSpeedBackend
 from minimind.engine.optimizer import adamw, parameter_groups
-from minimind.checkpoint.resume import resume
+from minimind.errors import RunError
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.runtime.durable_files import fingerprint
+from minimind.runtime.terminal import one_line
+from minimind.train.build import continued
 
 train: Any = training  # a package that is called like a function
 FLAGS = {

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from minimind.errors import CheckpointError
+from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import (
     MANIFEST,
     Rejected,
@@ -24,10 +24,10 @@ from minimind.checkpoint.directory import (
     step_directory,
     verify,
 )
-from minimind.checkpoint.choose import newest_valid
-from minimind.checkpoint.validation import shard_name
 from minimind.checkpoint.resume import load_weights
 from minimind.checkpoint.tensor_files import write_runs
+from minimind.checkpoint.validation import shard_name
+from minimind.errors import CheckpointError
 from tests.faults.tampering import (
     copied,
     files_of,

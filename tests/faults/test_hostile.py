@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from minimind.checkpoint.directory import MANIFEST, candidates, verify
+from minimind.checkpoint.resume import Resumed
+from minimind.checkpoint.train_state import TrainState
+from minimind.checkpoint.validation import shard_name
 from minimind.data.loader.row_order import Order
 from minimind.errors import CheckpointError
 from minimind.train.build import continued
-from minimind.checkpoint.directory import MANIFEST, candidates, verify
-from minimind.checkpoint.validation import shard_name
-from minimind.checkpoint.resume import Resumed
-from minimind.checkpoint.train_state import TrainState
 from tests.faults.tampering import COMMANDS, TOOLS, ending, manifest_of, reseal, seal, trained
 
 SHARD, BUFFERS, STATE, CONFIG = (

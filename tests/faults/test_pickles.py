@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from minimind.errors import CheckpointError
 from minimind.checkpoint.directory import MANIFEST, candidates
+from minimind.errors import CheckpointError
 from tests.faults.tampering import (
     COMMANDS,
     TOOLS,

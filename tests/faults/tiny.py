@@ -10,11 +10,6 @@ from typing import Any
 
 import torch
 
-from minimind.data.tokenizer.sentencepiece import train_tokenizer
-from minimind.runtime.durable_files import fingerprint
-from minimind.config.parse import parse_flags
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.engine.plain_backend import PlainBackend
 from minimind.checkpoint.directory import (
     candidates,
     describe_file,
@@ -24,13 +19,18 @@ from minimind.checkpoint.directory import (
     write_manifest,
 )
 from minimind.checkpoint.reader import Contents
-from minimind.config.deepspeed.resolve import Resolved
-from minimind.engine.optimizer import parameter_groups
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.resume import resume as resume_from
 from minimind.checkpoint.saver import Saver
-from minimind.checkpoint.train_state import TrainState
 from minimind.checkpoint.tensor_files import shard_name, write_runs
+from minimind.checkpoint.train_state import TrainState
+from minimind.config.deepspeed.resolve import Resolved
+from minimind.config.parse import parse_flags
+from minimind.data.tokenizer.sentencepiece import train_tokenizer
+from minimind.engine.optimizer import parameter_groups
+from minimind.engine.plain_backend import PlainBackend
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.runtime.durable_files import fingerprint
 from tests.conftest import sentences
 
 SHAPE: dict[str, Any] = {

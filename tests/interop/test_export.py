@@ -20,16 +20,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from minimind.interop import export as export_module
-from minimind.interop import tensor_sources
 from minimind.cli.main import main
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.errors import CheckpointError, UsageError
 from minimind.inference.from_checkpoint import load_checkpoint
 from minimind.inference.load_model import load_model
-from minimind.model.decoder import MiniMindForCausalLM
+from minimind.interop import export as export_module
+from minimind.interop import tensor_sources
 from minimind.interop.remote_code import AUTO_MAP, remote_code
 from minimind.interop.weights import load_weights_from
+from minimind.model.decoder import MiniMindForCausalLM
 from tests.conftest import ROOT, sentences
 from tests.faults import tiny
 

@@ -19,14 +19,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from minimind.interop import write_folder as whole_files
 from minimind.cli.main import main
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
-from minimind.model.decoder import MiniMindForCausalLM
+from minimind.interop import write_folder as whole_files
 from minimind.interop.weights import load_weights_from
-from tests.interop import minimind2
+from minimind.model.decoder import MiniMindForCausalLM
 from tests.conftest import sentences
 from tests.faults import tiny
+from tests.interop import minimind2
 
 SHAPE = minimind2.Shape()
 WEIGHTS = minimind2.random_weights(SHAPE)

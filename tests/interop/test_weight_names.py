@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from minimind.interop.weight_names import (
+    from_halves,
+    from_minimind2,
+    to_gguf,
+    to_halves,
+    to_minimind2,
+)
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
-from minimind.interop.weight_names import from_halves, from_minimind2, to_gguf, to_halves, to_minimind2
 from minimind.model.rotary import build_pos_cis, rotate
 
 

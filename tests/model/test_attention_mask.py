@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
+from minimind.model.attention_mask import document_starts, own_positions, visible_keys
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.loss import next_token_loss
 from minimind.model.rotary import rotate
-from minimind.model.attention_mask import document_starts, own_positions, visible_keys
 
 V, T, EOS = 97, 24, 2
 LENGTHS = (5, 1, 30, 0, 12, 7, 0, 0, 70, 3, 19)  # some longer than a row, some empty

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minimind.model import bf16_matmul as products
 from minimind.model.activation_checkpointing import recompute_blocks
+from minimind.runtime import hardware
 from tests.model.references import build
 
 B, T, E, V = 2, 16, 48, 97
@@ -272,9 +273,9 @@ def test_which_cpus_multiply_bf16(
 ):  # fmt: skip
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: is_there)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: by_onednn)
-    monkeypatch.setattr(products.platform, "machine", lambda: machine)
+    monkeypatch.setattr(hardware.platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: by_avx512)
-    assert products.has_bf16() is found
+    assert hardware.has_bf16() is found
 
 
 @pytest.mark.usefixtures("without")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minimind.model import layers
-from minimind.model.blockwise_attention import BLOCK, blockwise_attention
+from minimind.model.attention_kernels import BLOCK, blockwise_attention
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from minimind.model import document_attention
+from minimind.model import attention_kernels
 from minimind.model import attention_mask as visibility
+from minimind.model.attention_kernels import document_blocks, is_fast
+from minimind.model.attention_mask import visible_keys
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
-from minimind.model.document_attention import document_blocks, is_fast
 from minimind.model.layers import flash_attention
 from minimind.model.loss import next_token_loss
-from minimind.model.attention_mask import visible_keys
 
 EOS, V = 2, 50
 CPU = torch.device("cpu")
@@ -137,7 +137,7 @@ def test_other_documents_are_no_reason_to_compile_again():
         return graph.forward
 
     attend = torch.compile(
-        document_attention.document_attention, backend=counting, fullgraph=True, dynamic=False
+        attention_kernels.document_attention, backend=counting, fullgraph=True, dynamic=False
     )
     q = torch.randn(2, 4, 300, 16)
     for borders in ([], [5], [128, 200], list(range(300))):

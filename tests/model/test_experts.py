@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import StaticCache
 
+from minimind.model.activation_checkpointing import recompute_blocks
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.experts import MixtureOfExperts
 from minimind.model.layers import FeedForward
-from minimind.model.activation_checkpointing import recompute_blocks
 from tests.model.references import build
 
 B, T, E, V = 3, 16, 48, 97

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from minimind.model.activation_checkpointing import recompute_blocks
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.layers import Block
-from minimind.model.activation_checkpointing import recompute_blocks
 
 V, B, T, LAYERS = 97, 2, 24, 4
 

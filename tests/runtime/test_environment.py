@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from minimind.config.launcher_env import join_by_hand, read_launch
+from minimind.errors import RendezvousError, RunError, StorageError
 from minimind.runtime import environment
 from minimind.runtime.environment import RANGES, rank_of, require_environment
-from minimind.errors import RendezvousError, RunError, StorageError
-from minimind.config.launcher_env import join_by_hand, read_launch
 from tests.conftest import ROOT
 
 TWO = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

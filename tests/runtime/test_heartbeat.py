@@ -16,8 +16,15 @@ import pytest
 
 from minimind.runtime import heartbeat as module
 from minimind.runtime.heartbeat import Lost, Peers, where_main_is
+from minimind.runtime.local_workers import (
+    Worker,
+    end_told,
+    ended,
+    record_end,
+    registered,
+    this_worker,
+)
 from minimind.runtime.process import STATUS_FILE, Progress
-from minimind.runtime.local_workers import Worker, end_told, ended, record_end, registered, this_worker
 
 
 class Clock:

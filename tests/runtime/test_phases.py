@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from minimind.runtime import phases
-from minimind.runtime.phases import LONG, phase
-from minimind.engine.compile import announced
+from minimind.engine.loss_of_batch import announced
+from minimind.runtime import terminal as phases
+from minimind.runtime.terminal import LONG, phase
 from scripts.launch_plan import PROJECT, starting
 
 

@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from minimind.runtime.exit import Ending
+from minimind.checkpoint.run_folder import claim
 from minimind.errors import CheckpointError, UsageError
+from minimind.runtime.exit import Ending
+from minimind.runtime.local_workers import end_told, is_alive
 from minimind.runtime.process import (
     CAUGHT,
     ERROR_FILE,
@@ -30,8 +32,6 @@ from minimind.runtime.process import (
     record_stop,
     stop_reason,
 )
-from minimind.checkpoint.run_folder import claim
-from minimind.runtime.local_workers import end_told, is_alive
 from tests.conftest import ROOT
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimind.errors import StorageError, UsageError
-from minimind.config.parse import parse_flags
 from minimind.architecture.select import Own
-from minimind.telemetry.mfu import VENDOR, is_model, mfu_per_speed, peak_of, peak_told
+from minimind.config.parse import parse_flags
 from minimind.engine.phase_clock import PHASES, PhaseClock
+from minimind.errors import StorageError, UsageError
+from minimind.telemetry.mfu import VENDOR, is_model, mfu_per_speed, peak_of, peak_told
 from minimind.telemetry.trace import Trace, traced_steps
 
 CPU = torch.device("cpu")

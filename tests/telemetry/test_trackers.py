@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import minimind.train as training
-from minimind.errors import DataError, UsageError
 from minimind.config.parse import parse_flags
+from minimind.errors import DataError, UsageError
 from minimind.telemetry import trackers
 from minimind.telemetry.trackers import Tracker, figures
 from tests.conftest import SMALL, Trained

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from minimind.cli.main import main
-from minimind.errors import DataError, UsageError
-from minimind.config.parse import parse_flags
-from minimind.config.launcher_env import read_launch
 from minimind.architecture.select import Own
-from minimind.train.dry_run import dry_run_text
+from minimind.cli.main import main
 from minimind.config.deepspeed.backend_choice import read_setup
+from minimind.config.launcher_env import read_launch
+from minimind.config.parse import parse_flags
+from minimind.errors import DataError, UsageError
+from minimind.train.settings import dry_run_text
 from tests.conftest import sentences
 
 

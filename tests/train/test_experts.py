@@ -12,20 +12,20 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import minimind.train as training
+from minimind.checkpoint.validation import read_config
 from minimind.cli.main import main
-from minimind.errors import CheckpointError, UsageError
 from minimind.config.parse import parse_flags
+from minimind.engine.build import Engine, leave
+from minimind.engine.loss_of_batch import Objective
+from minimind.engine.phase_clock import PhaseClock
+from minimind.errors import CheckpointError, UsageError
 from minimind.inference.from_checkpoint import generate, load_checkpoint
+from minimind.inference.sampling import Sampling
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.experts import Routing
 from minimind.model.loss import next_token_loss
-from minimind.inference.sampling import Sampling
 from minimind.train import loop_actions as desk
-from minimind.checkpoint.validation import read_config
-from minimind.engine.build import Engine, leave
-from minimind.engine.loss_of_batch import Objective
-from minimind.engine.phase_clock import PhaseClock
 from tests.engine.test_backends import engine_of
 
 train: Any = training  # a package that is called like a function

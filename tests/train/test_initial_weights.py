@@ -15,19 +15,19 @@ import torch
 import torch.nn.functional as F
 
 import minimind.train
+from minimind.checkpoint.directory import candidates, read_manifest
 from minimind.cli.main import main
+from minimind.config.parse import parse_flags
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import open_prepared
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.errors import CheckpointError, UsageError
-from minimind.config.parse import parse_flags
-from minimind.train import pretrain as pretrain_module
-from minimind.checkpoint.directory import candidates, read_manifest
-from minimind.train.initial_weights import read_initial
 from minimind.interop.weights import load_weights_from
-from tests.interop import minimind2
+from minimind.train import pretrain as pretrain_module
+from minimind.train.initial_weights import read_initial
 from tests.conftest import ROOT, sentences
 from tests.faults import tiny
+from tests.interop import minimind2
 from tests.train.starts import start_of, unbroken_text
 
 SHAPE = minimind2.Shape(norm_eps=1e-4)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import minimind.train as training
+from minimind.checkpoint.train_state import TrainState
 from minimind.config.parse import parse_flags
 from minimind.telemetry import progress as report_module
-from minimind.train.loop_actions import WARM_UP, Spared, advance
 from minimind.telemetry.progress import Report
-from minimind.checkpoint.train_state import TrainState
+from minimind.train.loop_actions import WARM_UP, Spared, advance
 
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {

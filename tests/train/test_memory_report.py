@@ -13,19 +13,19 @@ import pytest
 import torch
 
 import minimind.train as training
+from minimind.checkpoint.directory import candidates, verify
 from minimind.cli.main import main
-from minimind.runtime.exit import Ending
-from minimind.errors import MemoryFull, which_memory
+from minimind.config.deepspeed.resolve import Resolved
 from minimind.config.parse import parse_flags, run_of
+from minimind.engine.build import leave
+from minimind.engine.engine import Engine
+from minimind.errors import MemoryFull, which_memory
 from minimind.estimate.plan import GIB
+from minimind.runtime.exit import Ending
 from minimind.runtime.process import Progress
 from minimind.train import memory_report
-from minimind.checkpoint.directory import candidates, verify
-from minimind.config.deepspeed.resolve import Resolved
-from minimind.engine.build import leave
 from minimind.train.memory_report import remedy
 from minimind.train.pretrain import pretrain
-from minimind.engine.engine import Engine
 from tests.conftest import SMALL, Launcher, Trained, sentences
 
 CUDA = (
@@ -123,8 +123,12 @@ def test_wherever_it_happens(
     def fail(*args: Any, **more: Any) -> Any:
         raise torch.OutOfMemoryError(CUDA)
 
-    module = {"evaluate": "desk", "build_engine": "pretrain", "Saver.begin": "saver"}[place]
-    monkeypatch.setattr(f"minimind.train.{module}.{place}", fail)
+    module = {
+        "evaluate": "train.loop_actions",
+        "build_engine": "train.pretrain",
+        "Saver.begin": "checkpoint.saver",
+    }[place]
+    monkeypatch.setattr(f"minimind.{module}.{place}", fail)
     run: Any = training
     places = {"data_path": str(trained.mixed), "cache_dir": str(trained.cache)}
     with pytest.raises(MemoryFull, match="micro-batch of 4 rows"):

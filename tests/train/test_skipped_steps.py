@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import minimind
+from minimind.config.parse import parse_flags
 from minimind.data.loader.row_order import Order
 from minimind.data.tokenizer.sentencepiece import Tokenizer
-from minimind.errors import NumericError
-from minimind.config.parse import parse_flags
-from minimind.model import decoder
 from minimind.engine.plain_backend import StepResult
+from minimind.errors import NumericError
+from minimind.model import decoder
 from minimind.train.skipped_steps import MOST_ROWS, MOST_UNREAD, SkippedSteps
 from tests.conftest import PACE, SHAPE
 

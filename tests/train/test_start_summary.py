@@ -12,16 +12,15 @@ import torch
 from tqdm.utils import disp_len
 
 import minimind.train as training
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS
-from minimind.config.parse import parse_flags
-from minimind.config.launcher_env import read_launch
-from minimind.train.columns import labelled, shortened
-from minimind.config.deepspeed.resolve import leaves
-from minimind.train.start_summary import cadence_warnings, opening
-from minimind.config.schedule import Schedule, plan_schedule
-from minimind.train.settings import ORDINARY, differing
-from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.checkpoint.train_state import TrainState
+from minimind.config.deepspeed.backend_choice import read_setup
+from minimind.config.deepspeed.resolve import leaves
+from minimind.config.launcher_env import read_launch
+from minimind.config.parse import parse_flags
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS
+from minimind.config.schedule import Schedule, plan_schedule
+from minimind.train.settings import ORDINARY, differing, labelled, shortened
+from minimind.train.start_summary import cadence_warnings, opening
 from tests.train.starts import require_fit, start_of, unbroken_text
 
 train: Any = training  # a package that is called like a function

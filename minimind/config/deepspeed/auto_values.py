@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from minimind.config.run_config import RunConfig
-from minimind.config.deepspeed.schema import ANY_CASE, OPTIMIZERS, optimizer_name
 from minimind.config.deepspeed.literals import AUTO, BATCH, MICRO_BATCH, MISSING, get
+from minimind.config.deepspeed.schema import ANY_CASE, OPTIMIZERS, optimizer_name
+from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, planned_warmup
 
 Filled = dict[str, tuple[Any, str]]  # key path: value, source

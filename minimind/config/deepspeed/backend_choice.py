@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
-from minimind.errors import UsageError, fault_error
-from minimind.config.launcher_env import Launch, parent_command, with_dropped_file
-from minimind.model.bf16_matmul import HAS_BF16
 from minimind.config.deepspeed.auto_values import offloads
-from minimind.config.deepspeed.incompatible import needs_gpu
-from minimind.config.deepspeed.resolve import Resolved, Sections, read_deepspeed_json, resolve
 from minimind.config.deepspeed.effects import passed_over
+from minimind.config.deepspeed.incompatible import needs_gpu
 from minimind.config.deepspeed.literals import AUTO, adopt_launch, get, put
+from minimind.config.deepspeed.resolve import Resolved, Sections, read_deepspeed_json, resolve
+from minimind.config.launcher_env import Launch, parent_command, with_dropped_file
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
 from minimind.config.schedule import Schedule
+from minimind.errors import UsageError, fault_error
+from minimind.runtime.hardware import HAS_BF16
 
 
 @dataclass(frozen=True)

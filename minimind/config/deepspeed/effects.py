@@ -25,7 +25,7 @@ ENGINE = frozenset(
     gradient_accumulation_steps
     """.split()
 )
-# combinations.py refuses all values of these but one.
+# incompatible.py refuses all values of these but one.
 ONE_VALUE = frozenset(
     """
     managed_gradient_accumulation gradient_allreduce_op sequence_parallel_size data_parallel_size

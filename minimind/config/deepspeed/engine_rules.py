@@ -13,11 +13,11 @@ from copy import deepcopy
 from importlib.util import find_spec
 from typing import Any
 
-from minimind.config.run_config import RunConfig
 from minimind.config.deepspeed.auto_values import offloads
 from minimind.config.deepspeed.keys import DTYPES
-from minimind.config.deepspeed.schema import optimizer_name
 from minimind.config.deepspeed.literals import MISSING, get, leaves
+from minimind.config.deepspeed.schema import optimizer_name
+from minimind.config.run_config import RunConfig
 
 ZERO = "zero_optimization."
 WITHOUT_CHECKPOINTS = ("zenflow", "offload_optimizer.super_offload")

@@ -10,14 +10,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from minimind.config.run_config import RunConfig
 from minimind.config.deepspeed.auto_values import offloads
 from minimind.config.deepspeed.effects import ignored_faults
-from minimind.config.deepspeed.schema import OPTIMIZERS, optimizer_name
 from minimind.config.deepspeed.literals import BATCH, MISSING, get
+from minimind.config.deepspeed.schema import OPTIMIZERS, optimizer_name
+from minimind.config.run_config import RunConfig
 
 ZERO = "zero_optimization."
-RESUMABLE = ("Adam", "AdamW", "Lion", "SGD")  # whose moments zero_state.py knows
+RESUMABLE = ("Adam", "AdamW", "Lion", "SGD")  # whose moments optimizer_state.py knows
 # Which schedulers of DeepSpeed's have a place for these flags; any other scheduler has none.
 HEARD_BY = {
     "schedule": (),

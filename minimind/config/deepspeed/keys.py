@@ -61,7 +61,7 @@ SECTIONS = {
     "scheduler": _kinds("text: type  object: params"),
 }
 # Here it has a model of its own, which refuses other names, but late and without a suggestion.
-# Of `any` other modules report: combinations.py of stage, literals.py of enabled.
+# Of `any` other modules report: incompatible.py of stage, literals.py of enabled.
 MODELLED = {
     "zero_optimization": _kinds("""
         any: stage
@@ -97,7 +97,7 @@ MODELLED = {
         number: loss_scale
         whole: initial_scale_power loss_scale_window hysteresis min_loss_scale"""),
 }
-# Of the sections that deepspeed_schema.py leaves to DeepSpeed's own models: what a rule looks at.
+# Of the sections that schema.py leaves to DeepSpeed's own models: what a rule looks at.
 READ_BY_PYDANTIC = {
     "hybrid_engine": _kinds("bool: enabled"),
     "tensor_parallel": _kinds("whole: autotp_size"),

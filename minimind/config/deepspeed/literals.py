@@ -10,11 +10,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from minimind.config.deepspeed.keys import AUTO
+from minimind.config.launcher_env import Launch
+from minimind.config.parse import convert
 from minimind.config.run_config import RunConfig
 from minimind.errors import UsageError
-from minimind.config.parse import convert
-from minimind.config.launcher_env import Launch
-from minimind.config.deepspeed.keys import AUTO
 
 MISSING = object()
 DTYPE_BLOCKS = {"bf16": "bfloat16", "fp16": "float16"}

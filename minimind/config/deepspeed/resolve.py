@@ -11,15 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from minimind.config.run_config import RunConfig
-from minimind.errors import UsageError, fault_error
-from minimind.runtime.durable_files import read_small_text
-from minimind.config.launcher_env import Launch
 from minimind.config.deepspeed import schema as deepspeed_schema
 from minimind.config.deepspeed.auto_values import autos, never_left_out
-from minimind.config.deepspeed.incompatible import combination_faults
-from minimind.config.deepspeed.normalize import normalised
 from minimind.config.deepspeed.engine_rules import engine_faults
+from minimind.config.deepspeed.incompatible import combination_faults
 from minimind.config.deepspeed.literals import (
     AUTO,
     BATCH,
@@ -32,7 +27,12 @@ from minimind.config.deepspeed.literals import (
     leaves,
     put,
 )
+from minimind.config.deepspeed.normalize import normalised
+from minimind.config.launcher_env import Launch
+from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
+from minimind.errors import UsageError, fault_error
+from minimind.runtime.durable_files import read_small_text
 
 # The first three are flags; the others are other ways to compute the same.
 NOT_IDENTITY = ("lr", "betas", "weight_decay", "torch_adam", "foreach", "fused", "capturable")

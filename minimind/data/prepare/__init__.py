@@ -1,0 +1,16 @@
+"""Text -> token shards: cut into work units, encoded by several processes, merged, cached.
+
+May import `minimind.data.loader` and below. Begin in `prepare.py` for the cache of a run, in
+`dataset_folder.py` for `minimind prepare`.
+
+cache            folders that are built once and are complete or absent
+dataset_folder   a folder of shards that several jobs fill
+encode           work units -> shards
+inspect          `minimind data inspect`
+merge            encoded units -> a folder with its manifest
+plan_file        plan.json: what identifies a preparation
+prepare          text -> tokenizer and shards
+unit_reader      the documents of a work unit in batches
+work_units       sources -> work units
+workers          the processes of a host that encode together
+"""

@@ -11,17 +11,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from minimind.data.prepare.workers import encode_plan
-from minimind.data.prepare.encode import TOKENIZER_NAME, Work
-from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.loader.manifest import MANIFEST_NAME
+from minimind.data.prepare.encode import TOKENIZER_NAME, Work
 from minimind.data.prepare.merge import clear, merge
 from minimind.data.prepare.plan_file import PLAN_NAME, TEXT, described, differences, read_described
 from minimind.data.prepare.prepare import Asked, Prepared, is_prepared, open_prepared, tokenizer_of
-from minimind.data.tokenizer.files import write_tokenizer
 from minimind.data.prepare.work_units import Plan
+from minimind.data.prepare.workers import encode_plan
+from minimind.data.tokenizer.files import write_tokenizer
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import UsageError
-from minimind.runtime.durable_files import canonical_json, fingerprint, storing, sync_directory, write_whole
+from minimind.runtime.durable_files import (
+    canonical_json,
+    fingerprint,
+    storing,
+    sync_directory,
+    write_whole,
+)
 from minimind.runtime.locks import held, is_held
 from minimind.runtime.output_folder import NewFolder
 

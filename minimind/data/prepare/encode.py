@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.data.loader.manifest import SPLITS, is_whole
-from minimind.data.prepare.plan_file import PLAN_NAME
 from minimind.data.loader.token_shards import ShardWriter, token_dtype
+from minimind.data.prepare.plan_file import PLAN_NAME
 from minimind.data.prepare.unit_reader import Batch, UnitReader
 from minimind.data.prepare.work_units import Plan, Unit
+from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.errors import RunError
 from minimind.runtime.durable_files import canonical_json, storing, sync_directory, write_whole
 

@@ -14,9 +14,9 @@ import numpy as np
 from tqdm import tqdm
 
 from minimind.data.loader.manifest import index_name, read_manifest
+from minimind.data.loader.token_shards import INDEX_DTYPE
 from minimind.data.prepare.merge import tokens_fingerprint
 from minimind.data.prepare.prepare import Prepared
-from minimind.data.loader.token_shards import INDEX_DTYPE
 from minimind.errors import DataError
 from minimind.runtime.durable_files import sha256_of
 

@@ -10,8 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from minimind.data.text.documents import Rejection
-from minimind.data.prepare.encode import TOKENIZER_NAME, Work
 from minimind.data.loader.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -20,12 +18,20 @@ from minimind.data.loader.manifest import (
     read_manifest,
     seal,
 )
-from minimind.data.prepare.plan_file import PLAN_NAME
 from minimind.data.loader.token_shards import token_dtype
+from minimind.data.prepare.encode import TOKENIZER_NAME, Work
+from minimind.data.prepare.plan_file import PLAN_NAME
 from minimind.data.prepare.unit_reader import MOST_LISTED, refusal
 from minimind.data.prepare.work_units import Plan, Source, Unit
+from minimind.data.text.documents import Rejection
 from minimind.errors import DataError, UsageError
-from minimind.runtime.durable_files import canonical_json, fingerprint, sha256_of, sync_file, write_whole
+from minimind.runtime.durable_files import (
+    canonical_json,
+    fingerprint,
+    sha256_of,
+    sync_file,
+    write_whole,
+)
 
 REJECTED_NAME = "rejected.jsonl"
 

@@ -17,13 +17,15 @@ from typing import Any
 
 from tqdm import tqdm
 
+from minimind.data.loader.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    read_manifest,
+    require_untouched,
+)
+from minimind.data.loader.token_shards import TokenShards
 from minimind.data.prepare.cache import build_once
-from minimind.data.prepare.workers import encode_plan
-from minimind.data.text.documents import Reading
 from minimind.data.prepare.encode import TOKENIZER_NAME, Work
-from minimind.data.text.inputs import kind_of
-from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
-from minimind.data.loader.manifest import FORMAT_VERSION, MANIFEST_NAME, read_manifest, require_untouched
 from minimind.data.prepare.merge import (
     REJECTED_NAME,
     clear,
@@ -32,16 +34,19 @@ from minimind.data.prepare.merge import (
     require_few_rejected,
 )
 from minimind.data.prepare.plan_file import PLAN_NAME
-from minimind.data.loader.token_shards import TokenShards
-from minimind.data.text.sources import Source
-from minimind.data.tokenizer.sentencepiece import train_tokenizer
-from minimind.data.tokenizer.files import MODEL_NAME, write_tokenizer
 from minimind.data.prepare.unit_reader import documents_of, pass_over, refusal, refuse, split_of
 from minimind.data.prepare.work_units import Options, Plan, Unit, files_of, make_plan
+from minimind.data.prepare.workers import encode_plan
+from minimind.data.text.documents import Reading
+from minimind.data.text.inputs import kind_of
+from minimind.data.text.sources import Source
+from minimind.data.tokenizer.files import MODEL_NAME, write_tokenizer
+from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.data.tokenizer.vocabulary import require_learnable
 from minimind.errors import DataError
 from minimind.runtime.durable_files import canonical_json, fingerprint, sha256_of, write_whole
-from minimind.runtime.phases import phase
+from minimind.runtime.terminal import phase
 
 REMEDY = "free space or give another --cache_dir"
 NEEDED = (MANIFEST_NAME, PLAN_NAME, TOKENIZER_NAME)

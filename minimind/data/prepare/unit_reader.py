@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from minimind.data.prepare.work_units import Options, Unit
 from minimind.data.text.documents import Reading, Rejection
 from minimind.data.text.inputs import Segment, kind_of
 from minimind.data.text.readers import in_file, read_segment
-from minimind.data.prepare.work_units import Options, Unit
 from minimind.errors import DataError
 from minimind.runtime.durable_files import canonical_json
 

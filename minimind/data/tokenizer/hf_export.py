@@ -12,8 +12,8 @@ import tokenizers
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 
 from minimind.data.tokenizer.escaping import GUARD, MARK, SPACE_SIGN, escape, unescape
-from minimind.data.tokenizer.pieces import FILLER_PREFIX
 from minimind.data.tokenizer.files import CONFIG_NAME, JSON_NAME
+from minimind.data.tokenizer.pieces import FILLER_PREFIX
 
 PROBES = 500
 

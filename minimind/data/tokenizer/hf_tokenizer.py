@@ -14,6 +14,13 @@ import numpy as np
 import tokenizers
 
 from minimind.data.tokenizer.escaping import require_unicode
+from minimind.data.tokenizer.files import (
+    CONFIG_NAME,
+    JSON_NAME,
+    LARGEST_FILE,
+    SPECIALS_NAME,
+    write_tokenizer,
+)
 from minimind.data.tokenizer.pieces import (
     BYTE,
     CONTROL,
@@ -23,13 +30,6 @@ from minimind.data.tokenizer.pieces import (
     bytes_of_letters,
     piece_of,
     sizes,
-)
-from minimind.data.tokenizer.files import (
-    CONFIG_NAME,
-    JSON_NAME,
-    LARGEST_FILE,
-    SPECIALS_NAME,
-    write_tokenizer,
 )
 from minimind.errors import DataError
 from minimind.runtime.durable_files import fingerprint, read_small

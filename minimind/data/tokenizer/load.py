@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from minimind.data.tokenizer.files import JSON_NAME, MODEL_NAME
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.sentencepiece import Tokenizer
-from minimind.data.tokenizer.files import JSON_NAME, MODEL_NAME
 from minimind.errors import DataError, UsageError
 
 AnyTokenizer = Tokenizer | HuggingFaceTokenizer

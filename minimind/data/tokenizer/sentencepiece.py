@@ -18,13 +18,21 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from minimind.data.tokenizer.escaping import escape, unescape
-from minimind.data.tokenizer.hf_export import hugging_face_files, special_tokens
-from minimind.data.tokenizer.long_texts import runs
-from minimind.data.tokenizer.pieces import BYTE, CONTROL, FILLER, FILLER_PREFIX, Piece, piece_of, sizes
 from minimind.data.text.sample import SEED, sample
 from minimind.data.tokenizer.encoder import TextEncoder
+from minimind.data.tokenizer.escaping import escape, unescape
 from minimind.data.tokenizer.files import JSON_NAME, LARGEST_FILE, MODEL_NAME, write_tokenizer
+from minimind.data.tokenizer.hf_export import hugging_face_files, special_tokens
+from minimind.data.tokenizer.long_texts import runs
+from minimind.data.tokenizer.pieces import (
+    BYTE,
+    CONTROL,
+    FILLER,
+    FILLER_PREFIX,
+    Piece,
+    piece_of,
+    sizes,
+)
 from minimind.data.tokenizer.vocabulary import require_learnable, room_for_characters
 from minimind.errors import DataError
 from minimind.runtime.durable_files import read_small, write_whole

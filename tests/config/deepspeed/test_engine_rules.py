@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 import minimind.train  # noqa: F401 (a module that is called)
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.errors import StorageError, UsageError
-from minimind.config.parse import parse_flags
-from minimind.config.deepspeed.resolve import resolve
 from minimind.config.deepspeed.engine_rules import way_out
 from minimind.config.deepspeed.literals import put
-from tests.conftest import ROOT, SMALL, Trained
+from minimind.config.deepspeed.resolve import resolve
+from minimind.config.parse import parse_flags
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.errors import StorageError, UsageError
 from tests.config.deepspeed.test_normalize import leaves as spelt
 from tests.config.deepspeed.test_normalize import replaced, spellings
+from tests.conftest import ROOT, SMALL, Trained
 
 train: Any = sys.modules["minimind.train"]
 ZERO = "zero_optimization."

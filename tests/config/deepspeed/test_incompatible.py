@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from minimind.config.deepspeed.backend_choice import with_compile
+from minimind.config.deepspeed.literals import put
+from minimind.config.deepspeed.resolve import Resolved, resolve
+from minimind.config.launcher_env import Launch, read_launch
+from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import UsageError
-from minimind.config.parse import parse_flags
-from minimind.config.launcher_env import Launch, read_launch
-from minimind.config.deepspeed.resolve import Resolved, resolve
-from minimind.config.deepspeed.literals import put
-from minimind.config.deepspeed.backend_choice import with_compile
 
 ENGAGED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"}
 CYCLE = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3}}

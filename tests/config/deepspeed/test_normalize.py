@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.errors import UsageError
 from minimind.config.deepspeed import effects
+from minimind.config.deepspeed.backend_choice import without_effect
 from minimind.config.deepspeed.incompatible import LEAST, ONLY
 from minimind.config.deepspeed.keys import CHOICES, MODELLED, SECTIONS, TOP_LEVEL
-from minimind.config.deepspeed.normalize import normalised
 from minimind.config.deepspeed.literals import get, put
-from minimind.config.deepspeed.backend_choice import without_effect
+from minimind.config.deepspeed.normalize import normalised
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.errors import UsageError
 from tests.config.deepspeed.test_incompatible import PAIRS, ZERO, resolved
 
 TRUE, FALSE = ("true", "True", "TRUE", "t", "yes", "Y", "on", "1", 1, 1.0), ("false", "OFF", 0)
@@ -49,7 +49,7 @@ def replaced(value: Any, path: tuple[Any, ...], other: Any) -> Any:
 
 
 def wrong_settings() -> Iterator[tuple[str, dict[str, Any]]]:
-    """A refused setting of every rule of combinations.py and deepspeed_effects.py, by its name."""
+    """A refused setting of every rule of incompatible.py and effects.py, by its name."""
     yield from ((name, wrong) for name, (_, wrong, _) in PAIRS.items())
     for key, (value, _) in ONLY.items():
         bad = {bool: not value, int: 2, str: "sum"}[type(value)]

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, PROJECT
-from minimind.errors import UsageError
-from minimind.config.parse import parse_flags
-from minimind.config.deepspeed.resolve import AUTO, leaves, read_deepspeed_json, resolve
 from minimind.checkpoint.run_folder import write_reference
+from minimind.config.deepspeed.resolve import AUTO, leaves, read_deepspeed_json, resolve
+from minimind.config.parse import parse_flags
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, PROJECT
 from minimind.config.schedule import Schedule
+from minimind.errors import UsageError
 
 SHIPPED = read_deepspeed_json(str(DEFAULT_DEEPSPEED_CONFIG))
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from minimind.config.run_config import PROJECT
 from minimind.config.deepspeed import keys
 from minimind.config.deepspeed.schema import COVERED, faults, optimizer_name
+from minimind.config.run_config import PROJECT
 
 # Run by another process: importing DeepSpeed warns, and picks a device for good.
 SURVEY = r"""

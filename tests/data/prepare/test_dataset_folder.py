@@ -16,14 +16,12 @@ from typing import Any
 import pytest
 
 from minimind.cli.main import main
-from minimind.data.prepare import encode
 from minimind.data.prepare import dataset_folder as folder
-from minimind.data.prepare import merge
-from minimind.data.prepare import unit_reader
+from minimind.data.prepare import encode, merge, unit_reader
 from minimind.data.prepare.prepare import open_prepared
+from minimind.data.prepare.work_units import MOST_UNITS, SMALLEST_UNIT, Options, Plan, make_plan
 from minimind.data.text.sources import Source, parse_source
 from minimind.data.tokenizer.sentencepiece import MODEL_NAME, train_tokenizer
-from minimind.data.prepare.work_units import MOST_UNITS, SMALLEST_UNIT, Options, Plan, make_plan
 from minimind.errors import UsageError
 from tests.conftest import ROOT, sentences
 from tests.killing import killed_in_replacing

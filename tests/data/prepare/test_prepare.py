@@ -13,17 +13,16 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from minimind.data.prepare import encode
-from minimind.data.text import readers
-from minimind.data.prepare import unit_reader
-from minimind.data.prepare import prepare as module
-from minimind.data.text.inputs import Segment, segments_of
 from minimind.data.loader.manifest import seal
+from minimind.data.prepare import encode, unit_reader
+from minimind.data.prepare import prepare as module
 from minimind.data.prepare.prepare import Asked, Prepared, prepare_for_run
-from minimind.data.text.sources import Source
-from minimind.data.tokenizer.sentencepiece import Tokenizer
 from minimind.data.prepare.unit_reader import UnitReader, split_of
 from minimind.data.prepare.work_units import Options, Unit, make_plan
+from minimind.data.text import readers
+from minimind.data.text.inputs import Segment, segments_of
+from minimind.data.text.sources import Source
+from minimind.data.tokenizer.sentencepiece import Tokenizer
 from minimind.errors import DataError, StorageError, UsageError
 
 TEXTS = [f"document {i}: " + "the quick brown fox " * (i % 7 + 1) + "春眠\n" for i in range(400)]

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from minimind.cli.main import main
-from minimind.data.prepare.workers import _started
 from minimind.data.loader.token_shards import ShardWriter
-from minimind.data.tokenizer.sentencepiece import Tokenizer
 from minimind.data.prepare.unit_reader import Batch, UnitReader
+from minimind.data.prepare.workers import _started
+from minimind.data.tokenizer.sentencepiece import Tokenizer
 from tests.conftest import sentences
 
 

@@ -1,4 +1,4 @@
-"""Damaged files by the thousand; `python -m tests.data.text.fuzz_documents` has as many as one likes."""
+"""Damaged files by the thousand; `python -m tests.data.text.fuzz_documents` makes any number."""
 
 import pytest
 

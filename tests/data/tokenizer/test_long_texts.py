@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from minimind.data.tokenizer import long_texts
 from minimind.data.tokenizer import encoder as text_encoder
+from minimind.data.tokenizer import long_texts
 from minimind.data.tokenizer.long_texts import chunks, joints
 from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
 from tests.data.tokenizer.test_tokenizer import AWKWARD, fuzz, prose, verse

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from minimind.cli import generate as generate_commands
-from minimind.errors import UsageError, one_line
-from minimind.terminal import Guarded, guarded, printable
+from minimind.errors import UsageError
+from minimind.runtime.terminal import Guarded, guarded, one_line, printable
 
 CONTROLS = [*range(0x20), 0x7F, *range(0x80, 0xA0)]
 HARMLESS = {0x09, 0x0A}
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Screen(io.StringIO):

@@ -1,4 +1,4 @@
-"""What reaches a terminal: control characters of texts that others wrote are escaped.
+"""What a terminal shows: control characters escaped, the line of an error, the phases of a start.
 
 Generated text, file names, a foreign metrics.jsonl and echoed flags may hold escape sequences,
 which a terminal obeys. A pipe gets every text as it is.
@@ -11,8 +11,12 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from threading import Timer
 from typing import Any, TextIO
+
+from minimind.errors import RunError
+from minimind.runtime.environment import rank_of
 
 # C0 but for the newline and the tab, DEL, C1, and halves of surrogate pairs.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -86,3 +90,39 @@ def guarded() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
+
+
+LONG = 2.0  # seconds
+
+
+@contextmanager
+def phase(what: str, after: float = LONG, on_any_rank: bool = False) -> Iterator[None]:
+    """Print `what` to stderr once the body has taken `after` seconds, and nothing if it is faster.
+
+    On rank 0; `on_any_rank` is for work that one process does for all. A decorator as well.
+    """
+    if not on_any_rank and rank_of(os.environ) != 0:
+        yield
+        return
+    timer = Timer(after, _say, [what])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say(what: str) -> None:
+    from tqdm import tqdm  # only when there is something to say: most commands are over sooner
+
+    with suppress(OSError, ValueError):  # stderr is full or closed: the work does not need it
+        tqdm.write(f"{what} ...", file=sys.stderr)  # above a progress bar, if one is there
+        sys.stderr.flush()
+
+
+def one_line(program: str, error: BaseException, rank: int = 0, step: int = 0) -> str:
+    """`PROGRAM: error[E_NAME] rank=R step=S: what; what to do`, always one line."""
+    code = getattr(error, "code", RunError.code)
+    what = printable(" ".join(str(error).split())) or type(error).__name__
+    return f"{program}: error[{code}] rank={rank} step={step}: {what}"

@@ -1,0 +1,20 @@
+"""What the hardware of this machine can do."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+
+def has_bf16() -> bool:
+    """Whether this machine's CPU multiplies bf16 by instructions of its own.
+
+    oneDNN takes AVX-512 without them for enough, and works them out of others, slowly.
+    """
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    return platform.machine() not in ("x86_64", "AMD64") or torch.cpu._is_avx512_bf16_supported()
+
+
+HAS_BF16 = has_bf16()

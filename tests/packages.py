@@ -1,0 +1,123 @@
+"""The packages of minimind/ and the direction of imports; `python -m tests.packages` prints them.
+
+A module may import its own package and those below it in `PACKAGES`. Imports inside functions count
+too. Only `SEAM` may import accelerate and deepspeed.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# From the top down.
+PACKAGES = [
+    "cli",
+    "train",
+    "inference",
+    "interop",
+    "checkpoint",
+    "report",
+    "telemetry",
+    "engine",
+    "architecture",
+    "estimate",
+    "model",
+    "data.prepare",
+    "data.loader",
+    "data.tokenizer",
+    "data.text",
+    "config.deepspeed",
+    "config",
+    "runtime",
+    "errors",
+]
+SEAM = "minimind.engine.build"
+MOST_MODULES = {"report": 18}  # in a package; elsewhere 12
+MOST_LINES = 300  # in a module
+MOST_LINES_OF_A_FUNCTION = 60
+
+
+def modules() -> dict[str, str]:
+    """Source by dotted name, without `__init__.py` and `__main__.py`."""
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text(encoding="utf-8")
+        for path in sorted((ROOT / "minimind").rglob("*.py"))
+        if not path.name.startswith("__")
+    }
+
+
+def package_of(module: str) -> str | None:
+    """The longest entry of `PACKAGES` that `module` is or lies under; None for another name."""
+    inside = module.removeprefix("minimind.")
+    found = [name for name in PACKAGES if f"{inside}.".startswith(f"{name}.")]
+    return max(found, key=len, default=None)
+
+
+def imports_of(source: str) -> set[str]:
+    """Every dotted name that `source` imports, at any depth."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def violations(sources: dict[str, str]) -> list[str]:
+    """One sentence for each import against the direction, foreign to the seam, or in a cycle."""
+    found = []
+    graph = {}
+    for module, source in sources.items():
+        imported = imports_of(source)
+        package = package_of(module)
+        if package is None:
+            found.append(f"{module} is in no package of PACKAGES")
+            continue
+        graph[module] = {name for name in imported if name in sources}
+        for name in sorted(graph[module]):
+            above = package_of(name)
+            if above is not None and PACKAGES.index(above) < PACKAGES.index(package):
+                found.append(f"{module} imports {name}; {above} is above {package}")
+        libraries = {name.split(".")[0] for name in imported}
+        if module != SEAM and libraries & {"accelerate", "deepspeed"}:
+            found.append(f"{module} imports accelerate or deepspeed; only {SEAM} may")
+    return found + [f"cycle: {' -> '.join(cycle)}" for cycle in _cycles(graph)]
+
+
+def _cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    found: list[list[str]] = []
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> None:
+        if module in path:
+            found.append([*path[path.index(module) :], module])
+        elif module not in done:
+            for name in sorted(graph.get(module, ())):
+                visit(name, [*path, module])
+            done.add(module)
+
+    for module in graph:
+        visit(module, [])
+    return found
+
+
+def table(sources: dict[str, str]) -> str:
+    """Packages from the top down with their number of modules and lines, then the totals."""
+    lines = {module: source.count("\n") for module, source in sources.items()}
+    rows = [f"{'package':<18}{'modules':>8}{'lines':>8}"]
+    for package in PACKAGES:
+        own = [lines[module] for module in sources if package_of(module) == package]
+        rows.append(f"{package:<18}{len(own):>8}{sum(own):>8,}")
+    rows.append(f"{'in all':<18}{len(lines):>8}{sum(lines.values()):>8,}")
+    rows.append(f"median module: {median(lines.values()):.0f} lines; imports go downwards only")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table(modules()))
+    raise SystemExit("\n".join(violations(modules())))

@@ -1,0 +1,68 @@
+"""Imports go down the list of packages, packages stay small, and only one module is the seam."""
+
+import ast
+from collections import Counter
+
+import pytest
+
+from tests import packages
+from tests.packages import modules, package_of, table, violations
+
+
+def test_imports_go_down():
+    assert violations(modules()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("minimind.data.loader.row_order", "from minimind.model.decoder import MiniMindConfig"),
+        ("minimind.model.loss", "from minimind.train.loop import train"),
+        ("minimind.config.run_config", "import minimind.config.parse"),
+        ("minimind.train.loop", "import deepspeed"),
+        ("minimind.cli.main", "from accelerate import Accelerator"),
+        ("minimind.engine.build", "from minimind.checkpoint.saver import Saver"),
+        ("minimind.errors", "from minimind.config.run_config import RunConfig"),
+    ],
+)
+def test_an_import_against_the_direction_is_found(module, line):
+    sources = modules()
+    sources[module] += f"\n{line}\n"
+    assert any(module in violation for violation in violations(sources))
+
+
+def test_a_module_outside_every_package_is_found():
+    assert violations({"minimind.stray": ""}) == ["minimind.stray is in no package of PACKAGES"]
+
+
+def test_packages_modules_and_functions_stay_small():
+    sources = modules()
+    sizes = Counter(package_of(module) for module in sources)
+    most = packages.MOST_MODULES
+    assert {name: n for name, n in sizes.items() if n > most.get(str(name), 12)} == {}
+    for name, source in sources.items():
+        assert source.count("\n") <= packages.MOST_LINES, name
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef):
+                size = (node.end_lineno or 0) - node.lineno + 1
+                assert size <= packages.MOST_LINES_OF_A_FUNCTION, f"{name}.{node.name}"
+    assert sources["minimind.train.loop"].count("\n") < 120
+
+
+def test_every_package_says_what_it_is_for():
+    for package in packages.PACKAGES:
+        folder = packages.ROOT / "minimind" / package.replace(".", "/")
+        if folder.is_dir():
+            text = (folder / "__init__.py").read_text(encoding="utf-8")
+            docstring = ast.get_docstring(ast.parse(text)) or ""
+            missing = [p.stem for p in folder.glob("*.py") if p.stem not in docstring]
+            assert [name for name in missing if not name.startswith("__")] == [], package
+
+
+def test_the_table_counts_every_module():
+    assert f"{'in all':<18}{len(modules()):>8}" in table(modules())
+
+
+def test_no_module_has_a_name_without_meaning():
+    names = {name.rsplit(".", 1)[-1] for name in modules()}
+    assert not names & {"utils", "common", "helpers", "misc"}
