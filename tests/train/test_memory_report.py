@@ -97,7 +97,8 @@ def test_a_run_out_of_memory_ends_with_10_in_one_line_and_keeps_its_checkpoint(
     capsys: pytest.CaptureFixture[str],
 ):
     places = {"data_path": str(trained.mixed), "cache_dir": str(trained.cache)}
-    flags = {**SMALL, **places, "out_dir": str(tmp_path), "save_interval": 2}
+    saved = {"save_interval": 2, "async_save": False}  # else the failure may overtake the save
+    flags = {**SMALL, **places, **saved, "out_dir": str(tmp_path)}
     with monkeypatch.context() as patched:
         fail_at(patched, 4, torch.OutOfMemoryError(CUDA))
         assert ended(flags) == 10
