@@ -201,7 +201,7 @@ HOSTS = {"NUM_MACHINES": "2", "MACHINE_RANK": "0", "MAIN_IP": "a", "MAIN_PORT": 
         ({"distributed_type": "FSDP"}, {}, "a.yaml: distributed_type is FSDP; write one of"),
         ({}, {}, "distributed_type is missing"),
         ({**DEEPSPEED, "num_procesess": 2}, {}, "'num_procesess'; did you mean num_processes?"),
-        ({"distributed_type": "MULTI_GPU", "deepspeed_config": {"a": 1}}, {}, "passes over"),
+        ({"distributed_type": "MULTI_GPU", "deepspeed_config": {"a": 1}}, {}, "ignores"),
         ({**DEEPSPEED, "deepspeed_config": "x.json"}, {}, "deepspeed_config is 'x.json', not"),
         (
             {**DEEPSPEED, "deepspeed_config": {"deepspeed_config_fil": "x.json"}},
@@ -332,6 +332,7 @@ def test_an_environment_that_lacks_accelerate_is_told_with_a_command_that_mends_
     assert broken.stderr.endswith(f"cannot be run; make -B -C '{checkout}' setup\n")
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
     monkeypatch.setattr(launch, "PROJECT", checkout)
+    (checkout / "Makefile").touch()
     for environ, way_out in (({}, "; make -B -C"), ({"PYTHON": "python3"}, "; unset PYTHON")):
         with pytest.raises(UsageError, match=f"accelerate is not installed for .*{way_out}"):
             launch.require_installed(environ)
