@@ -63,7 +63,7 @@ def mfu_per_speed(
     return None if peak is None else model.flops_per_token(run) / (world_size * peak[0] * 1e12)
 
 
-def peak_told(run: RunConfig, device: torch.device) -> str:
+def peak_text(run: RunConfig, device: torch.device) -> str:
     """The peak as the opening lines have it; nothing where none is known."""
     peak = peak_of(run, device)
     return "" if peak is None else f"; MFU of {peak[0]:g} TFLOP/s ({peak[1]})"

@@ -15,14 +15,14 @@ from tqdm import tqdm
 from minimind.engine.phase_clock import SHOWN, mean_ms, median_ms, profile_table, ranks_table
 from minimind.runtime.durable_files import Metrics, storing
 from minimind.runtime.terminal import for_stdout
-from minimind.telemetry.progress_bar import Followed, ProgressBar
+from minimind.telemetry.progress_bar import TrackedMicroBatches, ProgressBar
 from minimind.telemetry.trackers import Trackers
 
 PAUSES: tuple[str, ...] = ("evaluate", "checkpoint", "sample", "trace", "gc")
 ABRUPT = 3.0  # seconds that a tracker gets when a run ends by an error
 
 
-class Report:
+class RunLogger:
     """Rank 0's voice. Other ranks hold one too, and stay silent."""
 
     def __init__(
@@ -30,14 +30,14 @@ class Report:
         out_dir: Path,
         total_steps: int,
         device: torch.device,
-        is_speaker: bool,
+        is_rank_0: bool,
         is_profiling: bool,
         mfu_per_speed: float | None = None,
     ) -> None:
         """mfu_per_speed is by what tokens/s are multiplied to give MFU; None: no peak is known."""
         self._path = out_dir / "metrics.jsonl"
-        self._metrics = Metrics(self._path) if is_speaker else None
-        self._is_speaker = is_speaker
+        self._metrics = Metrics(self._path) if is_rank_0 else None
+        self._is_speaker = is_rank_0
         self._is_heard = True
         self._is_profiling = is_profiling
         self._mfu_per_speed = mfu_per_speed
@@ -53,7 +53,7 @@ class Report:
         self._between_lines: dict[str, float] = {cause: 0.0 for cause in PAUSES}
         self.trackers = Trackers()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print for people, past the progress bar."""
         if self._is_speaker and self._is_heard:
             with storing("standard output", "free some space, or send it somewhere else"):
@@ -76,9 +76,9 @@ class Report:
         if self._is_speaker and sys.stderr.isatty():
             self._bar = ProgressBar(step, self._total)
 
-    def follow(self, micro_batches: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def track(self, micro_batches: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The same micro-batches; at a terminal the bar shows which one a long step has reached."""
-        return Followed(micro_batches, self._bar) if self._bar else micro_batches
+        return TrackedMicroBatches(micro_batches, self._bar) if self._bar else micro_batches
 
     def advance(self) -> None:
         """Move the bar by one step."""
@@ -92,7 +92,7 @@ class Report:
         """By the host's clock, of the steps after the first, which may compile; two are needed."""
         return (time.perf_counter() - self._first_end) / (self._steps - 1)
 
-    def took(self, steps: list[dict[str, float]]) -> None:
+    def add_phase_times(self, steps: list[dict[str, float]]) -> None:
         """Take note of the phase times of some steps."""
         if self._is_speaker:
             self._since_line += steps
@@ -120,16 +120,16 @@ class Report:
         if self._bar:
             self._bar.show(f"loss {line['loss']:.4f}")
         left = (self._total - line["step"]) * line["step_ms"] / 1e3
-        self.say(f"step {line['step']}/{self._total}  {shown}  ETA {duration(left)}")
+        self.print(f"step {line['step']}/{self._total}  {shown}  ETA {duration(left)}")
 
-    def pause(self, cause: str, milliseconds: float) -> None:
+    def add_pause(self, cause: str, milliseconds: float) -> None:
         """Time spent between steps, which no step is charged for."""
         self._pauses[cause] = self._pauses.get(cause, 0.0) + milliseconds
         self._between_lines[cause] += milliseconds
         self._since += milliseconds / 1e3
         self._first_end += milliseconds / 1e3
 
-    def untold(self) -> dict[str, float]:
+    def unlogged_pauses(self) -> dict[str, float]:
         """Milliseconds by cause, as `CAUSE_ms`, of the pauses that no step line has told."""
         return _named({cause: ms for cause, ms in self._between_lines.items() if ms})
 
@@ -149,7 +149,7 @@ class Report:
             return
         told = f"profile, {len(steps)} steps up to step {step}:\n{profile_table(steps, pauses)}"
         alone = f"  {SHOWN['memory_mib']:<12}{self._memory_mib():>10.1f}  at most so far"
-        self.say(f"{told}\n{ranks_table(ranks) if len(ranks) > 1 else alone}")
+        self.print(f"{told}\n{ranks_table(ranks) if len(ranks) > 1 else alone}")
         spent = _named(pauses)
         by_rank = {name: [rank[name] for rank in ranks] for name in ranks[0]}
         self.event("profile", step=step, steps=len(steps), **mean_ms(steps), **spent, ranks=by_rank)

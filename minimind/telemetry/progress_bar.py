@@ -53,7 +53,7 @@ class ProgressBar:
         self._bar.close()
 
 
-class Followed(Sequence[Tensor]):
+class TrackedMicroBatches(Sequence[Tensor]):
     """The micro-batches of a step; iterating over them tells `bar` which one is reached."""
 
     def __init__(self, micro_batches: Sequence[Tensor], bar: ProgressBar) -> None:

@@ -30,7 +30,7 @@ from minimind.engine.build import Engine
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.terminal import phase
-from minimind.train.evaluate import HeldOut
+from minimind.train.evaluate import HeldOutRows
 
 
 def require_default_data(run: RunConfig) -> None:
@@ -80,11 +80,11 @@ def prepare_data(run: RunConfig) -> Prepared:
 def with_prepared(run: RunConfig, prepared: Prepared) -> RunConfig:
     """The run with what its data decides; a UsageError where a flag says otherwise."""
     by = f"--tokenizer {run.tokenizer}" if run.tokenizer else f"--data_path {prepared.directory}"
-    run = with_decided(run, by, {"vocab_size": prepared.tokenizer.vocab_size})
+    run = with_derived_values(run, by, {"vocab_size": prepared.tokenizer.vocab_size})
     options = asdict(Options(**prepared.manifest["options"]))
     if not is_prepared(run.data_path[0]):
-        return with_decided(run, by, {"max_document_bytes": options["max_document_bytes"]})
-    return with_decided(run, f"--data_path {prepared.directory}", options)
+        return with_derived_values(run, by, {"max_document_bytes": options["max_document_bytes"]})
+    return with_derived_values(run, f"--data_path {prepared.directory}", options)
 
 
 def with_tokenizer(run: RunConfig) -> RunConfig:
@@ -92,10 +92,10 @@ def with_tokenizer(run: RunConfig) -> RunConfig:
     if run.tokenizer is None:
         return run
     vocab_size = load_tokenizer(run.tokenizer).vocab_size
-    return with_decided(run, f"--tokenizer {run.tokenizer}", {"vocab_size": vocab_size})
+    return with_derived_values(run, f"--tokenizer {run.tokenizer}", {"vocab_size": vocab_size})
 
 
-def with_decided(
+def with_derived_values(
     run: RunConfig, by: str, values: Mapping[str, Any], over_presets: bool = True
 ) -> RunConfig:
     """The run with what `by` decides; a UsageError where somebody asked for something else.
@@ -119,12 +119,12 @@ def plan(run: RunConfig, prepared: Prepared, world_size: int) -> tuple[Order, Sc
     """Which rows each step reads and how many steps there are; a DataError for too little text."""
     n_rows = prepared.train.rows(run.max_seq_len + 1)
     require_rows_of_each(run, prepared)
-    rows_per_step = require_a_step(run, world_size, len(prepared.train), n_rows)
+    rows_per_step = check_enough_rows(run, world_size, len(prepared.train), n_rows)
     order = Order(n_rows, rows_per_step, run.seed, mixture=mixture_of(run, prepared))
     return order, plan_schedule(run, order.steps_per_epoch)
 
 
-def require_a_step(run: RunConfig, world_size: int, tokens: int, n_rows: int) -> int:
+def check_enough_rows(run: RunConfig, world_size: int, tokens: int, n_rows: int) -> int:
     """The rows of one step; a DataError where there are fewer."""
     micro_batch = run.micro_batch_rows(world_size)
     rows_per_step = micro_batch * run.accumulation_steps * world_size
@@ -166,7 +166,7 @@ def mixture_of(run: RunConfig, prepared: Prepared) -> Mixture | None:
         ) from error
 
 
-def continued(order: Order, resumed: Resumed) -> Order:
+def resume_order(order: Order, resumed: Resumed) -> Order:
     """The order of the checkpoint, taken over where it stands when the batch or text is another."""
     require_course(resumed.manifest)
     saved = resumed.manifest["identity"]
@@ -256,10 +256,10 @@ def batches_of(run: RunConfig, prepared: Prepared, order: Order, engine: Engine)
     )
 
 
-def held_out_of(run: RunConfig, prepared: Prepared) -> HeldOut:
+def held_out_of(run: RunConfig, prepared: Prepared) -> HeldOutRows:
     """The rows every validation reads."""
     row_tokens = run.max_seq_len + 1
     rows = held_out_rows(prepared.val, run.eval_rows, row_tokens)
     names = tuple(source["name"] for source in prepared.manifest["sources"])
     piece_bytes = prepared.tokenizer.piece_bytes()
-    return HeldOut(prepared.val, rows, row_tokens, piece_bytes, names, prepared.train.weights)
+    return HeldOutRows(prepared.val, rows, row_tokens, piece_bytes, names, prepared.train.weights)

@@ -18,7 +18,7 @@ from minimind.model.loss import IGNORED
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutRows:
     """The rows a validation reads, and how many bytes of text each token stands for."""
 
     shards: TokenShards
@@ -46,21 +46,21 @@ class HeldOut:
 
 
 @dataclass(frozen=True)
-class Sums:
+class LossSums:
     """Loss in nats, and over how many tokens and bytes of text it was summed."""
 
     loss: float
     tokens: float
     text_bytes: float
 
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(
+    def __add__(self, other: LossSums) -> LossSums:
+        return LossSums(
             self.loss + other.loss, self.tokens + other.tokens, self.text_bytes + other.text_bytes
         )
 
-    def scaled(self, factor: float) -> Sums:
+    def scaled(self, factor: float) -> LossSums:
         """The sums as if there were `factor` times as much of the same text."""
-        return Sums(self.loss * factor, self.tokens * factor, self.text_bytes * factor)
+        return LossSums(self.loss * factor, self.tokens * factor, self.text_bytes * factor)
 
     @property
     def mean(self) -> float:
@@ -83,7 +83,7 @@ class Sums:
         return {**told, "tokens": round(self.tokens)}
 
 
-def evaluate(engine: Engine, held_out: HeldOut, batch_rows: int) -> dict[str, Any]:
+def evaluate(engine: Engine, held_out: HeldOutRows, batch_rows: int) -> dict[str, Any]:
     """`val_loss` (nats per token), `val_ppl`, `val_bpb` (bits per byte of text) and `tokens`.
 
     Of several sources also `by_source`, the same of each. With weights the whole is that of the
@@ -94,7 +94,7 @@ def evaluate(engine: Engine, held_out: HeldOut, batch_rows: int) -> dict[str, An
     parts = held_out.by_source()
     found = [_sums(engine, held_out, rows, batch_rows) for rows in parts.values()]
     flat = engine.sum_over_ranks([number for sums in found for number in sums])
-    each = [Sums(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
+    each = [LossSums(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
     if len(held_out.sources) == 1:
         return each[0].event()
     by_source = dict(zip(parts, each, strict=True))
@@ -102,7 +102,7 @@ def evaluate(engine: Engine, held_out: HeldOut, batch_rows: int) -> dict[str, An
     return {**whole.event(), "by_source": {name: one.event() for name, one in by_source.items()}}
 
 
-def mixture(by_source: Mapping[str, Sums], held_out: HeldOut) -> Sums:
+def mixture(by_source: Mapping[str, LossSums], held_out: HeldOutRows) -> LossSums:
     """The sums over all held-out tokens, with every source scaled to its weight in training."""
     total = reduce(add, by_source.values())
     if held_out.weights is None:
@@ -118,7 +118,7 @@ def mixture(by_source: Mapping[str, Sums], held_out: HeldOut) -> Sums:
     )
 
 
-def _sums(engine: Engine, held_out: HeldOut, rows: np.ndarray, batch_rows: int) -> list[float]:
+def _sums(engine: Engine, held_out: HeldOutRows, rows: np.ndarray, batch_rows: int) -> list[float]:
     """Loss, tokens and bytes of this rank's share of the rows."""
     sums = [0.0, 0.0, 0.0]
     for start in range(0, len(rows), batch_rows * engine.world_size):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from minimind.data.loader.eval_windows import Windows
 from minimind.model.loss import IGNORED
-from minimind.train.evaluate import Sums
+from minimind.train.evaluate import LossSums
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _batch(rows: Sequence[tuple[int, np.ndarray]]) -> tuple[torch.Tensor, torch.
 
 def score(
     accelerator: Any, model: Any, parts: Sequence[Part], piece_bytes: np.ndarray, batch_rows: int
-) -> dict[str, Sums]:
+) -> dict[str, LossSums]:
     """The sums of each source that has text, by its name.
 
     Every process scores every so many batches and all of them get the results of all;
@@ -78,9 +78,9 @@ def score(
         counted += len(found[0])
     assert counted == len(texts), f"{counted} windows were gathered of {len(texts)}"
     known = [count for part in parts for count in part.text_bytes]
-    joined: dict[str, Sums] = {}
+    joined: dict[str, LossSums] = {}
     for name, exact, (loss, tokens, text_bytes) in zip(names, known, sums.tolist(), strict=True):
-        own = Sums(loss, tokens, float(text_bytes if exact is None else exact))
+        own = LossSums(loss, tokens, float(text_bytes if exact is None else exact))
         if tokens:  # the splits of a source have one name
             joined[name] = joined[name] + own if name in joined else own
     return joined

@@ -34,7 +34,7 @@ from minimind.interop.weights import (
 )
 from minimind.model.activation_checkpointing import recompute_blocks
 from minimind.model.configuration import MiniMindConfig
-from minimind.train.build import with_decided
+from minimind.train.build import with_derived_values
 
 FREE = ("max_seq_len", "vocab_size")  # of the rows and of the tokenizer, within the model's
 # Flag -> what the configuration of a model calls it. The length of a row no weight depends on.
@@ -58,7 +58,7 @@ SHAPE = {
 
 
 @dataclass(frozen=True)
-class Initial:
+class InitialModel:
     """A run with the shape of what it begins from, and the weights, if it begins."""
 
     run: RunConfig
@@ -93,7 +93,7 @@ class Initial:
         return f"weights  those resumed: --init_from {place} is ignored" if place else ""
 
 
-def read_initial(run: RunConfig) -> Initial:
+def read_initial(run: RunConfig) -> InitialModel:
     """What `run` begins with; no weight is read yet.
 
     A UsageError where a flag says another shape, or leaves out what the place does not tell.
@@ -105,20 +105,20 @@ def read_initial(run: RunConfig) -> Initial:
         run = _with_shape(run, f"--model {run.model}", MiniMindConfig(**read_config(path.parent)))
         run = run.with_values("its config.json", model=None)
     if run.init_from is None:
-        return Initial(run, Own())
+        return InitialModel(run, Own())
     if path := _begun(run, _misshapen):
         config = MiniMindConfig(**read_config(path, read_manifest(path)))
-        return Initial(_shaped(run, f"checkpoint {path}", config, path), Own())
+        return InitialModel(_shaped(run, f"checkpoint {path}", config, path), Own())
     weights = load_weights_from(run.init_from, _given(run))
     by = f"--init_from {run.init_from}"
     if not isinstance(weights.config, MiniMindConfig):
         raise UsageError(
             f"{by} is a model of transformers; give --model hf:{weights.path} beside it"
         )
-    return Initial(_shaped(run, by, weights.config, weights.tokenizer), Own(), weights)
+    return InitialModel(_shaped(run, by, weights.config, weights.tokenizer), Own(), weights)
 
 
-def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initial:
+def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> InitialModel:
     """The same where a config.json of transformers decides the shape, and its folder what else.
 
     Flags of the shape that it does not tell have no value.
@@ -143,8 +143,8 @@ def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initia
     if run.tokenizer is not None:
         model.require_room(load_tokenizer(run.tokenizer).vocab_size, f"--tokenizer {run.tokenizer}")
     if run.init_from is None or _begun(run, _unreadable):
-        return Initial(run, model)
-    return Initial(run, model, weights_of_transformers(run.init_from, read))
+        return InitialModel(run, model)
+    return InitialModel(run, model, weights_of_transformers(run.init_from, read))
 
 
 def _begun(run: RunConfig, check: Callable[[Path], Rejected | None]) -> Path | None:
@@ -192,7 +192,7 @@ def _shaped(run: RunConfig, by: str, config: MiniMindConfig, tokenizer: Path | N
 
 def _with_shape(run: RunConfig, by: str, config: MiniMindConfig) -> RunConfig:
     shape = {flag: getattr(config, name) for flag, name in SHAPE.items()}
-    run = with_decided(run, by, shape, over_presets=False)
+    run = with_derived_values(run, by, shape, over_presets=False)
     length = config.max_position_embeddings
     if run.sources["max_seq_len"] == "default" and length != run.max_seq_len:
         run = run.with_values(by, max_seq_len=length)

@@ -22,7 +22,7 @@ ASKED = re.compile(r"tried to allocate ([0-9.]+ [A-Za-z]+)", re.IGNORECASE)
 
 
 @contextmanager
-def reported_memory(setup: Setup, resolved: Resolved) -> Iterator[None]:
+def report_out_of_memory(setup: Setup, resolved: Resolved) -> Iterator[None]:
     """Turn a failed allocation inside into a MemoryFull; every other error passes unchanged."""
     try:
         yield

@@ -27,17 +27,17 @@ from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared
 from minimind.engine.build import Engine, build_engine, leave, require_accepted, section_faults
 from minimind.errors import StorageError, UsageError
-from minimind.report.write import NAME as REPORT
-from minimind.report.write import write_report
+from minimind.logger.write import NAME as REPORT
+from minimind.logger.write import write_report
 from minimind.runtime.durable_files import storing
 from minimind.runtime.process import Progress
 from minimind.telemetry.mfu import mfu_per_speed, peak_of
-from minimind.telemetry.progress import Report
+from minimind.telemetry.progress import RunLogger
 from minimind.telemetry.trace import require_traceable, trace_of, traced_steps
 from minimind.telemetry.trackers import FINISH, open_trackers
 from minimind.train.build import (
     batches_of,
-    continued,
+    resume_order,
     held_out_of,
     plan,
     prepare_data,
@@ -47,18 +47,18 @@ from minimind.train.build import (
     require_same_files,
     with_prepared,
 )
-from minimind.train.initial_weights import Initial, read_initial
+from minimind.train.initial_weights import InitialModel, read_initial
 from minimind.train.loop import train
-from minimind.train.loop_actions import Desk, close_with
-from minimind.train.memory_report import reported_memory
+from minimind.train.loop_actions import RunContext, register_cleanup
+from minimind.train.memory_report import report_out_of_memory
 from minimind.train.sample_text import prompts_of, samples_of
 from minimind.train.settings import dry_run_text
 from minimind.train.skipped_steps import SkippedSteps
-from minimind.train.start_summary import opening
+from minimind.train.start_summary import startup_summary
 
 # Seconds that a rank waits for another that reads or writes a checkpoint: a disk may be slow, and a
 # rank that is gone or stopped is noticed by other means.
-PATIENCE = 3600
+CHECKPOINT_TIMEOUT_S = 3600
 SHARDING = ("world_size", "zero_stage")
 
 
@@ -88,7 +88,7 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
 
 
 def train_resolved(
-    setup: Setup, resolved: Resolved, initial: Initial, progress: Progress, held: ExitStack
+    setup: Setup, resolved: Resolved, initial: InitialModel, progress: Progress, held: ExitStack
 ) -> int:
     """The same for a run whose mistakes have been told; `held` closes what it opens."""
     run, is_first = setup.run, setup.launch.rank == 0
@@ -105,18 +105,18 @@ def train_resolved(
     if is_first and not claimed:
         progress.lock = claim(out_dir)
     progress.out_dir = out_dir
-    held.enter_context(reported_memory(setup, resolved))
+    held.enter_context(report_out_of_memory(setup, resolved))
     engine = build_engine(resolved, initial.build(run, prepared.tokenizer), setup.device)
     held.callback(engine.release)
     engine.introduce(progress.peers)
     require_same_files(engine, out_dir, prepared)
     with storing(str(out_dir), "mend its rights, or give another --out_dir"):
         share = mfu_per_speed(run, initial.architecture, engine.device, engine.world_size)
-        total_steps, is_speaker = schedule.total_steps, engine.rank == 0
-        report = Report(out_dir, total_steps, engine.device, is_speaker, run.profile, share)
-    held.callback(report.close)
-    desk, resumed = build_desk(run, prepared, order, schedule, engine, report, progress, initial)
-    close_with(held, desk)
+        total_steps, is_rank_0 = schedule.total_steps, engine.rank == 0
+        logger = RunLogger(out_dir, total_steps, engine.device, is_rank_0, run.profile, share)
+    held.callback(logger.close)
+    context, resumed = build_desk(run, prepared, order, schedule, engine, logger, progress, initial)
+    register_cleanup(held, context)
     if engine.rank == 0:
         with storing(str(out_dir), "free some space, or give another --out_dir"):
             write_reference(out_dir, resolved)
@@ -124,11 +124,11 @@ def train_resolved(
         prepared.tokenizer.save(out_dir / "tokenizer")
         if resumed.state.step < schedule.total_steps:  # else they would hold nothing
             told = {name: getattr(run, name) for name in FLAGS}
-            report.trackers = open_trackers(run, resumed.state.step, told)
-    tell_start(desk, prepared, resumed, initial, advice(setup, resolved))
+            logger.trackers = open_trackers(run, resumed.state.step, told)
+    log_run_start(context, prepared, resumed, initial, advice(setup, resolved))
     progress.has_started = True
-    state, status, reason = train(desk, resumed.state)
-    finish(desk, state, status, reason)
+    state, status, reason = train(context, resumed.state)
+    finish(context, state, status, reason)
     return status
 
 
@@ -138,17 +138,17 @@ def build_desk(
     order: Order,
     schedule: Schedule,
     engine: Engine,
-    report: Report,
+    logger: RunLogger,
     progress: Progress,
-    initial: Initial,
-) -> tuple[Desk, Resumed]:
+    initial: InitialModel,
+) -> tuple[RunContext, Resumed]:
     """What the loop works with, the state resumed; a request to stop is remembered from here on."""
     root = Path(run.out_dir) / "checkpoints"
     same = identity(run, initial.architecture.identity(run), prepared, schedule, order, engine)
-    ranks = engine.another_group(PATIENCE)
+    ranks = engine.another_group(CHECKPOINT_TIMEOUT_S)
     resumed = resume(engine, ranks, root, run.resume, same, run.allowed_changes())
     if resumed.path:
-        order = continued(order, resumed)
+        order = resume_order(order, resumed)
     require_length(run, resumed.state.step, schedule, order)
     saver = Saver(
         engine,
@@ -161,7 +161,7 @@ def build_desk(
         run.save_minutes,
     )
     batches = batches_of(run, prepared, order, engine)
-    desk = Desk(
+    context = RunContext(
         run=run,
         schedule=schedule,
         engine=engine,
@@ -171,12 +171,12 @@ def build_desk(
         saver=saver,
         trace=trace_of(run, engine.rank),
         communication=engine.watched() if run.profile else None,
-        report=report,
-        skipped=SkippedSteps(run, engine, order, batches.at, prepared.tokenizer.decode, report),
+        logger=logger,
+        skipped=SkippedSteps(run, engine, order, batches.at, prepared.tokenizer.decode, logger),
         stop=progress.begin(),
         progress=progress,
     )
-    return desk, resumed
+    return context, resumed
 
 
 def texts(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
@@ -188,21 +188,21 @@ def texts(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
     }
 
 
-def tell_start(
-    desk: Desk, prepared: Prepared, resumed: Resumed, initial: Initial, notes: list[str]
+def log_run_start(
+    context: RunContext, prepared: Prepared, resumed: Resumed, initial: InitialModel, notes: list[str]
 ) -> None:
     """Say and record what is about to happen; a StorageError where no checkpoint would fit."""
-    run, engine, report, order = desk.run, desk.engine, desk.report, desk.batches.order
+    run, engine, logger, order = context.run, context.engine, context.logger, context.batches.order
     for bad in resumed.rejected:
-        report.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
-        report.say(f"checkpoint {bad.path} is passed over: {bad.file} {bad.reason}")
+        logger.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
+        logger.print(f"checkpoint {bad.path} is passed over: {bad.file} {bad.reason}")
     state, path, peak = resumed.state, resumed.path, peak_of(run, engine.device)
     room = (
-        desk.saver.require_room()
-        if state.step < desk.schedule.total_steps
+        context.saver.require_room()
+        if state.step < context.schedule.total_steps
         else "nothing is left to save"
     )
-    report.event(
+    logger.event(
         "run_start",
         step=state.step,
         resume_from=str(path) if path else None,
@@ -214,9 +214,9 @@ def tell_start(
         peak_tflops=peak[0] if peak else None,
         peak_source=peak[1] if peak else None,
         parameters=engine.parameters,
-        tokens_per_step=desk.batches.tokens_per_step,
+        tokens_per_step=context.batches.tokens_per_step,
         rows_per_epoch=order.n_rows,
-        total_steps=desk.schedule.total_steps,
+        total_steps=context.schedule.total_steps,
         versions=versions(),
         commit=source_commit(),
         rotary=engine.gather(rotary_dtype(engine.model)),
@@ -225,54 +225,54 @@ def tell_start(
     before = {key: resumed.manifest.get(key, now[key]) for key in now}  # an old one tells less
     if path and before != now:
         told = [f"{key} {before[key]} -> {now[key]}" for key in now if before[key] != now[key]]
-        report.say(f"shared out anew: {', '.join(told)}")
+        logger.print(f"shared out anew: {', '.join(told)}")
         was, is_now = ({key: side[key] for key in SHARDING} for side in (before, now))
         if was != is_now:
-            report.event("checkpoint_resharded", **{"from": was, "to": is_now})
+            logger.event("checkpoint_resharded", **{"from": was, "to": is_now})
     if resumed.changed:
         told = [str(one) for one in resumed.changed]
-        report.event("run_changed", changes=told)
-        report.say(f"allowed to change: {'; '.join(told)}")
+        logger.event("run_changed", changes=told)
+        logger.print(f"allowed to change: {'; '.join(told)}")
     notes = [*filter(None, (initial.architecture.line(), initial.line())), *notes]
     if (traced := traced_steps(run)) and traced[1] <= state.step:
         notes.append(f"trace    none: --trace_steps {run.trace_steps} is before step {state.step}")
-    report.say(opening(desk, prepared, resumed, room, notes))
+    logger.print(startup_summary(context, prepared, resumed, room, notes))
 
 
-def finish(desk: Desk, state: TrainState, status: int, reason: str) -> None:
+def finish(context: RunContext, state: TrainState, status: int, reason: str) -> None:
     """Tell the end, on every rank at the same moment."""
-    desk.batches.close()
-    if told := desk.saver.not_retired(wait=True):
-        desk.report.say(told)
+    context.batches.close()
+    if told := context.saver.not_retired(wait=True):
+        context.logger.print(told)
     code = "DONE" if status == 0 else "PREEMPTED"
     end = {"code": code, "status": status, "reason": reason, "step": state.step}
-    desk.report.event("exit", **end, **desk.report.untold())
-    desk.report.close(patience=min(FINISH, desk.run.dist_timeout / 2))  # other ranks wait below
+    context.logger.event("exit", **end, **context.logger.unlogged_pauses())
+    context.logger.close(patience=min(FINISH, context.run.dist_timeout / 2))  # other ranks wait below
     if status:
         again = "run the same command again"
-        if desk.run.resume != "auto":  # which would begin where this start began
-            again = f"run it again without --resume {shlex.quote(desk.run.resume)}"
-        desk.report.say(f"{reason} at step {state.step}; {again} to go on")
+        if context.run.resume != "auto":  # which would begin where this start began
+            again = f"run it again without --resume {shlex.quote(context.run.resume)}"
+        context.logger.print(f"{reason} at step {state.step}; {again} to go on")
     else:
         command = os.path.relpath(Path(sys.executable).parent / "minimind")
-        place = shlex.quote(desk.run.out_dir)
-        desk.report.say(
+        place = shlex.quote(context.run.out_dir)
+        context.logger.print(
             f"done: {state.step} steps, {state.tokens:,} tokens; try\n"
             f'  {command} generate --checkpoint {place} --prompt "..."'
         )
-    if desk.engine.rank == 0:
-        write_page(desk)
-    desk.engine.barrier()
-    if desk.progress.peers:
-        desk.progress.peers.close()
+    if context.engine.rank == 0:
+        write_page(context)
+    context.engine.barrier()
+    if context.progress.peers:
+        context.progress.peers.close()
     leave()
 
 
-def write_page(desk: Desk) -> None:
+def write_page(context: RunContext) -> None:
     """Write the run's report into its out_dir and print its path, or why there is none."""
-    out_dir = Path(desk.run.out_dir)
+    out_dir = Path(context.run.out_dir)
     try:
         write_report([out_dir], out_dir / REPORT, "free some space")
-        desk.report.say(f"report {out_dir / REPORT}")
+        context.logger.print(f"report {out_dir / REPORT}")
     except (StorageError, UsageError) as error:  # metrics.jsonl was taken away
-        desk.report.say(f"no report: {error}")
+        context.logger.print(f"no report: {error}")

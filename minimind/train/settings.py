@@ -20,9 +20,9 @@ from minimind.data.prepare.work_units import Options
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import DataError
 from minimind.estimate.plan import plan_text
-from minimind.train.build import prepared_folder, require_a_step, with_decided, with_tokenizer
+from minimind.train.build import prepared_folder, check_enough_rows, with_derived_values, with_tokenizer
 
-# Flags that `opening` shows in lines of their own, and flags that say nothing about the training.
+# Flags that `startup_summary` shows in lines of their own, and flags that say nothing about the training.
 SHOWN_ABOVE = ("model", "data_path", "out_dir", "save_interval", "save_minutes", "deepspeed_config")
 OF_THE_START = ("config", "local_rank", "dry_run", "debug", "verbose")
 # Keys of a DeepSpeed file that say what happens without them as well.
@@ -59,8 +59,8 @@ def deepspeed_table(resolved: Resolved) -> str:
     return f"resolved DeepSpeed configuration:\n{resolved.table()}"
 
 
-def differing(resolved: Resolved) -> dict[str, list[str]]:
-    """What is not a default, by label, as words for `labelled`; the most surprising label first."""
+def non_default_settings(resolved: Resolved) -> dict[str, list[str]]:
+    """What is not a default, by label, as words for `labelled_lines`; the most surprising label first."""
     found: dict[str, Groups] = {"files": {}, "flags": {}, "preset": {}, "derived": {}}
     for name in FLAGS:
         value, source = getattr(resolved.run, name), resolved.run.sources[name]
@@ -75,7 +75,7 @@ def differing(resolved: Resolved) -> dict[str, list[str]]:
             name = next((key.removeprefix(p) for p in PREFIXES if key.startswith(p)), key)
             name = name if label == "derived" else key
             said = "" if label == "derived" else source
-            found[label].setdefault(said, []).append(f"{name} {shortened(json.dumps(value), MOST)}")
+            found[label].setdefault(said, []).append(f"{name} {shorten(json.dumps(value), MOST)}")
     return {label: _words(groups) for label, groups in found.items() if groups}
 
 
@@ -113,7 +113,7 @@ def _words(groups: Groups) -> list[str]:
     """`a 1,`, `b 2 (source);` ...: pieces that are not to be broken."""
     words: list[str] = []
     for source, settings in groups.items():
-        behind = f" ({place_of(source)})" if source else ""
+        behind = f" ({short_source(source)})" if source else ""
         words += [f"{setting}," for setting in settings[:-1]]
         words.append(f"{settings[-1]}{behind};")
     words[-1] = words[-1].removesuffix(";")
@@ -123,12 +123,12 @@ def _words(groups: Groups) -> list[str]:
 def _brief(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return shortened(_text(value), MOST)
+    return shorten(_text(value), MOST)
 
 
-def place_of(source: str) -> str:
+def short_source(source: str) -> str:
     """A source without the way from the root to the current directory."""
-    return shortened(source.replace(f"{Path.cwd()}{os.sep}", ""), MOST)
+    return shorten(source.replace(f"{Path.cwd()}{os.sep}", ""), MOST)
 
 
 def _text(value: Any) -> str:
@@ -141,7 +141,7 @@ COLUMNS = 100
 LABEL = 9  # columns before the text
 
 
-def shortened(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     """`text` in at most `most` columns: where it is longer, its middle is left out."""
     if disp_len(text) <= most:
         return text
@@ -150,7 +150,7 @@ def shortened(text: str, most: int) -> str:
     return f"{head}...{tail}"
 
 
-def labelled(label: str, pieces: Iterable[str]) -> list[str]:
+def labelled_lines(label: str, pieces: Iterable[str]) -> list[str]:
     """Lines of at most `COLUMNS` columns: the label, then `pieces`, broken between two of them.
 
     A piece that is longer than a line is broken between words.
@@ -169,7 +169,7 @@ def labelled(label: str, pieces: Iterable[str]) -> list[str]:
 def _fitting(pieces: Iterable[str], most: int) -> Iterator[str]:
     for piece in pieces:
         parts = [piece] if disp_len(piece) <= most else piece.split(" ")
-        yield from (shortened(part, most) for part in parts)
+        yield from (shorten(part, most) for part in parts)
 
 
 def dry_run_text(setup: Setup, resolved: Resolved, model: Architecture) -> str:
@@ -185,7 +185,7 @@ def dry_run_text(setup: Setup, resolved: Resolved, model: Architecture) -> str:
         tables.append(_data_table(folder, manifest, run.max_seq_len + 1))
         tokens = manifest["splits"]["train"]["tokens"]
         rows = tokens // (run.max_seq_len + 1)  # of several sources perhaps a few fewer
-        require_a_step(resolved.run, setup.launch.world_size, tokens, rows)
+        check_enough_rows(resolved.run, setup.launch.world_size, tokens, rows)
     tables.insert(0, f"flags:\n{flags_table(run)}")
     if resolved.config:
         tables.append(deepspeed_table(resolved))
@@ -213,7 +213,7 @@ def _require_usable(folder: Path, manifest: dict[str, Any], tokenizer: str | Non
 def _with_manifest(run: RunConfig, folder: Path, manifest: dict[str, Any]) -> RunConfig:
     options = asdict(Options(**manifest["options"]))
     decided = {"vocab_size": manifest["vocab_size"], **options}
-    return with_decided(run, f"--data_path {folder}", decided)
+    return with_derived_values(run, f"--data_path {folder}", decided)
 
 
 def _data_table(folder: Path, manifest: dict[str, Any], row_tokens: int) -> str:

@@ -21,7 +21,7 @@ from minimind.engine.plain_backend import StepResult
 from minimind.errors import NumericError
 from minimind.runtime.collectives import Ranks
 from minimind.runtime.durable_files import storing
-from minimind.telemetry.progress import Report
+from minimind.telemetry.progress import RunLogger
 
 ROWS_FILE = "nonfinite_rows.jsonl"
 # Dumped of one rank and step: where the weights themselves are at fault, every row seems to be.
@@ -30,7 +30,7 @@ MOST_UNREAD = 64  # steps, whose losses are kept until they are looked at
 
 
 @dataclass(frozen=True)
-class AtFault:
+class NonfiniteRows:
     """One rank's micro-batches whose loss was not finite, and their rows as they were read."""
 
     micro_batches: list[int]
@@ -51,7 +51,7 @@ class SkippedSteps:
     order: Order
     batches_at: Callable[[int], Sequence[torch.Tensor]]  # this rank's micro-batches, by step
     text_of: Callable[[list[int]], str]
-    report: Report
+    logger: RunLogger
     in_a_row: int = 0
     unread: list[tuple[int, StepResult]] = field(default_factory=list)
 
@@ -87,16 +87,16 @@ class SkippedSteps:
                 with open(self.path, "a", encoding="utf-8") as file:
                     for line in self._lines(step, reason, found):
                         file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self.report.event("step_skipped", step=step, reason=reason, ranks=list(at_fault))
+        self.logger.event("step_skipped", step=step, reason=reason, ranks=list(at_fault))
         told = f"step {step} is skipped: {_told(at_fault)}"
         in_fp16 = self.run.dtype == "float16"
         count = self.in_a_row if in_fp16 else int(result.skipped_so_far)
         told += f"; {count} {'in a row' if in_fp16 else 'in all'}"
         if count > self.run.max_skipped:
             raise NumericError(f"{told}, {self._way_out()}", cause_rank=min(at_fault, default=0))
-        self.report.say(f"{told}, {self.run.max_skipped} are allowed (--max_skipped)")
+        self.logger.print(f"{told}, {self.run.max_skipped} are allowed (--max_skipped)")
 
-    def _at_fault(self, step: int, losses: Sequence[torch.Tensor]) -> AtFault:
+    def _at_fault(self, step: int, losses: Sequence[torch.Tensor]) -> NonfiniteRows:
         order, rank, world_size = self.order, self.ranks.rank, self.ranks.world_size
         first = order.positions(step - 1).start + order.rows_per_step // world_size * rank
         indices = order.rows_for(step - 1, rank, world_size).tolist()
@@ -107,9 +107,9 @@ class SkippedSteps:
             for at, tokens in enumerate(batch, number * len(batch)):
                 place = {"micro_batch": number, "position": first + at, "row": indices[at]}
                 rows.append({**place, "loss": None, "tokens": tokens})
-        return AtFault(bad, rows[:MOST_ROWS], len(rows[MOST_ROWS:]))
+        return NonfiniteRows(bad, rows[:MOST_ROWS], len(rows[MOST_ROWS:]))
 
-    def _lines(self, step: int, reason: str, found: list[AtFault]) -> Iterator[dict[str, Any]]:
+    def _lines(self, step: int, reason: str, found: list[NonfiniteRows]) -> Iterator[dict[str, Any]]:
         positions = self.order.positions(step - 1)
         if reason == "gradient":  # of which nobody can tell after its reduction whose it was
             yield {"step": step, "reason": reason, "positions": [positions.start, positions.stop]}

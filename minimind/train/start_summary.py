@@ -12,16 +12,16 @@ from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.loader.manifest import where_listed
 from minimind.data.prepare.prepare import Prepared
-from minimind.telemetry.mfu import peak_told
-from minimind.train.loop_actions import Desk
+from minimind.telemetry.mfu import peak_text
+from minimind.train.loop_actions import RunContext
 from minimind.train.settings import (
     COLUMNS,
     LABEL,
-    differing,
-    labelled,
-    place_of,
+    non_default_settings,
+    labelled_lines,
+    short_source,
     resolved_table,
-    shortened,
+    shorten,
 )
 
 MOST = 20  # lines of a start, as long as nothing has to be said but what is set
@@ -29,36 +29,36 @@ LEAST = 3  # of which so many are for what is set
 FIRST_OF_ONE_CYCLE = 2000  # steps; DeepSpeed's default
 
 
-def opening(
-    desk: Desk, prepared: Prepared, resumed: Resumed, room: str, told: Sequence[str]
+def startup_summary(
+    context: RunContext, prepared: Prepared, resumed: Resumed, room: str, told: Sequence[str]
 ) -> str:
     """The lines before the first step.
 
     `room` says how many checkpoints fit; `told` is what else there is to say of this start, a text
     or a line that has a label.
     """
-    run, state = desk.run, resumed.state
+    run, state = context.run, resumed.state
     lines = [
-        *labelled("model", _series(_model(desk, prepared))),
-        *labelled("data", _series(_data(desk, prepared))),
-        *labelled("step", [_step(desk)]),
-        *labelled("length", _series(_length(desk, state))),
-        *labelled("rate", [_rate(desk)]),
-        *labelled("backend", _series(_backend(desk))),
-        *labelled("output", _series([shortened(run.out_dir, 60), _cadence(run), room])),
+        *labelled_lines("model", _series(_model(context, prepared))),
+        *labelled_lines("data", _series(_data(context, prepared))),
+        *labelled_lines("step", [_step(context)]),
+        *labelled_lines("length", _series(_length(context, state))),
+        *labelled_lines("rate", [_rate(context)]),
+        *labelled_lines("backend", _series(_backend(context))),
+        *labelled_lines("output", _series([shorten(run.out_dir, 60), _cadence(run), room])),
     ]
     notes = [line for text in told for line in _note(text)]
-    for warning in cadence_warnings(run, desk.schedule, desk.engine.resolved.config, state.step):
-        notes += labelled("warning", warning.split(" "))
-    notes += labelled("start", [_start(run, resumed)])
+    for warning in cadence_warnings(run, context.schedule, context.engine.resolved.config, state.step):
+        notes += labelled_lines("warning", warning.split(" "))
+    notes += labelled_lines("start", [_start(run, resumed)])
     if run.verbose:
-        return "\n".join([*lines, resolved_table(desk.engine.resolved), *notes])
-    return "\n".join([*lines, *_settings(desk, MOST - len(lines) - len(notes)), *notes])
+        return "\n".join([*lines, resolved_table(context.engine.resolved), *notes])
+    return "\n".join([*lines, *_settings(context, MOST - len(lines) - len(notes)), *notes])
 
 
 def _note(text: str) -> list[str]:
     label, gap, words = text.partition("  ")  # as in `weights  from a/b`
-    return labelled(label, words.split()) if gap else labelled("note", text.split())
+    return labelled_lines(label, words.split()) if gap else labelled_lines("note", text.split())
 
 
 def cadence_warnings(
@@ -103,10 +103,10 @@ def _warmup_steps(schedule: Schedule, config: dict[str, Any]) -> int:
     return int(params.get("warmup_num_steps", 0))
 
 
-def _settings(desk: Desk, most: int) -> list[str]:
+def _settings(context: RunContext, most: int) -> list[str]:
     """What is not a default, in at most so many lines, and how to see the rest."""
-    found = differing(desk.engine.resolved)
-    lines = [line for label, words in found.items() for line in labelled(label, words)]
+    found = non_default_settings(context.engine.resolved)
+    lines = [line for label, words in found.items() for line in labelled_lines(label, words)]
     kept = lines[: max(LEAST, most - 1)]
     record = "config.yaml in out_dir"
     some = "these are not all; " if len(kept) < len(lines) else ""
@@ -122,24 +122,24 @@ def _count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def _model(desk: Desk, prepared: Prepared) -> list[str]:
-    run, vocabulary = desk.run, desk.engine.model.config.vocab_size
+def _model(context: RunContext, prepared: Prepared) -> list[str]:
+    run, vocabulary = context.run, context.engine.model.config.vocab_size
     unused = vocabulary - run.vocab_size + prepared.tokenizer.unused
-    name = f"{shortened(run.model, 40)}, " if run.model and not run.hugging_face else ""
-    size = f"{name}{desk.engine.parameters:,} parameters"
+    name = f"{shorten(run.model, 40)}, " if run.model and not run.hugging_face else ""
+    size = f"{name}{context.engine.parameters:,} parameters"
     some = f" ({unused:,} of it unused)" if unused else ""
     return [size, f"vocabulary {vocabulary:,}{some}"]
 
 
-def _data(desk: Desk, prepared: Prepared) -> list[str]:
-    run, rejected = desk.run, prepared.manifest["rejected"]
+def _data(context: RunContext, prepared: Prepared) -> list[str]:
+    run, rejected = context.run, prepared.manifest["rejected"]
     first, *others = run.data_path
     more = f" and {len(others)} more" if others else ""
     found = [
-        f"{shortened(first, COLUMNS - LABEL - len(more) - 1)}{more}",
-        f"{len(prepared.train):,} tokens in {_count(desk.batches.order.n_rows, 'row')} of"
+        f"{shorten(first, COLUMNS - LABEL - len(more) - 1)}{more}",
+        f"{len(prepared.train):,} tokens in {_count(context.batches.order.n_rows, 'row')} of"
         f" {run.max_seq_len + 1}",
-        f"{len(desk.held_out.rows):,} held out for validation",
+        f"{len(context.held_out.rows):,} held out for validation",
     ]
     if rejected["count"]:
         bad = _count(rejected["count"], "bad document")
@@ -147,20 +147,20 @@ def _data(desk: Desk, prepared: Prepared) -> list[str]:
     return found
 
 
-def _step(desk: Desk) -> str:
-    run, world_size = desk.run, desk.engine.world_size
+def _step(context: RunContext) -> str:
+    run, world_size = context.run, context.engine.world_size
     factors = (
         _count(run.micro_batch_rows(world_size), "row"),
         _count(run.accumulation_steps, "micro-batch", "micro-batches"),
         _count(world_size, "process", "processes"),
     )
-    rows = desk.batches.order.rows_per_step
-    return f"{' x '.join(factors)} = {rows:,} rows, {desk.batches.tokens_per_step:,} tokens"
+    rows = context.batches.order.rows_per_step
+    return f"{' x '.join(factors)} = {rows:,} rows, {context.batches.tokens_per_step:,} tokens"
 
 
-def _length(desk: Desk, state: TrainState) -> list[str]:
-    order, total = desk.batches.order, desk.schedule.total_steps
-    tokens = state.tokens + (total - state.step) * desk.batches.tokens_per_step
+def _length(context: RunContext, state: TrainState) -> list[str]:
+    order, total = context.batches.order, context.schedule.total_steps
+    tokens = state.tokens + (total - state.step) * context.batches.tokens_per_step
     dropped = order.n_rows - order.steps_per_epoch * order.rows_per_step
     epoch = f"{_count(order.steps_per_epoch, 'step')} an epoch"
     if dropped:
@@ -168,26 +168,26 @@ def _length(desk: Desk, state: TrainState) -> list[str]:
     return [f"{_count(total, 'step')}, {tokens:,} tokens", epoch]
 
 
-def _rate(desk: Desk) -> str:
-    schedule, scheduler = desk.schedule, desk.engine.resolved.scheduler
+def _rate(context: RunContext) -> str:
+    schedule, scheduler = context.schedule, context.engine.resolved.scheduler
     if scheduler:
         return f"DeepSpeed's {scheduler}, as its file says"
     warmup = _count(schedule.warmup_steps, "step")
     return f"{schedule.shape}, {warmup} of warm-up, peak {schedule.peak:g}"
 
 
-def _backend(desk: Desk) -> list[str]:
-    run, engine = desk.run, desk.engine
+def _backend(context: RunContext) -> list[str]:
+    run, engine = context.run, context.engine
     resolved, zero = engine.resolved, ""
     if resolved.config:
-        source = place_of(resolved.sources["zero_optimization.stage"])
+        source = short_source(resolved.sources["zero_optimization.stage"])
         zero = f", ZeRO stage {resolved.zero_stage} ({source})"
     found = [
         f"{resolved.backend}{zero}, {run.dtype}, on {engine.world_size} x {engine.device.type}"
     ]
     if run.compile == "on":
         found.append("compiled in the first step")
-    return [*found, *filter(None, [peak_told(run, engine.device).removeprefix("; ")])]
+    return [*found, *filter(None, [peak_text(run, engine.device).removeprefix("; ")])]
 
 
 def _cadence(run: RunConfig) -> str:
@@ -200,4 +200,4 @@ def _start(run: RunConfig, resumed: Resumed) -> str:
         return "at step 0"
     path, out_dir = resumed.path, Path(run.out_dir)
     known = path.relative_to(out_dir) if path.is_relative_to(out_dir) else path
-    return f"resuming at step {resumed.state.step} from {shortened(str(known), 60)} (verified)"
+    return f"resuming at step {resumed.state.step} from {shorten(str(known), 60)} (verified)"

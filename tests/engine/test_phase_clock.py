@@ -18,9 +18,9 @@ from minimind.engine import engine as stepping
 from minimind.engine.phase_clock import PHASES, PhaseClock, mean_ms, profile_table
 from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import UsageError
-from minimind.report import records
+from minimind.logger import records
 from minimind.runtime.durable_files import Metrics
-from minimind.telemetry.progress import PAUSES, Report
+from minimind.telemetry.progress import PAUSES, RunLogger
 from minimind.train.loop_actions import WARM_UP, Spared
 
 
@@ -86,16 +86,16 @@ def test_numbers_keep_full_precision_and_non_finite_ones_are_null(tmp_path):
 
 
 def test_a_straggler_shows_by_its_rank(tmp_path, capsys):
-    report = Report(tmp_path, 4, torch.device("cpu"), is_speaker=True, is_profiling=True)
+    logger = RunLogger(tmp_path, 4, torch.device("cpu"), is_rank_0=True, is_profiling=True)
     steps = [{**dict.fromkeys(PHASES, ms), "step": 4 * ms, "comm": 1.0} for ms in (2.0, 3.0, 9.0)]
-    report.took(steps)
-    report.pause("checkpoint", 5.0)
-    own = report.medians()
+    logger.add_phase_times(steps)
+    logger.add_pause("checkpoint", 5.0)
+    own = logger.medians()
     assert (own["forward_ms"], own["step_ms"], own["comm_ms"]) == (3.0, 12.0, 1.0)
     assert own["memory_mib"] > 0
     late = {**own, "forward_ms": 40.0, "comm_ms": 0.25, "checkpoint_ms": 7.0}
-    report.profile(3, [own, late])
-    report.close()
+    logger.profile(3, [own, late])
+    logger.close()
     shown = capsys.readouterr().out
     row = next(line for line in shown.split("over ranks")[1].splitlines() if "forward" in line)
     assert row.split() == ["forward", "3.0", "21.5", "40.0", "rank", "1"]

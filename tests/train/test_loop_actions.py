@@ -15,7 +15,7 @@ import minimind.train as training
 from minimind.checkpoint.train_state import TrainState
 from minimind.config.parse import parse_flags
 from minimind.telemetry import progress as report_module
-from minimind.telemetry.progress import Report
+from minimind.telemetry.progress import RunLogger
 from minimind.train.loop_actions import WARM_UP, Spared, advance
 
 train: Any = training  # a package that is called like a function
@@ -35,7 +35,7 @@ def thawed() -> Iterator[None]:
 
 def test_what_the_first_steps_built_is_spared_and_given_back():
     spared = Spared()
-    spared.settle()
+    spared.freeze_gc_after_warmup()
     assert gc.get_freeze_count() > 0
     spared.thaw()
     assert gc.get_freeze_count() == 0
@@ -78,16 +78,16 @@ def test_an_hour_without_a_step_line_is_said_once_steps_are_timed(
 ):
     now = 1000.0
     monkeypatch.setattr(report_module.time, "perf_counter", lambda: now)
-    report = Report(tmp_path, 200, torch.device("cpu"), is_speaker=True, is_profiling=False)
+    logger = RunLogger(tmp_path, 200, torch.device("cpu"), is_rank_0=True, is_profiling=False)
     run = parse_flags(["--log_interval", str(interval)])
-    desk: Any = SimpleNamespace(report=report, run=run, schedule=SimpleNamespace(total_steps=200))
-    report.begin(0)
+    context: Any = SimpleNamespace(logger=logger, run=run, schedule=SimpleNamespace(total_steps=200))
+    logger.begin(0)
     for step in range(1, 9):
         now += seconds if step > 1 else 900.0  # which compiles
-        advance(desk, TrainState(step), step)
+        advance(context, TrainState(step), step)
         now += 500.0
-        report.pause("evaluate", 500e3)
-    report.close()
+        logger.add_pause("evaluate", 500e3)
+    logger.close()
     found = [line for line in capsys.readouterr().out.splitlines() if line]
     assert len(found) == bool(told)
     assert told in "".join(found)

@@ -32,7 +32,7 @@ class Ear:
         self.said: list[str] = []
         self.events: list[dict[str, Any]] = []
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self.said.append(text)
 
     def event(self, name: str, **facts: Any) -> None:
@@ -43,9 +43,9 @@ def alone(out_dir: Path, flags: str, rows: int = 2) -> tuple[SkippedSteps, Ear]:
     """One rank that reads two micro-batches of `rows` rows a step."""
     run, ear = parse_flags([*flags.split(), "--out_dir", str(out_dir)]), Ear()
     ranks: Any = SimpleNamespace(rank=0, world_size=1, gather=lambda value: [value])
-    report: Any = ear
+    logger: Any = ear
     order, read = Order(4 * rows, 2 * rows, 1), lambda step: micro_batches(rows)
-    return SkippedSteps(run, ranks, order, read, repr, report), ear
+    return SkippedSteps(run, ranks, order, read, repr, logger), ear
 
 
 def result(losses: list[float], skipped_so_far: Any, is_skipped: Any) -> StepResult:
