@@ -1,4 +1,4 @@
-"""What a run prints at its start: what is trained and where it goes, and what is not a default."""
+"""The start summary: model, data, schedule and output, then the settings that are not default."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ from minimind.train.loop_actions import RunContext
 from minimind.train.settings import (
     COLUMNS,
     LABEL,
-    non_default_settings,
     labelled_lines,
-    short_source,
+    non_default_settings,
     resolved_table,
+    short_source,
     shorten,
 )
 
-MOST = 20  # lines of a start, as long as nothing has to be said but what is set
-LEAST = 3  # of which so many are for what is set
+MAX_LINES = 20  # of the summary, warnings and notes aside
+MIN_SETTINGS = 3  # lines of settings that are shown in any case
 FIRST_OF_ONE_CYCLE = 2000  # steps; DeepSpeed's default
 
 
 def startup_summary(
-    context: RunContext, prepared: Prepared, resumed: Resumed, room: str, told: Sequence[str]
+    context: RunContext, prepared: Prepared, resumed: Resumed, room: str, notes: Sequence[str]
 ) -> str:
-    """The lines before the first step.
+    """Return the lines printed before the first step.
 
-    `room` says how many checkpoints fit; `told` is what else there is to say of this start, a text
-    or a line that has a label.
+    `room` states how many checkpoints fit; `notes` are further texts, with or without a label.
     """
     run, state = context.run, resumed.state
     lines = [
@@ -47,53 +46,61 @@ def startup_summary(
         *labelled_lines("backend", _series(_backend(context))),
         *labelled_lines("output", _series([shorten(run.out_dir, 60), _cadence(run), room])),
     ]
-    notes = [line for text in told for line in _note(text)]
-    for warning in cadence_warnings(run, context.schedule, context.engine.resolved.config, state.step):
-        notes += labelled_lines("warning", warning.split(" "))
-    notes += labelled_lines("start", [_start(run, resumed)])
+    note_lines: list[str] = []
+    for note in notes:
+        label, gap, text = note.partition("  ")  # as in `weights  from a/b`
+        note_lines += labelled_lines(*(label, text.split()) if gap else ("note", note.split()))
+    for warning in cadence_warnings(
+        run, context.schedule, context.engine.resolved.config, state.step
+    ):
+        note_lines += labelled_lines("warning", warning.split(" "))
+    note_lines += labelled_lines("start", [_start(run, resumed)])
     if run.verbose:
-        return "\n".join([*lines, resolved_table(context.engine.resolved), *notes])
-    return "\n".join([*lines, *_settings(context, MOST - len(lines) - len(notes)), *notes])
-
-
-def _note(text: str) -> list[str]:
-    label, gap, words = text.partition("  ")  # as in `weights  from a/b`
-    return labelled_lines(label, words.split()) if gap else labelled_lines("note", text.split())
+        return "\n".join([*lines, resolved_table(context.engine.resolved), *note_lines])
+    settings = [
+        line
+        for label, pieces in non_default_settings(context.engine.resolved).items()
+        for line in labelled_lines(label, pieces)
+    ]
+    kept = settings[: max(MIN_SETTINGS, MAX_LINES - len(lines) - len(note_lines) - 1)]
+    part = "these are not all; " if len(kept) < len(settings) else ""
+    more = f"{part}every value and its source: --verbose, or config.yaml in out_dir"
+    return "\n".join([*lines, *kept, f"{'more':<{LABEL}}{more}", *note_lines])
 
 
 def cadence_warnings(
     run: RunConfig, schedule: Schedule, config: dict[str, Any], step: int
 ) -> list[str]:
-    """What a run from `step` on does not do before it ends: save, log, or reach its peak rate."""
+    """Warnings that a run from `step` on ends without a save, a step line, or its peak rate."""
     end = schedule.total_steps
     if run.stop_at_step and run.stop_at_step > step:
         end = min(end, run.stop_at_step)
     if step >= end:
         return []
-    found, last = [], f"step {end:,}, the last"
+    warnings, last = [], f"step {end:,}, the last"
     if not run.save_minutes and _is_never_due(run.save_interval, step, end):
-        found.append(
+        warnings.append(
             f"no checkpoint before {last}: --save_interval is {run.save_interval:,} and"
             " --save_minutes 0"
         )
     if _is_never_due(run.log_interval, step, end):
-        found.append(f"no step line before {last}: --log_interval is {run.log_interval:,}")
+        warnings.append(f"no step line before {last}: --log_interval is {run.log_interval:,}")
     warmup = _warmup_steps(schedule, config)
     if step < end <= warmup:
-        found.append(
+        warnings.append(
             f"the run stops at step {end:,}, {'before' if end < warmup else 'at'} the end of its"
             f" warm-up of {warmup:,} steps"
         )
-    return found
+    return warnings
 
 
-def _is_never_due(every: int, step: int, end: int) -> bool:
-    """Whether nothing is due strictly between `step` and `end`, though there are steps between."""
-    return end - step > 1 and step // every == (end - 1) // every
+def _is_never_due(interval: int, step: int, end: int) -> bool:
+    """Whether no multiple of `interval` lies strictly between `step` and `end`."""
+    return end - step > 1 and step // interval == (end - 1) // interval
 
 
 def _warmup_steps(schedule: Schedule, config: dict[str, Any]) -> int:
-    """Steps in which the rate rises: ours, or those of DeepSpeed's scheduler."""
+    """Warm-up steps of the schedule, or of DeepSpeed's scheduler."""
     scheduler = config.get("scheduler")
     if not scheduler or not scheduler.get("type"):
         return schedule.warmup_steps
@@ -103,18 +110,8 @@ def _warmup_steps(schedule: Schedule, config: dict[str, Any]) -> int:
     return int(params.get("warmup_num_steps", 0))
 
 
-def _settings(context: RunContext, most: int) -> list[str]:
-    """What is not a default, in at most so many lines, and how to see the rest."""
-    found = non_default_settings(context.engine.resolved)
-    lines = [line for label, words in found.items() for line in labelled_lines(label, words)]
-    kept = lines[: max(LEAST, most - 1)]
-    record = "config.yaml in out_dir"
-    some = "these are not all; " if len(kept) < len(lines) else ""
-    return [*kept, f"{'more':<{LABEL}}{some}every value and its source: --verbose, or {record}"]
-
-
 def _series(items: Sequence[str]) -> list[str]:
-    """The same with a semicolon between two."""
+    """Add a semicolon to all items but the last."""
     return [*(f"{item};" for item in items[:-1]), *items[-1:]]
 
 
@@ -135,7 +132,7 @@ def _data(context: RunContext, prepared: Prepared) -> list[str]:
     run, rejected = context.run, prepared.manifest["rejected"]
     first, *others = run.data_path
     more = f" and {len(others)} more" if others else ""
-    found = [
+    items = [
         f"{shorten(first, COLUMNS - LABEL - len(more) - 1)}{more}",
         f"{len(prepared.train):,} tokens in {_count(context.batches.order.n_rows, 'row')} of"
         f" {run.max_seq_len + 1}",
@@ -143,8 +140,8 @@ def _data(context: RunContext, prepared: Prepared) -> list[str]:
     ]
     if rejected["count"]:
         bad = _count(rejected["count"], "bad document")
-        found.append(f"{bad} passed over ({where_listed(rejected)})")
-    return found
+        items.append(f"{bad} passed over ({where_listed(rejected)})")
+    return items
 
 
 def _step(context: RunContext) -> str:
@@ -182,12 +179,12 @@ def _backend(context: RunContext) -> list[str]:
     if resolved.config:
         source = short_source(resolved.sources["zero_optimization.stage"])
         zero = f", ZeRO stage {resolved.zero_stage} ({source})"
-    found = [
+    items = [
         f"{resolved.backend}{zero}, {run.dtype}, on {engine.world_size} x {engine.device.type}"
     ]
     if run.compile == "on":
-        found.append("compiled in the first step")
-    return [*found, *filter(None, [peak_text(run, engine.device).removeprefix("; ")])]
+        items.append("compiled in the first step")
+    return [*items, *filter(None, [peak_text(run, engine.device)])]
 
 
 def _cadence(run: RunConfig) -> str:

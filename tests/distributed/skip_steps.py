@@ -143,7 +143,7 @@ def course(stage: int | None, dtype: str, changes: list[str], out_dir: Path) -> 
                 [float(loss / n) for loss, n in zip(result.loss_sums, result.targets, strict=True)]
             )
             try:
-                steps.look(step + 1, result)
+                steps.check(step + 1, result)
             except NumericError as error:
                 found["raised"] = [step + 1, str(error), error.cause_rank]
         logger.close()

@@ -25,7 +25,7 @@ from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.experts import Routing
 from minimind.model.loss import next_token_loss
-from minimind.train import loop_actions as context
+from minimind.train import loop_actions as desk
 from tests.engine.test_backends import engine_of
 
 train: Any = training  # a package that is called like a function
@@ -149,8 +149,8 @@ def test_the_load_is_read_only_for_a_step_that_is_told(
     flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     read = []
-    true_facts = context.routing_facts
-    monkeypatch.setattr(context, "routing_facts", lambda *given: read.append(1) or true_facts(*given))
+    true_facts = desk.routing_facts
+    monkeypatch.setattr(desk, "routing_facts", lambda *given: read.append(1) or true_facts(*given))
     train(flags, out_dir=str(tmp_path), log_interval=5, max_steps=11)
     assert [line["step"] for line in events(tmp_path, "step")] == [5, 10, 11]
     assert len(read) == 3

@@ -19,7 +19,7 @@ from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS
 from minimind.config.schedule import Schedule, plan_schedule
-from minimind.train.settings import ORDINARY, non_default_settings, labelled_lines, shorten
+from minimind.train.settings import DEFAULT_KEYS, labelled_lines, non_default_settings, shorten
 from minimind.train.start_summary import cadence_warnings, startup_summary
 from tests.train.starts import require_fit, start_of, unbroken_text
 
@@ -46,7 +46,7 @@ BACKENDS = {
 
 
 def stand_in(line: str, backend: str) -> tuple[Any, Any]:
-    """(Desk, Prepared), as far as `startup_summary` asks them, of a run that nobody takes steps for."""
+    """(RunContext, Prepared) with what `startup_summary` reads."""
     world_size, path = BACKENDS[backend]
     ranks = {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
     ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "2"}
@@ -80,7 +80,9 @@ def stand_in(line: str, backend: str) -> tuple[Any, Any]:
 def start(line: str, backend: str, path: Path | None = None) -> list[str]:
     context, prepared = stand_in(line, backend)
     resumed: Any = SimpleNamespace(path=path, state=TrainState(0))
-    return startup_summary(context, prepared, resumed, "27.1 MiB each, 2,930 more fit", []).splitlines()
+    return startup_summary(
+        context, prepared, resumed, "27.1 MiB each, 2,930 more fit", []
+    ).splitlines()
 
 
 @pytest.mark.parametrize("flags", ["", MANY], ids=["plain", "many flags"])
@@ -132,7 +134,9 @@ def test_verbose_prints_every_flag_and_every_key_of_deepspeed():
 
 def differing_of(line: str, backend: str = "single") -> dict[str, str]:
     context, _ = stand_in(line, backend)
-    return {k: " ".join(words) for k, words in non_default_settings(context.engine.resolved).items()}
+    return {
+        k: " ".join(words) for k, words in non_default_settings(context.engine.resolved).items()
+    }
 
 
 def test_a_value_from_a_file_is_shown_with_the_file(
@@ -155,14 +159,16 @@ def test_the_shipped_file_has_no_literal_that_a_start_would_show():
     document = json.loads(DEFAULT_DEEPSPEED_CONFIG.read_text())
     literals = {key: value for key, value in leaves(document).items() if value != "auto"}
     assert literals.pop("zero_optimization.stage") == 2  # in the backend's line
-    assert literals == ORDINARY
+    assert literals == DEFAULT_KEYS
     assert "files" not in differing_of(TINY, "deepspeed")
 
 
 def test_what_deepspeed_does_without_a_key_is_what_its_own_models_say():
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: TID251 (its defaults)
 
-    ours = {k.split(".")[1]: v for k, v in ORDINARY.items() if k.startswith("zero_optimization")}
+    ours = {
+        k.split(".")[1]: v for k, v in DEFAULT_KEYS.items() if k.startswith("zero_optimization")
+    }
     assert ours == {name: DeepSpeedZeroConfig.model_fields[name].default for name in ours}
 
 
