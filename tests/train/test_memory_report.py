@@ -171,7 +171,7 @@ def test_a_gpu_run_without_host_memory_is_told_so(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(memory_report, "_capacity", lambda setup: 80 * GIB)
     resolved = Resolved(parse_flags([]), "single")
     with pytest.raises(MemoryFull, match=r"^the host is out of memory, not the GPU; give --no-"):
-        with memory_report.reported_memory(Setup, resolved):  # type: ignore[arg-type]
+        with memory_report.report_out_of_memory(Setup, resolved):  # type: ignore[arg-type]
             raise MemoryError
 
 
