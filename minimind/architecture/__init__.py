@@ -1,9 +1,9 @@
-"""Which model a run trains: our decoder by the flags, or one of transformers by its config.json.
+"""The model a run trains: our decoder by its flags, or one of transformers by its config.json.
 
-May import `minimind.estimate` and below. A key of config.json that is refused begins in
+May import `minimind.estimate` and below. A key of config.json to refuse begins in
 `hf_config.py`.
 
-hf_config        a config.json, read without running its code
-hf_models        models of transformers behind the interface of ours
+hf_config        read a config.json without running its code
+hf_models        models of transformers with the interface of ours
 select           the architecture of a run
 """

@@ -1,7 +1,7 @@
-"""What a config.json of transformers describes: its configuration, read without running its code.
+"""Read a config.json of transformers without running its code.
 
-Nothing of such a file reaches transformers before the keys that fetch or run code are refused, and
-whatever transformers then raises, of the configuration or of its model, names the key at fault.
+Keys that fetch or run code are refused before the file reaches transformers. Errors that
+transformers raises for the configuration or its model name the key that causes them.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 SIZES = (*NEEDED, "num_key_value_heads", "head_dim", "intermediate_size")
 POSITIONS = "max_position_embeddings"
-DEEPEST = 4096  # layers; modules are made for each before any weight is looked at
-# transformers takes any other name of an implementation from a hub, or needs another package.
+MAX_LAYERS = 4096  # modules are built for each before any weight is read
+# transformers loads any other implementation from a hub or from another package.
 OWN_IMPLEMENTATIONS = (None, "eager", "sdpa")
-HARMLESS = "cache_implementation"  # a class of transformers' own, which only generation looks at
-FETCHING = ("rwkv",)  # their code downloads a kernel whenever it sees a GPU
+HARMLESS = "cache_implementation"  # a class of transformers, used in generation only
+FETCHING = ("rwkv",)  # their code downloads a kernel if there is a GPU
 
 
-def foreign_config(told: Mapping[str, Any]) -> PretrainedConfig:
-    """transformers' configuration; a CheckpointError, without the path, for what is not trained.
+def foreign_config(values: Mapping[str, Any]) -> PretrainedConfig:
+    """Return transformers' configuration; raise CheckpointError if it cannot be trained.
 
-    No code that a directory brings along is run. Special ids are left out: they are a tokenizer's.
+    The error does not name the path. Special ids are dropped: those of the tokenizer are used.
     """
-    kind = told.get("model_type")
-    _require_no_code(told)
-    if told.get("quantization_config"):
+    kind = values.get("model_type")
+    _require_no_code(values)
+    if values.get("quantization_config"):
         raise CheckpointError("has a quantization_config, and quantized weights are not trained")
     if type(kind) is not str or kind not in CONFIG_MAPPING:
         raise CheckpointError(f"has model_type = {shown(kind)}, which transformers does not know")
@@ -52,17 +52,17 @@ def foreign_config(told: Mapping[str, Any]) -> PretrainedConfig:
         raise CheckpointError(f"has model_type = {kind}, whose code comes from a hub")
     if CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CheckpointError(f"has model_type = {kind}, which is no causal language model")
-    original = deepcopy(told)  # transformers writes into nested objects
+    original = deepcopy(values)  # transformers writes into nested objects
     try:
-        config = _read(told)
-    except Exception as error:  # of a kind of its own for each way of checking
+        config = _read(values)
+    except Exception as error:  # each check of transformers raises its own type
         raise CheckpointError(_refusal(original, error, _read)) from error
     for name in (*NEEDED, POSITIONS):
         value = getattr(config, name, None)
         if type(value) is not int or value < 1:
-            raise CheckpointError(f"has {name} = {shown(value)}, as of no plain decoder")
-    if config.num_hidden_layers > DEEPEST:
-        raise CheckpointError(f"has more than {DEEPEST} layers")
+            raise CheckpointError(f"has {name} = {shown(value)}, unlike a plain decoder")
+    if config.num_hidden_layers > MAX_LAYERS:
+        raise CheckpointError(f"has more than {MAX_LAYERS} layers")
     experts = {n: v for n, v in config.to_dict().items() if "expert" in n and type(v) is int}
     if name := next((name for name, count in experts.items() if count > 1), ""):
         raise CheckpointError(
@@ -71,12 +71,12 @@ def foreign_config(told: Mapping[str, Any]) -> PretrainedConfig:
     return config
 
 
-def _require_no_code(told: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError for a key, at any depth, that has code fetched or run."""
-    for path, key, value in _members(told):
+def _require_no_code(values: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a key, at any depth, that fetches or runs code."""
+    for path, key, value in _members(values):
         if key == "auto_map" and value:
-            raise CheckpointError(f"asks for code of its own ({path}), which is not run")
-        if key == "attribute_map":  # makes one key another, so that no name below can be trusted
+            raise CheckpointError(f"requires its own code ({path}), which is not run")
+        if key == "attribute_map":  # renames keys, so that no name can be trusted
             raise CheckpointError(f"has {path}, which belongs to the code of transformers")
         if "_implementation" in key and key != HARMLESS and not _is_own(value):
             raise CheckpointError(
@@ -95,100 +95,101 @@ def _members(value: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
 
 
 def _is_own(value: Any) -> bool:
-    """Return whether it names implementations of transformers' own, for all parts or each."""
+    """Whether `value` names implementations of transformers itself, for all parts or for each."""
     if isinstance(value, Mapping):
         return all(map(_is_own, value.values()))
-    return isinstance(value, bool) or value in OWN_IMPLEMENTATIONS  # ..._autoset is true or false
+    return (
+        isinstance(value, bool) or value in OWN_IMPLEMENTATIONS
+    )  # bool: _attn_implementation_autoset
 
 
-def require_model(told: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError where transformers cannot build or run the model of `told`.
+def require_model(values: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if transformers cannot build or run the model of a config.json.
 
-    The model has no numbers, so this takes neither memory nor much time. What only numbers would
-    show is left to the model itself.
+    Runs on fake tensors, which takes little time and memory; errors that depend on values pass.
     """
-    original = deepcopy(dict(told))
+    original = deepcopy(dict(values))
     try:
         _try_model(original)
-    except Exception as error:  # whatever its code happens to raise for a value it cannot use
+    except Exception as error:  # model code raises anything for an unusable value
         raise CheckpointError(_refusal(original, error, _try_model)) from error
 
 
-def _read(told: Mapping[str, Any]) -> PretrainedConfig:
-    """Return transformers' configuration; special ids are left out. Raises anything."""
-    config = CONFIG_MAPPING[told["model_type"]].from_dict({**told, **dict.fromkeys(IDS)})
-    config.to_dict()  # of a part that is no configuration
+def _read(values: Mapping[str, Any]) -> PretrainedConfig:
+    """Return transformers' configuration without special ids. Raises anything."""
+    config = CONFIG_MAPPING[values["model_type"]].from_dict({**values, **dict.fromkeys(IDS)})
+    config.to_dict()  # raises if a part is not a configuration
     return config
 
 
-def _try_model(told: Mapping[str, Any]) -> None:
-    """Build the model; one training pass and one as in generation, without numbers.
-
-    Raises anything.
-    """
-    config = _read(deepcopy(dict(told)))
+def _try_model(values: Mapping[str, Any]) -> None:
+    """Run one training and one generation pass on fake tensors. Raises anything."""
+    config = _read(deepcopy(dict(values)))
     for number, name in enumerate(("pad_token_id", "bos_token_id", "eos_token_id")):
-        setattr(config, name, number % config.vocab_size)  # as a tokenizer will say
+        setattr(config, name, number % config.vocab_size)  # any valid ids
     try:
         with FakeTensorMode():
             model = transformers_model(config, dtype=torch.float32)
             length = min(8, config.max_position_embeddings)
             tokens = torch.ones((2, length), dtype=torch.int64)
             model(input_ids=tokens, use_cache=False)
-            model.eval()(input_ids=tokens)  # with its cache, as it generates
+            model.eval()(input_ids=tokens)  # with its cache, as in generation
     except (
         DataDependentOutputException,
         DynamicOutputShapeException,
         UnsupportedFakeTensorException,
         UnsupportedOperatorException,
     ):
-        return  # it asks for a number
+        return  # the model reads a value
 
 
-def _refusal(told: Mapping[str, Any], error: Exception, attempt: Callable[..., Any]) -> str:
-    """Return what transformers refuses and why: the key that makes `attempt` fail."""
-    words = first_line(error)
-    if isinstance(error, LookupError):  # its text is the missing name alone
-        words = f"{type(error).__name__}: {words}"
-    key = _key_at_fault(told, attempt)
+def _refusal(values: Mapping[str, Any], error: Exception, attempt: Callable[..., Any]) -> str:
+    """Describe what transformers refuses: its error, and the key that makes `attempt` fail."""
+    reason = first_line(error)
+    if isinstance(error, LookupError):  # its text is only the missing name
+        reason = f"{type(error).__name__}: {reason}"
+    key = _key_at_fault(values, attempt)
     if key is None:
-        return f"is refused by transformers ({words})"
-    return f"has {key} = {shown(told[key])}, which transformers refuses ({words})"
+        return f"is refused by transformers ({reason})"
+    return f"has {key} = {shown(values[key])}, which transformers refuses ({reason})"
 
 
-def _key_at_fault(told: Mapping[str, Any], attempt: Callable[..., Any]) -> str | None:
+def _key_at_fault(values: Mapping[str, Any], attempt: Callable[..., Any]) -> str | None:
     """Return the first key without which `attempt` succeeds; None if there is none."""
     before = logging.root.manager.disable
-    logging.disable()  # transformers warns anew in each attempt
+    logging.disable()  # transformers warns again in each attempt
     try:
-        return next((key for key, changed in _changed(told) if _succeeds(attempt, changed)), None)
+        return next(
+            (key for key, changed in _variants(values) if _succeeds(attempt, changed)), None
+        )
     finally:
         logging.disable(before)
 
 
-def _changed(told: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each key and the file without it, then each count and the file with 1 instead.
+def _variants(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each key with the file without it, then each integer key with the value 1.
 
-    The latter because a default, as of the number of heads, may not fit the file either.
+    The latter because a default, such as the number of heads, may not fit the file either.
     """
-    # The sizes last: a default of theirs is another model, in which a wrong value may fit.
-    keys = sorted(set(told) - {"model_type"}, key=lambda key: (key in SIZES, [*told].index(key)))
+    # Sizes last: their defaults describe another model, in which a wrong value may fit.
+    order = [*values]
+    keys = sorted(set(values) - {"model_type"}, key=lambda key: (key in SIZES, order.index(key)))
     for key in keys:
-        yield key, {name: value for name, value in told.items() if name != key}
+        yield key, {name: value for name, value in values.items() if name != key}
     for key in keys:
-        if type(told[key]) is int:
-            yield key, {**told, key: 1}
+        if type(values[key]) is int:
+            yield key, {**values, key: 1}
 
 
-def _succeeds(attempt: Callable[..., Any], told: Mapping[str, Any]) -> bool:
+def _succeeds(attempt: Callable[..., Any], values: Mapping[str, Any]) -> bool:
     try:
-        attempt(deepcopy(told))
+        attempt(deepcopy(values))
     except Exception:  # another key is at fault
         return False
     return True
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first two lines of an error as one, or its type if it has no text."""
+    """Return the first two lines of an error as one, or its type if it has no text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]).rstrip(".") or type(error).__name__

@@ -1,6 +1,6 @@
-"""Causal language models of transformers under the contract of our own.
+"""Causal language models of transformers with the interface of ours.
 
-Their weights keep the names that transformers gives them, for it is its class that is extended.
+The class of a model is extended, so its weights keep the names of transformers.
 """
 
 import sys
@@ -20,9 +20,9 @@ from minimind.model.loss import next_token_loss
 
 
 def model_of(config: PretrainedConfig) -> Any:
-    """The model of a configuration, ours or transformers', with random fp32 weights.
+    """Build the model of a configuration, ours or transformers', with random fp32 weights.
 
-    Whichever it is, `forward(input_ids=, shift_labels=, summed_by=)` gives loss_sum and targets.
+    Either has `forward(input_ids=, shift_labels=, summed_by=)`, which returns loss_sum and targets.
     """
     if isinstance(config, MiniMindConfig):
         return MiniMindForCausalLM(config)
@@ -30,17 +30,17 @@ def model_of(config: PretrainedConfig) -> Any:
 
 
 def transformers_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """The model of a configuration as transformers makes it, without code from its hub."""
+    """Build a model of transformers without code from a hub."""
     with _without_kernels():
         return AutoModelForCausalLM.from_config(config, **options)
 
 
 @contextmanager
 def _without_kernels() -> Iterator[None]:
-    """Hide the package `kernels`: some models ask it for FlashAttention when they are imported."""
+    """Hide the package `kernels`: some models fetch FlashAttention from it when imported."""
     modules: dict[str, Any] = sys.modules
     imported = {name: modules[name] for name in ("kernels",) if name in modules}
-    modules["kernels"] = None  # an import of it then fails
+    modules["kernels"] = None  # makes its import fail
     try:
         yield
     finally:
@@ -49,9 +49,9 @@ def _without_kernels() -> Iterator[None]:
 
 
 def with_sums(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model, its class extended: summed losses, and tables that stay as exact as made.
+    """Extend the class of the model: summed losses, and rotary tables that keep their precision.
 
-    Without summed_by its forward is transformers' own, which its tools look at by signature.
+    Without summed_by, forward is that of transformers, with its signature.
     """
     kind: Any = type(model)
 
@@ -64,12 +64,12 @@ def with_sums(model: PreTrainedModel) -> PreTrainedModel:
         return MiniMindOutput(loss_sum=loss_sum, targets=targets)
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
-        """Move rotary frequencies without rounding them, as .to(bfloat16) would."""
-        exact = _tables(self)
+        """Move rotary frequencies without rounding them to the new dtype."""
+        exact = _rotary_tables(self)
         kind._apply(self, fn, recurse)
         for name, table in exact.items():
-            place, _, leaf = name.rpartition(".")
-            module = self.get_submodule(place)
+            path, _, leaf = name.rpartition(".")
+            module = self.get_submodule(path)
             setattr(module, leaf, table.to(getattr(module, leaf).device))
         return self
 
@@ -78,36 +78,36 @@ def with_sums(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _tables(model: nn.Module) -> dict[str, Tensor]:
-    """Floating-point buffers that the configuration determines, and that are in no checkpoint."""
-    kept = model.state_dict()
-    found = ((name, table) for name, table in model.named_buffers() if name not in kept)
-    return {name: table for name, table in found if table.is_floating_point()}
+def _rotary_tables(model: nn.Module) -> dict[str, Tensor]:
+    """Non-persistent floating-point buffers, which the configuration determines."""
+    persistent = model.state_dict()
+    buffers = ((name, table) for name, table in model.named_buffers() if name not in persistent)
+    return {name: table for name, table in buffers if table.is_floating_point()}
 
 
 def rotary_dtype(model: nn.Module) -> str | None:
-    """The dtype of the table that turns queries and keys; None where positions are learnt."""
+    """The dtype of the rotary table; None if positions are learnt."""
     names = ("pos_cis", "inv_freq")
-    found = [table for name, table in model.named_buffers() if name.endswith(names)]
-    return str(found[0].dtype) if found else None
+    tables = [table for name, table in model.named_buffers() if name.endswith(names)]
+    return str(tables[0].dtype) if tables else None
 
 
 @torch.no_grad()
-def sees_what_follows(model: Any) -> bool:
-    """Whether a logit depends on later tokens, as in models that fill gaps: its loss would lie."""
+def is_bidirectional(model: Any) -> bool:
+    """Whether logits depend on later tokens, as in masked language models."""
     was_training = model.training
     length = min(8, model.config.max_position_embeddings)
     tokens = torch.zeros((2, length), dtype=torch.int64)
     tokens[:, :-1] = torch.arange(length - 1) % model.config.vocab_size
     tokens[1, -1] = 1 % model.config.vocab_size
-    one, other = model.eval()(input_ids=tokens).logits.float()
+    first, second = model.eval()(input_ids=tokens).logits.float()
     model.train(was_training)
-    change = (one - other).abs().amax(-1)
+    change = (first - second).abs().amax(-1)
     return length > 1 and bool(change[:-1].max() > 1e-3 * change[-1])
 
 
 def matrix_weights(model: Any) -> int:
-    """Weights that a token is multiplied by: all matrices but embeddings, and the head."""
-    looked_up = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-    looked_up.discard(model.get_output_embeddings().weight)  # tied: it does both
-    return sum(p.numel() for p in model.parameters() if p.ndim > 1 and p not in looked_up)
+    """Number of weights that multiply a token: all matrices but embeddings, and the head."""
+    embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    embeddings.discard(model.get_output_embeddings().weight)  # tied
+    return sum(p.numel() for p in model.parameters() if p.ndim > 1 and p not in embeddings)

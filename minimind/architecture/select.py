@@ -1,6 +1,6 @@
-"""What is trained: a decoder of ours, by the flags, or a model of transformers, by its config.json.
+"""The architecture of a run: our decoder, or a model of transformers by its config.json.
 
-Everything that a run asks of the one kind it asks of the other; nobody else tells them apart.
+Both have one interface; no other module distinguishes them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from transformers import PretrainedConfig
 
 from minimind.architecture.hf_config import IDS, first_line, foreign_config, require_model
 from minimind.architecture.hf_models import (
+    is_bidirectional,
     matrix_weights,
     model_of,
-    sees_what_follows,
     transformers_model,
 )
 from minimind.config.checks import OF_EXPERTS
@@ -32,22 +32,22 @@ from minimind.model.widths import feed_forward_width
 from minimind.runtime.checked_json import ELSEWHERE, read_object, shown, told_by_config
 
 OURS = MiniMindConfig.model_type
-# Of a config.json: who wrote it, and what the tokenizer, --dtype and generation decide.
+# Keys of config.json that do not describe the model: provenance, dtype, generation, special ids.
 NO_SHAPE = (
     *("transformers_version", "_name_or_path", "architectures", "use_cache", "torch_dtype"),
     *("dtype", *IDS),
 )
-# What transformers raises of a value, the tokenizer's ids included. RuntimeError is of memory too.
-OF_VALUES = (ArithmeticError, AttributeError, ImportError, LookupError, TypeError, ValueError)
-# Names of transformers 4 that 5 reads and calls otherwise.
-FORMER = ("rope_theta", "rope_scaling", "auto_map", *NO_SHAPE)
+# Raised by transformers for unusable values. RuntimeError may be out of memory instead.
+VALUE_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+# Names of transformers 4 that 5 reads under another name.
+OLD_NAMES = ("rope_theta", "rope_scaling", "auto_map", *NO_SHAPE)
 
 
 class Own:
-    """The MiniMind decoder, which the shape flags describe."""
+    """The MiniMind decoder, described by the shape flags."""
 
     def config(self, run: RunConfig, tokenizer: AnyTokenizer) -> MiniMindConfig:
-        """Its configuration, with the tokenizer's special ids."""
+        """The configuration, with the tokenizer's special ids."""
         return MiniMindConfig(
             vocab_size=run.vocab_size,
             hidden_size=run.dim,
@@ -74,11 +74,11 @@ class Own:
         )
 
     def build(self, run: RunConfig, tokenizer: AnyTokenizer) -> Any:
-        """The model in fp32, its weights drawn from torch's random numbers."""
+        """Build the model in fp32, initialized from torch's random state."""
         return model_of(self.config(run, tokenizer))
 
     def identity(self, run: RunConfig) -> dict[str, Any]:
-        """What of it may not change on resume."""
+        """Values that must not change on resume."""
         return {
             "dim": run.dim,
             "n_layers": run.n_layers,
@@ -96,30 +96,30 @@ class Own:
         }
 
     def flops_per_token(self, run: RunConfig) -> int:
-        """Of one forward and backward pass."""
+        """FLOPs of one token's forward and backward pass."""
         return flops_per_token(shape_of(run))
 
     def costs(self, run: RunConfig) -> str:
-        """Nothing: `minimind plan` counts them."""
+        """Empty: `minimind plan` estimates them."""
         return ""
 
     def line(self) -> str:
-        """What whoever looks on should know of it, beyond the flags."""
+        """A line for the start summary; empty, since the flags describe the model."""
         return ""
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A causal language model of transformers, which a config.json describes."""
+    """A causal language model of transformers, described by a config.json."""
 
-    place: str
-    told: Mapping[str, Any]  # the file
-    read: PretrainedConfig
+    path: str
+    values: Mapping[str, Any]  # of the file
+    parsed: PretrainedConfig
 
     def config(self, run: RunConfig, tokenizer: AnyTokenizer) -> PretrainedConfig:
-        """The file's, with the tokenizer's ids; a UsageError where these do not fit into it."""
+        """The configuration with the tokenizer's ids; raise UsageError if they do not fit."""
         self.require_room(tokenizer.vocab_size, str(tokenizer.path))
-        config = deepcopy(self.read)
+        config = deepcopy(self.parsed)
         for name, value in special_ids(tokenizer).items():
             setattr(config, name, value)
         if not run.use_flash_attn:
@@ -127,16 +127,16 @@ class HuggingFace:
         return config
 
     def require_room(self, vocab_size: int, by: str) -> None:
-        """Nothing, or a UsageError for a tokenizer with ids that the embedding has no row for."""
-        if vocab_size > self.read.vocab_size:
+        """Raise UsageError if the tokenizer has more pieces than the embedding has rows."""
+        if vocab_size > self.parsed.vocab_size:
             raise UsageError(
-                f"{by}: has {vocab_size} pieces, and {self.place} vocab_size ="
-                f" {self.read.vocab_size}; take a smaller tokenizer, or raise it there"
+                f"{by}: has {vocab_size} pieces, and {self.path} vocab_size ="
+                f" {self.parsed.vocab_size}; take a smaller tokenizer, or raise it there"
             )
 
     def require_recomputable(self, run: RunConfig) -> None:
-        """Raise a UsageError for --gradient_checkpointing of a model that does not support it."""
-        model = self._outline() if run.gradient_checkpointing else None
+        """Raise UsageError if the model does not support --gradient_checkpointing."""
+        model = self._meta_model() if run.gradient_checkpointing else None
         if model is not None and not model.supports_gradient_checkpointing:
             raise UsageError(
                 f"gradient_checkpointing = True ({run.sources['gradient_checkpointing']}), which"
@@ -144,52 +144,53 @@ class HuggingFace:
             )
 
     def build(self, run: RunConfig, tokenizer: AnyTokenizer) -> Any:
-        """The model in fp32; a UsageError for one that does not predict what follows."""
+        """Build the model in fp32; raise UsageError if it is not causal."""
         try:
             model = model_of(self.config(run, tokenizer))
-            is_causal = not sees_what_follows(model)
-        except OF_VALUES as error:
-            raise UsageError(f"{self.place}: {first_line(error)}; correct it there") from error
+            is_causal = not is_bidirectional(model)
+        except VALUE_ERRORS as error:
+            raise UsageError(f"{self.path}: {first_line(error)}; correct it there") from error
         if not is_causal:
             raise UsageError(
-                f"{self.place}: its {type(model).__name__} sees the tokens that it is to predict;"
+                f"{self.path}: its {type(model).__name__} sees the tokens that it has to predict;"
                 " name a causal language model (of some, is_decoder makes one)"
             )
         return model
 
     def identity(self, run: RunConfig) -> dict[str, Any]:
-        """What of it may not change on resume: all that the file says of the model."""
-        return {name: self.told[name] for name in sorted({*self.told} - {*NO_SHAPE})}
+        """Values that must not change on resume: all that describe the model."""
+        return {name: self.values[name] for name in sorted({*self.values} - {*NO_SHAPE})}
 
     def flops_per_token(self, run: RunConfig) -> int:
-        """Of one forward and backward pass, counted as costs.py counts ours."""
-        weights = matrix_weights(self._outline())
-        heads = self.read.num_attention_heads
-        width = heads * (getattr(self.read, "head_dim", None) or self.read.hidden_size // heads)
-        return 6 * weights + 12 * self.read.num_hidden_layers * width * run.max_seq_len
+        """FLOPs of one token's forward and backward pass, counted as in costs.py."""
+        weights = matrix_weights(self._meta_model())
+        heads = self.parsed.num_attention_heads
+        width = heads * (getattr(self.parsed, "head_dim", None) or self.parsed.hidden_size // heads)
+        return 6 * weights + 12 * self.parsed.num_hidden_layers * width * run.max_seq_len
 
     def costs(self, run: RunConfig) -> str:
-        """Parameters and FLOPs; the memory of such a model is not known beforehand."""
-        parameters = sum(p.numel() for p in self._outline().parameters())
+        """Parameters and FLOPs; the memory of such a model is not estimated."""
+        parameters = sum(p.numel() for p in self._meta_model().parameters())
         return (
-            f"parameters  {parameters:,}: {self.read.model_type} of transformers, by {self.place}\n"
+            f"parameters  {parameters:,}: {self.parsed.model_type} of transformers,"
+            f" by {self.path}\n"
             f"FLOPs       {self.flops_per_token(run) / 1e9:.3g} G per token\n"
-            "memory      not counted: that is done for our own decoder alone"
+            "memory      not estimated: only that of our own decoder is"
         )
 
-    def _outline(self) -> Any:
-        """The model without numbers."""
+    def _meta_model(self) -> Any:
+        """The model on the meta device."""
         with torch.device("meta"):
-            return transformers_model(self.read, dtype=torch.float32)
+            return transformers_model(self.parsed, dtype=torch.float32)
 
     def line(self) -> str:
-        """The same as of ours; and what of the file transformers does not read."""
-        known = {*type(self.read)().to_dict(), *self.read.attribute_map, *FORMER}
-        unknown = sorted(name for name in self.told if name not in known)
-        passed = f"; it does not know {', '.join(map(shown, unknown))} there" if unknown else ""
+        """A line for the start summary, with the keys that transformers does not read."""
+        known = {*type(self.parsed)().to_dict(), *self.parsed.attribute_map, *OLD_NAMES}
+        unknown = sorted(name for name in self.values if name not in known)
+        ignored = f"; it does not know {', '.join(map(shown, unknown))} there" if unknown else ""
         return (
-            f"model    {self.read.model_type} of transformers, by {self.place}, with the"
-            f" tokenizer's special ids{passed}"
+            f"model    {self.parsed.model_type} of transformers, by {self.path}, with the"
+            f" tokenizer's special ids{ignored}"
         )
 
 
@@ -197,9 +198,9 @@ Architecture = Own | HuggingFace
 
 
 def special_ids(tokenizer: AnyTokenizer) -> dict[str, int | None]:
-    """A tokenizer's ids by the names that a configuration of transformers has for them.
+    """Special ids of a tokenizer by the names of transformers' configuration.
 
-    A pad that text has too would get no gradient: transformers keeps the row of it as it is.
+    No pad id if it is the eos id: transformers does not train the embedding row of a pad.
     """
     return {
         "bos_token_id": tokenizer.bos_id if tokenizer.bos_id >= 0 else None,
@@ -209,7 +210,7 @@ def special_ids(tokenizer: AnyTokenizer) -> dict[str, int | None]:
 
 
 def config_file(place: str) -> Path:
-    """The config.json that a directory or file means; a UsageError where there is none."""
+    """Return the path of the config.json of a directory or file; raise UsageError if missing."""
     path = Path(place).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
@@ -218,28 +219,28 @@ def config_file(place: str) -> Path:
 
 
 def hugging_face(path: Path) -> HuggingFace | None:
-    """What a config.json describes, None if it is of ours; a UsageError if it cannot be trained."""
+    """Read a config.json; None if it is one of ours. Raise UsageError if it cannot be trained."""
     try:
-        told, _ = read_object(path.resolve())  # a hub's cache is made of links
-        if told.get("model_type") == OURS:
+        values, _ = read_object(path.resolve())  # a hub's cache consists of links
+        if values.get("model_type") == OURS:
             return None
-        original = deepcopy(told)  # transformers writes into nested objects
-        config = foreign_config(told)
+        original = deepcopy(values)  # transformers writes into nested objects
+        config = foreign_config(values)
         require_model(original)
-        return HuggingFace(str(path), told, config)
+        return HuggingFace(str(path), values, config)
     except CheckpointError as error:
         raise UsageError(f"--model hf:{path}: {error}; name another, or mend it") from error
 
 
 def foreign_config_of(directory: Path, manifest: dict[str, Any]) -> PretrainedConfig | None:
-    """What the config.json of a checkpoint of transformers' says; None of ours.
+    """Return the configuration of a checkpoint of a transformers model; None for ours.
 
-    A CheckpointError names the file.
+    Raise CheckpointError, naming the file, if it cannot be used.
     """
-    told = told_by_config(directory, manifest)
-    if told.get("model_type", OURS) == OURS:
+    values = told_by_config(directory, manifest)
+    if values.get("model_type", OURS) == OURS:
         return None
     try:
-        return foreign_config(told)
+        return foreign_config(values)
     except CheckpointError as error:
         raise CheckpointError(f"{directory / 'config.json'}: {error}; {ELSEWHERE}") from error

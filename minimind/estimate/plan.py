@@ -1,6 +1,6 @@
-"""What a run would hold, send and compute, as text; and which ZeRO stage and micro-batch fit.
+"""`minimind plan`: memory, communication and FLOPs of a run, and the ZeRO stage that fits.
 
-No GPU, process group, data or torch: arithmetic on the flags and the DeepSpeed file.
+Computed from the flags and the DeepSpeed file, without GPU, data or torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Machine:
 
 
 def plan(argv: Sequence[str], machine: Machine) -> str:
-    """The answer of `minimind plan`, for flags of train_pretrain.py; raises UsageError."""
+    """Return the output of `minimind plan` for flags of train_pretrain.py; raise UsageError."""
     faults = []
     for word in argv:
         name = word.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
@@ -51,7 +51,7 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
             " flags of a decoder of its shape"
         )
     if run.init_from is not None:
-        raise UsageError("plan reads no weights, so --init_from tells it no shape; give the flags")
+        raise UsageError("plan does not read weights, so --init_from has no effect; give the flags")
     shipped = os.path.relpath(DEFAULT_DEEPSPEED_CONFIG)
     path = run.deepspeed_config or shipped
     device = "cpu" if run.device == "cpu" else "cuda"
@@ -61,10 +61,10 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
         run, config = resolved.run, resolved.config
     text = plan_text(run, machine.gpus, config, machine, device)
     if machine.memory is None:
-        return f"{text}\n\nGive --memory (of one GPU, say 24GiB) to be told what fits."
-    here = layout_of(run, machine.gpus, config, device)
+        return f"{text}\n\nGive --memory (of one GPU, say 24GiB) to see what fits."
+    current = layout_of(run, machine.gpus, config, device)
     target = shipped if path == "none" else path
-    return f"{text}\n\n{_advice(run, here, machine.memory, target)}"
+    return f"{text}\n\n{_advice(run, current, machine.memory, target)}"
 
 
 def plan_text(
@@ -74,7 +74,7 @@ def plan_text(
     machine: Machine | None = None,
     device: str = "cuda",
 ) -> str:
-    """Parameters, FLOPs, and for every ZeRO stage the memory and the bytes sent; a table.
+    """Return parameters, FLOPs, and a table of memory and communication per ZeRO stage.
 
     config is the resolved DeepSpeed configuration, whose row is starred; None without DeepSpeed.
     """
@@ -101,7 +101,7 @@ def plan_text(
 
 
 def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device: str) -> Layout:
-    """How the run is trained; stage None where config, the resolved DeepSpeed one, is empty."""
+    """Return the layout of the run; config is the resolved DeepSpeed configuration or empty."""
     derived = autos(config, run, world_size, device, None)
     ours = {key.split(".")[-1]: value for key, (value, _) in derived.items()}
     zero: Mapping[str, Any] = config["zero_optimization"] if config else ours
@@ -112,8 +112,8 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         run.dtype,
         run.micro_batch_rows(world_size),
         run.accumulation_steps,
-        int(zero.get("reduce_bucket_size", costs.FLATTENED)),  # DeepSpeed's default where unsaid
-        bool(zero.get("overlap_comm", stage == 3)),  # likewise
+        int(zero.get("reduce_bucket_size", costs.FLATTENED)),  # else DeepSpeed's default
+        bool(zero.get("overlap_comm", stage == 3)),  # the same
         offloads(config, "optimizer"),
         offloads(config, "param"),
         device,
@@ -121,11 +121,13 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
     )
 
 
-def alternatives(here: Layout) -> list[Layout]:
-    """Every way to train like `here`: what is replicated first, what is offloaded last."""
-    plain = [replace(here, stage=s, offload_optimizer=False, offload_param=False) for s in range(4)]
-    if here.dtype == "float16":
-        plain.pop(0)  # DeepSpeed trains wrongly there, and the resolver refuses it
+def alternatives(current: Layout) -> list[Layout]:
+    """All stages and offloads for the same step, from replicated to offloaded."""
+    plain = [
+        replace(current, stage=s, offload_optimizer=False, offload_param=False) for s in range(4)
+    ]
+    if current.dtype == "float16":
+        plain.pop(0)  # the resolver refuses it: DeepSpeed trains wrongly
     offloaded = [replace(s, offload_optimizer=True) for s in plain if s.stage]
     return [*plain, *offloaded, replace(offloaded[-1], offload_param=True)]
 
@@ -171,36 +173,35 @@ def _cell(value: float) -> str:
 
 
 def fits(held: Memory, memory: int) -> bool:
-    """Whether that much is there, less what is kept free."""
+    """Whether the peak fits into memory less HEADROOM."""
     return held.total <= memory * (1 - HEADROOM)
 
 
-def recommend(shape: Shape, here: Layout, memory: int) -> Layout | None:
-    """The layout to train with, its step as large as that of `here`; None where nothing fits.
+def recommend(shape: Shape, current: Layout, memory: int) -> Layout | None:
+    """Return the layout to train with, with the rows per step of `current`; None if nothing fits.
 
-    The first stage that holds the micro-batch asked for, else the one that holds the largest;
-    offloading only where nothing fits without. Then the largest micro-batch there that divides the
-    rows of a step. A lower stage sends less, and less often.
+    The lowest stage that fits the configured micro-batch, else the stage that fits the largest one;
+    offloading only if nothing fits without. Lower stages communicate less.
     """
-    ways = alternatives(here)
-    for offloads_any in (False, True):
-        same = (way for way in ways if way.offload_optimizer is offloads_any)
-        fitting = [s for s in (largest_step(shape, way, memory) for way in same) if s]
+    layouts = alternatives(current)
+    for is_offloaded in (False, True):
+        same = (layout for layout in layouts if layout.offload_optimizer is is_offloaded)
+        fitting = [step for step in (largest_step(shape, one, memory) for one in same) if step]
         if fitting:
-            return max(fitting, key=lambda s: min(s.rows, here.rows))  # the first of equals
+            return max(fitting, key=lambda step: min(step.rows, current.rows))  # first of equals
     return None
 
 
-def largest_step(shape: Shape, here: Layout, memory: int) -> Layout | None:
-    """`here` with the largest micro-batch that fits and divides the rows of its step, if any."""
-    per_step = here.rows * here.accumulation_steps
+def largest_step(shape: Shape, layout: Layout, memory: int) -> Layout | None:
+    """Return `layout` with the largest micro-batch that fits and divides its step, if any."""
+    per_step = layout.rows * layout.accumulation_steps
     sizes = (rows for rows in range(per_step, 0, -1) if per_step % rows == 0)
-    tried = (replace(here, rows=n, accumulation_steps=per_step // n) for n in sizes)
+    tried = (replace(layout, rows=n, accumulation_steps=per_step // n) for n in sizes)
     return next((step for step in tried if fits(costs.memory(shape, step), memory)), None)
 
 
 def _advice(run: RunConfig, here: Layout, memory: int, path: str) -> str:
-    """The recommendation with what to type, or what would help."""
+    """Return the recommendation with its command line, or what would make the run fit."""
     shape, gpus = shape_of(run), here.world_size
     best = recommend(shape, here, memory)
     if best is None:
@@ -229,7 +230,7 @@ def _advice(run: RunConfig, here: Layout, memory: int, path: str) -> str:
 
 
 def _written(here: Layout, best: Layout) -> str:
-    """What to write into the DeepSpeed file of `here`, and what to take out of it."""
+    """Return the changes to the DeepSpeed file of `here`."""
     stage, gone = f'"stage": {best.stage}', []
     for name in ("offload_optimizer", "offload_param"):
         if getattr(best, name):
@@ -241,7 +242,7 @@ def _written(here: Layout, best: Layout) -> str:
 
 
 def _typed(run: RunConfig) -> str:
-    """The flags of the command line as they were given, less those that the advice decides."""
+    """Return the flags of the command line without those that the advice sets."""
     words = []
     for name in FLAGS:
         value = getattr(run, name)
@@ -249,13 +250,13 @@ def _typed(run: RunConfig) -> str:
             continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
-        elif value != "none":  # as in --deepspeed_config none, which the advice is not
+        elif value != "none":  # not --deepspeed_config none
             words.append(f"--{name} {' '.join(value) if isinstance(value, tuple) else value}")
     return " ".join(words)
 
 
 def _no_fit(shape: Shape, here: Layout, memory: int) -> str:
-    """The least that was tried, and what is largest in it."""
+    """Describe the smallest layout and its largest part."""
     rows = replace(here, rows=1, accumulation_steps=here.rows * here.accumulation_steps)
     least = min(alternatives(rows), key=lambda s: costs.memory(shape, s).total)
     held = costs.memory(shape, least)

@@ -1,4 +1,4 @@
-"""The numbers that decide how large a model is, and what follows from them alone."""
+"""The sizes of a model, and the parameter counts that follow from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minimind.model.widths import feed_forward_width
 
 @dataclass(frozen=True)
 class Shape:
-    """The numbers that decide how large a model is and how much it computes."""
+    """The sizes that determine parameters and FLOPs of a model."""
 
     dim: int
     n_layers: int
@@ -30,7 +30,7 @@ class Shape:
 
     @property
     def kv_dim(self) -> int:
-        """Width of the keys, and of the values, of one token."""
+        """Width of the keys of one token, and of the values."""
         return self.dim // self.n_heads * self.n_kv_heads
 
     @property
@@ -46,12 +46,12 @@ class Shape:
 
     @property
     def active(self) -> int:
-        """Parameters of one block by which a token is multiplied."""
+        """Parameters of one block that multiply a token."""
         return self._matrices(self.visits)
 
     @property
     def visits(self) -> int:
-        """Feed-forwards that a token passes through in one block."""
+        """Feed-forward networks that a token passes through in one block."""
         return self.num_experts_per_tok + self.n_shared_experts if self.use_moe else 1
 
     def _matrices(self, experts: int) -> int:
@@ -65,7 +65,7 @@ class Shape:
 
     @property
     def norms(self) -> int:
-        """Parameters of all norms: those of the blocks, one before the head."""
+        """Parameters of all norms: those of the blocks and the final one."""
         return self.n_layers * self.layer_norms + self.dim
 
     @property
@@ -80,7 +80,7 @@ class Shape:
 
 
 def shape_of(run: RunConfig) -> Shape:
-    """The shape that the run's flags describe."""
+    """Return the shape described by the flags."""
     hidden = run.hidden_dim or feed_forward_width(run.dim)
-    same = {f.name: getattr(run, f.name) for f in fields(Shape) if f.name in FLAGS}
-    return Shape(**{**same, "hidden_dim": hidden, "is_tied": run.tie_word_embeddings})
+    flags = {f.name: getattr(run, f.name) for f in fields(Shape) if f.name in FLAGS}
+    return Shape(**{**flags, "hidden_dim": hidden, "is_tied": run.tie_word_embeddings})

@@ -123,7 +123,7 @@ def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initia
 
     Flags of the shape that it does not define become None.
     """
-    by, config = f"model {run.model}", model.read
+    by, config = f"model {run.model}", model.parsed
     run = run.with_values(by, **dict.fromkeys(name for name in FLAGS_OF_SHAPE if name not in FREE))
     run = run.with_values(
         by,

@@ -405,7 +405,7 @@ def test_a_tokenizer_that_is_too_large_ends_the_start(text, tmp_path):
 def test_a_model_that_fills_gaps_is_found_out(text, tmp_path):
     """Its loss would fall to 0, for it sees what it is to predict."""
     told = {**WIDE, "model_type": "bert"}
-    with pytest.raises(UsageError, match="sees the tokens that it is to predict"):
+    with pytest.raises(UsageError, match="sees the tokens that it has to predict"):
         run(text, described(tmp_path / "place", told), tmp_path / "out")
 
 
