@@ -1,7 +1,7 @@
 """The packages of minimind/ and the direction of imports; `python -m tests.packages` prints them.
 
 A module may import its own package and those below it in `PACKAGES`. Imports inside functions count
-too. Only `SEAM` may import accelerate and deepspeed.
+too. Only those of `SEAM` may import accelerate and deepspeed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PACKAGES = [
     "runtime",
     "errors",
 ]
-SEAM = "minimind.engine.build"
+SEAM = {"minimind.engine.build", "minimind.launch.accelerate_launch"}
 MOST_MODULES = {"report": 18}  # in a package; elsewhere 12
 MOST_LINES = 300  # in a module
 MOST_LINES_OF_A_FUNCTION = 60
@@ -85,8 +85,8 @@ def violations(sources: dict[str, str]) -> list[str]:
             if above is not None and PACKAGES.index(above) < PACKAGES.index(package):
                 found.append(f"{module} imports {name}; {above} is above {package}")
         libraries = {name.split(".")[0] for name in imported}
-        if module != SEAM and libraries & {"accelerate", "deepspeed"}:
-            found.append(f"{module} imports accelerate or deepspeed; only {SEAM} may")
+        if module not in SEAM and libraries & {"accelerate", "deepspeed"}:
+            found.append(f"{module} imports accelerate or deepspeed; only {sorted(SEAM)} may")
     return found + [f"cycle: {' -> '.join(cycle)}" for cycle in _cycles(graph)]
 
 

@@ -9,7 +9,6 @@ parent it alone learns how a worker ended, and records that for the other worker
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import socket
 import sys
@@ -94,11 +93,11 @@ def main(arguments: list[str]) -> int:
         threading.Thread(target=record_ends, args=(here,), daemon=True).start()
     try:
         # Imported after the signal handlers are set: the import takes seconds.
+        from accelerate.commands.launch import launch_command, launch_command_parser
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         try:
-            sys.argv = ["accelerate launch", *arguments]
-            runpy.run_module("accelerate.commands.launch", run_name="__main__")
+            launch_command(launch_command_parser().parse_args(arguments))
         except ChildFailedError as error:
             failure = error
             traceback.print_exception(error)  # its table, for the log

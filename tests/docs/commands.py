@@ -137,7 +137,7 @@ def _simple_commands(command: str) -> list[list[str]]:
 
 def _minimind(given: Sequence[str]) -> None:
     args, rest = cli.build_parser().parse_known_args(given)
-    if args.command == "plan":
+    if args.command in cli.TAKE_RUN_FLAGS:
         parse_flags(rest)
     elif rest:
         raise UsageError(f"minimind {args.command} knows no {rest[0]}")

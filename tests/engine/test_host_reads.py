@@ -33,7 +33,10 @@ def test_a_step_without_deepspeed_reads_nothing(
 ):
     if at_terminal:
         monkeypatch.setattr(sys, "stderr", Terminal())
-        for name in ("REDRAW", "WITHIN"):  # redrawn at every step and micro-batch
+        for name in (
+            "REDRAW_INTERVAL",
+            "MICRO_BATCH_INTERVAL",
+        ):  # redrawn at every step and micro-batch
             monkeypatch.setattr(progress_bar, name, 0.0)
     found: list[Counter[str]] = []
     for steps in (4, 10):
@@ -48,7 +51,7 @@ def test_a_step_without_deepspeed_reads_nothing(
             )
         found.append(reads)
     few, many = found
-    assert few["minimind: look"] == 1  # whether a step was skipped: of all, at the report
+    assert few["minimind: check"] == 1  # whether a step was skipped: of all, at the report
     each_step = {place: (many[place] - few[place]) / 6 for place in many}
     assert not any(each_step.values()), each_step
 
