@@ -1,7 +1,7 @@
-"""A run as one history: which lines of its starts still hold, and which a crash has undone.
+"""A run as one history: which lines of its starts are kept, and which a crash has undone.
 
-Each start begins at a checkpoint. What earlier ones did after that step is lost, be it taken again
-or not: it was done, took its time, and is no part of the model.
+Each start resumes from a checkpoint. Lines of earlier starts after that step are lost: they took
+time but have no part in the model.
 """
 
 from __future__ import annotations
@@ -15,34 +15,36 @@ from typing import Any
 
 import numpy as np
 
-from minimind.report.records import BEYOND, PAUSES, PHASES, Records, Start, number
+from minimind.report.records import LIMIT, PAUSES, PHASES, Records, Start, number
 
 PREEMPTED = 75
-QUIET = 120.0  # seconds without a line after which a run is not called running, if it is quick
+SILENCE = 120.0  # seconds without a line after which a run of quick steps counts as ended
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A start and the step up to which its lines still hold."""
+class Segment:
+    """A start and the last step whose line is kept."""
 
     start: Start
     cutoff: float
 
     @cached_property
     def steps(self) -> np.ndarray:
-        """Of its lines."""
+        """(lines,)."""
         return self.start.column("step")
 
     @cached_property
-    def taken(self) -> np.ndarray:
-        """Steps that each line stands for: those since the line before."""
-        taken = np.diff(self.steps, prepend=min(self.start.first_step, BEYOND))
-        return np.where(taken > 0, taken, 1.0)
-
-    @property
-    def holds(self) -> np.ndarray:
-        """Which lines still hold."""
+    def is_kept(self) -> np.ndarray:
+        """bool (lines,)."""
         return self.steps <= self.cutoff
+
+    def column(self, name: str) -> np.ndarray:
+        """float64 (lines,); `taken`: steps since the line before, `begins`: the step of that."""
+        if name not in ("taken", "begins"):
+            return self.start.column(name)
+        taken = np.diff(self.steps, prepend=min(self.start.first_step, LIMIT))
+        taken = np.where(taken > 0, taken, 1.0)
+        return taken if name == "taken" else self.steps - taken
 
     @property
     def seconds(self) -> float:
@@ -52,129 +54,117 @@ class Stretch:
 
     @property
     def lost_steps(self) -> int:
-        """Those it took after the step from which a later start went on."""
+        """Steps after the one from which a later start resumed."""
         last = self.start.last_step
         return 0 if last <= self.cutoff else int(last - max(self.cutoff, self.start.first_step))
 
     def milliseconds(self, only_lost: bool = False) -> dict[str, float]:
-        """By phase and pause, all its lines together, and the pauses after the last of them."""
-        weight = self.taken * (~self.holds if only_lost else 1.0)
-        names = (*PHASES, *PAUSES)
-        spent = {n: float(np.nansum(self.start.column(f"{n}_ms") * weight)) for n in names}
-        if only_lost and self.lost_steps == 0:
-            return spent
-        end = self.start.end or {}
-        return {n: ms + max(0.0, number(end.get(f"{n}_ms"), 0.0)) for n, ms in spent.items()}
+        """Time by phase and pause over all lines, with the pauses that `exit` records."""
+        weight = self.column("taken") * (~self.is_kept if only_lost else 1.0)
+        end = {} if only_lost and not self.lost_steps else self.start.end or {}
+        return {
+            name: float(np.nansum(self.start.column(f"{name}_ms") * weight))
+            + max(0.0, number(end.get(f"{name}_ms"), 0.0))
+            for name in (*PHASES, *PAUSES)
+        }
 
 
 @dataclass(frozen=True)
 class Run:
-    """All that was recorded in one out_dir."""
+    """All records of one out_dir."""
 
-    place: Path
     name: str
     records: Records
 
+    @property
+    def run_dir(self) -> Path:
+        """The out_dir."""
+        return self.records.run_dir
+
     @cached_property
-    def stretches(self) -> list[Stretch]:
-        """Its starts in order."""
-        found: list[Stretch] = []
+    def segments(self) -> list[Segment]:
+        """One for each start, in order."""
+        segments: list[Segment] = []
         cutoff = math.inf
         for start in reversed(self.records.starts):
-            found.insert(0, Stretch(start, cutoff))
+            segments.insert(0, Segment(start, cutoff))
             cutoff = min(cutoff, start.first_step)
-        return found
+        return segments
 
     def column(self, name: str) -> np.ndarray:
-        """float64 (lines that hold,): `begins` and `taken` too, the steps a line stands for."""
-        parts = [_column(s, name)[s.holds] for s in self.stretches]
+        """float64 (kept lines,)."""
+        parts = [segment.column(name)[segment.is_kept] for segment in self.segments]
         return np.concatenate(parts) if parts else np.empty(0)
 
     def has(self, name: str) -> bool:
-        """Whether any line has a figure of that name."""
-        return any(np.isfinite(s.start.column(name)).any() for s in self.stretches)
+        """Whether any line has a value of that name."""
+        return any(np.isfinite(segment.column(name)).any() for segment in self.segments)
 
-    def lost(self) -> Iterator[tuple[Stretch, np.ndarray]]:
-        """Stretches with lines that do not hold, and the indices of these and the one before."""
-        for stretch in self.stretches:
-            undone = np.flatnonzero(~stretch.holds)
-            if len(undone):
-                yield stretch, np.r_[undone[0] - 1, undone] if undone[0] else undone
+    def lost_lines(self) -> Iterator[tuple[Segment, np.ndarray]]:
+        """Segments with lost lines, and the indices of these and of the line before them."""
+        for segment in self.segments:
+            lost = np.flatnonzero(~segment.is_kept)
+            if len(lost):
+                yield segment, np.r_[lost[0] - 1, lost] if lost[0] else lost
 
     def events(self, name: str, is_lost: bool = False) -> list[dict[str, Any]]:
-        """Events of that name which still hold, or the others; those without a step not at all."""
+        """Kept or lost events of that name; events without a step are left out."""
         return [
             event
-            for stretch in self.stretches
-            for event in stretch.start.events
+            for segment in self.segments
+            for event in segment.start.events
             if event["event"] == name
             and math.isfinite(step := number(event.get("step")))
-            and (step > stretch.cutoff) == is_lost
+            and (step > segment.cutoff) == is_lost
         ]
 
     def fact(self, name: str) -> Any:
-        """What the last run_start that has it says of `name`."""
-        told = [s.facts[name] for s in self.records.starts if s.facts.get(name) is not None]
-        return told[-1] if told else None
+        """`name` in the last run_start that has it, or None."""
+        values = [start.facts.get(name) for start in reversed(self.records.starts)]
+        return next((value for value in values if value is not None), None)
 
     def tokens_at(self, steps: np.ndarray) -> np.ndarray:
         """Tokens trained on up to each step."""
         known, tokens = self.column("step"), self.column("tokens")
-        fine = np.isfinite(tokens)
-        per_step = number(self.fact("tokens_per_step"), 1.0)
-        if not fine.any():
-            return steps * per_step
-        return np.interp(steps, np.r_[0.0, known[fine]], np.r_[0.0, tokens[fine]])
+        finite = np.isfinite(tokens)
+        if not finite.any():
+            return steps * number(self.fact("tokens_per_step"), 1.0)
+        return np.interp(steps, np.r_[0.0, known[finite]], np.r_[0.0, tokens[finite]])
 
     @property
     def last_step(self) -> float:
-        """The one it stands at: of its last line that holds, or of its last run_start."""
-        held = [
-            stretch.steps[stretch.holds][-1] for stretch in self.stretches if stretch.holds.any()
-        ]
-        begun = [s.start.first_step for s in self.stretches if math.isfinite(s.start.first_step)]
-        return float(held[-1]) if held else max(begun, default=0.0)
+        """The step of the last kept line, or of the last run_start."""
+        kept = self.column("step")
+        starts = [start.first_step for start in self.records.starts]
+        return kept[-1] if len(kept) else max(filter(math.isfinite, starts), default=0.0)
+
+    def outcomes(self, now: float) -> list[tuple[str, str]]:
+        """For each segment: done, stopped, failed, crashed, running or silent, and a sentence."""
+        segments = self.segments
+        return [_outcome(one.start, one is segments[-1], now) for one in segments]
 
 
-def runs_of(records: list[Records]) -> list[Run]:
-    """Runs with names that tell them apart: the last parts of their paths, as many as it takes.
-
-    A run alone has two: `sample/run`, as many are called `run`.
-    """
-    parts = [one.place.absolute().parts for one in records]
+def name_runs(records: list[Records]) -> list[Run]:
+    """Name runs by the last parts of their paths, as many as differ; a single run by two."""
+    parts = [one.run_dir.absolute().parts for one in records]
     depth = 2 if len(records) == 1 else 1
     while len({path[-depth:] for path in parts}) < len(set(parts)):
         depth += 1
     names = ["/".join(path[-depth:]).removeprefix("//") or "/" for path in parts]
-    return [Run(one.place, name, one) for one, name in zip(records, names, strict=True)]
+    return [Run(name, one) for name, one in zip(names, records, strict=True)]
 
 
-def how_it_ended(stretch: Stretch, is_last: bool, now: float) -> tuple[str, str]:
-    """A kind (done, stopped, failed, crashed, running, silent) and the words for it."""
-    end = stretch.start.end
-    if end is None:
+def _outcome(start: Start, is_last: bool, now: float) -> tuple[str, str]:
+    if start.end is None:
         if not is_last:
             return "crashed", "crashed: no end recorded"
-        is_fresh = now - stretch.start.last_time < max(QUIET, 3 * _pace(stretch.start))
-        return ("running", "still running") if is_fresh else ("silent", "no end recorded")
-    status, reason = end.get("status"), str(end.get("reason") or "")
+        times = start.column("time")[-2:]
+        pace = float(times[1] - times[0]) if np.isfinite(times).sum() == 2 else 0.0
+        is_recent = now - start.last_time < max(SILENCE, 3 * pace)
+        return ("running", "still running") if is_recent else ("silent", "no end recorded")
+    status, reason = start.end.get("status"), str(start.end.get("reason") or "")
     if status == 0:
         return "done", "done"
     if status == PREEMPTED:
         return "stopped", reason or "stopped and saved"
-    return "failed", f"status {status}, {end.get('code')}: {reason}"
-
-
-def _pace(start: Start) -> float:
-    """Seconds between its last two step lines."""
-    times = start.column("time")[-2:]
-    gap = float(times[1] - times[0]) if len(times) == 2 else 0.0
-    return gap if math.isfinite(gap) else 0.0
-
-
-def _column(stretch: Stretch, name: str) -> np.ndarray:
-    if name == "taken":
-        return stretch.taken
-    if name == "begins":
-        return stretch.steps - stretch.taken
-    return stretch.start.column(name)
+    return "failed", f"status {status}, {start.end.get('code')}: {reason}"

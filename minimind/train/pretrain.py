@@ -27,8 +27,7 @@ from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared
 from minimind.engine.build import Engine, build_engine, leave, require_accepted, section_faults
 from minimind.errors import StorageError, UsageError
-from minimind.report.write import NAME as REPORT
-from minimind.report.write import write_report
+from minimind.report.page import REPORT_NAME, write_report
 from minimind.runtime.durable_files import storing
 from minimind.runtime.process import Progress
 from minimind.telemetry.mfu import mfu_per_speed, peak_of
@@ -272,7 +271,7 @@ def write_page(desk: Desk) -> None:
     """Write the run's report into its out_dir and print its path, or why there is none."""
     out_dir = Path(desk.run.out_dir)
     try:
-        write_report([out_dir], out_dir / REPORT, "free some space")
-        desk.report.say(f"report {out_dir / REPORT}")
+        write_report([out_dir], out_dir / REPORT_NAME, "free some space")
+        desk.report.say(f"report {out_dir / REPORT_NAME}")
     except (StorageError, UsageError) as error:  # metrics.jsonl was taken away
         desk.report.say(f"no report: {error}")

@@ -1,0 +1,70 @@
+"""Numbers as text; an en dash for NaN and infinity."""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime, timezone
+
+DASH = "\N{EN DASH}"
+
+
+def format_number(value: float) -> str:
+    """`12,535`, `350.5`, `3.6006`, `2.00e-3`."""
+    if not math.isfinite(value):
+        return DASH
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size >= 10:
+        return f"{value:.1f}" if size >= 100 else f"{value:.2f}"
+    if size >= 0.01:
+        return f"{value:.4f}"
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{mantissa}e{int(exponent)}" if value else "0"
+
+
+def format_duration(seconds: float) -> str:
+    """`7.1 s`, `41 s`, `12 min 5 s`, `3 h 20 min`, `2 d 4 h`."""
+    if not math.isfinite(seconds):
+        return DASH
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+    for unit, name, smaller, smaller_name in units:
+        if whole >= unit:
+            rest = whole % unit // smaller
+            return f"{whole // unit} {name}" + (f" {rest} {smaller_name}" if rest else "")
+    return f"{whole} s"
+
+
+def format_ms(value: float) -> str:
+    """`620 ms`, `1.24 s`."""
+    if not math.isfinite(value):
+        return DASH
+    return f"{value / 1e3:.3g} s" if value >= 999.5 else f"{value:.3g} ms"
+
+
+def format_mib(value: float) -> str:
+    """`512 MiB`, `23.4 GiB`."""
+    if not math.isfinite(value):
+        return DASH
+    return f"{value / 1024:.1f} GiB" if value >= 1024 else f"{value:.0f} MiB"
+
+
+def format_percent(share: float) -> str:
+    """`32%`, `0.4%`."""
+    return f"{share:.0%}" if share >= 0.0995 or not share else f"{share:.1%}"
+
+
+def format_time(seconds: float) -> str:
+    """`2026-11-21 22:58 UTC`."""
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):
+        return DASH
+
+
+def format_count(number: int, noun: str, plural: str = "") -> str:
+    """`1 resume`, `2 resumes`, `3 crashes`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
