@@ -35,9 +35,8 @@ def add_parser(subs: Any) -> None:
 def run_report(args: argparse.Namespace) -> None:
     """Print the summary of each run, or write the page."""
     from minimind.report.page import GENERATOR, write_report
-    from minimind.report.records import read_records
-    from minimind.report.runs import name_runs
-    from minimind.report.summary import as_text, summarize
+    from minimind.report.runs import read_runs
+    from minimind.report.summary import Summary
 
     if args.out:
         _require_free(args.out, args.force, GENERATOR)
@@ -49,8 +48,7 @@ def run_report(args: argparse.Namespace) -> None:
         print(f"{args.out}: {size / 1024:,.0f} KiB; open it in a browser")
         return
     now = time.time()
-    runs = name_runs([read_records(place) for place in places])
-    print("\n\n".join(as_text(run, summarize(run, now), _has_blocks()) for run in runs))
+    print("\n\n".join(Summary(run, now).as_text(_has_blocks()) for run in read_runs(places)))
 
 
 def _require_free(out: Path, force: bool, generator: str) -> None:

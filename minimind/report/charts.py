@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from minimind.report import formats
 from minimind.report.downsample import downsample, group_lines, group_means, pixel_columns, smooth
-from minimind.report.formats import format_count, format_ms, format_number, format_percent
 from minimind.report.records import MAX_EXPERTS, PAUSES, PHASES, number
 from minimind.report.runs import Run
 from minimind.report.summary import NOUNS, smoothed_loss, window_of
@@ -26,17 +26,32 @@ PALETTE = {
     **{"run2": ("#009e73", "#2fc99b"), "run3": ("#b0578d", "#d98cba")},
     **{"run4": ("#b8860b", "#e6b422"), "run5": ("#3a9bd9", "#9ad0f5")},
     **{"run6": ("#6b5b95", "#b3a1e0"), "run7": ("#555555", "#b5b5b5")},
-    **{"data": ("#e69f00", "#e6b422"), "forward": ("#7cc4ec", "#a5d8f5")},
-    **{"backward": ("#2f7fb8", "#3f8fc8"), "optimizer": ("#1fa27c", "#1fa27c")},
+    **{"data": ("#e69f00", "#e6b422"), "forward": ("#7cc4ec", "#2f6a96")},
+    **{"backward": ("#2f7fb8", "#62b5ea"), "optimizer": ("#1fa27c", "#1fa27c")},
     **{"evaluate": ("#cc79a7", "#cc79a7"), "checkpoint": ("#7b4fa0", "#b08fd4")},
     **{"sample": ("#999999", "#999999"), "trace": ("#cccccc", "#cccccc"), "gc": ("#8c6d46",) * 2},
 }
-COLORS, DASHES = 8, ("solid", "dash", "dot")  # of runs
+LIGHT = {name: light for name, (light, _) in PALETTE.items()}  # page.html changes light to dark
+AXIS = {"gridcolor": LIGHT["rule"], "zeroline": False, "exponentformat": "SI"}
+LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
+TEMPLATE = go.layout.Template(
+    layout={
+        **{"barmode": "stack", "bargap": 0, "hovermode": "x unified", "legend": LEGEND},
+        **{"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"},
+        "font": {"color": LIGHT["soft"], "size": 12, "family": "system-ui, sans-serif"},
+        "hoverlabel": {"bgcolor": LIGHT["paper"], "bordercolor": LIGHT["rule"], "namelength": -1},
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": LIGHT["soft"]},
+        "margin": {"l": 56, "r": 14, "t": 8, "b": 40},
+        "xaxis": {**AXIS, "showgrid": False, "hoverformat": ",.0f", "title": {"standoff": 4}},
+        "yaxis": AXIS,
+    }
+)
+DASHES = ("solid", "dash", "dot")
 MAX_POINTS = 4000  # pixel columns of all curves of a chart together
 MAX_BARS, MAX_MARKS = 500, 200
 NOISY = 300  # lines from which a noisy curve is drawn with its moving mean
-CLEAR = "rgba(0,0,0,0)"
-FAINT = {"width": 1, "opacity": 0.45}
+FAINT: dict[str, Any] = {"width": 1, "opacity": 0.45}
+LOST: dict[str, Any] = {"showlegend": False, "hoverinfo": "skip", "opacity": 0.6}
 # Title, unit, format on hover, whether the axis begins at zero, factor.
 FIGURES = {
     "tokens_per_second": ("Throughput", "tokens/s, without pauses", ",.0f", True, 1.0),
@@ -55,17 +70,11 @@ class Chart:
     title: str
     unit: str
     figure: go.Figure
-    is_wide: bool = False
-
-
-def color(name: str) -> str:
-    """The light color; the page's script exchanges it for the dark one."""
-    return PALETTE[name][0]
 
 
 def run_style(n: int) -> tuple[str, str]:
     """Color name and dash of run `n`; 24 differ."""
-    return f"run{n % COLORS}", DASHES[n // COLORS % len(DASHES)]
+    return f"run{n % 8}", DASHES[n // 8 % len(DASHES)]
 
 
 class Charts:
@@ -73,15 +82,14 @@ class Charts:
 
     def __init__(self, runs: Sequence[Run], grad_clips: Sequence[float], now: float) -> None:
         self.runs, self.grad_clips, self.now = runs, grad_clips, now
-        self.is_single = len(runs) == 1
-        sizes = {number(s.facts.get("tokens_per_step")) for r in runs for s in r.records.starts}
+        self.is_single, self.columns = len(runs) == 1, max(100, min(1000, MAX_POINTS // len(runs)))
+        sizes = {number(s.facts.get("tokens_per_step")) for run in runs for s in run.starts}
         self.axis = "tokens" if sum(math.isfinite(size) for size in sizes) > 1 else "step"
-        self.columns = max(100, min(1000, MAX_POINTS // len(runs)))
         edges = [
-            self.at(run, np.array([segment.column("begins")[0], segment.steps[-1]]))
+            self.at(run, np.array([start.column("begins")[0], start.last_step]))
             for run in runs
-            for segment in run.segments
-            if len(segment.steps)
+            for start in run.starts
+            if start.last_step > -math.inf
         ]
         low, high = (float(np.min(edges)), float(np.max(edges))) if edges else (0.0, 1.0)
         self.span = (low, high if high > low else low + 1)
@@ -94,8 +102,7 @@ class Charts:
         charts += [self._figure(name) for name in FIGURES if any(r.has(name) for r in self.runs)]
         charts += [self._experts(n, run) for n, run in runs if run.has("expert_most")]
         if self.is_single:
-            for chart in charts:
-                self._mark_starts(chart, self.runs[0])
+            self._mark_starts(charts, self.runs[0])
         return charts
 
     def at(self, run: Run, steps: np.ndarray) -> np.ndarray:
@@ -103,10 +110,10 @@ class Charts:
         return run.tokens_at(steps) if self.axis == "tokens" else steps
 
     def _chart(self, key: str, title: str, unit: str, traces: list[Any], **more: Any) -> Chart:
-        """`more`: is_wide, from_zero, may_be_log, form (of a value), yaxis (settings)."""
-        lines = [np.asarray(t.y, float) for t in traces if t.type == "scatter" and t.yaxis != "y2"]
-        stack = sum((np.asarray(t.y, float) for t in traces if t.type == "bar"), np.zeros(1))
-        values = np.concatenate([*lines, stack if len(stack) > 1 else stack[:0]])
+        """`more`: from_zero, may_be_log, form (of a value), yaxis (settings)."""
+        curves = [np.asarray(t.y, float) for t in traces if t.type != "bar" and t.yaxis != "y2"]
+        bars = [np.asarray(t.y, float) for t in traces if t.type == "bar"]
+        values = np.concatenate([*curves, sum(bars) if bars else [], []])
         values = values[np.isfinite(values)]
         y_axis: dict[str, Any] = {"rangemode": "tozero" if more.get("from_zero") else "normal"}
         if len(values):
@@ -115,140 +122,104 @@ class Charts:
                 y_axis, unit = {"type": "log", "dtick": "D2"}, f"{unit}, log scale"
             elif more.get("from_zero") and high > 4 * usual > 0:
                 y_axis = {"range": [min(0.0, float(low)), 1.4 * float(usual)]}
-                unit += f", cut off: up to {more.get('form', format_number)(float(high))}"
-        axis = {"gridcolor": color("rule"), "zeroline": False, "exponentformat": "SI"}
-        x_axis = {"range": self.span, "showgrid": False, "linecolor": color("soft")}
-        x_axis |= {"title": {"text": self.axis, "standoff": 4}, "hoverformat": ",.0f"}
-        x_axis |= {"unifiedhovertitle": {"text": f"{self.axis} %{{x}}"}}
-        figure = go.Figure(traces)
-        figure.update_layout(
-            template=go.layout.Template(),
-            barmode="stack",
-            bargap=0,
-            hovermode="x unified",
-            hoverlabel={"bgcolor": color("paper"), "bordercolor": color("rule")},
-            font={"color": color("soft"), "size": 12, "family": "system-ui, sans-serif"},
-            modebar={"bgcolor": CLEAR, "color": color("soft"), "activecolor": color("ink")},
-            margin={"l": 56, "r": 14, "t": 8, "b": 40},
-            legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
-            showlegend=sum(t.showlegend is not False for t in traces) > 1,
-            paper_bgcolor=CLEAR,
-            plot_bgcolor=CLEAR,
-            xaxis=axis | x_axis,
-            yaxis=axis | y_axis | more.get("yaxis", {}),
-            yaxis2={"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
-            uirevision=key,
-        )
-        return Chart(key, title, unit, figure, more.get("is_wide", False))
+                unit += f", cut off: up to {more.get('form', formats.figure)(float(high))}"
+        hover_title = {"text": f"{self.axis} %{{x}}"}
+        layout = {
+            "xaxis": {"range": self.span, "title": self.axis, "unifiedhovertitle": hover_title},
+            "yaxis": y_axis | more.get("yaxis", {}),
+            "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
+            "showlegend": sum(trace.showlegend is not False for trace in traces) > 1,
+        }
+        return Chart(key, title, unit, go.Figure(traces, {"template": TEMPLATE, **layout}))
 
     def _line(self, name: str, x: np.ndarray, y: np.ndarray, tone: str, **style: Any) -> Any:
         """A curve with a gap at each NaN, a point without neighbors as a dot."""
         kept = downsample(x, y, self.columns, self.span)
         x, y, known = x[kept], y[kept], np.isfinite(y[kept])
         is_alone = known & ~np.r_[False, known[:-1]] & ~np.r_[known[1:], False]
-        line = {"color": color(tone), **{k: style.pop(k) for k in ("width", "dash") if k in style}}
+        line = {"color": LIGHT[tone], **{k: style.pop(k) for k in ("width", "dash") if k in style}}
         dots = {"mode": "lines+markers", "marker": {"size": np.where(is_alone, 6, 0)}}
         style = {"mode": "lines", **(dots if is_alone.any() else {}), **style}
         return go.Scatter(name=escape(name, quote=False), x=x, y=y, line=line, **style)
 
-    def _ticks(self, name: str, run: Run, steps: np.ndarray, tone: str) -> Any:
-        """Strokes at the foot of a chart, at most one for each pixel column."""
+    def _ticks(self, name: str, run: Run, steps: np.ndarray, tone: str) -> list[Any]:
+        """Strokes at the foot of a chart, at most one for each pixel column; none without steps."""
         x = self.at(run, steps)
         x = x[np.unique(pixel_columns(x, self.columns, self.span), return_index=True)[1]]
-        marker = {"symbol": "line-ns", "size": 11, "line": {"width": 1.5, "color": color(tone)}}
+        marker = {"symbol": "line-ns", "size": 11, "line": {"width": 1.5, "color": LIGHT[tone]}}
         style = {"mode": "markers", "yaxis": "y2", "hoverinfo": "skip", "marker": marker}
-        return go.Scatter(name=name, x=x, y=np.full(len(x), 0.02), cliponaxis=False, **style)
+        foot = go.Scatter(name=name, x=x, y=np.full(len(x), 0.02), cliponaxis=False, **style)
+        return [foot] if len(x) else []
 
     def _lost(self, run: Run, column: str, tone: str, factor: float = 1.0) -> list[Any]:
-        style = {"width": 1, "dash": "dot", "showlegend": False, "hoverinfo": "skip"}
-        return [
-            self._line(
-                "lost", self.at(run, s.steps[i]), factor * s.column(column)[i], tone, **style
-            )
-            for s, i in run.lost_lines()
+        lost = [
+            (self.at(run, start.column("step")[i]), factor * start.column(column)[i])
+            for start, i in run.lost_lines()
         ]
+        return [self._line("lost", x, y, tone, width=1, dash="dot", **LOST) for x, y in lost]
 
     def _loss(self) -> Chart:
         traces: list[Any] = []
         for n, run in enumerate(self.runs):
             (tone, dash), x = run_style(n), self.at(run, run.column("step"))
-            group = {} if self.is_single else {"legendgroup": f"run{n}"}
-            name, mean = f"{run.name} loss", run.name
+            names = (f"{run.name} loss", run.name, f"{run.name} validation")
+            group: dict[str, Any] = {"legendgroup": f"run{n}"}
             if self.is_single:
-                name, mean = "loss", f"mean of {format_count(window_of(len(x)), 'line')}"
-            shown = {"showlegend": self.is_single, "dash": dash, **FAINT}
+                mean = f"mean of {formats.count(window_of(len(x)), 'line')}"
+                names, group = ("loss", mean, "validation"), {}
+            faint = {"showlegend": self.is_single, "dash": dash, **FAINT, **group}
             traces += self._lost(run, "loss", tone)
-            traces.append(self._line(name, x, run.column("loss"), tone, **shown, **group))
-            traces.append(self._line(mean, x, smoothed_loss(run), tone, dash=dash, **group))
-            traces += self._validation(run, tone, group)
-            traces += self._ends(run, tone, group)
+            traces.append(self._line(names[0], x, run.column("loss"), tone, **faint))
+            traces.append(self._line(names[1], x, smoothed_loss(run), tone, dash=dash, **group))
+            traces += self._validation(run, names[2], "run1" if self.is_single else tone, group)
         events = {"checkpoint": "checkpoint_saved", "skipped step": "step_skipped"}
         for noun, event in events.items() if self.is_single else ():
+            tone = "checkpoint" if noun == "checkpoint" else "bad"
             steps = np.array([number(e["step"]) for e in self.runs[0].events(event)])
-            if len(steps):
-                tone = "checkpoint" if noun == "checkpoint" else "bad"
-                name = format_count(len(steps), noun)
-                traces.append(self._ticks(name, self.runs[0], steps, tone))
+            traces += self._ticks(formats.count(len(steps), noun), self.runs[0], steps, tone)
         look: dict[str, Any] = {"may_be_log": True, "yaxis": {"hoverformat": ".4f"}}
-        return self._chart("loss", "Loss", "nats per token", traces, is_wide=True, **look)
+        return self._chart("loss", "Loss", "nats per token", traces, **look)
 
-    def _validation(self, run: Run, tone: str, group: dict[str, str]) -> list[Any]:
-        """Validation losses as joined points; lost ones faint."""
-        name, tone = (f"{run.name} validation", tone) if group else ("validation", "run1")
+    def _validation(self, run: Run, name: str, tone: str, group: dict[str, Any]) -> list[Any]:
+        """Validation losses as joined points; lost ones faint and alone."""
         traces = []
+        style: dict[str, Any] = {"mode": "lines+markers", "showlegend": self.is_single, **group}
         for is_lost in (True, False):
             events = run.events("eval", is_lost)
             x = self.at(run, np.array([number(e["step"]) for e in events]))
             y = np.array([number(e.get("val_loss")) for e in events])
-            style: dict[str, Any] = {"mode": "lines+markers", "marker": {"size": 7}, "width": 1}
-            if is_lost:
-                style |= {"mode": "markers", "opacity": 0.4, "hoverinfo": "skip"}
-            legend = {"showlegend": not is_lost and not group, **group}
+            look = {**style, **LOST, "mode": "markers"} if is_lost else style
+            shown = f"{name}, lost" if is_lost else name
+            marker = {"size": 7}
             if events:
-                shown = f"{name}, lost" if is_lost else name
-                traces.append(self._line(shown, x, y, tone, **style, **legend))
+                traces.append(self._line(shown, x, y, tone, marker=marker, width=1, **look))
         return traces
-
-    def _ends(self, run: Run, tone: str, group: dict[str, str]) -> list[Any]:
-        """Points where starts ended otherwise than done, with the reason on hover."""
-        ends = []
-        for segment, (kind, text) in zip(run.segments, run.outcomes(self.now), strict=True):
-            loss = segment.column("loss")
-            known = np.flatnonzero(np.isfinite(loss))
-            if len(known) and kind in ("crashed", "failed", "stopped"):
-                step = segment.steps[known[-1]]
-                label = f"{run.name}, step {step:.0f}: {text}"
-                symbol = "square" if kind == "stopped" else "x"
-                ends.append((step, loss[known[-1]], escape(label, quote=False), symbol))
-        if not ends:
-            return []
-        steps, losses, labels, symbols = zip(*ends[-MAX_MARKS:], strict=True)
-        marker = {"symbol": symbols, "size": 9, "color": color(tone if group else "bad")}
-        hover = {"text": labels, "hovertemplate": "%{text}<extra></extra>", "showlegend": False}
-        place = {"x": self.at(run, np.array(steps)), "y": np.array(losses), "mode": "markers"}
-        return [go.Scatter(name="ends", marker=marker, **place, **hover, **group)]
 
     def _phases(self, n: int, run: Run) -> Chart:
         """Seconds of a step by phase and pause; a bar spans the steps since the line before."""
         begins, ends = (self.at(run, run.column(name)) for name in ("begins", "step"))
-        left, right, group = group_lines(begins, ends, max(60, min(MAX_BARS, self.columns)))
-        taken = run.column("taken")
-        traces: list[Any] = []
-        for name in (*PHASES, *PAUSES):
-            heights = group_means(run.column(f"{name}_ms") / 1e3, taken, group)
-            if heights.any():
-                bar = {"x": right, "width": right - left, "offset": left - right, "y": heights}
-                look = {"color": color(name), "line": {"width": 0}}
-                traces.append(go.Bar(name=NOUNS.get(name, name), marker=look, **bar))
+        left, right, group = group_lines(begins, ends, min(MAX_BARS, self.columns))
+        place = {"x": right, "width": right - left, "offset": left - right}
+        means = {
+            name: group_means(run.column(f"{name}_ms") / 1e3, run.column("taken"), group)
+            for name in (*PHASES, *PAUSES, "comm")
+        }
+        traces: list[Any] = [
+            go.Bar(
+                **{"name": NOUNS.get(name, name), "y": means[name], "hovertemplate": "%{y}"},
+                **{"marker": {"color": LIGHT[name], "line": {"width": 0}}, **place},
+            )
+            for name in (*PHASES, *PAUSES)
+            if means[name].any()
+        ]
         if run.has("comm_ms"):
-            seconds = group_means(run.column("comm_ms") / 1e3, taken, group)
             style = {"width": 1.5, "dash": "dash"}
-            traces.append(self._line("of which communication", right, seconds, "ink", **style))
-        axis = {"tickformat": "~s", "hoverformat": ".3~s", "ticksuffix": "s"}
-        look = {"from_zero": True, "is_wide": self.is_single, "yaxis": axis}
-        look["form"] = lambda seconds: format_ms(1e3 * seconds)
+            traces.append(self._line("communication", right, means["comm"], "ink", **style))
         title = "Time of a step" if self.is_single else f"Time of a step: {run.name}"
-        unit = "by phase; pauses between steps on top"
+        unit = "by phase; pauses between steps on top, communication within"
+        y_axis = {"tickformat": "~s", "hoverformat": ".3~s", "ticksuffix": "s"}
+        look: dict[str, Any] = {"from_zero": True, "yaxis": y_axis}
+        look["form"] = lambda seconds: formats.milliseconds(1e3 * seconds)
         return self._chart(f"phases{n or ''}", title, unit, traces, **look)
 
     def _figure(self, column: str) -> Chart:
@@ -261,27 +232,20 @@ class Charts:
             if len(x) > NOISY and column in ("grad_norm", "tokens_per_second", "mfu"):
                 style = {"showlegend": False, "dash": dash, **FAINT}
                 traces.append(self._line(f"{name}, each line", x, y, tone, **style))
-                y = smooth(y, window_of(len(y)))
-                name = f"{name}, smoothed" if self.is_single else name
+                y, name = smooth(y, window_of(len(y))), name + ", smoothed" * self.is_single
             traces.append(self._line(name, x, y, tone, dash=dash))
         if column == "grad_norm":
-            traces += self._clipping()
+            style = {"width": 1.25, "dash": "dash", "hoverinfo": "skip"}
+            for limit in sorted({clip for clip in self.grad_clips if clip > 0}):
+                x, y = np.array(self.span), np.full(2, limit)
+                traces.append(self._line("--grad_clip", x, y, "soft", **style))
+            clipped = self.runs[0].column("is_clipped") > 0
+            if self.is_single and clipped.any():
+                name = f"clipped in {formats.percent(float(clipped.mean()))} of the lines"
+                steps = self.runs[0].column("step")[clipped]
+                traces += self._ticks(name, self.runs[0], steps, "run1")
         look = {"from_zero": from_zero, "may_be_log": not from_zero}
         return self._chart(column, title, unit, traces, yaxis={"hoverformat": hover}, **look)
-
-    def _clipping(self) -> list[Any]:
-        """The values of --grad_clip, and with one run the steps that were clipped."""
-        style = {"width": 1.25, "dash": "dash", "hoverinfo": "skip"}
-        traces = [
-            self._line("--grad_clip", np.array(self.span), np.full(2, limit), "soft", **style)
-            for limit in sorted({clip for clip in self.grad_clips if clip > 0})
-        ]
-        clipped = self.runs[0].column("is_clipped") > 0
-        if self.is_single and clipped.any():
-            name = f"clipped in {format_percent(float(clipped.mean()))} of the lines"
-            steps = self.runs[0].column("step")[clipped]
-            traces.append(self._ticks(name, self.runs[0], steps, "run1"))
-        return traces
 
     def _experts(self, n: int, run: Run) -> Chart:
         names = {f"expert_{which}": f"{which} of any layer" for which in ("least", "most")}
@@ -296,47 +260,29 @@ class Charts:
         unit = "visits, as a multiple of an even share"
         return self._chart(f"experts{n or ''}", title, unit, traces, yaxis={"hoverformat": ".3f"})
 
-    def _mark_starts(self, chart: Chart, run: Run) -> None:
+    def _mark_starts(self, charts: Sequence[Chart], run: Run) -> None:
         """Lost steps as bands; resumes and ends as upright lines, with labels in the loss chart."""
         shapes: list[dict[str, Any]] = []
-        annotations: list[dict[str, Any]] = []
-        for segment in run.segments:
-            if segment.lost_steps:
-                lost = [max(segment.cutoff, segment.start.first_step), segment.start.last_step]
-                x0, x1 = self.at(run, np.array(lost)).tolist()
-                band = {"fillcolor": color("soft"), "opacity": 0.13, "line": {"width": 0}}
-                shapes.append({"type": "rect", "x0": x0, "x1": x1, **band})
-        last_x = -math.inf
-        for x, kind, label in self.start_marks(run):
+        labels: list[dict[str, Any]] = []
+        for start in run.starts:
+            if start.lost_steps:
+                lost = np.array([max(start.cutoff, start.first_step), start.last_step])
+                edges = dict(zip(("x0", "x1"), self.at(run, lost).tolist(), strict=True))
+                band = {"fillcolor": LIGHT["soft"], "opacity": 0.13, "line": {"width": 0}}
+                shapes.append({"type": "rect", **edges, **band})
+        low, high = self.span
+        for step, kind, label in sorted(run.marks(self.now)):
+            x = float(self.at(run, np.array(step)))
             is_bad = kind in ("crashed", "failed")
-            tone, dash = color("bad" if is_bad else "soft"), "solid" if is_bad else "dash"
+            tone, dash = LIGHT["bad" if is_bad else "soft"], "solid" if is_bad else "dash"
             line = {"color": tone, "width": 1, "dash": dash}
-            shapes.append({"type": "line", "x0": x, "x1": x, "line": line})
-            if chart.key == "loss" and x - last_x >= 0.025 * (self.span[1] - self.span[0]):
-                last_x, text = x, escape(label, quote=False)
-                place = {"xanchor": "right", "yanchor": "top", "yref": "paper", "y": 1}
+            if low <= x <= high:
+                shapes.append({"type": "line", "x0": x, "x1": x, "line": line})
+            if low <= x <= high and (not labels or x - labels[-1]["x"] > 0.025 * (high - low)):
+                place = {"x": x, "y": 1, "yref": "paper", "xanchor": "right", "yanchor": "top"}
                 look = {"showarrow": False, "textangle": -90, "font": {"color": tone}}
-                annotations.append({"x": x, "text": text, **place, **look})
+                labels.append({"text": escape(label, quote=False), **place, **look})
         shapes = [{**one, "yref": "paper", "y0": 0, "y1": 1, "layer": "below"} for one in shapes]
-        chart.figure.update_layout(shapes=shapes[-MAX_MARKS:], annotations=annotations)
-
-    def start_marks(self, run: Run) -> list[tuple[float, str, str]]:
-        """Position, kind and label of each resume and of each end other than done."""
-        marks: list[tuple[float, str, str]] = []
-        world = None
-        for n, (segment, (kind, _)) in enumerate(
-            zip(run.segments, run.outcomes(self.now), strict=True)
-        ):
-            start, size = segment.start, segment.start.facts.get("world_size")
-            first, last = start.first_step, max(start.first_step, start.last_step)
-            if n and math.isfinite(first) and not start.is_implied:
-                verb = "resumed" if start.facts.get("resume_from") else "started anew"
-                change = f", {world} → {size} processes" if world not in (None, size) else ""
-                marks.append((first, "resume", f"{verb} at {first:,.0f}{change}"))
-            world = start.facts.get("world_size", world)
-            if kind in ("crashed", "failed", "stopped") and math.isfinite(last):
-                word = f"failed ({(start.end or {}).get('code')})" if kind == "failed" else kind
-                marks.append((last, kind, f"{word} at {last:,.0f}"))
-        positions = self.at(run, np.array([step for step, _, _ in marks])).tolist()
-        placed = [(x, kind, label) for x, (_, kind, label) in zip(positions, marks, strict=True)]
-        return sorted(mark for mark in placed if self.span[0] <= mark[0] <= self.span[1])
+        for chart in charts:
+            chart.figure.update_layout(shapes=shapes[-MAX_MARKS:])
+        charts[0].figure.update_layout(annotations=labels)

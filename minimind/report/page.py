@@ -10,53 +10,25 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any
 
-from minimind.report.formats import (
-    DASH,
-    format_count,
-    format_duration,
-    format_mib,
-    format_ms,
-    format_number,
-    format_percent,
-    format_time,
-)
-from minimind.report.records import (
-    PAUSES,
-    PHASES,
-    Configuration,
-    flag_differences,
-    number,
-    read_configuration,
-    read_records,
-)
-from minimind.report.runs import Run, name_runs
-from minimind.report.summary import (
-    NOUNS,
-    Summary,
-    backend_name,
-    describe,
-    describe_course,
-    describe_results,
-    describe_setbacks,
-    rank_figures,
-    summarize,
-)
+from minimind.report import formats
+from minimind.report.records import PAUSES, PHASES, Start, number
+from minimind.report.runs import Configuration, Run, read_configuration, read_runs
+from minimind.report.summary import NOUNS, Summary, backend_name, describe, rank_figures
 from minimind.runtime.durable_files import storing, write_whole
 
 REPORT_NAME = "report.html"  # in the out_dir of a run
 GENERATOR = '<meta name="generator" content="minimind report">'
-MAX_STARTS = 60  # the first and last half of them
-MAX_SAMPLES, MAX_CHARACTERS = 6, 600
-FACTS = ("hardware", "device", "peak_tflops", "peak_source", "micro_batch_rows")
+MAX_STARTS, MAX_SAMPLES, MAX_CHARACTERS = 60, 6, 600
+FACTS = (
+    *("commit", "hardware", "device", "peak_tflops", "peak_source"),
+    *("micro_batch_rows", "accumulation_steps"),
+)
 
 
 def write_report(run_dirs: Sequence[Path], out: Path, remedy: str) -> int:
     """Write the page of one or several runs to `out`; return its bytes. Raise StorageError."""
-    now = time.time()
-    runs = name_runs([read_records(run_dir) for run_dir in run_dirs])
-    page = render_page(runs, [read_configuration(run_dir) for run_dir in run_dirs], now)
+    page = render_page(read_runs(run_dirs), [*map(read_configuration, run_dirs)], time.time())
     content = page.encode(errors="backslashreplace")  # a path may not be UTF-8
     with storing(str(out), remedy, needed=len(content)):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -66,52 +38,49 @@ def write_report(run_dirs: Sequence[Path], out: Path, remedy: str) -> int:
 
 def render_page(runs: Sequence[Run], configurations: Sequence[Configuration], now: float) -> str:
     """The HTML of one run, or of several compared."""
-    from plotly.offline import get_plotlyjs  # only here, as every training run imports this module
+    from plotly.offline import get_plotlyjs  # here, as every training run imports this module
 
-    from minimind.report.charts import PALETTE, Charts, run_style
+    from minimind.report.charts import PALETTE, Charts
 
     charts = Charts(runs, [one.grad_clip for one in configurations], now).draw()
-    figures = ",".join(f'"{chart.key}":{chart.figure.to_json()}' for chart in charts)
-    dark = json.dumps(dict(PALETTE.values()))
     plots = "".join(
-        f'<figure class="{"wide" * chart.is_wide}" id="{chart.key}"><figcaption>'
-        f'<h3>{escape(chart.title)}</h3><span class="unit">{escape(chart.unit)}</span>'
-        '</figcaption><div class="plot"></div></figure>'
+        f'<figure id="{chart.key}"><figcaption><h3>{escape(chart.title)}</h3>'
+        f'<span class="unit">{escape(chart.unit)}</span></figcaption><div class="plot"></div>'
+        "</figure>"
         for chart in charts
     )
-    summaries = [summarize(run, now) for run in runs]
-    tones = [run_style(n)[0] for n in range(len(runs))]
-    opening = _opening(runs[0], summaries[0]) if len(runs) == 1 else ""
-    unread = sum(run.records.unread_lines for run in runs)
+    figures = ",".join(f'"{chart.key}":{chart.figure.to_json()}' for chart in charts)
+    data = f'{{"dark":{json.dumps(dict(PALETTE.values()))},"charts":{{{figures}}}}}'
+    lines = sum(run.unread_lines for run in runs)
+    unread = f" {formats.count(lines, 'line')} could not be read." if lines else ""
     paths = ", ".join(f"<code>{escape(str(run.run_dir))}</code>" for run in runs)
+    is_single = len(runs) == 1
     body = [
-        opening or _comparison(runs, summaries, tones),
+        _opening(Summary(runs[0], now)) if is_single else _comparison(runs, now),
         "<noscript><p>The charts need JavaScript.</p></noscript>",
-        f'<div class="charts">{plots}</div>',
-        *(_details(run, now, len(runs) > 1) for run in runs),
-        _flags_table(configurations[0]) if len(runs) == 1 else _differences(runs, configurations),
-        f"<footer>Written {format_time(now)} by minimind report from metrics.jsonl in {paths}."
-        + (f" {format_count(unread, 'line')} could not be read." if unread else "")
-        + "</footer>",
+        f'<div class="charts{" single" * is_single}">{plots}</div>',
+        *(_details(run, now, "" if is_single else f": {escape(run.name)}") for run in runs),
+        _flags(configurations[0]) if is_single else _differences(runs, configurations),
+        f"<footer>Written {formats.timestamp(now)} by minimind report from metrics.jsonl in "
+        f"{paths}.{unread}</footer>",
     ]
     template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+    light, dark = (
+        " ".join(f"--{name}: {colors[n]};" for name, colors in PALETTE.items()) for n in (0, 1)
+    )
     return template.substitute(
-        generator=GENERATOR,
-        nonce=secrets.token_urlsafe(),
+        **{"generator": GENERATOR, "nonce": secrets.token_urlsafe(), "light": light, "dark": dark},
         title=escape(f"{', '.join(run.name for run in runs)}: training report"),
-        light=" ".join(f"--{name}: {colors[0]};" for name, colors in PALETTE.items()),
-        dark=" ".join(f"--{name}: {colors[1]};" for name, colors in PALETTE.items()),
         body="\n".join(body),
         plotly=get_plotlyjs().replace("</script", "<\\/script"),
-        figures=f'{{"dark":{dark},"charts":{{{figures}}}}}'.replace("<", "\\u003c"),
+        data=data.replace("<", "\\u003c"),
     )
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str) -> str:
     """A table of cells that are HTML already; it scrolls by itself on a narrow screen."""
     names = [escape(name) for name in head]
-    is_stacked = kind == "starts"  # on a phone: one line for each cell
-    cells = [f'<td data-name="{name}">' if is_stacked else "<td>" for name in names]
+    cells = [f'<td data-name="{name}">' if kind == "starts" else "<td>" for name in names]
     body = "".join(
         f"<tr>{''.join(f'{cell}{one}</td>' for cell, one in zip(cells, row, strict=True))}</tr>"
         for row in rows
@@ -123,74 +92,60 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str) -> str
     )
 
 
-def _opening(run: Run, summary: Summary) -> str:
-    sentences = (describe_course(summary), describe_results(summary), describe_setbacks(summary))
+def _opening(summary: Summary) -> str:
+    run, sentences = summary.run, (summary.course(), summary.results(), summary.setbacks())
     lead = " ".join(f"{text[0].upper()}{text[1:]}." for text in sentences if text)
-    if not run.records.starts:
+    if not run.starts:
         lead = "Nothing is recorded yet."
-    head = f'<h1>{escape(run.name)}</h1><p class="quiet">{escape(describe(run))}</p>'
-    head += f'<p class="lead">{escape(lead)}</p>'
-    if not run.records.starts:
-        return head
-    best, beside = summary.best or {}, ""
-    if best:
-        bits = best["val_bpb"]
-        beside = f"step {best['step']:,.0f}"
-        beside += f", {bits:.3f} bits/byte" if math.isfinite(bits) else ""
-    steps = f"{summary.step:,} "
-    steps += "steps" if summary.total_steps is None else f"of {summary.total_steps:,} steps"
-    starts = f"in {summary.starts} starts" if summary.starts > 1 else "in one go"
-    if summary.lost_steps and summary.starts > 1:
-        starts += f", {format_count(summary.lost_steps, 'step')} lost"
-    tiles = [
-        ("loss", format_number(summary.loss), f"{format_number(summary.mean_loss)} smoothed"),
-        ("best validation", format_number(best["val_loss"]) if best else "none", beside),
-        ("tokens", f"{summary.tokens:,.0f}" if summary.tokens > 0 else "0", steps),
-        (
-            "tokens/s",
-            format_number(summary.tokens_per_second),
-            f"{format_ms(summary.step_ms)} a step",
-        ),
-        ("time", format_duration(summary.seconds), starts),
-        ("memory", format_mib(summary.memory_mib), "peak of one process"),
-    ]
-    if math.isfinite(summary.mfu):
-        tiles.append(("MFU", format_percent(summary.mfu), "of the stated peak"))
-    shown = "".join(
-        f'<div class="tile"><span>{name}</span><b>{value}</b><small>{escape(small)}</small></div>'
-        for name, value, small in tiles
+    times = {"time": (formats.duration(summary.seconds), f", in {_starts(summary)}")}
+    if math.isfinite(summary.step_ms):
+        times["step"] = (formats.milliseconds(summary.step_ms), " on average")
+    tiles = "".join(
+        f'<div class="tile"><span>{name}</span><b>{value}</b>'
+        f"<small>{escape(remark.lstrip(', '))}</small></div>"
+        for name, (value, remark) in {**summary.figures(), **times}.items()
     )
-    bar = f"<h3>Where the time went</h3>{_shares_bar(summary)}" if summary.shares else ""
-    return f'{head}<div class="tiles">{shown}</div>{bar}<h2>Course</h2>'
+    html = f'<h1>{escape(run.name)}</h1><p class="quiet">{escape(describe(run))}</p>'
+    html += f'<p class="lead">{escape(lead)}</p>'
+    html += f'<div class="tiles">{tiles}</div>' if run.starts else ""
+    return html + _shares_bar("Where the time went", summary) + "<h2>Course</h2>"
 
 
-def _comparison(runs: Sequence[Run], summaries: Sequence[Summary], tones: Sequence[str]) -> str:
+def _starts(summary: Summary) -> str:
+    lost = f", {formats.count(summary.lost_steps, 'step')} lost" if summary.lost_steps else ""
+    return formats.count(summary.starts, "start") + lost
+
+
+def _comparison(runs: Sequence[Run], now: float) -> str:
+    from minimind.report.charts import run_style
+
     rows, bars = [], ""
-    for run, one, tone in zip(runs, summaries, tones, strict=True):
-        name, best = escape(run.name), one.best
-        bars += f"<h3>{name}</h3>{_shares_bar(one)}" if one.shares else ""
+    for n, run in enumerate(runs):
+        one, tone = Summary(run, now), f"--c: var(--{run_style(n)[0]})"
+        best = one.best
+        bars += _shares_bar(run.name, one)
         figures = (
-            f'<span class="key" style="--c: var(--{tone})"><i></i>{name}</span>',
+            f'<span class="key" style="{tone}"><i></i>{escape(run.name)}</span>',
             f"{one.step:,}",
-            format_number(one.tokens),
-            format_number(one.mean_loss),
-            f"{best['val_loss']:.4f} <small>at {best['step']:,.0f}</small>" if best else DASH,
-            format_number(one.tokens_per_second),
-            format_ms(one.step_ms),
-            format_mib(one.memory_mib),
-            format_duration(one.seconds),
-            f"{one.resumes}",
-            f"{one.crashes}",
+            *map(formats.figure, (one.tokens, one.mean_loss)),
+            f"{best['val_loss']:.4f} <small>at {best['step']:,.0f}</small>"
+            if best
+            else formats.DASH,
+            formats.figure(one.tokens_per_second),
+            formats.milliseconds(one.step_ms),
+            formats.mebibytes(one.memory_mib),
+            formats.duration(one.seconds),
+            *(f"{one.resumes}", f"{one.crashes}"),
             f'<span class="{one.kind}">{escape(one.ending)}</span>',
         )
         rows.append(figures)
     head = ("run", "steps", "tokens", "loss, smoothed", "best validation", "tokens/s", "step")
     table = _table((*head, "memory", "time", "resumes", "crashes", "end"), rows, "final")
     bars = f"<h2>Where the time went</h2>{bars}" if bars else ""
-    return f"<h1>{format_count(len(runs), 'run')} compared</h1>{table}{bars}<h2>Course</h2>"
+    return f"<h1>{formats.count(len(runs), 'run')} compared</h1>{table}{bars}<h2>Course</h2>"
 
 
-def _shares_bar(summary: Summary) -> str:
+def _shares_bar(title: str, summary: Summary) -> str:
     """The shares of the measured time as a bar with a legend."""
     parts, keys = "", ""
     for name in (*PHASES, *PAUSES):
@@ -199,97 +154,86 @@ def _shares_bar(summary: Summary) -> str:
             tone, noun = f"--c: var(--{name})", NOUNS.get(name, name)
             parts += f'<i style="{tone}; width: {share:.3%}" title="{noun}"></i>'
             keys += f'<span class="key" style="{tone}"><i></i>{noun}'
-            keys += f' <b data-share="{name}">{format_percent(share)}</b></span>'
-    return f'<div class="bar">{parts}</div><p>{keys}</p>'
+            keys += f' <b data-share="{name}">{formats.percent(share)}</b></span>'
+    return f'<h3>{escape(title)}</h3><div class="bar">{parts}</div><p>{keys}</p>' if parts else ""
 
 
-def _details(run: Run, now: float, is_compared: bool) -> str:
+def _details(run: Run, now: float, suffix: str) -> str:
     """Starts, ranks, versions and samples of a run."""
-    parts: list[str] = []
-    if run.records.starts:
-        name = f": {escape(run.name)}" if is_compared else ""
-        parts = [f"<h2>Starts{name}</h2>", _starts_table(run, now)]
-    step, rows = rank_figures(run)
-    if rows:
-        cells = [(*row[:4], escape(f"rank {row[4]}")) for row in rows]
-        parts += [f"<h2>Ranks, up to step {step:,.0f}</h2>"]
-        parts += [_table(("", "least", "median", "largest", "of"), cells, "ranks")]
-        parts += [
-            '<p class="quiet">Each time is the median over the steps of a rank. Ranks wait for one'
-            " another in the backward pass: a late rank shows a long forward pass, or little"
-            " communication.</p>"
-        ]
+    html = ""
+    if run.starts:
+        ends = zip(run.starts, run.outcomes(now), strict=True)
+        rows = [_start_row(start, *outcome) for start, outcome in ends]
+        half = MAX_STARTS // 2
+        if len(rows) > MAX_STARTS:
+            more = (f"{len(rows) - MAX_STARTS} more", *[""] * 5)
+            rows = [*rows[:half], more, *rows[-half:]]
+        head = ("started", "steps", "time", "processes", "end", "steps lost")
+        html = f"<h2>Starts{suffix}</h2>{_table(head, rows, 'starts')}"
+    step, ranks = rank_figures(run)
+    if ranks:
+        cells = [(*row[:4], escape(row[4])) for row in ranks]
+        table = _table(("", "least", "median", "largest", "of"), cells, "ranks")
+        html += f"<h2>Ranks, up to step {step:,.0f}</h2>{table}"
+        html += '<p class="quiet">Each time is the median over the steps of a rank. Ranks wait for'
+        html += " one another in the backward pass: a late rank shows a long forward pass, or"
+        html += " little communication.</p>"
     versions = run.fact("versions")
     facts = [f"{k} {v}" for k, v in versions.items()] if isinstance(versions, dict) else []
-    names = ("commit", *FACTS, "accumulation_steps")
-    facts += [f"{name} {run.fact(name)}" for name in names if run.fact(name) is not None]
-    if facts:
-        pairs = " ".join(f"<span>{escape(fact)}</span>" for fact in facts)
-        parts.append(f'<p class="pairs"><b>Versions and hardware</b> {pairs}</p>')
-    samples = {str(event.get("number")): event for event in run.events("sample")}
+    facts += [f"{name} {run.fact(name)}" for name in FACTS if run.fact(name) is not None]
+    html += _pairs("Versions and hardware", map(escape, facts))
+    samples = [*{str(event.get("number")): event for event in run.events("sample")}.values()]
     if samples:
-        step = number([*samples.values()][-1].get("step"))
-        parts.append(f"<h2>Samples at step {step:,.0f}</h2>")
-    for event in [*samples.values()][:MAX_SAMPLES]:
+        html += f"<h2>Samples at step {number(samples[-1].get('step')):,.0f}</h2>"
+    for event in samples[:MAX_SAMPLES]:
         prompt, text = (str(event.get(name) or "") for name in ("prompt", "text"))
-        shown = f"<b>{escape(prompt)}</b>{escape(text[:MAX_CHARACTERS])}"
-        parts.append(f"<blockquote>{shown}</blockquote>")
-    return "".join(parts)
+        html += f"<blockquote><b>{escape(prompt)}</b>{escape(text[:MAX_CHARACTERS])}</blockquote>"
+    return html
 
 
-def _starts_table(run: Run, now: float) -> str:
-    rows: list[tuple[str, ...]] = []
-    for segment, (kind, sentence) in zip(run.segments, run.outcomes(now), strict=True):
-        start, facts = segment.start, segment.start.facts
-        first, last = start.first_step, start.last_step
-        steps = DASH if math.isinf(first) else f"{first:,.0f}"
-        steps += f" to {last:,.0f}" if math.isfinite(last) else ""
-        world, device = number(facts.get("world_size")), facts.get("device")
-        size = format_count(int(world), "process", "processes") if math.isfinite(world) else ""
-        backend = backend_name(facts.get("backend"), facts.get("zero_stage"))
-        parts = (f"{size} ({device})" if size and device else size, backend)
-        on = ", ".join(filter(None, (*parts, str(facts.get("dtype") or ""))))
-        rows.append(
-            (
-                format_time(start.first_time),
-                steps,
-                format_duration(segment.seconds),
-                "no run_start recorded" if start.is_implied else escape(on),
-                f'<span class="{kind}">{escape(sentence)}</span>{_remarks(start.events)}',
-                f"{segment.lost_steps:,}" if segment.lost_steps else "",
-            )
-        )
-    if len(rows) > MAX_STARTS:
-        half = MAX_STARTS // 2
-        rest = (f"{len(rows) - MAX_STARTS} more", "", "", "", "", "")
-        rows = [*rows[:half], rest, *rows[-half:]]
-    return _table(("started", "steps", "time", "processes", "end", "steps lost"), rows, "starts")
-
-
-def _remarks(events: Sequence[dict[str, Any]]) -> str:
-    """Rejected checkpoints and allowed changes at a start."""
+def _start_row(start: Start, kind: str, sentence: str) -> tuple[str, ...]:
+    facts, first, last = start.facts, start.first_step, start.last_step
+    steps = formats.DASH if math.isinf(first) else f"{first:,.0f}"
+    steps += f" to {last:,.0f}" if math.isfinite(last) else ""
+    world, device = number(facts.get("world_size")), facts.get("device")
+    size = formats.count(int(world), "process", "processes") if math.isfinite(world) else ""
+    size += f" ({device})" if size and device else ""
+    backend = backend_name(facts.get("backend"), facts.get("zero_stage"))
+    on = ", ".join(filter(None, (size, backend, str(facts.get("dtype") or ""))))
     remarks = []
-    for event in events:
+    for event in start.events:
         if event["event"] == "checkpoint_rejected":
             problem = f"{event.get('file')} {event.get('reason')}"
             remarks.append(f"passed over {event.get('path')}: {problem}")
         elif event["event"] == "run_changed" and isinstance(event.get("changes"), list):
             remarks.append("changed " + "; ".join(map(str, event["changes"])))
-    return "".join(f"<br><small>{escape(remark)}</small>" for remark in remarks[:10])
+    notes = "".join(f"<br><small>{escape(remark)}</small>" for remark in remarks[:10])
+    return (
+        formats.timestamp(start.first_time),
+        steps,
+        formats.duration(start.seconds),
+        "no run_start recorded" if start.is_implied else escape(on),
+        f'<span class="{kind}">{escape(sentence)}</span>{notes}',
+        f"{start.lost_steps:,}" if start.lost_steps else "",
+    )
 
 
-def _flags_table(one: Configuration) -> str:
+def _flags(one: Configuration) -> str:
     """Given flags with their sources; defaults and DeepSpeed's values as paragraphs."""
-    if not one.flags:
-        return '<h2>Configuration</h2><p class="quiet">No config.yaml lies beside metrics.jsonl.</p>'
     given = [(name, *both) for name, both in one.flags.items() if both[1] != "default"]
+    table = _table(("flag", "value", "source"), [[*map(_code, row)] for row in given], "flags")
+    if not one.flags:
+        table = '<p class="quiet">No config.yaml lies beside metrics.jsonl.</p>'
     defaults = {name: value for name, (value, source) in one.flags.items() if source == "default"}
-    rows = [[_code(name), _code(value), _code(source)] for name, value, source in given]
-    html = f"<h2>Configuration</h2>{_table(('flag', 'value', 'source'), rows, 'flags')}"
+    html = f"<h2>Configuration</h2>{table}"
     for title, values in (("Defaults", defaults), ("DeepSpeed", one.deepspeed)):
-        pairs = " ".join(f"<span>{escape(k)} {_code(v)}</span>" for k, v in values.items())
-        html += f'<p class="pairs"><b>{title}</b> {pairs}</p>' if pairs else ""
+        html += _pairs(title, (f"{escape(k)} {_code(v)}" for k, v in values.items()))
     return html
+
+
+def _pairs(title: str, values: Iterable[str]) -> str:
+    pairs = " ".join(f"<span>{value}</span>" for value in values)
+    return f'<p class="pairs"><b>{title}</b> {pairs}</p>' if pairs else ""
 
 
 def _code(text: str) -> str:
@@ -298,7 +242,10 @@ def _code(text: str) -> str:
 
 
 def _differences(runs: Sequence[Run], configurations: Sequence[Configuration]) -> str:
-    rows = [[_code(x) for x in (name, *xs)] for name, xs in flag_differences(configurations)]
+    """Flags whose values differ between runs; out_dir excepted."""
+    names = dict.fromkeys(name for one in configurations for name in one.flags)
+    rows = [(n, *(one.flags.get(n, ("",))[0] for one in configurations)) for n in names]
+    rows = [[*map(_code, row)] for row in rows if row[0] != "out_dir" and len({*row[1:]}) > 1]
     table = _table(("flag", *(run.name for run in runs)), rows, "flags")
     same = '<p class="quiet">The runs were given the same flags.</p>'
     return f"<h2>What differs</h2>{table if rows else same}"

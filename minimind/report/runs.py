@@ -1,72 +1,24 @@
-"""A run as one history: which lines of its starts are kept, and which a crash has undone.
-
-Each start resumes from a checkpoint. Lines of earlier starts after that step are lost: they took
-time but have no part in the model.
-"""
+"""A run as one history of its starts, and its configuration."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from minimind.report.records import LIMIT, PAUSES, PHASES, Records, Start, number
+from minimind.report.records import Start, number, read_starts
+from minimind.runtime.durable_files import storing
 
 PREEMPTED = 75
 SILENCE = 120.0  # seconds without a line after which a run of quick steps counts as ended
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A start and the last step whose line is kept."""
-
-    start: Start
-    cutoff: float
-
-    @cached_property
-    def steps(self) -> np.ndarray:
-        """(lines,)."""
-        return self.start.column("step")
-
-    @cached_property
-    def is_kept(self) -> np.ndarray:
-        """bool (lines,)."""
-        return self.steps <= self.cutoff
-
-    def column(self, name: str) -> np.ndarray:
-        """float64 (lines,); `taken`: steps since the line before, `begins`: the step of that."""
-        if name not in ("taken", "begins"):
-            return self.start.column(name)
-        taken = np.diff(self.steps, prepend=min(self.start.first_step, LIMIT))
-        taken = np.where(taken > 0, taken, 1.0)
-        return taken if name == "taken" else self.steps - taken
-
-    @property
-    def seconds(self) -> float:
-        """From its first line to its last."""
-        span = self.start.last_time - self.start.first_time
-        return span if math.isfinite(span) and span > 0 else 0.0
-
-    @property
-    def lost_steps(self) -> int:
-        """Steps after the one from which a later start resumed."""
-        last = self.start.last_step
-        return 0 if last <= self.cutoff else int(last - max(self.cutoff, self.start.first_step))
-
-    def milliseconds(self, only_lost: bool = False) -> dict[str, float]:
-        """Time by phase and pause over all lines, with the pauses that `exit` records."""
-        weight = self.column("taken") * (~self.is_kept if only_lost else 1.0)
-        end = {} if only_lost and not self.lost_steps else self.start.end or {}
-        return {
-            name: float(np.nansum(self.start.column(f"{name}_ms") * weight))
-            + max(0.0, number(end.get(f"{name}_ms"), 0.0))
-            for name in (*PHASES, *PAUSES)
-        }
+LINE = re.compile(r"(?P<name>\w+): (?P<value>.*?)(?:  # (?P<source>[^#]*))?", re.DOTALL)
+MAX_CHARACTERS, MAX_DEPTH = 300, 8  # of a value of the configuration
 
 
 @dataclass(frozen=True)
@@ -74,53 +26,38 @@ class Run:
     """All records of one out_dir."""
 
     name: str
-    records: Records
-
-    @property
-    def run_dir(self) -> Path:
-        """The out_dir."""
-        return self.records.run_dir
-
-    @cached_property
-    def segments(self) -> list[Segment]:
-        """One for each start, in order."""
-        segments: list[Segment] = []
-        cutoff = math.inf
-        for start in reversed(self.records.starts):
-            segments.insert(0, Segment(start, cutoff))
-            cutoff = min(cutoff, start.first_step)
-        return segments
+    run_dir: Path
+    starts: list[Start]
+    unread_lines: int
 
     def column(self, name: str) -> np.ndarray:
         """float64 (kept lines,)."""
-        parts = [segment.column(name)[segment.is_kept] for segment in self.segments]
+        parts = [start.column(name)[start.is_kept] for start in self.starts]
         return np.concatenate(parts) if parts else np.empty(0)
 
     def has(self, name: str) -> bool:
         """Whether any line has a value of that name."""
-        return any(np.isfinite(segment.column(name)).any() for segment in self.segments)
+        return any(np.isfinite(start.column(name)).any() for start in self.starts)
 
-    def lost_lines(self) -> Iterator[tuple[Segment, np.ndarray]]:
-        """Segments with lost lines, and the indices of these and of the line before them."""
-        for segment in self.segments:
-            lost = np.flatnonzero(~segment.is_kept)
-            if len(lost):
-                yield segment, np.r_[lost[0] - 1, lost] if lost[0] else lost
+    def lost_lines(self) -> list[tuple[Start, np.ndarray]]:
+        """Starts with lost lines, and the indices of these and of the line before them."""
+        lost = [(start, np.flatnonzero(~start.is_kept)) for start in self.starts]
+        return [(start, np.r_[i[0] - 1, i] if i[0] else i) for start, i in lost if len(i)]
 
     def events(self, name: str, is_lost: bool = False) -> list[dict[str, Any]]:
         """Kept or lost events of that name; events without a step are left out."""
         return [
             event
-            for segment in self.segments
-            for event in segment.start.events
+            for start in self.starts
+            for event in start.events
             if event["event"] == name
             and math.isfinite(step := number(event.get("step")))
-            and (step > segment.cutoff) == is_lost
+            and (step > start.cutoff) == is_lost
         ]
 
     def fact(self, name: str) -> Any:
         """`name` in the last run_start that has it, or None."""
-        values = [start.facts.get(name) for start in reversed(self.records.starts)]
+        values = [start.facts.get(name) for start in reversed(self.starts)]
         return next((value for value in values if value is not None), None)
 
     def tokens_at(self, steps: np.ndarray) -> np.ndarray:
@@ -134,24 +71,39 @@ class Run:
     @property
     def last_step(self) -> float:
         """The step of the last kept line, or of the last run_start."""
-        kept = self.column("step")
-        starts = [start.first_step for start in self.records.starts]
+        kept, starts = self.column("step"), [start.first_step for start in self.starts]
         return kept[-1] if len(kept) else max(filter(math.isfinite, starts), default=0.0)
 
     def outcomes(self, now: float) -> list[tuple[str, str]]:
-        """For each segment: done, stopped, failed, crashed, running or silent, and a sentence."""
-        segments = self.segments
-        return [_outcome(one.start, one is segments[-1], now) for one in segments]
+        """For each start: done, stopped, failed, crashed, running or silent, and a sentence."""
+        return [_outcome(start, start is self.starts[-1], now) for start in self.starts]
+
+    def marks(self, now: float) -> list[tuple[float, str, str]]:
+        """Step, kind and label of each resume and of each end other than done."""
+        marks: list[tuple[float, str, str]] = []
+        world = None
+        for n, (start, (kind, _)) in enumerate(zip(self.starts, self.outcomes(now), strict=True)):
+            size, first = start.facts.get("world_size"), start.first_step
+            last = max(first, start.last_step)
+            if n and math.isfinite(first) and not start.is_implied:
+                verb = "resumed" if start.facts.get("resume_from") else "started anew"
+                change = f", {world} → {size} processes" if world not in (None, size) else ""
+                marks.append((first, "resume", f"{verb} at {first:,.0f}{change}"))
+            world = start.facts.get("world_size", world)
+            if kind in ("crashed", "failed", "stopped") and math.isfinite(last):
+                word = f"failed ({(start.end or {}).get('code')})" if kind == "failed" else kind
+                marks.append((last, kind, f"{word} at {last:,.0f}"))
+        return marks
 
 
-def name_runs(records: list[Records]) -> list[Run]:
-    """Name runs by the last parts of their paths, as many as differ; a single run by two."""
-    parts = [one.run_dir.absolute().parts for one in records]
-    depth = 2 if len(records) == 1 else 1
+def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
+    """Runs named by the last parts of their paths, as many as differ; a single run by two."""
+    parts = [run_dir.absolute().parts for run_dir in run_dirs]
+    depth = 2 if len(run_dirs) == 1 else 1
     while len({path[-depth:] for path in parts}) < len(set(parts)):
         depth += 1
     names = ["/".join(path[-depth:]).removeprefix("//") or "/" for path in parts]
-    return [Run(name, one) for name, one in zip(names, records, strict=True)]
+    return [Run(name, one, *read_starts(one)) for name, one in zip(names, run_dirs, strict=True)]
 
 
 def _outcome(start: Start, is_last: bool, now: float) -> tuple[str, str]:
@@ -163,8 +115,52 @@ def _outcome(start: Start, is_last: bool, now: float) -> tuple[str, str]:
         is_recent = now - start.last_time < max(SILENCE, 3 * pace)
         return ("running", "still running") if is_recent else ("silent", "no end recorded")
     status, reason = start.end.get("status"), str(start.end.get("reason") or "")
-    if status == 0:
-        return "done", "done"
-    if status == PREEMPTED:
-        return "stopped", reason or "stopped and saved"
+    if status in (0, PREEMPTED):
+        return ("stopped", reason or "stopped and saved") if status else ("done", "done")
     return "failed", f"status {status}, {start.end.get('code')}: {reason}"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """`config.yaml` as name -> (value, source), `ds_config.resolved.json` as key path -> value."""
+
+    flags: dict[str, tuple[str, str]]
+    deepspeed: dict[str, str]
+
+    @property
+    def grad_clip(self) -> float:
+        """The value of --grad_clip; NaN where it is unknown."""
+        try:
+            return float(self.flags["grad_clip"][0])
+        except (KeyError, ValueError):
+            return math.nan
+
+
+def read_configuration(run_dir: Path) -> Configuration:
+    """Read both files; a missing or malformed one is empty."""
+    texts = []
+    for path in (run_dir / "config.yaml", run_dir / "ds_config.resolved.json"):
+        with storing(str(path), "mend its rights"):
+            texts.append(path.read_text("utf-8", "replace") if path.is_file() else "")
+    lines = re.sub(r"\n +", " ", texts[0]).splitlines()  # long values are wrapped
+    flags = {}
+    for match in filter(None, map(LINE.fullmatch, lines)):
+        value = match["value"].strip()
+        if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+            value = value[1:-1].replace("''", "'")
+        flags[match["name"]] = (value[:MAX_CHARACTERS], (match["source"] or "").strip())
+    try:
+        content = json.loads(texts[1])
+    except (ValueError, RecursionError):
+        content = None
+    return Configuration(flags, _flatten(content) if isinstance(content, dict) else {})
+
+
+def _flatten(content: dict[str, Any], prefix: str = "", depth: int = 0) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for name, value in content.items():
+        if isinstance(value, dict) and value and depth < MAX_DEPTH:
+            values |= _flatten(value, f"{prefix}{name}.", depth + 1)
+        else:
+            values[f"{prefix}{name}"] = json.dumps(value)[:MAX_CHARACTERS]
+    return values
