@@ -271,17 +271,20 @@ class Charts:
                 band = {"fillcolor": LIGHT["soft"], "opacity": 0.13, "line": {"width": 0}}
                 shapes.append({"type": "rect", **edges, **band})
         low, high = self.span
-        for step, kind, label in sorted(run.marks(self.now)):
-            x = float(self.at(run, np.array(step)))
+        for step, kind, label in sorted(run.marks(self.now), key=lambda mark: mark[0]):
+            x, text = float(self.at(run, np.array(step))), escape(label, quote=False)
+            if not low <= x <= high:
+                continue
             is_bad = kind in ("crashed", "failed")
             tone, dash = LIGHT["bad" if is_bad else "soft"], "solid" if is_bad else "dash"
             line = {"color": tone, "width": 1, "dash": dash}
-            if low <= x <= high:
-                shapes.append({"type": "line", "x0": x, "x1": x, "line": line})
-            if low <= x <= high and (not labels or x - labels[-1]["x"] > 0.025 * (high - low)):
+            shapes.append({"type": "line", "x0": x, "x1": x, "line": line})
+            if not labels or x - labels[-1]["x"] > 0.025 * (high - low):
                 place = {"x": x, "y": 1, "yref": "paper", "xanchor": "right", "yanchor": "top"}
                 look = {"showarrow": False, "textangle": -90, "font": {"color": tone}}
-                labels.append({"text": escape(label, quote=False), **place, **look})
+                labels.append({"text": text, **place, **look})
+            elif x == labels[-1]["x"] and len(labels[-1]["text"]) < 30:
+                labels[-1]["text"] += f", {text}"
         shapes = [{**one, "yref": "paper", "y0": 0, "y1": 1, "layer": "below"} for one in shapes]
         for chart in charts:
             chart.figure.update_layout(shapes=shapes[-MAX_MARKS:])

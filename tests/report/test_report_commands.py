@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plotly.offline import get_plotlyjs
 
 import minimind.train as training
 from minimind.cli.main import main
 from minimind.errors import StorageError
-from minimind.report.page import GENERATOR
-from minimind.report.write import write_report
+from minimind.report.page import GENERATOR, write_report
 from minimind.train import pretrain
 from tests.conftest import ROOT, SMALL, Trained
 from tests.report.made import Drawn, crashed_and_resumed, page_of, run_start, step_line, write_run
@@ -159,7 +159,10 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(
 def test_the_page_needs_nothing_from_elsewhere(run, tmp_path):
     text = page_of(tmp_path, run)
     assert "default-src 'none'" in text
-    assert not re.search(r"https?:|\bsrc=|\bhref=|url\(|@import", text)
+    assert text.count("<script") == 3
+    assert text.count(get_plotlyjs()) == 1
+    own = text.replace(get_plotlyjs(), "")  # its addresses are those of maps, which the page lacks
+    assert not re.search(r"https?:|\bsrc=|\bhref=|url\(|@import", own)
 
 
 def test_text_from_a_run_is_never_markup(tmp_path):
@@ -177,7 +180,8 @@ def test_text_from_a_run_is_never_markup(tmp_path):
     for places in ((place,), (place, other)):
         text = page_of(tmp_path, *places)
         assert EVIL not in text
-        assert Drawn(text).tags.count("script") == 2
+        assert "<script>alert" not in text
+        assert Drawn(text).tags.count("script") == 3
         assert "<b>&'" not in text
 
 
@@ -206,7 +210,7 @@ def test_several_runs_are_compared(run, tmp_path):
     assert page.points("loss", "other loss")[-1, 0] == pytest.approx(30)
     assert "<td><code>seed</code></td><td><code>1</code></td><td><code>2</code></td>" in text
     assert "<code>out_dir</code>" not in text
-    assert {"phases", "phases1"} <= set(page.edges)
+    assert {"phases", "phases1"} <= set(page.charts)
 
 
 def test_runs_whose_steps_differ_in_size_are_compared_by_tokens(run, tmp_path):
@@ -214,7 +218,7 @@ def test_runs_whose_steps_differ_in_size_are_compared_by_tokens(run, tmp_path):
     lines = (step_line(n, tokens=400 * n) for n in range(1, 11))
     text = page_of(tmp_path, run, write_run(tmp_path / "other", [start, *lines]))
     page = Drawn(text)
-    assert 'data-axis="tokens"' in text
+    assert page.charts["loss"]["layout"]["xaxis"]["title"]["text"] == "tokens"
     for name in ("run loss", "other loss"):
         assert page.points("loss", name)[-1, 0] == pytest.approx(4000, abs=1)
 
@@ -225,7 +229,8 @@ def test_runs_whose_steps_differ_in_size_are_compared_by_tokens(run, tmp_path):
 )
 def test_a_run_with_little_to_draw_has_a_page(tmp_path, lines):
     text = page_of(tmp_path, write_run(tmp_path / "run", lines))
-    assert "nan" not in re.sub(r"<script>.*</script>", "", text, flags=re.DOTALL).lower()
+    assert "nan" not in text.split("<script")[0].lower()
+    Drawn(text)
 
 
 def test_whatever_a_line_holds_there_is_a_page(tmp_path):
@@ -241,8 +246,9 @@ def test_whatever_a_line_holds_there_is_a_page(tmp_path):
             line[draw.choice([*line])] = draw.choice(odd)
         place = write_run(tmp_path / "run", lines)
         assert main(["report", str(place)]) == 0
-        text = page_of(tmp_path, place).split("<script")[0]
-        assert "nan" not in text, seed
+        text = page_of(tmp_path, place)
+        assert "nan" not in text.split("<script")[0], seed
+        assert "loss" in Drawn(text).charts, seed
 
 
 BY_RANK: dict[str, list[float]] = {
@@ -293,31 +299,49 @@ def test_the_report_is_written_without_torch(run):
     assert subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
 
 
-def test_a_browser_draws_the_values_and_reads_them_at_a_step(run, tmp_path):
+def test_plotly_is_imported_only_to_write_a_page(run, tmp_path):
+    code = (
+        "import sys; import minimind.report.page; from minimind.cli.main import main;"
+        " main(sys.argv[1:]); sys.exit('plotly' in sys.modules)"
+    )
+    words = [sys.executable, "-c", code, "report", str(run)]
+    assert subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+    words += ["--out", str(tmp_path / "report.html")]
+    assert subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 1
+
+
+def in_browser(page: Path, hash: str = "", *options: str) -> str:
+    """The document that a browser makes of a page; the test is skipped where there is none."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
-    page_of(tmp_path, run)
-    words = "--headless --no-sandbox --disable-gpu --virtual-time-budget=2000 --dump-dom".split()
-    done = subprocess.run(
-        [
-            browser,
-            *words,
-            f"--user-data-dir={tmp_path}/p",
-            f"file://{tmp_path}/report.html#step=33",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    seen = done.stdout
-    if GENERATOR not in seen:  # a stub, or confined to another folder
+    words = "--headless --no-sandbox --disable-gpu --virtual-time-budget=4000 --dump-dom".split()
+    words += [f"--user-data-dir={page.parent}/p", *options, f"file://{page}{hash}"]
+    done = subprocess.run([browser, *words], capture_output=True, text=True, timeout=120)
+    if GENERATOR not in done.stdout:  # a stub, or confined to another folder
         pytest.skip(f"{browser} does not open a file here: {done.stderr[-200:]}")
-    losses = Drawn(seen).points("loss", "loss", "raw")
-    assert losses[:, 1] == pytest.approx([9.0 - n / 8 for n in range(1, 41)], abs=0.01)
-    values = dict(re.findall(r'<b data-name="([^"]+)">([^<]*)</b>', seen))
-    assert values["loss"] == "4.8750"  # by the script, from 4.0000
-    assert values["validation"] == "4.2500"
-    assert values["learning rate"] == "3.03e-5"
-    assert values["forward"] == "29 ms"
-    assert "step 33" in seen
+    return re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
+
+
+def test_a_browser_draws_every_chart_and_reads_the_values_at_a_step(run, tmp_path):
+    charts = Drawn(page_of(tmp_path, run)).charts
+    seen = in_browser(tmp_path / "report.html", "#step=33")
+    assert len(re.findall(r'class="main-svg"', seen)) >= len(charts) == 6
+    boxes = re.findall(r'<g class="hoverlayer">(.*?)</svg>', seen, flags=re.DOTALL)
+    read = [text for box in boxes for text in re.findall(r">([^<>]+)<", box)]
+    assert read.count("step 33") == len(charts)
+    for told in ("loss : 4.8750", "learning rate : 0.0000303", "forward : 29ms"):
+        assert told in read, read
+    assert "crashed at 16" in seen
+
+
+def test_a_dark_page_has_other_colors(run, tmp_path):
+    page_of(tmp_path, run)
+    page = tmp_path / "report.html"
+    seen = [
+        in_browser(page, "", f"--blink-settings=preferredColorScheme={n}").count(
+            "rgb(86, 180, 233)"
+        )
+        for n in (0, 1)
+    ]
+    assert seen[0] > 0 == seen[1]
