@@ -14,7 +14,7 @@ from string import Template
 from minimind.report import formats
 from minimind.report.records import PAUSES, PHASES, Start, number
 from minimind.report.runs import Configuration, Run, read_configuration, read_runs
-from minimind.report.summary import NOUNS, Summary, backend_name, describe, rank_figures
+from minimind.report.summary import NOUNS, Summary, describe, rank_figures
 from minimind.runtime.durable_files import storing, write_whole
 
 REPORT_NAME = "report.html"  # in the out_dir of a run
@@ -93,11 +93,12 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str) -> str
 
 
 def _opening(summary: Summary) -> str:
-    run, sentences = summary.run, (summary.course(), summary.results(), summary.setbacks())
+    run, sentences = summary.run, (summary.course(), summary.setbacks())
     lead = " ".join(f"{text[0].upper()}{text[1:]}." for text in sentences if text)
-    if not run.starts:
-        lead = "Nothing is recorded yet."
-    times = {"time": (formats.duration(summary.seconds), f", in {_starts(summary)}")}
+    lead = lead if run.starts else "Nothing is recorded yet."
+    starts = f"in {formats.count(summary.starts, 'start')}"
+    starts += f", {formats.count(summary.lost_steps, 'step')} lost" if summary.lost_steps else ""
+    times = {"time": (formats.duration(summary.seconds), starts)}
     if math.isfinite(summary.step_ms):
         times["step"] = (formats.milliseconds(summary.step_ms), " on average")
     tiles = "".join(
@@ -105,15 +106,10 @@ def _opening(summary: Summary) -> str:
         f"<small>{escape(remark.lstrip(', '))}</small></div>"
         for name, (value, remark) in {**summary.figures(), **times}.items()
     )
-    html = f'<h1>{escape(run.name)}</h1><p class="quiet">{escape(describe(run))}</p>'
+    html = f'<h1>{escape(run.name)}</h1><p class="quiet">{escape(summary.description())}</p>'
     html += f'<p class="lead">{escape(lead)}</p>'
     html += f'<div class="tiles">{tiles}</div>' if run.starts else ""
     return html + _shares_bar("Where the time went", summary) + "<h2>Course</h2>"
-
-
-def _starts(summary: Summary) -> str:
-    lost = f", {formats.count(summary.lost_steps, 'step')} lost" if summary.lost_steps else ""
-    return formats.count(summary.starts, "start") + lost
 
 
 def _comparison(runs: Sequence[Run], now: float) -> str:
@@ -195,11 +191,6 @@ def _start_row(start: Start, kind: str, sentence: str) -> tuple[str, ...]:
     facts, first, last = start.facts, start.first_step, start.last_step
     steps = formats.DASH if math.isinf(first) else f"{first:,.0f}"
     steps += f" to {last:,.0f}" if math.isfinite(last) else ""
-    world, device = number(facts.get("world_size")), facts.get("device")
-    size = formats.count(int(world), "process", "processes") if math.isfinite(world) else ""
-    size += f" ({device})" if size and device else ""
-    backend = backend_name(facts.get("backend"), facts.get("zero_stage"))
-    on = ", ".join(filter(None, (size, backend, str(facts.get("dtype") or ""))))
     remarks = []
     for event in start.events:
         if event["event"] == "checkpoint_rejected":
@@ -212,7 +203,7 @@ def _start_row(start: Start, kind: str, sentence: str) -> tuple[str, ...]:
         formats.timestamp(start.first_time),
         steps,
         formats.duration(start.seconds),
-        "no run_start recorded" if start.is_implied else escape(on),
+        "no run_start recorded" if start.is_implied else escape(describe(facts)),
         f'<span class="{kind}">{escape(sentence)}</span>{notes}',
         f"{start.lost_steps:,}" if start.lost_steps else "",
     )

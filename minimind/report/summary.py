@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
@@ -65,22 +65,18 @@ class Summary:
         self.crashes = sum(kind == "crashed" for kind, _ in outcomes)
         self.kind, self.ending = outcomes[-1]
 
+    def description(self) -> str:
+        """`2,361,024 parameters, bfloat16, DeepSpeed ZeRO-2 on 2 processes (cpu)`."""
+        parameters = number(self.run.fact("parameters"))
+        size = f"{parameters:,.0f} parameters" if math.isfinite(parameters) else ""
+        names = ("world_size", "backend", "zero_stage", "device", "dtype")
+        facts = describe({name: self.run.fact(name) for name in names})
+        return ", ".join(filter(None, (size, facts))) or "nothing is known of it"
+
     def course(self) -> str:
         """`step 160 of 160 after 2 min 5 s: done`."""
         total = f" of {self.total_steps:,}" if self.total_steps is not None else ""
         return f"step {self.step:,}{total} after {formats.duration(self.seconds)}: {self.ending}"
-
-    def results(self) -> str:
-        """`smoothed loss 5.39, best validation 5.38; 4,698 tokens/s, 64% of the time in data`."""
-        parts = [f"smoothed loss {self.mean_loss:.2f}"] if math.isfinite(self.mean_loss) else []
-        parts += [f"best validation {self.best['val_loss']:.2f}"] if self.best else []
-        text = ", ".join(parts)
-        if math.isfinite(self.tokens_per_second):
-            text += f"; {formats.figure(self.tokens_per_second)} tokens/s"
-        if text and self.shares:
-            name, share = max(self.shares.items(), key=lambda item: item[1])
-            text += f", {formats.percent(share)} of the time in {NOUNS.get(name, name)}"
-        return text
 
     def setbacks(self) -> str:
         """`1 resume, 1 crash, 16 steps lost (7.1 s)`; empty if there were none."""
@@ -117,7 +113,7 @@ class Summary:
         figures = {name: value + remark for name, (value, remark) in self.figures().items()}
         shares = [(NOUNS.get(name, name), share) for name, share in self.shares.items()]
         lines = {
-            "run": describe(self.run) or "nothing is known of it",
+            "run": self.description(),
             "course": self.course(),
             "setbacks": self.setbacks(),
             **{name: figures.get(name, "") for name in ("loss", "validation", "tokens")},
@@ -183,22 +179,14 @@ def _values_by_rank(ranks: Any, key: str) -> dict[str, float]:
     return {str(rank): number(value) for rank, value in pairs if math.isfinite(number(value))}
 
 
-def describe(run: Run) -> str:
-    """`2,361,024 parameters, bfloat16, DeepSpeed ZeRO-2 on 2 processes (cpu)`."""
-    parameters, world = number(run.fact("parameters")), number(run.fact("world_size"))
-    backend = backend_name(run.fact("backend"), run.fact("zero_stage"))
+def describe(facts: Mapping[str, Any]) -> str:
+    """`bfloat16, DeepSpeed ZeRO-2 on 2 processes (cpu)`, from the facts of a run_start."""
+    world, backend = number(facts.get("world_size")), str(facts.get("backend") or "")
+    names = {"deepspeed": f"DeepSpeed ZeRO-{facts.get('zero_stage')}", "ddp": "DDP"}
     on = f"on {formats.count(int(world), 'process', 'processes')}" if math.isfinite(world) else ""
-    device = f"({run.fact('device')})" if run.fact("device") else ""
-    size = f"{parameters:,.0f} parameters" if math.isfinite(parameters) else ""
-    where = " ".join(filter(None, (backend, on, device)))
-    return ", ".join(filter(None, (size, str(run.fact("dtype") or ""), where)))
-
-
-def backend_name(backend: object, stage: object) -> str:
-    """`DeepSpeed ZeRO-2`, `DDP`, `single`."""
-    if backend == "deepspeed":
-        return f"DeepSpeed ZeRO-{stage}"
-    return "DDP" if backend == "ddp" else str(backend or "")
+    device = f"({facts['device']})" if facts.get("device") else ""
+    where = " ".join(filter(None, (names.get(backend, backend), on, device)))
+    return ", ".join(filter(None, (str(facts.get("dtype") or ""), where)))
 
 
 def sparkline(values: np.ndarray, blocks: str) -> str:

@@ -53,7 +53,7 @@ def test_crashes_resumes_and_changes_of_processes_are_marked_in_the_charts(tmp_p
     assert labels == {
         "resumed at 10, 1 → 2 processes": 10,
         "crashed at 16": 16,
-        "resumed at 20": 20,
+        "stopped at 20, resumed at 20": 20,
     }
     assert ">crashed: no end recorded<" in text
     assert page.points("loss", "1 checkpoint")[:, 0].tolist() == [10]
