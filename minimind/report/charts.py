@@ -42,7 +42,10 @@ TEMPLATE = go.layout.Template(
         "hoverlabel": {"bgcolor": LIGHT["paper"], "bordercolor": LIGHT["rule"], "namelength": -1},
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": LIGHT["soft"]},
         "margin": {"l": 56, "r": 14, "t": 8, "b": 40},
-        "xaxis": {**AXIS, "showgrid": False, "hoverformat": ",.0f", "title": {"standoff": 4}},
+        "xaxis": {
+            **{**AXIS, "showgrid": False, "showline": True, "linecolor": LIGHT["soft"]},
+            **{"hoverformat": ",.0f", "title": {"standoff": 4}},
+        },
         "yaxis": AXIS,
     }
 )
