@@ -21,23 +21,23 @@ PAUSES = {"evaluate_ms": 0.0, "checkpoint_ms": 0.0, "sample_ms": 0.0}
 
 
 def run_start(step: int = 0, at: float = 1_800_000_000.0, **facts: Any) -> dict[str, Any]:
-    told = {
+    fields = {
         **{"event": "run_start", "time": at, "step": step, "world_size": 1, "backend": "ddp"},
         **{"resume_from": f"checkpoints/step_{step:08}" if step else None, "zero_stage": None},
         **{"dtype": "float32", "device": "cpu", "parameters": 1000, "tokens_per_step": 100},
         **{"total_steps": 40, "versions": {"torch": "2.13.0"}, "commit": "abc"},
     }
-    return {**told, **facts}
+    return {**fields, **facts}
 
 
 def step_line(step: int, at: float = 1_800_000_000.0, **facts: Any) -> dict[str, Any]:
-    told = {
+    fields = {
         **{"event": "step", "time": at + step / 10, "step": step, "loss": 9.0 - step / 8},
         **{"lr": 1e-3 / step, "grad_norm": 0.5, "clipped": False, "tokens": 100 * step},
         **{"step_ms": 100.0, **PHASES, **PAUSES, "comm_ms": None, "mfu": None},
         **{"tokens_per_second": 1000.0, "memory_mib": 300.0 + step},
     }
-    return {**told, **facts}
+    return {**fields, **facts}
 
 
 def evaluation(step: int, loss: float) -> dict[str, Any]:
@@ -46,8 +46,8 @@ def evaluation(step: int, loss: float) -> dict[str, Any]:
 
 
 def end(step: int, status: int = 0, code: str = "DONE", reason: str = "done") -> dict[str, Any]:
-    told = {"code": code, "status": status, "reason": reason, "step": step}
-    return {"event": "exit", "time": 1_800_000_000.0 + step / 10, **told}
+    fields = {"code": code, "status": status, "reason": reason, "step": step}
+    return {"event": "exit", "time": 1_800_000_000.0 + step / 10, **fields}
 
 
 def crashed_and_resumed() -> list[dict[str, Any]]:

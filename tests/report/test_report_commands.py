@@ -41,10 +41,10 @@ seed: 42  # default
 
 def refused(capsys: pytest.CaptureFixture[str], status: int, *words: object) -> str:
     assert main(["report", *map(str, words)]) == status
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.count("\n") == 1
-    return told.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    return output.err
 
 
 @pytest.fixture
@@ -55,11 +55,11 @@ def run(tmp_path: Path) -> Path:
 def test_without_out_the_summary_of_each_run_is_printed(capsys, run, tmp_path):
     other = write_run(tmp_path / "other", [run_start(), "?\n", step_line(1)])
     assert main(["report", str(run), str(other / "metrics.jsonl")]) == 0
-    told = capsys.readouterr().out
-    assert told.index(str(other)) < told.index("  unread      1 line of metrics.jsonl")
-    assert told.index(str(run)) < told.index(str(other))
-    assert "step 40 of 40" in told
-    assert "step 1 of 40" in told
+    output = capsys.readouterr().out
+    assert output.index(str(other)) < output.index("  unread      1 line of metrics.jsonl")
+    assert output.index(str(run)) < output.index(str(other))
+    assert "step 40 of 40" in output
+    assert "step 1 of 40" in output
 
 
 def test_a_terminal_of_ascii_gets_ascii(monkeypatch, run):
@@ -82,12 +82,12 @@ def test_a_folder_whose_name_is_not_utf8_is_reported_with_its_name_escaped(monke
 
 
 @pytest.mark.parametrize(
-    ("place", "told"), [("nowhere", "is no folder"), ("there", "holds no metrics.jsonl")]
+    ("place", "problem"), [("nowhere", "is no folder"), ("there", "holds no metrics.jsonl")]
 )
-def test_a_place_that_is_no_run_is_told_in_one_sentence(capsys, tmp_path, place, told):
+def test_a_place_that_is_no_run_is_refused_in_one_sentence(capsys, tmp_path, place, problem):
     (tmp_path / "there").mkdir()
     err = refused(capsys, 2, tmp_path / place)
-    assert told in err
+    assert problem in err
     assert "give the --out_dir of a run" in err
 
 
@@ -111,19 +111,19 @@ def test_what_lies_at_out_stays_unless_it_is_a_report_and_force_is_given(capsys,
     assert metrics.read_bytes() == before
 
 
-def test_a_disk_that_is_full_is_told_and_leaves_nothing(capsys, monkeypatch, run, tmp_path):
+def test_a_full_disk_is_reported_and_leaves_nothing(capsys, monkeypatch, run, tmp_path):
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
     before = sorted(tmp_path.iterdir())
-    told = refused(capsys, 5, run, "--out", tmp_path / "report.html")
-    assert "No space left" in told
-    assert "give another --out" in told
+    output = refused(capsys, 5, run, "--out", tmp_path / "report.html")
+    assert "No space left" in output
+    assert "give another --out" in output
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_an_out_under_a_file_is_told(capsys, run, tmp_path):
+def test_an_out_under_a_file_is_refused(capsys, run, tmp_path):
     (tmp_path / "file").write_text("")
     assert "E_STORAGE" in refused(capsys, 5, run, "--out", tmp_path / "file" / "report.html")
 
@@ -190,12 +190,12 @@ def test_the_configuration_is_shown_with_its_sources(run, tmp_path):
     (run / "ds_config.resolved.json").write_text('{"zero_optimization": {"stage": 2}}')
     text = page_of(tmp_path, run)
     row = "<td><code>{}</code></td>"
-    for told in (
+    for expected in (
         ("learning_rate", "0.001", "run.yaml"),
         ("compile", "off", "--compile"),
         ("data_path", "[one.jsonl, two.jsonl]", "--data_path"),
     ):
-        assert "".join(map(row.format, told)) in text.replace(' class="flag"', "")
+        assert "".join(map(row.format, expected)) in text.replace(' class="flag"', "")
     assert "<span>seed <code>42</code></span>" in text
     assert "<span>zero_optimization.stage <code>2</code></span>" in text
 
@@ -259,7 +259,7 @@ BY_RANK: dict[str, list[float]] = {
 
 
 @pytest.mark.parametrize("as_objects", [False, True])
-def test_ranks_are_told_by_their_least_median_and_largest(tmp_path, capsys, as_objects):
+def test_ranks_are_compared_by_their_least_median_and_largest(tmp_path, capsys, as_objects):
     ranks: Any = {**BY_RANK, "optimizer_ms": "?", "mystery": 1}
     if as_objects:
         ranks = [{"rank": n, **{k: v[n] for k, v in BY_RANK.items()}} for n in range(3)]
@@ -330,8 +330,8 @@ def test_a_browser_draws_every_chart_and_reads_the_values_at_a_step(run, tmp_pat
     boxes = re.findall(r'<g class="hoverlayer">(.*?)</svg>', seen, flags=re.DOTALL)
     read = [text for box in boxes for text in re.findall(r">([^<>]+)<", box)]
     assert read.count("step 33") == len(charts)
-    for told in ("loss : 4.8750", "learning rate : 0.0000303", "forward : 29ms"):
-        assert told in read, read
+    for expected in ("loss : 4.8750", "learning rate : 0.0000303", "forward : 29ms"):
+        assert expected in read, read
     assert "crashed at 16" in seen
 
 

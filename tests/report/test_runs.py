@@ -144,7 +144,7 @@ def test_a_run_of_nothing_or_of_one_step_has_a_summary(tmp_path, lines):
 def test_the_summary_says_what_a_reader_asks_first(tmp_path):
     run = made_run(tmp_path, crashed_and_resumed())
     text = Summary(run, NOW).as_text()
-    for told in (
+    for expected in (
         "1,000 parameters, float32, DDP on 2 processes (cpu)",
         "step 40 of 40 after 7.6 s: done",
         "2 resumes, 1 crash, 6 steps lost (0.6 s)",
@@ -154,7 +154,7 @@ def test_the_summary_says_what_a_reader_asks_first(tmp_path):
         "data 1.0%, forward 29%, backward 60%, optimizer 10%",
         "340 MiB",
     ):
-        assert told in text
+        assert expected in text
     assert max(map(len, text.splitlines())) <= 110
 
 
