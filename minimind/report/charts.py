@@ -119,13 +119,14 @@ class Charts:
         values = np.concatenate([*curves, sum(bars) if bars else [], []])
         values = values[np.isfinite(values)]
         y_axis: dict[str, Any] = {"rangemode": "tozero" if more.get("from_zero") else "normal"}
+        note = ""
         if len(values):
             low, high, usual = values.min(), values.max(), np.quantile(values, 0.98)
             if more.get("may_be_log") and low > 1e-30 and high > 12 * low:
-                y_axis, unit = {"type": "log", "dtick": "D2"}, f"{unit}, log scale"
+                y_axis, note = {"type": "log", "dtick": "D2"}, "log scale"
             elif more.get("from_zero") and high > 4 * usual > 0:
                 y_axis = {"range": [min(0.0, float(low)), 1.4 * float(usual)]}
-                unit += f", cut off: up to {more.get('form', formats.figure)(float(high))}"
+                note = f"cut off: up to {more.get('form', formats.figure)(float(high))}"
         hover_title = {"text": f"{self.axis} %{{x}}"}
         layout = {
             "xaxis": {"range": self.span, "title": self.axis, "unifiedhovertitle": hover_title},
@@ -133,6 +134,7 @@ class Charts:
             "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
             "showlegend": sum(trace.showlegend is not False for trace in traces) > 1,
         }
+        unit = ", ".join(filter(None, (unit, note)))
         return Chart(key, title, unit, go.Figure(traces, {"template": TEMPLATE, **layout}))
 
     def _line(self, name: str, x: np.ndarray, y: np.ndarray, tone: str, **style: Any) -> Any:
@@ -248,14 +250,16 @@ class Charts:
                 steps = self.runs[0].column("step")[clipped]
                 traces += self._ticks(name, self.runs[0], steps, "run1")
         look = {"from_zero": from_zero, "may_be_log": not from_zero}
-        return self._chart(column, title, unit, traces, yaxis={"hoverformat": hover}, **look)
+        y_axis = {"hoverformat": hover, "exponentformat": "e" if column == "lr" else "SI"}
+        return self._chart(column, title, unit, traces, yaxis=y_axis, **look)
 
     def _experts(self, n: int, run: Run) -> Chart:
         names = {f"expert_{which}": f"{which} of any layer" for which in ("least", "most")}
         names |= {f"expert_{k}": f"expert {k}" for k in range(MAX_EXPERTS)}
         x = self.at(run, run.column("step"))
+        tones = {key: f"run{key[-1]}" if key[-1].isdigit() else "soft" for key in names}
         traces = [
-            self._line(name, x, run.column(key), f"run{key[-1]}" if key[-1].isdigit() else "soft")
+            self._line(name, x, run.column(key), tones[key], width=1)
             for key, name in names.items()
             if run.has(key)
         ]
