@@ -16,8 +16,8 @@ help: ## this list
 setup: $(READY) ## make .venv and install the tested versions into it
 
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-	  || { echo "Python 3.10 or newer is needed; make PYTHON=python3.12 setup"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python 3.11 or newer is needed; make PYTHON=python3.12 setup"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt --editable '.[dev]'
 	@touch $(READY)
@@ -55,7 +55,7 @@ check: $(READY) ## lint, format, types, shell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/shellcheck run_accelerate.sh scripts/slurm.sbatch .ci/run
+	$(BIN)/shellcheck run_accelerate.sh minimind/launch/run_accelerate.sh scripts/slurm.sbatch .ci/run
 
 fix: $(READY) ## mend what can be mended by machine, and write docs/flags.md and the tables of docs/coming_from.md
 	$(BIN)/ruff check --fix .

@@ -74,7 +74,7 @@ def _peak_mib() -> float:
 def product(gate: Gate, shape: str, rows: int, folder: Path, *more: str, flags: str = "") -> None:
     """train_pretrain.py with `flags`, and `more` that override ours, on the text in `folder`."""
     from minimind.data.loader.batches import Batches
-    from train_pretrain import main
+    from minimind.launch.train_pretrain import main
 
     read = Batches.at
 

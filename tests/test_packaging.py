@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -19,15 +20,14 @@ from tests.conftest import ROOT, sentences
 SOURCES = ("minimind", "configs", "pyproject.toml", "README.md", "LICENSE")
 TRAIN = """
 import minimind
-from minimind.cli.main import main
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 print(minimind.__file__)
 print(DEFAULT_DEEPSPEED_CONFIG)
-assert main(["plan", "--model", "104m"]) == 0
-assert main(["plan"]) == 0
 assert minimind.train({"model": "tiny", "vocab_size": 600, "max_seq_len": 32}, max_steps=1,
     data_path=["text.txt"], batch_size=2, device="cpu", eval_rows=0, out_dir="run") == 0
 """
+SHAPE = "--model tiny --vocab_size 600 --max_seq_len 32 --max_steps 1 --batch_size 2 --eval_rows 0"
+FLAGS = [*SHAPE.split(), "--device", "cpu", "--data_path", "text.txt"]
 
 
 @pytest.fixture(scope="module")
@@ -72,20 +72,52 @@ def test_every_package_of_the_checkout_is_listed():
     assert sorted(".".join(path.parts) for path in inside) == ast.literal_eval(listed)
 
 
-def test_an_installed_wheel_plans_and_trains_without_a_checkout(wheel, tmp_path):
-    site = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(site)
-    (tmp_path / "text.txt").write_text("\n\n".join(sentences(3, 80)))
-    environ = {**os.environ, "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"}
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin/ of a fresh environment with the wheel; its dependencies are this environment's."""
+    venv = tmp_path_factory.mktemp("installed") / "venv"
+    python = venv / "bin" / "python"
+    install = f"pip --python {python} install --quiet --no-deps --no-index {wheel}"
+    for command in (f"venv --without-pip {venv}", install):
+        words = [sys.executable, "-m", *command.split()]
+        subprocess.run(words, check=True, capture_output=True, timeout=120)
+    (site,) = venv.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return venv / "bin"
+
+
+def run_installed(installed: Path, folder: Path, *command: str) -> str:
+    """Standard output of a command of the fresh environment, run where there is no checkout."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-c", TRAIN],
-        cwd=tmp_path,
-        env=environ,
+        [str(installed / command[0]), *command[1:]],
+        cwd=folder,
+        env={**environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.startswith(str(site / "minimind"))
-    assert f"\n{site / 'minimind' / 'configs' / 'ds_config.json'}\n" in done.stdout
+    return done.stdout
+
+
+def test_an_installed_wheel_plans_and_trains_without_a_checkout(installed: Path, tmp_path: Path):
+    (tmp_path / "text.txt").write_text("\n\n".join(sentences(3, 80)))
+    site = installed.parent / "lib"
+    out = run_installed(installed, tmp_path, "python", "-c", TRAIN)
+    assert out.startswith(str(site))
+    assert f"{Path('minimind', 'configs', 'ds_config.json')}\n" in out
     assert (tmp_path / "run" / "checkpoints" / "step_00000001").is_dir()
+    assert run_installed(installed, tmp_path, "minimind", "--version").startswith("minimind-deep")
+    assert "ZeRO" in run_installed(installed, tmp_path, "minimind", "plan", "--model", "104m")
+    run_installed(installed, tmp_path, "minimind", "train", *FLAGS, "--out_dir", "train")
+    assert (tmp_path / "train" / "checkpoints" / "step_00000001").is_dir()
+
+
+@pytest.mark.launch
+def test_an_installed_wheel_launches_two_processes(installed: Path, tmp_path: Path):
+    (tmp_path / "text.txt").write_text("\n\n".join(sentences(3, 80)))
+    out = run_installed(installed, tmp_path, "minimind", "launch", *FLAGS, "--out_dir", "launch")
+    assert "ZeRO stage 2" in out
+    assert "2 processes" in out
+    assert (tmp_path / "launch" / "checkpoints" / "step_00000001").is_dir()

@@ -11,4 +11,5 @@ main              the table of commands
 report            minimind report
 tokenizer         minimind tokenizer
 tokenizer_tables  what `minimind tokenizer inspect` prints
+train             minimind train, minimind launch
 """

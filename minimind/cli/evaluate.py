@@ -21,7 +21,7 @@ from minimind.runtime.durable_files import printing, storing
 if TYPE_CHECKING:
     from minimind.data.prepare.prepare import Prepared
     from minimind.data.tokenizer.load import AnyTokenizer
-    from minimind.train.evaluate import Sums
+    from minimind.train.evaluate import LossSums
     from minimind.train.evaluate_texts import Part
 
 SPLITS = {"train": ("train",), "val": ("val",), "all": ("train", "val")}
@@ -205,7 +205,7 @@ def _name(place: str, source: str, places: list[str], is_folder: bool) -> str:
     return source if len(places) == 1 else f"{place}:{source}"
 
 
-def _print(found: Mapping[str, Sums], path: Path, is_counted: bool, as_json: bool) -> None:
+def _print(found: Mapping[str, LossSums], path: Path, is_counted: bool, as_json: bool) -> None:
     """What was found; `is_counted`: the bytes of some text are not known, but of its tokens."""
     whole = reduce(add, found.values())
     if as_json:
@@ -231,7 +231,7 @@ def _print(found: Mapping[str, Sums], path: Path, is_counted: bool, as_json: boo
         print("bits/byte: over the bytes of the tokens; those of the text are not known here")
 
 
-def _figures(sums: Sums) -> dict[str, Any]:
+def _figures(sums: LossSums) -> dict[str, Any]:
     return {
         "loss": sums.mean,
         "perplexity": sums.perplexity,

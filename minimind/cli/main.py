@@ -15,6 +15,7 @@ from minimind.cli import export as weight_commands
 from minimind.cli import generate as generate_commands
 from minimind.cli import report as report_commands
 from minimind.cli import tokenizer as tokenizer_commands
+from minimind.cli import train as train_commands
 from minimind.config.arguments import (
     Parser,
     PrintCompletion,
@@ -40,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=DISTRIBUTION)
     parser.add_argument("--print_completion", action=PrintCompletion, command="minimind")
     subs = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
+    train_commands.add_parsers(subs)
     generate_commands.add_parser(subs)
     _add_plan(subs)
     _add_checkpoint(subs)
@@ -146,7 +148,10 @@ def run_checkpoint(args: argparse.Namespace) -> int:
     return checkpoint_commands.ACTIONS[args.action](args)
 
 
+TAKE_RUN_FLAGS = ("plan", "train", "launch")
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "train": train_commands.run_train,
+    "launch": train_commands.run_launch,
     "generate": generate_commands.run_generate,
     "eval": eval_commands.run_eval,
     "plan": run_plan,
@@ -171,7 +176,7 @@ def _run(argv: Sequence[str] | None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         args, args.run_flags = build_parser().parse_known_args(words)
-        if args.run_flags and args.command != "plan":
+        if args.run_flags and args.command not in TAKE_RUN_FLAGS:
             raise UsageError(
                 f"unknown argument {args.run_flags[0]}; see minimind {args.command} --help"
             )

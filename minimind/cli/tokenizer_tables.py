@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from minimind.data.tokenizer.load import AnyTokenizer
-from minimind.data.tokenizer.pieces import CONTROL, FILLER, KINDS, Piece
-from minimind.data.tokenizer.statistics import Measured
+from minimind.data.tokenizer.statistics import TokenizerStatistics
+from minimind.data.tokenizer.vocabulary import CONTROL, FILLER, KINDS, Piece
 from minimind.runtime.durable_files import mebibytes
 
 LONGEST = 10
@@ -48,7 +48,7 @@ def longest(pieces: Sequence[Piece]) -> str:
     return _table("longest pieces", ["bytes", "id", "text"], rows)
 
 
-def sources(measured: dict[str, Measured]) -> str:
+def sources(measured: dict[str, TokenizerStatistics]) -> str:
     """Bytes per token by the name of a text, and where one did not come back."""
     rows, changes = [], []
     for name, found in measured.items():

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from minimind.architecture.select import IDS, special_ids
 from minimind.data.tokenizer.files import CONFIG_NAME, JSON_NAME
 from minimind.data.tokenizer.load import AnyTokenizer
-from minimind.data.tokenizer.pieces import CONTROL, FILLER
+from minimind.data.tokenizer.vocabulary import CONTROL, FILLER
 
 TEXTS = (
     *("Hello, world!", " leading and  double spaces\n\n\ttab\r\n", "0123456789 3.14", "naïve café"),

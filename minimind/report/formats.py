@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 DASH = "\N{EN DASH}"
 
@@ -56,7 +56,7 @@ def percent(share: float) -> str:
 def timestamp(seconds: float) -> str:
     """`2026-11-21 22:58 UTC`."""
     try:
-        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):
         return DASH
 

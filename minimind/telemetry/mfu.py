@@ -1,4 +1,4 @@
-"""What share of a GPU's peak a run reaches: the peak, where it is from, and the share (MFU)."""
+"""Model FLOPs utilization (MFU): the peak of the device, its source, and the share reached."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from minimind.architecture.select import Architecture
 from minimind.config.run_config import RunConfig
 
-# Dense bf16 TFLOP/s with fp32 sums, of NVIDIA's data sheets and white papers, many of which print
-# the sparse figure, twice that. The first whose words the device's own name has.
+# Dense bf16 TFLOP/s with fp32 accumulation, from NVIDIA's data sheets and white papers (many print
+# the sparse figure, which is twice as high). The first entry that matches the device name counts.
 VENDOR = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -36,7 +36,7 @@ VENDOR = {
 
 
 def peak_of(run: RunConfig, device: torch.device) -> tuple[float, str] | None:
-    """10^12 FLOPs a second of one device, and who says so; None where nobody does."""
+    """Return the peak of one device in TFLOP/s and its source; None if unknown."""
     if run.peak_tflops is not None:
         return run.peak_tflops, run.sources["peak_tflops"]
     if device.type != "cuda" or run.dtype == "float32":
@@ -47,10 +47,7 @@ def peak_of(run: RunConfig, device: torch.device) -> tuple[float, str] | None:
 
 
 def is_model(model: str, name: str) -> bool:
-    """Whether a device called `name` is that model, and not one of another size or for laptops.
-
-    What a slice of a GPU (MIG) or a variant of less power reaches is not told.
-    """
+    """Whether device `name` is exactly that model, not a variant, a laptop GPU or a MIG slice."""
     other = r"(?! Laptop| D\b| Ti\b| NVL| PCIe| .*\bMIG\b)"
     return re.search(rf"\b{model}\b{other}", name) is not None
 
@@ -58,12 +55,12 @@ def is_model(model: str, name: str) -> bool:
 def mfu_per_speed(
     run: RunConfig, model: Architecture, device: torch.device, world_size: int
 ) -> float | None:
-    """By what tokens/s of all ranks are multiplied to give MFU."""
+    """Return the factor from tokens/s of all ranks to MFU; None if the peak is unknown."""
     peak = peak_of(run, device)
     return None if peak is None else model.flops_per_token(run) / (world_size * peak[0] * 1e12)
 
 
-def peak_told(run: RunConfig, device: torch.device) -> str:
-    """The peak as the opening lines have it; nothing where none is known."""
+def peak_text(run: RunConfig, device: torch.device) -> str:
+    """The peak as the start summary shows it; empty if unknown."""
     peak = peak_of(run, device)
-    return "" if peak is None else f"; MFU of {peak[0]:g} TFLOP/s ({peak[1]})"
+    return "" if peak is None else f"MFU of {peak[0]:g} TFLOP/s ({peak[1]})"

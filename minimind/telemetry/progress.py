@@ -1,11 +1,12 @@
-"""What a run tells: metrics.jsonl for programs, a bar or lines for people. Rank 0 alone speaks."""
+"""Logging of a run on rank 0: metrics.jsonl, step lines and the progress bar."""
 
 from __future__ import annotations
 
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,73 +16,73 @@ from tqdm import tqdm
 from minimind.engine.phase_clock import SHOWN, mean_ms, median_ms, profile_table, ranks_table
 from minimind.runtime.durable_files import Metrics, storing
 from minimind.runtime.terminal import for_stdout
-from minimind.telemetry.progress_bar import Followed, ProgressBar
+from minimind.telemetry.progress_bar import ProgressBar, TrackedMicroBatches
 from minimind.telemetry.trackers import Trackers
 
 PAUSES: tuple[str, ...] = ("evaluate", "checkpoint", "sample", "trace", "gc")
-ABRUPT = 3.0  # seconds that a tracker gets when a run ends by an error
+ERROR_TIMEOUT = 3.0  # seconds that a tracker gets to finish when a run ends by an error
 
 
-class Report:
-    """Rank 0's voice. Other ranks hold one too, and stay silent."""
+class RunLogger:
+    """Prints and records on rank 0; on other ranks the same calls do nothing."""
 
     def __init__(
         self,
         out_dir: Path,
         total_steps: int,
         device: torch.device,
-        is_speaker: bool,
+        is_rank_0: bool,
         is_profiling: bool,
         mfu_per_speed: float | None = None,
     ) -> None:
-        """mfu_per_speed is by what tokens/s are multiplied to give MFU; None: no peak is known."""
+        """mfu_per_speed is the factor from tokens/s to MFU; None if the peak is unknown."""
         self._path = out_dir / "metrics.jsonl"
-        self._metrics = Metrics(self._path) if is_speaker else None
-        self._is_speaker = is_speaker
-        self._is_heard = True
+        self._metrics = Metrics(self._path) if is_rank_0 else None
+        self._is_rank_0 = is_rank_0
+        self._is_stdout_open = True
         self._is_profiling = is_profiling
         self._mfu_per_speed = mfu_per_speed
         self._device = device
         self._total = total_steps
         self._bar: ProgressBar | None = None
-        self._since = time.perf_counter()
+        self._start = time.perf_counter()  # of the steps of the next step line
         self._steps = 0  # since `begin`
-        self._first_end = 0.0  # of the first of them
-        self._since_line: list[dict[str, float]] = []  # phase times of the steps since then
-        self._since_table: list[dict[str, float]] = []
-        self._pauses: dict[str, float] = {}  # ms between the steps of a table, by cause
-        self._between_lines: dict[str, float] = {cause: 0.0 for cause in PAUSES}
+        self._first_end = 0.0  # when the first of them ended
+        self._line_times: list[dict[str, float]] = []  # phase times since the last step line
+        self._table_times: list[dict[str, float]] = []  # phase times since the last profile
+        self._table_pauses: dict[str, float] = {}  # ms by cause, since the last profile
+        self._line_pauses: dict[str, float] = dict.fromkeys(PAUSES, 0.0)
         self.trackers = Trackers()
 
-    def say(self, text: str) -> None:
-        """Print for people, past the progress bar."""
-        if self._is_speaker and self._is_heard:
+    def print(self, text: str) -> None:
+        """Print a message above the progress bar."""
+        if self._is_rank_0 and self._is_stdout_open:
             with storing("standard output", "free some space, or send it somewhere else"):
                 try:
                     tqdm.write(for_stdout(text), file=sys.stdout)
                     sys.stdout.flush()
-                except BrokenPipeError:  # whoever read is gone (`| head`, or Ctrl-C at `| tee`)
-                    self._is_heard = False
+                except BrokenPipeError:  # the reader is gone (`| head`, or Ctrl-C at `| tee`)
+                    self._is_stdout_open = False
 
-    def event(self, name: str, **facts: Any) -> None:
-        """Append to metrics.jsonl, and hand on to the trackers."""
+    def event(self, name: str, **fields: Any) -> None:
+        """Append an event to metrics.jsonl and pass it to the trackers."""
         if self._metrics:
             with storing(str(self._path), "free some space, or mend the path of --out_dir"):
-                self._metrics.write(name, **facts)
-            self.trackers.event(name, facts)
+                self._metrics.write(name, **fields)
+            self.trackers.event(name, fields)
 
     def begin(self, step: int) -> None:
-        """Show the bar from `step` on (terminals only) and start the clock of tokens/s."""
-        self._since = time.perf_counter()
-        if self._is_speaker and sys.stderr.isatty():
+        """Show the progress bar from `step` on (terminals only) and start the tokens/s clock."""
+        self._start = time.perf_counter()
+        if self._is_rank_0 and sys.stderr.isatty():
             self._bar = ProgressBar(step, self._total)
 
-    def follow(self, micro_batches: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The same micro-batches; at a terminal the bar shows which one a long step has reached."""
-        return Followed(micro_batches, self._bar) if self._bar else micro_batches
+    def track(self, micro_batches: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the micro-batches; iterating over them updates the bar during a long step."""
+        return TrackedMicroBatches(micro_batches, self._bar) if self._bar else micro_batches
 
     def advance(self) -> None:
-        """Move the bar by one step."""
+        """Advance the progress bar by one step."""
         self._steps += 1
         if self._steps == 1:
             self._first_end = time.perf_counter()
@@ -89,77 +90,82 @@ class Report:
             self._bar.advance()
 
     def seconds_per_step(self) -> float:
-        """By the host's clock, of the steps after the first, which may compile; two are needed."""
+        """Mean wall time of the steps after the first, which may compile; needs two steps."""
         return (time.perf_counter() - self._first_end) / (self._steps - 1)
 
-    def took(self, steps: list[dict[str, float]]) -> None:
-        """Take note of the phase times of some steps."""
-        if self._is_speaker:
-            self._since_line += steps
-        self._since_table += steps if self._is_profiling else []
+    def add_phase_times(self, steps: list[dict[str, float]]) -> None:
+        """Add the phase times of some steps to the next step line and profile."""
+        if self._is_rank_0:
+            self._line_times += steps
+        self._table_times += steps if self._is_profiling else []
 
     def step(self, line: dict[str, Any], tokens_per_step: int) -> None:
-        """One `step` event, with the phase times since the last one."""
+        """Log a `step` event with mean phase times since the last one, and print the step line."""
         now = time.perf_counter()
-        steps, self._since_line = self._since_line, []
-        between, self._between_lines = self._between_lines, {cause: 0.0 for cause in PAUSES}
-        speed = len(steps) * tokens_per_step / max(1e-9, now - self._since)
-        self._since = now
+        times, self._line_times = self._line_times, []
+        pauses, self._line_pauses = self._line_pauses, dict.fromkeys(PAUSES, 0.0)
+        speed = len(times) * tokens_per_step / max(1e-9, now - self._start)
+        self._start = now
+        mfu = None if self._mfu_per_speed is None else speed * self._mfu_per_speed
         line = {
             **line,
-            **mean_ms(steps),
-            **{f"{cause}_ms": spent / max(1, len(steps)) for cause, spent in between.items()},
+            **mean_ms(times),
+            **{f"{cause}_ms": ms / max(1, len(times)) for cause, ms in pauses.items()},
             "tokens_per_second": speed,
-            "mfu": None if self._mfu_per_speed is None else speed * self._mfu_per_speed,
+            "mfu": mfu,
             "memory_mib": self._memory_mib(),
         }
         self.event("step", **line)
-        shown = f"loss {line['loss']:.4f}  lr {line['lr']:.2e}  {speed:,.0f} tokens/s"
-        if line["mfu"] is not None:
-            shown += f"  MFU {line['mfu']:.1%}"
+        text = f"loss {line['loss']:.4f}  lr {line['lr']:.2e}  {speed:,.0f} tokens/s"
+        if mfu is not None:
+            text += f"  MFU {mfu:.1%}"
         if self._bar:
             self._bar.show(f"loss {line['loss']:.4f}")
         left = (self._total - line["step"]) * line["step_ms"] / 1e3
-        self.say(f"step {line['step']}/{self._total}  {shown}  ETA {duration(left)}")
+        self.print(f"step {line['step']}/{self._total}  {text}  ETA {duration(left)}")
 
-    def pause(self, cause: str, milliseconds: float) -> None:
-        """Time spent between steps, which no step is charged for."""
-        self._pauses[cause] = self._pauses.get(cause, 0.0) + milliseconds
-        self._between_lines[cause] += milliseconds
-        self._since += milliseconds / 1e3
+    def add_pause(self, cause: str, milliseconds: float) -> None:
+        """Exclude time spent between steps from the step times."""
+        self._table_pauses[cause] = self._table_pauses.get(cause, 0.0) + milliseconds
+        self._line_pauses[cause] += milliseconds
+        self._start += milliseconds / 1e3
         self._first_end += milliseconds / 1e3
 
-    def untold(self) -> dict[str, float]:
-        """Milliseconds by cause, as `CAUSE_ms`, of the pauses that no step line has told."""
-        return _named({cause: ms for cause, ms in self._between_lines.items() if ms})
+    @contextmanager
+    def pausing(self, cause: str) -> Iterator[None]:
+        """Time the block and add it as a pause."""
+        started = time.perf_counter()
+        yield
+        self.add_pause(cause, (time.perf_counter() - started) * 1e3)
+
+    def unlogged_pauses(self) -> dict[str, float]:
+        """Pauses since the last step line, in ms by `CAUSE_ms`; zeros are left out."""
+        return _by_ms({cause: ms for cause, ms in self._line_pauses.items() if ms})
 
     def medians(self) -> dict[str, float]:
-        """What this rank tells the others of its steps, and all pauses, since the last profile."""
-        pauses, memory = _named(self._pauses), {"memory_mib": self._memory_mib()}
-        return {**median_ms(self._since_table), **pauses, **memory}
+        """This rank's median phase times, pauses and memory since the last profile."""
+        memory = {"memory_mib": self._memory_mib()}
+        return {**median_ms(self._table_times), **_by_ms(self._table_pauses), **memory}
 
     def profile(self, step: int, ranks: Sequence[dict[str, float]]) -> None:
-        """The tables of where the time since the last one went, and the same as an event.
+        """Print the profile since the last one and log it as an event.
 
-        `ranks` has the medians of every rank.
+        `ranks` holds the medians of every rank.
         """
-        steps, self._since_table = self._since_table, []
-        pauses, self._pauses = self._pauses, {}
-        if not self._is_speaker:
+        times, self._table_times = self._table_times, []
+        pauses, self._table_pauses = self._table_pauses, {}
+        if not self._is_rank_0:
             return
-        told = f"profile, {len(steps)} steps up to step {step}:\n{profile_table(steps, pauses)}"
-        alone = f"  {SHOWN['memory_mib']:<12}{self._memory_mib():>10.1f}  at most so far"
-        self.say(f"{told}\n{ranks_table(ranks) if len(ranks) > 1 else alone}")
-        spent = _named(pauses)
+        table = f"profile, {len(times)} steps up to step {step}:\n{profile_table(times, pauses)}"
+        memory = f"  {SHOWN['memory_mib']:<12}{self._memory_mib():>10.1f}  at most so far"
+        self.print(f"{table}\n{ranks_table(ranks) if len(ranks) > 1 else memory}")
         by_rank = {name: [rank[name] for rank in ranks] for name in ranks[0]}
-        self.event("profile", step=step, steps=len(steps), **mean_ms(steps), **spent, ranks=by_rank)
+        means = {**mean_ms(times), **_by_ms(pauses)}
+        self.event("profile", step=step, steps=len(times), **means, ranks=by_rank)
 
-    def close(self, patience: float = ABRUPT) -> None:
-        """Leave the terminal as it was; nothing more will be recorded.
-
-        Trackers get `patience` seconds to finish.
-        """
-        self.trackers.close(patience)
+    def close(self, timeout: float = ERROR_TIMEOUT) -> None:
+        """Close trackers, metrics and the bar; trackers get `timeout` seconds to finish."""
+        self.trackers.close(timeout)
         if self._metrics:
             self._metrics.close()
             self._metrics = None
@@ -175,13 +181,12 @@ class Report:
         return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def _named(pauses: dict[str, float]) -> dict[str, float]:
-    """The same as events have it: by `CAUSE_ms`."""
-    return {f"{cause}_ms": spent for cause, spent in pauses.items()}
+def _by_ms(pauses: dict[str, float]) -> dict[str, float]:
+    return {f"{cause}_ms": ms for cause, ms in pauses.items()}
 
 
 def duration(seconds: float) -> str:
-    """`4:05`, or `1:04:05` from an hour on."""
+    """Format as `4:05`, or `1:04:05` from an hour on."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

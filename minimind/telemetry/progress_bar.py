@@ -1,4 +1,4 @@
-"""The bar that shows at a terminal how far a run is; it reads no tensor."""
+"""The progress bar on a terminal; it reads no tensor."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any, overload
 from torch import Tensor
 from tqdm import tqdm
 
-REDRAW = 0.1  # seconds between two redraws at steps
-WITHIN = 2.0  # seconds without one after which a micro-batch redraws, in a step of many
+REDRAW_INTERVAL = 0.1  # seconds, between steps
+MICRO_BATCH_INTERVAL = 2.0  # seconds, within a step of many micro-batches
 
 
 class ProgressBar:
     """A tqdm bar on standard error that counts optimizer steps, from `step` to `total`."""
 
     def __init__(self, step: int, total: int) -> None:
-        # miniters: tqdm would otherwise skip steps by the speed of those before.
+        # miniters=1: otherwise tqdm skips redraws by the speed of earlier steps.
         self._bar = tqdm(
             total=total,
             initial=step,
             unit="step",
             dynamic_ncols=True,
-            mininterval=REDRAW,
+            mininterval=REDRAW_INTERVAL,
             miniters=1,
         )
-        self._drawn = time.monotonic()
+        self._last_redraw = time.monotonic()
         self._text = ""
 
     def show(self, text: str) -> None:
-        """Have `text` stand behind the bar from its next redraw on."""
+        """Show `text` behind the bar from its next redraw on."""
         self._text = text
         self._bar.set_postfix_str(text, refresh=False)
 
@@ -38,23 +38,23 @@ class ProgressBar:
         """Count one step."""
         self._bar.set_postfix_str(self._text, refresh=False)
         self._bar.update()
-        self._drawn = time.monotonic()
+        self._last_redraw = time.monotonic()
 
     def reach(self, micro_batch: int, of: int) -> None:
-        """Show which micro-batch of a step is computed, unless the bar was redrawn just before."""
+        """Show the current micro-batch of a long step, at most every MICRO_BATCH_INTERVAL."""
         now = time.monotonic()
-        if now - self._drawn >= WITHIN:
-            self._drawn = now
+        if now - self._last_redraw >= MICRO_BATCH_INTERVAL:
+            self._last_redraw = now
             parts = filter(None, (self._text, f"micro-batch {micro_batch}/{of}"))
             self._bar.set_postfix_str(", ".join(parts))
 
     def close(self) -> None:
-        """Leave it on the screen as it is."""
+        """Stop updating; the bar stays on the screen."""
         self._bar.close()
 
 
-class Followed(Sequence[Tensor]):
-    """The micro-batches of a step; iterating over them tells `bar` which one is reached."""
+class TrackedMicroBatches(Sequence[Tensor]):
+    """Micro-batches of a step; iterating over them updates the progress bar."""
 
     def __init__(self, micro_batches: Sequence[Tensor], bar: ProgressBar) -> None:
         self._micro_batches = micro_batches

@@ -1,4 +1,4 @@
-"""What every rank did in some steps, as Chrome traces that Perfetto opens (--trace_steps)."""
+"""Chrome traces of some steps of every rank, for Perfetto (--trace_steps)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from minimind.runtime.durable_files import storing
 
 
 def traced_steps(run: RunConfig) -> tuple[int, int] | None:
-    """The first and the last step of --trace_steps; None without. A UsageError for nonsense."""
+    """Return the first and last step of --trace_steps, or None; raise UsageError if malformed."""
     if run.trace_steps is None:
         return None
-    found = re.fullmatch(r"(\d{1,12}):(\d{1,12})", run.trace_steps)
-    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.fullmatch(r"(\d{1,12}):(\d{1,12})", run.trace_steps)
+    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= first <= last:
         raise UsageError(
             f"trace_steps = {run.trace_steps} ({run.sources['trace_steps']}) is not FIRST:LAST with"
@@ -30,7 +30,7 @@ def traced_steps(run: RunConfig) -> tuple[int, int] | None:
 
 
 def require_traceable(run: RunConfig, total_steps: int) -> None:
-    """Nothing, or a UsageError where the run is over before the first step of --trace_steps."""
+    """Raise UsageError if the run ends before the first step of --trace_steps."""
     steps = traced_steps(run)
     if steps and steps[0] > total_steps:
         raise UsageError(
@@ -40,43 +40,42 @@ def require_traceable(run: RunConfig, total_steps: int) -> None:
 
 
 def trace_of(run: RunConfig, rank: int) -> Trace | None:
-    """What --trace_steps asks for."""
+    """Return the recorder for --trace_steps, or None."""
     steps = traced_steps(run)
     return Trace(steps, Path(run.out_dir), rank) if steps else None
 
 
 class Trace:
-    """Records from before the first step to after the last one, and writes one file a rank.
+    """Records from the first to the last step and writes one file per rank.
 
-    A file is named by the steps that are in it, which may be fewer than were asked for; where a
-    start before recorded from the same step on, its files stay and the name has a number.
+    A file is named by the steps in it, which may be fewer than requested. If an earlier start
+    recorded from the same step on, its files stay and the new name gets a number.
     """
 
     def __init__(self, steps: tuple[int, int], out_dir: Path, rank: int) -> None:
         self._first, self._last = steps
-        self._place, self._rank = out_dir / "traces", rank
-        self._begins = self._number = 0
+        self._directory, self._rank = out_dir / "traces", rank
+        self._start = self._number = 0
         self._profiler: Any = None
 
     @property
     def is_recording(self) -> bool:
-        """Whether steps are being recorded."""
+        """Whether a recording is in progress."""
         return self._profiler is not None
 
     def is_due(self, step: int, is_over: bool = False) -> bool:
-        """Whether to begin, or to write, `step` steps having been taken; alike on every rank.
+        """Whether to start or to write a recording after `step` steps; equal on every rank.
 
-        A run that begins within the steps, resumed, records the rest of them; one that is over
-        before the last has what there is written.
+        A run resumed within the range records the rest; one that ends early writes what it has.
         """
         if self.is_recording:
             return is_over or step >= self._last
         return not is_over and self._first - 1 <= step < self._last
 
     def begin(self, step: int) -> None:
-        """Record from now on, `step` steps having been taken."""
-        self._begins = step + 1
-        # Now, when no rank of this start writes yet, so that all of them find the same number.
+        """Start recording after `step` steps."""
+        self._start = step + 1
+        # Before any rank of this start writes, so that all ranks find the same number.
         self._number = 1 + max(self._numbers(), default=0)
         kinds = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -85,24 +84,24 @@ class Trace:
         self._profiler.start()
 
     def stop(self) -> Any:
-        """The profiler that recorded, if one did; a run that fails leaves it at that."""
+        """Stop the profiler and return it, or None; a failed run writes nothing."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()
         return profiler
 
     def write(self, step: int) -> Path:
-        """End the recording with `step` and write it; a StorageError where it cannot be."""
+        """Stop after `step` and write the trace; return its path."""
         profiler = self.stop()
         again = f"-again_{self._number}" if self._number > 1 else ""
-        path = self._place / f"steps_{self._begins}-{step}{again}-rank_{self._rank}.json.gz"
+        path = self._directory / f"steps_{self._start}-{step}{again}-rank_{self._rank}.json.gz"
         with storing(str(path), "free some space, or mend the path of --out_dir"):
-            self._place.mkdir(parents=True, exist_ok=True)
+            self._directory.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
         return path
 
     def _numbers(self) -> Iterator[int]:
-        """Those of the recordings that begin with the same step."""
-        for path in self._place.glob(f"steps_{self._begins}-*"):
-            if found := re.fullmatch(r"steps_\d+-\d+(-again_(\d+))?-rank_\d+\.json\.gz", path.name):
-                yield int(found[2] or 1)
+        """Numbers of existing recordings that begin at the same step."""
+        for path in self._directory.glob(f"steps_{self._start}-*"):
+            if match := re.fullmatch(r"steps_\d+-\d+(-again_(\d+))?-rank_\d+\.json\.gz", path.name):
+                yield int(match[2] or 1)

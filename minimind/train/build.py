@@ -1,4 +1,4 @@
-"""What a run is built from, each part a function of the configuration and the parts before it."""
+"""Text, row order and schedule of a run, and the checks that compare them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minimind.checkpoint.validation import require_course
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, plan_schedule
 from minimind.config.training_flags import DEFAULT_DATA
-from minimind.data.loader.batches import Batches, held_out_rows
+from minimind.data.loader.batches import held_out_rows
 from minimind.data.loader.row_order import Mixture, Order, Origin
 from minimind.data.prepare.prepare import (
     Asked,
@@ -30,11 +30,11 @@ from minimind.engine.build import Engine
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.terminal import phase
-from minimind.train.evaluate import HeldOut
+from minimind.train.evaluate import HeldOutRows
 
 
 def require_default_data(run: RunConfig) -> None:
-    """Nothing, or a UsageError with an example when no data was named and none is there."""
+    """Raise UsageError with an example if no data is given and the default file is missing."""
     if run.data_path == (DEFAULT_DATA,) and not Path(DEFAULT_DATA).exists():
         raise UsageError(
             f"no --data_path was given and {DEFAULT_DATA} is not here; give some text, for example:"
@@ -43,17 +43,17 @@ def require_default_data(run: RunConfig) -> None:
 
 
 def require_resume_path(run: RunConfig) -> None:
-    """Nothing, or a CheckpointError, told before anything is written, for a path not there."""
+    """Raise CheckpointError if the directory of --resume is missing; call before any write."""
     if run.resume not in ("auto", "none") and not Path(run.resume).is_dir():
         raise CheckpointError(f"--resume {run.resume}: no such directory; name a step_ directory")
 
 
 def prepared_folder(run: RunConfig) -> Path | None:
-    """The folder of shards that is given as data, if one is; a UsageError if not alone."""
+    """Return the prepared folder in --data_path; raise UsageError if it is not the only path."""
     folders = [path for path in run.data_path if is_prepared(path)]
     if folders and len(run.data_path) > 1:
         raise UsageError(
-            f"--data_path: {folders[0]} holds prepared shards and must be given alone; mix several"
+            f"--data_path: {folders[0]} holds prepared shards must be the only path; mix several"
             " texts with `minimind prepare --source`"
         )
     return Path(folders[0]).expanduser() if folders else None
@@ -61,71 +61,89 @@ def prepared_folder(run: RunConfig) -> Path | None:
 
 @phase("reading the text")
 def prepare_data(run: RunConfig) -> Prepared:
-    """The run's text as token shards: a prepared folder, or raw text by way of the cache."""
+    """Return the run's token shards: a prepared folder, or raw text prepared in the cache."""
     if folder := prepared_folder(run):
         return open_prepared(folder, run.tokenizer)
-    is_told = run.is_explicit("max_document_bytes")
-    most = run.max_document_bytes if is_told else longest_document(run.tokenizer)
-    asked = Asked(
+    is_explicit = run.is_explicit("max_document_bytes")
+    max_bytes = run.max_document_bytes if is_explicit else longest_document(run.tokenizer)
+    request = Asked(
         (Source("data", run.data_path),),
         run.tokenizer,
         run.vocab_size,
-        Options(run.text_field, most, float(run.val_fraction)),
+        Options(run.text_field, max_bytes, float(run.val_fraction)),
         run.on_bad_data == "skip",
         run.max_bad_fraction,
     )
-    return prepare_for_run(asked, Path(run.cache_dir).expanduser())
+    return prepare_for_run(request, Path(run.cache_dir).expanduser())
 
 
 def with_prepared(run: RunConfig, prepared: Prepared) -> RunConfig:
-    """The run with what its data decides; a UsageError where a flag says otherwise."""
+    """Return the run with the values its data decides; raise UsageError if a flag differs."""
     by = f"--tokenizer {run.tokenizer}" if run.tokenizer else f"--data_path {prepared.directory}"
-    run = with_decided(run, by, {"vocab_size": prepared.tokenizer.vocab_size})
+    run = with_derived_values(run, by, {"vocab_size": prepared.tokenizer.vocab_size})
     options = asdict(Options(**prepared.manifest["options"]))
     if not is_prepared(run.data_path[0]):
-        return with_decided(run, by, {"max_document_bytes": options["max_document_bytes"]})
-    return with_decided(run, f"--data_path {prepared.directory}", options)
+        return with_derived_values(run, by, {"max_document_bytes": options["max_document_bytes"]})
+    return with_derived_values(run, f"--data_path {prepared.directory}", options)
 
 
 def with_tokenizer(run: RunConfig) -> RunConfig:
-    """The run with the vocabulary of a tokenizer that was given; a UsageError if a flag differs."""
+    """Return the run with the vocabulary size of --tokenizer; raise UsageError on conflict."""
     if run.tokenizer is None:
         return run
     vocab_size = load_tokenizer(run.tokenizer).vocab_size
-    return with_decided(run, f"--tokenizer {run.tokenizer}", {"vocab_size": vocab_size})
+    return with_derived_values(run, f"--tokenizer {run.tokenizer}", {"vocab_size": vocab_size})
 
 
-def with_decided(
+def with_derived_values(
     run: RunConfig, by: str, values: Mapping[str, Any], over_presets: bool = True
 ) -> RunConfig:
-    """The run with what `by` decides; a UsageError where somebody asked for something else.
+    """Return the run with values derived from `by`; raise UsageError if an explicit one differs.
 
-    A preset is no more than a default, unless it is said that it counts (`over_presets`).
+    over_presets=True lets `by` override the values of a preset; False counts those as explicit.
     """
     for name, value in values.items():
-        given = getattr(run, name)
-        is_asked = run.is_explicit(name) or not (over_presets or run.sources[name] == "default")
-        if given == value:
+        current, source = getattr(run, name), run.sources[name]
+        if current == value:
             continue
-        if is_asked:
+        if run.is_explicit(name) or not (over_presets or source == "default"):
             raise UsageError(
-                f"{name} = {given} ({run.sources[name]}), but {by} has {value}; drop one of the two"
+                f"{name} = {current} ({source}), but {by} has {value}; drop one of the two"
             )
         run = run.with_values(by, **{name: value})
     return run
 
 
-def plan(run: RunConfig, prepared: Prepared, world_size: int) -> tuple[Order, Schedule]:
-    """Which rows each step reads and how many steps there are; a DataError for too little text."""
-    n_rows = prepared.train.rows(run.max_seq_len + 1)
-    require_rows_of_each(run, prepared)
-    rows_per_step = require_a_step(run, world_size, len(prepared.train), n_rows)
-    order = Order(n_rows, rows_per_step, run.seed, mixture=mixture_of(run, prepared))
+def plan_data_and_schedule(
+    run: RunConfig, prepared: Prepared, world_size: int
+) -> tuple[Order, Schedule]:
+    """Return the row order and the schedule; raise DataError if there is too little text."""
+    row_tokens, paths = run.max_seq_len + 1, " ".join(run.data_path)
+    sources, sizes = prepared.manifest["sources"], prepared.train.sizes(row_tokens)
+    for size, source in zip(sizes, sources, strict=True):
+        if not size and len(sizes) > 1:
+            raise DataError(
+                f"{paths}: source {source['name']} has {source['tokens']['train']:,} training"
+                f" tokens, fewer than a row of {row_tokens}; add text to it, leave it out, or lower"
+                " --max_seq_len"
+            )
+    n_rows = prepared.train.rows(row_tokens)
+    rows_per_step = check_enough_rows(run, world_size, len(prepared.train), n_rows)
+    try:
+        weights = prepared.train.weights
+        mixture = None if weights is None else Mixture(sizes, weights)
+    except ValueError as error:
+        names = ", ".join(source["name"] for source in sources)
+        raise DataError(
+            f"{paths}: {error} (of the sources {names}, counted from 0, in rows of {row_tokens}"
+            " tokens); change its weight, or leave that source out"
+        ) from error
+    order = Order(n_rows, rows_per_step, run.seed, mixture=mixture)
     return order, plan_schedule(run, order.steps_per_epoch)
 
 
-def require_a_step(run: RunConfig, world_size: int, tokens: int, n_rows: int) -> int:
-    """The rows of one step; a DataError where there are fewer."""
+def check_enough_rows(run: RunConfig, world_size: int, tokens: int, n_rows: int) -> int:
+    """Return the rows of one step; raise DataError if the text has fewer."""
     micro_batch = run.micro_batch_rows(world_size)
     rows_per_step = micro_batch * run.accumulation_steps * world_size
     if n_rows < rows_per_step:
@@ -138,36 +156,8 @@ def require_a_step(run: RunConfig, world_size: int, tokens: int, n_rows: int) ->
     return rows_per_step
 
 
-def require_rows_of_each(run: RunConfig, prepared: Prepared) -> None:
-    """Nothing, or a DataError that names a source of several that has not even one row."""
-    sizes = prepared.train.sizes(run.max_seq_len + 1)
-    for size, source in zip(sizes, prepared.manifest["sources"], strict=True):
-        if not size and len(sizes) > 1:
-            raise DataError(
-                f"{' '.join(run.data_path)}: source {source['name']} has"
-                f" {source['tokens']['train']:,} training tokens, fewer than a row of"
-                f" {run.max_seq_len + 1}; add text to it, leave it out, or lower --max_seq_len"
-            )
-
-
-def mixture_of(run: RunConfig, prepared: Prepared) -> Mixture | None:
-    """The sources by weight, or None where each row is read once; a DataError if one is never."""
-    weights = prepared.train.weights
-    if weights is None:
-        return None
-    sizes = prepared.train.sizes(run.max_seq_len + 1)
-    try:
-        return Mixture(sizes, weights)
-    except ValueError as error:
-        names = ", ".join(source["name"] for source in prepared.manifest["sources"])
-        raise DataError(
-            f"{' '.join(run.data_path)}: {error} (of the sources {names}, counted from 0, in rows"
-            f" of {run.max_seq_len + 1} tokens); change its weight, or leave that source out"
-        ) from error
-
-
-def continued(order: Order, resumed: Resumed) -> Order:
-    """The order of the checkpoint, taken over where it stands when the batch or text is another."""
+def resume_order(order: Order, resumed: Resumed) -> Order:
+    """Return the checkpoint's row order, or a new one from its step if batch or data changed."""
     require_course(resumed.manifest)
     saved = resumed.manifest["identity"]
     origin = Origin(**resumed.manifest["order"])
@@ -192,9 +182,9 @@ def continued(order: Order, resumed: Resumed) -> Order:
 
 
 def require_length(run: RunConfig, step: int, schedule: Schedule, order: Order) -> None:
-    """Nothing, or a UsageError for a run that is resumed beyond its end, or whose end is unknown.
+    """Raise UsageError if the resumed step is past the run's end, or the end is undefined.
 
-    Epochs are counted in steps of one size; after another batch or text they no longer are.
+    After a change of batch size or text, steps differ in size and --epochs has no meaning.
     """
     if order.origin.step and (run.epochs is not None or run.max_steps is None):
         raise UsageError(
@@ -209,57 +199,42 @@ def require_length(run: RunConfig, step: int, schedule: Schedule, order: Order) 
 
 
 def require_same_files(engine: Engine, out_dir: Path, prepared: Prepared) -> None:
-    """Nothing, or the same error on every rank where hosts see another out_dir or other text.
+    """Raise the same error on every rank if hosts see different out_dirs or different text.
 
-    Rank 0 leaves a file that all the others have to find. A StorageError or DataError names hosts.
+    Rank 0 creates a probe file that the others must see.
     """
-    mark = out_dir / f".probe-{engine.gather(secrets.token_hex(8))[0]}"
+    probe = out_dir / f".probe-{engine.gather(secrets.token_hex(8))[0]}"
     problem = None
     if engine.rank == 0:
         try:
-            mark.touch()
-        except OSError as error:  # told by all: the others would wait for rank 0
+            probe.touch()
+        except OSError as error:  # raised by all ranks below: the others would wait for rank 0
             problem = f"out_dir {out_dir}: {error.strerror}; mend its rights, or give another"
     if problem := engine.gather(problem)[0]:
         raise StorageError(problem, cause_rank=0)
     text = prepared.manifest["fingerprint"], prepared.tokenizer.fingerprint
-    found = engine.gather((socket.gethostname(), mark.exists(), text))
+    views = engine.gather((socket.gethostname(), probe.exists(), text))
     if engine.rank == 0:
-        mark.unlink(missing_ok=True)
-    blind = sorted({host for host, sees, _ in found if not sees})
-    if blind:
+        probe.unlink(missing_ok=True)
+    first_host = views[0][0]
+    if hosts := sorted({host for host, sees_probe, _ in views if not sees_probe}):
         raise StorageError(
-            f"out_dir {out_dir} is another folder on {', '.join(blind)} than on {found[0][0]};"
+            f"out_dir {out_dir} is a different folder on {', '.join(hosts)} than on {first_host};"
             " give one on a file system that all hosts share",
             cause_rank=0,
         )
-    strangers = sorted({host for host, _, theirs in found if theirs != found[0][2]})
-    if strangers:
+    if hosts := sorted({host for host, _, theirs in views if theirs != views[0][2]}):
         raise DataError(
-            f"--data_path or --tokenizer is other text on {', '.join(strangers)} than on"
-            f" {found[0][0]}; give all hosts the same files",
+            f"--data_path or --tokenizer is different text on {', '.join(hosts)} than on"
+            f" {first_host}; give all hosts the same files",
             cause_rank=0,
         )
 
 
-def batches_of(run: RunConfig, prepared: Prepared, order: Order, engine: Engine) -> Batches:
-    """This rank's micro-batches by step."""
-    return Batches(
-        prepared.train,
-        order,
-        run.max_seq_len + 1,
-        run.micro_batch_rows(engine.world_size),
-        engine.rank,
-        engine.world_size,
-        engine.device,
-        run.num_workers,
-    )
-
-
-def held_out_of(run: RunConfig, prepared: Prepared) -> HeldOut:
-    """The rows every validation reads."""
+def held_out_of(run: RunConfig, prepared: Prepared) -> HeldOutRows:
+    """Return the rows that every evaluation reads."""
     row_tokens = run.max_seq_len + 1
     rows = held_out_rows(prepared.val, run.eval_rows, row_tokens)
     names = tuple(source["name"] for source in prepared.manifest["sources"])
     piece_bytes = prepared.tokenizer.piece_bytes()
-    return HeldOut(prepared.val, rows, row_tokens, piece_bytes, names, prepared.train.weights)
+    return HeldOutRows(prepared.val, rows, row_tokens, piece_bytes, names, prepared.train.weights)

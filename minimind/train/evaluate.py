@@ -1,4 +1,4 @@
-"""Validation loss over a fixed set of held-out rows, in all and of every source."""
+"""Validation loss over a fixed set of held-out rows, in total and per source."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ from minimind.model.loss import IGNORED
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """The rows a validation reads, and how many bytes of text each token stands for."""
+class HeldOutRows:
+    """Rows that an evaluation reads, and the bytes of text that each token stands for."""
 
     shards: TokenShards
-    rows: np.ndarray
+    rows: np.ndarray  # (N,) row indices
     row_tokens: int
-    piece_bytes: np.ndarray
+    piece_bytes: np.ndarray  # (vocabulary,)
     sources: tuple[str, ...] = ("data",)
-    weights: tuple[float, ...] | None = None  # of the sources in training; None: by their size
+    weights: tuple[float, ...] | None = None  # of the sources in training; None: by size
 
     def by_source(self) -> dict[str, np.ndarray]:
-        """The rows of each source that has any."""
+        """Row indices of each source that has any."""
         if len(self.sources) == 1:
             return {self.sources[0]: self.rows}
         ends = np.cumsum(self.shards.sizes(self.row_tokens))
         source = np.searchsorted(ends, self.rows, side="right")
-        found = {name: self.rows[source == n] for n, name in enumerate(self.sources)}
-        return {name: rows for name, rows in found.items() if len(rows)}
+        rows = {name: self.rows[source == n] for n, name in enumerate(self.sources)}
+        return {name: indices for name, indices in rows.items() if len(indices)}
 
-    def batch(self, wanted: np.ndarray, size: int) -> np.ndarray:
-        """The wanted rows as int64 (size, row_tokens); what they do not fill is `IGNORED`."""
+    def batch(self, indices: np.ndarray, size: int) -> np.ndarray:
+        """Tokens of the rows, int64 (size, row_tokens), padded with rows of `IGNORED`."""
         batch = np.full((size, self.row_tokens), IGNORED, dtype=np.int64)
-        if len(wanted):
-            batch[: len(wanted)] = self.shards.read_rows(wanted, self.row_tokens)
+        if len(indices):
+            batch[: len(indices)] = self.shards.read_rows(indices, self.row_tokens)
         return batch
 
 
 @dataclass(frozen=True)
-class Sums:
-    """Loss in nats, and over how many tokens and bytes of text it was summed."""
+class LossSums:
+    """Summed loss in nats, and the number of tokens and bytes of text in the sum."""
 
     loss: float
     tokens: float
     text_bytes: float
 
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(
+    def __add__(self, other: LossSums) -> LossSums:
+        return LossSums(
             self.loss + other.loss, self.tokens + other.tokens, self.text_bytes + other.text_bytes
         )
 
-    def scaled(self, factor: float) -> Sums:
-        """The sums as if there were `factor` times as much of the same text."""
-        return Sums(self.loss * factor, self.tokens * factor, self.text_bytes * factor)
+    def scaled(self, factor: float) -> LossSums:
+        """Return the sums multiplied by `factor`."""
+        return LossSums(self.loss * factor, self.tokens * factor, self.text_bytes * factor)
 
     @property
     def mean(self) -> float:
@@ -69,57 +69,60 @@ class Sums:
 
     @property
     def perplexity(self) -> float:
-        """The same as a number of equally likely tokens."""
+        """exp(mean); the mean is clamped at 700 against overflow."""
         return math.exp(min(self.mean, 700.0))
 
     @property
     def bits_per_byte(self) -> float:
-        """Of text, so that models with different tokenizers can be compared."""
+        """Bits per byte of text: comparable between models with different tokenizers."""
         return self.loss / math.log(2) / max(1.0, self.text_bytes)
 
     def event(self) -> dict[str, float]:
-        """As metrics.jsonl has it."""
-        told = {"val_loss": self.mean, "val_ppl": self.perplexity, "val_bpb": self.bits_per_byte}
-        return {**told, "tokens": round(self.tokens)}
+        """The fields of an `eval` event in metrics.jsonl."""
+        return {
+            "val_loss": self.mean,
+            "val_ppl": self.perplexity,
+            "val_bpb": self.bits_per_byte,
+            "tokens": round(self.tokens),
+        }
 
 
-def evaluate(engine: Engine, held_out: HeldOut, batch_rows: int) -> dict[str, Any]:
-    """`val_loss` (nats per token), `val_ppl`, `val_bpb` (bits per byte of text) and `tokens`.
+def evaluate(engine: Engine, held_out: HeldOutRows, batch_rows: int) -> dict[str, Any]:
+    """Return the fields of an `eval` event, with `by_source` if there are several sources.
 
-    Of several sources also `by_source`, the same of each. With weights the whole is that of the
-    mixture: every source counts by its weight, however many of its rows are held out. Every rank
-    runs the same number of forward passes, the last ones perhaps on rows of ignored targets: under
-    ZeRO-3 they are collective.
+    With weights the total is that of the mixture: a source counts by its weight in training, not by
+    its number of held-out rows. Collective: under ZeRO-3 a forward pass is, so every rank runs the
+    same number of them, the last ones perhaps on ignored rows.
     """
-    parts = held_out.by_source()
-    found = [_sums(engine, held_out, rows, batch_rows) for rows in parts.values()]
-    flat = engine.sum_over_ranks([number for sums in found for number in sums])
-    each = [Sums(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
+    rows_of = held_out.by_source()
+    local = [_sum_loss(engine, held_out, rows, batch_rows) for rows in rows_of.values()]
+    flat = engine.sum_over_ranks([number for sums in local for number in sums])
+    sums = [LossSums(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
     if len(held_out.sources) == 1:
-        return each[0].event()
-    by_source = dict(zip(parts, each, strict=True))
-    whole = mixture(by_source, held_out)
-    return {**whole.event(), "by_source": {name: one.event() for name, one in by_source.items()}}
+        return sums[0].event()
+    by_source = dict(zip(rows_of, sums, strict=True))
+    events = {name: part.event() for name, part in by_source.items()}
+    return {**mixture(by_source, held_out).event(), "by_source": events}
 
 
-def mixture(by_source: Mapping[str, Sums], held_out: HeldOut) -> Sums:
-    """The sums over all held-out tokens, with every source scaled to its weight in training."""
+def mixture(by_source: Mapping[str, LossSums], held_out: HeldOutRows) -> LossSums:
+    """Sum over all held-out tokens, with each source scaled to its weight in training."""
     total = reduce(add, by_source.values())
     if held_out.weights is None:
         return total
     weight = dict(zip(held_out.sources, held_out.weights, strict=True))
-    share = total.tokens / sum(weight[name] for name in by_source)  # tokens per unit of weight
-    return reduce(
-        add,
-        (
-            one.scaled(weight[name] * share / max(1.0, one.tokens))
-            for name, one in by_source.items()
-        ),
+    tokens_per_weight = total.tokens / sum(weight[name] for name in by_source)
+    scaled = (
+        sums.scaled(weight[name] * tokens_per_weight / max(1.0, sums.tokens))
+        for name, sums in by_source.items()
     )
+    return reduce(add, scaled)
 
 
-def _sums(engine: Engine, held_out: HeldOut, rows: np.ndarray, batch_rows: int) -> list[float]:
-    """Loss, tokens and bytes of this rank's share of the rows."""
+def _sum_loss(
+    engine: Engine, held_out: HeldOutRows, rows: np.ndarray, batch_rows: int
+) -> list[float]:
+    """Loss, tokens and bytes summed over this rank's share of the rows."""
     sums = [0.0, 0.0, 0.0]
     for start in range(0, len(rows), batch_rows * engine.world_size):
         first = start + engine.rank * batch_rows

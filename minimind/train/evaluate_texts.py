@@ -1,4 +1,4 @@
-"""The loss of a model over whole texts, on any number of processes: `minimind eval`."""
+"""Loss of a model over every token of whole texts, on any number of processes (`minimind eval`)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.utils.data import DataLoader, Dataset
 
 from minimind.data.loader.eval_windows import Windows
 from minimind.model.loss import IGNORED
-from minimind.train.evaluate import Sums
+from minimind.train.evaluate import LossSums
 
 
 @dataclass(frozen=True)
 class Part:
-    """Windows over some text, what it is called, and its bytes where they are known exactly."""
+    """Windows over some text, its name, and its size in bytes where that is known exactly."""
 
     windows: Windows
-    names: tuple[str, ...]  # of its sources
+    names: tuple[str, ...]  # one per source
     text_bytes: tuple[int | None, ...]
 
 
 class _Texts(Dataset[tuple[int, np.ndarray]]):
-    """The windows of all parts, the longest first: those of a batch are then about as long."""
+    """Windows of all parts, longest first, so that the windows of a batch have similar lengths."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
@@ -49,7 +49,7 @@ class _Texts(Dataset[tuple[int, np.ndarray]]):
 
 
 def _batch(rows: Sequence[tuple[int, np.ndarray]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (B, longest + 1), `IGNORED` behind the end of each, and the source of each (B,)."""
+    """Tokens (B, longest), padded with `IGNORED`, and the source of each row (B,)."""
     longest = max(len(tokens) for _, tokens in rows)
     batch = np.full((len(rows), longest), IGNORED, dtype=np.int64)
     for number, (_, tokens) in enumerate(rows):
@@ -59,11 +59,11 @@ def _batch(rows: Sequence[tuple[int, np.ndarray]]) -> tuple[torch.Tensor, torch.
 
 def score(
     accelerator: Any, model: Any, parts: Sequence[Part], piece_bytes: np.ndarray, batch_rows: int
-) -> dict[str, Sums]:
-    """The sums of each source that has text, by its name.
+) -> dict[str, LossSums]:
+    """Return the loss sums of each source that has text, by name, on every process.
 
-    Every process scores every so many batches and all of them get the results of all;
-    `gather_for_metrics` leaves out the rows that a last round was filled up with.
+    Batches are distributed over the processes; `gather_for_metrics` drops the rows that pad the
+    last round.
     """
     texts = _Texts(parts)
     model = model.to(accelerator.device)
@@ -73,22 +73,25 @@ def score(
     sums = torch.zeros(len(names), 3, dtype=torch.float64)
     counted = 0
     for rows, sources in accelerator.prepare_data_loader(loader):
-        found = accelerator.gather_for_metrics((sources, _row_sums(model, rows, bytes_of)))
-        sums.index_add_(0, found[0].cpu(), found[1].cpu())
-        counted += len(found[0])
-    assert counted == len(texts), f"{counted} windows were gathered of {len(texts)}"
-    known = [count for part in parts for count in part.text_bytes]
-    joined: dict[str, Sums] = {}
-    for name, exact, (loss, tokens, text_bytes) in zip(names, known, sums.tolist(), strict=True):
-        own = Sums(loss, tokens, float(text_bytes if exact is None else exact))
-        if tokens:  # the splits of a source have one name
-            joined[name] = joined[name] + own if name in joined else own
-    return joined
+        row_sums = _row_sums(model, rows, bytes_of)
+        sources, row_sums = accelerator.gather_for_metrics((sources, row_sums))
+        sums.index_add_(0, sources.cpu(), row_sums.cpu())
+        counted += len(sources)
+    assert counted == len(texts), f"gathered {counted} windows of {len(texts)}"
+    exact_bytes = [count for part in parts for count in part.text_bytes]
+    results: dict[str, LossSums] = {}
+    for name, exact, (loss, tokens, text_bytes) in zip(
+        names, exact_bytes, sums.tolist(), strict=True
+    ):
+        part = LossSums(loss, tokens, float(text_bytes if exact is None else exact))
+        if tokens:  # the splits of a source share its name
+            results[name] = results[name] + part if name in results else part
+    return results
 
 
 @torch.no_grad()
 def _row_sums(model: Any, rows: torch.Tensor, bytes_of: torch.Tensor) -> torch.Tensor:
-    """float64 (B, 3): loss, tokens and bytes of each row."""
+    """Loss, tokens and bytes of each row, float64 (B, 3)."""
     inputs, targets = rows[:, :-1].clamp(min=0), rows[:, 1:]
     logits = model(input_ids=inputs, use_cache=False).logits.float()
     losses = F.cross_entropy(

@@ -1,7 +1,7 @@
-"""--model hf: and --init_from: the shape, the tokenizer and the weights that a new run begins with.
+"""Shape, tokenizer and weights that a new run starts from: --model hf: and --init_from.
 
-Where a checkpoint of the run itself is resumed there is nothing to begin: the shape is then that
-checkpoint's, and what --init_from names need not be there any more.
+A run that resumes one of its own checkpoints takes the shape from there, and what --init_from names
+may be gone.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from minimind.interop.weights import (
 )
 from minimind.model.activation_checkpointing import recompute_blocks
 from minimind.model.configuration import MiniMindConfig
-from minimind.train.build import with_decided
+from minimind.train.build import with_derived_values
 
-FREE = ("max_seq_len", "vocab_size")  # of the rows and of the tokenizer, within the model's
-# Flag -> what the configuration of a model calls it. The length of a row no weight depends on.
+# Flags of the shape that a model of transformers only bounds.
+FREE = ("max_seq_len", "vocab_size")
+# Flag -> field of MiniMindConfig. No weight depends on max_seq_len.
 SHAPE = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -58,15 +59,15 @@ SHAPE = {
 
 
 @dataclass(frozen=True)
-class Initial:
-    """A run with the shape of what it begins from, and the weights, if it begins."""
+class InitialModel:
+    """A run with the shape of its initial model, and the weights unless it resumes."""
 
     run: RunConfig
     architecture: Architecture
     weights: Weights | None = None
 
     def build(self, run: RunConfig, tokenizer: AnyTokenizer) -> Any:
-        """The model that `run`, now resolved, begins with, before an engine cuts or copies it."""
+        """Build the initial model of the resolved `run`, before an engine shards or copies it."""
         torch.manual_seed(run.seed)
         model = self.architecture.build(run, tokenizer)
         if run.gradient_checkpointing:
@@ -77,26 +78,23 @@ class Initial:
         return model
 
     def origin(self, resumed: Mapping[str, Any]) -> dict[str, str] | None:
-        """For the record: what place the weights came from, and of what kind it is.
-
-        The manifest of the checkpoint that a run was resumed from remembers it.
-        """
+        """Place and kind of the initial weights; of a resumed run, as its manifest records them."""
         if resumed:
             return resumed.get("init_from")
         return self.weights and {"place": str(self.weights.path), "kind": self.weights.kind}
 
     def line(self) -> str:
-        """The same for whoever looks on; nothing where --init_from was not given."""
+        """The `weights` line of the start summary; empty without --init_from."""
         if self.weights:
             return f"weights  from {self.weights.path} ({self.weights.kind})"
-        place = self.run.init_from
-        return f"weights  those resumed: --init_from {place} is ignored" if place else ""
+        path = self.run.init_from
+        return f"weights  from the checkpoint: --init_from {path} is ignored" if path else ""
 
 
-def read_initial(run: RunConfig) -> Initial:
-    """What `run` begins with; no weight is read yet.
+def read_initial(run: RunConfig) -> InitialModel:
+    """Return the initial model of `run`; reads configurations, no weights.
 
-    A UsageError where a flag says another shape, or leaves out what the place does not tell.
+    Raise UsageError if a flag contradicts the shape, or the shape is incomplete.
     """
     if run.hugging_face is not None:
         path = config_file(run.hugging_face)
@@ -105,35 +103,40 @@ def read_initial(run: RunConfig) -> Initial:
         run = _with_shape(run, f"--model {run.model}", MiniMindConfig(**read_config(path.parent)))
         run = run.with_values("its config.json", model=None)
     if run.init_from is None:
-        return Initial(run, Own())
-    if path := _begun(run, _misshapen):
+        return InitialModel(run, Own())
+    if path := _checkpoint_to_resume(run, read_config):
         config = MiniMindConfig(**read_config(path, read_manifest(path)))
-        return Initial(_shaped(run, f"checkpoint {path}", config, path), Own())
-    weights = load_weights_from(run.init_from, _given(run))
+        run = _with_shape_and_tokenizer(run, f"checkpoint {path}", config, path)
+        return InitialModel(run, Own())
+    weights = load_weights_from(run.init_from, _shape_flags(run))
     by = f"--init_from {run.init_from}"
     if not isinstance(weights.config, MiniMindConfig):
         raise UsageError(
             f"{by} is a model of transformers; give --model hf:{weights.path} beside it"
         )
-    return Initial(_shaped(run, by, weights.config, weights.tokenizer), Own(), weights)
+    run = _with_shape_and_tokenizer(run, by, weights.config, weights.tokenizer)
+    return InitialModel(run, Own(), weights)
 
 
-def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initial:
-    """The same where a config.json of transformers decides the shape, and its folder what else.
+def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> InitialModel:
+    """Return the initial model described by a config.json of transformers.
 
-    Flags of the shape that it does not tell have no value.
+    Flags of the shape that it does not define become None.
     """
-    by, read = f"model {run.model}", model.read
+    by, config = f"model {run.model}", model.read
     run = run.with_values(by, **dict.fromkeys(name for name in FLAGS_OF_SHAPE if name not in FREE))
     run = run.with_values(
-        by, dim=read.hidden_size, n_layers=read.num_hidden_layers, n_heads=read.num_attention_heads
+        by,
+        dim=config.hidden_size,
+        n_layers=config.num_hidden_layers,
+        n_heads=config.num_attention_heads,
     )
-    for name, most in (("max_seq_len", POSITIONS), ("vocab_size", "vocab_size")):
-        value, limit = getattr(run, name), getattr(read, most)
+    for name, field in (("max_seq_len", POSITIONS), ("vocab_size", "vocab_size")):
+        value, limit = getattr(run, name), getattr(config, field)
         if value > limit and run.is_explicit(name):
             raise UsageError(
-                f"{name} = {value} ({run.sources[name]}), but --model {run.model} has {most} ="
-                f" {limit}; lower it, or raise that"
+                f"{name} = {value} ({run.sources[name]}), but --model {run.model} has {field} ="
+                f" {limit}; lower {name}, or raise {field}"
             )
         run = run.with_values(by, **{name: limit}) if value > limit else run
     model.require_recomputable(run)
@@ -142,43 +145,40 @@ def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initia
         run = run.with_values(by, tokenizer=str(own)) if own else run
     if run.tokenizer is not None:
         model.require_room(load_tokenizer(run.tokenizer).vocab_size, f"--tokenizer {run.tokenizer}")
-    if run.init_from is None or _begun(run, _unreadable):
-        return Initial(run, model)
-    return Initial(run, model, weights_of_transformers(run.init_from, read))
+    if run.init_from is None or _checkpoint_to_resume(run):
+        return InitialModel(run, model)
+    return InitialModel(run, model, weights_of_transformers(run.init_from, config))
 
 
-def _begun(run: RunConfig, check: Callable[[Path], Rejected | None]) -> Path | None:
-    """The checkpoint that the run goes on from, where it does."""
-    return newest_valid(meant(Path(run.out_dir) / "checkpoints", run.resume), check)[0]
+def _checkpoint_to_resume(
+    run: RunConfig, check: Callable[[Path, Any], Any] | None = None
+) -> Path | None:
+    """Return the newest checkpoint of the run with a readable manifest that passes `check`."""
+
+    def damage(path: Path) -> Rejected | None:
+        file = "manifest.json"
+        try:
+            manifest = read_manifest(path)
+            if check:
+                file = "config.json"
+                check(path, manifest)
+        except CheckpointError as error:
+            return rejected(path, file, error)
+        return None
+
+    return newest_valid(meant(Path(run.out_dir) / "checkpoints", run.resume), damage)[0]
 
 
-def _unreadable(path: Path) -> Rejected | None:
-    try:
-        read_manifest(path)
-    except CheckpointError as error:
-        return rejected(path, "manifest.json", error)
-    return None
-
-
-def _misshapen(path: Path) -> Rejected | None:
-    try:
-        read_config(path, read_manifest(path))
-    except CheckpointError as error:
-        return rejected(path, "config.json", error)
-    return None
-
-
-def _given(run: RunConfig) -> Given:
-    """What flags say of a file that has no configuration: only those that were given."""
-
-    def said(name: str) -> Any:
-        return getattr(run, name) if run.sources[name] != "default" else None
-
+def _shape_flags(run: RunConfig) -> Given:
+    """Flags given for a weights file that has no configuration; None for those not given."""
     names = ("n_heads", "n_kv_heads", "rope_theta", "norm_eps")
-    return Given(*map(said, names), max_seq_len=run.max_seq_len)
+    values = [getattr(run, name) if run.sources[name] != "default" else None for name in names]
+    return Given(*values, max_seq_len=run.max_seq_len)
 
 
-def _shaped(run: RunConfig, by: str, config: MiniMindConfig, tokenizer: Path | None) -> RunConfig:
+def _with_shape_and_tokenizer(
+    run: RunConfig, by: str, config: MiniMindConfig, tokenizer: Path | None
+) -> RunConfig:
     run = _with_shape(run, by, config)
     if run.tokenizer is None and not is_prepared(run.data_path[0]):
         if tokenizer is None:
@@ -192,7 +192,7 @@ def _shaped(run: RunConfig, by: str, config: MiniMindConfig, tokenizer: Path | N
 
 def _with_shape(run: RunConfig, by: str, config: MiniMindConfig) -> RunConfig:
     shape = {flag: getattr(config, name) for flag, name in SHAPE.items()}
-    run = with_decided(run, by, shape, over_presets=False)
+    run = with_derived_values(run, by, shape, over_presets=False)
     length = config.max_position_embeddings
     if run.sources["max_seq_len"] == "default" and length != run.max_seq_len:
         run = run.with_values(by, max_seq_len=length)

@@ -1,4 +1,4 @@
-"""The training loop, and nothing else."""
+"""The training loop."""
 
 from __future__ import annotations
 
@@ -6,69 +6,69 @@ from minimind.checkpoint.train_state import TrainState, is_due
 from minimind.engine.phase_clock import PhaseClock
 from minimind.errors import PREEMPTED
 from minimind.train.loop_actions import (
-    Desk,
-    advance,
-    asked_by,
-    begin_save,
-    report_collectives,
-    report_evaluation,
-    report_profile,
-    report_samples,
-    report_saved,
-    report_skipped,
-    report_step,
-    settle,
-    trace,
-    wind_up,
+    RunContext,
+    advance_progress,
+    check_skipped_steps,
+    finish_recording,
+    freeze_gc_after_warmup,
+    log_collectives,
+    log_profile,
+    log_samples,
+    log_step,
+    poll_save,
+    run_evaluation,
+    start_save,
+    stop_reason,
+    update_trace,
 )
 
 
-def train(desk: Desk, state: TrainState) -> tuple[TrainState, int, str]:
-    """Take optimizer steps from `state` to the end; the last state, exit status and reason.
+def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]:
+    """Train from `state` to the last step; return the final state, exit status and reason.
 
-    One pass is one optimizer step of all ranks. Every rank runs every line: saving, evaluating
-    and reporting are collective, so none of them may hide behind "if rank 0".
+    One iteration is one optimizer step of all ranks. Every rank runs every line: saving, evaluation
+    and logging are collective, so none of them may depend on `rank == 0`.
     """
-    run, engine, last = desk.run, desk.engine, desk.schedule.total_steps
-    clock = desk.progress.clock = PhaseClock(engine.device, desk.communication)
-    begun = desk.progress.step = state.step
-    desk.report.begin(state.step)
-    if state.step == last and not desk.saver.has(last):  # finished elsewhere, resumed into here
-        begin_save(desk, state)
+    run, engine, last = context.run, context.engine, context.schedule.total_steps
+    clock = context.progress.clock = PhaseClock(engine.device, context.communication)
+    first = context.progress.step = state.step
+    context.logger.begin(state.step)
+    if state.step == last and not context.saver.has(last):  # a finished run, resumed into a new one
+        start_save(context, state)
     while state.step < last:
-        settle(desk, state.step - begun)
-        trace(desk, state, clock)
+        freeze_gc_after_warmup(context, state.step - first)
+        update_trace(context, state, clock)
         engine.seed(state.step)
         clock.begin()
-        micro_batches = desk.report.follow(desk.batches.at(state.step))  # fetch
-        result = engine.step(micro_batches, desk.schedule.lr_at(state.step), clock)  # step
-        state = state.after(desk.batches.tokens_per_step)  # advance
-        advance(desk, state, state.step - begun)
-        desk.progress.step = state.step
-        asked, failed, overdue = engine.sum_over_ranks(
-            [bool(desk.stop.reason), desk.saver.has_failed, desk.saver.is_overdue]
+        micro_batches = context.logger.track(context.batches.at(state.step))  # fetch
+        result = engine.step(micro_batches, context.schedule.lr_at(state.step), clock)  # step
+        state = state.after(context.batches.tokens_per_step)  # advance
+        advance_progress(context, state, state.step - first)
+        context.progress.step = state.step
+        stop_requests, failed, overdue = engine.sum_over_ranks(
+            [bool(context.stop.reason), context.saver.has_failed, context.saver.is_overdue]
         )
-        stopping = asked > 0 or state.step == run.stop_at_step
-        report_saved(desk, wait=failed > 0)
+        stopping = stop_requests > 0 or state.step == run.stop_at_step
+        poll_save(context, wait=failed > 0)
         logging = is_due(state.step, run.log_interval, last) or stopping
         profiling = run.profile and (is_due(state.step, run.profile_interval, last) or stopping)
         saving = is_due(state.step, run.save_interval, last) or stopping or overdue > 0
-        report_skipped(desk, state, result, is_due=logging or profiling or saving)
+        check_skipped_steps(context, state, result, is_due=logging or profiling or saving)
         if logging or profiling:
-            desk.report.took(clock.take())
+            context.logger.add_phase_times(clock.take())
         if logging:
-            report_step(desk, state, result)
+            log_step(context, state, result)
         if saving:
-            begin_save(desk, state)  # before the validation, for which a notice may be too short
-        if is_due(state.step, run.eval_interval, last) and len(desk.held_out.rows):
-            report_evaluation(desk, state)
-        if desk.samples and is_due(state.step, run.sample_interval, last):
-            report_samples(desk, state)
+            start_save(context, state)  # first: a grace period may be shorter than an evaluation
+        if is_due(state.step, run.eval_interval, last) and len(context.held_out.rows):
+            run_evaluation(context, state)
+        if context.samples and is_due(state.step, run.sample_interval, last):
+            log_samples(context, state, context.samples)
         if profiling:
-            report_profile(desk, state)
-        report_collectives(desk, state, stopping)
+            log_profile(context, state)
+        log_collectives(context, state, stopping)
         if stopping and state.step < last:
-            wind_up(desk, state, clock)
-            return state, PREEMPTED, f"stopped on {asked_by(desk)}, saved"
-    wind_up(desk, state, clock)
+            finish_recording(context, state, clock)
+            return state, PREEMPTED, f"stopped on {stop_reason(context)}, saved"
+    finish_recording(context, state, clock)
     return state, 0, "done"

@@ -1,12 +1,11 @@
-"""What the loop works with, and what it does between steps: report, validate, save."""
+"""Objects the training loop uses, and its periodic actions: log, evaluate, save."""
 
 from __future__ import annotations
 
 import gc
 import math
-import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from minimind.checkpoint.saver import Saver
@@ -24,232 +23,211 @@ from minimind.errors import NumericError
 from minimind.runtime.collectives import lost_peers, together
 from minimind.runtime.durable_files import mebibytes
 from minimind.runtime.process import Progress, StopRequest
-from minimind.telemetry.progress import Report, duration
+from minimind.telemetry.progress import RunLogger, duration
 from minimind.telemetry.trace import Trace
-from minimind.train.evaluate import HeldOut, evaluate
+from minimind.train.evaluate import HeldOutRows, evaluate
 from minimind.train.sample_text import Samples, draw
 from minimind.train.skipped_steps import SkippedSteps
 
-WARM_UP = 2  # steps, in which everything that lasts is built
-TIMED = 3  # steps after which a step's time is known
-SILENCE = 3600.0  # seconds without a step line that a run warns of
-
-
-class Spared:
-    """What the garbage collector passes over while the run lasts: what its first steps built.
-
-    Thawing is of everything that is frozen. Where a notebook has frozen something by itself, the
-    run freezes nothing, so that it has nothing to thaw.
-    """
-
-    def __init__(self) -> None:
-        self._is_ours = False
-
-    def settle(self) -> None:
-        """Spare the collector all that is there."""
-        if not gc.get_freeze_count():
-            gc.collect()
-            gc.freeze()
-            self._is_ours = True
-
-    def thaw(self) -> None:
-        """Undo it, if it was done."""
-        if self._is_ours:
-            gc.unfreeze()
-            self._is_ours = False
+GC_WARMUP_STEPS = 2  # all long-lived objects exist after them
+TIMED_STEPS = 3  # the time of a step is known after them
+LONG_SILENCE = 3600.0  # seconds without a step line that deserve a warning
 
 
 @dataclass(frozen=True)
-class Desk:
-    """What the loop works with, each built by the script."""
+class RunContext:
+    """Objects that the loop and its actions share; built by `pretrain`."""
 
     run: RunConfig
     schedule: Schedule
     engine: Engine
     batches: Batches
-    held_out: HeldOut
+    held_out: HeldOutRows
     samples: Samples | None
     saver: Saver
     trace: Trace | None
-    communication: CommunicationClock | None  # watched only while profiling
-    report: Report
+    communication: CommunicationClock | None  # None unless profiling
+    logger: RunLogger
     skipped: SkippedSteps
     stop: StopRequest
     progress: Progress
-    spared: Spared = field(default_factory=Spared)
+    cleanup: ExitStack  # closed when the run ends, however it ends
 
 
-def close_with(held: ExitStack, desk: Desk) -> None:
-    """Have `held` end what works beside the loop, however the loop ends."""
-    held.callback(desk.batches.close)
-    held.callback(desk.saver.close)
-    held.callback(desk.spared.thaw)
-    if desk.trace:
-        held.callback(desk.trace.stop)
+def register_cleanup(context: RunContext) -> None:
+    """Close the background work of the loop when the run ends."""
+    context.cleanup.callback(context.batches.close)
+    context.cleanup.callback(context.saver.close)
+    if context.trace:
+        context.cleanup.callback(context.trace.stop)
 
 
-def settle(desk: Desk, steps: int) -> None:
-    """Spare the garbage collector what the run's first `steps` built, once that is all of it."""
-    if steps == WARM_UP:
-        started = time.perf_counter()
-        desk.spared.settle()
-        desk.report.pause("gc", (time.perf_counter() - started) * 1e3)
+def freeze_gc_after_warmup(context: RunContext, steps: int) -> None:
+    """Freeze all live objects after the first `steps`, so later collections skip them.
+
+    gc.unfreeze() at the end releases everything, so nothing is done where the host process (a
+    notebook) has frozen objects already.
+    """
+    if steps == GC_WARMUP_STEPS and not gc.get_freeze_count():
+        with context.logger.pausing("gc"):
+            gc.collect()
+            gc.freeze()
+            context.cleanup.callback(gc.unfreeze)
 
 
-def advance(desk: Desk, state: TrainState, steps: int) -> None:
-    """Move the bar; say so, once steps are timed, where step lines will be an hour apart."""
-    desk.report.advance()
-    if steps != TIMED:
+def advance_progress(context: RunContext, state: TrainState, steps: int) -> None:
+    """Advance the progress bar; warn once if step lines will be over an hour apart."""
+    context.logger.advance()
+    if steps != TIMED_STEPS:
         return
-    every = desk.run.log_interval
-    pace = desk.report.seconds_per_step()
-    apart = pace * min(every, desk.schedule.total_steps - state.step)
-    if apart > SILENCE:
-        desk.report.say(
-            f"warning  no step line for {duration(apart)}: a step takes {pace:.1f} s and"
-            f" --log_interval is {every:,}"
+    interval = context.run.log_interval
+    step_seconds = context.logger.seconds_per_step()
+    silence = step_seconds * min(interval, context.schedule.total_steps - state.step)
+    if silence > LONG_SILENCE:
+        context.logger.print(
+            f"warning  no step line for {duration(silence)}: a step takes {step_seconds:.1f} s and"
+            f" --log_interval is {interval:,}"
         )
 
 
-def asked_by(desk: Desk) -> str:
-    """Who asked the run to stop, be it through another rank; every rank must ask."""
-    reasons = [reason for reason in desk.engine.gather(desk.stop.reason) if reason]
-    return reasons[0] if reasons else f"--stop_at_step {desk.run.stop_at_step}"
+def stop_reason(context: RunContext) -> str:
+    """Reason for the stop request, gathered from all ranks (collective)."""
+    reasons = [reason for reason in context.engine.gather(context.stop.reason) if reason]
+    return reasons[0] if reasons else f"--stop_at_step {context.run.stop_at_step}"
 
 
-def report_step(desk: Desk, state: TrainState, result: StepResult) -> None:
-    """The step line: the loss of this very step over all ranks, and the times since the last.
+def log_step(context: RunContext, state: TrainState, result: StepResult) -> None:
+    """Log the step line: the mean loss of this step over all ranks, and times since the last line.
 
-    After it how much of them went into compiling, so that nobody takes it for something else.
+    Time spent in torch.compile is logged separately.
     """
-    loss, count = desk.engine.sum_over_ranks([float(result.loss_sum), float(result.tokens)])
+    loss, count = context.engine.sum_over_ranks([float(result.loss_sum), float(result.tokens)])
     norm = None if result.grad_norm is None else float(result.grad_norm)
-    rows = desk.batches.order.positions(state.step - 1)
-    desk.report.step(
+    rows = context.batches.order.positions(state.step - 1)
+    context.logger.step(
         {
             "step": state.step,
             "loss": loss / count,
             "lr": result.lr,
             "grad_norm": norm,
-            "clipped": norm is not None and 0 < desk.run.grad_clip < norm < math.inf,
+            "clipped": norm is not None and 0 < context.run.grad_clip < norm < math.inf,
             "skipped": int(result.skipped_so_far),
             "tokens": state.tokens,
             "rows": [rows.start, rows.stop],
-            **routing_facts(result.routing, desk.engine),
+            **routing_facts(result.routing, context.engine),
         },
-        desk.batches.tokens_per_step,
+        context.batches.tokens_per_step,
     )
-    if seconds := desk.engine.compiling.take():  # in the first step, and nowhere else
-        desk.report.event("compiled", step=state.step, seconds=seconds)
-        desk.report.say(f"step {state.step}: {seconds:.1f} s since the last line for compiling")
+    if seconds := context.engine.compiling.take():
+        context.logger.event("compiled", step=state.step, seconds=seconds)
+        context.logger.print(
+            f"step {state.step}: {seconds:.1f} s since the last line for compiling"
+        )
 
 
-def report_skipped(desk: Desk, state: TrainState, result: StepResult, is_due: bool) -> None:
-    """Tell of steps that were skipped; a NumericError on every rank when there is one too many.
+def check_skipped_steps(
+    context: RunContext, state: TrainState, result: StepResult, is_due: bool
+) -> None:
+    """Log skipped steps; raise NumericError on every rank if there are more than allowed.
 
-    Where only the device knows, it is asked when something is due anyway.
+    A flag that is on the GPU is read only if `is_due`, when the step synchronizes anyway.
     """
     try:
-        desk.skipped.look(state.step, result, is_due)
+        context.skipped.check(state.step, result, is_due)
     except NumericError:
-        report_saved(desk, wait=True)  # the last good checkpoint may still be on its way
+        poll_save(context, wait=True)  # a save in the background may hold the last good checkpoint
         raise
 
 
-def report_profile(desk: Desk, state: TrainState) -> None:
-    """Where the time of every rank went since the last profile."""
-    desk.report.profile(state.step, desk.engine.gather(desk.report.medians()))
+def log_profile(context: RunContext, state: TrainState) -> None:
+    """Log the phase times of every rank since the last profile (collective)."""
+    context.logger.profile(state.step, context.engine.gather(context.logger.medians()))
 
 
-def report_collectives(desk: Desk, state: TrainState, stopping: bool) -> None:
-    """Every --profile_interval what DeepSpeed's comms_logger tells, where its JSON has it on."""
-    is_time = stopping or is_due(state.step, desk.run.profile_interval, desk.schedule.total_steps)
-    if is_time and (told := desk.engine.backend.collectives_table()):
-        desk.report.say(f"DeepSpeed's comms_logger, up to step {state.step}:\n{told}")
-
-
-def trace(desk: Desk, state: TrainState, clock: PhaseClock, is_over: bool = False) -> None:
-    """Begin or end a trace on every rank, where --trace_steps says so or the run is over."""
-    recorder = desk.trace
-    if recorder is None or not recorder.is_due(state.step, is_over):
+def log_collectives(context: RunContext, state: TrainState, stopping: bool) -> None:
+    """Print the table of DeepSpeed's comms_logger, if enabled, every --profile_interval."""
+    last = context.schedule.total_steps
+    if not (stopping or is_due(state.step, context.run.profile_interval, last)):
         return
-    started = time.perf_counter()
-    if recorder.is_recording:
-        clock.is_traced = False
-        path = together(desk.engine, partial(recorder.write, state.step))[desk.engine.rank]
-        desk.report.say(f"step {state.step}: trace {path}, for ui.perfetto.dev")
-    else:
-        recorder.begin(state.step)
-        clock.is_traced = True
-    desk.report.pause("trace", (time.perf_counter() - started) * 1e3)
+    if table := context.engine.backend.collectives_table():
+        context.logger.print(f"DeepSpeed's comms_logger, up to step {state.step}:\n{table}")
 
 
-def report_evaluation(desk: Desk, state: TrainState) -> None:
-    """Validate, and tell."""
-    started = time.perf_counter()
-    found = evaluate(desk.engine, desk.held_out, desk.run.micro_batch_rows(desk.engine.world_size))
-    desk.report.event("eval", step=state.step, **found)
-    shown = [
-        ("", found),
-        *((f" of {name}", sums) for name, sums in found.get("by_source", {}).items()),
-    ]
-    desk.report.say(
-        "\n".join(
-            f"step {state.step}: validation loss{name} {sums['val_loss']:.4f},"
-            f" perplexity {sums['val_ppl']:.1f}, {sums['val_bpb']:.3f} bits per byte"
-            for name, sums in shown
+def update_trace(
+    context: RunContext, state: TrainState, clock: PhaseClock, is_over: bool = False
+) -> None:
+    """Start or write the trace of --trace_steps on every rank if due at this step."""
+    trace = context.trace
+    if trace is None or not trace.is_due(state.step, is_over):
+        return
+    with context.logger.pausing("trace"):
+        clock.is_traced = not trace.is_recording
+        if not trace.is_recording:
+            trace.begin(state.step)
+            return
+        path = together(context.engine, partial(trace.write, state.step))[context.engine.rank]
+        context.logger.print(f"step {state.step}: trace {path}, for ui.perfetto.dev")
+
+
+def run_evaluation(context: RunContext, state: TrainState) -> None:
+    """Compute and log the validation loss."""
+    with context.logger.pausing("evaluate"):
+        rows = context.run.micro_batch_rows(context.engine.world_size)
+        results = evaluate(context.engine, context.held_out, rows)
+        context.logger.event("eval", step=state.step, **results)
+        by_source = results.get("by_source", {})
+        parts = [("", results), *((f" of {name}", part) for name, part in by_source.items())]
+        context.logger.print(
+            "\n".join(
+                f"step {state.step}: validation loss{name} {part['val_loss']:.4f},"
+                f" perplexity {part['val_ppl']:.1f}, {part['val_bpb']:.3f} bits per byte"
+                for name, part in parts
+            )
         )
-    )
-    desk.report.pause("evaluate", (time.perf_counter() - started) * 1e3)
 
 
-def report_samples(desk: Desk, state: TrainState) -> None:
-    """Tell what the model makes of each prompt by now."""
-    if desk.samples is None:
-        return
-    started = time.perf_counter()
-    with lost_peers():
-        texts = draw(desk.engine, desk.samples)
-    for number, (prompt, text) in enumerate(zip(desk.samples.prompts, texts, strict=True)):
-        desk.report.event("sample", step=state.step, number=number, prompt=prompt, text=text)
-        desk.report.say(f"step {state.step}: sample {number + 1}: {shown(prompt + text)}")
-    desk.report.pause("sample", (time.perf_counter() - started) * 1e3)
+def log_samples(context: RunContext, state: TrainState, samples: Samples) -> None:
+    """Generate and log a continuation of each prompt."""
+    with context.logger.pausing("sample"):
+        with lost_peers():
+            texts = draw(context.engine, samples)
+        for number, (prompt, text) in enumerate(zip(samples.prompts, texts, strict=True)):
+            context.logger.event("sample", step=state.step, number=number, prompt=prompt, text=text)
+            context.logger.print(f"step {state.step}: sample {number + 1}: {shown(prompt + text)}")
 
 
-def begin_save(desk: Desk, state: TrainState) -> None:
-    """Save, in the background unless --no-async_save; the save before is waited for."""
-    started = time.perf_counter()
-    report_saved(desk, wait=True)
-    together(desk.engine, partial(require_same_text, desk))
-    desk.saver.begin(state)
-    if not desk.saver.in_background:
-        report_saved(desk, wait=True)
-    desk.report.pause("checkpoint", (time.perf_counter() - started) * 1e3)
+def start_save(context: RunContext, state: TrainState) -> None:
+    """Start saving a checkpoint, after the previous save ended; wait with --no-async_save."""
+    with context.logger.pausing("checkpoint"):
+        poll_save(context, wait=True)
+        together(context.engine, partial(check_data_unchanged, context))
+        context.saver.begin(state)
+        if not context.saver.in_background:
+            poll_save(context, wait=True)
 
 
-def require_same_text(desk: Desk) -> None:
-    """Nothing, or a DataError when a token file that this rank reads is another by now.
+def check_data_unchanged(context: RunContext) -> None:
+    """Raise DataError if a token file changed since the run started.
 
-    Before a save, so that no checkpoint holds what was learnt from it.
+    Checked before each save, so that no checkpoint contains training on modified data.
     """
-    desk.batches.require_unchanged()
-    desk.held_out.shards.require_unchanged()
+    context.batches.require_unchanged()
+    context.held_out.shards.require_unchanged()
 
 
-def report_saved(desk: Desk, wait: bool) -> None:
-    """Tell of a checkpoint once it lasts, then let older ones go; every rank waits, or none."""
-    if told := desk.saver.not_retired():
-        desk.report.say(told)
-    if saved := desk.saver.published(wait):
-        desk.report.event("checkpoint_saved", **saved)
+def poll_save(context: RunContext, wait: bool) -> None:
+    """Log a save that has finished and prune older checkpoints; every rank waits, or none."""
+    if message := context.saver.not_retired():
+        context.logger.print(message)
+    if saved := context.saver.published(wait):
+        context.logger.event("checkpoint_saved", **saved)
         size = mebibytes(saved["bytes"])
-        desk.report.say(f"step {saved['step']}: checkpoint {saved['path']} ({size})")
-        desk.saver.retire()
+        context.logger.print(f"step {saved['step']}: checkpoint {saved['path']} ({size})")
+        context.saver.retire()
 
 
-def wind_up(desk: Desk, state: TrainState, clock: PhaseClock) -> None:
-    """Write what is recorded and wait for what is being saved: the run is over, or stops."""
-    trace(desk, state, clock, is_over=True)
-    started = time.perf_counter()
-    report_saved(desk, wait=True)
-    desk.report.pause("checkpoint", (time.perf_counter() - started) * 1e3)
+def finish_recording(context: RunContext, state: TrainState, clock: PhaseClock) -> None:
+    """Write the trace and wait for the save in progress, at the end of the loop."""
+    update_trace(context, state, clock, is_over=True)
+    with context.logger.pausing("checkpoint"):
+        poll_save(context, wait=True)

@@ -1,4 +1,4 @@
-"""A failed allocation of a run as its ending: the micro-batch in force, and one that would fit."""
+"""Out of memory: the error message with the micro-batch in force and one that would fit."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from minimind.estimate.costs import Layout
 from minimind.estimate.plan import GIB, fits, largest_step, layout_of, name_of, recommend
 from minimind.estimate.shape import shape_of
 
-ASKED = re.compile(r"tried to allocate ([0-9.]+ [A-Za-z]+)", re.IGNORECASE)
+ALLOCATION = re.compile(r"tried to allocate ([0-9.]+ [A-Za-z]+)", re.IGNORECASE)
 
 
 @contextmanager
-def reported_memory(setup: Setup, resolved: Resolved) -> Iterator[None]:
-    """Turn a failed allocation inside into a MemoryFull; every other error passes unchanged."""
+def report_out_of_memory(setup: Setup, resolved: Resolved) -> Iterator[None]:
+    """Convert a failed allocation inside the block into MemoryFull; other errors pass unchanged."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -35,8 +35,8 @@ def reported_memory(setup: Setup, resolved: Resolved) -> Iterator[None]:
 
 def _message(error: BaseException, where: str, setup: Setup, resolved: Resolved) -> str:
     run, world_size = resolved.run, setup.launch.world_size
-    asked = ASKED.search(str(error))
-    tried = f" (tried to allocate {asked[1]})" if asked else ""
+    allocation = ALLOCATION.search(str(error))
+    tried = f" (tried to allocate {allocation[1]})" if allocation else ""
     micro_batch = (
         f"{run.micro_batch_rows(world_size)} rows (--batch_size {run.batch_size}"
         f"{', --split_batches' if run.split_batches else ''}) x {run.max_seq_len} tokens"
@@ -53,7 +53,7 @@ def _message(error: BaseException, where: str, setup: Setup, resolved: Resolved)
 
 
 def _capacity(setup: Setup) -> int:
-    """Bytes of memory that one process has: of its GPU, or its share of the host's."""
+    """Memory of one process in bytes: that of its GPU, or its share of the host's."""
     if setup.device == "cuda":
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -61,35 +61,31 @@ def _capacity(setup: Setup) -> int:
 
 
 def remedy(run: RunConfig, resolved: Resolved, world_size: int, device: str, memory: int) -> str:
-    """What to change so that the step fits, by the arithmetic of `minimind plan`."""
+    """Return the change that makes the step fit, by the estimate of `minimind plan`."""
     recompute = "" if run.gradient_checkpointing else ", or give --gradient_checkpointing"
     if run.hugging_face is not None:
         return (
             "halve --batch_size and double --accumulation_steps, which leaves the step as it is"
             f"{recompute} (`minimind plan` does not count models of transformers)"
         )
-    shape, here = shape_of(run), layout_of(run, world_size, resolved.config, device)
-    needed = costs.memory(shape, here)
-    counted = f"`minimind plan` counts {needed.total / GIB:.2f} GiB for it, of {memory / GIB:.2f}"
+    shape, current = shape_of(run), layout_of(run, world_size, resolved.config, device)
+    needed = costs.memory(shape, current)
+    estimate = f"`minimind plan` counts {needed.total / GIB:.2f} GiB for it, of {memory / GIB:.2f}"
     if fits(needed, memory):
-        return f"{counted}, which should fit: {_outside(device)}{recompute}"
-    if best := largest_step(shape, here, memory):
-        return f"{counted}; {_typed(run, best)} fits{recompute}"
-    if best := recommend(shape, here, memory):
-        return f"{counted}; {name_of(best)} with {_typed(run, best)} fits (docs/zero.md)"
-    return f"{counted}, and nothing fits; lower --dim, --n_layers or --max_seq_len"
+        free = "end other processes, or raise the limit on this one (ulimit -v, the container's)"
+        if device == "cuda":
+            free = (
+                "end other processes on this GPU (nvidia-smi lists them), or set"
+                " PYTORCH_ALLOC_CONF=expandable_segments:True against fragmentation"
+            )
+        return f"{estimate}, which should fit: {free}{recompute}"
+    if best := largest_step(shape, current, memory):
+        return f"{estimate}; {_flags(run, best)} fits{recompute}"
+    if best := recommend(shape, current, memory):
+        return f"{estimate}; {name_of(best)} with {_flags(run, best)} fits (docs/zero.md)"
+    return f"{estimate}, and nothing fits; lower --dim, --n_layers or --max_seq_len"
 
 
-def _outside(device: str) -> str:
-    """What takes memory beside the run."""
-    if device == "cuda":
-        return (
-            "end other processes on this GPU (nvidia-smi lists them), or set"
-            " PYTORCH_ALLOC_CONF=expandable_segments:True against fragmentation"
-        )
-    return "end other processes, or raise the limit on this one (ulimit -v, the container's)"
-
-
-def _typed(run: RunConfig, best: Layout) -> str:
-    rows = best.rows * (best.world_size if run.split_batches else 1)
-    return f"--batch_size {rows} --accumulation_steps {best.accumulation_steps}"
+def _flags(run: RunConfig, layout: Layout) -> str:
+    rows = layout.rows * (layout.world_size if run.split_batches else 1)
+    return f"--batch_size {rows} --accumulation_steps {layout.accumulation_steps}"

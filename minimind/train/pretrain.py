@@ -1,4 +1,4 @@
-"""A run from its configuration to its last checkpoint: what the loop needs, built in order."""
+"""A run from its configuration to its end: builds what the loop needs, in order."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from minimind.config.deepspeed.resolve import Resolved
 from minimind.config.launcher_env import read_launch
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.config.schedule import Schedule
+from minimind.data.loader.batches import Batches
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared
 from minimind.engine.build import Engine, build_engine, leave, require_accepted, section_faults
@@ -31,48 +32,47 @@ from minimind.report.page import REPORT_NAME, write_report
 from minimind.runtime.durable_files import storing
 from minimind.runtime.process import Progress
 from minimind.telemetry.mfu import mfu_per_speed, peak_of
-from minimind.telemetry.progress import Report
+from minimind.telemetry.progress import RunLogger
 from minimind.telemetry.trace import require_traceable, trace_of, traced_steps
 from minimind.telemetry.trackers import FINISH, open_trackers
 from minimind.train.build import (
-    batches_of,
-    continued,
     held_out_of,
-    plan,
+    plan_data_and_schedule,
     prepare_data,
     require_default_data,
     require_length,
     require_resume_path,
     require_same_files,
+    resume_order,
     with_prepared,
 )
-from minimind.train.initial_weights import Initial, read_initial
+from minimind.train.initial_weights import InitialModel, read_initial
 from minimind.train.loop import train
-from minimind.train.loop_actions import Desk, close_with
-from minimind.train.memory_report import reported_memory
+from minimind.train.loop_actions import RunContext, register_cleanup
+from minimind.train.memory_report import report_out_of_memory
 from minimind.train.sample_text import prompts_of, samples_of
 from minimind.train.settings import dry_run_text
 from minimind.train.skipped_steps import SkippedSteps
-from minimind.train.start_summary import opening
+from minimind.train.start_summary import startup_summary
 
-# Seconds that a rank waits for another that reads or writes a checkpoint: a disk may be slow, and a
-# rank that is gone or stopped is noticed by other means.
-PATIENCE = 3600
+# How long a rank waits for another one that reads or writes a checkpoint: a disk may be slow, and a
+# dead or stopped rank is detected by other means.
+CHECKPOINT_TIMEOUT_S = 3600
 SHARDING = ("world_size", "zero_stage")
 
 
 def pretrain(run: RunConfig, progress: Progress) -> int:
-    """Train `run` to its end or to a request to stop; 0 or 75. With --dry_run only tell."""
+    """Train until the run ends or is asked to stop; return 0 or 75. --dry_run only prints."""
     progress.stop.limit(run.max_minutes)
     launch = read_launch(os.environ)
     initial = read_initial(run)
     run = initial.run
     setup = read_setup(run, launch)
-    # Mistakes before the work.
+    # Report every mistake before the long work.
     resolved = setup.resolve(sections=partial(section_faults, device=setup.device))
     require_accepted(resolved, setup.device)
-    for key, place in outputs(resolved.config).items():
-        require_output(Path(place), f"{resolved.path}: {key}")
+    for key, path in outputs(resolved.config).items():
+        require_output(Path(path), f"{resolved.path}: {key}")
     prompts_of(run)
     traced_steps(run)
     if run.dry_run:
@@ -82,85 +82,101 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     require_default_data(run)
     require_resume_path(run)
     require_writable(Path(run.out_dir))
-    with ExitStack() as held:
-        return train_resolved(setup, resolved, initial, progress, held)
+    with ExitStack() as cleanup:
+        return train_resolved(setup, resolved, initial, progress, cleanup)
 
 
 def train_resolved(
-    setup: Setup, resolved: Resolved, initial: Initial, progress: Progress, held: ExitStack
+    setup: Setup, resolved: Resolved, initial: InitialModel, progress: Progress, cleanup: ExitStack
 ) -> int:
-    """The same for a run whose mistakes have been told; `held` closes what it opens."""
-    run, is_first = setup.run, setup.launch.rank == 0
+    """Prepare the data, build the engine, train; `cleanup` closes what is opened."""
+    run, is_rank_0 = setup.run, setup.launch.rank == 0
     out_dir = Path(run.out_dir)
-    claimed = is_first and out_dir.exists()
-    if claimed:  # before the long work
+    is_locked = is_rank_0 and out_dir.exists()
+    if is_locked:  # refuse a folder in use before the long work
         progress.lock = claim(out_dir)
     prepared = prepare_data(run)
-    order, schedule = plan(resolved.run, prepared, setup.launch.world_size)
+    order, schedule = plan_data_and_schedule(resolved.run, prepared, setup.launch.world_size)
     require_traceable(run, schedule.total_steps)
     setup = replace(setup, run=with_prepared(run, prepared))
     resolved = setup.resolve(schedule)
     run = resolved.run
-    if is_first and not claimed:
+    if is_rank_0 and not is_locked:
         progress.lock = claim(out_dir)
     progress.out_dir = out_dir
-    held.enter_context(reported_memory(setup, resolved))
+    cleanup.enter_context(report_out_of_memory(setup, resolved))
     engine = build_engine(resolved, initial.build(run, prepared.tokenizer), setup.device)
-    held.callback(engine.release)
+    cleanup.callback(engine.release)
     engine.introduce(progress.peers)
     require_same_files(engine, out_dir, prepared)
     with storing(str(out_dir), "mend its rights, or give another --out_dir"):
-        share = mfu_per_speed(run, initial.architecture, engine.device, engine.world_size)
-        total_steps, is_speaker = schedule.total_steps, engine.rank == 0
-        report = Report(out_dir, total_steps, engine.device, is_speaker, run.profile, share)
-    held.callback(report.close)
-    desk, resumed = build_desk(run, prepared, order, schedule, engine, report, progress, initial)
-    close_with(held, desk)
+        mfu = mfu_per_speed(run, initial.architecture, engine.device, engine.world_size)
+        logger = RunLogger(
+            out_dir, schedule.total_steps, engine.device, engine.rank == 0, run.profile, mfu
+        )
+    cleanup.callback(logger.close)
+    context, resumed = build_context(
+        run, prepared, order, schedule, engine, logger, progress, initial, cleanup
+    )
+    register_cleanup(context)
     if engine.rank == 0:
         with storing(str(out_dir), "free some space, or give another --out_dir"):
             write_reference(out_dir, resolved)
             prepared.list_rejected(out_dir)
         prepared.tokenizer.save(out_dir / "tokenizer")
-        if resumed.state.step < schedule.total_steps:  # else they would hold nothing
-            told = {name: getattr(run, name) for name in FLAGS}
-            report.trackers = open_trackers(run, resumed.state.step, told)
-    tell_start(desk, prepared, resumed, initial, advice(setup, resolved))
+        if resumed.state.step < schedule.total_steps:  # else the trackers' runs would be empty
+            flags = {name: getattr(run, name) for name in FLAGS}
+            logger.trackers = open_trackers(run, resumed.state.step, flags)
+    log_run_start(context, prepared, resumed, initial, advice(setup, resolved))
     progress.has_started = True
-    state, status, reason = train(desk, resumed.state)
-    finish(desk, state, status, reason)
+    state, status, reason = train(context, resumed.state)
+    finish(context, state, status, reason)
     return status
 
 
-def build_desk(
+def build_context(
     run: RunConfig,
     prepared: Prepared,
     order: Order,
     schedule: Schedule,
     engine: Engine,
-    report: Report,
+    logger: RunLogger,
     progress: Progress,
-    initial: Initial,
-) -> tuple[Desk, Resumed]:
-    """What the loop works with, the state resumed; a request to stop is remembered from here on."""
+    initial: InitialModel,
+    cleanup: ExitStack,
+) -> tuple[RunContext, Resumed]:
+    """Resume the state and build the loop's objects.
+
+    From here on a stop signal takes effect at the end of a step.
+    """
     root = Path(run.out_dir) / "checkpoints"
-    same = identity(run, initial.architecture.identity(run), prepared, schedule, order, engine)
-    ranks = engine.another_group(PATIENCE)
-    resumed = resume(engine, ranks, root, run.resume, same, run.allowed_changes())
+    own = identity(run, initial.architecture.identity(run), prepared, schedule, order, engine)
+    ranks = engine.another_group(CHECKPOINT_TIMEOUT_S)
+    resumed = resume(engine, ranks, root, run.resume, own, run.allowed_changes())
     if resumed.path:
-        order = continued(order, resumed)
+        order = resume_order(order, resumed)
     require_length(run, resumed.state.step, schedule, order)
     saver = Saver(
         engine,
         ranks,
         root,
         run.keep_last,
-        {**facts(run, same, order, engine), "init_from": initial.origin(resumed.manifest)},
-        texts(prepared, engine),
+        {**facts(run, own, order, engine), "init_from": initial.origin(resumed.manifest)},
+        sidecar_files(prepared, engine),
         run.async_save,
         run.save_minutes,
     )
-    batches = batches_of(run, prepared, order, engine)
-    desk = Desk(
+    batches = Batches(
+        prepared.train,
+        order,
+        run.max_seq_len + 1,
+        run.micro_batch_rows(engine.world_size),
+        engine.rank,
+        engine.world_size,
+        engine.device,
+        run.num_workers,
+    )
+    context = RunContext(
         run=run,
         schedule=schedule,
         engine=engine,
@@ -170,16 +186,17 @@ def build_desk(
         saver=saver,
         trace=trace_of(run, engine.rank),
         communication=engine.watched() if run.profile else None,
-        report=report,
-        skipped=SkippedSteps(run, engine, order, batches.at, prepared.tokenizer.decode, report),
+        logger=logger,
+        skipped=SkippedSteps(run, engine, order, batches.at, prepared.tokenizer.decode, logger),
         stop=progress.begin(),
         progress=progress,
+        cleanup=cleanup,
     )
-    return desk, resumed
+    return context, resumed
 
 
-def texts(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
-    """Small files beside the tensors: enough to generate from a checkpoint alone."""
+def sidecar_files(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
+    """Small files beside the tensors: enough to generate text from a checkpoint alone."""
     return {
         "ds_config.resolved.json": json.dumps(engine.resolved.config, indent=2).encode(),
         "config.json": engine.model.config.to_json_string().encode(),
@@ -187,91 +204,90 @@ def texts(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
     }
 
 
-def tell_start(
-    desk: Desk, prepared: Prepared, resumed: Resumed, initial: Initial, notes: list[str]
+def log_run_start(
+    context: RunContext,
+    prepared: Prepared,
+    resumed: Resumed,
+    initial: InitialModel,
+    notes: list[str],
 ) -> None:
-    """Say and record what is about to happen; a StorageError where no checkpoint would fit."""
-    run, engine, report, order = desk.run, desk.engine, desk.report, desk.batches.order
+    """Log the run's start; raise StorageError if no checkpoint would fit."""
+    run, engine, logger, order = context.run, context.engine, context.logger, context.batches.order
     for bad in resumed.rejected:
-        report.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
-        report.say(f"checkpoint {bad.path} is passed over: {bad.file} {bad.reason}")
+        logger.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
+        logger.print(f"checkpoint {bad.path} is passed over: {bad.file} {bad.reason}")
     state, path, peak = resumed.state, resumed.path, peak_of(run, engine.device)
-    room = (
-        desk.saver.require_room()
-        if state.step < desk.schedule.total_steps
-        else "nothing is left to save"
-    )
-    report.event(
+    room = "no step is left, so nothing is saved"
+    if state.step < context.schedule.total_steps:
+        room = context.saver.require_room()
+    current = layout(run, engine)
+    logger.event(
         "run_start",
         step=state.step,
         resume_from=str(path) if path else None,
         init_from=initial.origin(resumed.manifest),
-        **layout(run, engine),
+        **current,
         dtype=run.dtype,
         device=engine.device.type,
         hardware=hardware(engine.device),
         peak_tflops=peak[0] if peak else None,
         peak_source=peak[1] if peak else None,
         parameters=engine.parameters,
-        tokens_per_step=desk.batches.tokens_per_step,
+        tokens_per_step=context.batches.tokens_per_step,
         rows_per_epoch=order.n_rows,
-        total_steps=desk.schedule.total_steps,
+        total_steps=context.schedule.total_steps,
         versions=versions(),
         commit=source_commit(),
         rotary=engine.gather(rotary_dtype(engine.model)),
     )
-    now = layout(run, engine)
-    before = {key: resumed.manifest.get(key, now[key]) for key in now}  # an old one tells less
-    if path and before != now:
-        told = [f"{key} {before[key]} -> {now[key]}" for key in now if before[key] != now[key]]
-        report.say(f"shared out anew: {', '.join(told)}")
-        was, is_now = ({key: side[key] for key in SHARDING} for side in (before, now))
-        if was != is_now:
-            report.event("checkpoint_resharded", **{"from": was, "to": is_now})
+    saved = {key: resumed.manifest.get(key, current[key]) for key in current}
+    if path and saved != current:
+        changes = [
+            f"{key} {saved[key]} -> {now}" for key, now in current.items() if saved[key] != now
+        ]
+        logger.print(f"checkpoint resharded: {', '.join(changes)}")
+        before, after = ({key: side[key] for key in SHARDING} for side in (saved, current))
+        if before != after:
+            logger.event("checkpoint_resharded", **{"from": before, "to": after})
     if resumed.changed:
-        told = [str(one) for one in resumed.changed]
-        report.event("run_changed", changes=told)
-        report.say(f"allowed to change: {'; '.join(told)}")
+        changes = [str(one) for one in resumed.changed]
+        logger.event("run_changed", changes=changes)
+        logger.print(f"changed with --allow_change: {'; '.join(changes)}")
     notes = [*filter(None, (initial.architecture.line(), initial.line())), *notes]
     if (traced := traced_steps(run)) and traced[1] <= state.step:
         notes.append(f"trace    none: --trace_steps {run.trace_steps} is before step {state.step}")
-    report.say(opening(desk, prepared, resumed, room, notes))
+    logger.print(startup_summary(context, prepared, resumed, room, notes))
 
 
-def finish(desk: Desk, state: TrainState, status: int, reason: str) -> None:
-    """Tell the end, on every rank at the same moment."""
-    desk.batches.close()
-    if told := desk.saver.not_retired(wait=True):
-        desk.report.say(told)
+def finish(context: RunContext, state: TrainState, status: int, reason: str) -> None:
+    """Log the end of the run and write its report; every rank leaves the process group."""
+    run, logger = context.run, context.logger
+    context.batches.close()
+    if message := context.saver.not_retired(wait=True):
+        logger.print(message)
     code = "DONE" if status == 0 else "PREEMPTED"
     end = {"code": code, "status": status, "reason": reason, "step": state.step}
-    desk.report.event("exit", **end, **desk.report.untold())
-    desk.report.close(patience=min(FINISH, desk.run.dist_timeout / 2))  # other ranks wait below
+    logger.event("exit", **end, **logger.unlogged_pauses())
+    logger.close(timeout=min(FINISH, run.dist_timeout / 2))  # other ranks wait at the barrier
     if status:
-        again = "run the same command again"
-        if desk.run.resume != "auto":  # which would begin where this start began
-            again = f"run it again without --resume {shlex.quote(desk.run.resume)}"
-        desk.report.say(f"{reason} at step {state.step}; {again} to go on")
+        command = "run the same command again"
+        if run.resume != "auto":  # the same command would resume from the same checkpoint
+            command = f"run it again without --resume {shlex.quote(run.resume)}"
+        logger.print(f"{reason} at step {state.step}; {command} to go on")
     else:
         command = os.path.relpath(Path(sys.executable).parent / "minimind")
-        place = shlex.quote(desk.run.out_dir)
-        desk.report.say(
+        logger.print(
             f"done: {state.step} steps, {state.tokens:,} tokens; try\n"
-            f'  {command} generate --checkpoint {place} --prompt "..."'
+            f'  {command} generate --checkpoint {shlex.quote(run.out_dir)} --prompt "..."'
         )
-    if desk.engine.rank == 0:
-        write_page(desk)
-    desk.engine.barrier()
-    if desk.progress.peers:
-        desk.progress.peers.close()
+    if context.engine.rank == 0:
+        out_dir = Path(run.out_dir)
+        try:
+            write_report([out_dir], out_dir / REPORT_NAME, "free some space")
+            logger.print(f"report {out_dir / REPORT_NAME}")
+        except (StorageError, UsageError) as error:  # UsageError: metrics.jsonl was removed
+            logger.print(f"no report: {error}")
+    context.engine.barrier()
+    if context.progress.peers:
+        context.progress.peers.close()
     leave()
-
-
-def write_page(desk: Desk) -> None:
-    """Write the run's report into its out_dir and print its path, or why there is none."""
-    out_dir = Path(desk.run.out_dir)
-    try:
-        write_report([out_dir], out_dir / REPORT_NAME, "free some space")
-        desk.report.say(f"report {out_dir / REPORT_NAME}")
-    except (StorageError, UsageError) as error:  # metrics.jsonl was taken away
-        desk.report.say(f"no report: {error}")

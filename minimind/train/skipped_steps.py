@@ -1,7 +1,7 @@
-"""Steps that were skipped because a loss or gradient was no number: told, dumped, and limited.
+"""Steps skipped because the loss or gradient is not finite: logged, dumped, limited.
 
-The backends skip, by the gradient that all ranks have reduced together. So all of them skip the
-same step, and what stands here behind "if skipped" may be collective.
+A backend skips by the gradient that all ranks have reduced. All ranks skip the same steps, so the
+code for skipped steps may be collective.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from minimind.engine.plain_backend import StepResult
 from minimind.errors import NumericError
 from minimind.runtime.collectives import Ranks
 from minimind.runtime.durable_files import storing
-from minimind.telemetry.progress import Report
+from minimind.telemetry.progress import RunLogger
 
 ROWS_FILE = "nonfinite_rows.jsonl"
-# Dumped of one rank and step: where the weights themselves are at fault, every row seems to be.
-MOST_ROWS = 64
-MOST_UNREAD = 64  # steps, whose losses are kept until they are looked at
+MAX_ROWS = 64  # dumped per rank and step: if the weights are not finite, every row is affected
+MAX_PENDING = 64  # steps whose flags stay on the device
 
 
 @dataclass(frozen=True)
-class AtFault:
-    """One rank's micro-batches whose loss was not finite, and their rows as they were read."""
+class NonfiniteRows:
+    """One rank's micro-batches with a loss that is not finite, and their rows."""
 
     micro_batches: list[int]
     rows: list[dict[str, Any]]
@@ -40,63 +39,73 @@ class AtFault:
 
 @dataclass
 class SkippedSteps:
-    """Looks at every step; of those that were skipped `out_dir`/nonfinite_rows.jsonl has the rows.
+    """Checks every step; writes the rows of skipped ones to `out_dir`/nonfinite_rows.jsonl.
 
-    Only float16 counts in a row, and from 0 after a resume: there a skipped step is how the loss
-    scaler finds its scale, elsewhere it is a fault.
+    In float16 consecutive skips are counted, since the last resume: there a skip is how the loss
+    scaler finds its scale. Elsewhere all skips of the run are counted.
     """
 
     run: RunConfig
     ranks: Ranks
     order: Order
     batches_at: Callable[[int], Sequence[torch.Tensor]]  # this rank's micro-batches, by step
-    text_of: Callable[[list[int]], str]
-    report: Report
-    in_a_row: int = 0
-    unread: list[tuple[int, StepResult]] = field(default_factory=list)
+    decode: Callable[[list[int]], str]
+    logger: RunLogger
+    consecutive: int = 0
+    pending: list[tuple[int, StepResult]] = field(default_factory=list)
 
     @property
     def path(self) -> Path:
-        """Where the rows are dumped."""
+        """File of the dumped rows."""
         return Path(self.run.out_dir) / ROWS_FILE
 
-    def look(self, step: int, result: StepResult, is_due: bool = True) -> None:
-        """Nothing for a step that was taken; one that was skipped is told, its rows dumped.
+    def check(self, step: int, result: StepResult, is_due: bool = True) -> None:
+        """Log a skipped step and dump its rows; raise NumericError on every rank if too many.
 
-        A NumericError on every rank once there are more than `max_skipped`. Where only the device
-        knows of it, steps are looked at together, when `is_due` or they are many.
+        Flags that are on a device are read together, if `is_due` or MAX_PENDING steps wait.
         """
         if not isinstance(result.is_skipped, torch.Tensor):
-            return self._look_at(step, result, result.is_skipped)
-        self.unread.append((step, result))
-        if is_due or len(self.unread) == MOST_UNREAD:
-            unread, self.unread = self.unread, []
-            flags = torch.stack([torch.as_tensor(one.is_skipped) for _, one in unread])
-            for (number, one), is_skipped in zip(unread, flags.tolist(), strict=True):
-                self._look_at(number, one, is_skipped)
+            return self._check(step, result, result.is_skipped)
+        self.pending.append((step, result))
+        if is_due or len(self.pending) == MAX_PENDING:
+            pending, self.pending = self.pending, []
+            flags = torch.stack([torch.as_tensor(result.is_skipped) for _, result in pending])
+            for (number, result), is_skipped in zip(pending, flags.tolist(), strict=True):
+                self._check(number, result, is_skipped)
 
-    def _look_at(self, step: int, result: StepResult, is_skipped: bool) -> None:
-        self.in_a_row = self.in_a_row + 1 if is_skipped else 0
+    def _check(self, step: int, result: StepResult, is_skipped: bool) -> None:
+        self.consecutive = self.consecutive + 1 if is_skipped else 0
         if not is_skipped:
             return
-        found = self.ranks.gather(self._at_fault(step, result.loss_sums))
-        at_fault = {rank: own.micro_batches for rank, own in enumerate(found) if own.micro_batches}
-        reason = "loss" if at_fault else "gradient"
+        by_rank = self.ranks.gather(self._local_rows(step, result.loss_sums))
+        bad = {rank: own.micro_batches for rank, own in enumerate(by_rank) if own.micro_batches}
+        reason = "loss" if bad else "gradient"
         if self.ranks.rank == 0:
             with storing(str(self.path), "free some space, or mend the path of --out_dir"):
                 with open(self.path, "a", encoding="utf-8") as file:
-                    for line in self._lines(step, reason, found):
+                    for line in self._lines(step, reason, by_rank):
                         file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self.report.event("step_skipped", step=step, reason=reason, ranks=list(at_fault))
-        told = f"step {step} is skipped: {_told(at_fault)}"
-        in_fp16 = self.run.dtype == "float16"
-        count = self.in_a_row if in_fp16 else int(result.skipped_so_far)
-        told += f"; {count} {'in a row' if in_fp16 else 'in all'}"
-        if count > self.run.max_skipped:
-            raise NumericError(f"{told}, {self._way_out()}", cause_rank=min(at_fault, default=0))
-        self.report.say(f"{told}, {self.run.max_skipped} are allowed (--max_skipped)")
+        self.logger.event("step_skipped", step=step, reason=reason, ranks=list(bad))
+        is_fp16 = self.run.dtype == "float16"
+        count = self.consecutive if is_fp16 else int(result.skipped_so_far)
+        cause = "the gradient is not finite, though every loss is"
+        if bad:
+            ranks = (f"rank {rank} (micro-batch {_join(numbers)})" for rank, numbers in bad.items())
+            cause = f"the loss is not finite on {', '.join(ranks)}"
+        message = f"step {step} is skipped: {cause}; {count} {'in a row' if is_fp16 else 'in all'}"
+        limit = self.run.max_skipped
+        if count <= limit:
+            return self.logger.print(f"{message}, {limit} are allowed (--max_skipped)")
+        scale = "a lower fp16.initial_scale_power, " if is_fp16 else ""
+        raise NumericError(
+            f"{message}, more than max_skipped = {limit} ({self.run.sources['max_skipped']}); look"
+            f" at the rows in {self.path} and take bad text out of the data, or go back to the last"
+            f" checkpoint with {scale}a lower --learning_rate or --grad_clip (and --allow_change"
+            " lr), or with a higher --max_skipped",
+            cause_rank=min(bad, default=0),
+        )
 
-    def _at_fault(self, step: int, losses: Sequence[torch.Tensor]) -> AtFault:
+    def _local_rows(self, step: int, losses: Sequence[torch.Tensor]) -> NonfiniteRows:
         order, rank, world_size = self.order, self.ranks.rank, self.ranks.world_size
         first = order.positions(step - 1).start + order.rows_per_step // world_size * rank
         indices = order.rows_for(step - 1, rank, world_size).tolist()
@@ -107,38 +116,22 @@ class SkippedSteps:
             for at, tokens in enumerate(batch, number * len(batch)):
                 place = {"micro_batch": number, "position": first + at, "row": indices[at]}
                 rows.append({**place, "loss": None, "tokens": tokens})
-        return AtFault(bad, rows[:MOST_ROWS], len(rows[MOST_ROWS:]))
+        return NonfiniteRows(bad, rows[:MAX_ROWS], len(rows[MAX_ROWS:]))
 
-    def _lines(self, step: int, reason: str, found: list[AtFault]) -> Iterator[dict[str, Any]]:
+    def _lines(
+        self, step: int, reason: str, by_rank: list[NonfiniteRows]
+    ) -> Iterator[dict[str, Any]]:
         positions = self.order.positions(step - 1)
-        if reason == "gradient":  # of which nobody can tell after its reduction whose it was
+        if reason == "gradient":  # after the reduction its rank is unknown
             yield {"step": step, "reason": reason, "positions": [positions.start, positions.stop]}
-        for rank, own in enumerate(found):
+        for rank, own in enumerate(by_rank):
             for row in own.rows:
-                text = self.text_of(row["tokens"])
+                text = self.decode(row["tokens"])
                 yield {"step": step, "reason": reason, "rank": rank, **row, "text": text}
             if own.rows_left_out:
                 yield {"step": step, "rank": rank, "rows_left_out": own.rows_left_out}
 
-    def _way_out(self) -> str:
-        run = self.run
-        scale = "a lower fp16.initial_scale_power, " if run.dtype == "float16" else ""
-        return (
-            f"more than max_skipped = {run.max_skipped} ({run.sources['max_skipped']}); look at the"
-            f" rows in {self.path} and take bad text out of the data, or go back to the last"
-            f" checkpoint with {scale}a lower --learning_rate or --grad_clip (and --allow_change"
-            " lr), or with a higher --max_skipped"
-        )
 
-
-def _told(at_fault: dict[int, list[int]]) -> str:
-    """Which ranks and micro-batches, counted from 0, had a loss that was not finite."""
-    numbers = (f"rank {rank} (micro-batch {_listed(bad)})" for rank, bad in at_fault.items())
-    if at_fault:
-        return f"the loss is not finite on {', '.join(numbers)}"
-    return "the gradient is not finite, though every loss is"
-
-
-def _listed(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:4]))
-    return f"{shown} and {len(numbers) - 4} more" if len(numbers) > 4 else shown
+def _join(numbers: list[int]) -> str:
+    text = ", ".join(map(str, numbers[:4]))
+    return f"{text} and {len(numbers) - 4} more" if len(numbers) > 4 else text

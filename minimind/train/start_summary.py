@@ -1,4 +1,4 @@
-"""What a run prints at its start: what is trained and where it goes, and what is not a default."""
+"""The start summary: model, data, schedule and output, then the settings that are not default."""
 
 from __future__ import annotations
 
@@ -12,88 +12,95 @@ from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.loader.manifest import where_listed
 from minimind.data.prepare.prepare import Prepared
-from minimind.telemetry.mfu import peak_told
-from minimind.train.loop_actions import Desk
+from minimind.telemetry.mfu import peak_text
+from minimind.train.loop_actions import RunContext
 from minimind.train.settings import (
     COLUMNS,
     LABEL,
-    differing,
-    labelled,
-    place_of,
+    labelled_lines,
+    non_default_settings,
     resolved_table,
-    shortened,
+    short_source,
+    shorten,
 )
 
-MOST = 20  # lines of a start, as long as nothing has to be said but what is set
-LEAST = 3  # of which so many are for what is set
+MAX_LINES = 20  # of the summary, warnings and notes aside
+MIN_SETTINGS = 3  # lines of settings that are shown in any case
 FIRST_OF_ONE_CYCLE = 2000  # steps; DeepSpeed's default
 
 
-def opening(
-    desk: Desk, prepared: Prepared, resumed: Resumed, room: str, told: Sequence[str]
+def startup_summary(
+    context: RunContext, prepared: Prepared, resumed: Resumed, room: str, notes: Sequence[str]
 ) -> str:
-    """The lines before the first step.
+    """Return the lines printed before the first step.
 
-    `room` says how many checkpoints fit; `told` is what else there is to say of this start, a text
-    or a line that has a label.
+    `room` states how many checkpoints fit; `notes` are further texts, with or without a label.
     """
-    run, state = desk.run, resumed.state
+    run, state = context.run, resumed.state
     lines = [
-        *labelled("model", _series(_model(desk, prepared))),
-        *labelled("data", _series(_data(desk, prepared))),
-        *labelled("step", [_step(desk)]),
-        *labelled("length", _series(_length(desk, state))),
-        *labelled("rate", [_rate(desk)]),
-        *labelled("backend", _series(_backend(desk))),
-        *labelled("output", _series([shortened(run.out_dir, 60), _cadence(run), room])),
+        *labelled_lines("model", _series(_model(context, prepared))),
+        *labelled_lines("data", _series(_data(context, prepared))),
+        *labelled_lines("step", [_step(context)]),
+        *labelled_lines("length", _series(_length(context, state))),
+        *labelled_lines("rate", [_rate(context)]),
+        *labelled_lines("backend", _series(_backend(context))),
+        *labelled_lines("output", _series([shorten(run.out_dir, 60), _cadence(run), room])),
     ]
-    notes = [line for text in told for line in _note(text)]
-    for warning in cadence_warnings(run, desk.schedule, desk.engine.resolved.config, state.step):
-        notes += labelled("warning", warning.split(" "))
-    notes += labelled("start", [_start(run, resumed)])
+    note_lines: list[str] = []
+    for note in notes:
+        label, gap, text = note.partition("  ")  # as in `weights  from a/b`
+        note_lines += labelled_lines(*(label, text.split()) if gap else ("note", note.split()))
+    for warning in cadence_warnings(
+        run, context.schedule, context.engine.resolved.config, state.step
+    ):
+        note_lines += labelled_lines("warning", warning.split(" "))
+    note_lines += labelled_lines("start", [_start(run, resumed)])
     if run.verbose:
-        return "\n".join([*lines, resolved_table(desk.engine.resolved), *notes])
-    return "\n".join([*lines, *_settings(desk, MOST - len(lines) - len(notes)), *notes])
-
-
-def _note(text: str) -> list[str]:
-    label, gap, words = text.partition("  ")  # as in `weights  from a/b`
-    return labelled(label, words.split()) if gap else labelled("note", text.split())
+        return "\n".join([*lines, resolved_table(context.engine.resolved), *note_lines])
+    settings = [
+        line
+        for label, pieces in non_default_settings(context.engine.resolved).items()
+        for line in labelled_lines(label, pieces)
+    ]
+    kept = settings[: max(MIN_SETTINGS, MAX_LINES - len(lines) - len(note_lines) - 1)]
+    part = "these are not all; " if len(kept) < len(settings) else ""
+    more = f"{part}every value and its source: --verbose, or config.yaml in out_dir"
+    return "\n".join([*lines, *kept, f"{'more':<{LABEL}}{more}", *note_lines])
 
 
 def cadence_warnings(
     run: RunConfig, schedule: Schedule, config: dict[str, Any], step: int
 ) -> list[str]:
-    """What a run from `step` on does not do before it ends: save, log, or reach its peak rate."""
+    """Warnings that a run from `step` on ends without a save, a step line, or its peak rate."""
     end = schedule.total_steps
     if run.stop_at_step and run.stop_at_step > step:
         end = min(end, run.stop_at_step)
     if step >= end:
         return []
-    found, last = [], f"step {end:,}, the last"
+    warnings, last = [], f"step {end:,}, the last"
     if not run.save_minutes and _is_never_due(run.save_interval, step, end):
-        found.append(
+        warnings.append(
             f"no checkpoint before {last}: --save_interval is {run.save_interval:,} and"
             " --save_minutes 0"
         )
     if _is_never_due(run.log_interval, step, end):
-        found.append(f"no step line before {last}: --log_interval is {run.log_interval:,}")
+        warnings.append(f"no step line before {last}: --log_interval is {run.log_interval:,}")
     warmup = _warmup_steps(schedule, config)
     if step < end <= warmup:
-        found.append(
+        warnings.append(
             f"the run stops at step {end:,}, {'before' if end < warmup else 'at'} the end of its"
             f" warm-up of {warmup:,} steps"
         )
-    return found
+    return warnings
 
 
-def _is_never_due(every: int, step: int, end: int) -> bool:
-    """Whether nothing is due strictly between `step` and `end`, though there are steps between."""
-    return end - step > 1 and step // every == (end - 1) // every
+def _is_never_due(interval: int, step: int, end: int) -> bool:
+    """Whether no multiple of `interval` lies strictly between `step` and `end`."""
+    return end - step > 1 and step // interval == (end - 1) // interval
 
 
 def _warmup_steps(schedule: Schedule, config: dict[str, Any]) -> int:
-    """Steps in which the rate rises: ours, or those of DeepSpeed's scheduler."""
+    """Warm-up steps of the schedule, or of DeepSpeed's scheduler."""
     scheduler = config.get("scheduler")
     if not scheduler or not scheduler.get("type"):
         return schedule.warmup_steps
@@ -103,18 +110,8 @@ def _warmup_steps(schedule: Schedule, config: dict[str, Any]) -> int:
     return int(params.get("warmup_num_steps", 0))
 
 
-def _settings(desk: Desk, most: int) -> list[str]:
-    """What is not a default, in at most so many lines, and how to see the rest."""
-    found = differing(desk.engine.resolved)
-    lines = [line for label, words in found.items() for line in labelled(label, words)]
-    kept = lines[: max(LEAST, most - 1)]
-    record = "config.yaml in out_dir"
-    some = "these are not all; " if len(kept) < len(lines) else ""
-    return [*kept, f"{'more':<{LABEL}}{some}every value and its source: --verbose, or {record}"]
-
-
 def _series(items: Sequence[str]) -> list[str]:
-    """The same with a semicolon between two."""
+    """Add a semicolon to all items but the last."""
     return [*(f"{item};" for item in items[:-1]), *items[-1:]]
 
 
@@ -122,45 +119,45 @@ def _count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def _model(desk: Desk, prepared: Prepared) -> list[str]:
-    run, vocabulary = desk.run, desk.engine.model.config.vocab_size
+def _model(context: RunContext, prepared: Prepared) -> list[str]:
+    run, vocabulary = context.run, context.engine.model.config.vocab_size
     unused = vocabulary - run.vocab_size + prepared.tokenizer.unused
-    name = f"{shortened(run.model, 40)}, " if run.model and not run.hugging_face else ""
-    size = f"{name}{desk.engine.parameters:,} parameters"
+    name = f"{shorten(run.model, 40)}, " if run.model and not run.hugging_face else ""
+    size = f"{name}{context.engine.parameters:,} parameters"
     some = f" ({unused:,} of it unused)" if unused else ""
     return [size, f"vocabulary {vocabulary:,}{some}"]
 
 
-def _data(desk: Desk, prepared: Prepared) -> list[str]:
-    run, rejected = desk.run, prepared.manifest["rejected"]
+def _data(context: RunContext, prepared: Prepared) -> list[str]:
+    run, rejected = context.run, prepared.manifest["rejected"]
     first, *others = run.data_path
     more = f" and {len(others)} more" if others else ""
-    found = [
-        f"{shortened(first, COLUMNS - LABEL - len(more) - 1)}{more}",
-        f"{len(prepared.train):,} tokens in {_count(desk.batches.order.n_rows, 'row')} of"
+    items = [
+        f"{shorten(first, COLUMNS - LABEL - len(more) - 1)}{more}",
+        f"{len(prepared.train):,} tokens in {_count(context.batches.order.n_rows, 'row')} of"
         f" {run.max_seq_len + 1}",
-        f"{len(desk.held_out.rows):,} held out for validation",
+        f"{len(context.held_out.rows):,} held out for validation",
     ]
     if rejected["count"]:
         bad = _count(rejected["count"], "bad document")
-        found.append(f"{bad} passed over ({where_listed(rejected)})")
-    return found
+        items.append(f"{bad} passed over ({where_listed(rejected)})")
+    return items
 
 
-def _step(desk: Desk) -> str:
-    run, world_size = desk.run, desk.engine.world_size
+def _step(context: RunContext) -> str:
+    run, world_size = context.run, context.engine.world_size
     factors = (
         _count(run.micro_batch_rows(world_size), "row"),
         _count(run.accumulation_steps, "micro-batch", "micro-batches"),
         _count(world_size, "process", "processes"),
     )
-    rows = desk.batches.order.rows_per_step
-    return f"{' x '.join(factors)} = {rows:,} rows, {desk.batches.tokens_per_step:,} tokens"
+    rows = context.batches.order.rows_per_step
+    return f"{' x '.join(factors)} = {rows:,} rows, {context.batches.tokens_per_step:,} tokens"
 
 
-def _length(desk: Desk, state: TrainState) -> list[str]:
-    order, total = desk.batches.order, desk.schedule.total_steps
-    tokens = state.tokens + (total - state.step) * desk.batches.tokens_per_step
+def _length(context: RunContext, state: TrainState) -> list[str]:
+    order, total = context.batches.order, context.schedule.total_steps
+    tokens = state.tokens + (total - state.step) * context.batches.tokens_per_step
     dropped = order.n_rows - order.steps_per_epoch * order.rows_per_step
     epoch = f"{_count(order.steps_per_epoch, 'step')} an epoch"
     if dropped:
@@ -168,26 +165,26 @@ def _length(desk: Desk, state: TrainState) -> list[str]:
     return [f"{_count(total, 'step')}, {tokens:,} tokens", epoch]
 
 
-def _rate(desk: Desk) -> str:
-    schedule, scheduler = desk.schedule, desk.engine.resolved.scheduler
+def _rate(context: RunContext) -> str:
+    schedule, scheduler = context.schedule, context.engine.resolved.scheduler
     if scheduler:
         return f"DeepSpeed's {scheduler}, as its file says"
     warmup = _count(schedule.warmup_steps, "step")
     return f"{schedule.shape}, {warmup} of warm-up, peak {schedule.peak:g}"
 
 
-def _backend(desk: Desk) -> list[str]:
-    run, engine = desk.run, desk.engine
+def _backend(context: RunContext) -> list[str]:
+    run, engine = context.run, context.engine
     resolved, zero = engine.resolved, ""
     if resolved.config:
-        source = place_of(resolved.sources["zero_optimization.stage"])
+        source = short_source(resolved.sources["zero_optimization.stage"])
         zero = f", ZeRO stage {resolved.zero_stage} ({source})"
-    found = [
+    items = [
         f"{resolved.backend}{zero}, {run.dtype}, on {engine.world_size} x {engine.device.type}"
     ]
     if run.compile == "on":
-        found.append("compiled in the first step")
-    return [*found, *filter(None, [peak_told(run, engine.device).removeprefix("; ")])]
+        items.append("compiled in the first step")
+    return [*items, *filter(None, [peak_text(run, engine.device)])]
 
 
 def _cadence(run: RunConfig) -> str:
@@ -200,4 +197,4 @@ def _start(run: RunConfig, resumed: Resumed) -> str:
         return "at step 0"
     path, out_dir = resumed.path, Path(run.out_dir)
     known = path.relative_to(out_dir) if path.is_relative_to(out_dir) else path
-    return f"resuming at step {resumed.state.step} from {shortened(str(known), 60)} (verified)"
+    return f"resuming at step {resumed.state.step} from {shorten(str(known), 60)} (verified)"

@@ -13,7 +13,7 @@ import torch
 from minimind.checkpoint.run_folder import claim, require_writable
 from minimind.errors import LockedError, StorageError
 from minimind.runtime.durable_files import Metrics
-from minimind.telemetry.progress import Report
+from minimind.telemetry.progress import RunLogger
 
 
 @pytest.fixture
@@ -40,12 +40,12 @@ def test_a_folder_that_cannot_be_claimed_for_want_of_room_is_told_as_storage(tmp
 
 
 def test_a_line_of_metrics_that_cannot_be_written_names_the_file(tmp_path, full):
-    report = Report(tmp_path, 1, torch.device("cpu"), is_speaker=True, is_profiling=False)
+    logger = RunLogger(tmp_path, 1, torch.device("cpu"), is_rank_0=True, is_profiling=False)
     full(True)
     try:
         with pytest.raises(StorageError, match=str(tmp_path / "metrics.jsonl")):
-            report.event("step", step=1)
-        report.close()  # must not fail too: its error would take the place of the first
+            logger.event("step", step=1)
+        logger.close()  # must not fail too: its error would take the place of the first
     finally:
         full(False)
 

@@ -17,8 +17,8 @@ import torch
 
 from minimind.cli.main import main
 from minimind.data.loader.manifest import read_manifest, seal
-from minimind.data.tokenizer.pieces import sizes
 from minimind.data.tokenizer.sentencepiece import Tokenizer
+from minimind.data.tokenizer.vocabulary import sizes
 from minimind.inference.from_checkpoint import load_checkpoint
 from tests.conftest import ROOT, Trained
 from tests.forking import Nursery, free_port

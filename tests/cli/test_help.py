@@ -90,7 +90,7 @@ def test_every_command_shows_an_example_that_parses(parser):
     assert (command, shown.startswith(parser.prog)) == ("minimind", True)
     args, rest = cli.build_parser().parse_known_args(words)
     assert args.command in cli.COMMANDS
-    assert not rest or args.command == "plan"
+    assert not rest or args.command in cli.TAKE_RUN_FLAGS
     parse_flags(rest)
 
 

@@ -20,10 +20,10 @@ import psutil
 import pytest
 import torch
 
-import train_pretrain
 from minimind.config.deepspeed.literals import put
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine.build import MODELS, section_faults
+from minimind.launch import train_pretrain
 from minimind.runtime.exit import Ending
 from tests.conftest import Launcher, Run
 

@@ -29,7 +29,7 @@ from minimind.engine.phase_clock import PhaseClock
 from minimind.errors import NumericError
 from minimind.model import decoder
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.telemetry.progress import Report
+from minimind.telemetry.progress import RunLogger
 from minimind.train.skipped_steps import SkippedSteps
 
 SHAPE = MiniMindConfig(
@@ -117,14 +117,14 @@ def course(stage: int | None, dtype: str, changes: list[str], out_dir: Path) -> 
     ends = []
     for is_spoilt in (True, False):
         engine = engine_of(stage, dtype, changes, out_dir)
-        report = Report(out_dir, len(COURSE), engine.device, engine.rank == 0, False)
+        logger = RunLogger(out_dir, len(COURSE), engine.device, engine.rank == 0, False)
         steps = SkippedSteps(
             engine.resolved.run,
             engine,
             ORDER,
             lambda step, rank=engine.rank: micro_batches_of(rows, rank, step),
             str,
-            report,
+            logger,
         )
         spoiler = Spoiler(engine)
         for step, fault in enumerate(COURSE):
@@ -143,10 +143,10 @@ def course(stage: int | None, dtype: str, changes: list[str], out_dir: Path) -> 
                 [float(loss / n) for loss, n in zip(result.loss_sums, result.targets, strict=True)]
             )
             try:
-                steps.look(step + 1, result)
+                steps.check(step + 1, result)
             except NumericError as error:
                 found["raised"] = [step + 1, str(error), error.cause_rank]
-        report.close()
+        logger.close()
         ends.append(state_of(engine))
     return {**found, "ends": ends}
 

@@ -23,8 +23,8 @@ import yaml
 from minimind.config.launcher_env import DROPPED
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import UsageError
-from scripts import launch_plan
-from scripts.launch_plan import DEEPSPEED_FIELDS, Asked, count_gpus, fields, plan
+from minimind.launch import plan as launch
+from minimind.launch.plan import DEEPSPEED_FIELDS, LaunchSettings, count_gpus, fields, plan
 from tests.conftest import ROOT, Launcher, Run
 from tests.distributed.conftest import FP32
 from tests.forking import free_port
@@ -144,7 +144,7 @@ DEEPSPEED = {"distributed_type": "DEEPSPEED"}
 
 
 def planned(document: dict[str, Any], gpus: int = 0, **environ: str) -> dict[str, Any]:
-    return plan(Asked(document, "a.yaml", environ), gpus)
+    return plan(LaunchSettings(document, "a.yaml", environ), gpus)
 
 
 @pytest.mark.parametrize(
@@ -171,9 +171,9 @@ def test_processes_come_from_the_environment_then_the_yaml_then_the_gpus(
 
 
 def test_a_literal_that_the_environment_overrides_is_told():
-    asked = Asked({**DEEPSPEED, "num_processes": 3}, "a.yaml", {"NUM_PROCESSES": "2"})
-    plan(asked, 0)
-    assert asked.overridden == ["NUM_PROCESSES=2 overrides num_processes: 3 of a.yaml"]
+    settings = LaunchSettings({**DEEPSPEED, "num_processes": 3}, "a.yaml", {"NUM_PROCESSES": "2"})
+    plan(settings, 0)
+    assert settings.overridden == ["NUM_PROCESSES=2 overrides num_processes: 3 of a.yaml"]
 
 
 def test_processes_count_over_all_hosts():
@@ -201,7 +201,7 @@ HOSTS = {"NUM_MACHINES": "2", "MACHINE_RANK": "0", "MAIN_IP": "a", "MAIN_PORT": 
         ({"distributed_type": "FSDP"}, {}, "a.yaml: distributed_type is FSDP; write one of"),
         ({}, {}, "distributed_type is missing"),
         ({**DEEPSPEED, "num_procesess": 2}, {}, "'num_procesess'; did you mean num_processes?"),
-        ({"distributed_type": "MULTI_GPU", "deepspeed_config": {"a": 1}}, {}, "passes over"),
+        ({"distributed_type": "MULTI_GPU", "deepspeed_config": {"a": 1}}, {}, "ignores"),
         ({**DEEPSPEED, "deepspeed_config": "x.json"}, {}, "deepspeed_config is 'x.json', not"),
         (
             {**DEEPSPEED, "deepspeed_config": {"deepspeed_config_fil": "x.json"}},
@@ -236,7 +236,7 @@ def test_without_nvidia_smi_torch_counts_where_there_is_a_driver(
     driver: str, gpus: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(launch_plan, "DRIVERS", [Path(driver)])
+    monkeypatch.setattr(launch, "DRIVERS", [Path(driver)])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert count_gpus(None) == gpus
 
@@ -330,14 +330,15 @@ def test_an_environment_that_lacks_accelerate_is_told_with_a_command_that_mends_
     broken = python_of(checkout)
     assert broken.returncode == 2
     assert broken.stderr.endswith(f"cannot be run; make -B -C '{checkout}' setup\n")
-    monkeypatch.setattr(launch_plan, "find_spec", lambda name: None)
-    monkeypatch.setattr(launch_plan, "PROJECT", checkout)
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    monkeypatch.setattr(launch, "PROJECT", checkout)
+    (checkout / "Makefile").touch()
     for environ, way_out in (({}, "; make -B -C"), ({"PYTHON": "python3"}, "; unset PYTHON")):
         with pytest.raises(UsageError, match=f"accelerate is not installed for .*{way_out}"):
-            launch_plan.require_installed(environ)
+            launch.require_installed(environ)
     shutil.rmtree(checkout / ".venv")
     with pytest.raises(UsageError, match=f"; make -C '{checkout}' setup installs into"):
-        launch_plan.require_installed({})
+        launch.require_installed({})
 
 
 def test_make_train_uses_the_checkouts_environment():

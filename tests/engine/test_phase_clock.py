@@ -1,5 +1,6 @@
 """The phase clock and the metrics file against hand-made marks and torn lines."""
 
+import gc
 import json
 import math
 import time
@@ -20,8 +21,8 @@ from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import UsageError
 from minimind.report import records
 from minimind.runtime.durable_files import Metrics
-from minimind.telemetry.progress import PAUSES, Report
-from minimind.train.loop_actions import WARM_UP, Spared
+from minimind.telemetry.progress import PAUSES, RunLogger
+from minimind.train.loop_actions import GC_WARMUP_STEPS
 
 
 def test_every_moment_of_a_step_is_charged_to_one_phase():
@@ -86,16 +87,16 @@ def test_numbers_keep_full_precision_and_non_finite_ones_are_null(tmp_path):
 
 
 def test_a_straggler_shows_by_its_rank(tmp_path, capsys):
-    report = Report(tmp_path, 4, torch.device("cpu"), is_speaker=True, is_profiling=True)
+    logger = RunLogger(tmp_path, 4, torch.device("cpu"), is_rank_0=True, is_profiling=True)
     steps = [{**dict.fromkeys(PHASES, ms), "step": 4 * ms, "comm": 1.0} for ms in (2.0, 3.0, 9.0)]
-    report.took(steps)
-    report.pause("checkpoint", 5.0)
-    own = report.medians()
+    logger.add_phase_times(steps)
+    logger.add_pause("checkpoint", 5.0)
+    own = logger.medians()
     assert (own["forward_ms"], own["step_ms"], own["comm_ms"]) == (3.0, 12.0, 1.0)
     assert own["memory_mib"] > 0
     late = {**own, "forward_ms": 40.0, "comm_ms": 0.25, "checkpoint_ms": 7.0}
-    report.profile(3, [own, late])
-    report.close()
+    logger.profile(3, [own, late])
+    logger.close()
     shown = capsys.readouterr().out
     row = next(line for line in shown.split("over ranks")[1].splitlines() if "forward" in line)
     assert row.split() == ["forward", "3.0", "21.5", "40.0", "rank", "1"]
@@ -129,7 +130,7 @@ def test_the_phases_are_the_time_from_one_line_to_the_next(corpus, tmp_path, mon
         (stepping, "objective_of", 0.02),
         (PlainBackend, "backward", 0.03),
         (PlainBackend, "update", 0.01),
-        (Spared, "settle", 0.5),
+        (gc, "freeze", 0.5),
     ):
         monkeypatch.setattr(owner, name, slowed(getattr(owner, name), seconds))
     train: Any = training  # a package that is called like a function
@@ -150,12 +151,12 @@ def test_the_phases_are_the_time_from_one_line_to_the_next(corpus, tmp_path, mon
     ]
     assert 0.98 < median(shares) < 1.0
     # What lies between steps is told by its cause, and tokens/s are those of the steps alone.
-    assert [one["step"] for one in lines if one["gc_ms"] >= 500] == [WARM_UP + 1]
+    assert [one["step"] for one in lines if one["gc_ms"] >= 500] == [GC_WARMUP_STEPS + 1]
     (start,) = (one for one in told if one["event"] == "run_start")
     alone = [start["tokens_per_step"] / line["step_ms"] * 1e3 for line in lines]
     speed = [line["tokens_per_second"] / of for line, of in zip(lines, alone, strict=True)]
     assert median(speed) == pytest.approx(1, rel=0.1)
-    assert speed[WARM_UP] > 0.5  # 0.25 with what `settle` took
+    assert speed[GC_WARMUP_STEPS] > 0.5  # 0.25 if the time of `gc.freeze` counted
 
 
 def test_what_follows_the_last_line_is_told_at_the_end_and_a_stop_has_a_profile(corpus, tmp_path):

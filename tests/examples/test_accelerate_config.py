@@ -18,7 +18,7 @@ import yaml
 from accelerate.commands.accelerate_cli import main
 from accelerate.utils import write_basic_config
 
-from scripts.launch_plan import Asked, plan
+from minimind.launch.plan import LaunchSettings, plan
 from tests.conftest import ROOT
 from tests.examples.conftest import environment
 
@@ -106,5 +106,5 @@ def test_answers_typed_at_a_terminal_give_what_this_project_ships(tmp_path: Path
     assert set(shipped) - same == {"num_processes"}
     assert written["num_processes"] == 2
     assert "mixed_precision" not in written  # DeepSpeed's file or --dtype says
-    launched = plan(Asked(written, str(path), {}), 0)
+    launched = plan(LaunchSettings(written, str(path), {}), 0)
     assert (launched["distributed_type"], launched["num_processes"]) == ("DEEPSPEED", 2)

@@ -25,7 +25,7 @@ from minimind.errors import RunError
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.runtime.durable_files import fingerprint
 from minimind.runtime.terminal import one_line
-from minimind.train.build import continued
+from minimind.train.build import resume_order
 
 train: Any = training  # a package that is called like a function
 FLAGS = {
@@ -115,7 +115,7 @@ def resumed(run: Path) -> int:
     engine: Any = OneProcess()
     found = resume(engine, engine, run / "checkpoints", "auto", {}, frozenset(CHANGEABLE))
     assert found.path is not None  # never a silent step 0
-    continued(Order(n_rows=100, rows_per_step=4, seed=1), found)
+    resume_order(Order(n_rows=100, rows_per_step=4, seed=1), found)
     return 0
 
 

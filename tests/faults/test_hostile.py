@@ -26,7 +26,7 @@ from minimind.checkpoint.train_state import TrainState
 from minimind.checkpoint.validation import shard_name
 from minimind.data.loader.row_order import Order
 from minimind.errors import CheckpointError
-from minimind.train.build import continued
+from minimind.train.build import resume_order
 from tests.faults.tampering import COMMANDS, TOOLS, ending, manifest_of, reseal, seal, trained
 
 SHARD, BUFFERS, STATE, CONFIG = (
@@ -286,11 +286,11 @@ def test_rows_that_the_same_text_does_not_make(only: Path):
     saved = manifest["identity"]
     order = Order(manifest["rows"], saved["batch"]["rows_per_step"], saved["seed"]["seed"])
     at = TrainState(manifest["step"], manifest["tokens"])
-    assert continued(order, Resumed(at, only, manifest=manifest)) == order
+    assert resume_order(order, Resumed(at, only, manifest=manifest)) == order
     for rows in (2**53, manifest["rows"] + 1):
         forged = Resumed(at, only, manifest={**manifest, "rows": rows})
         with pytest.raises(CheckpointError, match=rf"manifest\.json: has {rows:,} rows, and the"):
-            continued(order, forged)
+            resume_order(order, forged)
 
 
 def test_a_name_listed_twice(only: Path, capsys: pytest.CaptureFixture[str]):

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from minimind.engine.loss_of_batch import announced
+from minimind.launch.plan import PROJECT, starting
 from minimind.runtime import terminal as phases
 from minimind.runtime.terminal import LONG, phase
-from scripts.launch_plan import PROJECT, starting
 
 
 class Clock:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minimind.errors import StorageError
-from minimind.telemetry.progress import Report
+from minimind.telemetry.progress import RunLogger
 
 
 class Full(io.StringIO):
@@ -20,11 +20,11 @@ class Full(io.StringIO):
 
 
 def test_a_full_disk_behind_standard_output_is_told(tmp_path, monkeypatch):
-    report = Report(tmp_path, 10, torch.device("cpu"), is_speaker=True, is_profiling=False)
+    logger = RunLogger(tmp_path, 10, torch.device("cpu"), is_rank_0=True, is_profiling=False)
     monkeypatch.setattr(sys, "stdout", Full())
     with pytest.raises(StorageError, match="standard output: No space left"):
-        report.say("step 1")
-    report.close()
+        logger.print("step 1")
+    logger.close()
 
 
 def test_when_the_reader_is_gone_the_run_goes_on_and_is_still_recorded(tmp_path, monkeypatch):
@@ -32,10 +32,10 @@ def test_when_the_reader_is_gone_the_run_goes_on_and_is_still_recorded(tmp_path,
         def write(self, text: str) -> int:
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
-    report = Report(tmp_path, 10, torch.device("cpu"), is_speaker=True, is_profiling=False)
+    logger = RunLogger(tmp_path, 10, torch.device("cpu"), is_rank_0=True, is_profiling=False)
     monkeypatch.setattr(sys, "stdout", Closed())
-    report.say("step 1")
-    report.say("step 2")
-    report.event("exit", step=2)
-    report.close()
+    logger.print("step 1")
+    logger.print("step 2")
+    logger.event("exit", step=2)
+    logger.close()
     assert '"exit"' in (tmp_path / "metrics.jsonl").read_text()

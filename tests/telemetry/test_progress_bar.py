@@ -13,7 +13,7 @@ import torch
 
 import minimind.train as training
 from minimind.telemetry import progress_bar
-from minimind.telemetry.progress import Report
+from minimind.telemetry.progress import RunLogger
 from tests.train.terminal import Terminal, scrollback
 
 train: Any = training  # a package that is called like a function
@@ -33,8 +33,8 @@ def use_terminal(monkeypatch: pytest.MonkeyPatch, is_redrawn_always: bool = True
     monkeypatch.setattr(sys, "stdout", found)
     monkeypatch.setattr(sys, "stderr", found)
     if is_redrawn_always:
-        monkeypatch.setattr(progress_bar, "REDRAW", 0.0)
-        monkeypatch.setattr(progress_bar, "WITHIN", 0.0)
+        monkeypatch.setattr(progress_bar, "REDRAW_INTERVAL", 0.0)
+        monkeypatch.setattr(progress_bar, "MICRO_BATCH_INTERVAL", 0.0)
     return found
 
 
@@ -62,46 +62,46 @@ def test_the_bar_moves_at_every_step_and_step_lines_are_those_of_a_pipe(
     assert [*map(without_times, at_terminal)] == [*map(without_times, lines)]
 
 
-def report_at(tmp_path: Path) -> Report:
-    return Report(tmp_path, 10, torch.device("cpu"), is_speaker=True, is_profiling=False)
+def logger_at(tmp_path: Path) -> RunLogger:
+    return RunLogger(tmp_path, 10, torch.device("cpu"), is_rank_0=True, is_profiling=False)
 
 
 def test_within_a_long_step_the_bar_says_which_micro_batch_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     terminal = use_terminal(monkeypatch)
-    report = report_at(tmp_path)
-    report.begin(0)
+    logger = logger_at(tmp_path)
+    logger.begin(0)
     rows = [torch.zeros(1) for _ in range(3)]
-    followed = report.follow(rows)
+    followed = logger.track(rows)
     assert len(followed) == 3
     assert all(one is other for one, other in zip(followed, rows, strict=True))
     shown = re.findall(r"micro-batch \d/3", terminal.getvalue())
     assert shown == ["micro-batch 1/3", "micro-batch 2/3", "micro-batch 3/3"]
-    report.advance()
+    logger.advance()
     assert "micro-batch" not in terminal.getvalue().rpartition("1/10")[2]
-    report.close()
+    logger.close()
 
 
 def test_steps_that_are_quick_do_not_redraw_the_bar_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     terminal = use_terminal(monkeypatch, is_redrawn_always=False)
-    report = report_at(tmp_path)
-    report.begin(0)
+    logger = logger_at(tmp_path)
+    logger.begin(0)
     before = len(terminal.getvalue())
     for _ in range(5):
-        list(report.follow([torch.zeros(1)] * 4))
-        report.advance()
+        list(logger.track([torch.zeros(1)] * 4))
+        logger.advance()
     assert len(terminal.getvalue()) == before
-    report.close()
+    logger.close()
 
 
 def test_without_a_terminal_there_is_no_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    report = report_at(tmp_path)
-    report.begin(0)
+    logger = logger_at(tmp_path)
+    logger.begin(0)
     rows = [torch.zeros(1)]
-    assert report.follow(rows) is rows
-    report.advance()
-    report.close()
+    assert logger.track(rows) is rows
+    logger.advance()
+    logger.close()
     assert capsys.readouterr() == ("", "")

@@ -13,7 +13,7 @@ from minimind.architecture.select import Own
 from minimind.config.parse import parse_flags
 from minimind.engine.phase_clock import PHASES, PhaseClock
 from minimind.errors import StorageError, UsageError
-from minimind.telemetry.mfu import VENDOR, is_model, mfu_per_speed, peak_of, peak_told
+from minimind.telemetry.mfu import VENDOR, is_model, mfu_per_speed, peak_of, peak_text
 from minimind.telemetry.trace import Trace, traced_steps
 
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ def test_mfu_is_flops_over_a_stated_peak():
     assert peak_of(run, CPU) == (2.0, "--peak_tflops")
     share = mfu_per_speed(run, Own(), CPU, world_size=4)
     assert share == pytest.approx(per_token / (4 * 2e12), rel=5e-3)
-    assert "MFU of 2 TFLOP/s (--peak_tflops)" in peak_told(run, CPU)
+    assert "MFU of 2 TFLOP/s (--peak_tflops)" in peak_text(run, CPU)
     unknown = parse_flags(["--model", "tiny"])
     assert (peak_of(unknown, CPU), mfu_per_speed(unknown, Own(), CPU, 1)) == (None, None)
-    assert peak_told(unknown, CPU) == ""
+    assert peak_text(unknown, CPU) == ""

@@ -16,7 +16,7 @@ import minimind.train as training
 from minimind.config.parse import parse_flags
 from minimind.errors import DataError, UsageError
 from minimind.telemetry import trackers
-from minimind.telemetry.trackers import Tracker, figures
+from minimind.telemetry.trackers import Tracker, tracker_values
 from tests.conftest import SMALL, Trained
 
 train: Any = training  # a package that is called like a function
@@ -36,7 +36,7 @@ def told(out_dir: Path) -> dict[int, dict[str, Any]]:
         kind = {"step": "train", "eval": "eval", "sample": "sample"}.get(event["event"])
         if kind:
             facts = {key: event[key] for key in event if key not in ("event", "time")}
-            found.setdefault(event["step"], {}).update(figures(kind, facts))
+            found.setdefault(event["step"], {}).update(tracker_values(kind, facts))
     return found
 
 
@@ -71,7 +71,7 @@ def test_what_is_nested_is_told_by_its_path():
         **{"step": 7, "loss": 2.5, "clipped": True, "rows": [8, 16], "comm_ms": None},
         **{"by_source": {"a": {"val_loss": 3.0}}},
     }
-    assert figures("train", facts) == {
+    assert tracker_values("train", facts) == {
         **{"train/loss": 2.5, "train/clipped": 1},
         **{"train/a/val_loss": 3.0},
     }

@@ -31,7 +31,7 @@ def use_clock(replace: Callable[[Any, str, Any], None], seconds_per_step: float)
 
 
 if __name__ == "__main__":
-    import train_pretrain
+    from minimind.launch import train_pretrain
 
     use_clock(setattr, 25 if os.environ["RANK"] == "0" else 3600)
     raise SystemExit(train_pretrain.main(sys.argv[1:]))

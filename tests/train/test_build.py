@@ -47,11 +47,11 @@ def test_hosts_that_share_everything_pass_and_nothing_is_left_behind(tmp_path):
 
 
 def test_a_host_with_another_out_dir_is_named(tmp_path):
-    with pytest.raises(StorageError, match="another folder on node2 than on node1"):
+    with pytest.raises(StorageError, match="a different folder on node2 than on node1"):
         check(tmp_path, sees=False)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_host_with_other_text_is_named(tmp_path):
-    with pytest.raises(DataError, match="other text on node2 than on node1"):
+    with pytest.raises(DataError, match="different text on node2 than on node1"):
         check(tmp_path, text=("text", "other pieces"))

@@ -76,5 +76,5 @@ def test_a_folder_of_fewer_rows_than_a_step_is_refused_as_at_the_start(folder: P
 
 
 def test_a_folder_beside_other_text_is_refused(folder: Path, tmp_path: Path):
-    with pytest.raises(UsageError, match="must be given alone"):
+    with pytest.raises(UsageError, match="must be the only path"):
         told(folder, str(tmp_path / "t.jsonl"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minimind.model.loss import IGNORED
-from minimind.train.evaluate import HeldOut, evaluate
+from minimind.train.evaluate import HeldOutRows, evaluate
 
 ROW = 5
 
@@ -40,7 +40,7 @@ class Ranks:
 @pytest.mark.parametrize("n_rows", [1, 7, 8, 9])
 def test_every_row_counts_once_whatever_the_number_of_ranks(world_size, n_rows):
     bytes_of = np.full(100, 3, dtype=np.int32)
-    held_out = HeldOut(Rows(), np.arange(n_rows), ROW, bytes_of)  # type: ignore[arg-type] (stand-ins)
+    held_out = HeldOutRows(Rows(), np.arange(n_rows), ROW, bytes_of)  # type: ignore[arg-type] (stand-ins)
     ranks = [Ranks(rank, world_size) for rank in range(world_size)]
     for rank in ranks:
         evaluate(rank, held_out, 2)  # type: ignore[arg-type] (stand-ins)
@@ -54,7 +54,7 @@ def test_every_row_counts_once_whatever_the_number_of_ranks(world_size, n_rows):
 
 def test_perplexity_and_bits_per_byte_follow_from_the_sums():
     bytes_of = np.full(100, 2, dtype=np.int32)
-    held_out = HeldOut(Rows(), np.arange(1), ROW, bytes_of)  # type: ignore[arg-type] (stand-ins)
+    held_out = HeldOutRows(Rows(), np.arange(1), ROW, bytes_of)  # type: ignore[arg-type] (stand-ins)
     found = evaluate(Ranks(0, 1), held_out, 2)  # type: ignore[arg-type] (stand-ins)
     assert found["val_loss"] == (1 + 2 + 3 + 4) / 4
     assert found["val_ppl"] == pytest.approx(math.exp(2.5))
@@ -76,7 +76,7 @@ def test_each_source_has_its_own_figures_and_they_add_up(world_size):
     ranks = [Ranks(rank, world_size) for rank in range(world_size)]
     flat, found = [], {}
     for rank in ranks:
-        held_out = HeldOut(Mixed(), rows, ROW, bytes_of, ("a", "b"))  # type: ignore[arg-type] (stand-ins)
+        held_out = HeldOutRows(Mixed(), rows, ROW, bytes_of, ("a", "b"))  # type: ignore[arg-type] (stand-ins)
         found = evaluate(rank, held_out, 2)  # type: ignore[arg-type] (stand-ins)
         flat.append(rank.sums)
     assert len({r.passes for r in ranks}) == 1
@@ -99,7 +99,7 @@ def test_a_mixture_counts_its_sources_by_their_weights():
         targets = [row * ROW + k for row in own for k in range(1, ROW)]
         means.append(sum(targets) / len(targets))
         per_token.append(bytes_of[targets].sum() / len(targets))
-    held_out = HeldOut(Mixed(), rows, ROW, bytes_of, ("a", "b"), (3.0, 1.0))  # type: ignore[arg-type] (stand-ins)
+    held_out = HeldOutRows(Mixed(), rows, ROW, bytes_of, ("a", "b"), (3.0, 1.0))  # type: ignore[arg-type] (stand-ins)
     found = evaluate(Ranks(0, 1), held_out, 2)  # type: ignore[arg-type] (stand-ins)
     loss, text_bytes = (0.75 * a + 0.25 * b for a, b in (means, per_token))
     assert found["val_loss"] == pytest.approx(loss, rel=1e-12)
@@ -111,6 +111,6 @@ def test_a_mixture_counts_its_sources_by_their_weights():
 def test_a_source_without_held_out_rows_counts_for_nothing():
     bytes_of = np.full(100, 3, dtype=np.int32)
     rows = np.array([5, 6])
-    held_out = HeldOut(Mixed(), rows, ROW, bytes_of, ("a", "b"), (3.0, 1.0))  # type: ignore[arg-type] (stand-ins)
+    held_out = HeldOutRows(Mixed(), rows, ROW, bytes_of, ("a", "b"), (3.0, 1.0))  # type: ignore[arg-type] (stand-ins)
     found = evaluate(Ranks(0, 1), held_out, 2)  # type: ignore[arg-type] (stand-ins)
     assert found["val_loss"] == pytest.approx(found["by_source"]["b"]["val_loss"], rel=1e-12)

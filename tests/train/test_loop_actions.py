@@ -1,9 +1,10 @@
-"""What a run leaves behind in its process: nothing frozen but what was before it."""
+"""The garbage collector is frozen only during a run; long silences are announced."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,8 @@ import minimind.train as training
 from minimind.checkpoint.train_state import TrainState
 from minimind.config.parse import parse_flags
 from minimind.telemetry import progress as report_module
-from minimind.telemetry.progress import Report
-from minimind.train.loop_actions import WARM_UP, Spared, advance
+from minimind.telemetry.progress import RunLogger
+from minimind.train.loop_actions import GC_WARMUP_STEPS, advance_progress, freeze_gc_after_warmup
 
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {
@@ -33,21 +34,25 @@ def thawed() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_what_the_first_steps_built_is_spared_and_given_back():
-    spared = Spared()
-    spared.settle()
-    assert gc.get_freeze_count() > 0
-    spared.thaw()
+def test_live_objects_are_frozen_after_warmup_until_the_run_ends(tmp_path: Path):
+    logger = RunLogger(tmp_path, 9, torch.device("cpu"), is_rank_0=True, is_profiling=False)
+    with ExitStack() as cleanup:
+        cleanup.callback(logger.close)
+        context: Any = SimpleNamespace(logger=logger, cleanup=cleanup)
+        freeze_gc_after_warmup(context, GC_WARMUP_STEPS - 1)
+        assert gc.get_freeze_count() == 0
+        freeze_gc_after_warmup(context, GC_WARMUP_STEPS)
+        assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
 
 
-def test_what_a_notebook_froze_by_itself_stays_frozen(corpus: Path, tmp_path: Path):
+def test_objects_frozen_by_a_notebook_stay_frozen(corpus: Path, tmp_path: Path):
     flags = {**FLAGS, "data_path": [str(corpus)], "cache_dir": str(tmp_path / "cache")}
     gc.freeze()
-    assert train({**flags, "max_steps": WARM_UP + 1}, out_dir=str(tmp_path / "out")) == 0
+    assert train({**flags, "max_steps": GC_WARMUP_STEPS + 1}, out_dir=str(tmp_path / "out")) == 0
     assert gc.get_freeze_count() > 0
     gc.unfreeze()
-    assert train({**flags, "max_steps": WARM_UP + 1}, out_dir=str(tmp_path / "again")) == 0
+    assert train({**flags, "max_steps": GC_WARMUP_STEPS + 1}, out_dir=str(tmp_path / "again")) == 0
     assert gc.get_freeze_count() == 0
 
 
@@ -78,16 +83,18 @@ def test_an_hour_without_a_step_line_is_said_once_steps_are_timed(
 ):
     now = 1000.0
     monkeypatch.setattr(report_module.time, "perf_counter", lambda: now)
-    report = Report(tmp_path, 200, torch.device("cpu"), is_speaker=True, is_profiling=False)
+    logger = RunLogger(tmp_path, 200, torch.device("cpu"), is_rank_0=True, is_profiling=False)
     run = parse_flags(["--log_interval", str(interval)])
-    desk: Any = SimpleNamespace(report=report, run=run, schedule=SimpleNamespace(total_steps=200))
-    report.begin(0)
+    context: Any = SimpleNamespace(
+        logger=logger, run=run, schedule=SimpleNamespace(total_steps=200)
+    )
+    logger.begin(0)
     for step in range(1, 9):
         now += seconds if step > 1 else 900.0  # which compiles
-        advance(desk, TrainState(step), step)
+        advance_progress(context, TrainState(step), step)
         now += 500.0
-        report.pause("evaluate", 500e3)
-    report.close()
+        logger.add_pause("evaluate", 500e3)
+    logger.close()
     found = [line for line in capsys.readouterr().out.splitlines() if line]
     assert len(found) == bool(told)
     assert told in "".join(found)

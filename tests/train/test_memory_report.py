@@ -97,7 +97,8 @@ def test_a_run_out_of_memory_ends_with_10_in_one_line_and_keeps_its_checkpoint(
     capsys: pytest.CaptureFixture[str],
 ):
     places = {"data_path": str(trained.mixed), "cache_dir": str(trained.cache)}
-    flags = {**SMALL, **places, "out_dir": str(tmp_path), "save_interval": 2}
+    saved = {"save_interval": 2, "async_save": False}  # else the failure may overtake the save
+    flags = {**SMALL, **places, **saved, "out_dir": str(tmp_path)}
     with monkeypatch.context() as patched:
         fail_at(patched, 4, torch.OutOfMemoryError(CUDA))
         assert ended(flags) == 10
@@ -170,7 +171,7 @@ def test_a_gpu_run_without_host_memory_is_told_so(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(memory_report, "_capacity", lambda setup: 80 * GIB)
     resolved = Resolved(parse_flags([]), "single")
     with pytest.raises(MemoryFull, match=r"^the host is out of memory, not the GPU; give --no-"):
-        with memory_report.reported_memory(Setup, resolved):  # type: ignore[arg-type]
+        with memory_report.report_out_of_memory(Setup, resolved):  # type: ignore[arg-type]
             raise MemoryError
 
 

@@ -62,7 +62,7 @@ def test_a_flag_that_contradicts_the_folder_is_refused_and_others_are_taken_from
         with pytest.raises(UsageError, match=rf"{name} = {value} .* but --data_path .*/raw has"):
             train(flags(place, "raw", **wrong), out_dir=str(tmp_path / "other"))
     two = flags(place, "", data_path=[f"{place}/raw", f"{place}/a.jsonl"])
-    with pytest.raises(UsageError, match="must be given alone"):
+    with pytest.raises(UsageError, match="must be the only path"):
         train(two, out_dir=str(tmp_path / "other"))
 
 

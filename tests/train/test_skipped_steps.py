@@ -18,7 +18,7 @@ from minimind.data.tokenizer.sentencepiece import Tokenizer
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import NumericError
 from minimind.model import decoder
-from minimind.train.skipped_steps import MOST_ROWS, MOST_UNREAD, SkippedSteps
+from minimind.train.skipped_steps import MAX_PENDING, MAX_ROWS, SkippedSteps
 from tests.conftest import PACE, SHAPE
 
 NAN = float("nan")
@@ -32,7 +32,7 @@ class Ear:
         self.said: list[str] = []
         self.events: list[dict[str, Any]] = []
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self.said.append(text)
 
     def event(self, name: str, **facts: Any) -> None:
@@ -43,9 +43,9 @@ def alone(out_dir: Path, flags: str, rows: int = 2) -> tuple[SkippedSteps, Ear]:
     """One rank that reads two micro-batches of `rows` rows a step."""
     run, ear = parse_flags([*flags.split(), "--out_dir", str(out_dir)]), Ear()
     ranks: Any = SimpleNamespace(rank=0, world_size=1, gather=lambda value: [value])
-    report: Any = ear
+    logger: Any = ear
     order, read = Order(4 * rows, 2 * rows, 1), lambda step: micro_batches(rows)
-    return SkippedSteps(run, ranks, order, read, repr, report), ear
+    return SkippedSteps(run, ranks, order, read, repr, logger), ear
 
 
 def result(losses: list[float], skipped_so_far: Any, is_skipped: Any) -> StepResult:
@@ -64,13 +64,13 @@ def lines_of(out_dir: Path) -> list[dict[str, Any]]:
 
 def test_a_step_that_was_taken_is_passed_over(tmp_path):
     steps, ear = alone(tmp_path, "")
-    steps.look(1, result([1.0, 2.0], 0, False))
+    steps.check(1, result([1.0, 2.0], 0, False))
     assert (ear.said, ear.events, list(tmp_path.iterdir())) == ([], [], [])
 
 
 def test_a_skipped_step_is_one_line_one_event_and_its_rows(tmp_path):
     steps, ear = alone(tmp_path, "--max_skipped 3")
-    steps.look(2, result([1.0, NAN], 1, True))
+    steps.check(2, result([1.0, NAN], 1, True))
     assert ear.events == [{"event": "step_skipped", "step": 2, "reason": "loss", "ranks": [0]}]
     (said,) = ear.said
     assert said == (
@@ -87,31 +87,31 @@ def test_a_skipped_step_is_one_line_one_event_and_its_rows(tmp_path):
 
 def test_of_a_gradient_alone_the_range_of_rows_is_told(tmp_path):
     steps, ear = alone(tmp_path, "")
-    steps.look(2, result([1.0, 2.0], 1, True))
+    steps.check(2, result([1.0, 2.0], 1, True))
     assert lines_of(tmp_path) == [{"step": 2, "reason": "gradient", "positions": [4, 8]}]
     assert ear.events == [{"event": "step_skipped", "step": 2, "reason": "gradient", "ranks": []}]
     assert "the gradient is not finite, though every loss is" in ear.said[0]
 
 
 def test_no_more_than_so_many_rows_of_a_step_are_dumped_and_that_is_told(tmp_path):
-    steps, _ = alone(tmp_path, "", rows=MOST_ROWS)
-    steps.look(1, result([NAN, NAN], 1, True))
+    steps, _ = alone(tmp_path, "", rows=MAX_ROWS)
+    steps.check(1, result([NAN, NAN], 1, True))
     *rows, last = lines_of(tmp_path)
-    assert [row["position"] for row in rows] == list(range(MOST_ROWS))
-    assert last == {"step": 1, "rank": 0, "rows_left_out": MOST_ROWS}
+    assert [row["position"] for row in rows] == list(range(MAX_ROWS))
+    assert last == {"step": 1, "rank": 0, "rows_left_out": MAX_ROWS}
 
 
 def test_what_only_the_device_knows_is_asked_when_due_or_of_many_steps(tmp_path):
     steps, ear = alone(tmp_path, "--max_skipped 3")
-    for step in range(1, MOST_UNREAD):
+    for step in range(1, MAX_PENDING):
         so_far, is_skipped = torch.tensor(int(step >= 2)), torch.tensor(step == 2)
-        steps.look(step, result([1.0, NAN], so_far, is_skipped), is_due=False)
+        steps.check(step, result([1.0, NAN], so_far, is_skipped), is_due=False)
     assert not ear.events
-    steps.look(MOST_UNREAD, result([1.0, 2.0], torch.tensor(1), torch.tensor(False)), is_due=False)
+    steps.check(MAX_PENDING, result([1.0, 2.0], torch.tensor(1), torch.tensor(False)), is_due=False)
     assert [event["step"] for event in ear.events] == [2]
     assert "; 1 in all" in ear.said[0]
     assert {line["position"] for line in lines_of(tmp_path)} == {6, 7}  # of that step's rows
-    steps.look(65, result([NAN, 2.0], torch.tensor(2), torch.tensor(True)))
+    steps.check(65, result([NAN, 2.0], torch.tensor(2), torch.tensor(True)))
     assert [event["step"] for event in ear.events] == [2, 65]
 
 
@@ -132,11 +132,11 @@ def test_the_budget_is_of_all_steps_but_in_float16_of_those_in_a_row(
         so_far += is_skipped
         if step == ends_at:
             with pytest.raises(NumericError, match=r"max_skipped = 2 \(--max_skipped\)") as caught:
-                steps.look(step, result([1.0, NAN], so_far, True))
+                steps.check(step, result([1.0, NAN], so_far, True))
             assert (caught.value.status, caught.value.cause_rank) == (6, 0)
             assert ("initial_scale_power" in str(caught.value)) is (dtype == "float16")
             break
-        steps.look(step, result([1.0, NAN], so_far, bool(is_skipped)))
+        steps.check(step, result([1.0, NAN], so_far, bool(is_skipped)))
     assert lines_of(tmp_path)[-1]["step"] == ends_at  # dumped before the end
 
 

@@ -19,8 +19,8 @@ from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS
 from minimind.config.schedule import Schedule, plan_schedule
-from minimind.train.settings import ORDINARY, differing, labelled, shortened
-from minimind.train.start_summary import cadence_warnings, opening
+from minimind.train.settings import DEFAULT_KEYS, labelled_lines, non_default_settings, shorten
+from minimind.train.start_summary import cadence_warnings, startup_summary
 from tests.train.starts import require_fit, start_of, unbroken_text
 
 train: Any = training  # a package that is called like a function
@@ -46,7 +46,7 @@ BACKENDS = {
 
 
 def stand_in(line: str, backend: str) -> tuple[Any, Any]:
-    """(Desk, Prepared), as far as `opening` asks them, of a run that nobody takes steps for."""
+    """(RunContext, Prepared) with what `startup_summary` reads."""
     world_size, path = BACKENDS[backend]
     ranks = {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
     ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "2"}
@@ -62,7 +62,7 @@ def stand_in(line: str, backend: str) -> tuple[Any, Any]:
         device=torch.device("cpu"),
     )
     order = SimpleNamespace(n_rows=2_151, rows_per_step=8, steps_per_epoch=268)
-    desk = SimpleNamespace(
+    context = SimpleNamespace(
         run=resolved.run,
         schedule=schedule,
         engine=engine,
@@ -74,13 +74,15 @@ def stand_in(line: str, backend: str) -> tuple[Any, Any]:
         tokenizer=SimpleNamespace(unused=0),
         manifest={"rejected": {"count": 12, "listed": 12}},
     )
-    return desk, prepared
+    return context, prepared
 
 
 def start(line: str, backend: str, path: Path | None = None) -> list[str]:
-    desk, prepared = stand_in(line, backend)
+    context, prepared = stand_in(line, backend)
     resumed: Any = SimpleNamespace(path=path, state=TrainState(0))
-    return opening(desk, prepared, resumed, "27.1 MiB each, 2,930 more fit", []).splitlines()
+    return startup_summary(
+        context, prepared, resumed, "27.1 MiB each, 2,930 more fit", []
+    ).splitlines()
 
 
 @pytest.mark.parametrize("flags", ["", MANY], ids=["plain", "many flags"])
@@ -120,8 +122,8 @@ def test_a_real_run_prints_the_same_start(
 
 def test_verbose_prints_every_flag_and_every_key_of_deepspeed():
     told = unbroken_text(start(f"{TINY} --verbose", "deepspeed"))
-    desk, _ = stand_in(TINY, "deepspeed")
-    resolved = desk.engine.resolved
+    context, _ = stand_in(TINY, "deepspeed")
+    resolved = context.engine.resolved
     for name in (n for n in FLAGS if getattr(resolved.run, n) is not None):
         assert f" {name} " in told
     for key, source in resolved.sources.items():
@@ -131,8 +133,10 @@ def test_verbose_prints_every_flag_and_every_key_of_deepspeed():
 
 
 def differing_of(line: str, backend: str = "single") -> dict[str, str]:
-    desk, _ = stand_in(line, backend)
-    return {k: " ".join(words) for k, words in differing(desk.engine.resolved).items()}
+    context, _ = stand_in(line, backend)
+    return {
+        k: " ".join(words) for k, words in non_default_settings(context.engine.resolved).items()
+    }
 
 
 def test_a_value_from_a_file_is_shown_with_the_file(
@@ -155,14 +159,16 @@ def test_the_shipped_file_has_no_literal_that_a_start_would_show():
     document = json.loads(DEFAULT_DEEPSPEED_CONFIG.read_text())
     literals = {key: value for key, value in leaves(document).items() if value != "auto"}
     assert literals.pop("zero_optimization.stage") == 2  # in the backend's line
-    assert literals == ORDINARY
+    assert literals == DEFAULT_KEYS
     assert "files" not in differing_of(TINY, "deepspeed")
 
 
 def test_what_deepspeed_does_without_a_key_is_what_its_own_models_say():
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: TID251 (its defaults)
 
-    ours = {k.split(".")[1]: v for k, v in ORDINARY.items() if k.startswith("zero_optimization")}
+    ours = {
+        k.split(".")[1]: v for k, v in DEFAULT_KEYS.items() if k.startswith("zero_optimization")
+    }
     assert ours == {name: DeepSpeedZeroConfig.model_fields[name].default for name in ours}
 
 
@@ -219,14 +225,14 @@ def test_a_scheduler_of_deepspeed_has_its_own_warm_up(scheduler: dict[str, Any],
 @pytest.mark.parametrize("text", ["a" * 200, "春" * 80, "a b" * 60])
 def test_a_long_text_is_shortened_in_the_middle(text: str):
     for most in (11, 40, 41):
-        found = shortened(text, most)
+        found = shorten(text, most)
         assert most - 1 <= disp_len(found) <= most
         assert (found[0], found[-1]) == (text[0], text[-1])
-    assert shortened(text, disp_len(text)) == text
+    assert shorten(text, disp_len(text)) == text
 
 
 def test_pieces_are_kept_whole_unless_one_is_longer_than_a_line():
-    lines = labelled("flags", [f"name_{n} {n}," for n in range(40)])
+    lines = labelled_lines("flags", [f"name_{n} {n}," for n in range(40)])
     assert len(lines) > 3
     assert all(line.endswith(",") for line in lines)
-    assert all(disp_len(line) <= 100 for line in labelled("x", ["春 " * 90, "a" * 300]))
+    assert all(disp_len(line) <= 100 for line in labelled_lines("x", ["春 " * 90, "a" * 300]))

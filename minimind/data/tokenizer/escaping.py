@@ -1,4 +1,4 @@
-"""U+2581 kept apart from the spaces that SentencePiece writes with it; half characters refused."""
+"""Keep U+2581 distinct from the spaces that SentencePiece writes with it."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import re
 
 from minimind.errors import DataError
 
-# SentencePiece writes a space as U+2581 and cannot tell the two apart afterwards. Two characters
-# that Unicode keeps for a program's own use stand in: MARK for U+2581, and GUARD before either of
-# them where the text has it. All three take 3 bytes in UTF-8, so U+2581 keeps its size.
+# SentencePiece writes a space as U+2581 and cannot tell them apart when decoding. Two Unicode
+# noncharacters replace it: MARK stands for U+2581, GUARD escapes MARK and GUARD in the text. All
+# three take 3 bytes in UTF-8, so U+2581 keeps its size.
 SPACE_SIGN, MARK, GUARD = "\u2581", "\ufdd0", "\ufdd1"
 ESCAPES = {ord(SPACE_SIGN): MARK, ord(MARK): GUARD + MARK, ord(GUARD): GUARD + GUARD}
 ESCAPED = re.compile(f"{GUARD}([{MARK}{GUARD}])|{MARK}")
 
 
 def escape(text: str) -> str:
-    """The text without any U+2581."""
-    present = SPACE_SIGN in text or MARK in text or GUARD in text
-    return text.translate(ESCAPES) if present else text
+    """Replace every U+2581."""
+    if SPACE_SIGN in text or MARK in text or GUARD in text:
+        return text.translate(ESCAPES)
+    return text
 
 
 def unescape(text: str) -> str:
-    """The text itself. A U+2581 here is a space that a given model has no piece for."""
+    """Undo `escape`, and turn U+2581 into the space that it stands for."""
     text = text.replace(SPACE_SIGN, " ")
-    return ESCAPED.sub(lambda found: found.group(1) or SPACE_SIGN, text)
+    return ESCAPED.sub(lambda match: match.group(1) or SPACE_SIGN, text)
 
 
 def require_unicode(text: str) -> None:
-    """Nothing, or a DataError for a text that cannot be written as UTF-8."""
+    """Raise DataError if the text cannot be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

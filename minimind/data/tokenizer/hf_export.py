@@ -1,4 +1,4 @@
-"""A SentencePiece model as a tokenizer.json, which Hugging Face libraries read without our code."""
+"""A SentencePiece model as a tokenizer.json, for Hugging Face libraries without our code."""
 
 from __future__ import annotations
 
@@ -13,46 +13,43 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec  # pyr
 
 from minimind.data.tokenizer.escaping import GUARD, MARK, SPACE_SIGN, escape, unescape
 from minimind.data.tokenizer.files import CONFIG_NAME, JSON_NAME
-from minimind.data.tokenizer.pieces import FILLER_PREFIX
+from minimind.data.tokenizer.vocabulary import FILLER_PREFIX
 
 PROBES = 500
 
 
 def hugging_face_files(
-    processor: sentencepiece.SentencePieceProcessor, beside: bytes | None = None
+    processor: sentencepiece.SentencePieceProcessor, existing: bytes | None = None
 ) -> dict[str, bytes]:
-    """tokenizer.json and tokenizer_config.json by name; none for a model they cannot express.
+    """tokenizer.json and tokenizer_config.json by name; empty for a model they cannot express.
 
-    That is any but byte-pair pieces with bytes for the rest and text taken as it is. Both sides
-    are tried on every piece and on many put together before anything is given out, unless just
-    this tokenizer.json stands `beside` the model already: it was tried when it was written.
+    Both tokenizers are compared on every piece and on random sequences of pieces, unless the
+    `existing` tokenizer.json is the same: it was compared when it was written.
     """
-    if not merges_plainly(processor):
+    if not is_plain_bpe(processor):
         return {}
-    told = json.dumps(_tokenizer(processor), ensure_ascii=False, indent=1).encode()
-    if told != beside and not _agree(processor, tokenizers.Tokenizer.from_str(told.decode())):
+    text = json.dumps(_tokenizer(processor), ensure_ascii=False, indent=1)
+    content = text.encode()
+    if content != existing and not _agree(processor, tokenizers.Tokenizer.from_str(text)):
         return {}
     config = json.dumps(_config(processor), ensure_ascii=False, indent=1).encode()
-    return {JSON_NAME: told, CONFIG_NAME: config}
+    return {JSON_NAME: content, CONFIG_NAME: config}
 
 
-def merges_plainly(processor: sentencepiece.SentencePieceProcessor) -> bool:
-    """Whether ids depend on nothing but merges: byte-pair pieces, bytes, text taken as it is.
-
-    Its kind and its rules of normalisation are in its file, and what it does to spaces shows.
-    """
+def is_plain_bpe(processor: sentencepiece.SentencePieceProcessor) -> bool:
+    """Whether the model is BPE with byte fallback and without normalization."""
     probe = " a   \n"
-    told = ModelProto.FromString(processor.serialized_model_proto())
+    model = ModelProto.FromString(processor.serialized_model_proto())
     return (
-        told.trainer_spec.model_type == TrainerSpec.BPE
+        model.trainer_spec.model_type == TrainerSpec.BPE
         and any(processor.is_byte(i) for i in range(processor.vocab_size()))
-        and not told.normalizer_spec.precompiled_charsmap
+        and not model.normalizer_spec.precompiled_charsmap
         and processor.normalize(probe) == probe.replace(" ", SPACE_SIGN)
     )
 
 
 def normal_pieces(processor: sentencepiece.SentencePieceProcessor) -> dict[str, int]:
-    """The pieces that text is made of, without bytes, each with its id."""
+    """Ids of the normal pieces, without bytes, by piece."""
     return {
         processor.id_to_piece(i): i
         for i in range(processor.vocab_size())
@@ -61,7 +58,7 @@ def normal_pieces(processor: sentencepiece.SentencePieceProcessor) -> dict[str, 
 
 
 def special_tokens(processor: sentencepiece.SentencePieceProcessor) -> dict[str, int]:
-    """The pieces that no text is made of, fillers left out, each with its id."""
+    """Ids of the control pieces, without fillers, by piece."""
     return {
         processor.id_to_piece(i): i
         for i in range(processor.vocab_size())
@@ -105,7 +102,7 @@ def _tokenizer(processor: sentencepiece.SentencePieceProcessor) -> dict[str, Any
 
 
 def _config(processor: sentencepiece.SentencePieceProcessor) -> dict[str, Any]:
-    """What transformers adds; a text that has "</s>" in it has four letters there, no end."""
+    """tokenizer_config.json; special tokens are not matched in text: "</s>" is four letters."""
     specials = {
         "bos_token": processor.bos_id(),
         "eos_token": processor.eos_id(),
@@ -116,7 +113,7 @@ def _config(processor: sentencepiece.SentencePieceProcessor) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{name: processor.id_to_piece(i) for name, i in specials.items() if i >= 0},
-        # By this name transformers 4 and 5 both take a list.
+        # Both transformers 4 and 5 accept a list under this name.
         **({"additional_special_tokens": others} if others else {}),
         "add_bos_token": False,
         "add_eos_token": False,
@@ -126,21 +123,21 @@ def _config(processor: sentencepiece.SentencePieceProcessor) -> dict[str, Any]:
 
 
 def merges(processor: sentencepiece.SentencePieceProcessor) -> list[tuple[str, str]]:
-    """Every way to make a piece from two others, in the order in which they are tried.
+    """All merges that produce a piece, in order of priority.
 
-    SentencePiece ranks the piece that comes out, and of two places takes the left one. Here the two
-    ways to make one piece need an order too: where both are possible in `X Y Z`, the left place has
-    the way whose left part is not also how the piece ends.
+    SentencePiece ranks the resulting piece and prefers the left position. tokenizer.json ranks
+    merges, so two merges that make the same piece need an order: if both apply in `X Y Z`, the left
+    position has the merge whose left part is not also the end of the piece.
     """
     pieces = normal_pieces(processor)
-    found = []
+    ordered = []
     for piece, i in pieces.items():
         for at in range(1, len(piece)):
             left, right = piece[:at], piece[at:]
             if left in pieces and right in pieces:
                 order = (-processor.get_score(i), i, piece.endswith(left), -at)
-                found.append((order, left, right))
-    return [(left, right) for _, left, right in sorted(found)]
+                ordered.append((order, left, right))
+    return [(left, right) for _, left, right in sorted(ordered)]
 
 
 def _replace(old: str, new: str) -> dict[str, Any]:
@@ -148,7 +145,7 @@ def _replace(old: str, new: str) -> dict[str, Any]:
 
 
 def _escaping() -> Iterator[dict[str, Any]]:
-    """What `escape` does at once, one after another, and a space's sign."""
+    """Normalizers that do what `escape` does, and replace the space."""
     yield _replace(GUARD, GUARD + GUARD)
     yield _replace(MARK, GUARD + MARK)
     yield _replace(SPACE_SIGN, MARK)
@@ -156,25 +153,25 @@ def _escaping() -> Iterator[dict[str, Any]]:
 
 
 def _unescaping() -> Iterator[dict[str, Any]]:
-    """What `unescape` does from left to right.
+    """Decoders that do what `unescape` does.
 
-    Once spaces are spaces no U+2581 is left, so that it can begin a name for each thing found
-    until all are: a replacement is then never taken for text.
+    Once spaces are restored no U+2581 is left, so it can prefix a placeholder for each sequence:
+    a replacement is then never mistaken for text.
     """
     yield _replace(SPACE_SIGN, " ")
-    names = {GUARD + GUARD: "g", GUARD + MARK: "m", MARK: "s"}
-    for found, name in names.items():
-        yield _replace(found, SPACE_SIGN + name)
-    for name, meant in {"g": GUARD, "m": MARK, "s": SPACE_SIGN}.items():
-        yield _replace(SPACE_SIGN + name, meant)
+    placeholders = {GUARD + GUARD: "g", GUARD + MARK: "m", MARK: "s"}
+    for sequence, name in placeholders.items():
+        yield _replace(sequence, SPACE_SIGN + name)
+    for name, character in {"g": GUARD, "m": MARK, "s": SPACE_SIGN}.items():
+        yield _replace(SPACE_SIGN + name, character)
 
 
 def _agree(processor: sentencepiece.SentencePieceProcessor, other: tokenizers.Tokenizer) -> bool:
-    """Whether both give the same ids, and the text back, for the pieces and what they make up."""
+    """Whether both give the same ids and round-trip, for pieces and sequences of them."""
     other.encode_special_tokens = True
     texts = list(_probes([unescape(piece) for piece in normal_pieces(processor)]))
     ours = processor.encode([escape(text) for text in texts], num_threads=1)
-    theirs = [found.ids for found in other.encode_batch_fast(texts, add_special_tokens=False)]
+    theirs = [encoding.ids for encoding in other.encode_batch_fast(texts, add_special_tokens=False)]
     return ours == theirs and all(
         other.decode(ids) == text for ids, text in zip(theirs, texts, strict=True)
     )

@@ -1,4 +1,4 @@
-"""A tokenizer by its path, whichever of two kinds lies there."""
+"""Load a tokenizer of either kind by its path."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from minimind.data.tokenizer.sentencepiece import Tokenizer
 from minimind.errors import DataError, UsageError
 
 AnyTokenizer = Tokenizer | HuggingFaceTokenizer
-LONGEST_DOCUMENT = 2**26  # bytes, whatever the tokenizer
+LONGEST_DOCUMENT = 2**26  # bytes
 
 
 def longest_document(path: str | None) -> int:
-    """Bytes of the longest document accepted where nobody says: memory stays within 1 GiB.
+    """Default limit for a document in bytes, so that encoding takes at most 1 GiB of memory.
 
-    64 MiB, but for a given tokenizer that needs all of a text at once.
+    64 MiB, or less for a tokenizer that encodes a text as a whole.
     """
-    given = None if path is None else load_tokenizer(path).longest_at_once
-    return LONGEST_DOCUMENT if given is None else given
+    limit = None if path is None else load_tokenizer(path).longest_at_once
+    return LONGEST_DOCUMENT if limit is None else limit
 
 
 def load_tokenizer(path: str | Path) -> AnyTokenizer:
-    """Of a file: Hugging Face's if it is a .json, else SentencePiece's. Of a directory: the same.
+    """Load a tokenizer.json or a SentencePiece model, from a file or a directory.
 
-    Where a directory has both, tokenizer.model is read. A DataError names what was looked for.
+    tokenizer.model takes precedence in a directory that has both. Raise DataError if there is none.
     """
     if str(path) == "":
         raise UsageError("--tokenizer is empty, as of a variable that is not set; name one")

@@ -1,8 +1,7 @@
-"""Text <-> token ids with SentencePiece: byte-pair pieces that lose nothing.
+"""Lossless SentencePiece BPE tokenizer with byte fallback.
 
-Ids: 0 unknown (never produced), 1 beginning, 2 end of a document, 3 padding, then special tokens
-that were asked for, the 256 byte pieces and the learnt ones. Any text comes back as it was:
-characters without a piece become bytes.
+Ids: 0 unknown (never produced), 1 beginning, 2 end of a document, 3 padding, then --special_tokens,
+the 256 bytes and the learnt pieces. Any text round-trips: characters without a piece become bytes.
 """
 
 from __future__ import annotations
@@ -23,25 +22,26 @@ from minimind.data.tokenizer.encoder import TextEncoder
 from minimind.data.tokenizer.escaping import escape, unescape
 from minimind.data.tokenizer.files import JSON_NAME, LARGEST_FILE, MODEL_NAME, write_tokenizer
 from minimind.data.tokenizer.hf_export import hugging_face_files, special_tokens
-from minimind.data.tokenizer.long_texts import runs
-from minimind.data.tokenizer.pieces import (
+from minimind.data.tokenizer.long_texts import id_chunks
+from minimind.data.tokenizer.vocabulary import (
     BYTE,
     CONTROL,
     FILLER,
     FILLER_PREFIX,
     Piece,
+    max_alphabet,
     piece_of,
+    require_learnable,
     sizes,
 )
-from minimind.data.tokenizer.vocabulary import require_learnable, room_for_characters
 from minimind.errors import DataError
 from minimind.runtime.durable_files import read_small, write_whole
 
 SAMPLE_BYTES = 2**24
-LONGEST_AT_ONCE = 2**23  # bytes of a text that is not cut, each of which takes up to 60 of memory
-SENTENCE_CHARACTERS = 1000  # SentencePiece drops sentences of more than 4192 bytes in silence
+LONGEST_AT_ONCE = 2**23  # bytes of a text that is not chunked; each takes up to 60 of memory
+SENTENCE_CHARACTERS = 1000  # SentencePiece silently drops sentences of more than 4192 bytes
 
-# U+2585 marks unknown characters inside the trainer, which skips sentences that have it.
+# The trainer marks unknown characters with U+2585 and skips sentences that contain it.
 RESERVED = {"\u2585", "\0"}
 
 
@@ -64,8 +64,8 @@ class Tokenizer:
         self._encoder = TextEncoder(self._processor)
         try:
             self._processor.LoadFromSerializedProto(self._model)
-            self._processor.id_to_piece([*range(self.vocab_size)])  # each must be text
-        # The latter of a piece that is not UTF-8, or of a message that quotes such a one.
+            self._processor.id_to_piece([*range(self.vocab_size)])  # each must be UTF-8
+        # UnicodeDecodeError: a piece is not UTF-8, or an error message quotes such a piece.
         except (RuntimeError, UnicodeDecodeError) as error:
             raise DataError(
                 f"{self.path}: is not a SentencePiece model, or damaged; restore it, or delete"
@@ -78,12 +78,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Pieces, unused ones included."""
+        """Number of pieces, unused ones included."""
         return self._processor.vocab_size()
 
     @property
     def bos_id(self) -> int:
-        """Beginning of text; we never write it. -1 if the model has none."""
+        """Beginning of a text, never written by us; -1 if the model has none."""
         return self._processor.bos_id()
 
     @property
@@ -93,60 +93,61 @@ class Tokenizer:
 
     @property
     def pad_id(self) -> int:
-        """Padding; the end of a document where a model has none."""
+        """Padding; the end of a document if the model has none."""
         pad = self._processor.pad_id()
         return pad if pad >= 0 else self.eos_id
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sha256 hex digest of the model file."""
+        """SHA-256 hex digest of the model file."""
         return hashlib.sha256(self._model).hexdigest()
 
     @cached_property
     def unused(self) -> int:
-        """How many pieces only fill the vocabulary: the training text had no more to merge."""
+        """Number of fillers: the training text had no more pieces to learn."""
         return sum(piece.kind == FILLER for piece in self.pieces())
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without any at its beginning or end."""
+        """Ids of a text, without special tokens."""
         return self.encode_batch([text], threads=1)[0]
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
-        """Ids of each text; the same whatever the number of threads.
+        """Ids of each text; they do not depend on the number of threads.
 
-        Long texts are cut into chunks, for memory; `long_texts.chunks` says what that may change.
+        Long texts are chunked to bound memory; see `long_texts.chunks`.
         """
         return self._encoder.lists(texts, threads)
 
     def encode_arrays(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
-        """The same as int32, a tenth of the memory of lists, and faster where words come again."""
+        """Ids of each text as read-only int32 arrays: less memory than lists, and faster."""
         return self._encoder.arrays(texts, threads)
 
     @property
     def longest_at_once(self) -> int | None:
-        """Bytes of text that should be encoded at once at most; None where texts are cut."""
-        return LONGEST_AT_ONCE if self._encoder.joined is None else None
+        """Limit for a text in bytes if texts are encoded whole; None if they are chunked."""
+        return LONGEST_AT_ONCE if self._encoder.pairs is None else None
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; control pieces are silent, bytes that are not UTF-8 become U+FFFD."""
-        given = ids if isinstance(ids, np.ndarray) else np.fromiter(ids, np.int64)
-        parts = [given.tolist()] if self._encoder.joined is None else runs(given, self.pieces)
+        """Decode ids; control pieces are skipped, invalid UTF-8 becomes U+FFFD."""
+        array = ids if isinstance(ids, np.ndarray) else np.fromiter(ids, np.int64)
+        is_whole = self._encoder.pairs is None
+        parts = [array.tolist()] if is_whole else id_chunks(array, self.pieces)
         return unescape("".join(map(self._processor.decode, parts)))
 
     def special_tokens(self) -> dict[str, int]:
-        """Names of the control pieces, each with its id."""
+        """Ids of the control pieces by name, without fillers."""
         return special_tokens(self._processor)
 
     def piece_bytes(self) -> np.ndarray:
-        """UTF-8 bytes of text that each id stands for: int32 (vocab_size,), 0 for control pieces.
+        """UTF-8 bytes of text per id, int32 (vocab_size,); 0 for control pieces.
 
-        Over the ids of a text they add up to its size, except that the two stand-ins for U+2581,
-        which Unicode bars from text that is exchanged, may count twice.
+        They add up to the size of a text, unless it contains one of the two noncharacters that
+        `escaping` uses, which count twice.
         """
         return sizes(self.pieces())
 
     def pieces(self) -> list[Piece]:
-        """What each id stands for."""
+        """The piece of each id."""
         return [self._piece(i) for i in range(self.vocab_size)]
 
     def _piece(self, i: int) -> Piece:
@@ -158,20 +159,20 @@ class Tokenizer:
         return piece_of(unescape(name).encode())
 
     def files(self) -> dict[str, bytes]:
-        """What it is read from, by the name each file has in a directory."""
+        """Content of its files by name."""
         return {MODEL_NAME: self._model}
 
     @cached_property
     def exported(self) -> dict[str, bytes]:
-        """The same, with what Hugging Face libraries load where that has the same ids."""
+        """The same files, and a tokenizer.json if it gives the same ids."""
         try:
-            beside = self.path.with_name(JSON_NAME).read_bytes()
-        except OSError:  # none is there, or none for us
-            beside = None
-        return {**self.files(), **hugging_face_files(self._processor, beside)}
+            existing = self.path.with_name(JSON_NAME).read_bytes()
+        except OSError:
+            existing = None
+        return {**self.files(), **hugging_face_files(self._processor, existing)}
 
     def save(self, directory: str | Path) -> None:
-        """Write `exported`."""
+        """Write `exported` to a directory."""
         write_tokenizer(directory, self.exported)
 
 
@@ -183,53 +184,51 @@ def train_tokenizer(
     seed: int = SEED,
     special: Sequence[str] = (),
 ) -> None:
-    """Learn exactly `vocab_size` byte-pair pieces from a sample of the texts and write them.
+    """Learn exactly `vocab_size` BPE pieces from a sample of the texts and write the model.
 
-    `special` names are pieces behind the built-in specials, which no text is ever made of.
-
-    The same texts give the same file. SentencePiece wants a piece for every character it is shown
-    and refuses Chinese verse at 4,096 pieces, so only as many characters are shown, the most
-    frequent ones, as fit half the vocabulary together with the byte pieces; the others end a
-    sentence, and are written as bytes when they come up.
+    `special` names control pieces after the built-in ones. The same texts and seed give the same
+    bytes. SentencePiece needs a piece for every character in its input and so refuses Chinese verse
+    at 4,096 pieces. Its input is therefore restricted to the most frequent characters, which take,
+    with the bytes, half the vocabulary; other characters are encoded as bytes.
     """
     require_learnable(vocab_size, special)
     passages = [escape(passage) for passage in sample(texts, sample_bytes, seed)]
-    known = alphabet(passages, room_for_characters(vocab_size, len(special)))
+    known = alphabet(passages, max_alphabet(vocab_size, len(special)))
     sentences = list(_sentences(passages, known))
-    sentences.append(" ")  # Chinese may have none, and without its piece a space would be 3 bytes
+    sentences.append(" ")  # else a Chinese text may give no piece for it
     if len(sentences) == 1:
         raise DataError("there is no text to learn a tokenizer from; add documents with text")
     model = _train(sentences, vocab_size, special, fillers=0)
     fillers = 0
-    while isinstance(model, int):  # so many pieces at most: the text is too small for more
-        fillers += vocab_size - model  # and once more if it holds a filler's name, no text any more
+    while isinstance(model, int):  # the text is too small: fill up; again if it contains a filler
+        fillers += vocab_size - model
         model = _train(sentences, vocab_size, special, fillers)
     write_whole(path, model)
 
 
-def alphabet(passages: Iterable[str], room: int) -> set[str]:
-    """The `room` most frequent characters, a space always among them."""
+def alphabet(passages: Iterable[str], size: int) -> set[str]:
+    """The `size` most frequent characters, the space included."""
     count: Counter[str] = Counter()
     for passage in passages:
         count.update(passage)
     for character in (" ", *RESERVED):
         count.pop(character, None)
     by_frequency = sorted(count, key=lambda character: (-count[character], character))
-    return {" ", *by_frequency[: room - 1]}
+    return {" ", *by_frequency[: size - 1]}
 
 
 def _sentences(passages: Iterable[str], known: set[str]) -> Iterator[str]:
-    """What the trainer is shown: runs of known characters, newlines at the front of a sentence.
+    """Yield runs of known characters, with newlines at the start of a sentence.
 
-    At the end they would be stripped, and neither a newline nor two in a row would be learnt.
+    At its end the trainer would strip them and learn no piece with a newline.
     """
     line = re.compile(r"[\r\n]*[^\r\n]+")
-    strangers = set().union(*passages) - known if passages else set()
-    cut = re.compile("[" + re.escape("".join(sorted(strangers))) + "]+") if strangers else None
+    unknown = set().union(*passages) - known if passages else set()
+    cut = re.compile("[" + re.escape("".join(sorted(unknown))) + "]+") if unknown else None
     for passage in passages:
         for run in cut.split(passage) if cut else [passage]:
-            for found in line.finditer(run):
-                text = found.group()
+            for match in line.finditer(run):
+                text = match.group()
                 for start in range(0, len(text), SENTENCE_CHARACTERS):
                     yield text[start : start + SENTENCE_CHARACTERS]
 
@@ -237,7 +236,7 @@ def _sentences(passages: Iterable[str], known: set[str]) -> Iterator[str]:
 def _train(
     sentences: list[str], vocab_size: int, special: Sequence[str], fillers: int
 ) -> bytes | int:
-    """The model, or how many pieces are possible when `vocab_size` are too many."""
+    """Return the model, or the largest possible vocabulary if `vocab_size` is too large."""
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue] (no stubs)

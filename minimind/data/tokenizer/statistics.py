@@ -1,4 +1,4 @@
-"""What a tokenizer makes of some text: bytes per token, pieces that are used, texts that change."""
+"""Statistics of a tokenizer on some text: bytes per token, used pieces, texts that change."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from minimind.data.tokenizer.load import AnyTokenizer
 
 BATCH_BYTES = 2**20  # a longer text is a batch of its own
 SHOWN_AROUND = 12
-# What tokenizers tend to change: spaces, line ends, accents in two parts, rare characters, and what
-# looks like their own signs.
+# Text that tokenizers tend to change: spaces, line ends, combining accents, rare characters, and
+# text that looks like special tokens.
 AWKWARD = (
     " a  b   c ",
     "\n\n\ta\r\n",
@@ -26,8 +26,8 @@ AWKWARD = (
 
 
 @dataclass
-class Measured:
-    """Sums over some documents; `used` counts how often each id came up."""
+class TokenizerStatistics:
+    """Sums over documents; `used` counts the occurrences of each id."""
 
     used: np.ndarray
     documents: int = 0
@@ -38,32 +38,32 @@ class Measured:
 
     @property
     def bytes_per_token(self) -> float:
-        """NaN of no text."""
+        """NaN without text."""
         return self.bytes / self.tokens if self.tokens else float("nan")
 
 
-def measure(tokenizer: AnyTokenizer, texts: Iterable[str]) -> Measured:
-    """The texts encoded, decoded and compared, a batch of them in memory.
+def measure(tokenizer: AnyTokenizer, texts: Iterable[str]) -> TokenizerStatistics:
+    """Encode, decode and compare the texts, one batch at a time.
 
-    A text that is longer than `longest_document` of the tokenizer is for its reader to refuse.
+    The reader has to refuse texts longer than `longest_document`.
     """
     threads = os.cpu_count() or 1
-    found = Measured(np.zeros(tokenizer.vocab_size, dtype=np.int64))
+    total = TokenizerStatistics(np.zeros(tokenizer.vocab_size, dtype=np.int64))
     for batch, size in _batches(texts):
-        found.bytes += size
+        total.bytes += size
         for text, ids in zip(batch, tokenizer.encode_arrays(batch, threads), strict=True):
-            found.documents += 1
-            found.tokens += len(ids)
-            found.used += np.bincount(ids, minlength=len(found.used))
+            total.documents += 1
+            total.tokens += len(ids)
+            total.used += np.bincount(ids, minlength=len(total.used))
             back = tokenizer.decode(ids)
             if back != text:
-                found.changed += 1
-                found.first_change = found.first_change or _change(found.documents, text, back)
-    return found
+                total.changed += 1
+                total.first_change = total.first_change or _change(total.documents, text, back)
+    return total
 
 
 def _batches(texts: Iterable[str]) -> Iterator[tuple[list[str], int]]:
-    """Texts of up to `BATCH_BYTES` together, with how many bytes they are."""
+    """Yield batches of up to `BATCH_BYTES` and their size in bytes."""
     batch: list[str] = []
     size = 0
     for text in texts:
@@ -78,7 +78,7 @@ def _batches(texts: Iterable[str]) -> Iterator[tuple[list[str], int]]:
 
 
 def _change(document: int, text: str, back: str) -> str:
-    """Where a text and what came back of it part."""
+    """Describe the first difference between a text and its round trip."""
     pairs = enumerate(zip(text, back, strict=False))
     at = next((at for at, (a, b) in pairs if a != b), min(len(text), len(back)))
     window = slice(max(at - SHOWN_AROUND, 0), at + SHOWN_AROUND)

@@ -26,18 +26,18 @@ def model(request, tmp_path_factory):
 
 @pytest.fixture
 def looked_up(monkeypatch):
-    """What is asked of the table: every text, however few of its words are known."""
-    asked = []
-    of = text_encoder.WordIds.of
+    """Parts that are looked up: every text, however few of its words are cached."""
+    parts_seen = []
+    encode = text_encoder.WordCache.encode
 
     def recorded(words, parts):
-        asked.extend(parts)
-        return of(words, parts)
+        parts_seen.extend(parts)
+        return encode(words, parts)
 
-    monkeypatch.setattr(text_encoder.WordIds, "of", recorded)
-    monkeypatch.setattr(text_encoder, "SPACED", 10**9)
-    monkeypatch.setattr(text_encoder, "MOST_NEW", 1)
-    return asked
+    monkeypatch.setattr(text_encoder.WordCache, "encode", recorded)
+    monkeypatch.setattr(text_encoder, "MAX_CHARACTERS_PER_SPACE", 10**9)
+    monkeypatch.setattr(text_encoder, "MIN_WORDS_PER_NEW", 1)
+    return parts_seen
 
 
 def texts_of(seed):
@@ -50,8 +50,8 @@ def texts_of(seed):
 
 @pytest.mark.parametrize("kept", [0, 9000, 2**23])
 def test_ids_of_words_one_after_another_are_those_of_the_text(model, looked_up, monkeypatch, kept):
-    monkeypatch.setattr(text_encoder, "KEPT", kept)
-    monkeypatch.setattr(text_encoder, "TOGETHER", 2000)
+    monkeypatch.setattr(text_encoder, "CACHE_SIZE", kept)
+    monkeypatch.setattr(text_encoder, "LOOKUP_CHARACTERS", 2000)
     tokenizer = Tokenizer(model)
     for seed in range(3):
         texts = texts_of(seed)
@@ -63,7 +63,7 @@ def test_ids_of_words_one_after_another_are_those_of_the_text(model, looked_up, 
 @pytest.mark.parametrize("more", [[], ["a\0b", "\0", "end\0"]], ids=["none", "NUL"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_short_texts_encoded_as_one_have_the_ids_of_each(model, monkeypatch, threads, more):
-    monkeypatch.setattr(text_encoder, "SPACED", 0)  # none is looked up
+    monkeypatch.setattr(text_encoder, "MAX_CHARACTERS_PER_SPACE", 0)  # none is looked up
     tokenizer = Tokenizer(model)
     encoder = tokenizer._encoder
     texts = [text for text in texts_of(1) if "\0" not in text]
@@ -86,8 +86,8 @@ def test_short_texts_encoded_as_one_have_the_ids_of_each(model, monkeypatch, thr
 
 
 def test_threads_that_share_a_table_give_the_ids_of_one(model, looked_up, monkeypatch):
-    monkeypatch.setattr(text_encoder, "KEPT", 9000)
-    monkeypatch.setattr(text_encoder, "TOGETHER", 500)
+    monkeypatch.setattr(text_encoder, "CACHE_SIZE", 9000)
+    monkeypatch.setattr(text_encoder, "LOOKUP_CHARACTERS", 500)
     tokenizer = Tokenizer(model)
     batches = [texts_of(seed) for seed in range(12)]
     with ThreadPoolExecutor(4) as pool:
@@ -115,16 +115,16 @@ def test_a_table_is_bounded_and_does_not_learn_what_hardly_comes_again(model, mo
     assert words is not None
     draw = random.Random(0)
     numbers = " ".join(str(draw.random()) for _ in range(1000))
-    assert words.of([numbers])[0].tolist() == Tokenizer(model).encode(numbers)
-    assert not words._known
+    assert words.encode([numbers])[0].tolist() == Tokenizer(model).encode(numbers)
+    assert not words._ids
     for seed in range(3):
-        words.of(["".join(prose(seed, 300))])
-    assert 5000 < len(words._known) < 7000  # 2,000 of each seed
-    monkeypatch.setattr(text_encoder, "KEPT", words._kept + text_encoder.ENTRY)
-    words.of(["".join(prose(2, 300))])
-    assert len(words._known) > 5000  # nothing new
-    words.of(["".join(prose(3, 300))])
-    assert not words._known
+        words.encode(["".join(prose(seed, 300))])
+    assert 5000 < len(words._ids) < 7000  # 2,000 of each seed
+    monkeypatch.setattr(text_encoder, "CACHE_SIZE", words._size + text_encoder.ENTRY_SIZE)
+    words.encode(["".join(prose(2, 300))])
+    assert len(words._ids) > 5000  # nothing new
+    words.encode(["".join(prose(3, 300))])
+    assert not words._ids
 
 
 def test_a_tokenizer_can_be_copied_for_other_processes(model):
@@ -201,7 +201,7 @@ def test_a_model_with_rules_of_normalisation_is_given_whole_texts(tmp_path, look
     whole = [tokenizer._processor.encode(text) for text in texts]
     assert tokenizer.encode_batch(texts, threads=1) == whole
     assert [ids.tolist() for ids in tokenizer.encode_arrays(texts, threads=1)] == whole
-    assert tokenizer._encoder.joined is None
+    assert tokenizer._encoder.pairs is None
     assert list(tokenizer.exported) == ["tokenizer.model"]
 
 
@@ -219,7 +219,7 @@ def test_half_a_character_is_told_and_the_table_is_free_again(model, looked_up, 
 
 
 def test_a_text_with_few_spaces_is_not_taken_apart(model, looked_up, monkeypatch):
-    monkeypatch.setattr(text_encoder, "SPACED", 12)
+    monkeypatch.setattr(text_encoder, "MAX_CHARACTERS_PER_SPACE", 12)
     Tokenizer(model).encode_arrays(["一二三四五六七八九十一 二", "one two"], threads=1)
     assert looked_up == ["one two"]
 
@@ -231,5 +231,5 @@ def test_a_model_with_spaces_inside_its_pieces_is_given_whole_texts(tmp_path, lo
     texts = ["in the of the of the rain", "of the"]
     found = [ids.tolist() for ids in tokenizer.encode_arrays(texts, threads=1)]
     assert found == tokenizer.encode_batch(texts, threads=1)
-    assert tokenizer._encoder.joined is not None
+    assert tokenizer._encoder.pairs is not None
     assert not looked_up

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from minimind.data.tokenizer import hf_export
 from minimind.data.tokenizer.hf_export import hugging_face_files
 from minimind.data.tokenizer.load import load_tokenizer
-from minimind.data.tokenizer.pieces import CONTROL
 from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
+from minimind.data.tokenizer.vocabulary import CONTROL
 from tests.data.tokenizer.test_tokenizer import AWKWARD, fuzz, prose, verse
 
 CODE = "def f(x):\n\tif x  <  10:\n\t\treturn [x,\t2]\r\n\r\n\n    # done ▁\n"

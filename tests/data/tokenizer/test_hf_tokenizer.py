@@ -164,7 +164,8 @@ def test_a_truncated_file_is_told_wherever_it_ends(directory):
 def test_one_without_an_end_of_document_is_told_where_to_name_it(tmp_path):
     library = Library(models.BPE({"a": 0, "b": 1}, []))
     library.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(DataError, match=r'which token ends.*"eos_token".*tokenizer_config\.json'):
+    message = r'token that ends a document.*"eos_token".*tokenizer_config\.json'
+    with pytest.raises(DataError, match=message):
         load_tokenizer(tmp_path)
     write(tmp_path / "tokenizer_config.json", {"eos_token": "<end>"})
     with pytest.raises(DataError, match=r"no token '<end>', the eos_token"):

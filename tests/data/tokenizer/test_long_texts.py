@@ -10,7 +10,7 @@ import pytest
 
 from minimind.data.tokenizer import encoder as text_encoder
 from minimind.data.tokenizer import long_texts
-from minimind.data.tokenizer.long_texts import chunks, joints
+from minimind.data.tokenizer.long_texts import adjacent_pairs, chunks
 from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
 from tests.data.tokenizer.test_tokenizer import AWKWARD, fuzz, prose, verse
 
@@ -36,8 +36,8 @@ def small_chunks(monkeypatch):
 def test_ids_decoded_a_run_at_a_time_are_the_text_of_the_whole(tokenizer, monkeypatch, most):
     text = "".join([*prose(2, 5), *verse(2, 5), *AWKWARD, *fuzz(most, 50)])
     ids = tokenizer.encode_arrays([text], threads=1)[0]
-    monkeypatch.setattr(long_texts, "RUN_TOKENS", most)
-    parts = list(long_texts.runs(ids, tokenizer.pieces))
+    monkeypatch.setattr(long_texts, "CHUNK_TOKENS", most)
+    parts = list(long_texts.id_chunks(ids, tokenizer.pieces))
     assert len(parts) > 100
     assert [i for part in parts for i in part] == ids.tolist()
     assert tokenizer.decode(ids) == text
@@ -54,7 +54,7 @@ def test_ids_of_chunks_are_those_of_the_whole(tokenizer, small_chunks, limit):
 
 
 def test_a_cut_is_never_within_what_a_piece_joins():
-    joined = joints(["ab", "bc", "a", "xyz"])
+    joined = adjacent_pairs(["ab", "bc", "a", "xyz"])
     assert joined == {"ab", "bc", "xy", "yz"}
     assert list(chunks("abcabcabc", joined, 3)) == ["abc", "abc", "abc"]
     assert list(chunks("abcabcabca", joined, 4)) == ["abcabc", "abca"]
@@ -72,7 +72,7 @@ def test_a_text_without_a_place_to_cut_still_comes_back(tmp_path, small_chunks):
     train_tokenizer(["aaaa" * 50, "bab"], 512, tmp_path / "t.model")
     tokenizer = Tokenizer(tmp_path / "t.model")
     small_chunks(7)
-    parts = list(chunks("a" * 20, joints(["aa"]), 2, 7))
+    parts = list(chunks("a" * 20, adjacent_pairs(["aa"]), 2, 7))
     assert parts == ["aaaaaaa", "aaaaaaa", "aaaaaa"]
     ids = tokenizer.encode("a" * 1000)
     assert len(ids) >= 1000 / 28
@@ -83,7 +83,7 @@ MEASURED = """
 import resource, sys
 from minimind.data.tokenizer import encoder as text_encoder
 from minimind.data.tokenizer.sentencepiece import Tokenizer
-text_encoder.SPACED = int(sys.argv[3])
+text_encoder.MAX_CHARACTERS_PER_SPACE = int(sys.argv[3])
 tokenizer = Tokenizer(sys.argv[1])
 text = "the rain in spain " * (int(sys.argv[2]) // 18)
 tokenizer.encode("warm")

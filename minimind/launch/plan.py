@@ -1,7 +1,7 @@
-"""What run_accelerate.sh launches: its CONFIG_FILE and environment, checked, as one YAML.
+"""The YAML that run_accelerate.sh launches: CONFIG_FILE and environment, checked and merged.
 
-Called as `launch_plan.py TARGET DEVICE`. Writes TARGET for `accelerate launch`, and prints the
-variables that the script has to export, as NAME=VALUE lines. Nothing slow is imported.
+Run as `plan.py TARGET DEVICE`: writes TARGET for `accelerate launch` and prints the variables that
+the script has to export as NAME=VALUE lines. Imports nothing slow.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-PROJECT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(PROJECT))  # also where the package is not installed
+PROJECT = Path(__file__).resolve().parents[2]  # the checkout, or site-packages
+if not __package__:  # run as a script: import the package from there, installed or not
+    sys.path[0:1] = [] if str(PROJECT) in sys.path else [str(PROJECT)]
 from minimind.errors import RendezvousError, RunError, UsageError
 from minimind.runtime.environment import OF_LAUNCHERS, require_numbers
 from minimind.runtime.terminal import one_line, phase
 
-# Of NVIDIA's, of AMD's and of Windows'; where one is, nvidia-smi may still not be installed.
+# Device files of NVIDIA, AMD and Windows drivers; nvidia-smi may still be missing.
 DRIVERS = [Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg")]
 TYPES = ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU", "NO")
-DEEPSPEED_FIELDS = (  # `accelerate launch` drops others in silence
+DEEPSPEED_FIELDS = (  # `accelerate launch` ignores others silently
     "deepspeed_config_file",
     "zero3_init_flag",
     "zero3_save_16bit_model",
@@ -38,8 +39,8 @@ DEEPSPEED_FIELDS = (  # `accelerate launch` drops others in silence
 )
 
 
-class Asked:
-    """What was asked for, and by whom: the environment, and behind it the YAML."""
+class LaunchSettings:
+    """Values of the environment, with those of the YAML as defaults."""
 
     def __init__(self, document: Mapping[str, Any], path: str, environ: Mapping[str, str]) -> None:
         self.document = document
@@ -48,10 +49,11 @@ class Asked:
         self.overridden: list[str] = []
 
     def text(self, variable: str, field: str) -> tuple[str, str]:
-        """(value, who gave it); empty where nobody did."""
+        """Return (value, its source); the value is empty if not set."""
         value = self.environ.get(variable, "")
-        found = self.document.get(field)
-        literal = "" if found in (None, "auto", -1) else str(found)  # torchrun counts for `auto`
+        document_value = self.document.get(field)
+        is_auto = document_value in (None, "auto", -1)  # torchrun counts for `auto`
+        literal = "" if is_auto else str(document_value)
         if value and literal and value != literal:
             self.overridden.append(
                 f"{variable}={value} overrides {field}: {literal} of {self.path}"
@@ -59,32 +61,32 @@ class Asked:
         return (value, variable) if value else (literal, f"{field} in {self.path}")
 
     def number(self, variable: str, field: str, allowed: range) -> int | None:
-        """The same as one of the `allowed` whole numbers; a UsageError says who gave another."""
-        value, giver = self.text(variable, field)
+        """Return a value of the `allowed` range; raise UsageError naming the source of another."""
+        value, source = self.text(variable, field)
         if value and not (value.isdecimal() and int(value) in allowed):
             raise UsageError(
-                f"{giver} is {value}, not a whole number from {allowed[0]} to {allowed[-1]};"
+                f"{source} is {value}, not a whole number from {allowed[0]} to {allowed[-1]};"
                 " change it"
             )
         return int(value) if value else None
 
 
-def backend_of(asked: Asked) -> str:
-    """The distributed_type; a UsageError for a YAML that we cannot launch as it says."""
-    from minimind.config.launcher_env import DROPPED  # only now: it needs yaml
+def distributed_type(settings: LaunchSettings) -> str:
+    """Return the distributed_type; raise UsageError if the YAML cannot be launched as written."""
+    from minimind.config.launcher_env import DROPPED  # it imports yaml, which may be missing
 
-    found, path = asked.document, asked.path
-    refuse_unknown(found, fields(), path, "")
-    kind = found.get("distributed_type", "missing")
+    document, path = settings.document, settings.path
+    refuse_unknown(document, fields(), path, "")
+    kind = document.get("distributed_type", "missing")
     kind = "NO" if kind is False else kind  # how YAML reads a bare NO
     if kind not in TYPES:
         raise UsageError(f"{path}: distributed_type is {kind}; write one of {', '.join(TYPES)}")
-    if kind != "DEEPSPEED" and found.get("deepspeed_config"):
+    if kind != "DEEPSPEED" and document.get("deepspeed_config"):
         raise UsageError(
-            f"{path}: distributed_type {kind} passes over deepspeed_config; write DEEPSPEED, or"
+            f"{path}: distributed_type {kind} ignores deepspeed_config; write DEEPSPEED, or"
             " remove deepspeed_config"
         )
-    block = found.get("deepspeed_config")
+    block = document.get("deepspeed_config")
     if not isinstance(block, dict | None):
         raise UsageError(
             f"{path}: deepspeed_config is {block!r}, not `name: value` lines; write"
@@ -95,19 +97,19 @@ def backend_of(asked: Asked) -> str:
     return kind
 
 
-def refuse_unknown(found: Iterable[Any], known: Sequence[str], path: str, where: str) -> None:
-    """Nothing, or a UsageError with the nearest name for a key that Accelerate does not know."""
-    for name in found:
+def refuse_unknown(names: Iterable[Any], known: Sequence[str], path: str, where: str) -> None:
+    """Raise UsageError with the closest known name for a key that Accelerate does not know."""
+    for name in names:
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-            way_out = f"did you mean {close[0]}?" if close else "remove it"
-            raise UsageError(f"{path}: unknown key {name!r}{where}; {way_out}")
+            remedy = f"did you mean {close[0]}?" if close else "remove it"
+            raise UsageError(f"{path}: unknown key {name!r}{where}; {remedy}")
 
 
 def fields() -> list[str]:
-    """The keys Accelerate knows, off its source: it refuses others in a traceback."""
+    """Keys of Accelerate's configuration, parsed from its source; others raise there."""
     spec = find_spec("accelerate")
-    assert spec is not None  # run_accelerate.sh has looked for it
+    assert spec is not None  # checked by require_installed
     source = Path(str(spec.origin)).parent / "commands" / "config" / "config_args.py"
     classes = [n for n in ast.parse(source.read_text()).body if isinstance(n, ast.ClassDef)]
     lines = [line for n in classes if n.name in ("BaseConfig", "ClusterConfig") for line in n.body]
@@ -115,31 +117,31 @@ def fields() -> list[str]:
     return [n.id for n in named if isinstance(n, ast.Name)] + ["fp16", "dynamo_backend"]
 
 
-def plan(asked: Asked, gpus: int) -> dict[str, Any]:
-    """The YAML to launch: every number of processes, hosts and ports known, port 0 = a free one."""
-    kind = backend_of(asked)
+def plan(settings: LaunchSettings, gpus: int) -> dict[str, Any]:
+    """Return the YAML to launch, with processes, hosts and port filled in; port 0 is any free."""
+    kind = distributed_type(settings)
     each = 1 if kind == "NO" else gpus or 2
-    machines = asked.number("NUM_MACHINES", "num_machines", range(1, 10_001)) or 1
-    given = asked.number("NUM_PROCESSES", "num_processes", range(1, 1_000_001))
-    processes = given or each * machines
+    machines = settings.number("NUM_MACHINES", "num_machines", range(1, 10_001)) or 1
+    requested = settings.number("NUM_PROCESSES", "num_processes", range(1, 1_000_001))
+    processes = requested or each * machines
     if processes % machines:
         raise UsageError(
             f"NUM_PROCESSES is {processes}, over all hosts, and NUM_MACHINES is {machines}, which"
             " does not divide it; change one"
         )
-    rank = asked.number("MACHINE_RANK", "machine_rank", range(machines))
-    ip = asked.text("MAIN_IP", "main_process_ip")[0]
-    port = asked.number("MAIN_PORT", "main_process_port", range(65_536))
+    rank = settings.number("MACHINE_RANK", "machine_rank", range(machines))
+    ip = settings.text("MAIN_IP", "main_process_ip")[0]
+    port = settings.number("MAIN_PORT", "main_process_port", range(65_536))
     needed = {"MACHINE_RANK": rank is not None, "MAIN_IP": ip, "MAIN_PORT": port}
-    missing = " and ".join(name for name, said in needed.items() if not said)
+    missing = " and ".join(name for name, is_set in needed.items() if not is_set)
     if machines > 1 and missing:
         raise UsageError(f"NUM_MACHINES is {machines}, which needs {missing}; set it on every host")
-    kept = {key: value for key, value in asked.document.items() if key != "gpu_ids"}
+    kept = {key: value for key, value in settings.document.items() if key != "gpu_ids"}
     return {
-        "same_network": True,  # else torchrun is told of a rendezvous service
+        "same_network": True,  # else Accelerate requires a rendezvous service
         **kept,
-        # For MULTI_CPU, NO and use_cpu Accelerate starts one process and hands it no signals; all
-        # that MULTI_GPU means to it is to start torchrun.
+        # For MULTI_CPU, NO and use_cpu Accelerate starts one process and forwards no signals;
+        # MULTI_GPU makes it start torchrun, also on CPUs.
         "distributed_type": "DEEPSPEED" if kind == "DEEPSPEED" else "MULTI_GPU",
         "use_cpu": False,
         "num_processes": processes,
@@ -151,24 +153,25 @@ def plan(asked: Asked, gpus: int) -> dict[str, Any]:
 
 
 def count_gpus(visible: str | None) -> int:
-    """The GPUs torch will see: those of CUDA_VISIBLE_DEVICES up to a -1, or all."""
+    """Count the GPUs torch will see: those of CUDA_VISIBLE_DEVICES up to a -1, or all."""
     if visible is not None:
         names = [name.strip() for name in visible.split(",")]
-        seen = [name.isdecimal() or name.startswith(("GPU-", "MIG-")) for name in names]
-        return [*seen, False].index(False)
+        are_valid = [name.isdecimal() or name.startswith(("GPU-", "MIG-")) for name in names]
+        return [*are_valid, False].index(False)
     try:
-        told = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True).stdout
+        command = ["nvidia-smi", "--list-gpus"]
+        gpus = subprocess.run(command, capture_output=True, text=True).stdout
     except OSError:
         if not any(driver.exists() for driver in DRIVERS):
             return 0
-        import torch  # takes seconds, but only it knows
+        import torch  # slow, but the only way to know
 
         return torch.cuda.device_count()
-    return sum(line.startswith("GPU") for line in told.splitlines())
+    return sum(line.startswith("GPU") for line in gpus.splitlines())
 
 
 def free_port(port: int) -> int:
-    """`port`, or a free one for 0: bound and released."""
+    """Return `port`, or a free one for 0, after binding and releasing it."""
     try:
         with socket.socket() as probe:
             probe.bind(("", port))
@@ -178,47 +181,50 @@ def free_port(port: int) -> int:
 
 
 def require_installed(environ: Mapping[str, str]) -> None:
-    """Nothing, or a UsageError when this Python does not have Accelerate."""
+    """Raise UsageError if this Python does not have Accelerate."""
     if find_spec("accelerate") and find_spec("yaml"):
         return
     setup = f"make -C '{PROJECT}' setup"
-    if environ.get("PYTHON"):
-        way_out = "unset PYTHON to use the environment of this project"
-    elif (PROJECT / ".venv").exists():  # which `make setup` may take for complete
-        way_out = setup.replace("make", "make -B")
+    if not (PROJECT / "Makefile").exists():
+        remedy = "install it there"
+    elif environ.get("PYTHON"):
+        remedy = "unset PYTHON to use the environment of this project"
+    elif (PROJECT / ".venv").exists():  # incomplete, but `make setup` may take it for complete
+        remedy = setup.replace("make", "make -B")
     else:
-        way_out = f"{setup} installs into {PROJECT / '.venv'}"
-    raise UsageError(f"accelerate is not installed for {sys.executable}; {way_out}")
+        remedy = f"{setup} installs into {PROJECT / '.venv'}"
+    raise UsageError(f"accelerate is not installed for {sys.executable}; {remedy}")
 
 
 def main(target: str, device: str) -> dict[str, Any]:
-    """Write the YAML to `target`; what the script exports."""
+    """Write the YAML to `target`; return the variables to export."""
     require_installed(os.environ)
     require_numbers({name: value for name, value in os.environ.items() if value}, OF_LAUNCHERS)
-    import yaml  # only now: a missing library is told in one line
+    import yaml  # after the check that it is installed
 
+    from minimind.config.run_config import CONFIGS
     from minimind.config.yaml_files import load_yaml
 
-    path = os.environ.get("CONFIG_FILE") or str(PROJECT / "configs" / "accelerate_config.yaml")
-    asked = Asked(load_yaml(path, "CONFIG_FILE"), path, os.environ)
+    path = os.environ.get("CONFIG_FILE") or str(CONFIGS / "accelerate_config.yaml")
+    settings = LaunchSettings(load_yaml(path, "CONFIG_FILE"), path, os.environ)
     exports: dict[str, Any] = {"MINIMIND_CONFIG_FILE": path}
     for field, value in (("use_cpu", True), ("distributed_type", "MULTI_CPU")):
-        if asked.document.get(field) == value:
+        if settings.document.get(field) == value:
             exports["MINIMIND_CPU_BY"] = field
             device = "cpu"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None and (ids := asked.document.get("gpu_ids") or "all") != "all":
+    if visible is None and (ids := settings.document.get("gpu_ids") or "all") != "all":
         visible = exports["CUDA_VISIBLE_DEVICES"] = str(ids)
     with phase("counting the GPUs", after=0.5):
         gpus = 0 if device == "cpu" else count_gpus(visible)
     if not gpus:
         exports["DS_ACCELERATOR"] = "cpu"
-    launched = plan(asked, gpus)
-    if launched["machine_rank"] == 0:  # the others will connect to it
+    launched = plan(settings, gpus)
+    if launched["machine_rank"] == 0:  # the other hosts connect to it
         launched["main_process_port"] = free_port(launched["main_process_port"])
     Path(target).write_text(yaml.safe_dump(launched), encoding="utf-8")
-    for told in asked.overridden:
-        print(f"run_accelerate.sh: {told}", file=sys.stderr)
+    for message in settings.overridden:
+        print(f"run_accelerate.sh: {message}", file=sys.stderr)
     if not os.environ.get("OMP_NUM_THREADS"):
         affinity = getattr(os, "sched_getaffinity", None)
         cores = len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -229,15 +235,15 @@ def main(target: str, device: str) -> dict[str, Any]:
 
 
 def starting(launched: Mapping[str, Any], gpus: int, path: str) -> str:
-    """The first line of a start: what is launched, and by which Python if not that of .venv."""
+    """First line of a start: processes and devices, and the Python if it is not that of .venv."""
     count, hosts = launched["num_processes"], launched["num_machines"]
     processes = f"{count} process{'es' if count > 1 else ''}"
     device = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "the CPU"
     on = f"{hosts} hosts, this one is host {launched['machine_rank']}," if hosts > 1 else ""
     own = Path(sys.prefix) == PROJECT / ".venv"
     near = os.path.relpath(path)
-    by = (path if near.startswith("..") else near) + ("" if own else f", {sys.executable}")
-    return " ".join(f"starting {processes} on {on} {device} ({by}) ...".split())
+    source = (path if near.startswith("..") else near) + ("" if own else f", {sys.executable}")
+    return " ".join(f"starting {processes} on {on} {device} ({source}) ...".split())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,10 @@
+"""Starting a run: the launch script, the launcher under it, and the program each worker executes.
+
+May import everything but `minimind.cli`. A new launch field begins in `plan.py`; the order of
+signals, processes and exit statuses is in `run_accelerate.sh`. `run_accelerate.sh` and
+`train_pretrain.py` of a checkout start the files of the same name here.
+
+accelerate_launch     `accelerate launch` with one orderly stop, recording how workers end
+plan                  CONFIG_FILE and environment, checked, as the YAML to launch
+train_pretrain        the program of a worker: parse, build, train, exit status
+"""

@@ -1,0 +1,119 @@
+"""`accelerate launch` for run_accelerate.sh: any signal stops it once, and it records worker exits.
+
+Run with the arguments of `accelerate launch`. torchrun, which this process becomes, forwards TERM
+to its workers but not USR1, and a second TERM makes it abandon them while they save. As their
+parent it alone learns how a worker ended, and records that for the other workers
+(minimind/runtime/local_workers.py). If no worker reported how the run ended, it does.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+if not __package__:  # run as a script: import the package from this checkout or installation
+    project = str(Path(__file__).resolve().parents[2])
+    sys.path[0:1] = [] if project in sys.path else [project]
+from minimind.errors import PREEMPTED, PeerError, RunError, Stopped
+from minimind.runtime.local_workers import Worker, end_told, folder, record_end
+from minimind.runtime.process import (
+    CAUGHT,
+    LAUNCHER_PID,
+    claim_status,
+    read_claim,
+    record_stop,
+    stop_reason,
+)
+from minimind.runtime.terminal import one_line
+
+NAME = "run_accelerate.sh"
+AGAIN = "run the same command again"
+
+
+class StopOnce:
+    """Ends torchrun at the first signal; ignores later ones, so that it waits for its workers."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        for number in (*CAUGHT, signal.SIGHUP):
+            signal.signal(number, self._stop)
+        # torchrun would replace these handlers, for every signal of this variable.
+        os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if not self.reason:
+            self.reason = stop_reason(number)
+            record_stop(self.reason)
+            raise SystemExit(PREEMPTED)  # while it unwinds, torchrun sends TERM to its workers
+
+
+def record_ends(here: Path) -> None:
+    """Record in `here` how each child ended, before torchrun waits for it."""
+    recorded: set[int] = set()
+    while True:
+        try:
+            end = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # none yet
+            end = None
+        if end and end.si_pid not in recorded:
+            recorded.add(end.si_pid)
+            is_exit = end.si_code == os.CLD_EXITED
+            try:
+                record_end(here, end.si_pid, end.si_status if is_exit else -end.si_status)
+            except FileNotFoundError:  # the launch script is gone, and its folder
+                return
+        time.sleep(0.02)
+
+
+def run_error(reason: str, failure: Any) -> RunError:
+    """Return the error of a run whose workers reported none; `failure` is torchrun's, if any."""
+    if reason:
+        return Stopped(f"stopped on {reason} before the first step, with nothing to save; {AGAIN}")
+    if failure is None:
+        return PeerError(f"all workers left before the end, with exit status 0; {AGAIN}")
+    rank, first = failure.get_first_failure()
+    how, status = end_told(first.exitcode)
+    kind = Stopped if status == PREEMPTED else PeerError
+    return kind(f"{Worker(rank, socket.gethostname(), first.pid, '')} {how}; {AGAIN}", rank)
+
+
+def main(arguments: list[str]) -> int:
+    """Launch; return the launcher's exit status. The run's status is in MINIMIND_STATUS_FILE."""
+    os.environ[LAUNCHER_PID] = str(os.getpid())
+    stop, here, failure = StopOnce(), folder(), None
+    if here:
+        threading.Thread(target=record_ends, args=(here,), daemon=True).start()
+    try:
+        # Imported after the signal handlers are set: the import takes seconds.
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        try:
+            sys.argv = ["accelerate launch", *arguments]
+            runpy.run_module("accelerate.commands.launch", run_name="__main__")
+        except ChildFailedError as error:
+            failure = error
+            traceback.print_exception(error)  # its table, for the log
+    except SystemExit:
+        if not stop.reason:
+            raise
+    if read_claim() is None:
+        error = run_error(stop.reason, failure)
+        rank = error.cause_rank or 0
+        claim_status(error.status, rank)
+        is_stop = error.status == PREEMPTED
+        line = f"{NAME}: {error}" if is_stop else one_line(NAME, error, rank)
+        os.write(0, f"{line}\n".encode())  # the real stderr, by run_accelerate.sh
+    return 1 if failure or stop.reason else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,60 @@
+"""The program of a worker: parse the flags, train, exit with the status of the run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+from minimind.config.parse import parse_flags
+from minimind.runtime.environment import rank_of, require_environment
+from minimind.runtime.exit import Ending
+from minimind.runtime.heartbeat import Peers
+from minimind.runtime.process import SCRIPT_PID, Progress, take_back_stderr
+from minimind.runtime.terminal import LONG, guarded, phase
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train with the flags `argv`; return the exit status."""
+    take_back_stderr()
+    with guarded():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str]) -> int:
+    # Read when torch is imported: silences messages of the profiler of --trace_steps.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    progress = Progress(rank=rank_of(os.environ))
+    ending = Ending(progress, debug="--debug" in argv)
+    ending.watch()
+    try:
+        require_environment(os.environ)
+        progress.peers = Peers(progress)
+        run = parse_flags(argv)
+        ending.debug = run.debug
+        progress.peers.patience = run.dist_timeout
+        # run_accelerate.sh has printed a line already; otherwise print one within a second.
+        delay = LONG if SCRIPT_PID in os.environ else 0.5
+        with phase("importing libraries", delay):
+            from minimind.train.pretrain import pretrain  # torch: after the flags are read
+
+        return ending.done(pretrain(run, progress))
+    except Exception as error:  # the one place that turns an error into a message and a status
+        return ending.tell(error)
+
+
+def run(argv: Sequence[str] | None = None) -> NoReturn:
+    """Train with the flags `argv` (default: the command line) and exit."""
+    status = main(sys.argv[1:] if argv is None else argv)
+    with suppress(OSError):  # a full disk behind them was reported already
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if status:  # without the clean-up of libraries, in which a failed rank would wait for its peers
+        os._exit(status)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    run()
