@@ -36,7 +36,7 @@ PACKAGES = [
     "errors",
 ]
 SEAM = {"minimind.engine.build", "minimind.launch.accelerate_launch"}
-MOST_MODULES = {"report": 18}  # in a package; elsewhere 12
+MOST_MODULES = 12  # in a package
 MOST_LINES = 300  # in a module
 MOST_LINES_OF_A_FUNCTION = 60
 

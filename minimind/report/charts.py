@@ -1,124 +1,298 @@
-"""What a chart shows, and on which scale."""
+"""The plotly figures of a page. This module alone imports plotly."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
 
 import numpy as np
+import plotly.graph_objects as go
 
-from minimind.report.numbers import exact
+from minimind.report import formats
+from minimind.report.downsample import downsample, group_lines, group_means, pixel_columns, smooth
+from minimind.report.records import MAX_EXPERTS, PAUSES, PHASES, number
+from minimind.report.runs import Run
+from minimind.report.summary import NOUNS, smoothed_loss, window_of
 
-
-@dataclass(frozen=True)
-class Line:
-    """A curve; `tone` is its colour's class, `look` how it is drawn."""
-
-    name: str
-    tone: str
-    x: np.ndarray
-    y: np.ndarray
-    look: str = "plain"  # plain, raw, lost, dots, limit
-    value: str | None = None  # what the legend says beside the name; None: the last y
-    in_legend: bool = True
-    end: str = ""  # what stands at its right end, where there is room
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One colour of a stack: heights over the stretches between `edges`."""
-
-    name: str
-    tone: str
-    heights: np.ndarray
-    value: str
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A moment in the life of a run: an upright line, and its words where there is room."""
-
-    x: float
-    kind: str  # resume, crash, end
-    label: str
-
-
-@dataclass(frozen=True)
-class Point:
-    """A sign on a curve."""
-
-    x: float
-    y: float
-    kind: str
-    tone: str
-    label: str
+# Light and dark, after Okabe and Ito (2008), whose colors differ for every kind of color vision.
+PALETTE = {
+    **{"paper": ("#ffffff", "#14181d"), "ink": ("#1d2733", "#e4e8ec")},
+    **{"soft": ("#5c6773", "#97a3af"), "rule": ("#dfe3e8", "#2c343d")},
+    **{"bad": ("#c0392b", "#ff7b6b"), "good": ("#00795a", "#2fc99b")},
+    **{"run0": ("#0072b2", "#56b4e9"), "run1": ("#d55e00", "#f08b43")},
+    **{"run2": ("#009e73", "#2fc99b"), "run3": ("#b0578d", "#d98cba")},
+    **{"run4": ("#b8860b", "#e6b422"), "run5": ("#3a9bd9", "#9ad0f5")},
+    **{"run6": ("#6b5b95", "#b3a1e0"), "run7": ("#555555", "#b5b5b5")},
+    **{"data": ("#e69f00", "#e6b422"), "forward": ("#7cc4ec", "#2f6a96")},
+    **{"backward": ("#2f7fb8", "#62b5ea"), "optimizer": ("#1fa27c", "#1fa27c")},
+    **{"evaluate": ("#cc79a7", "#cc79a7"), "checkpoint": ("#7b4fa0", "#b08fd4")},
+    **{"sample": ("#999999", "#999999"), "trace": ("#cccccc", "#cccccc"), "gc": ("#8c6d46",) * 2},
+}
+LIGHT = {name: light for name, (light, _) in PALETTE.items()}  # page.html changes light to dark
+AXIS = {"gridcolor": LIGHT["rule"], "zeroline": False, "exponentformat": "SI"}
+LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
+TEMPLATE = go.layout.Template(
+    layout={
+        **{"barmode": "stack", "bargap": 0, "hovermode": "x unified", "legend": LEGEND},
+        **{"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"},
+        "font": {"color": LIGHT["soft"], "size": 12, "family": "system-ui, sans-serif"},
+        "hoverlabel": {"bgcolor": LIGHT["paper"], "bordercolor": LIGHT["rule"], "namelength": -1},
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": LIGHT["soft"]},
+        "margin": {"l": 56, "r": 14, "t": 8, "b": 40},
+        "xaxis": {
+            **{**AXIS, "showgrid": False, "showline": True, "linecolor": LIGHT["soft"]},
+            **{"hoverformat": ",.0f", "title": {"standoff": 4}},
+        },
+        "yaxis": AXIS,
+    }
+)
+DASHES = ("solid", "dash", "dot")
+MAX_POINTS = 4000  # pixel columns of all curves of a chart together
+MAX_BARS, MAX_MARKS = 500, 200
+NOISY = 300  # lines from which a noisy curve is drawn with its moving mean
+FAINT: dict[str, Any] = {"width": 1, "opacity": 0.45}
+LOST: dict[str, Any] = {"showlegend": False, "hoverinfo": "skip", "opacity": 0.6}
+# Title, unit, format on hover, whether the axis begins at zero, factor.
+FIGURES = {
+    "tokens_per_second": ("Throughput", "tokens/s, without pauses", ",.0f", True, 1.0),
+    "lr": ("Learning rate", "", ".3~g", True, 1.0),
+    "grad_norm": ("Gradient norm", "before clipping", ".4~g", False, 1.0),
+    "memory_mib": ("Memory", "peak so far of one process, GiB", ".3f", True, 1 / 1024),
+    "mfu": ("MFU", "% of the stated peak", ".1f", True, 100.0),
+}
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn over the steps (or tokens) `span`."""
+    """A figure with its heading; `key` is its id in the page."""
 
     key: str
     title: str
     unit: str
-    span: tuple[float, float]
-    lines: Sequence[Line] = ()
-    begins: np.ndarray = field(default_factory=lambda: np.empty(0))
-    ends: np.ndarray = field(default_factory=lambda: np.empty(0))
-    layers: Sequence[Layer] = ()
-    marks: Sequence[Mark] = ()
-    points: Sequence[Point] = ()
-    bands: Sequence[tuple[float, float]] = ()  # stretches of x that were lost
-    ticks_below: Sequence[tuple[str, str, np.ndarray]] = ()  # name, tone, x: strokes at the foot
-    from_zero: bool = False
-    may_be_log: bool = False
-    is_wide: bool = False
-    has_labels: bool = False
-    columns: int = 1000
-    x_name: str = "step"
-    form: Callable[[float], str] = exact  # of values in words; the script goes by its name
-    tick_form: Callable[[float], str] | None = None  # None: as many digits as tell them apart
+    figure: go.Figure
 
-    def at(self, x: np.ndarray) -> np.ndarray:
-        """0 at the left edge to 1 at the right one."""
+
+def run_style(n: int) -> tuple[str, str]:
+    """Color name and dash of run `n`; 24 differ."""
+    return f"run{n % 8}", DASHES[n // 8 % len(DASHES)]
+
+
+class Charts:
+    """Draws runs over one x axis: steps, or tokens where runs differ in tokens per step."""
+
+    def __init__(self, runs: Sequence[Run], grad_clips: Sequence[float], now: float) -> None:
+        self.runs, self.grad_clips, self.now = runs, grad_clips, now
+        self.is_single, self.columns = len(runs) == 1, max(100, min(1000, MAX_POINTS // len(runs)))
+        sizes = {number(s.facts.get("tokens_per_step")) for run in runs for s in run.starts}
+        self.axis = "tokens" if sum(math.isfinite(size) for size in sizes) > 1 else "step"
+        edges = [
+            self.at(run, np.array([start.column("begins")[0], start.last_step]))
+            for run in runs
+            for start in run.starts
+            if start.last_step > -math.inf
+        ]
+        low, high = (float(np.min(edges)), float(np.max(edges))) if edges else (0.0, 1.0)
+        self.span = (low, high if high > low else low + 1)
+
+    def draw(self) -> list[Chart]:
+        """The loss, and a chart for each figure that any run recorded."""
+        runs = [*enumerate(self.runs)]
+        charts = [self._loss()]
+        charts += [self._phases(n, run) for n, run in runs if run.has("step_ms")]
+        charts += [self._figure(name) for name in FIGURES if any(r.has(name) for r in self.runs)]
+        charts += [self._experts(n, run) for n, run in runs if run.has("expert_most")]
+        if self.is_single:
+            self._mark_starts(charts, self.runs[0])
+        return charts
+
+    def at(self, run: Run, steps: np.ndarray) -> np.ndarray:
+        """Positions of steps of `run` on the x axis."""
+        return run.tokens_at(steps) if self.axis == "tokens" else steps
+
+    def _chart(self, key: str, title: str, unit: str, traces: list[Any], **more: Any) -> Chart:
+        """`more`: from_zero, may_be_log, form (of a value), yaxis (settings)."""
+        curves = [np.asarray(t.y, float) for t in traces if t.type != "bar" and t.yaxis != "y2"]
+        bars = [np.asarray(t.y, float) for t in traces if t.type == "bar"]
+        values = np.concatenate([*curves, sum(bars) if bars else [], []])
+        values = values[np.isfinite(values)]
+        y_axis: dict[str, Any] = {"rangemode": "tozero" if more.get("from_zero") else "normal"}
+        note = ""
+        if len(values):
+            low, high, usual = values.min(), values.max(), np.quantile(values, 0.98)
+            if more.get("may_be_log") and low > 1e-30 and high > 12 * low:
+                y_axis, note = {"type": "log", "dtick": "D2"}, "log scale"
+            elif more.get("from_zero") and high > 4 * usual > 0:
+                y_axis = {"range": [min(0.0, float(low)), 1.4 * float(usual)]}
+                note = f"cut off: up to {more.get('form', formats.figure)(float(high))}"
+        hover_title = {"text": f"{self.axis} %{{x}}"}
+        layout = {
+            "xaxis": {"range": self.span, "title": self.axis, "unifiedhovertitle": hover_title},
+            "yaxis": y_axis | more.get("yaxis", {}),
+            "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
+            "showlegend": sum(trace.showlegend is not False for trace in traces) > 1,
+        }
+        unit = ", ".join(filter(None, (unit, note)))
+        return Chart(key, title, unit, go.Figure(traces, {"template": TEMPLATE, **layout}))
+
+    def _line(self, name: str, x: np.ndarray, y: np.ndarray, tone: str, **style: Any) -> Any:
+        """A curve with a gap at each NaN, a point without neighbors as a dot."""
+        kept = downsample(x, y, self.columns, self.span)
+        x, y, known = x[kept], y[kept], np.isfinite(y[kept])
+        is_alone = known & ~np.r_[False, known[:-1]] & ~np.r_[known[1:], False]
+        line = {"color": LIGHT[tone], **{k: style.pop(k) for k in ("width", "dash") if k in style}}
+        dots = {"mode": "lines+markers", "marker": {"size": np.where(is_alone, 6, 0)}}
+        style = {"mode": "lines", **(dots if is_alone.any() else {}), **style}
+        return go.Scatter(name=escape(name, quote=False), x=x, y=y, line=line, **style)
+
+    def _ticks(self, name: str, run: Run, steps: np.ndarray, tone: str) -> list[Any]:
+        """Strokes at the foot of a chart, at most one for each pixel column; none without steps."""
+        x = self.at(run, steps)
+        x = x[np.unique(pixel_columns(x, self.columns, self.span), return_index=True)[1]]
+        marker = {"symbol": "line-ns", "size": 11, "line": {"width": 1.5, "color": LIGHT[tone]}}
+        style = {"mode": "markers", "yaxis": "y2", "hoverinfo": "skip", "marker": marker}
+        foot = go.Scatter(name=name, x=x, y=np.full(len(x), 0.02), cliponaxis=False, **style)
+        return [foot] if len(x) else []
+
+    def _lost(self, run: Run, column: str, tone: str, factor: float = 1.0) -> list[Any]:
+        lost = [
+            (self.at(run, start.column("step")[i]), factor * start.column(column)[i])
+            for start, i in run.lost_lines()
+        ]
+        return [self._line("lost", x, y, tone, width=1, dash="dot", **LOST) for x, y in lost]
+
+    def _loss(self) -> Chart:
+        traces: list[Any] = []
+        for n, run in enumerate(self.runs):
+            (tone, dash), x = run_style(n), self.at(run, run.column("step"))
+            names = (f"{run.name} loss", run.name, f"{run.name} validation")
+            group: dict[str, Any] = {"legendgroup": f"run{n}"}
+            if self.is_single:
+                mean = f"mean of {formats.count(window_of(len(x)), 'line')}"
+                names, group = ("loss", mean, "validation"), {}
+            faint = {"showlegend": self.is_single, "dash": dash, **FAINT, **group}
+            traces += self._lost(run, "loss", tone)
+            traces.append(self._line(names[0], x, run.column("loss"), tone, **faint))
+            traces.append(self._line(names[1], x, smoothed_loss(run), tone, dash=dash, **group))
+            traces += self._validation(run, names[2], "run1" if self.is_single else tone, group)
+        events = {"checkpoint": "checkpoint_saved", "skipped step": "step_skipped"}
+        for noun, event in events.items() if self.is_single else ():
+            tone = "checkpoint" if noun == "checkpoint" else "bad"
+            steps = np.array([number(e["step"]) for e in self.runs[0].events(event)])
+            traces += self._ticks(formats.count(len(steps), noun), self.runs[0], steps, tone)
+        look: dict[str, Any] = {"may_be_log": True, "yaxis": {"hoverformat": ".4f"}}
+        return self._chart("loss", "Loss", "nats per token", traces, **look)
+
+    def _validation(self, run: Run, name: str, tone: str, group: dict[str, Any]) -> list[Any]:
+        """Validation losses as joined points; lost ones faint and alone."""
+        traces = []
+        style: dict[str, Any] = {"mode": "lines+markers", "showlegend": self.is_single, **group}
+        for is_lost in (True, False):
+            events = run.events("eval", is_lost)
+            x = self.at(run, np.array([number(e["step"]) for e in events]))
+            y = np.array([number(e.get("val_loss")) for e in events])
+            look = {**style, **LOST, "mode": "markers"} if is_lost else style
+            shown = f"{name}, lost" if is_lost else name
+            marker = {"size": 7}
+            if events:
+                traces.append(self._line(shown, x, y, tone, marker=marker, width=1, **look))
+        return traces
+
+    def _phases(self, n: int, run: Run) -> Chart:
+        """Seconds of a step by phase and pause; a bar spans the steps since the line before."""
+        begins, ends = (self.at(run, run.column(name)) for name in ("begins", "step"))
+        left, right, group = group_lines(begins, ends, min(MAX_BARS, self.columns))
+        place = {"x": right, "width": right - left, "offset": left - right}
+        means = {
+            name: group_means(run.column(f"{name}_ms") / 1e3, run.column("taken"), group)
+            for name in (*PHASES, *PAUSES, "comm")
+        }
+        traces: list[Any] = [
+            go.Bar(
+                **{"name": NOUNS.get(name, name), "y": means[name], "hovertemplate": "%{y}"},
+                **{"marker": {"color": LIGHT[name], "line": {"width": 0}}, **place},
+            )
+            for name in (*PHASES, *PAUSES)
+            if means[name].any()
+        ]
+        if run.has("comm_ms"):
+            style = {"width": 1.5, "dash": "dash"}
+            traces.append(self._line("communication", right, means["comm"], "ink", **style))
+        title = "Time of a step" if self.is_single else f"Time of a step: {run.name}"
+        unit = "by phase; pauses between steps on top, communication within"
+        y_axis = {"tickformat": "~s", "hoverformat": ".3~s", "ticksuffix": "s"}
+        look: dict[str, Any] = {"from_zero": True, "yaxis": y_axis}
+        look["form"] = lambda seconds: formats.milliseconds(1e3 * seconds)
+        return self._chart(f"phases{n or ''}", title, unit, traces, **look)
+
+    def _figure(self, column: str) -> Chart:
+        title, unit, hover, from_zero, factor = FIGURES[column]
+        traces: list[Any] = []
+        for n, run in enumerate(self.runs):
+            (tone, dash), x = run_style(n), self.at(run, run.column("step"))
+            y, name = factor * run.column(column), title.lower() if self.is_single else run.name
+            traces += self._lost(run, column, tone, factor) if self.is_single else []
+            if len(x) > NOISY and column in ("grad_norm", "tokens_per_second", "mfu"):
+                style = {"showlegend": False, "dash": dash, **FAINT}
+                traces.append(self._line(f"{name}, each line", x, y, tone, **style))
+                y, name = smooth(y, window_of(len(y))), name + ", smoothed" * self.is_single
+            traces.append(self._line(name, x, y, tone, dash=dash))
+        if column == "grad_norm":
+            style = {"width": 1.25, "dash": "dash", "hoverinfo": "skip"}
+            for limit in sorted({clip for clip in self.grad_clips if clip > 0}):
+                x, y = np.array(self.span), np.full(2, limit)
+                traces.append(self._line("--grad_clip", x, y, "soft", **style))
+            clipped = self.runs[0].column("is_clipped") > 0
+            if self.is_single and clipped.any():
+                name = f"clipped in {formats.percent(float(clipped.mean()))} of the lines"
+                steps = self.runs[0].column("step")[clipped]
+                traces += self._ticks(name, self.runs[0], steps, "run1")
+        look = {"from_zero": from_zero, "may_be_log": not from_zero}
+        y_axis = {"hoverformat": hover, "exponentformat": "e" if column == "lr" else "SI"}
+        return self._chart(column, title, unit, traces, yaxis=y_axis, **look)
+
+    def _experts(self, n: int, run: Run) -> Chart:
+        names = {f"expert_{which}": f"{which} of any layer" for which in ("least", "most")}
+        names |= {f"expert_{k}": f"expert {k}" for k in range(MAX_EXPERTS)}
+        x = self.at(run, run.column("step"))
+        tones = {key: f"run{key[-1]}" if key[-1].isdigit() else "soft" for key in names}
+        traces = [
+            self._line(name, x, run.column(key), tones[key], width=1)
+            for key, name in names.items()
+            if run.has(key)
+        ]
+        title = "Load of the experts" if self.is_single else f"Load of the experts: {run.name}"
+        unit = "visits, as a multiple of an even share"
+        return self._chart(f"experts{n or ''}", title, unit, traces, yaxis={"hoverformat": ".3f"})
+
+    def _mark_starts(self, charts: Sequence[Chart], run: Run) -> None:
+        """Lost steps as bands; resumes and ends as upright lines, with labels in the loss chart."""
+        shapes: list[dict[str, Any]] = []
+        labels: list[dict[str, Any]] = []
+        for start in run.starts:
+            if start.lost_steps:
+                lost = np.array([max(start.cutoff, start.first_step), start.last_step])
+                edges = dict(zip(("x0", "x1"), self.at(run, lost).tolist(), strict=True))
+                band = {"fillcolor": LIGHT["soft"], "opacity": 0.13, "line": {"width": 0}}
+                shapes.append({"type": "rect", **edges, **band})
         low, high = self.span
-        return (x - low) / ((high - low) or 1.0)
-
-
-@dataclass(frozen=True)
-class Scale:
-    """What the lower and upper edge stand for."""
-
-    low: float
-    high: float
-    is_log: bool = False
-    highest: float = math.nan  # of the data, where the edge cuts it off
-
-    def at(self, values: np.ndarray) -> np.ndarray:
-        """0 at the low edge to 1 at the high one; NaN for what cannot be drawn."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            low, high = (np.log10([self.low, self.high])) if self.is_log else (self.low, self.high)
-            scaled = np.log10(np.where(values > 0, values, np.nan)) if self.is_log else values
-        return np.clip((scaled - low) / (high - low), -0.05, 1.0)
-
-
-def scale_of(values: np.ndarray, from_zero: bool, may_be_log: bool) -> Scale:
-    """The scale that shows `values`: with room at the edges, a logarithm where they are far apart.
-
-    A few values beyond all others are cut off, and said to be, rather than flatten the rest.
-    """
-    values = values[np.isfinite(values)]
-    if not len(values):
-        return Scale(0.0, 1.0)
-    low, high = float(values.min()), float(values.max())
-    if may_be_log and low > 1e-30 and high > 12 * low:
-        room = (high / low) ** 0.04
-        return Scale(low / room, high * room, True)
-    highest = math.nan
-    if from_zero:
-        low, usual = min(0.0, low), float(np.quantile(values, 0.98))
-        if high > 4 * usual > 0:
-            high, highest = 1.4 * usual, high
-    room = 0.05 * ((high - low) or abs(high) or 1.0)
-    return Scale(low if from_zero and low == 0 else low - room, high + room, highest=highest)
+        for step, kind, label in sorted(run.marks(self.now), key=lambda mark: mark[0]):
+            x, text = float(self.at(run, np.array(step))), escape(label, quote=False)
+            if not low <= x <= high:
+                continue
+            is_bad = kind in ("crashed", "failed")
+            tone, dash = LIGHT["bad" if is_bad else "soft"], "solid" if is_bad else "dash"
+            line = {"color": tone, "width": 1, "dash": dash}
+            shapes.append({"type": "line", "x0": x, "x1": x, "line": line})
+            if not labels or x - labels[-1]["x"] > 0.025 * (high - low):
+                place = {"x": x, "y": 1, "yref": "paper", "xanchor": "right", "yanchor": "top"}
+                look = {"showarrow": False, "textangle": -90, "font": {"color": tone}}
+                labels.append({"text": text, **place, **look})
+            elif x == labels[-1]["x"] and len(labels[-1]["text"]) < 30:
+                labels[-1]["text"] += f", {text}"
+        shapes = [{**one, "yref": "paper", "y0": 0, "y1": 1, "layer": "below"} for one in shapes]
+        for chart in charts:
+            chart.figure.update_layout(shapes=shapes[-MAX_MARKS:])
+        charts[0].figure.update_layout(annotations=labels)

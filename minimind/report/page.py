@@ -1,162 +1,242 @@
-"""The page: one HTML file that needs nothing else, neither network nor scripts."""
+"""The HTML file of a report: tables, and charts that plotly's inlined script draws."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import math
-from collections.abc import Sequence
+import secrets
+import time
+from collections.abc import Iterable, Sequence
 from html import escape
+from pathlib import Path
+from string import Template
 
-from minimind.report.configuration import Configuration
-from minimind.report.drawing import drawn, values_drawn
-from minimind.report.figures import Best, Figures
-from minimind.report.moments import axis_of
-from minimind.report.numbers import count, duration, exact, mebibytes, milliseconds, moment, percent
-from minimind.report.panels import charts_of
-from minimind.report.runs import Run
-from minimind.report.script import SCRIPT
-from minimind.report.style import style
-from minimind.report.tables import (
-    configuration_table,
-    differences_table,
-    final_table,
-    ranks_table,
-    samples_list,
-    shares_bar,
-    starts_table,
-)
-from minimind.report.words import course, results, setbacks, what_it_is
+from minimind.report import formats
+from minimind.report.records import PAUSES, PHASES, Start, number
+from minimind.report.runs import Configuration, Run, read_configuration, read_runs
+from minimind.report.summary import NOUNS, Summary, describe, rank_figures
+from minimind.runtime.durable_files import storing, write_whole
 
+REPORT_NAME = "report.html"  # in the out_dir of a run
 GENERATOR = '<meta name="generator" content="minimind report">'
+MAX_STARTS, MAX_SAMPLES, MAX_CHARACTERS = 60, 6, 600
+FACTS = (
+    *("commit", "hardware", "device", "peak_tflops", "peak_source"),
+    *("micro_batch_rows", "accumulation_steps"),
+)
 
 
-def page(
-    runs: Sequence[Run], each: Sequence[Figures], given: Sequence[Configuration], now: float
-) -> str:
+def write_report(run_dirs: Sequence[Path], out: Path, remedy: str) -> int:
+    """Write the page of one or several runs to `out`; return its bytes. Raise StorageError."""
+    page = render_page(read_runs(run_dirs), [*map(read_configuration, run_dirs)], time.time())
+    content = page.encode(errors="backslashreplace")  # a path may not be UTF-8
+    with storing(str(out), remedy, needed=len(content)):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, content)
+    return len(content)
+
+
+def render_page(runs: Sequence[Run], configurations: Sequence[Configuration], now: float) -> str:
     """The HTML of one run, or of several compared."""
-    charts = charts_of(runs, [one.grad_clip for one in given], now)
-    is_alone = " alone" if len(runs) == 1 else ""
-    values = {chart.key: values_drawn(chart) for chart in charts}
+    from plotly.offline import get_plotlyjs  # here, as every training run imports this module
+
+    from minimind.report.charts import PALETTE, Charts
+
+    charts = Charts(runs, [one.grad_clip for one in configurations], now).draw()
+    plots = "".join(
+        f'<figure id="{chart.key}"><figcaption><h3>{escape(chart.title)}</h3>'
+        f'<span class="unit">{escape(chart.unit)}</span></figcaption><div class="plot"></div>'
+        "</figure>"
+        for chart in charts
+    )
+    figures = ",".join(f'"{chart.key}":{chart.figure.to_json()}' for chart in charts)
+    data = f'{{"dark":{json.dumps(dict(PALETTE.values()))},"charts":{{{figures}}}}}'
+    lines = sum(run.unread_lines for run in runs)
+    unread = f" {formats.count(lines, 'line')} could not be read." if lines else ""
+    paths = ", ".join(f"<code>{escape(str(run.run_dir))}</code>" for run in runs)
+    is_single = len(runs) == 1
     body = [
-        _opening(runs, each),
-        f'<div class="charts{is_alone}">{"".join(map(drawn, charts))}</div>',
-        *_closing(runs, given, now),
-        f"<footer>Written {moment(now)} by minimind report from metrics.jsonl in "
-        f"{', '.join(f'<code>{escape(str(run.place))}</code>' for run in runs)}.{_unread(runs)}"
-        "</footer>",
+        _opening(Summary(runs[0], now)) if is_single else _comparison(runs, now),
+        "<noscript><p>The charts need JavaScript.</p></noscript>",
+        f'<div class="charts{" single" * is_single}">{plots}</div>',
+        *(_details(run, now, "" if is_single else f": {escape(run.name)}") for run in runs),
+        _flags(configurations[0]) if is_single else _differences(runs, configurations),
+        f"<footer>Written {formats.timestamp(now)} by minimind report from metrics.jsonl in "
+        f"{paths}.{unread}</footer>",
     ]
-    title = escape(f"{', '.join(run.name for run in runs)}: training report")
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    data = json.dumps(values, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-    axis = axis_of(runs).name
+    template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+    light, dark = (
+        " ".join(f"--{name}: {colors[n]};" for name, colors in PALETTE.items()) for n in (0, 1)
+    )
+    return template.substitute(
+        **{"generator": GENERATOR, "nonce": secrets.token_urlsafe(), "light": light, "dark": dark},
+        title=escape(f"{', '.join(run.name for run in runs)}: training report"),
+        body="\n".join(body),
+        plotly=get_plotlyjs().replace("</script", "<\\/script"),
+        data=data.replace("<", "\\u003c"),
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str) -> str:
+    """A table of cells that are HTML already; it scrolls by itself on a narrow screen."""
+    names = [escape(name) for name in head]
+    cells = [f'<td data-name="{name}">' if kind == "starts" else "<td>" for name in names]
+    body = "".join(
+        f"<tr>{''.join(f'{cell}{one}</td>' for cell, one in zip(cells, row, strict=True))}</tr>"
+        for row in rows
+    )
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{style()}</style></head>\n"
-        f'<body data-axis="{axis}"><main>\n{chr(10).join(body)}\n</main>\n'
-        f'<script type="application/json" id="drawn">{data}</script>\n'
-        f"<script>{SCRIPT}</script></body></html>\n"
+        f'<div class="scroll"><table class="{kind}"><thead><tr>'
+        f"{''.join(f'<th>{name}</th>' for name in names)}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>"
     )
 
 
-def _opening(runs: Sequence[Run], each: Sequence[Figures]) -> str:
-    if len(runs) > 1:
-        bars = "".join(
-            f"<h3>{escape(run.name)}</h3>{shares_bar(one)}"
-            for run, one in zip(runs, each, strict=True)
-            if one.shares
+def _opening(summary: Summary) -> str:
+    run, sentences = summary.run, (summary.course(), summary.setbacks())
+    lead = " ".join(f"{text[0].upper()}{text[1:]}." for text in sentences if text)
+    lead = lead if run.starts else "Nothing is recorded yet."
+    starts = f"in {formats.count(summary.starts, 'start')}"
+    starts += f", {formats.count(summary.lost_steps, 'step')} lost" if summary.lost_steps else ""
+    times = {"time": (formats.duration(summary.seconds), starts)}
+    if math.isfinite(summary.step_ms):
+        times["step"] = (formats.milliseconds(summary.step_ms), " on average")
+    tiles = "".join(
+        f'<div class="tile"><span>{name}</span><b>{value}</b>'
+        f"<small>{escape(remark.lstrip(', '))}</small></div>"
+        for name, (value, remark) in {**summary.figures(), **times}.items()
+    )
+    html = f'<h1>{escape(run.name)}</h1><p class="quiet">{escape(summary.description())}</p>'
+    html += f'<p class="lead">{escape(lead)}</p>'
+    html += f'<div class="tiles">{tiles}</div>' if run.starts else ""
+    return html + _shares_bar("Where the time went", summary) + "<h2>Course</h2>"
+
+
+def _comparison(runs: Sequence[Run], now: float) -> str:
+    from minimind.report.charts import run_style
+
+    rows, bars = [], ""
+    for n, run in enumerate(runs):
+        one, tone = Summary(run, now), f"--c: var(--{run_style(n)[0]})"
+        best = one.best
+        bars += _shares_bar(run.name, one)
+        figures = (
+            f'<span class="key" style="{tone}"><i></i>{escape(run.name)}</span>',
+            f"{one.step:,}",
+            *map(formats.figure, (one.tokens, one.mean_loss)),
+            f"{best['val_loss']:.4f} <small>at {best['step']:,.0f}</small>"
+            if best
+            else formats.DASH,
+            formats.figure(one.tokens_per_second),
+            formats.milliseconds(one.step_ms),
+            formats.mebibytes(one.memory_mib),
+            formats.duration(one.seconds),
+            *(f"{one.resumes}", f"{one.crashes}"),
+            f'<span class="{one.kind}">{escape(one.ending)}</span>',
         )
-        bars = f"<h2>Where the time went</h2>{bars}" if bars else ""
-        title = f"<h1>{count(len(runs), 'run')} compared</h1>"
-        return f"{title}{final_table(runs, each)}{bars}<h2>Course</h2>"
-    run, one = runs[0], each[0]
-    told = f'<p class="quiet">{escape(what_it_is(run))}</p>' if what_it_is(run) else ""
-    lead = f'<h1>{escape(run.name)}</h1>{told}<p class="lead">{escape(_sentence(run, one))}</p>'
-    if not run.records.starts:
-        return lead
-    bar = f"<h3>Where the time went</h3>{shares_bar(one)}" if one.shares else ""
-    return f'{lead}<div class="tiles">{_tiles(one)}</div>{bar}<h2>Course</h2>'
+        rows.append(figures)
+    head = ("run", "steps", "tokens", "loss, smoothed", "best validation", "tokens/s", "step")
+    table = _table((*head, "memory", "time", "resumes", "crashes", "end"), rows, "final")
+    bars = f"<h2>Where the time went</h2>{bars}" if bars else ""
+    return f"<h1>{formats.count(len(runs), 'run')} compared</h1>{table}{bars}<h2>Course</h2>"
 
 
-def _sentence(run: Run, one: Figures) -> str:
-    if not run.records.starts:
-        return "Nothing is recorded yet."
-    text = [course(one), results(one), setbacks(one)]
-    return " ".join(f"{part[0].upper()}{part[1:]}." for part in text if part)
+def _shares_bar(title: str, summary: Summary) -> str:
+    """The shares of the measured time as a bar with a legend."""
+    parts, keys = "", ""
+    for name in (*PHASES, *PAUSES):
+        share = summary.shares.get(name, 0.0)
+        if share >= 0.0005:
+            tone, noun = f"--c: var(--{name})", NOUNS.get(name, name)
+            parts += f'<i style="{tone}; width: {share:.3%}" title="{noun}"></i>'
+            keys += f'<span class="key" style="{tone}"><i></i>{noun}'
+            keys += f' <b data-share="{name}">{formats.percent(share)}</b></span>'
+    return f'<h3>{escape(title)}</h3><div class="bar">{parts}</div><p>{keys}</p>' if parts else ""
 
 
-def _tiles(one: Figures) -> str:
-    of = f"of {one.total_steps:,} steps" if one.total_steps is not None else "steps"
-    best = one.best
-    told = [
-        ("loss", exact(one.loss), f"{exact(one.mean_loss)} smoothed"),
-        ("best validation", exact(best.loss) if best else "none", _beside(best)),
-        ("tokens", f"{one.tokens:,.0f}" if one.tokens > 0 else "0", f"{one.step:,} {of}"),
-        ("tokens/s", exact(one.tokens_per_second), f"{milliseconds(one.step_ms)} a step"),
-        ("time", duration(one.seconds), _interrupted(one)),
-        ("memory", mebibytes(one.memory_mib), "peak of one process"),
-    ]
-    if math.isfinite(one.mfu):
-        told.append(("MFU", percent(one.mfu), "of the stated peak"))
-    return "".join(
-        f'<div class="tile"><span>{name}</span><b>{value}</b><small>{escape(small)}</small></div>'
-        for name, value, small in told
+def _details(run: Run, now: float, suffix: str) -> str:
+    """Starts, ranks, versions and samples of a run."""
+    html = ""
+    if run.starts:
+        ends = zip(run.starts, run.outcomes(now), strict=True)
+        rows = [_start_row(start, *outcome) for start, outcome in ends]
+        half = MAX_STARTS // 2
+        if len(rows) > MAX_STARTS:
+            more = (f"{len(rows) - MAX_STARTS} more", *[""] * 5)
+            rows = [*rows[:half], more, *rows[-half:]]
+        head = ("started", "steps", "time", "processes", "end", "steps lost")
+        html = f"<h2>Starts{suffix}</h2>{_table(head, rows, 'starts')}"
+    step, ranks = rank_figures(run)
+    if ranks:
+        cells = [(*row[:4], escape(row[4])) for row in ranks]
+        table = _table(("", "least", "median", "largest", "of"), cells, "ranks")
+        html += f"<h2>Ranks, up to step {step:,.0f}</h2>{table}"
+        html += '<p class="quiet">Each time is the median over the steps of a rank. Ranks wait for'
+        html += " one another in the backward pass: a late rank shows a long forward pass, or"
+        html += " little communication.</p>"
+    versions = run.fact("versions")
+    facts = [f"{k} {v}" for k, v in versions.items()] if isinstance(versions, dict) else []
+    facts += [f"{name} {run.fact(name)}" for name in FACTS if run.fact(name) is not None]
+    html += _pairs("Versions and hardware", map(escape, facts))
+    samples = [*{str(event.get("number")): event for event in run.events("sample")}.values()]
+    if samples:
+        html += f"<h2>Samples at step {number(samples[-1].get('step')):,.0f}</h2>"
+    for event in samples[:MAX_SAMPLES]:
+        prompt, text = (str(event.get(name) or "") for name in ("prompt", "text"))
+        html += f"<blockquote><b>{escape(prompt)}</b>{escape(text[:MAX_CHARACTERS])}</blockquote>"
+    return html
+
+
+def _start_row(start: Start, kind: str, sentence: str) -> tuple[str, ...]:
+    facts, first, last = start.facts, start.first_step, start.last_step
+    steps = formats.DASH if math.isinf(first) else f"{first:,.0f}"
+    steps += f" to {last:,.0f}" if math.isfinite(last) else ""
+    remarks = []
+    for event in start.events:
+        if event["event"] == "checkpoint_rejected":
+            problem = f"{event.get('file')} {event.get('reason')}"
+            remarks.append(f"passed over {event.get('path')}: {problem}")
+        elif event["event"] == "run_changed" and isinstance(event.get("changes"), list):
+            remarks.append("changed " + "; ".join(map(str, event["changes"])))
+    notes = "".join(f"<br><small>{escape(remark)}</small>" for remark in remarks[:10])
+    return (
+        formats.timestamp(start.first_time),
+        steps,
+        formats.duration(start.seconds),
+        "no run_start recorded" if start.is_implied else escape(describe(facts)),
+        f'<span class="{kind}">{escape(sentence)}</span>{notes}',
+        f"{start.lost_steps:,}" if start.lost_steps else "",
     )
 
 
-def _beside(best: Best | None) -> str:
-    if best is None:
-        return ""
-    is_known = math.isfinite(best.bits_per_byte)
-    return f"step {best.step:,}" + (f", {best.bits_per_byte:.3f} bits/byte" if is_known else "")
+def _flags(one: Configuration) -> str:
+    """Given flags with their sources; defaults and DeepSpeed's values as paragraphs."""
+    given = [(name, *both) for name, both in one.flags.items() if both[1] != "default"]
+    table = _table(("flag", "value", "source"), [[*map(_code, row)] for row in given], "flags")
+    if not one.flags:
+        table = '<p class="quiet">No config.yaml lies beside metrics.jsonl.</p>'
+    defaults = {name: value for name, (value, source) in one.flags.items() if source == "default"}
+    html = f"<h2>Configuration</h2>{table}"
+    for title, values in (("Defaults", defaults), ("DeepSpeed", one.deepspeed)):
+        html += _pairs(title, (f"{escape(k)} {_code(v)}" for k, v in values.items()))
+    return html
 
 
-def _interrupted(one: Figures) -> str:
-    if one.starts < 2:
-        return "in one go"
-    lost = f", {count(one.lost_steps, 'step')} lost" if one.lost_steps else ""
-    return f"in {one.starts} starts{lost}"
+def _pairs(title: str, values: Iterable[str]) -> str:
+    pairs = " ".join(f"<span>{value}</span>" for value in values)
+    return f'<p class="pairs"><b>{title}</b> {pairs}</p>' if pairs else ""
 
 
-def _closing(runs: Sequence[Run], given: Sequence[Configuration], now: float) -> list[str]:
-    """The tables below the charts."""
-    found = []
-    for run, one in zip(runs, given, strict=True):
-        of = f": {escape(run.name)}" if len(runs) > 1 else ""
-        if run.records.starts:
-            found.append(f"<h2>Starts{of}</h2>{starts_table(run, now)}")
-            found += [ranks_table(run), _versions(run, of)]
-        found.append(samples_list(run))
-        if not of:
-            found.append(f"<h2>Configuration</h2>{configuration_table(one)}")
-    if len(runs) > 1:
-        found.append(f"<h2>What differs</h2>{differences_table(runs, given)}")
-    return found
+def _code(text: str) -> str:
+    kind = ' class="flag"' if text.startswith("--") and " " not in text else ""
+    return f"<code{kind}>{escape(text)}</code>"
 
 
-def _versions(run: Run, of: str) -> str:
-    versions, commit = run.fact("versions"), run.fact("commit")
-    told = [f"{k} {v}" for k, v in versions.items()] if isinstance(versions, dict) else []
-    told += [f"commit {commit}"] if commit else []
-    names = (
-        "hardware",
-        "device",
-        "peak_tflops",
-        "peak_source",
-        "micro_batch_rows",
-        "accumulation_steps",
-    )
-    told += [f"{name} {run.fact(name)}" for name in names if run.fact(name) is not None]
-    if not told:
-        return ""
-    pairs = " ".join(f"<span>{escape(one)}</span>" for one in told)
-    return f'<p class="pairs"><b>Versions and hardware</b> {pairs}</p>'
-
-
-def _unread(runs: Sequence[Run]) -> str:
-    unread = sum(run.records.unread_lines for run in runs)
-    return f" {count(unread, 'line')} could not be read." if unread else ""
+def _differences(runs: Sequence[Run], configurations: Sequence[Configuration]) -> str:
+    """Flags whose values differ between runs; out_dir excepted."""
+    names = dict.fromkeys(name for one in configurations for name in one.flags)
+    rows = [(n, *(one.flags.get(n, ("",))[0] for one in configurations)) for n in names]
+    rows = [[*map(_code, row)] for row in rows if row[0] != "out_dir" and len({*row[1:]}) > 1]
+    table = _table(("flag", *(run.name for run in runs)), rows, "flags")
+    same = '<p class="quiet">The runs were given the same flags.</p>'
+    return f"<h2>What differs</h2>{table if rows else same}"

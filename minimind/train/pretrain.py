@@ -28,8 +28,7 @@ from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared
 from minimind.engine.build import Engine, build_engine, leave, require_accepted, section_faults
 from minimind.errors import StorageError, UsageError
-from minimind.report.write import NAME as REPORT
-from minimind.report.write import write_report
+from minimind.report.page import REPORT_NAME, write_report
 from minimind.runtime.durable_files import storing
 from minimind.runtime.process import Progress
 from minimind.telemetry.mfu import mfu_per_speed, peak_of
@@ -284,8 +283,8 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
     if context.engine.rank == 0:
         out_dir = Path(run.out_dir)
         try:
-            write_report([out_dir], out_dir / REPORT, "free some space")
-            logger.print(f"report {out_dir / REPORT}")
+            write_report([out_dir], out_dir / REPORT_NAME, "free some space")
+            logger.print(f"report {out_dir / REPORT_NAME}")
         except (StorageError, UsageError) as error:  # UsageError: metrics.jsonl was removed
             logger.print(f"no report: {error}")
     context.engine.barrier()

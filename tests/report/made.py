@@ -1,7 +1,8 @@
-"""metrics.jsonl written by hand, and what a page draws read back from its HTML."""
+"""metrics.jsonl written by hand, and the figures of a page read back from its HTML."""
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Iterable
@@ -12,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from minimind.cli.main import main
-from minimind.report.records import read_records
-from minimind.report.runs import Run, runs_of
+from minimind.report.runs import Run, read_runs
 
 NOW = 1_800_100_000.0
 PHASES = {"data_ms": 1.0, "forward_ms": 29.0, "backward_ms": 60.0, "optimizer_ms": 10.0}
@@ -21,23 +21,23 @@ PAUSES = {"evaluate_ms": 0.0, "checkpoint_ms": 0.0, "sample_ms": 0.0}
 
 
 def run_start(step: int = 0, at: float = 1_800_000_000.0, **facts: Any) -> dict[str, Any]:
-    told = {
+    fields = {
         **{"event": "run_start", "time": at, "step": step, "world_size": 1, "backend": "ddp"},
         **{"resume_from": f"checkpoints/step_{step:08}" if step else None, "zero_stage": None},
         **{"dtype": "float32", "device": "cpu", "parameters": 1000, "tokens_per_step": 100},
         **{"total_steps": 40, "versions": {"torch": "2.13.0"}, "commit": "abc"},
     }
-    return {**told, **facts}
+    return {**fields, **facts}
 
 
 def step_line(step: int, at: float = 1_800_000_000.0, **facts: Any) -> dict[str, Any]:
-    told = {
+    fields = {
         **{"event": "step", "time": at + step / 10, "step": step, "loss": 9.0 - step / 8},
         **{"lr": 1e-3 / step, "grad_norm": 0.5, "clipped": False, "tokens": 100 * step},
         **{"step_ms": 100.0, **PHASES, **PAUSES, "comm_ms": None, "mfu": None},
         **{"tokens_per_second": 1000.0, "memory_mib": 300.0 + step},
     }
-    return {**told, **facts}
+    return {**fields, **facts}
 
 
 def evaluation(step: int, loss: float) -> dict[str, Any]:
@@ -46,8 +46,8 @@ def evaluation(step: int, loss: float) -> dict[str, Any]:
 
 
 def end(step: int, status: int = 0, code: str = "DONE", reason: str = "done") -> dict[str, Any]:
-    told = {"code": code, "status": status, "reason": reason, "step": step}
-    return {"event": "exit", "time": 1_800_000_000.0 + step / 10, **told}
+    fields = {"code": code, "status": status, "reason": reason, "step": step}
+    return {"event": "exit", "time": 1_800_000_000.0 + step / 10, **fields}
 
 
 def crashed_and_resumed() -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ def write_run(place: Path, lines: Iterable[dict[str, Any] | str]) -> Path:
 
 
 def made_run(place: Path, lines: Iterable[dict[str, Any] | str]) -> Run:
-    return runs_of([read_records(write_run(place, lines))])[0]
+    return read_runs([write_run(place, lines)])[0]
 
 
 def page_of(tmp_path: Path, *places: Path) -> str:
@@ -91,44 +91,31 @@ def page_of(tmp_path: Path, *places: Path) -> str:
 
 
 class Drawn(HTMLParser):
-    """The paths of each chart by name, and the edges they are drawn between."""
+    """The plotly figures of a page by key, and the tags of its HTML."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.edges: dict[str, dict[str, float]] = {}
-        self.paths: dict[tuple[str, str, str], str] = {}
         self.tags: list[str] = []
-        self._chart = ""
         self.feed(page)
+        found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page)
+        assert found
+        self.charts: dict[str, Any] = json.loads(found[1])["charts"]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        found = {name: value or "" for name, value in attrs}
-        if tag == "figure":
-            self._chart = found["id"]
-            names = ("x0", "x1", "y0", "y1", "log")
-            self.edges[self._chart] = {name: float(found[f"data-{name}"]) for name in names}
-        elif tag == "path":
-            key = (self._chart, found.get("data-name", ""), found["class"])
-            self.paths[key] = found["d"]
 
-    def points(self, chart: str, name: str, look: str = "") -> np.ndarray:
-        """(points, 2): x and y of a path, in the units of the axes."""
-        (path,) = (
-            d
-            for (c, n, kind), d in self.paths.items()
-            if (c, n) == (chart, name) and look in [*kind.split(), ""]
-        )
-        pairs = re.findall(r"[ML](-?[\d.]+) (-?[\d.]+)", path)
-        found, edges = np.array(pairs, dtype=float).reshape(-1, 2) / 1000, self.edges[chart]
-        x = edges["x0"] + found[:, 0] * (edges["x1"] - edges["x0"])
-        low, high = edges["y0"], edges["y1"]
-        if edges["log"]:
-            return np.column_stack([x, low * (high / low) ** (1 - found[:, 1])])
-        return np.column_stack([x, low + (1 - found[:, 1]) * (high - low)])
+    def trace(self, chart: str, name: str) -> dict[str, Any]:
+        (trace,) = (one for one in self.charts[chart]["data"] if one["name"] == name)
+        return trace
 
-    def values(self, page: str) -> dict[str, dict[str, list[list[float]]]]:
-        """What the pointer reads."""
-        found = re.search(r'<script type="application/json" id="drawn">(.*?)</script>', page)
-        assert found
-        return json.loads(found[1])
+    def points(self, chart: str, name: str) -> np.ndarray:
+        """(points, 2): x and y of a trace."""
+        trace = self.trace(chart, name)
+        return np.column_stack([values_of(trace["x"]), values_of(trace["y"])])
+
+
+def values_of(encoded: Any) -> np.ndarray:
+    """float64 of an array as plotly.py writes it: base64 of a NumPy dtype, or a list."""
+    if isinstance(encoded, dict):
+        return np.frombuffer(base64.b64decode(encoded["bdata"]), encoded["dtype"]).astype(float)
+    return np.array(encoded, dtype=float)

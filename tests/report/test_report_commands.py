@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plotly.offline import get_plotlyjs
 
 import minimind.train as training
 from minimind.cli.main import main
 from minimind.errors import StorageError
-from minimind.report.page import GENERATOR
-from minimind.report.write import write_report
+from minimind.report.page import GENERATOR, write_report
 from minimind.train import pretrain
 from tests.conftest import ROOT, SMALL, Trained
 from tests.report.made import Drawn, crashed_and_resumed, page_of, run_start, step_line, write_run
@@ -41,10 +41,10 @@ seed: 42  # default
 
 def refused(capsys: pytest.CaptureFixture[str], status: int, *words: object) -> str:
     assert main(["report", *map(str, words)]) == status
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.count("\n") == 1
-    return told.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    return output.err
 
 
 @pytest.fixture
@@ -55,11 +55,11 @@ def run(tmp_path: Path) -> Path:
 def test_without_out_the_summary_of_each_run_is_printed(capsys, run, tmp_path):
     other = write_run(tmp_path / "other", [run_start(), "?\n", step_line(1)])
     assert main(["report", str(run), str(other / "metrics.jsonl")]) == 0
-    told = capsys.readouterr().out
-    assert told.index(str(other)) < told.index("  unread      1 line of metrics.jsonl")
-    assert told.index(str(run)) < told.index(str(other))
-    assert "step 40 of 40" in told
-    assert "step 1 of 40" in told
+    output = capsys.readouterr().out
+    assert output.index(str(other)) < output.index("  unread      1 line of metrics.jsonl")
+    assert output.index(str(run)) < output.index(str(other))
+    assert "step 40 of 40" in output
+    assert "step 1 of 40" in output
 
 
 def test_a_terminal_of_ascii_gets_ascii(monkeypatch, run):
@@ -82,12 +82,12 @@ def test_a_folder_whose_name_is_not_utf8_is_reported_with_its_name_escaped(monke
 
 
 @pytest.mark.parametrize(
-    ("place", "told"), [("nowhere", "is no folder"), ("there", "holds no metrics.jsonl")]
+    ("place", "problem"), [("nowhere", "is no folder"), ("there", "holds no metrics.jsonl")]
 )
-def test_a_place_that_is_no_run_is_told_in_one_sentence(capsys, tmp_path, place, told):
+def test_a_place_that_is_no_run_is_refused_in_one_sentence(capsys, tmp_path, place, problem):
     (tmp_path / "there").mkdir()
     err = refused(capsys, 2, tmp_path / place)
-    assert told in err
+    assert problem in err
     assert "give the --out_dir of a run" in err
 
 
@@ -111,19 +111,19 @@ def test_what_lies_at_out_stays_unless_it_is_a_report_and_force_is_given(capsys,
     assert metrics.read_bytes() == before
 
 
-def test_a_disk_that_is_full_is_told_and_leaves_nothing(capsys, monkeypatch, run, tmp_path):
+def test_a_full_disk_is_reported_and_leaves_nothing(capsys, monkeypatch, run, tmp_path):
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
     before = sorted(tmp_path.iterdir())
-    told = refused(capsys, 5, run, "--out", tmp_path / "report.html")
-    assert "No space left" in told
-    assert "give another --out" in told
+    output = refused(capsys, 5, run, "--out", tmp_path / "report.html")
+    assert "No space left" in output
+    assert "give another --out" in output
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_an_out_under_a_file_is_told(capsys, run, tmp_path):
+def test_an_out_under_a_file_is_refused(capsys, run, tmp_path):
     (tmp_path / "file").write_text("")
     assert "E_STORAGE" in refused(capsys, 5, run, "--out", tmp_path / "file" / "report.html")
 
@@ -159,7 +159,10 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(
 def test_the_page_needs_nothing_from_elsewhere(run, tmp_path):
     text = page_of(tmp_path, run)
     assert "default-src 'none'" in text
-    assert not re.search(r"https?:|\bsrc=|\bhref=|url\(|@import", text)
+    assert text.count("<script") == 3
+    assert text.count(get_plotlyjs()) == 1
+    own = text.replace(get_plotlyjs(), "")  # its addresses are those of maps, which the page lacks
+    assert not re.search(r"https?:|\bsrc=|\bhref=|url\(|@import", own)
 
 
 def test_text_from_a_run_is_never_markup(tmp_path):
@@ -177,7 +180,8 @@ def test_text_from_a_run_is_never_markup(tmp_path):
     for places in ((place,), (place, other)):
         text = page_of(tmp_path, *places)
         assert EVIL not in text
-        assert Drawn(text).tags.count("script") == 2
+        assert "<script>alert" not in text
+        assert Drawn(text).tags.count("script") == 3
         assert "<b>&'" not in text
 
 
@@ -186,12 +190,12 @@ def test_the_configuration_is_shown_with_its_sources(run, tmp_path):
     (run / "ds_config.resolved.json").write_text('{"zero_optimization": {"stage": 2}}')
     text = page_of(tmp_path, run)
     row = "<td><code>{}</code></td>"
-    for told in (
+    for expected in (
         ("learning_rate", "0.001", "run.yaml"),
         ("compile", "off", "--compile"),
         ("data_path", "[one.jsonl, two.jsonl]", "--data_path"),
     ):
-        assert "".join(map(row.format, told)) in text.replace(' class="flag"', "")
+        assert "".join(map(row.format, expected)) in text.replace(' class="flag"', "")
     assert "<span>seed <code>42</code></span>" in text
     assert "<span>zero_optimization.stage <code>2</code></span>" in text
 
@@ -206,7 +210,7 @@ def test_several_runs_are_compared(run, tmp_path):
     assert page.points("loss", "other loss")[-1, 0] == pytest.approx(30)
     assert "<td><code>seed</code></td><td><code>1</code></td><td><code>2</code></td>" in text
     assert "<code>out_dir</code>" not in text
-    assert {"phases", "phases1"} <= set(page.edges)
+    assert {"phases", "phases1"} <= set(page.charts)
 
 
 def test_runs_whose_steps_differ_in_size_are_compared_by_tokens(run, tmp_path):
@@ -214,7 +218,7 @@ def test_runs_whose_steps_differ_in_size_are_compared_by_tokens(run, tmp_path):
     lines = (step_line(n, tokens=400 * n) for n in range(1, 11))
     text = page_of(tmp_path, run, write_run(tmp_path / "other", [start, *lines]))
     page = Drawn(text)
-    assert 'data-axis="tokens"' in text
+    assert page.charts["loss"]["layout"]["xaxis"]["title"]["text"] == "tokens"
     for name in ("run loss", "other loss"):
         assert page.points("loss", name)[-1, 0] == pytest.approx(4000, abs=1)
 
@@ -225,7 +229,8 @@ def test_runs_whose_steps_differ_in_size_are_compared_by_tokens(run, tmp_path):
 )
 def test_a_run_with_little_to_draw_has_a_page(tmp_path, lines):
     text = page_of(tmp_path, write_run(tmp_path / "run", lines))
-    assert "nan" not in re.sub(r"<script>.*</script>", "", text, flags=re.DOTALL).lower()
+    assert "nan" not in text.split("<script")[0].lower()
+    Drawn(text)
 
 
 def test_whatever_a_line_holds_there_is_a_page(tmp_path):
@@ -241,8 +246,9 @@ def test_whatever_a_line_holds_there_is_a_page(tmp_path):
             line[draw.choice([*line])] = draw.choice(odd)
         place = write_run(tmp_path / "run", lines)
         assert main(["report", str(place)]) == 0
-        text = page_of(tmp_path, place).split("<script")[0]
-        assert "nan" not in text, seed
+        text = page_of(tmp_path, place)
+        assert "nan" not in text.split("<script")[0], seed
+        assert "loss" in Drawn(text).charts, seed
 
 
 BY_RANK: dict[str, list[float]] = {
@@ -253,7 +259,7 @@ BY_RANK: dict[str, list[float]] = {
 
 
 @pytest.mark.parametrize("as_objects", [False, True])
-def test_ranks_are_told_by_their_least_median_and_largest(tmp_path, capsys, as_objects):
+def test_ranks_are_compared_by_their_least_median_and_largest(tmp_path, capsys, as_objects):
     ranks: Any = {**BY_RANK, "optimizer_ms": "?", "mystery": 1}
     if as_objects:
         ranks = [{"rank": n, **{k: v[n] for k, v in BY_RANK.items()}} for n in range(3)]
@@ -293,31 +299,49 @@ def test_the_report_is_written_without_torch(run):
     assert subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
 
 
-def test_a_browser_draws_the_values_and_reads_them_at_a_step(run, tmp_path):
+def test_plotly_is_imported_only_to_write_a_page(run, tmp_path):
+    code = (
+        "import sys; import minimind.report.page; from minimind.cli.main import main;"
+        " main(sys.argv[1:]); sys.exit('plotly' in sys.modules)"
+    )
+    words = [sys.executable, "-c", code, "report", str(run)]
+    assert subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+    words += ["--out", str(tmp_path / "report.html")]
+    assert subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 1
+
+
+def in_browser(page: Path, hash: str = "", *options: str) -> str:
+    """The document that a browser makes of a page; the test is skipped where there is none."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
-    page_of(tmp_path, run)
-    words = "--headless --no-sandbox --disable-gpu --virtual-time-budget=2000 --dump-dom".split()
-    done = subprocess.run(
-        [
-            browser,
-            *words,
-            f"--user-data-dir={tmp_path}/p",
-            f"file://{tmp_path}/report.html#step=33",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    seen = done.stdout
-    if GENERATOR not in seen:  # a stub, or confined to another folder
+    words = "--headless --no-sandbox --disable-gpu --virtual-time-budget=4000 --dump-dom".split()
+    words += [f"--user-data-dir={page.parent}/p", *options, f"file://{page}{hash}"]
+    done = subprocess.run([browser, *words], capture_output=True, text=True, timeout=120)
+    if GENERATOR not in done.stdout:  # a stub, or confined to another folder
         pytest.skip(f"{browser} does not open a file here: {done.stderr[-200:]}")
-    losses = Drawn(seen).points("loss", "loss", "raw")
-    assert losses[:, 1] == pytest.approx([9.0 - n / 8 for n in range(1, 41)], abs=0.01)
-    values = dict(re.findall(r'<b data-name="([^"]+)">([^<]*)</b>', seen))
-    assert values["loss"] == "4.8750"  # by the script, from 4.0000
-    assert values["validation"] == "4.2500"
-    assert values["learning rate"] == "3.03e-5"
-    assert values["forward"] == "29 ms"
-    assert "step 33" in seen
+    return re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
+
+
+def test_a_browser_draws_every_chart_and_reads_the_values_at_a_step(run, tmp_path):
+    charts = Drawn(page_of(tmp_path, run)).charts
+    seen = in_browser(tmp_path / "report.html", "#step=33")
+    assert len(re.findall(r'class="main-svg"', seen)) >= len(charts) == 6
+    boxes = re.findall(r'<g class="hoverlayer">(.*?)</svg>', seen, flags=re.DOTALL)
+    read = [text for box in boxes for text in re.findall(r">([^<>]+)<", box)]
+    assert read.count("step 33") == len(charts)
+    for expected in ("loss : 4.8750", "learning rate : 0.0000303", "forward : 29ms"):
+        assert expected in read, read
+    assert "crashed at 16" in seen
+
+
+def test_a_dark_page_has_other_colors(run, tmp_path):
+    page_of(tmp_path, run)
+    page = tmp_path / "report.html"
+    seen = [
+        in_browser(page, "", f"--blink-settings=preferredColorScheme={n}").count(
+            "rgb(86, 180, 233)"
+        )
+        for n in (0, 1)
+    ]
+    assert seen[0] > 0 == seen[1]

@@ -8,10 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from minimind.report.figures import figures_of
-from minimind.report.records import read_records
-from minimind.report.runs import how_it_ended, runs_of
-from minimind.report.words import as_text, sparkline
+from minimind.report.runs import read_runs
+from minimind.report.summary import Summary, sparkline
 from tests.report.made import (
     NOW,
     PHASES,
@@ -29,24 +27,24 @@ def test_steps_taken_again_are_those_of_the_last_writing(tmp_path):
     run = made_run(tmp_path, crashed_and_resumed())
     assert run.column("step").tolist() == list(range(1, 41))
     assert run.column("loss").tolist() == [9.0 - n / 8 for n in range(1, 41)]
-    ((stretch, indices),) = run.lost()
-    assert stretch.steps[indices].tolist() == [10, 11, 12, 13, 14, 15, 16]
-    assert stretch.start.column("loss")[indices].tolist() == [7.75, *[1.0] * 6]
+    ((start, indices),) = run.lost_lines()
+    assert start.column("step")[indices].tolist() == [10, 11, 12, 13, 14, 15, 16]
+    assert start.column("loss")[indices].tolist() == [7.75, *[1.0] * 6]
 
 
 def test_a_validation_that_a_crash_undid_is_not_the_best_one(tmp_path):
     run = made_run(tmp_path, crashed_and_resumed())
-    best = figures_of(run, NOW).best
+    best = Summary(run, NOW).best
     assert best is not None
-    assert (best.step, best.loss) == (40, 4.25)
+    assert (best["step"], best["val_loss"]) == (40, 4.25)
     assert [e["step"] for e in run.events("eval", is_lost=True)] == [15]
 
 
 def test_how_each_start_ended(tmp_path):
     run = made_run(tmp_path, crashed_and_resumed())
-    ends = [how_it_ended(s, s is run.stretches[-1], NOW)[0] for s in run.stretches]
+    ends = [kind for kind, _ in run.outcomes(NOW)]
     assert ends == ["crashed", "stopped", "done"]
-    figures = figures_of(run, NOW)
+    figures = Summary(run, NOW)
     assert (figures.starts, figures.resumes, figures.crashes) == (3, 2, 1)
     assert (figures.lost_steps, figures.lost_seconds) == (6, pytest.approx(0.6))
     assert (figures.step, figures.total_steps, figures.tokens) == (40, 40, 4000)
@@ -54,7 +52,7 @@ def test_how_each_start_ended(tmp_path):
 
 def test_the_shares_are_of_all_the_time_that_was_measured_also_of_what_was_lost(tmp_path):
     lines = [run_start(), step_line(10, evaluate_ms=100.0), step_line(12), run_start(10)]
-    shares = figures_of(made_run(tmp_path, [*lines, step_line(11)]), NOW).shares
+    shares = Summary(made_run(tmp_path, [*lines, step_line(11)]), NOW).shares
     whole = 13 * sum(PHASES.values()) + 10 * 100.0
     assert shares["forward"] == pytest.approx(13 * 29.0 / whole)
     assert shares["evaluate"] == pytest.approx(1000.0 / whole)
@@ -63,28 +61,28 @@ def test_the_shares_are_of_all_the_time_that_was_measured_also_of_what_was_lost(
 
 def test_what_the_last_step_waited_for_is_in_the_shares_though_no_line_follows(tmp_path):
     last = {**end(10), "evaluate_ms": 3000.0, "checkpoint_ms": 1000.0}
-    figures = figures_of(made_run(tmp_path / "a", [run_start(), step_line(10), last]), NOW)
+    figures = Summary(made_run(tmp_path / "a", [run_start(), step_line(10), last]), NOW)
     assert figures.shares["evaluate"] == pytest.approx(0.6)
     assert figures.shares["checkpoint"] == pytest.approx(0.2)
     undone = [run_start(), step_line(10), last, run_start(5), step_line(6)]
-    assert figures_of(made_run(tmp_path / "b", undone), NOW).lost_seconds == pytest.approx(5)
+    assert Summary(made_run(tmp_path / "b", undone), NOW).lost_seconds == pytest.approx(5)
 
 
 def test_a_start_that_failed_before_its_run_start_ends_no_other(tmp_path):
     never = {**end(0, 3, "E_DATA", "no text"), "time": NOW - 100, "started": False}
-    figures = figures_of(made_run(tmp_path, [run_start(), step_line(10), never]), NOW)
+    figures = Summary(made_run(tmp_path, [run_start(), step_line(10), never]), NOW)
     assert figures.seconds == pytest.approx(1)
     assert (figures.step, figures.starts, figures.crashes) == (10, 1, 1)
     assert figures.ending == "status 3, E_DATA: no text"
     again = [run_start(), step_line(10), never, run_start(10), step_line(12), end(12)]
-    figures = figures_of(made_run(tmp_path, again), NOW)
+    figures = Summary(made_run(tmp_path, again), NOW)
     assert (figures.step, figures.lost_steps, figures.ending) == (12, 0, "done")
 
 
 def test_tokens_per_second_are_tokens_over_seconds_not_a_mean_of_speeds(tmp_path):
     lines = [run_start(), step_line(10, tokens_per_second=100.0)]
     lines += [step_line(40, tokens_per_second=300.0)]
-    assert figures_of(made_run(tmp_path, lines), NOW).tokens_per_second == pytest.approx(200.0)
+    assert Summary(made_run(tmp_path, lines), NOW).tokens_per_second == pytest.approx(200.0)
 
 
 def test_a_later_start_that_took_no_step_undoes_all_the_same(tmp_path):
@@ -92,7 +90,7 @@ def test_a_later_start_that_took_no_step_undoes_all_the_same(tmp_path):
     run = made_run(tmp_path, lines)
     assert run.column("step").tolist() == [1, 2, 3, 4, 5]
     assert run.last_step == 5
-    assert figures_of(run, NOW).lost_steps == 3
+    assert Summary(run, NOW).lost_steps == 3
 
 
 def test_a_start_that_failed_before_it_began_undoes_nothing(tmp_path):
@@ -100,7 +98,7 @@ def test_a_start_that_failed_before_it_began_undoes_nothing(tmp_path):
     lines = [run_start(), step_line(1), step_line(2), end(2), failed]
     run = made_run(tmp_path, lines)
     assert run.column("step").tolist() == [1, 2]
-    assert how_it_ended(run.stretches[-1], True, NOW)[0] == "failed"
+    assert run.outcomes(NOW)[-1][0] == "failed"
 
 
 def test_steps_that_go_back_without_a_run_start_begin_anew(tmp_path):
@@ -108,7 +106,7 @@ def test_steps_that_go_back_without_a_run_start_begin_anew(tmp_path):
     run = made_run(tmp_path, [*lines, step_line(2, loss=0.25), step_line(3, loss=0.5)])
     assert run.column("step").tolist() == [1, 2, 3]
     assert run.column("loss").tolist() == [8.875, 0.25, 0.5]
-    assert run.records.unread_lines == 1
+    assert run.unread_lines == 1
 
 
 def test_what_cannot_be_read_is_passed_over_and_counted(tmp_path):
@@ -122,31 +120,31 @@ def test_what_cannot_be_read_is_passed_over_and_counted(tmp_path):
     assert run.column("step").tolist() == [1, 2, 3]
     assert [math.isnan(value) for value in run.column("loss")] == [False, True, True]
     assert np.isnan(run.column("grad_norm")[2])
-    assert run.records.unread_lines == 3
-    assert figures_of(run, NOW).loss == 8.875
+    assert run.unread_lines == 3
+    assert Summary(run, NOW).loss == 8.875
 
 
 def test_a_run_without_an_end_is_running_while_it_writes(tmp_path):
     run = made_run(tmp_path, [run_start(), step_line(1)])
-    last = run.records.starts[0].last_time
-    assert figures_of(run, last + 5).kind == "running"
-    assert figures_of(run, last + 5000).kind == "silent"
+    last = run.starts[0].last_time
+    assert Summary(run, last + 5).kind == "running"
+    assert Summary(run, last + 5000).kind == "silent"
     slow = made_run(tmp_path, [run_start(), step_line(1), step_line(20_001)])
-    assert figures_of(slow, slow.records.starts[0].last_time + 5000).kind == "running"
+    assert Summary(slow, slow.starts[0].last_time + 5000).kind == "running"
 
 
 @pytest.mark.parametrize("lines", [[], [run_start()], [run_start(), step_line(1)]])
 def test_a_run_of_nothing_or_of_one_step_has_a_summary(tmp_path, lines):
     run = made_run(tmp_path, lines)
-    text = as_text(run, figures_of(run, NOW))
+    text = Summary(run, NOW).as_text()
     assert text.startswith(str(tmp_path))
     assert "nan" not in text.lower()
 
 
 def test_the_summary_says_what_a_reader_asks_first(tmp_path):
     run = made_run(tmp_path, crashed_and_resumed())
-    text = as_text(run, figures_of(run, NOW))
-    for told in (
+    text = Summary(run, NOW).as_text()
+    for expected in (
         "1,000 parameters, float32, DDP on 2 processes (cpu)",
         "step 40 of 40 after 7.6 s: done",
         "2 resumes, 1 crash, 6 steps lost (0.6 s)",
@@ -156,7 +154,7 @@ def test_the_summary_says_what_a_reader_asks_first(tmp_path):
         "data 1.0%, forward 29%, backward 60%, optimizer 10%",
         "340 MiB",
     ):
-        assert told in text
+        assert expected in text
     assert max(map(len, text.splitlines())) <= 110
 
 
@@ -168,16 +166,16 @@ def test_the_sparkline_falls_as_the_curve_does():
 
 def test_runs_are_named_by_as_much_of_their_path_as_it_takes(tmp_path):
     places = [write_run(tmp_path / one, []) for one in ("x/run", "y/run", "y/other")]
-    names = [run.name for run in runs_of([read_records(place) for place in places])]
+    names = [run.name for run in read_runs(places)]
     assert names == ["x/run", "y/run", "y/other"]
 
 
 def test_where_validation_is_null_there_is_no_best(tmp_path):
     lines = [run_start(), step_line(1), {**evaluation(1, 1.0), "val_loss": None}]
-    assert figures_of(made_run(tmp_path, lines), NOW).best is None
+    assert Summary(made_run(tmp_path, lines), NOW).best is None
 
 
 def test_a_run_alone_has_two_parts_of_its_path_for_a_name(tmp_path):
     place = tmp_path / "sample" / "run"
     write_run(place, [run_start(), step_line(1), end(1)])
-    assert runs_of([read_records(place)])[0].name == "sample/run"
+    assert read_runs([place])[0].name == "sample/run"

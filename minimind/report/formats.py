@@ -1,0 +1,66 @@
+"""Numbers as text; an en dash for NaN and infinity."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+
+DASH = "\N{EN DASH}"
+
+
+def figure(value: float) -> str:
+    """`12,535`, `350.5`, `12.50`, `3.6006`, `2.00e-3`."""
+    if not math.isfinite(value) or not value:
+        return DASH if value else "0"
+    size = abs(value)
+    if size < 0.01:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:,.{4 if size < 10 else 2 if size < 100 else 1 if size < 1000 else 0}f}"
+
+
+def duration(seconds: float) -> str:
+    """`7.1 s`, `41 s`, `12 min 5 s`, `3 h 20 min`, `2 d 4 h`."""
+    if not math.isfinite(seconds):
+        return DASH
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+    for unit, name, smaller, smaller_name in units:
+        if whole >= unit:
+            rest = whole % unit // smaller
+            return f"{whole // unit} {name}" + (f" {rest} {smaller_name}" if rest else "")
+    return f"{whole} s"
+
+
+def milliseconds(value: float) -> str:
+    """`620 ms`, `1.24 s`."""
+    if not math.isfinite(value):
+        return DASH
+    return f"{value / 1e3:.3g} s" if value >= 999.5 else f"{value:.3g} ms"
+
+
+def mebibytes(value: float) -> str:
+    """`512 MiB`, `23.4 GiB`."""
+    if not math.isfinite(value):
+        return DASH
+    return f"{value / 1024:.1f} GiB" if value >= 1024 else f"{value:.0f} MiB"
+
+
+def percent(share: float) -> str:
+    """`32%`, `0.4%`."""
+    return f"{share:.0%}" if share >= 0.0995 or not share else f"{share:.1%}"
+
+
+def timestamp(seconds: float) -> str:
+    """`2026-11-21 22:58 UTC`."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):
+        return DASH
+
+
+def count(number: int, noun: str, plural: str = "") -> str:
+    """`1 resume`, `2 resumes`, `3 crashes`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

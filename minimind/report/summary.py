@@ -1,0 +1,200 @@
+"""The figures of a run, and the run as a few lines of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from minimind.report import formats
+from minimind.report.downsample import smooth
+from minimind.report.records import PAUSES, PHASES, number
+from minimind.report.runs import Run
+
+NOUNS = {"evaluate": "evaluation", "sample": "samples", "gc": "garbage collection"}  # of pauses
+BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+SPARKLINE_WIDTH = 60
+# Values that a profile has of each rank: key, name, format.
+RANK_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    *((f"{name}_ms", name, formats.milliseconds) for name in (*PHASES, "step")),
+    ("comm_ms", "of it comm.", formats.milliseconds),
+    *((f"{name}_ms", NOUNS.get(name, name), formats.milliseconds) for name in PAUSES),
+    ("memory_mib", "memory peak", formats.mebibytes),
+)
+BRIEF = {"forward": "forward", "of it comm.": "comm.", "memory peak": "memory"}
+
+
+class Summary:
+    """The figures of a run at `now` (unix seconds); NaN or None where unknown."""
+
+    def __init__(self, run: Run, now: float) -> None:
+        self.run, self.step, starts = run, int(run.last_step), run.starts
+        total = number(run.fact("total_steps"))
+        self.total_steps = int(total) if math.isfinite(total) else None
+        loss, taken = run.column("loss"), run.column("taken")
+        known = np.flatnonzero(np.isfinite(loss))
+        self.loss, self.mean_loss = _last_finite(loss), _last_finite(smoothed_loss(run))
+        self.loss_step = int(run.column("step")[known[-1]]) if len(known) else 0
+        names = ("step", "val_loss", "val_ppl", "val_bpb")
+        evals = [{name: number(event.get(name)) for name in names} for event in run.events("eval")]
+        evals = [one for one in evals if math.isfinite(one["val_loss"])]
+        self.best = min(evals, key=lambda one: one["val_loss"], default=None)
+        self.tokens = _last_finite(run.column("tokens"))
+        speed = run.column("tokens_per_second")
+        per_token = _weighted_mean(1.0 / np.where(speed > 0, speed, np.nan), taken)
+        self.tokens_per_second = 1.0 / per_token if per_token > 0 else math.nan
+        self.step_ms = _weighted_mean(run.column("step_ms"), taken)
+        self.mfu = _weighted_mean(run.column("mfu"), taken)
+        memory = run.column("memory_mib")
+        self.memory_mib = float(np.nanmax(memory)) if np.isfinite(memory).any() else math.nan
+        self.seconds = sum(start.seconds for start in starts)  # without the time between starts
+        times = [start.milliseconds() for start in starts]
+        spent = {name: sum(one[name] for one in times) for name in (*PHASES, *PAUSES)}
+        whole = sum(spent.values())
+        self.shares = {name: ms / whole for name, ms in spent.items()} if whole > 0 else {}
+        self.lost_steps = sum(start.lost_steps for start in starts)
+        lost = [ms for start in starts for ms in start.milliseconds(only_lost=True).values()]
+        self.lost_seconds = sum(lost) / 1e3
+        self.skipped = len(run.events("step_skipped"))
+        self.starts = sum(not s.is_implied or s.last_step > -math.inf for s in starts)
+        self.resumes = sum(start.facts.get("resume_from") is not None for start in starts)
+        outcomes = run.outcomes(now) or [("silent", "nothing recorded")]
+        self.crashes = sum(kind == "crashed" for kind, _ in outcomes)
+        self.kind, self.ending = outcomes[-1]
+
+    def description(self) -> str:
+        """`2,361,024 parameters, bfloat16, DeepSpeed ZeRO-2 on 2 processes (cpu)`."""
+        parameters = number(self.run.fact("parameters"))
+        size = f"{parameters:,.0f} parameters" if math.isfinite(parameters) else ""
+        names = ("world_size", "backend", "zero_stage", "device", "dtype")
+        facts = describe({name: self.run.fact(name) for name in names})
+        return ", ".join(filter(None, (size, facts))) or "nothing is known of it"
+
+    def course(self) -> str:
+        """`step 160 of 160 after 2 min 5 s: done`."""
+        total = f" of {self.total_steps:,}" if self.total_steps is not None else ""
+        return f"step {self.step:,}{total} after {formats.duration(self.seconds)}: {self.ending}"
+
+    def setbacks(self) -> str:
+        """`1 resume, 1 crash, 16 steps lost (7.1 s)`; empty if there were none."""
+        lost = f"{formats.count(self.lost_steps, 'step')} lost"
+        parts = (
+            (self.resumes, formats.count(self.resumes, "resume")),
+            (self.crashes, formats.count(self.crashes, "crash", "crashes")),
+            (self.lost_steps, f"{lost} ({formats.duration(self.lost_seconds)})"),
+            (self.skipped, f"{formats.count(self.skipped, 'step')} skipped"),
+        )
+        return ", ".join(text for number, text in parts if number)
+
+    def figures(self) -> dict[str, tuple[str, str]]:
+        """Name -> value and remark of the figures that are known."""
+        figures = {}
+        if math.isfinite(self.loss):
+            remark = f" at step {self.loss_step:,}, {self.mean_loss:.4f} smoothed"
+            figures["loss"] = (f"{self.loss:.4f}", remark)
+        if best := self.best:
+            pairs = ((", perplexity", best["val_ppl"]), (", bits per byte", best["val_bpb"]))
+            more = "".join(f"{name} {value:.4g}" for name, value in pairs if math.isfinite(value))
+            remark = f" at step {best['step']:,.0f}, the best{more}"
+            figures["validation"] = (f"{best['val_loss']:.4f}", remark)
+        if math.isfinite(self.tokens):
+            mfu = f", MFU {formats.percent(self.mfu)}" if math.isfinite(self.mfu) else ""
+            remark = f", {formats.figure(self.tokens_per_second)} tokens/s{mfu}"
+            figures["tokens"] = (f"{self.tokens:,.0f}", remark)
+        if math.isfinite(self.memory_mib):
+            figures["memory"] = (formats.mebibytes(self.memory_mib), " at most, of one process")
+        return figures
+
+    def as_text(self, has_blocks: bool = True) -> str:
+        """The run in 6 to 12 lines for a terminal; ASCII only unless `has_blocks`."""
+        figures = {name: value + remark for name, (value, remark) in self.figures().items()}
+        shares = [(NOUNS.get(name, name), share) for name, share in self.shares.items()]
+        lines = {
+            "run": self.description(),
+            "course": self.course(),
+            "setbacks": self.setbacks(),
+            **{name: figures.get(name, "") for name in ("loss", "validation", "tokens")},
+            "time": ", ".join(f"{n} {formats.percent(s)}" for n, s in shares if s >= 0.0005),
+            "memory": figures.get("memory", ""),
+            "ranks": ", ".join(
+                f"{BRIEF[name]} {least} to {largest} ({rank})"
+                for name, least, _, largest, rank in rank_figures(self.run)[1]
+                if name in BRIEF
+            ),
+        }
+        if unread := self.run.unread_lines:
+            lines["unread"] = f"{formats.count(unread, 'line')} of metrics.jsonl"
+        curve = sparkline(smoothed_loss(self.run), BLOCKS if has_blocks else ASCII_BLOCKS)
+        shown = [f"  {name:<12}{value}" for name, value in lines.items() if value]
+        text = "\n".join([str(self.run.run_dir), *shown, *([f"  {curve}"] if curve else [])])
+        return text if has_blocks else text.encode("ascii", "replace").decode()
+
+
+def _weighted_mean(values: np.ndarray, weights: np.ndarray) -> float:
+    known = np.isfinite(values) & np.isfinite(weights) & (weights > 0)
+    return float(np.average(values[known], weights=weights[known])) if known.any() else math.nan
+
+
+def _last_finite(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite[-1]) if len(finite) else math.nan
+
+
+def window_of(lines: int) -> int:
+    """Lines in a moving mean."""
+    return max(1, min(lines // 3, max(5, lines // 80)))
+
+
+def smoothed_loss(run: Run) -> np.ndarray:
+    """(kept lines,): the moving mean of the loss."""
+    loss = run.column("loss")
+    return smooth(loss, window_of(len(loss)))
+
+
+def rank_figures(run: Run) -> tuple[float, list[tuple[str, str, str, str, str]]]:
+    """Step of the last profile with several ranks; name, least, median, largest and its rank."""
+    for event in reversed(run.events("profile")):
+        rows = []
+        for key, name, form in RANK_FIGURES:
+            values = _values_by_rank(event.get("ranks"), key)
+            if len(values) > 1:
+                figures = (min(values.values()), median(values.values()), max(values.values()))
+                rank = max(values, key=lambda one: values[one])
+                rows.append((name, *map(form, figures), f"rank {rank}"))
+        if rows:
+            return number(event.get("step")), rows
+    return math.nan, []
+
+
+def _values_by_rank(ranks: Any, key: str) -> dict[str, float]:
+    """Rank -> value, from a list of objects or an object of lists."""
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(ranks, dict) and isinstance(ranks.get(key), list):
+        pairs = [*enumerate(ranks[key])]
+    elif isinstance(ranks, list):
+        pairs = [(r.get("rank", n), r.get(key)) for n, r in enumerate(ranks) if isinstance(r, dict)]
+    return {str(rank): number(value) for rank, value in pairs if math.isfinite(number(value))}
+
+
+def describe(facts: Mapping[str, Any]) -> str:
+    """`bfloat16, DeepSpeed ZeRO-2 on 2 processes (cpu)`, from the facts of a run_start."""
+    world, backend = number(facts.get("world_size")), str(facts.get("backend") or "")
+    names = {"deepspeed": f"DeepSpeed ZeRO-{facts.get('zero_stage')}", "ddp": "DDP"}
+    on = f"on {formats.count(int(world), 'process', 'processes')}" if math.isfinite(world) else ""
+    device = f"({facts['device']})" if facts.get("device") else ""
+    where = " ".join(filter(None, (names.get(backend, backend), on, device)))
+    return ", ".join(filter(None, (str(facts.get("dtype") or ""), where)))
+
+
+def sparkline(values: np.ndarray, blocks: str) -> str:
+    """The finite values as at most `SPARKLINE_WIDTH` blocks, then `first to last`."""
+    values = values[np.isfinite(values)]
+    if len(values) < 2:
+        return ""
+    means = np.array([p.mean() for p in np.array_split(values, min(SPARKLINE_WIDTH, len(values)))])
+    span = float(means.max() - means.min()) or 1.0
+    heights = ((means - means.min()) / span * (len(blocks) - 1)).round().astype(int)
+    return "".join(blocks[n] for n in heights) + f"  {values[0]:.2f} to {values[-1]:.2f}"

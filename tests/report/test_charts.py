@@ -1,0 +1,202 @@
+"""The figures of a page against metrics.jsonl."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minimind.report.charts import Charts, run_style
+from minimind.report.downsample import downsample, group_lines, group_means, smooth
+from tests.report.made import (
+    NOW,
+    Drawn,
+    crashed_and_resumed,
+    made_run,
+    page_of,
+    run_start,
+    step_line,
+    values_of,
+    write_run,
+)
+
+
+def test_every_curve_has_the_values_of_its_lines(tmp_path):
+    page = Drawn(page_of(tmp_path, write_run(tmp_path / "run", crashed_and_resumed())))
+    steps = np.arange(1, 41)
+    expected = {
+        ("loss", "loss"): 9.0 - steps / 8,
+        ("lr", "learning rate"): 1e-3 / steps,
+        ("memory_mib", "memory"): (300.0 + steps) / 1024,
+        ("tokens_per_second", "throughput"): np.full(40, 1000.0),
+        ("grad_norm", "gradient norm"): np.full(40, 0.5),
+    }
+    for (chart, name), values in expected.items():
+        assert page.points(chart, name) == pytest.approx(np.column_stack([steps, values])), chart
+
+
+def test_lost_lines_are_faint_and_validation_is_points(tmp_path):
+    page = Drawn(page_of(tmp_path, write_run(tmp_path / "run", crashed_and_resumed())))
+    lost = page.points("loss", "lost")
+    assert lost.tolist() == [[n, 7.75 if n == 10 else 1.0] for n in range(10, 17)]
+    assert page.trace("loss", "lost")["opacity"] < 1
+    assert page.points("loss", "validation").tolist() == [[10, 7.5], [20, 6.25], [40, 4.25]]
+    assert "markers" in page.trace("loss", "validation")["mode"]
+    assert page.points("loss", "validation, lost").tolist() == [[15, 0.5]]
+
+
+def test_crashes_resumes_and_changes_of_processes_are_marked_in_the_charts(tmp_path):
+    text = page_of(tmp_path, write_run(tmp_path / "run", crashed_and_resumed()))
+    page = Drawn(text)
+    labels = {one["text"]: one["x"] for one in page.charts["loss"]["layout"]["annotations"]}
+    assert labels == {
+        "resumed at 10, 1 → 2 processes": 10,
+        "crashed at 16": 16,
+        "stopped at 20, resumed at 20": 20,
+    }
+    assert ">crashed: no end recorded<" in text
+    assert page.points("loss", "1 checkpoint")[:, 0].tolist() == [10]
+    for chart in page.charts.values():
+        shapes = chart["layout"]["shapes"]
+        (band,) = (shape for shape in shapes if shape["type"] == "rect")
+        assert (band["x0"], band["x1"]) == (10, 16)
+        lines = [shape["x0"] for shape in shapes if shape["type"] == "line"]
+        assert lines == [10, 16, 20, 20]
+
+
+def test_the_phases_are_stacked_over_the_steps_that_each_line_stands_for(tmp_path):
+    lines = [run_start(), step_line(10), step_line(20, forward_ms=59.0, evaluate_ms=20.0)]
+    page = Drawn(page_of(tmp_path, write_run(tmp_path / "run", lines)))
+    assert page.charts["phases"]["layout"]["template"]["layout"]["barmode"] == "stack"
+    expected = {
+        "data": [1, 1],
+        "forward": [29, 59],
+        "backward": [60, 60],
+        "optimizer": [10, 10],
+        "evaluation": [0, 20],
+    }
+    for name, heights in expected.items():
+        trace = page.trace("phases", name)
+        right, left = values_of(trace["x"]), values_of(trace["x"]) + values_of(trace["offset"])
+        assert (left.tolist(), right.tolist()) == ([0, 10], [10, 20])
+        assert values_of(trace["width"]).tolist() == [10, 10]
+        assert 1e3 * values_of(trace["y"]) == pytest.approx(np.array(heights)), name
+
+
+def test_clipped_steps_and_the_limit_are_marked(tmp_path):
+    place = write_run(tmp_path / "run", crashed_and_resumed())
+    (place / "config.yaml").write_text("grad_clip: 0.75  # --grad_clip\n")
+    page = Drawn(page_of(tmp_path, place))
+    assert page.points("grad_norm", "clipped in 2.5% of the lines")[:, 0].tolist() == [33]
+    assert page.points("grad_norm", "--grad_clip")[:, 1].tolist() == [0.75, 0.75]
+
+
+def test_the_load_of_experts_is_drawn_where_there_is_one(tmp_path):
+    load: dict[str, Any] = {"expert_load": [0.75, 0.25], "expert_load_range": [0.125, 1.875]}
+    lines = [run_start(), *(step_line(n, **load) for n in range(1, 4)), step_line(4)]
+    page = Drawn(page_of(tmp_path, write_run(tmp_path / "run", lines)))
+    assert page.points("experts", "expert 0")[:3, 1].tolist() == [1.5] * 3
+    assert page.points("experts", "most of any layer")[:3, 1].tolist() == [1.875] * 3
+    assert np.isnan(page.points("experts", "expert 0")[3, 1])
+
+
+def test_a_null_is_a_gap_and_a_lone_point_a_dot(tmp_path):
+    lines = [
+        run_start(),
+        *(step_line(n, grad_norm=None if n in (3, 5) else 1.0) for n in range(1, 8)),
+    ]
+    lines[4]["grad_norm"] = 2.0
+    page = Drawn(page_of(tmp_path, write_run(tmp_path / "run", lines)))
+    heights = page.points("grad_norm", "gradient norm")[:, 1]
+    assert np.flatnonzero(np.isnan(heights)).tolist() == [2, 4]
+    sizes = values_of(page.trace("grad_norm", "gradient norm")["marker"]["size"])
+    assert sizes.tolist() == [0, 0, 0, 6, 0, 0, 0]
+    assert "marker" not in page.trace("lr", "learning rate")
+
+
+def test_a_million_lines_keep_the_least_and_the_largest_of_every_column():
+    draw = np.random.default_rng(5)
+    x = np.arange(1.0, 1_000_001.0)
+    y = draw.normal(size=len(x))
+    y[654_321], y[123] = 99.0, np.nan
+    kept = downsample(x, y, 1000, (0.0, 1e6))
+    assert len(kept) <= 4001
+    assert (np.diff(kept) > 0).all()
+    columns = np.minimum(x / 1000, 999).astype(int)
+    for pick, start in ((np.fmax, -np.inf), (np.fmin, np.inf)):
+        found = [np.full(1000, start) for _ in range(2)]
+        for height, at in zip(found, (np.arange(len(x)), kept), strict=True):
+            pick.at(height, columns[at], y[at])
+        assert found[0].tolist() == found[1].tolist()
+    assert np.isnan(y[kept]).sum() == 1
+
+
+def test_a_long_run_is_a_small_page(tmp_path):
+    run = made_run(tmp_path, [run_start()])
+    start = run.starts[0]
+    line = step_line(1)
+    draw = np.random.default_rng(1).normal(size=50_000).tolist()
+    for step, noise in enumerate(draw, 1):
+        line |= {"step": step, "loss": 3 + noise / 9, "grad_norm": 1 + noise / 9, "tokens": step}
+        start.add_step({**line, "tokens_per_second": 1e5 + noise, "forward_ms": 29 + noise})
+    figures = [str(chart.figure.to_json()) for chart in Charts([run], [1.0], NOW).draw()]
+    assert sum(map(len, figures)) < 1_000_000
+
+
+def test_the_smoothed_curve_is_a_mean_that_leaves_out_what_is_missing():
+    y = np.array([1.0, 2.0, np.nan, 4.0, 5.0])
+    assert smooth(y, 3).tolist() == [1.0, 1.5, 3.0, 4.5, 4.5]
+    assert smooth(np.empty(0), 3).tolist() == []
+
+
+def test_groups_weigh_lines_by_their_steps():
+    begins, ends = np.array([0.0, 10.0, 11.0, 12.0]), np.array([10.0, 11.0, 12.0, 100.0])
+    left, right, group = group_lines(begins, ends, 2)
+    assert (left.tolist(), right.tolist()) == ([0.0, 12.0], [12.0, 100.0])
+    means = group_means(np.array([1.0, 4.0, np.nan, 7.0]), ends - begins, group)
+    assert means.tolist() == [pytest.approx(14 / 11), 7.0]
+
+
+def test_a_few_values_beyond_all_others_are_cut_off_and_named(tmp_path):
+    lines = [run_start(), *(step_line(n, forward_ms=9e4 if n == 1 else 29.0) for n in range(1, 99))]
+    text = page_of(tmp_path, write_run(tmp_path / "run", lines))
+    assert Drawn(text).charts["phases"]["layout"]["yaxis"]["range"][1] < 1
+    assert "cut off: up to 90.1 s" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "unit"),
+    [
+        ([1.0, 2.0], None, "nats per token"),
+        ([0.1, 2.0], "log", "nats per token, log scale"),
+        ([0.0, 2.0], None, "nats per token"),
+        ([-2.0, 3.0], None, "nats per token"),
+        ([9e99, -9e99], None, "nats per token"),
+    ],
+)
+def test_an_axis_is_logarithmic_where_values_are_far_apart(tmp_path, values, kind, unit):
+    lines = [run_start(), *(step_line(n, loss=y) for n, y in enumerate(values, 1))]
+    charts = Charts([made_run(tmp_path / "run", lines)], [], NOW).draw()
+    assert (charts[0].figure.layout.yaxis.type, charts[0].unit) == (kind, unit)
+
+
+def test_labels_of_marks_do_not_cover_one_another(tmp_path):
+    lines: list[Any] = []
+    for n in range(0, 100, 2):
+        lines += [run_start(n, resume_from="p"), step_line(n + 1), step_line(n + 2)]
+    page = Drawn(page_of(tmp_path, write_run(tmp_path / "run", lines)))
+    at = sorted(one["x"] for one in page.charts["loss"]["layout"]["annotations"])
+    assert 10 < len(at) < 49
+    assert min(np.diff(at)) > 2.5
+
+
+def test_a_name_with_html_stays_text(tmp_path):
+    lines = [run_start(), *(step_line(n) for n in range(1, 5))]
+    places = [write_run(tmp_path / name, lines) for name in ("<b>&", "other")]
+    page = Drawn(page_of(tmp_path, *places))
+    assert page.trace("loss", "&lt;b&gt;&amp; loss")
+
+
+def test_two_dozen_runs_differ_in_color_or_dash():
+    assert len({run_style(n) for n in range(24)}) == 24
