@@ -129,7 +129,7 @@ def bare(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> None:
 
     @torch.compile(dynamic=False)
     def loss_of(text: torch.Tensor) -> Any:
-        out = model(text[:, :-1], shift_labels=text[:, 1:], summed_by=0)
+        out = model(text[:, :-1], shift_labels=text[:, 1:], loss_chunk_size=0)
         return out.loss_sum / out.targets
 
     by_hand(gate, run, model, loss_of, batches())

@@ -36,7 +36,7 @@ def step(vocabulary: int, rows: int, positions: int) -> dict[str, float]:
     started = 0.0
     for _ in range(2):
         started = time.perf_counter()
-        out: Any = model(text[:, :-1], shift_labels=text[:, 1:], summed_by=positions)
+        out: Any = model(text[:, :-1], shift_labels=text[:, 1:], loss_chunk_size=positions)
         (out.loss_sum / out.targets).backward()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     return {"seconds": time.perf_counter() - started, "peak_mib": peak}

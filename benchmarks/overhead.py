@@ -90,13 +90,17 @@ class Race:
         for micro_batch in rows:
             if hasattr(backend, "engine"):  # DeepSpeed's
                 out = backend.engine(
-                    input_ids=micro_batch[:, :-1], shift_labels=micro_batch[:, 1:], summed_by=0
+                    input_ids=micro_batch[:, :-1],
+                    shift_labels=micro_batch[:, 1:],
+                    loss_chunk_size=0,
                 )
                 backend.engine.backward(out.loss_sum / out.targets)
                 backend.engine.step()
             else:
                 out = backend.forward(
-                    input_ids=micro_batch[:, :-1], shift_labels=micro_batch[:, 1:], summed_by=0
+                    input_ids=micro_batch[:, :-1],
+                    shift_labels=micro_batch[:, 1:],
+                    loss_chunk_size=0,
                 )
                 backend.backward(out.loss_sum / out.targets)
                 backend.update(True)
@@ -121,14 +125,14 @@ def run(race: Race, given: argparse.Namespace, folder: Path) -> None:
 
     read, step = Batches.at, Engine.step
 
-    def gated(self: Batches, number: int) -> Any:
+    def silu_gate(self: Batches, number: int) -> Any:
         return race.at(read, self, number)
 
     def with_or_without(self: Engine, rows: Any, lr: float, clock: Any) -> Any:
         race.engine = self
         return step(self, rows, lr, NoClock(clock) if race.kind == "neither" else clock)
 
-    Batches.at, Engine.step = gated, with_or_without
+    Batches.at, Engine.step = silu_gate, with_or_without
     train: Any = training
     shape = LEAST if given.model == "least" else {"model": given.model}
     rows = {"batch_size": given.batch_size} if given.batch_size else {}

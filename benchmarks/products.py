@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.record import arguments, record
-from minimind.model.bf16_matmul import Widened
+from minimind.model.bf16_matmul import WidenedLinear
 from minimind.runtime.hardware import HAS_BF16
 
 INPUTS, OUTPUTS = 512, 1408
@@ -46,10 +46,10 @@ def main() -> None:
     asked.add_argument("--rounds", type=int, default=10)
     asked.add_argument("--tokens", type=int, default=512)
     given = asked.parse_args()
-    before, widened = os.getloadavg(), Widened.apply
+    before, widen = os.getloadavg(), WidenedLinear.apply
     steps = {
         "bf16, torch's": forward_and_backward(F.linear, given.tokens, torch.bfloat16),
-        "bf16, by fp32": forward_and_backward(widened, given.tokens, torch.bfloat16),  # type: ignore[arg-type] (torch types apply loosely)
+        "bf16, by fp32": forward_and_backward(widen, given.tokens, torch.bfloat16),  # type: ignore[arg-type] (torch types apply loosely)
         "fp32": forward_and_backward(F.linear, given.tokens, torch.float32),
     }
     spent: dict[str, list[float]] = {one: [] for one in steps}

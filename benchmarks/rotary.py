@@ -19,14 +19,20 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import arguments, record
-from minimind.model.rotary import build_pos_cis, cos_sin, in_halves, rotate, rotate_halves
+from minimind.model.rotary import (
+    apply_rotary,
+    apply_rotary_half,
+    build_pos_cis,
+    interleaved_to_half,
+    pos_cis_as_reals,
+)
 
 ROWS, POSITIONS, HEADS, CHANNELS, WIDTH = 8, 512, (8, 2), 64, 512
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def in_complex(x: Tensor, pos_cis: Tensor) -> Tensor:
-    """The eager form of `rotate`, also where it is compiled."""
+    """The eager form of `apply_rotary`, also where it is compiled."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * pos_cis.unsqueeze(-2)).flatten(-2).type_as(x)
 
@@ -51,7 +57,7 @@ def reordering(dtype: torch.dtype) -> Callable[[], None]:
     """A step of both projections' weights, forward and backward."""
     weights = [torch.randn(h * CHANNELS, WIDTH, dtype=dtype).requires_grad_() for h in HEADS]
     back = [torch.randn_like(w) for w in weights]
-    compiled = torch.compile(in_halves, dynamic=False)
+    compiled = torch.compile(interleaved_to_half, dynamic=False)
 
     def step() -> None:
         for w, gradient in zip(weights, back, strict=True):
@@ -68,15 +74,15 @@ def main() -> None:
     given = asked.parse_args()
     warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex")
     pos_cis, before = build_pos_cis(CHANNELS, POSITIONS, 1e6), os.getloadavg()
-    reals, found = cos_sin(pos_cis), {}
+    reals, found = pos_cis_as_reals(pos_cis), {}
     for name, dtype in DTYPES.items():
         steps = {
-            "complex, eager": forward_and_backward(rotate, pos_cis, dtype),
+            "complex, eager": forward_and_backward(apply_rotary, pos_cis, dtype),
             "complex, compiled": forward_and_backward(
                 torch.compile(in_complex, dynamic=False), pos_cis, dtype
             ),
             "halves, compiled": forward_and_backward(
-                torch.compile(rotate_halves, dynamic=False), reals, dtype
+                torch.compile(apply_rotary_half, dynamic=False), reals, dtype
             ),
             "weights into halves": reordering(dtype),
         }

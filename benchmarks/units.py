@@ -36,11 +36,11 @@ def step_of(text: torch.Tensor, dtype: torch.dtype, how: Any) -> Callable[[], No
 
     @torch.compile(dynamic=False)
     def loss_of(text: torch.Tensor) -> Any:
-        out = model(text[:, :-1], shift_labels=text[:, 1:], summed_by=0)
+        out = model(text[:, :-1], shift_labels=text[:, 1:], loss_chunk_size=0)
         return out.loss_sum / out.targets
 
     def step() -> None:
-        layers.not_kept = how
+        layers.recompute_if_compiled = how
         model.zero_grad()
         loss_of(text).backward()
 
@@ -57,7 +57,7 @@ def main() -> None:
     given = asked.parse_args()
     before, dtype = os.getloadavg(), getattr(torch, given.dtype)
     text = torch.randint(preset("26m").config.vocab_size, (given.rows, 513))
-    ways = {"kept": kept, "again": layers.not_kept}
+    ways = {"kept": kept, "again": layers.recompute_if_compiled}
     steps = {name: step_of(text, dtype, how) for name, how in ways.items()}
     graphs = counters["stats"]["unique_graphs"]
     spent: dict[str, list[float]] = {name: [] for name in steps}

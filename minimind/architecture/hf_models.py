@@ -22,7 +22,7 @@ from minimind.model.loss import next_token_loss
 def model_of(config: PretrainedConfig) -> Any:
     """Build the model of a configuration, ours or transformers', with random fp32 weights.
 
-    Either has `forward(input_ids=, shift_labels=, summed_by=)`, which returns loss_sum and targets.
+    Either has `forward(input_ids=, shift_labels=, loss_chunk_size=)`, which returns loss_sum and targets.
     """
     if isinstance(config, MiniMindConfig):
         return MiniMindForCausalLM(config)
@@ -51,13 +51,13 @@ def _without_kernels() -> Iterator[None]:
 def with_sums(model: PreTrainedModel) -> PreTrainedModel:
     """Extend the class of the model: summed losses, and rotary tables that keep their precision.
 
-    Without summed_by, forward is that of transformers, with its signature.
+    Without loss_chunk_size, forward is that of transformers, with its signature.
     """
     kind: Any = type(model)
 
     @wraps(kind.forward)
-    def forward(self: Any, *args: Any, summed_by: int | None = None, **kwargs: Any) -> Any:
-        if summed_by is None:
+    def forward(self: Any, *args: Any, loss_chunk_size: int | None = None, **kwargs: Any) -> Any:
+        if loss_chunk_size is None:
             return kind.forward(self, *args, **kwargs)
         logits = kind.forward(self, kwargs["input_ids"], use_cache=False).logits
         loss_sum, targets = next_token_loss(logits, kwargs["shift_labels"])

@@ -34,7 +34,7 @@ class Engine(Ranks):
         self.parameters = parameters  # of the whole model; stage 3 leaves each rank a piece
         self.resolved = resolved
         self.device = device
-        self.summed_by = positions_at_once(resolved.run)
+        self.loss_chunk_size = positions_at_once(resolved.run)
         self.compiling = CompileClock(resolved.run)
 
     @property
@@ -78,7 +78,9 @@ class Engine(Ranks):
                 with backend.micro_batch(is_last):
                     rows = rows.to(self.device, non_blocking=True)
                     clock.mark("data")
-                    goal = objective_of(backend.forward, rows[:, :-1], rows[:, 1:], self.summed_by)
+                    goal = objective_of(
+                        backend.forward, rows[:, :-1], rows[:, 1:], self.loss_chunk_size
+                    )
                     clock.mark("forward")
                     backend.backward(goal.trained)
                     clock.mark("backward")
@@ -106,5 +108,5 @@ class Engine(Ranks):
         inputs = rows[:, :-1].clamp(min=0)  # what is ignored still needs real inputs
         # Of few rows, and of several shapes: a graph would not pay.
         with lost_peers(), uncompiled(self.model):
-            goal = objective_of(self.backend.forward, inputs, rows[:, 1:], self.summed_by)
+            goal = objective_of(self.backend.forward, inputs, rows[:, 1:], self.loss_chunk_size)
         return goal.loss_sum, goal.tokens

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from minimind.config.run_config import RunConfig
 from minimind.model.experts import Routing
-from minimind.model.loss import contagious_mean
+from minimind.model.loss import mean_with_nan_grads
 from minimind.runtime.collectives import Ranks
 from minimind.runtime.terminal import phase
 
@@ -45,20 +45,20 @@ class Objective:
         that over the step's rows: how a step is split up changes no more than rounding.
         """
         if self.routing is None:
-            return contagious_mean(self.loss_sum, self.tokens)
+            return mean_with_nan_grads(self.loss_sum, self.tokens)
         balance = self.routing.aux_loss
-        return contagious_mean(self.loss_sum, self.tokens, also=balance) + balance
+        return mean_with_nan_grads(self.loss_sum, self.tokens, also=balance) + balance
 
 
 def objective_of(
-    forward: Any, inputs: torch.Tensor, targets: torch.Tensor, summed_by: int = 0
+    forward: Any, inputs: torch.Tensor, targets: torch.Tensor, loss_chunk_size: int = 0
 ) -> Objective:
     """The objective of `forward`, the model as its backend wraps it.
 
-    Logits are made for `summed_by` positions at a time; 0: for all. The loss is made within the
-    model, so that whatever compiles the model compiles it too.
+    Logits are computed for `loss_chunk_size` positions at a time; 0: for all. The loss is part of
+    the model, so that it is compiled with the model.
     """
-    out = forward(input_ids=inputs, shift_labels=targets, summed_by=summed_by)
+    out = forward(input_ids=inputs, shift_labels=targets, loss_chunk_size=loss_chunk_size)
     is_routed = out.aux_loss is not None
     return Objective(
         out.loss_sum, out.targets, Routing(out.aux_loss, out.expert_load) if is_routed else None

@@ -16,7 +16,7 @@ import re
 
 from torch import Tensor
 
-from minimind.model.rotary import in_halves, in_pairs
+from minimind.model.rotary import half_to_interleaved, interleaved_to_half
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -75,9 +75,9 @@ def to_gguf(name: str) -> str | None:
 
 def to_halves(name: str, weight: Tensor, head_dim: int) -> Tensor:
     """A weight of ours as Hugging Face has it: channel j of a head beside j + D/2, not j + 1."""
-    return in_halves(weight, head_dim) if name.endswith(TURNED) else weight
+    return interleaved_to_half(weight, head_dim) if name.endswith(TURNED) else weight
 
 
 def from_halves(name: str, weight: Tensor, head_dim: int) -> Tensor:
     """The way back, exactly: numbers move, and none changes."""
-    return in_pairs(weight, head_dim) if name.endswith(TURNED) else weight
+    return half_to_interleaved(weight, head_dim) if name.endswith(TURNED) else weight

@@ -1,4 +1,4 @@
-"""Activation checkpointing: of a function, or of the blocks of a model of transformers."""
+"""Activation checkpointing of a function, or of the blocks of a transformers model."""
 
 from __future__ import annotations
 
@@ -10,35 +10,34 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
-def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """function(*inputs), computed again for the backward pass, which keeps the inputs alone.
+def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return function(*inputs), recomputed in the backward pass; only the inputs are saved.
 
-    For functions that draw nothing: no random state is kept.
+    The random state is not preserved.
     """
-    found: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-    return found
+    output: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return output
 
 
-def not_kept(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """function(*inputs), of little work: compiled for a CPU it is `recomputed`, else a plain call.
+def recompute_if_compiled(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return function(*inputs), a cheap function: recomputed if compiled for a CPU.
 
-    What that costs was measured on a CPU (`benchmarks/units.py`, docs/performance.md) and nowhere
-    else.
+    The saving was measured on a CPU only (`benchmarks/units.py`, docs/performance.md).
     """
     if torch.compiler.is_compiling() and inputs[0].device.type == "cpu":
-        return recomputed(function, *inputs)
+        return recompute(function, *inputs)
     return function(*inputs)
 
 
-def recompute_blocks(model: Any, is_wanted: bool = True, **how: Any) -> None:
-    """Have each block of a transformers model keep its input alone, and compute the rest again.
+def enable_checkpointing(model: Any, enabled: bool = True, **options: Any) -> None:
+    """Switch activation checkpointing of a transformers model's blocks on or off.
 
-    `how` is for torch.utils.checkpoint. transformers 5.20, the last one for Python 3.10, calls it
-    gradient checkpointing; 5.23 warns of that name.
+    `options` are those of torch.utils.checkpoint. transformers before 5.23 names the methods
+    gradient_checkpointing_*; 5.23 deprecates these.
     """
     is_new = hasattr(model, "activation_checkpointing_enable")
     name = "activation_checkpointing" if is_new else "gradient_checkpointing"
-    if is_wanted:
-        getattr(model, f"{name}_enable")(how or None)
+    if enabled:
+        getattr(model, f"{name}_enable")(options or None)
     else:
         getattr(model, f"{name}_disable")()

@@ -1,8 +1,8 @@
-"""Attention within the documents of packed rows on a GPU, by torch's flex attention.
+"""Attention kernels: flex attention within documents on a GPU, blockwise attention on a CPU.
 
-A dense mask has T^2 numbers a row, and every layer reads them all; here blocks in which no query
-sees a key are passed over, and key heads are not repeated. Shape letters: B rows, T positions,
-H query heads, K key/value heads, D channels per head, N blocks of BLOCK positions.
+A dense document mask has T^2 elements per row, which every layer reads. Flex attention skips blocks
+without a visible key and does not repeat key heads. Shape letters: B rows, T positions, H query
+heads, K key/value heads, D channels per head, N blocks of BLOCK positions.
 """
 
 from collections.abc import Callable
@@ -13,87 +13,84 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from minimind.model.activation_checkpointing import recomputed
+from minimind.model.activation_checkpointing import recompute
 
-BLOCK = 128  # positions; what flex attention's kernels are written for
-NARROWEST_HEAD = 16  # channels; Triton multiplies no narrower matrices
-
-
-def is_fast(device: torch.device, head_dim: int) -> bool:
-    """Whether flex attention has a fused kernel, with its backward pass, for such heads there."""
-    return device.type == "cuda" and head_dim >= NARROWEST_HEAD
+BLOCK = 128  # positions; the block size of flex attention's kernels, and of queries on a CPU
+MIN_HEAD_DIM = 16  # channels; the minimum of Triton's matrix products
 
 
-def document_blocks(starts_BT: Tensor) -> BlockMask:
-    """What `visible_keys` says of documents that begin at starts_BT, as a (B, 1, T, T) BlockMask.
+def has_flex_kernel(device: torch.device, head_dim: int) -> bool:
+    """Whether flex attention has a fused kernel with backward pass for this device and head."""
+    return device.type == "cuda" and head_dim >= MIN_HEAD_DIM
 
-    Documents follow one another, so those of a block's first and last position tell which blocks
-    share one, and no table of T^2 is made to find out. All of it stays on the device.
+
+def document_block_mask(starts_BT: Tensor) -> BlockMask:
+    """Return the causal document mask as a (B, 1, T, T) BlockMask; starts_BT marks first tokens.
+
+    Documents are contiguous, so the documents of the first and last position of each block decide
+    which blocks share one: no T^2 table is built, and nothing is read back to the host.
     """
     length = starts_BT.shape[1]
     document_BT = starts_BT.cumsum(-1, dtype=torch.int32)
 
-    def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def is_visible(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (document_BT[row, query] == document_BT[row, key])
 
-    # What fills up the last block is of no document, so that no block with it is seen as a whole.
-    filled_BT = F.pad(document_BT, (0, -length % BLOCK), value=length + 1)
-    first_BN, last_BN = filled_BT[:, ::BLOCK], filled_BT[:, BLOCK - 1 :: BLOCK]
-    seen_BNN = (last_BN[:, None] >= first_BN[..., None]).tril()
-    whole_BNN = (first_BN[:, None] == last_BN[..., None]).tril(-1)
+    # The padding of the last block belongs to no document, so that its block is never full.
+    padded_BT = F.pad(document_BT, (0, -length % BLOCK), value=length + 1)
+    first_BN, last_BN = padded_BT[:, ::BLOCK], padded_BT[:, BLOCK - 1 :: BLOCK]
+    visible_BNN = (last_BN[:, None] >= first_BN[..., None]).tril()
+    full_BNN = (first_BN[:, None] == last_BN[..., None]).tril(-1)
     return BlockMask.from_kv_blocks(
-        *_listed(seen_BNN & ~whole_BNN),
-        *_listed(whole_BNN),
+        *_block_lists(visible_BNN & ~full_BNN),
+        *_block_lists(full_BNN),
         BLOCK_SIZE=BLOCK,
-        mask_mod=sees,
+        mask_mod=is_visible,
         seq_lengths=(length, length),
     )
 
 
-def _listed(chosen_BNN: Tensor) -> tuple[Tensor, Tensor]:
-    """How many key blocks each query block has, (B, 1, N), and which, first in (B, 1, N, N)."""
-    chosen_B1NN = chosen_BNN[:, None].int()
-    numbers_B1NN = chosen_B1NN.argsort(dim=-1, descending=True, stable=True)
-    return chosen_B1NN.sum(-1, dtype=torch.int32), numbers_B1NN.int()
+def _block_lists(is_listed_BNN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of key blocks per query block (B, 1, N), and their indices (B, 1, N, N)."""
+    is_listed_B1NN = is_listed_BNN[:, None].int()
+    indices_B1NN = is_listed_B1NN.argsort(dim=-1, descending=True, stable=True)
+    return is_listed_B1NN.sum(-1, dtype=torch.int32), indices_B1NN.int()
 
 
 def document_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, blocks: BlockMask) -> Tensor:
-    """(B, H, T, D). On a CPU there is no backward pass, and all scores are held at once."""
-    fuses = q_BHTD.is_cuda and not torch.compiler.is_compiling()
-    attend = _compiled() if fuses else flex_attention
+    """Attention (B, H, T, D). On a CPU without backward pass, with all scores in memory."""
+    is_fused = q_BHTD.is_cuda and not torch.compiler.is_compiling()
+    attend = _compiled() if is_fused else flex_attention
     return attend(q_BHTD, k_BKTD, v_BKTD, block_mask=blocks, enable_gqa=True)
 
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
-    """Compiled at the first call, for only so its kernels are fused, and for each shape apart.
+    """Flex attention compiled at the first call: only then its kernels are fused.
 
-    A run has few shapes, and those that may vary cost checks in every block.
+    Static shapes: a run has few, and dynamic ones cost checks in every block.
     """
     return torch.compile(flex_attention, dynamic=False)
 
 
-BLOCK = 128  # queries
-
-
 def blockwise_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
-    """(B, H, T, D), causal, softmax in fp32; key heads are shared, and never repeated."""
+    """Causal attention (B, H, T, D), softmax in fp32, without repeating key heads."""
     q_BKGTD = q_BHTD.unflatten(1, (k_BKTD.shape[1], -1))
     blocks = []
     for start in range(0, q_BHTD.shape[2], BLOCK):
         q_BKGND = q_BKGTD[:, :, :, start : start + BLOCK]
         end = start + q_BKGND.shape[3]
-        blocks.append(recomputed(_block, q_BKGND, k_BKTD[:, :, :end], v_BKTD[:, :, :end]))
+        blocks.append(recompute(_block, q_BKGND, k_BKTD[:, :, :end], v_BKTD[:, :, :end]))
     return torch.cat(blocks, dim=3).flatten(1, 2)
 
 
 def _block(q_BKGND: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
-    """(B, K, G, N, D): the last N of S queries over all S keys."""
-    q_BKGND = q_BKGND.type_as(k_BKSD)  # here, so that what is kept is not the wider one
+    """Attention (B, K, G, N, D) of the last N of S queries over all S keys."""
+    q_BKGND = q_BKGND.type_as(k_BKSD)  # here, so that the narrower dtype is saved
     groups, queries, keys = q_BKGND.shape[2], q_BKGND.shape[3], k_BKSD.shape[2]
     scores = q_BKGND.flatten(2, 3) @ k_BKSD.transpose(-2, -1) * q_BKGND.shape[-1] ** -0.5
     scores_BKGNS = scores.unflatten(2, (groups, queries)).float()
     key_S = torch.arange(keys, device=scores.device)
-    visible_NS = key_S <= key_S[keys - queries :, None]
-    weights = torch.where(visible_NS, scores_BKGNS, float("-inf")).softmax(-1).type_as(v_BKSD)
+    mask_NS = key_S <= key_S[keys - queries :, None]
+    weights = torch.where(mask_NS, scores_BKGNS, float("-inf")).softmax(-1).type_as(v_BKSD)
     return (weights.flatten(2, 3) @ v_BKSD).unflatten(2, (groups, queries))

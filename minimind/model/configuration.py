@@ -1,4 +1,4 @@
-"""The numbers that determine the shape of a model."""
+"""The configuration of the decoder."""
 
 from typing import Any, ClassVar
 
@@ -8,12 +8,12 @@ from minimind.model.widths import feed_forward_width
 
 
 class MiniMindConfig(PretrainedConfig):
-    """The shape of one model; dim, n_layers and the other short names read and construct it too.
+    """Shape of the model; dim, n_layers and the other short names are aliases.
 
-    With `doc_mask` attention and positions stop at every eos_token_id, wherever nothing is cached.
-    With `qk_norm` every head's query and key is normed before it is turned (Qwen3). With `use_moe`
-    every feed-forward is a mixture of experts, each of intermediate_size; without it what stands
-    here of experts means nothing.
+    `doc_mask`: attention and positions restart at every eos_token_id, unless keys are cached.
+    `qk_norm`: queries and keys are normalized per head before the rotation (Qwen3). `use_moe`:
+    every feed-forward is a mixture of experts, each of intermediate_size; else fields of experts
+    are ignored.
     """
 
     model_type = "minimind"
@@ -53,9 +53,9 @@ class MiniMindConfig(PretrainedConfig):
         pad_token_id: int | None = 3,
         **kwargs: Any,
     ):
-        for foreign in ("rope_parameters", "rope_scaling"):
-            if kwargs.pop(foreign, None) is not None:
-                raise ValueError(f"{foreign} is not read by MiniMind: give rope_theta instead.")
+        for name in ("rope_parameters", "rope_scaling"):
+            if kwargs.pop(name, None) is not None:
+                raise ValueError(f"{name} is not supported by MiniMind: give rope_theta instead.")
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -111,5 +111,5 @@ def _check_shape(config: MiniMindConfig) -> None:
     if config.head_dim % 2:
         raise ValueError(
             f"head_dim={config.head_dim} (hidden_size={width} / num_attention_heads={heads})"
-            " must be even: rotary position turns pairs of channels."
+            " must be even: rotary position rotates pairs of channels."
         )

@@ -1,4 +1,4 @@
-"""The MiniMind decoder: the whole model, its initialisation and its Hugging Face face.
+"""The MiniMind decoder: the model, its initialization and its transformers interface.
 
 Shape letters: B rows, T positions, S keys (cached ones included), D channels per head, E model
 width, V vocabulary.
@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, initialization
 
-from minimind.model.attention_mask import document_starts, own_positions, visible_in_layers
+from minimind.model.attention_mask import document_positions, document_starts, make_attention_mask
 from minimind.model.bf16_matmul import Linear
-from minimind.model.caches import cached
+from minimind.model.caches import cache_sizes
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.experts import MiniMindOutput, Routing, over_layers
+from minimind.model.experts import MiniMindOutput, Routing, combine_routings
 from minimind.model.layers import Block, ResidualOutput, RMSNorm
 from minimind.model.loss import IGNORED, next_token_loss
-from minimind.model.rotary import build_pos_cis, cos_sin
+from minimind.model.rotary import build_pos_cis, pos_cis_as_reals
 
 
 class MiniMindModel(nn.Module):
-    """Token embedding, blocks and final norm, with the one pos_cis table all blocks share.
+    """Token embedding, blocks and final norm, with the pos_cis table that all blocks share.
 
-    pos_cis is complex64 and no part of the state dict: three numbers of the configuration
-    determine it, so a checkpoint cannot disagree with them. pos_reals is it for compiled code.
+    pos_cis is complex64 and not in the state dict: the configuration determines it. pos_reals
+    holds the same values for compiled code.
     """
 
     pos_cis: Tensor
@@ -40,16 +40,16 @@ class MiniMindModel(nn.Module):
         self.layers = nn.ModuleList(Block(config, n) for n in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.register_buffer("pos_cis", self.build_pos_cis(), persistent=False)
-        self.register_buffer("pos_reals", cos_sin(self.pos_cis), persistent=False)
+        self.register_buffer("pos_reals", pos_cis_as_reals(self.pos_cis), persistent=False)
 
     def build_pos_cis(self) -> Tensor:
-        """A fresh complex64 (max_position_embeddings, D/2) table on the default device."""
+        """Build the complex64 table (max_position_embeddings, D/2) on the default device."""
         config = self.config
         return build_pos_cis(config.head_dim, config.max_position_embeddings, config.rope_theta)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "MiniMindModel":
-        """Rebuild pos_cis wherever the module moves: .to(bfloat16) would drop its imaginary part,
-        and .to_empty() would leave it uninitialised.
+        """Rebuild pos_cis when the module moves: .to(bfloat16) would drop its imaginary part, and
+        .to_empty() would leave it uninitialized.
         """
 
         def move(tensor: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class MiniMindModel(nn.Module):
             return self.build_pos_cis().to(device)
 
         super()._apply(move, recurse)
-        self.pos_reals = cos_sin(self.pos_cis)  # not rounded to what was asked of the weights
+        self.pos_reals = pos_cis_as_reals(self.pos_cis)  # not rounded to the dtype of the weights
         return self
 
     def forward(
@@ -69,51 +69,50 @@ class MiniMindModel(nn.Module):
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Routing | None]:
-        """Final hidden states (B, T, E), and while experts train how tokens were routed.
+        """Return final hidden states (B, T, E), and the routing of experts while training.
 
-        The arguments are those of MiniMindForCausalLM.
+        Arguments as in MiniMindForCausalLM.
         """
         rows, length = input_ids.shape
-        past, keys = (0, length) if cache is None else cached(cache, length)
+        past, keys = (0, length) if cache is None else cache_sizes(cache, length)
         if attention_mask is not None and attention_mask.shape != (rows, past + length):
             raise ValueError(
                 f"attention_mask of shape {tuple(attention_mask.shape)} must be"
                 f" {(rows, past + length)}: one entry per position, cached ones included."
             )
-        border = self.config.eos_token_id if self.config.doc_mask and cache is None else None
-        starts_BT = None if border is None else document_starts(input_ids, attention_mask, border)
-        is_below = (
-            position_ids is None and attention_mask is None
-        )  # past + length, and not read back
+        eos_id = self.config.eos_token_id if self.config.doc_mask and cache is None else None
+        starts_BT = None if eos_id is None else document_starts(input_ids, attention_mask, eos_id)
+        # Then positions are below past + length, and their maximum need not be read back.
+        is_bounded = position_ids is None and attention_mask is None
         if position_ids is None:
-            position_ids = own_positions(past, attention_mask, starts_BT)
-        end = past + length if is_below or position_ids is None else int(position_ids.max()) + 1
-        is_split = torch.compiler.is_compiling() and cache is None  # caches are of eager code too
-        turn = self._turn_at(past, end, position_ids, is_split)
+            position_ids = document_positions(past, attention_mask, starts_BT)
+        end = past + length if is_bounded or position_ids is None else int(position_ids.max()) + 1
+        is_half = torch.compiler.is_compiling() and cache is None  # caches are interleaved
+        rotary = self._rotary_at(past, end, position_ids, is_half)
         x_BTE = self.embed_tokens(input_ids)
-        visible = visible_in_layers(self.config, x_BTE, past, attention_mask, starts_BT, keys)
+        mask = make_attention_mask(self.config, x_BTE, past, attention_mask, starts_BT, keys)
         routings = []
         for block in self.layers:
-            x_BTE, *routing = block(x_BTE, turn, visible, cache)
+            x_BTE, *routing = block(x_BTE, rotary, mask, cache)
             routings.append(routing)
-        return self.norm(x_BTE), over_layers(routings)
+        return self.norm(x_BTE), combine_routings(routings)
 
-    def _turn_at(self, past: int, end: int, position_ids: Tensor | None, is_split: bool) -> Tensor:
-        """(T, D/2) for the positions from past to end, (B, T, D/2) for given ones below end.
+    def _rotary_at(self, past: int, end: int, position_ids: Tensor | None, is_half: bool) -> Tensor:
+        """Rotary factors (T, D/2) for positions past to end, or (B, T, D/2) for position_ids.
 
-        From pos_cis, or from pos_reals, (2, ...), where channels are split.
+        From pos_cis, or from pos_reals with shape (2, ...) for the half layout.
         """
         if end > len(self.pos_cis):
             raise ValueError(
                 f"position {end - 1} is beyond max_position_embeddings={len(self.pos_cis)}:"
                 " shorten the input or raise max_position_embeddings."
             )
-        chosen = slice(past, end) if position_ids is None else position_ids
-        return self.pos_reals[:, chosen] if is_split else self.pos_cis[chosen]
+        index = slice(past, end) if position_ids is None else position_ids
+        return self.pos_reals[:, index] if is_half else self.pos_cis[index]
 
 
 class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
-    """The decoder with its output projection, trainable by our loop and by Hugging Face tools."""
+    """The decoder with its output projection, trainable by our loop and by transformers."""
 
     config_class = MiniMindConfig
     config: MiniMindConfig
@@ -131,13 +130,12 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Fill what the module itself owns: matrices from a normal of 0.02, norms with 1.
+        """Initialize the tensors of a module: matrices normal with std 0.02, norms with 1.
 
-        2 * n_layers branches add up in the residual stream, so the projections that end one are
-        divided by the root of that (GPT-2, Radford et al. 2019, section 2.3). `initialization`
-        skips what a checkpoint has filled. That is never pos_cis, so from_pretrained, which
-        builds on the meta device, gets its values here. transformers passes over modules that own
-        no tensor, such as Attention: what they hold cannot be drawn from there.
+        The residual stream sums 2 * n_layers branches, so their output projections are scaled by
+        the inverse root of that (GPT-2, Radford et al. 2019, section 2.3). `initialization` skips
+        tensors loaded from a checkpoint. pos_cis never is, so from_pretrained, which builds on the
+        meta device, fills it here. transformers skips modules without tensors, such as Attention.
         """
         std = 0.02
         if isinstance(module, ResidualOutput):
@@ -149,11 +147,11 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             initialization.ones_(module.weight)
         elif isinstance(module, MiniMindModel):
             initialization.copy_(module.pos_cis, module.build_pos_cis())
-            initialization.copy_(module.pos_reals, cos_sin(module.build_pos_cis()))
+            initialization.copy_(module.pos_reals, pos_cis_as_reals(module.build_pos_cis()))
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None, **_: Any) -> Tensor | None:
-        """The mask as it is; generate() would give it four dimensions for a cache of fixed size."""
+        """Return the mask unchanged; generate() would make it 4-dimensional for a static cache."""
         return attention_mask
 
     def forward(
@@ -167,73 +165,72 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
-        summed_by: int | None = None,
+        loss_chunk_size: int | None = None,
         **kwargs: Any,
     ) -> MiniMindOutput:
-        """Logits (B, T, V), or (B, logits_to_keep, V) for the last positions when that is not 0.
+        """Return logits (B, T, V), or (B, logits_to_keep, V) of the last positions if not 0.
 
-        attention_mask (B, S) is 0 at padding, which may stand on the left; without position_ids,
-        positions count the others. shift_labels (B, T) are targets already shifted; labels (B, T)
-        are input_ids, shifted here. Targets of -100 are ignored, and the loss is the mean over the
-        rest (0 where none is left), or their sum over num_items_in_batch, which Trainer counts over
-        all micro-batches of a step. While experts train their aux_loss is in it, and given by
-        itself to who has no targets here. While gradients are checkpointed nothing is cached.
-        Other keywords, which Hugging Face's tools pass, are ignored.
+        attention_mask (B, S) is 0 at padding, which may be on the left; positions skip padding
+        unless position_ids are given. shift_labels (B, T) are shifted targets; labels (B, T) are
+        input_ids, shifted here. Targets of -100 are ignored. The loss is the mean over the others
+        (0 if there are none), or their sum divided by num_items_in_batch, which Trainer counts over
+        all micro-batches of a step. With experts in training it includes aux_loss, which is also
+        returned. Nothing is cached while gradients are checkpointed. Other keywords are ignored.
 
-        summed_by gives loss_sum and targets of shift_labels in the place of loss and logits: from
-        the logits of all positions when it is 0, of so many at a time when not.
+        With loss_chunk_size, return loss_sum and targets of shift_labels instead of loss and
+        logits: with logits of all positions at once if 0, else of that many at a time.
         """
         recomputes = self.training and any(
             block.gradient_checkpointing for block in self.model.layers
         )
         if recomputes and past_key_values is not None:
             raise ValueError(
-                "past_key_values cannot be used while gradients are checkpointed, for the backward"
-                " pass would fill them twice: call eval(), or leave them out."
+                "past_key_values cannot be used while gradients are checkpointed: the backward"
+                " pass would fill them twice; call eval(), or leave them out."
             )
         if use_cache and past_key_values is None and not recomputes:
             past_key_values = DynamicCache(config=self.config)
         x_BTE, routing = self.model(input_ids, attention_mask, position_ids, past_key_values)
-        if summed_by is not None:
+        if loss_chunk_size is not None:
             assert shift_labels is not None
-            loss_sum, targets = self._summed_loss(x_BTE, shift_labels, summed_by)
-            return MiniMindOutput(loss_sum=loss_sum, targets=targets, **_routed(routing))
+            loss_sum, targets = self._chunked_loss(x_BTE, shift_labels, loss_chunk_size)
+            return MiniMindOutput(loss_sum=loss_sum, targets=targets, **_routing_outputs(routing))
         logits = self.lm_head(x_BTE[:, -logits_to_keep:])
         loss = None
         if labels is not None:
             if shift_labels is not None:
-                raise ValueError("labels and shift_labels were both given: give one of them.")
+                raise ValueError("labels and shift_labels are both given: give one of them.")
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         if shift_labels is not None:
             loss_sum, count = next_token_loss(logits, shift_labels)
             items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-            aux_loss = 0 if routing is None else routing.aux_loss * count  # by its share of items
+            aux_loss = 0 if routing is None else routing.aux_loss * count  # as a share of items
             loss = (loss_sum + aux_loss) / items
-        return MiniMindOutput(loss, logits, past_key_values, **_routed(routing))
+        return MiniMindOutput(loss, logits, past_key_values, **_routing_outputs(routing))
 
-    def _summed_loss(
+    def _chunked_loss(
         self, x_BTE: Tensor, targets_BT: Tensor, positions: int
     ) -> tuple[Tensor, Tensor]:
-        """loss_sum and targets, from the logits of so many positions at a time; 0: of all.
+        """Return loss_sum and targets from the logits of `positions` positions at a time; 0: all.
 
-        In parts, logits are made once more in the backward pass and never held: at a vocabulary of
-        V, 2 V bytes or more a token for E V multiplications.
+        Chunks are recomputed in the backward pass, so logits are never held: this saves 2 V bytes
+        or more per token for E V multiplications.
         """
         if not positions:
             return next_token_loss(self.lm_head(x_BTE), targets_BT)
 
-        def sums_of(x_NE: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+        def chunk_loss(x_NE: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
             return next_token_loss(self.lm_head(x_NE), targets_N)
 
         parts = zip(
             x_BTE.flatten(0, 1).split(positions), targets_BT.flatten().split(positions), strict=True
         )
-        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # draws nothing
-        found = [again(sums_of, *part) for part in parts]
-        loss_sum, targets = (torch.stack(sums).sum() for sums in zip(*found, strict=True))
+        recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        sums = [recompute(chunk_loss, *part) for part in parts]
+        loss_sum, targets = (torch.stack(values).sum() for values in zip(*sums, strict=True))
         return loss_sum, targets
 
 
-def _routed(routing: Routing | None) -> dict[str, Any]:
-    """What the output has of a mixture of experts."""
+def _routing_outputs(routing: Routing | None) -> dict[str, Any]:
+    """Output fields of a mixture of experts."""
     return {} if routing is None else {"aux_loss": routing.aux_loss, "expert_load": routing.load}

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy as a sum and a count, and what becomes of one that is no number.
+"""Next-token cross-entropy as a sum and a count.
 
 Shape letters: B rows, T positions, V vocabulary.
 """
@@ -6,19 +6,17 @@ Shape letters: B rows, T positions, V vocabulary.
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100
-"""The target that counts for nothing; Hugging Face uses the same."""
+IGNORED = -100  # target without loss, as in transformers
 
 
 def next_token_loss(
     logits: Tensor, targets: Tensor, ignore_index: int = IGNORED
 ) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy in nats (fp32 scalar) and the number of targets it sums (int64 scalar).
+    """Return the summed cross-entropy in nats (fp32 scalar) and the number of targets (int64).
 
-    logits (B, T, V) at position t predict targets (B, T) at position t: the caller has shifted.
-    Never a mean: a mean of means is wrong wherever the counts differ, and only the caller knows
-    over which micro-batches and ranks to divide. Nothing is read back to the host. Where every
-    target is ignored the sum and all gradients are 0, not NaN.
+    logits (B, T, V) at position t predict targets (B, T) at position t, already shifted. A sum, not
+    a mean: a mean of means is wrong if counts differ, and only the caller knows over which
+    micro-batches and ranks to divide. If all targets are ignored, sum and gradients are 0.
     """
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
@@ -31,12 +29,11 @@ def next_token_loss(
     return loss_sum, (targets != ignore_index).sum()
 
 
-def contagious_mean(loss_sum: Tensor, count: Tensor, also: Tensor | None = None) -> Tensor:
-    """loss_sum / count, bit for bit, with gradients that are not finite wherever it is not.
+def mean_with_nan_grads(loss_sum: Tensor, count: Tensor, also: Tensor | None = None) -> Tensor:
+    """Return loss_sum / count, with NaN gradients if loss_sum or `also` is not finite.
 
-    So too where `also` is not finite. An infinite loss may well have gradients of 0, which nobody
-    would notice. Whoever looks at the reduced gradient afterwards sees both faults, on every rank;
-    nothing is read back to the host.
+    An infinite loss can have zero gradients, which would go unnoticed. This way the reduced
+    gradient shows the fault on every rank, and nothing is read back to the host.
     """
-    faults = [one.detach() for one in (loss_sum, also) if one is not None]
-    return loss_sum / sum((one - one for one in faults), start=count)  # 0, or NaN
+    values = [value.detach() for value in (loss_sum, also) if value is not None]
+    return loss_sum / sum((value - value for value in values), start=count)  # adds 0 or NaN

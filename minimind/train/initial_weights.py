@@ -32,7 +32,7 @@ from minimind.interop.weights import (
     tokenizer_in,
     weights_of_transformers,
 )
-from minimind.model.activation_checkpointing import recompute_blocks
+from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
 from minimind.train.build import with_derived_values
 
@@ -71,7 +71,7 @@ class InitialModel:
         torch.manual_seed(run.seed)
         model = self.architecture.build(run, tokenizer)
         if run.gradient_checkpointing:
-            recompute_blocks(model)
+            enable_checkpointing(model)
         if self.weights:
             self.weights.fill(model)
             self.weights.release()

@@ -27,7 +27,7 @@ from minimind.data.prepare.prepare import open_prepared
 from minimind.engine.loss_of_batch import compile_within, uncompiled
 from minimind.errors import CheckpointError, UsageError
 from minimind.inference.load_model import load_model
-from minimind.model.activation_checkpointing import recompute_blocks
+from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.loss import next_token_loss
 from minimind.train.initial_weights import read_initial
@@ -193,10 +193,10 @@ def test_blocks_that_are_computed_again_give_the_same_gradients(kind):
     found = []
     for again in (False, True):
         if again:
-            recompute_blocks(model)
+            enable_checkpointing(model)
         model.zero_grad()
         torch.manual_seed(3)
-        out = model(input_ids=tokens, shift_labels=tokens, summed_by=0)
+        out = model(input_ids=tokens, shift_labels=tokens, loss_chunk_size=0)
         out.loss_sum.backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters()})
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
@@ -207,7 +207,7 @@ def test_blocks_that_are_computed_again_give_the_same_gradients(kind):
 def test_compiled_it_has_the_same_loss(kind, monkeypatch):
     tokens = torch.randint(VOCABULARY, (2, 16), generator=torch.manual_seed(1))
     model = model_of(random_model({**CONFIGS[kind], **NO_DROPOUT}).config).train()
-    asked = {"input_ids": tokens, "shift_labels": tokens, "summed_by": 0}
+    asked = {"input_ids": tokens, "shift_labels": tokens, "loss_chunk_size": 0}
     eager = model(**asked).loss_sum
     torch._dynamo.reset()
     whole = partial(torch.compile, fullgraph=True, backend="aot_eager")
@@ -250,7 +250,7 @@ def test_sums_are_of_its_own_logits_and_targets_of_minus_100_count_for_nothing(k
     tokens = torch.randint(VOCABULARY, (2, 16), generator=torch.manual_seed(1))
     targets = tokens.clone()
     targets[0, :5] = -100
-    out = model(input_ids=tokens, shift_labels=targets, summed_by=0)
+    out = model(input_ids=tokens, shift_labels=targets, loss_chunk_size=0)
     loss_sum, count = next_token_loss(theirs(input_ids=tokens).logits, targets)
     assert torch.equal(out.loss_sum, loss_sum)
     assert (int(out.targets), int(count)) == (27, 27)

@@ -25,7 +25,7 @@ from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.data.loader.row_order import Order
 from minimind.engine.build import Engine, build_engine
 from minimind.engine.phase_clock import PhaseClock
-from minimind.model.activation_checkpointing import recompute_blocks
+from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 
 ROWS, LENGTH, VOCABULARY = 8, 16, 96
@@ -58,7 +58,7 @@ class Recomputing(WithFrozenParts):
 
     def __init__(self, config: MiniMindConfig) -> None:
         super().__init__(config)
-        recompute_blocks(self)
+        enable_checkpointing(self)
 
 
 FROZEN = (

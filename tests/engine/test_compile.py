@@ -30,7 +30,7 @@ from minimind.engine.loss_of_batch import compile_within, objective_of, uncompil
 from minimind.engine.phase_clock import PhaseClock
 from minimind.model import activation_checkpointing as recomputing
 from minimind.model import layers
-from minimind.model.activation_checkpointing import recompute_blocks
+from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from tests.conftest import ROOT
@@ -85,7 +85,7 @@ def test_a_compiled_run_is_one_graph_made_once_with_the_losses_of_an_eager_one(
     for compiles in ("off", "on"):
         model = built(**changes)
         if more == "--gradient_checkpointing":
-            recompute_blocks(model)
+            enable_checkpointing(model)
         engine = engine_of(model, monkeypatch, f"{flags} {compiles}")
         try:
             found[compiles] = losses_of(engine, 3)
@@ -105,12 +105,12 @@ def test_a_choice_of_kernels_breaks_no_graph_and_compiling_is_timed(quickly, mon
     """As on a GPU, where every layer says which kernels it asks."""
 
     def as_on_a_gpu(*qkv):
-        return layers._fused(layers.OF_ROWS, *qkv, is_causal=True, enable_gqa=True)
+        return layers._fused(layers.CAUSAL_KERNELS, *qkv, is_causal=True, enable_gqa=True)
 
-    monkeypatch.setattr(layers, "CHOOSES", "cpu")
+    monkeypatch.setattr(layers, "KERNEL_DEVICE", "cpu")
     monkeypatch.setattr(layers, "blockwise_attention", as_on_a_gpu)
     model = built()
-    recompute_blocks(model)
+    enable_checkpointing(model)
     engine = engine_of(model, monkeypatch, "--dtype float32 --compile on")
     try:
         began = time.perf_counter()
@@ -221,13 +221,15 @@ def test_only_what_is_compiled_for_a_cpu_computes_again(monkeypatch):
         return x * 2
 
     calls: list[torch.Tensor] = []
-    monkeypatch.setattr(recomputing, "recomputed", lambda _, x: calls.append(x) or x)
-    assert torch.equal(recomputing.not_kept(doubled, torch.ones(2)), torch.full((2,), 2.0))
+    monkeypatch.setattr(recomputing, "recompute", lambda _, x: calls.append(x) or x)
+    assert torch.equal(
+        recomputing.recompute_if_compiled(doubled, torch.ones(2)), torch.full((2,), 2.0)
+    )
     assert not calls
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    recomputing.not_kept(doubled, torch.ones(2, device="meta"))
+    recomputing.recompute_if_compiled(doubled, torch.ones(2, device="meta"))
     assert not calls
-    recomputing.not_kept(doubled, torch.ones(2))
+    recomputing.recompute_if_compiled(doubled, torch.ones(2))
     assert len(calls) == 1
 
 
@@ -272,9 +274,9 @@ def test_the_settled_value_is_what_a_run_is_given():
 @pytest.mark.parametrize("positions", [16, 5])  # of 64: evenly, and with a rest
 def test_a_loss_in_parts_is_the_whole_one_with_its_gradients(changes, positions):
     found = []
-    for summed_by in (0, positions):
+    for loss_chunk_size in (0, positions):
         model = built(**changes).train()
-        goal = objective_of(model, ROWS[:, :-1], ROWS[:, 1:], summed_by)
+        goal = objective_of(model, ROWS[:, :-1], ROWS[:, 1:], loss_chunk_size)
         goal.trained.backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
         found.append((goal.loss_sum.detach(), goal.tokens, gradients))
@@ -286,7 +288,7 @@ def test_a_loss_in_parts_is_the_whole_one_with_its_gradients(changes, positions)
 
 def test_logits_made_in_parts_are_not_kept_for_the_backward_pass():
     largest = {}
-    for summed_by in (0, 8):
+    for loss_chunk_size in (0, 8):
         kept: list[int] = []
 
         def keep(tensor: torch.Tensor, kept: list[int] = kept) -> torch.Tensor:
@@ -295,9 +297,9 @@ def test_logits_made_in_parts_are_not_kept_for_the_backward_pass():
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            goal = objective_of(built(), ROWS[:, :-1], ROWS[:, 1:], summed_by)
+            goal = objective_of(built(), ROWS[:, :-1], ROWS[:, 1:], loss_chunk_size)
         assert goal.loss_sum.requires_grad
-        largest[summed_by] = max(kept, default=0)
+        largest[loss_chunk_size] = max(kept, default=0)
     assert largest[0] == ROWS[:, 1:].numel() * SHAPE["vocab_size"]
     assert largest[8] == 0
 

@@ -23,8 +23,8 @@ from minimind.estimate.costs import (
 )
 from minimind.estimate.plan import Machine, layout_of, plan, shape_of
 from minimind.estimate.shape import Shape
-from minimind.model.activation_checkpointing import recompute_blocks
-from minimind.model.attention_kernels import is_fast
+from minimind.model.activation_checkpointing import enable_checkpointing
+from minimind.model.attention_kernels import has_flex_kernel
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.model.loss import next_token_loss
 
@@ -129,7 +129,7 @@ def test_activations_of_normed_heads_and_of_recomputed_blocks_likewise(
     shape = replace(shape, use_flash_attn=is_fused, doc_mask=is_masked)
     model: Any = model_of(shape).to(getattr(torch, dtype)).train()
     if recomputes:
-        recompute_blocks(model)
+        enable_checkpointing(model)
     layout = Layout(2, 1, dtype, rows=4, device="cpu", recomputes=recomputes)
     rows = torch.randint(shape.vocab_size, (4, shape.max_seq_len + 1))
     assert allocated_at_most(model, rows) == pytest.approx(
@@ -145,7 +145,7 @@ def test_activations_of_experts_likewise(use_flash_attn: bool, recomputes: bool,
     shape = replace(shape, use_moe=True, n_routed_experts=6, n_shared_experts=2)
     model: Any = model_of(shape).to(getattr(torch, dtype))
     if recomputes:
-        recompute_blocks(model)
+        enable_checkpointing(model)
     layout = Layout(2, 1, dtype, rows=4, device="cpu", recomputes=recomputes)
     rows = torch.randint(shape.vocab_size, (4, shape.max_seq_len + 1))
     allocated_at_most(model, rows)  # the gradients of the weights, which are counted elsewhere
@@ -185,7 +185,7 @@ def test_on_a_gpu_documents_need_no_mask_and_no_repeated_keys_where_blocks_are_f
     extra = (activation_bytes(shape, layout) - apart) / (4 * 512)  # bytes of a token
     rotations = 4 * 64 // n_heads
     dense = 2 * 512 + shape.n_layers * 2 * 2 * (64 - shape.kv_dim)
-    by_blocks = is_fast(torch.device("cuda"), 64 // n_heads)
+    by_blocks = has_flex_kernel(torch.device("cuda"), 64 // n_heads)
     assert by_blocks == (n_heads == 4)
     assert extra == rotations + (4 if by_blocks else dense)
 

@@ -14,7 +14,7 @@ from minimind.interop.weight_names import (
 )
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
-from minimind.model.rotary import build_pos_cis, rotate
+from minimind.model.rotary import apply_rotary, build_pos_cis
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_turned_rows_under_rotations_of_halves_are_ours_turned():
     """cos and sin of j turn channels j and j + D/2, as Hugging Face's Llama has it."""
     width, heads, theta, positions = 8, 3, 100.0, 11
     weight, x = torch.randn(heads * width, 5), torch.randn(positions, 5)
-    ours = rotate(
+    ours = apply_rotary(
         (x @ weight.T).view(1, positions, heads, width), build_pos_cis(width, positions, theta)
     )
     turned = to_halves("model.layers.0.self_attn.q_proj.weight", weight, width)

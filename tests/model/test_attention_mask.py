@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
-from minimind.model.attention_mask import document_starts, own_positions, visible_keys
+from minimind.model.attention_mask import boolean_mask, document_positions, document_starts
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.loss import next_token_loss
-from minimind.model.rotary import rotate
+from minimind.model.rotary import apply_rotary
 
 V, T, EOS = 97, 24, 2
 LENGTHS = (5, 1, 30, 0, 12, 7, 0, 0, 70, 3, 19)  # some longer than a row, some empty
@@ -121,13 +121,13 @@ def test_rows_without_a_border_are_what_they_are_without_the_mask(use_flash_attn
 def test_positions_begin_anew_at_each_border():
     ids = torch.tensor([[9, 9, EOS, 9, 9, EOS, EOS, 9], [EOS, 9, 9, 9, 9, 9, 9, EOS]])
     starts = document_starts(ids, None, EOS)
-    positions = own_positions(0, None, starts)
+    positions = document_positions(0, None, starts)
     assert positions is not None
     assert positions.tolist() == [[0, 1, 0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5, 6, 0]]
-    visible = visible_keys(8, 0, None, starts, ids.device)
-    assert visible is not None
-    assert visible.shape == (2, 1, 8, 8)
-    assert visible[0, 0].int().tolist() == [
+    mask = boolean_mask(8, 0, None, starts, ids.device)
+    assert mask is not None
+    assert mask.shape == (2, 1, 8, 8)
+    assert mask[0, 0].int().tolist() == [
         *([1, 0, 0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0, 0]),
         *([0, 0, 1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 1, 0, 0]),
         *([0, 0, 0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 1, 1]),
@@ -140,9 +140,9 @@ def test_those_positions_are_what_queries_and_keys_are_turned_by(monkeypatch: py
 
     def watched(x: Tensor, pos_cis: Tensor) -> Tensor:
         seen.append(pos_cis)
-        return rotate(x, pos_cis)
+        return apply_rotary(x, pos_cis)
 
-    monkeypatch.setattr("minimind.model.layers.rotate", watched)
+    monkeypatch.setattr("minimind.model.layers.apply_rotary", watched)
     model, ids = build(), torch.tensor([[9, 9, EOS, 9, 9, EOS, EOS, 9]])
     model(ids)
     assert len(seen) == 6  # no logit could tell: turns matter by their differences alone
@@ -155,7 +155,7 @@ def test_padding_is_no_border_and_takes_no_position():
     ids = torch.tensor([[EOS, EOS, 9, 9, EOS, 9], [9, 9, EOS, 9, EOS, EOS]])
     real = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
     starts = document_starts(ids, real, EOS)
-    positions = own_positions(0, real, starts)
+    positions = document_positions(0, real, starts)
     assert positions is not None
     assert positions[real.bool()].tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
 

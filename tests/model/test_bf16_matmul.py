@@ -18,7 +18,7 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minimind.model import bf16_matmul as products
-from minimind.model.activation_checkpointing import recompute_blocks
+from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.runtime import hardware
 from tests.model.references import build
 
@@ -50,7 +50,7 @@ def step(recomputes: bool = False, **changes: Any) -> tuple[list[str], Tensor, d
     """The products of bf16 in one step of a small model; its loss and gradients."""
     model = build(dim=E, n_layers=2, n_heads=6, n_kv_heads=2, vocab_size=V, **changes).bfloat16()
     if recomputes:
-        recompute_blocks(model)
+        enable_checkpointing(model)
     torch.manual_seed(1)
     rows = torch.randint(V, (B, T + 1))
     with Narrow() as counted:
@@ -68,10 +68,10 @@ def test_a_product_is_that_of_fp32_rounded_once(leading: tuple[int, ...]):
     weight = torch.randn(V, E).bfloat16().requires_grad_()
     grad = torch.randn(*leading, V).bfloat16()
     wide_x, wide_weight = (t.detach().double().requires_grad_() for t in (x, weight))
-    product, true = products.linear(x, weight), F.linear(wide_x, wide_weight)
-    product.backward(grad)
+    bf16_matmul, true = products.linear(x, weight), F.linear(wide_x, wide_weight)
+    bf16_matmul.backward(grad)
     true.backward(grad.double())
-    pairs = ((product, true), (x.grad, wide_x.grad), (weight.grad, wide_weight.grad))
+    pairs = ((bf16_matmul, true), (x.grad, wide_x.grad), (weight.grad, wide_weight.grad))
     for found, exact in pairs:
         assert found is not None
         assert exact is not None
@@ -123,7 +123,7 @@ def test_parts_make_the_whole_product_and_no_more_is_held_in_fp32(
     monkeypatch.setattr(products, "ROWS", at_once)
     monkeypatch.setattr(products, "PART", part)
     with Wide() as held:
-        found = products.product(one, other)
+        found = products.bf16_matmul(one, other)
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)
     fewer = min(rows, columns)
     longest = max(inner, fewer)
@@ -224,9 +224,9 @@ def test_compiled_it_is_one_graph_with_the_same_gradients(monkeypatch: pytest.Mo
     weight = torch.randn(V, E).bfloat16().requires_grad_()
     compiled = torch.compile(products.linear, backend="aot_eager", fullgraph=True)
     found = []
-    for product in (products.linear, compiled):
+    for bf16_matmul in (products.linear, compiled):
         x.grad = weight.grad = None
-        out = product(x, weight)
+        out = bf16_matmul(x, weight)
         out.square().sum().backward()
         found.append((out, x.grad, weight.grad))
     for one, other in zip(*found, strict=True):
@@ -282,7 +282,7 @@ def test_which_cpus_multiply_bf16(
 def test_under_autocast_nothing_is_widened():
     x = torch.randn(2, 4).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        assert not products.is_widened(x)
-    assert products.is_widened(x)
-    assert not products.is_widened(x.float())
-    assert not products.is_widened(x.to("meta"))
+        assert not products.needs_fp32_matmul(x)
+    assert products.needs_fp32_matmul(x)
+    assert not products.needs_fp32_matmul(x.float())
+    assert not products.needs_fp32_matmul(x.to("meta"))

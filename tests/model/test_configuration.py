@@ -68,7 +68,7 @@ def test_every_field_survives_saving(tmp_path: Path):
             "num_attention_heads=4 cannot be divided by num_key_value_heads=3.",
         ),
         ({"dim": 12, "n_heads": 4}, r"head_dim=3 .* must be even"),
-        ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters is not read by MiniMind"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters is not supported by MiniMind"),
     ],
 )
 def test_impossible_shape_is_refused_in_one_sentence(shape: dict, sentence: str):

@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from minimind.model import layers
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.model.layers import Attention, RMSNorm, flash_attention, reference_attention
-from minimind.model.rotary import build_pos_cis, cos_sin
+from minimind.model.rotary import build_pos_cis, pos_cis_as_reals
 
 B, T, V = 3, 11, 97
 
@@ -122,10 +122,10 @@ def test_flash_attention_equals_the_reference_without_a_mask(length: int, keys: 
 
 def test_flash_attention_equals_the_reference_under_a_mask():
     parts = heads_of(4, T)
-    visible = torch.rand(B, 1, 4, T, generator=torch.manual_seed(4)) < 0.5
-    visible[..., 0] = True
+    mask = torch.rand(B, 1, 4, T, generator=torch.manual_seed(4)) < 0.5
+    mask[..., 0] = True
     torch.testing.assert_close(
-        flash_attention(*parts, visible), reference_attention(*parts, visible), rtol=1e-5, atol=1e-6
+        flash_attention(*parts, mask), reference_attention(*parts, mask), rtol=1e-5, atol=1e-6
     )
 
 
@@ -140,11 +140,11 @@ def test_on_a_gpu_kernels_are_asked_in_our_order(monkeypatch, queries: int, is_m
         return attend(*given, **options)
 
     parts = heads_of(queries, T)
-    visible = torch.ones(B, 1, queries, T, dtype=torch.bool) if is_masked else None
-    expected, before = flash_attention(*parts, visible), _cur_sdpa_kernel_backends(True)
+    mask = torch.ones(B, 1, queries, T, dtype=torch.bool) if is_masked else None
+    expected, before = flash_attention(*parts, mask), _cur_sdpa_kernel_backends(True)
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
-    monkeypatch.setattr(layers, "CHOOSES", "cpu")
-    assert torch.equal(flash_attention(*parts, visible), expected)
+    monkeypatch.setattr(layers, "KERNEL_DEVICE", "cpu")
+    assert torch.equal(flash_attention(*parts, mask), expected)
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     is_row = queries > 1 and not is_masked
     assert asked == ([SDPBackend.CUDNN_ATTENTION, *order] if is_row else order)
@@ -269,9 +269,9 @@ def test_greedy_tokens_are_the_same_with_and_without_cache(
     model: MiniMindForCausalLM, ids_BT: Tensor
 ):
     mask_BT = torch.ones_like(ids_BT)
-    cached = greedy(model, ids_BT, attention_mask=mask_BT, use_cache=True)
-    assert len(cached.unique()) > 5
-    assert torch.equal(cached, greedy(model, ids_BT, attention_mask=mask_BT, use_cache=False))
+    cache_sizes = greedy(model, ids_BT, attention_mask=mask_BT, use_cache=True)
+    assert len(cache_sizes.unique()) > 5
+    assert torch.equal(cache_sizes, greedy(model, ids_BT, attention_mask=mask_BT, use_cache=False))
 
 
 def test_greedy_tokens_of_left_padded_rows_are_those_of_single_rows(
@@ -328,7 +328,7 @@ def test_saved_model_loads_with_equal_logits(tmp_path: Path, ids_BT: Tensor, tie
 def test_tables_of_positions_are_one_of_a_kind_and_not_saved(model: MiniMindForCausalLM):
     assert [name for name, _ in model.named_buffers()] == ["model.pos_cis", "model.pos_reals"]
     assert not [name for name in model.state_dict() if "pos_" in name]
-    assert torch.equal(model.model.pos_reals, cos_sin(table_of(model)))
+    assert torch.equal(model.model.pos_reals, pos_cis_as_reals(table_of(model)))
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_pos_cis_stays_complex64_and_exact_wherever_the_model_moves(
     assert moved.model.pos_cis.dtype == torch.complex64
     assert torch.equal(moved.model.pos_cis, table_of(moved))
     assert moved.model.pos_reals.dtype == torch.float32
-    assert torch.equal(moved.model.pos_reals, cos_sin(table_of(moved)))
+    assert torch.equal(moved.model.pos_reals, pos_cis_as_reals(table_of(moved)))
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from minimind.model import attention_kernels
 from minimind.model import attention_mask as visibility
-from minimind.model.attention_kernels import document_blocks, is_fast
-from minimind.model.attention_mask import visible_keys
+from minimind.model.attention_kernels import document_block_mask, has_flex_kernel
+from minimind.model.attention_mask import boolean_mask
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.layers import flash_attention
@@ -53,14 +53,14 @@ each_layout = pytest.mark.parametrize("starts_BT", LAYOUTS.values(), ids=LAYOUTS
 
 @each_layout
 def test_the_blocks_are_those_of_the_whole_table(starts_BT: Tensor):
-    blocks, (rows, length) = document_blocks(starts_BT), starts_BT.shape
+    blocks, (rows, length) = document_block_mask(starts_BT), starts_BT.shape
     expected = create_block_mask(blocks.mask_mod, rows, None, length, length, "cpu")
     assert blocks.seq_lengths == expected.seq_lengths
     for found, other in zip(blocks.as_tuple(), expected.as_tuple(), strict=True):
         if isinstance(other, Tensor):
             assert isinstance(found, Tensor)
             assert torch.equal(found, other)
-    dense = visible_keys(length, 0, None, starts_BT, CPU)
+    dense = boolean_mask(length, 0, None, starts_BT, CPU)
     at = torch.arange(length)
     assert dense is not None
     for row in range(rows):
@@ -76,8 +76,8 @@ def test_what_comes_out_is_what_the_dense_mask_gives(starts_BT: Tensor, key_head
     draw = torch.manual_seed(1)
     q = torch.randn(rows, 6, length, 16, generator=draw)
     k, v = torch.randn(2, rows, key_heads, length, 16, generator=draw)
-    expected = flash_attention(q, k, v, visible_keys(length, 0, None, starts_BT, CPU))
-    found = flash_attention(q, k, v, document_blocks(starts_BT))
+    expected = flash_attention(q, k, v, boolean_mask(length, 0, None, starts_BT, CPU))
+    found = flash_attention(q, k, v, document_block_mask(starts_BT))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -101,11 +101,11 @@ def rows(length: int = 300) -> Tensor:
 def test_a_model_makes_its_blocks_once_and_gives_the_same_logits(monkeypatch: pytest.MonkeyPatch):
     model, made = build(), []
     expected = model(rows()).logits
-    monkeypatch.setattr(visibility, "is_fast", lambda device, head_dim: True)
+    monkeypatch.setattr(visibility, "has_flex_kernel", lambda device, head_dim: True)
     monkeypatch.setattr(
         visibility,
-        "document_blocks",
-        lambda starts: made.append(document_blocks(starts)) or made[-1],
+        "document_block_mask",
+        lambda starts: made.append(document_block_mask(starts)) or made[-1],
     )
     torch.testing.assert_close(model(rows()).logits, expected, rtol=1e-5, atol=1e-5)
     assert len(made) == 1
@@ -122,10 +122,10 @@ def test_a_model_makes_its_blocks_once_and_gives_the_same_logits(monkeypatch: py
 
 def test_blocks_are_for_gpus_and_heads_that_triton_multiplies():
     cuda = torch.device("cuda")
-    assert is_fast(cuda, 16)
-    assert is_fast(cuda, 96)
-    assert not is_fast(cuda, 8)
-    assert not is_fast(CPU, 64)
+    assert has_flex_kernel(cuda, 16)
+    assert has_flex_kernel(cuda, 96)
+    assert not has_flex_kernel(cuda, 8)
+    assert not has_flex_kernel(CPU, 64)
 
 
 @torch.no_grad()
@@ -141,14 +141,14 @@ def test_other_documents_are_no_reason_to_compile_again():
     )
     q = torch.randn(2, 4, 300, 16)
     for borders in ([], [5], [128, 200], list(range(300))):
-        attend(q, q, q, document_blocks(starts(300, borders, [7])))
+        attend(q, q, q, document_block_mask(starts(300, borders, [7])))
     assert len(graphs) == 1
 
 
 @pytest.mark.gpu
 @each_layout
 def test_the_blocks_on_a_gpu_are_those_on_the_cpu(starts_BT: Tensor):
-    pairs = (document_blocks(where).as_tuple() for where in (starts_BT.cuda(), starts_BT))
+    pairs = (document_block_mask(where).as_tuple() for where in (starts_BT.cuda(), starts_BT))
     for found, expected in zip(*pairs, strict=True):
         if isinstance(expected, Tensor):
             assert isinstance(found, Tensor)
@@ -169,7 +169,7 @@ def test_gradients_on_a_gpu_are_those_of_the_dense_mask(length: int, n_kv_heads:
         (loss_sum / count).backward()
         return {name: p.grad.cpu() for name, p in model.named_parameters()}
 
-    assert is_fast(cuda, build().config.head_dim)
+    assert has_flex_kernel(cuda, build().config.head_dim)
     found = gradients(cuda)
     for name, gradient in gradients(CPU).items():
         scale = float(gradient.abs().max())

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import StaticCache
 
-from minimind.model.activation_checkpointing import recompute_blocks
+from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.experts import MixtureOfExperts
@@ -210,10 +210,10 @@ def test_recomputed_blocks_route_as_before_bit_for_bit(reentrant: bool):
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
     kept = gradients()
-    recompute_blocks(model, use_reentrant=reentrant)
+    enable_checkpointing(model, use_reentrant=reentrant)
     again = gradients()
     assert all(torch.equal(again[name], kept[name]) for name in kept)
-    recompute_blocks(model, False)
+    enable_checkpointing(model, False)
     for block in model.model.layers:
         block.mlp.alpha = 0.0
     without = gradients()
@@ -237,9 +237,9 @@ def test_cached_pieces_give_the_logits_of_the_whole_and_greedy_text_is_the_same(
         "attention_mask": mask,
         "eos_token_id": None,
     }
-    cached = model.generate(ids(B, 8), use_cache=True, **common)
-    assert torch.equal(cached, model.generate(ids(B, 8), use_cache=False, **common))
-    assert cached.shape == (B, 48)
+    cache_sizes = model.generate(ids(B, 8), use_cache=True, **common)
+    assert torch.equal(cache_sizes, model.generate(ids(B, 8), use_cache=False, **common))
+    assert cache_sizes.shape == (B, 48)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minimind.model.activation_checkpointing import recompute_blocks
+from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.layers import Block
@@ -59,13 +59,13 @@ VARIANTS = {
 def test_gradients_are_the_same_bit_for_bit(changes: dict[str, Any], reentrant: bool):
     model = build(**changes)
     loss, gradients, _ = trained(model)
-    recompute_blocks(model, use_reentrant=reentrant)
-    again, recomputed, _ = trained(model)
+    enable_checkpointing(model, use_reentrant=reentrant)
+    again, recompute, _ = trained(model)
     assert torch.equal(again, loss)
-    assert gradients.keys() == recomputed.keys()
+    assert gradients.keys() == recompute.keys()
     for name, gradient in gradients.items():
         assert gradient.abs().sum() > 0
-        assert torch.equal(recomputed[name], gradient), name
+        assert torch.equal(recompute[name], gradient), name
 
 
 def test_of_each_block_its_input_alone_is_kept():
@@ -77,21 +77,21 @@ def test_of_each_block_its_input_alone_is_kept():
         return size([t for t in kept if t.untyped_storage().data_ptr() not in weights])
 
     whole = activations()
-    recompute_blocks(model)
+    enable_checkpointing(model)
     inputs = LAYERS * B * T * model.config.hidden_size * 4
     others = B * T * (3 * model.config.hidden_size + 2 * V) * 4  # norm, head and loss
     assert inputs < activations() < inputs + others < whole / 3
-    recompute_blocks(model, False)
+    enable_checkpointing(model, False)
     assert activations() == whole
 
 
 def test_every_block_is_computed_twice_and_only_in_training(monkeypatch: pytest.MonkeyPatch):
     calls = []
-    monkeypatch.setattr("minimind.model.layers.rotate", lambda x, _: calls.append(1) or x)
+    monkeypatch.setattr("minimind.model.layers.apply_rotary", lambda x, _: calls.append(1) or x)
     model = build()
     for enabled, is_training, passes in ((0, 1, 1), (1, 1, 2), (1, 0, 1)):
         if enabled:
-            recompute_blocks(model)
+            enable_checkpointing(model)
         calls.clear()
         trained(model.train(bool(is_training)))
         assert len(calls) == 2 * LAYERS * passes  # queries and keys
@@ -111,7 +111,7 @@ def test_the_name_that_transformers_had_before_still_works():
 
 def test_nothing_is_cached_meanwhile_and_generation_caches_as_ever():
     model = build()
-    recompute_blocks(model)
+    enable_checkpointing(model)
     assert model(ids_BT(), use_cache=True).past_key_values is None
     cache = model.eval()(ids_BT()[:, :4], use_cache=True).past_key_values
     assert cache.get_seq_length() == 4

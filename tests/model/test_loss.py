@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minimind.model.loss import IGNORED, contagious_mean, next_token_loss
+from minimind.model.loss import IGNORED, mean_with_nan_grads, next_token_loss
 
 B, T, V = 3, 7, 50
 
@@ -82,7 +82,7 @@ def test_a_finite_loss_and_its_gradient_stay_what_they_are_bit_for_bit(
     value: float, also: float | None
 ):
     loss, count = torch.tensor(value, requires_grad=True), torch.tensor(2**24 + 1)
-    told = contagious_mean(loss, count, None if also is None else torch.tensor(also))
+    told = mean_with_nan_grads(loss, count, None if also is None else torch.tensor(also))
     (gradient,) = torch.autograd.grad(told, loss)
     (expected,) = torch.autograd.grad(loss / count, loss)
     assert told.dtype == torch.float32
@@ -95,6 +95,6 @@ def test_a_finite_loss_and_its_gradient_stay_what_they_are_bit_for_bit(
 def test_no_gradient_of_a_loss_that_is_not_finite_is_finite(value: float, is_in_the_loss: bool):
     weights, count = torch.tensor([1.0, 0.0], requires_grad=True), torch.tensor(3)
     loss = (weights * torch.tensor([1.0, 0.0])).sum() + (value if is_in_the_loss else 0)
-    contagious_mean(loss, count, None if is_in_the_loss else torch.tensor(value)).backward()
+    mean_with_nan_grads(loss, count, None if is_in_the_loss else torch.tensor(value)).backward()
     assert weights.grad is not None
     assert not torch.isfinite(weights.grad).any()

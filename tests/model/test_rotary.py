@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minimind.model.rotary import build_pos_cis, rotate
+from minimind.model.rotary import apply_rotary, build_pos_cis
 
 D, LONGEST, THETA = 16, 512, 1e4
 
@@ -17,9 +17,9 @@ def rotate_by_matrices(x_BTHD: Tensor, first_position: int) -> Tensor:
     for t in range(x_BTHD.shape[1]):
         for j in range(D // 2):
             angle = torch.tensor((first_position + t) * THETA ** (-2 * j / D), dtype=torch.float64)
-            turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()]).view(2, 2)
+            rotary = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()]).view(2, 2)
             pair = x_BTHD[:, t, :, 2 * j : 2 * j + 2].double()
-            out[:, t, :, 2 * j : 2 * j + 2] = pair @ turn.T
+            out[:, t, :, 2 * j : 2 * j + 2] = pair @ rotary.T
     return out
 
 
@@ -31,7 +31,7 @@ def pos_cis() -> Tensor:
 @pytest.mark.parametrize("first_position", [0, 500])
 def test_rotation_equals_2x2_matrices_on_adjacent_pairs(pos_cis: Tensor, first_position: int):
     x_BTHD = torch.randn(2, 12, 3, D, generator=torch.manual_seed(0))
-    rotated = rotate(x_BTHD, pos_cis[first_position : first_position + 12])
+    rotated = apply_rotary(x_BTHD, pos_cis[first_position : first_position + 12])
     expected = rotate_by_matrices(x_BTHD, first_position)
     torch.testing.assert_close(rotated.double(), expected, rtol=0, atol=2e-6)
 
@@ -40,12 +40,12 @@ def test_score_depends_on_the_distance_alone(pos_cis: Tensor):
     q, k = torch.randn(2, 1, 1, 1, D, generator=torch.manual_seed(1))
     scores = torch.stack(
         [
-            (rotate(q, pos_cis[t : t + 1]) * rotate(k, pos_cis[t - 2 : t - 1])).sum()
+            (apply_rotary(q, pos_cis[t : t + 1]) * apply_rotary(k, pos_cis[t - 2 : t - 1])).sum()
             for t in range(2, LONGEST)
         ]
     )
     torch.testing.assert_close(scores, scores[:1].expand_as(scores), rtol=0, atol=2e-5)
-    assert (rotate(q, pos_cis[5:6]) * rotate(k, pos_cis[4:5])).sum() != scores[0]
+    assert (apply_rotary(q, pos_cis[5:6]) * apply_rotary(k, pos_cis[4:5])).sum() != scores[0]
 
 
 def test_table_has_unit_length_and_starts_without_a_turn(pos_cis: Tensor):
@@ -58,9 +58,9 @@ def test_table_has_unit_length_and_starts_without_a_turn(pos_cis: Tensor):
 def test_each_row_can_have_its_own_positions(pos_cis: Tensor):
     x_BTHD = torch.randn(2, 4, 3, D, generator=torch.manual_seed(2))
     positions_BT = torch.tensor([[0, 1, 2, 3], [7, 9, 300, 8]])
-    rotated = rotate(x_BTHD, pos_cis[positions_BT])
+    rotated = apply_rotary(x_BTHD, pos_cis[positions_BT])
     for row in range(2):
-        alone = rotate(x_BTHD[row : row + 1], pos_cis[positions_BT[row]])
+        alone = apply_rotary(x_BTHD[row : row + 1], pos_cis[positions_BT[row]])
         assert torch.equal(rotated[row : row + 1], alone)
 
 
@@ -69,9 +69,9 @@ def test_low_precision_input_is_rotated_in_fp32_and_rounded_once(
     pos_cis: Tensor, dtype: torch.dtype
 ):
     x_BTHD = torch.randn(2, 20, 3, D, generator=torch.manual_seed(3)).to(dtype)
-    rotated = rotate(x_BTHD, pos_cis[300:320])
+    rotated = apply_rotary(x_BTHD, pos_cis[300:320])
     assert rotated.dtype == dtype
-    assert torch.equal(rotated, rotate(x_BTHD.float(), pos_cis[300:320]).to(dtype))
+    assert torch.equal(rotated, apply_rotary(x_BTHD.float(), pos_cis[300:320]).to(dtype))
 
 
 def test_bf16_cannot_tell_neighbouring_positions_apart_beyond_256():
@@ -104,9 +104,9 @@ def test_compiled_branch_in_reals_agrees_with_the_complex_one(pos_cis: Tensor):
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.compile(rotate, backend=keep_the_graph, fullgraph=True)
+    compiled = torch.compile(apply_rotary, backend=keep_the_graph, fullgraph=True)
     torch.testing.assert_close(
-        compiled(x_BTHD, pos_cis[:12]), rotate(x_BTHD, pos_cis[:12]), rtol=0, atol=1e-6
+        compiled(x_BTHD, pos_cis[:12]), apply_rotary(x_BTHD, pos_cis[:12]), rtol=0, atol=1e-6
     )
     called = [str(node.target) for graph in graphs for node in graph.graph.nodes]
     assert called
