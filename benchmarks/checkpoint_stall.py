@@ -27,7 +27,7 @@ from minimind.checkpoint.train_state import TrainState
 from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
-from minimind.engine.build import Engine, build_engine, leave
+from minimind.engine.build import Engine, build_engine, leave_process_group
 from minimind.engine.phase_clock import PhaseClock
 
 
@@ -56,7 +56,7 @@ def measure(engine: Engine, folder: Path, rounds: int) -> dict[str, list[float]]
     for number in range(1, rounds + 1):
         clock.begin()
         engine.step([rows], 1e-4, clock)
-        state = dict(engine.backend.state().runs(0, 1))
+        state = dict(engine.backend.state().slices(0, 1))
         path = folder / "plain.pt"
         found["torch.save"].append(milliseconds(lambda p=path, s=state: torch.save(s, p)))
         path.unlink()
@@ -84,7 +84,7 @@ def main() -> None:
     engine = build(args.model)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         found = measure(engine, Path(folder), args.rounds)
-    leave()
+    leave_process_group()
     print(
         f"{args.model}: {engine.parameters:,} parameters, {args.rounds} rounds,"
         f" {os.cpu_count()} cores"

@@ -123,7 +123,7 @@ class Saver:
         self._last_begin = time.monotonic()
         engine = self.engine
         held = engine.backend.state()
-        runs = list(held.runs(engine.rank, engine.world_size))
+        runs = list(held.slices(engine.rank, engine.world_size))
         if self._staging:
             runs = self._staging.take(runs)
         about = {
@@ -246,6 +246,6 @@ def _bytes(tensors: dict[str, Tensor]) -> int:
 
 def _elements(held: ZeroState, engine: Engine) -> int:
     """How many numbers this rank writes once every moment is there."""
-    runs = held.runs(engine.rank, engine.world_size)
+    runs = held.slices(engine.rank, engine.world_size)
     weights = sum(run.numel() for key, run in runs if key.startswith(f"{MASTER}|"))
     return weights * (1 + len(held.kinds))

@@ -1,19 +1,19 @@
 """One optimizer step on DeepSpeed, DDP or a single process, and the optimizer state in our format.
 
-`build.py` is the only module of the project that imports accelerate and deepspeed. May import
+`build.py` is the only module of the library that imports accelerate and deepspeed. May import
 `minimind.model`, `minimind.config` and below. A DeepSpeed wrapper begins in
 `optimizer_state_adapters.py`, a backend in `build.py`.
 
 build                     engine creation through Accelerate
 collective_clock          time in collectives (comm_ms)
 deepspeed_backend         steps under DeepSpeed
-deepspeed_logs            DeepSpeed's comms_logger and flops_profiler
+deepspeed_logs            corrections of DeepSpeed's comms_logger and flops_profiler
 engine                    one optimizer step over all ranks
-loss_of_batch             the loss of a micro-batch and its metrics, compiled with torch.compile
-op_build_lock             a lock around DeepSpeed's op builder
+loss_of_batch             the loss of a micro-batch, its metrics, torch.compile
+op_build_lock             the lock of op compilation, with stale locks removed
 optimizer                 parameter groups, and AdamW where the JSON names no optimizer
-optimizer_state           weights and moments as named flat runs
-optimizer_state_adapters  where each DeepSpeed wrapper keeps them
-phase_clock               where a step's time goes
+optimizer_state           weights and moments as named flat slices
+optimizer_state_adapters  where each DeepSpeed wrapper stores them
+phase_clock               time of each phase of a step
 plain_backend             steps under DDP or in one process
 """

@@ -1,9 +1,9 @@
-"""The one seam to Accelerate and DeepSpeed: a model and a resolved configuration in, steps out.
+"""Build the engine with Accelerate and DeepSpeed; no other module of the library imports them.
 
-Nothing else in the package imports the two libraries. Without CUDA, Accelerate's DeepSpeed path
-finds no backend and every rank takes itself for rank 0 of 1, so gloo is named and the ranks are
-counted. DeepSpeed compiles a shared-memory op for inference at the first CPU start; it is skipped.
-`clip_grad_norm_` and prepared schedulers differ under DeepSpeed, so neither is used.
+Without CUDA, Accelerate's DeepSpeed path finds no backend and every rank believes to be rank 0 of
+1, so gloo is requested and the number of ranks is checked. DeepSpeed's shared-memory op for
+inference is not compiled. Accelerate's `clip_grad_norm_` and prepared schedulers behave differently
+under DeepSpeed and are not used.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ from minimind.config.deepspeed.resolve import Resolved
 from minimind.config.deepspeed.schema import MODELS, fault_told, optimizer_name
 from minimind.config.launcher_env import join_by_hand, settle
 from minimind.engine.deepspeed_backend import Backend, DeepSpeedBackend
-from minimind.engine.deepspeed_logs import CollectivesLog, time_from_the_start
+from minimind.engine.deepspeed_logs import CollectivesLog, fix_start_time
 from minimind.engine.engine import Engine
-from minimind.engine.loss_of_batch import compile_within
-from minimind.engine.op_build_lock import minded_builds
+from minimind.engine.loss_of_batch import compile_model
+from minimind.engine.op_build_lock import monitored_builds
 from minimind.engine.optimizer import adamw, parameter_groups, trial_optimizer
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.errors import RendezvousError, StorageError, UsageError
 from minimind.runtime.collectives import carrier, lost_peers, rendezvous
 from minimind.runtime.terminal import phase
 
-# How DeepSpeed and torch's optimizers tell that they will not work with a configuration.
+# Raised by DeepSpeed and torch's optimizers for a configuration they do not support.
 REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError)
-# Parameters of an Adam block that DeepSpeed itself takes out before it calls the class.
-OF_EITHER = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+# Parameters of an Adam block that DeepSpeed removes before it calls the class.
+NOT_PASSED = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
 @phase("building the engine")
 def build_engine(resolved: Resolved, model: PreTrainedModel, device: str) -> Engine:
-    """The model under the backend that was resolved, its optimizer and process group with it.
+    """Build the resolved backend with its process group and optimizer.
 
-    DeepSpeed gets a copy of exactly what the table printed: it writes its defaults into it.
+    DeepSpeed gets a copy of the resolved configuration, because it writes its defaults into it.
     """
     run = resolved.run
     parameters = sum(p.numel() for p in model.parameters())
     settle(device)
     if run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
         torch.use_deterministic_algorithms(True)
     build = _deepspeed if resolved.backend == "deepspeed" else _plain
-    backend, where = build(resolved, model, device)
-    assert where.type == device, f"asked for {device}, got {where}"
-    return Engine(backend, resolved, where, parameters)
+    backend, actual = build(resolved, model, device)
+    assert actual.type == device, f"requested {device}, got {actual}"
+    return Engine(backend, resolved, actual, parameters)
 
 
 def _deepspeed(
@@ -78,11 +78,11 @@ def _deepspeed(
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if deepspeed.comm.comm.cdb is not None and not dist.is_initialized():
         raise UsageError(
-            "DeepSpeed was started in this process before and keeps what it then knew of the ranks;"
+            "DeepSpeed was started in this process before and keeps its old state of the ranks;"
             " start a new process (in a notebook: restart the kernel, or notebook_launcher)"
         )
-    # Only inference uses this op. Building it takes a compiler and up to 80 s, and a process killed
-    # meanwhile leaves a lock behind that every later start waits for, in silence.
+    # Only inference uses this op. Compiling it takes up to 80 s, and a process killed meanwhile
+    # leaves a lock on which every later start waits silently.
     buildable = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
     deepspeed.ops.__dict__["__compatible_ops__"] = buildable
     join_by_hand(os.environ)
@@ -97,56 +97,54 @@ def _deepspeed(
     if accelerator.num_processes != dist.get_world_size():
         raise RendezvousError(
             f"Accelerate counts {accelerator.num_processes} processes, the process group"
-            f" {dist.get_world_size()}; every rank would read the same rows"
+            f" {dist.get_world_size()}; ranks would train on the same rows"
         )
     groups = parameter_groups(model, run.weight_decay)
     plugin = accelerator.deepspeed_plugin
     assert plugin is not None
-    plugin.deepspeed_config.update(
-        deepcopy(resolved.config)
-    )  # Accelerate switched steps_per_print off
-    compile_within(model, run, device)
-    named = "optimizer" in resolved.config
-    optimizer = DummyOptim(groups, lr=run.learning_rate) if named else adamw(groups, run)
-    with _refusals(resolved), lost_peers(), minded_builds(OpBuilder, resolved.path):
+    # Again, because Accelerate overwrites steps_per_print.
+    plugin.deepspeed_config.update(deepcopy(resolved.config))
+    compile_model(model, run, device)
+    has_block = "optimizer" in resolved.config
+    optimizer = DummyOptim(groups, lr=run.learning_rate) if has_block else adamw(groups, run)
+    with _refusals(resolved), lost_peers(), monitored_builds(OpBuilder, resolved.path):
         prepared = accelerator.prepare(model, optimizer)[0]
-    for group in list(distributed_c10d._world.pg_map):  # ZeRO's own ones would wait for 30 minutes
+    for group in list(distributed_c10d._world.pg_map):  # ZeRO's groups default to 30 minutes
         distributed_c10d._set_pg_timeout(timeout, group)
-    log = _heard(deepspeed, prepared, resolved.config)
+    log = _enable_logs(deepspeed, prepared, resolved.config)
     return DeepSpeedBackend(prepared, deepspeed.comm.comm.cdb, log), accelerator.device
 
 
 @contextmanager
 def _refusals(resolved: Resolved) -> Iterator[None]:
-    """Turn what DeepSpeed raises of its configuration into an error that names key or file."""
+    """Convert DeepSpeed's configuration errors into errors that name the key or file."""
     from deepspeed.runtime.config import DeepSpeedConfigError
     from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
     try:
         yield
     except (*REFUSALS, DeepSpeedConfigError, ZeRORuntimeException) as error:
-        told = rules.words(error)
-        raise UsageError(
-            f"{resolved.path}: DeepSpeed refuses it: {told}; {rules.way_out(resolved.config, told)}"
-        ) from error
+        message = rules.words(error)
+        remedy = rules.way_out(resolved.config, message)
+        raise UsageError(f"{resolved.path}: DeepSpeed refuses it: {message}; {remedy}") from error
     except OSError as error:
         if error.filename is None:
             raise
-        told = f"{error.filename}: {error.strerror}"
-        raise StorageError(f"{resolved.path}: DeepSpeed cannot use {told}; change it") from error
+        problem = f"{error.filename}: {error.strerror}"
+        raise StorageError(f"{resolved.path}: DeepSpeed cannot use {problem}; change it") from error
     except Exception as error:
-        if not (told := rules.tracker_refusal(error)):
+        if not (message := rules.tracker_refusal(error)):
             raise
-        raise UsageError(f"{resolved.path}: {told}") from error
+        raise UsageError(f"{resolved.path}: {message}") from error
 
 
-def _heard(deepspeed: Any, engine: Any, config: Mapping[str, Any]) -> CollectivesLog:
-    """DeepSpeed's log of collectives, and its two profilers heard, where they are switched on."""
+def _enable_logs(deepspeed: Any, engine: Any, config: Mapping[str, Any]) -> CollectivesLog:
+    """Return DeepSpeed's log of collectives; correct its loggers and profilers if enabled."""
     log = CollectivesLog(deepspeed.comm.comm, config.get("comms_logger"))
     if log.is_on and config["comms_logger"].get("verbose") and "log_level" not in config:
         deepspeed.utils.logging.set_log_level_from_string("info")
     if config.get("flops_profiler", {}).get("enabled"):
-        time_from_the_start(engine.flops_profiler, engine.module)
+        fix_start_time(engine.flops_profiler, engine.module)
     return log
 
 
@@ -156,7 +154,7 @@ def _plain(resolved: Resolved, model: PreTrainedModel, device: str) -> tuple[Bac
 
     run = resolved.run
     if resolved.backend == "single":
-        _alone()
+        _init_single_process()
     else:
         join_by_hand(os.environ)
     has_unused = resolved.backend == "ddp" and bool(unused_parameters(model))
@@ -174,29 +172,29 @@ def _plain(resolved: Resolved, model: PreTrainedModel, device: str) -> tuple[Bac
                 ),
             ],
         )
-    compile_within(model, run, device)
+    compile_model(model, run, device)
     with lost_peers():
         forward = accelerator.prepare_model(model)
     groups = parameter_groups(model, run.weight_decay)
     return PlainBackend(forward, model, resolved, groups), accelerator.device
 
 
-def _alone() -> None:
-    """Make this process rank 0 of 1."""
-    os.environ.pop("LOCAL_RANK", None)  # by which Accelerate would take DDP to be meant
+def _init_single_process() -> None:
+    """Initialize a process group of this process alone."""
+    os.environ.pop("LOCAL_RANK", None)  # which makes Accelerate use DDP
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, not listed)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 @contextmanager
 def forward_only(device: str, dist_timeout: int) -> Iterator[Any]:
-    """An Accelerator for evaluation alone; the process group is destroyed at the end."""
+    """Yield an Accelerator for evaluation; destroy its process group at the end."""
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
     settle(device)
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        _alone()
+        _init_single_process()
     else:
         join_by_hand(os.environ)
     backend, timeout = carrier(device, dist_timeout)
@@ -207,22 +205,22 @@ def forward_only(device: str, dist_timeout: int) -> Iterator[Any]:
         with lost_peers():
             yield accelerator
     finally:
-        leave()
+        leave_process_group()
 
 
 def open_tracker(name: str, project: str, folder: str, options: Mapping[str, Any]) -> Any:
-    """One of Accelerate's trackers, started; raises whatever its library raises."""
+    """Start one of Accelerate's trackers; raises whatever its library raises."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     kind: Any = LOGGER_TYPE_TO_CLASS[name]
-    place = {"logging_dir": folder} if kind.requires_logging_directory else {}
-    tracker = kind(project, **place, **options)
+    directory = {"logging_dir": folder} if kind.requires_logging_directory else {}
+    tracker = kind(project, **directory, **options)
     tracker.start()
     return tracker
 
 
-def leave() -> None:
-    """Leave the process group, so that a later run in this process (a notebook) may begin anew."""
+def leave_process_group() -> None:
+    """Destroy the process group, so that this process (a notebook) can start another run."""
     from accelerate.state import AcceleratorState
 
     if dist.is_initialized():
@@ -231,7 +229,7 @@ def leave() -> None:
 
 
 def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[str]:
-    """What DeepSpeed's own models refuse in the sections of a resolved configuration."""
+    """Errors of DeepSpeed's pydantic models for the sections of a resolved configuration."""
     from pydantic import ValidationError
 
     settle(device)
@@ -242,41 +240,38 @@ def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[st
         try:
             getattr(import_module(module), name)(**deepcopy(config[section]))
         except ValidationError as error:
-            told = [fault_told(section, fault) for fault in error.errors()]
-            faults += [f"{path}: {fault}; change or remove it" for fault in told]
-        except AssertionError as error:  # an old name beside the new one
+            messages = [fault_told(section, fault) for fault in error.errors()]
+            faults += [f"{path}: {message}; change or remove it" for message in messages]
+        except AssertionError as error:  # an old and a new name together
             remedy = rules.way_out({section: config[section]}, str(error))
             faults.append(f"{path}: {section} is refused by DeepSpeed: {error}; {remedy}")
     return faults
 
 
 def require_accepted(resolved: Resolved, device: str) -> None:
-    """Raise a UsageError for what DeepSpeed's configuration, optimizer or scheduler refuses.
+    """Raise UsageError if DeepSpeed's configuration, optimizer or scheduler refuses a value.
 
-    Nothing is started and nothing compiled. The message names the key without which the
-    configuration is accepted.
+    Starts and compiles nothing. The message names the key without which the configuration is
+    accepted.
     """
     if resolved.backend != "deepspeed":
         return
     settle(device)
-    told = _refused(resolved.config)
-    if not told:
+    reason = _refusal(resolved.config)
+    if not reason:
         return
-    place = f"{resolved.path}: "
-    for key, value in sorted(
-        leaves(resolved.config).items(), key=lambda one: one[0] in rules.CHOOSERS
-    ):
-        if not _refused(rules.without(resolved.config, key)):
-            shown = json.dumps(value)
-            raise UsageError(f"{place}DeepSpeed refuses {key} = {shown}: {told}; remove {key}")
-    raise UsageError(f"{place}DeepSpeed refuses it: {told}; {rules.way_out(resolved.config, told)}")
+    refuses = f"{resolved.path}: DeepSpeed refuses"
+    items = leaves(resolved.config).items()
+    for key, value in sorted(items, key=lambda item: item[0] in rules.CHOOSERS):
+        if not _refusal(rules.without(resolved.config, key)):
+            raise UsageError(f"{refuses} {key} = {json.dumps(value)}: {reason}; remove {key}")
+    raise UsageError(f"{refuses} it: {reason}; {rules.way_out(resolved.config, reason)}")
 
 
-def _refused(config: Mapping[str, Any]) -> str:
+def _refusal(config: Mapping[str, Any]) -> str:
     """Return why `config`, its optimizer or its scheduler cannot be built; empty if they can.
 
-    The configuration object counts one process here, so the batch of all of them, which was
-    checked before, is left out.
+    Without the global batch size, which was checked before: here there is one process.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from deepspeed.runtime import lr_schedules
@@ -289,10 +284,10 @@ def _refused(config: Mapping[str, Any]) -> str:
         optimizer = trial_optimizer(name, params)
         if name in ("Adam", "AdamW") and params.get("torch_adam") is not True:
             kind = DeepSpeedCPUAdam if offloads(config, "optimizer") else FusedAdam
-            signature(kind).bind([], **{k: v for k, v in params.items() if k not in OF_EITHER})
+            signature(kind).bind([], **{k: v for k, v in params.items() if k not in NOT_PASSED})
         if "scheduler" in config:
             kind = getattr(lr_schedules, config["scheduler"]["type"])
             kind(optimizer, **config["scheduler"].get("params", {}))
-    except Exception as error:  # each of its parsers has its own kind
+    except Exception as error:  # its parsers raise many types
         return rules.words(error)
     return ""

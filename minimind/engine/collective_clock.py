@@ -1,7 +1,7 @@
-"""How long a rank has a collective of the step under way: what `comm_ms` is, with --profile.
+"""Time during which a rank has a collective in flight: `comm_ms`, with --profile.
 
-It is an 'of which': reduction happens in the backward pass and, at stages 1 and 2, the gathering of
-weights in the update, and where communication overlaps with computing it is counted all the same.
+It is part of the phases: gradients are reduced in the backward pass and, at stages 1 and 2, weights
+are gathered in the update. Communication that overlaps with computation counts too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Those of DeepSpeed's communication backend that ZeRO calls in a step.
+# Methods of DeepSpeed's communication backend that ZeRO calls in a step.
 COLLECTIVES = (
     *("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
     *("broadcast", "all_gather", "all_gather_into_tensor", "all_gather_coalesced"),
@@ -21,119 +21,117 @@ COLLECTIVES = (
 
 
 class CommunicationClock:
-    """Spans from the call of a collective to its end, by the host's clock or by CUDA events.
+    """Records spans from the call of a collective to its end, by host clock or CUDA events.
 
-    On a GPU nothing waits: events are read when the times are.
+    Does not synchronize: events are read with the phase times.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._spans: list[tuple[Any, Any]] = []
-        self._watched: Any = None
-        self._found: dict[str, Any] = {}  # what the object itself had, beside its class
+        self._backend: Any = None
+        self._originals: dict[str, Any] = {}  # instance attributes of the backend
 
     def watch_deepspeed(self, backend: Any) -> None:
-        """Time the collectives of `backend`, DeepSpeed's own object for them, until `release`.
+        """Time the collectives of DeepSpeed's communication backend until `release`.
 
-        The object is the process's, and is there after the run.
+        The backend belongs to the process and outlives the run.
         """
-        self._watched = backend
-        self._found = {name: vars(backend)[name] for name in COLLECTIVES if name in vars(backend)}
+        self._backend = backend
+        own = vars(backend)
+        self._originals = {name: own[name] for name in COLLECTIVES if name in own}
         for name in COLLECTIVES:
             if hasattr(backend, name):
                 setattr(backend, name, self._timed(getattr(backend, name)))
 
     def release(self) -> None:
-        """Leave the object of DeepSpeed as it was found."""
-        if self._watched is None:
+        """Restore DeepSpeed's backend."""
+        if self._backend is None:
             return
         for name in COLLECTIVES:
-            vars(self._watched).pop(name, None)
-        vars(self._watched).update(self._found)
-        self._watched = None
+            vars(self._backend).pop(name, None)
+        vars(self._backend).update(self._originals)
+        self._backend = None
 
     def watch_ddp(self, model: Any) -> None:
-        """Have DDP reduce each bucket as it would by itself, and time it."""
+        """Time DDP's bucket reductions, which stay the same."""
         model.register_comm_hook(self, reduce_bucket)
 
     def now(self) -> Any:
-        """This moment, as far as the device has come."""
+        """The current time, or an event in the current CUDA stream."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def add(self, begun: Any) -> None:
-        """A collective that began at `begun` is through."""
-        self._spans.append((begun, self.now()))
+    def add(self, start: Any) -> None:
+        """Record that the collective started at `start` has ended."""
+        self._spans.append((start, self.now()))
 
     def _timed(self, collective: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*given: Any, **named: Any) -> Any:
-            begun = self.now()
-            work = collective(*given, **named)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = self.now()
+            work = collective(*args, **kwargs)
             if work is None:
-                self.add(begun)
+                self.add(start)
                 return None
-            return _Waited(work, self, begun)
+            return _TimedWork(work, self, start)
 
         return timed
 
     def take(self) -> float:
-        """Milliseconds since the last call in which at least one collective was under way.
+        """Milliseconds since the last call with at least one collective in flight.
 
-        The device must have been waited for.
+        The device must be synchronized.
         """
         spans, self._spans = self._spans, []
         if not spans:
             return 0.0
         origin = spans[0][0]
-        return _covered([(_ms(origin, begun), _ms(origin, ended)) for begun, ended in spans])
+        return _covered([(_ms(origin, start), _ms(origin, end)) for start, end in spans])
 
 
-class _Waited:
-    """An asynchronous collective, which is through when it has been waited for."""
+class _TimedWork:
+    """An asynchronous collective, whose span ends when it has been waited for."""
 
-    def __init__(self, work: Any, clock: CommunicationClock, begun: Any) -> None:
-        self._work, self._clock, self._begun = work, clock, begun
+    def __init__(self, work: Any, clock: CommunicationClock, start: Any) -> None:
+        self._work, self._clock, self._start = work, clock, start
 
-    def wait(self, *given: Any) -> Any:
-        """What waiting for it returns."""
-        answer = self._work.wait(*given)
-        self._clock.add(self._begun)
-        return answer
+    def wait(self, *args: Any) -> Any:
+        """Wait for the collective and end its span."""
+        result = self._work.wait(*args)
+        self._clock.add(self._start)
+        return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 
 
 def reduce_bucket(clock, bucket):
-    """DDP's own reduction, the mean over all ranks, as a communication hook.
+    """DDP's default reduction (mean over ranks) as a communication hook; returns a future.
 
-    A future of the bucket. DDP compares annotations, if there are any, with the types themselves,
-    which they are not in a module that postpones them.
+    Not annotated: DDP compares annotations with types, and here they are postponed strings.
     """
-    begun = clock.now()
-    gradients = bucket.buffer().mul_(1 / dist.get_world_size())  # as it does, to the last bit
+    start = clock.now()
+    gradients = bucket.buffer().mul_(1 / dist.get_world_size())  # bit for bit what DDP does
     work: Any = dist.all_reduce(gradients, async_op=True)
 
-    def through(reduced: torch.futures.Future[Any]) -> torch.Tensor:
-        clock.add(begun)
+    def end(reduced: torch.futures.Future[Any]) -> torch.Tensor:
+        clock.add(start)
         return reduced.value()[0]
 
-    return work.get_future().then(through)
+    return work.get_future().then(end)
 
 
-def _ms(begun: Any, ended: Any) -> float:
-    if isinstance(begun, float):
-        return (ended - begun) * 1e3
-    return begun.elapsed_time(ended)
+def _ms(start: Any, end: Any) -> float:
+    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
-    """The length of what at least one span covers."""
+    """Length of the union of the spans."""
     total, reached = 0.0, float("-inf")
-    for begun, ended in sorted(spans):
-        total += max(0.0, ended - max(begun, reached))
-        reached = max(reached, ended)
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
     return total

@@ -1,9 +1,9 @@
-"""DeepSpeed's own comms_logger and flops_profiler, where its JSON switches them on: put right.
+"""Corrections of DeepSpeed 0.19.8's comms_logger and flops_profiler.
 
-Of 0.19.8. The logger is on wherever its block is, `enabled` or not; it takes for the time of one
-collective that of all of its kind so far; and its table waits for somebody to ask. The profiler
-begins within the model's forward pass, and takes for that of the whole model the time since 1970.
-Nothing of DeepSpeed is imported: engine.py hands over its objects.
+The logger is active whenever its block exists, even with `enabled: false`; it reports the summed
+time of all collectives of a kind as the time of one; and it never prints its table by itself. The
+profiler starts inside the model's forward pass and reports the time since 1970 for the model.
+DeepSpeed is not imported: build.py passes its objects.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from typing import Any
 
 
 class CollectivesLog:
-    """DeepSpeed's log of collectives, by the `comms_logger` block of its JSON; None: by no block.
+    """DeepSpeed's log of collectives, configured by the `comms_logger` block or None.
 
-    It belongs to the process, and `release` leaves it as it was.
+    The log belongs to the process; `release` restores it.
     """
 
     def __init__(self, comm: Any, block: Mapping[str, Any] | None) -> None:
-        """comm is the module deepspeed.comm.comm, after an engine was built."""
+        """comm: the module deepspeed.comm.comm, after an engine was built."""
         self._comm = comm
-        self._kept = comm.comms_logger.enabled if block is None else False
+        self._was_enabled = comm.comms_logger.enabled if block is None else False
         self.is_on = block is not None and bool(block.get("enabled"))
         if block is not None:
             comm.comms_logger.enabled = self.is_on
-            comm.comms_logger.reset_data()  # of building the engine
+            comm.comms_logger.reset_data()  # collectives of the engine's construction
         if self.is_on:
-            comm.timers.Timer = _single(comm.timers.Timer)
+            comm.timers.Timer = _reset_on_read(comm.timers.Timer)
             comm.timers.timers.clear()
 
     def table(self) -> str:
-        """What DeepSpeed tells of the collectives since the last call; nothing where it is off."""
+        """Table of the collectives since the last call; empty if disabled."""
         if not self.is_on:
             return ""
-        printed = io.StringIO()
-        with redirect_stdout(printed):
+        output = io.StringIO()
+        with redirect_stdout(output):
             self._comm.comms_logger.log_all()
         self._comm.comms_logger.reset_data()
-        return "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
+        return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
 
     def release(self) -> None:
-        """Time nothing any more."""
-        self._comm.comms_logger.enabled = self._kept
+        """Stop logging and restore the logger."""
+        self._comm.comms_logger.enabled = self._was_enabled
         if self.is_on:
             self._comm.comms_logger.reset_data()
             self._comm.timers.timers.clear()
@@ -54,23 +54,23 @@ class CollectivesLog:
         self.is_on = False
 
 
-def _single(timer: type[Any]) -> type[Any]:
-    """The same kind of timer, which forgets a span that has been asked for."""
+def _reset_on_read(timer: type[Any]) -> type[Any]:
+    """Subclass of a timer class whose elapsed time is reset when read."""
 
-    class Single(timer):
+    class ResetOnRead(timer):
         def elapsed(self, reset: bool = True) -> float:
             return super().elapsed(reset=True)
 
-    return Single
+    return ResetOnRead
 
 
-def time_from_the_start(profiler: Any, model: Any) -> None:
-    """Have the flops profiler know when the forward pass that it begins in began."""
+def fix_start_time(profiler: Any, model: Any) -> None:
+    """Set the start time of the forward pass, which the flops profiler misses."""
     start = profiler.start_profile
 
     @wraps(start)
-    def started(*given: Any, **named: Any) -> None:
-        start(*given, **named)
-        model.__start_time__ = time.time()  # by which its hook at the end goes
+    def start_profile(*args: Any, **kwargs: Any) -> None:
+        start(*args, **kwargs)
+        model.__start_time__ = time.time()  # read by its hook at the end
 
-    profiler.start_profile = started
+    profiler.start_profile = start_profile

@@ -1,4 +1,4 @@
-"""One optimizer step over all ranks, on whichever backend engine.py has built."""
+"""The engine: one optimizer step over all ranks, on any backend."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from minimind.engine.collective_clock import CommunicationClock
 from minimind.engine.deepspeed_backend import Backend
 from minimind.engine.loss_of_batch import (
     CompileClock,
+    compute_loss,
+    loss_chunk_positions,
     mean_routing,
-    objective_of,
-    positions_at_once,
     uncompiled,
 )
 from minimind.engine.phase_clock import PhaseClock
@@ -24,17 +24,17 @@ from minimind.runtime.collectives import Ranks, lost_peers
 
 
 class Engine(Ranks):
-    """Takes optimizer steps over all ranks, on one of the backends."""
+    """Runs optimizer steps over all ranks on one of the backends."""
 
     def __init__(
         self, backend: Backend, resolved: Resolved, device: torch.device, parameters: int
     ) -> None:
         super().__init__(timedelta(seconds=resolved.run.dist_timeout))
         self.backend = backend
-        self.parameters = parameters  # of the whole model; stage 3 leaves each rank a piece
+        self.parameters = parameters  # of the whole model; at stage 3 a rank holds a part
         self.resolved = resolved
         self.device = device
-        self.loss_chunk_size = positions_at_once(resolved.run)
+        self.loss_chunk_size = loss_chunk_positions(resolved.run)
         self.compiling = CompileClock(resolved.run)
 
     @property
@@ -42,35 +42,35 @@ class Engine(Ranks):
         """The model inside the engine."""
         return self.backend.module
 
-    def watched(self) -> CommunicationClock:
-        """A clock by which collectives are timed from now on."""
+    def instrument_collectives(self) -> CommunicationClock:
+        """Start timing collectives; return their clock."""
         clock = CommunicationClock(self.device)
         self.backend.watch(clock)
         return clock
 
     def release(self) -> None:
-        """Let go of what outlives the run in this process: a notebook goes on."""
+        """Restore process-wide state, for notebooks."""
         self.backend.release()
 
     def seed(self, step: int) -> None:
-        """Reseed torch for one step, so that no random state needs to be in a checkpoint."""
-        mixed = ((self.resolved.run.seed * 1_000_003 + step) * 4_099 + self.rank) % 2**63
-        # Not torch.manual_seed, which goes through devices of every kind each time.
-        torch.default_generator.manual_seed(mixed)
+        """Reseed torch for a step, so that checkpoints need no random state."""
+        seed = ((self.resolved.run.seed * 1_000_003 + step) * 4_099 + self.rank) % 2**63
+        # Not torch.manual_seed, which visits every device type each time.
+        torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
-            torch.cuda.manual_seed(mixed)
+            torch.cuda.manual_seed(seed)
 
     def step(
         self, micro_batches: Sequence[torch.Tensor], lr: float, clock: PhaseClock
     ) -> StepResult:
-        """One optimizer step over this rank's micro-batches, each (B, T + 1) token ids.
+        """Take one optimizer step over this rank's micro-batches, each (B, T + 1) token ids.
 
-        The learning rate is set first: at the last micro-batch DeepSpeed reduces, clips and
-        updates. Rows are packed: no target is ignored, and every micro-batch on every rank has as
-        many; only therefore is the mean over micro-batches and ranks the mean over tokens.
+        The learning rate is set first, since DeepSpeed updates at the last micro-batch. Rows are
+        packed and every micro-batch has the same number of targets, so the mean over micro-batches
+        and ranks equals the mean over tokens.
         """
         backend = self.backend
-        used, skipped_before = backend.begin(lr), backend.skipped_steps
+        actual_lr, skipped_before = backend.begin(lr), backend.skipped_steps
         norm, routings, sums, counts = None, [], [], []
         with lost_peers():
             for number, rows in enumerate(micro_batches, 1):
@@ -78,23 +78,23 @@ class Engine(Ranks):
                 with backend.micro_batch(is_last):
                     rows = rows.to(self.device, non_blocking=True)
                     clock.mark("data")
-                    goal = objective_of(
+                    loss = compute_loss(
                         backend.forward, rows[:, :-1], rows[:, 1:], self.loss_chunk_size
                     )
                     clock.mark("forward")
-                    backend.backward(goal.trained)
+                    backend.backward(loss.total)
                     clock.mark("backward")
                 norm = backend.update(is_last)
                 clock.mark("optimizer", is_last)
-                routings.append(goal.routing)
-                sums.append(goal.loss_sum.detach())
-                counts.append(goal.tokens)
+                routings.append(loss.routing)
+                sums.append(loss.loss_sum.detach())
+                counts.append(loss.tokens)
         skipped = backend.skipped_steps
         return StepResult(
             tuple(sums),
             tuple(counts),
             norm,
-            used,
+            actual_lr,
             skipped,
             skipped > skipped_before,
             mean_routing(routings),
@@ -102,11 +102,11 @@ class Engine(Ranks):
 
     @torch.no_grad()
     def loss_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(summed loss, target count) of rows (B, T + 1) without training on them."""
+        """Return summed loss and target count of rows (B, T + 1), in evaluation mode."""
         self.backend.forward.eval()
         rows = rows.to(self.device)
-        inputs = rows[:, :-1].clamp(min=0)  # what is ignored still needs real inputs
-        # Of few rows, and of several shapes: a graph would not pay.
+        inputs = rows[:, :-1].clamp(min=0)  # ignored positions need valid ids
+        # Uncompiled: few batches of varying shapes would trigger recompilation.
         with lost_peers(), uncompiled(self.model):
-            goal = objective_of(self.backend.forward, inputs, rows[:, 1:], self.loss_chunk_size)
-        return goal.loss_sum, goal.tokens
+            loss = compute_loss(self.backend.forward, inputs, rows[:, 1:], self.loss_chunk_size)
+        return loss.loss_sum, loss.tokens

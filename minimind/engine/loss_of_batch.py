@@ -1,7 +1,7 @@
-"""What a micro-batch is trained on, apart from what is told of it.
+"""The loss of a micro-batch, routing metrics, and torch.compile of the model.
 
-Inputs and targets are (B, T) token ids on the model's device: of each row all but the last, and all
-but the first.
+Inputs and targets are (B, T) token ids on the model's device: a row without its last and without
+its first token.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from minimind.model.loss import mean_with_nan_grads
 from minimind.runtime.collectives import Ranks
 from minimind.runtime.terminal import phase
 
-CHUNK = 1024  # positions; logits of so many are some MiB
+CHUNK = 1024  # positions whose logits are computed at a time
 
 
-def positions_at_once(run: RunConfig) -> int:
-    """Of how many positions logits are made at a time; 0: of all."""
+def loss_chunk_positions(run: RunConfig) -> int:
+    """Number of positions whose logits are computed at a time; 0: all."""
     return CHUNK if run.loss == "chunked" else 0
 
 
 @dataclass(frozen=True)
-class Objective:
-    """The summed cross-entropy of one micro-batch, its targets, and how its tokens were routed."""
+class MicroBatchLoss:
+    """Summed cross-entropy, number of targets and routing of one micro-batch."""
 
     loss_sum: torch.Tensor
     tokens: torch.Tensor
-    routing: Routing | None  # None for a dense model, and outside training
+    routing: Routing | None  # None for a dense model and in evaluation
 
     @property
-    def trained(self) -> torch.Tensor:
-        """What the backward pass begins with: nats per token, and the balance of experts if any.
+    def total(self) -> torch.Tensor:
+        """The loss of the backward pass: nats per token plus the balance loss of experts.
 
-        Both are means over rows of one length, so that their mean over micro-batches and ranks is
-        that over the step's rows: how a step is split up changes no more than rounding.
+        Both are means over rows of equal length, so their mean over micro-batches and ranks is the
+        mean over the rows of a step, however it is split.
         """
         if self.routing is None:
             return mean_with_nan_grads(self.loss_sum, self.tokens)
@@ -50,36 +50,33 @@ class Objective:
         return mean_with_nan_grads(self.loss_sum, self.tokens, also=balance) + balance
 
 
-def objective_of(
+def compute_loss(
     forward: Any, inputs: torch.Tensor, targets: torch.Tensor, loss_chunk_size: int = 0
-) -> Objective:
-    """The objective of `forward`, the model as its backend wraps it.
+) -> MicroBatchLoss:
+    """Compute the loss with `forward`, the model wrapped by its backend.
 
     Logits are computed for `loss_chunk_size` positions at a time; 0: for all. The loss is part of
     the model, so that it is compiled with the model.
     """
     out = forward(input_ids=inputs, shift_labels=targets, loss_chunk_size=loss_chunk_size)
-    is_routed = out.aux_loss is not None
-    return Objective(
-        out.loss_sum, out.targets, Routing(out.aux_loss, out.expert_load) if is_routed else None
-    )
+    routing = None if out.aux_loss is None else Routing(out.aux_loss, out.expert_load)
+    return MicroBatchLoss(out.loss_sum, out.targets, routing)
 
 
 def mean_routing(routings: Sequence[Routing | None]) -> Routing | None:
-    """The mean over micro-batches, without gradients; left on the device until it is reported."""
-    found = [routing for routing in routings if routing is not None]
-    if not found:
+    """Mean over micro-batches, detached, on the device."""
+    present = [routing for routing in routings if routing is not None]
+    if not present:
         return None
-    losses = torch.stack([routing.aux_loss.detach() for routing in found])
-    return Routing(losses.mean(), torch.stack([routing.load for routing in found]).mean(0))
+    losses = torch.stack([routing.aux_loss.detach() for routing in present])
+    return Routing(losses.mean(), torch.stack([routing.load for routing in present]).mean(0))
 
 
-def routing_facts(routing: Routing | None, ranks: Ranks) -> dict[str, Any]:
-    """`aux_loss` and the load of experts over all ranks, for a step line; reads the device.
+def routing_fields(routing: Routing | None, ranks: Ranks) -> dict[str, Any]:
+    """Fields of a step event: `aux_loss` and the load of experts over all ranks (collective).
 
-    expert_load has the share of visits by expert, averaged over layers. There experts of the same
-    number have nothing to do with each other, so expert_load_range has the least and the largest
-    share of any expert of any layer, as a multiple of the uniform one.
+    expert_load is the share of visits per expert, averaged over layers. expert_load_range is the
+    smallest and largest share of any expert in any layer, as a multiple of the uniform share.
     """
     if routing is None:
         return {}
@@ -94,31 +91,29 @@ def routing_facts(routing: Routing | None, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-# How torch 2.10 to 2.13 call it. Where another one does not, there is more memory in use.
-AHEAD = "force_non_lazy_backward_lowering"
+# The option of torch 2.10 to 2.13; versions without it use more memory.
+EAGER_BACKWARD = "force_non_lazy_backward_lowering"
 
 
-def compile_within(model: PreTrainedModel, run: RunConfig, device: str) -> None:
-    """Have the model compiled at its first micro-batch, in place: no name of a weight changes.
+def compile_model(model: PreTrainedModel, run: RunConfig, device: str) -> None:
+    """Compile model.forward in place if --compile is on; names of weights do not change.
 
-    Shapes are static, for rows are packed: every micro-batch has the same. Its forward is, and not
-    the call that goes through its hooks: DeepSpeed hangs its timers there, which wait for the GPU,
-    and torch 2.13 cannot compile that. Whatever wraps the model is not compiled either.
-
-    With --deterministic no kernel is chosen by how long it took: on a GPU another choice, after a
-    resume, would sum in another order.
-
-    On a CPU the backward pass is made `ahead`; on GPUs that was not measured.
+    Shapes are static, because rows are packed. Hooks are not compiled: DeepSpeed registers timers
+    there that synchronize the GPU, which torch 2.13 cannot compile. With --deterministic no kernel
+    is selected by timing, since another choice after a resume would sum in another order. On a CPU
+    the backward graph is compiled early (`with_eager_backward`); on GPUs that was not measured.
     """
     if run.compile != "on":
         return
     options: dict[str, Any] | None = {"deterministic": True} if run.deterministic else None
     forward = torch.compile(model.forward, dynamic=False, options=options)
-    model.forward = announced(ahead(forward) if device == "cpu" else forward)
+    model.forward = with_compile_message(
+        with_eager_backward(forward) if device == "cpu" else forward
+    )
 
 
-def announced(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, with a line on rank 0 when its first call, which compiles, takes long."""
+def with_compile_message(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Print a line on rank 0 if the first call, which compiles, takes long."""
     has_run = False
 
     @wraps(forward)
@@ -133,38 +128,38 @@ def announced(forward: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def ahead(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled `forward`, whose first call makes the graph of its backward pass too.
+def with_eager_backward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile the backward graph in the first call of the compiled `forward`.
 
-    torch makes that at its first use, when all that is kept for it is in memory. What the compiler
-    leaves behind would lie between, for good, and later steps would not fit the gaps. Made so, it
-    may refuse backward(retain_graph=True), which nothing here asks for.
+    By default torch compiles it at its first use, when all saved activations are in memory; what
+    the compiler allocates then fragments memory for good. Compiled early it may not support
+    backward(retain_graph=True), which is not used here.
     """
     from torch._functorch import config
 
-    if not hasattr(config, AHEAD):
+    if not hasattr(config, EAGER_BACKWARD):
         return forward
-    both = config.patch({AHEAD: True})
+    both = config.patch({EAGER_BACKWARD: True})
 
     @wraps(forward)
     def called(*args: Any, **kwargs: Any) -> Any:
-        with both:  # and not for whatever else the process compiles
+        with both:  # not for other code of the process
             return forward(*args, **kwargs)
 
     return called
 
 
 class CompileClock:
-    """How long this process has been making graphs, by torch's own count."""
+    """Time that this process spends in torch.compile, as counted by torch."""
 
     def __init__(self, run: RunConfig) -> None:
         self._is_on = run.compile == "on"
-        self._told = self._seconds()
+        self._last = self._seconds()
 
     def take(self) -> float:
-        """Seconds since the last call, or the start; 0 where nothing was compiled."""
-        told, self._told = self._told, self._seconds()
-        return self._told - told
+        """Seconds of compilation since the last call or the start."""
+        before, self._last = self._last, self._seconds()
+        return self._last - before
 
     def _seconds(self) -> float:
         if not self._is_on:
@@ -176,16 +171,13 @@ class CompileClock:
 
 @contextmanager
 def uncompiled(model: Any) -> Iterator[None]:
-    """Run the model as it is written, compiled or not; whatever else is compiled stays so.
-
-    Document masks on a GPU are: attention that is compiled by itself.
-    """
-    found = model.forward
-    if not hasattr(found, "_torchdynamo_orig_callable"):
+    """Run the model uncompiled inside the block; flex attention stays compiled."""
+    compiled = model.forward
+    if not hasattr(compiled, "_torchdynamo_orig_callable"):
         yield
         return
-    model.forward = found._torchdynamo_orig_callable
+    model.forward = compiled._torchdynamo_orig_callable
     try:
         yield
     finally:
-        model.forward = found
+        model.forward = compiled

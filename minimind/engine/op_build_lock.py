@@ -1,8 +1,8 @@
-"""How torch compiles DeepSpeed's ops: under a lock that is minded, and with failures told.
+"""Compilation of DeepSpeed's ops under a lock that detects dead owners, with clear errors.
 
-An op (FusedAdam, DeepSpeedCPUAdam) is compiled when it is first used, by whoever can create a file
-`lock` beside it. A process killed meanwhile leaves the file behind, and torch's `FileBaton` then
-waits for its end without one: every later start stands still, in silence.
+An op (FusedAdam, DeepSpeedCPUAdam) is compiled at its first use, by the process that creates the
+file `lock` beside it. A process killed meanwhile leaves the file behind, and torch's `FileBaton`
+then waits forever: every later start hangs silently.
 """
 
 from __future__ import annotations
@@ -22,52 +22,51 @@ from torch.utils.file_baton import FileBaton
 from minimind.errors import RunError, StorageError, UsageError
 from minimind.runtime.durable_files import storing
 
-PATIENCE = 900.0  # seconds; the slowest op takes a few minutes
-LOOK_EVERY = 3.0
-SECOND_LOOK = 0.5
+MAX_WAIT = 900.0  # seconds; the slowest op takes a few minutes
+POLL_INTERVAL = 3.0
+RECHECK_DELAY = 0.5
 PROCESSES = Path("/proc")
 ERROR = re.compile(r"error:|not found|No such file|not being", re.IGNORECASE)
-WITHOUT_ADAM = 'write "torch_adam": true in optimizer.params, for torch\'s needs no compiler'
+WITHOUT_ADAM = 'write "torch_adam": true in optimizer.params: torch\'s needs no compiler'
 REMEDY = "set TORCH_EXTENSIONS_DIR to a folder on a local disk that can be written"
 
 
-class MindedBaton(FileBaton):
-    """torch's lock file, but its end is only waited for while somebody builds under it.
+class MonitoredBaton(FileBaton):
+    """torch's lock file, with waiting only while its owner is alive.
 
-    The ranks of a host come here together. Each looks, removes and takes the file under a lock of
-    the system's, which ends with its holder: or one would remove what another has just taken.
+    The ranks of a host arrive together. Each checks, removes and takes the file under flock, which
+    ends with its holder; otherwise one could remove what another has just taken.
     """
 
     def try_acquire(self) -> bool | None:
-        """Whether the file is ours now; one that nobody builds under is removed first."""
+        """Try to take the file, after removing a stale one."""
         lock = Path(self.lock_file_path)
         with storing(str(lock), REMEDY), open(f"{lock}.turn", "a") as turn:
             fcntl.flock(turn, fcntl.LOCK_EX)
-            if is_abandoned(lock):
+            if is_stale_lock(lock):
                 lock.unlink(missing_ok=True)
-            taken = super().try_acquire()
-            if taken:
+            is_taken = super().try_acquire()
+            if is_taken:
                 lock.write_text(f"{socket.gethostname()} {os.getpid()}", encoding="utf-8")
-        return taken
+        return is_taken
 
     def wait(self) -> None:
-        """Until the file is gone; a StorageError when its owner is, or after `PATIENCE`."""
-        lock, began, has_told = Path(self.lock_file_path), time.monotonic(), False
-        while not self._is_gone_within(LOOK_EVERY):
-            if is_abandoned(lock):
+        """Wait until the file is gone; raise StorageError if its owner dies or after `MAX_WAIT`."""
+        lock, start, is_announced = Path(self.lock_file_path), time.monotonic(), False
+        while not self._is_gone_within(POLL_INTERVAL):
+            if is_stale_lock(lock):
                 raise StorageError(
-                    f"{lock}: the process that was building here ended too early; run the same"
-                    " command again"
+                    f"{lock}: the process that compiled here died; run the same command again"
                 )
-            builder, waited = builder_of(lock) or "nobody", time.monotonic() - began
-            if waited > PATIENCE:
+            builder, waited = describe_builder(lock) or "nobody", time.monotonic() - start
+            if waited > MAX_WAIT:
                 raise StorageError(
-                    f"{lock}: {builder} has been building for {waited / 60:.0f} minutes; end it,"
-                    f" delete the file if nothing is being built, or {REMEDY}"
+                    f"{lock}: {builder} has been compiling for {waited / 60:.0f} minutes; end it,"
+                    f" delete the file if nothing is being compiled, or {REMEDY}"
                 )
-            if not has_told and os.environ.get("LOCAL_RANK", "0") == "0":  # one voice for a host
+            if not is_announced and os.environ.get("LOCAL_RANK", "0") == "0":  # once per host
                 print(f"waiting for {builder} to compile {lock.parent.name} ({lock})", flush=True)
-            has_told = True
+            is_announced = True
 
     def _is_gone_within(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
@@ -78,32 +77,30 @@ class MindedBaton(FileBaton):
         return False
 
 
-def is_abandoned(lock: Path) -> bool:
-    """Whether the file is there and nobody builds under it.
+def is_stale_lock(lock: Path) -> bool:
+    """Whether the file exists and nobody compiles under it.
 
-    Looked at twice: between the two calls that open it, and the two that give it up, its owner
-    cannot be seen for a moment.
+    Checked twice: while the owner opens or releases the file it is invisible for a moment.
     """
-    seen = []
-    for pause in (SECOND_LOOK, 0.0):
+    states = []
+    for pause in (RECHECK_DELAY, 0.0):
         try:
-            seen.append((lock.stat().st_ino, lock.stat().st_ctime_ns))
+            states.append((lock.stat().st_ino, lock.stat().st_ctime_ns))
         except FileNotFoundError:
             return False
-        if builder_of(lock):
+        if describe_builder(lock):
             return False
         time.sleep(pause)
-    return seen[0] == seen[1]
+    return states[0] == states[1]
 
 
-def builder_of(lock: Path) -> str | None:
-    """Who builds under `lock`, in words; None when nobody does, or it is gone.
+def describe_builder(lock: Path) -> str | None:
+    """Describe the process that compiles under `lock`; None if there is none or no lock.
 
-    Its owner has the file open while it builds, and the `ninja` that it started works in its
-    folder, perhaps also after the owner's death. That is seen of this host alone. What cannot be
-    seen counts as alive: other users' processes, a system without /proc, and another host or
-    container (of several that share a home) that took the file here and wrote its name into it.
-    Not told apart from a dead one is a file that some other program took on another host.
+    The owner keeps the file open while it compiles, and its `ninja` works in the lock's folder,
+    possibly after the owner's death. This is visible on this host only. Processes that cannot be
+    inspected count as alive: those of other users, on systems without /proc, and on other hosts or
+    containers that wrote their name into the file.
     """
     try:
         owner = lock.stat().st_uid
@@ -114,71 +111,70 @@ def builder_of(lock: Path) -> str | None:
         return f"process {pid} on {host}"
     if os.geteuid() not in (0, owner) or not (PROCESSES / "self").exists():
         return f"a process of user {owner}"
-    # The likely one first: on a large host the others take seconds.
-    everyone = (path.name for path in PROCESSES.glob("[0-9]*"))
-    for process in (pid, *everyone) if pid else everyone:
-        if _builds_under(lock, PROCESSES / process):
+    # The recorded process first: on a large host scanning all takes seconds.
+    others = (path.name for path in PROCESSES.glob("[0-9]*"))
+    for process in (pid, *others) if pid else others:
+        if _is_building(lock, PROCESSES / process):
             return f"process {process}"
     return None
 
 
-def _builds_under(lock: Path, process: Path) -> bool:
-    with suppress(OSError):  # it has ended
+def _is_building(lock: Path, process: Path) -> bool:
+    with suppress(OSError):  # the process has ended
         if (process / "comm").read_text() == "ninja\n":
             return os.path.samefile(process / "cwd", lock.parent)
         for descriptor in (process / "fd").iterdir():
-            with suppress(OSError):  # it was closed
+            with suppress(OSError):  # closed meanwhile
                 if os.path.samefile(descriptor, lock):
                     return True
     return False
 
 
 @contextmanager
-def minded_builds(builder: Any, path: str) -> Iterator[None]:
-    """What torch compiles inside, it compiles under a `MindedBaton`.
+def monitored_builds(builder: Any, path: str) -> Iterator[None]:
+    """Compile ops inside the block under a `MonitoredBaton`.
 
-    `builder` is DeepSpeed's class of ops. Where one that the file at `path` asks for cannot be
-    compiled, whatever DeepSpeed makes of it comes out as a UsageError; by itself it holds all that
-    was printed, or no cause.
+    `builder` is DeepSpeed's class of ops. An op required by the file at `path` that cannot be
+    compiled raises UsageError with its cause.
     """
-    from torch.utils import cpp_extension  # slow to import, and DeepSpeed did so by now
+    from torch.utils import cpp_extension  # slow to import; DeepSpeed has imported it
 
-    builds: Any = cpp_extension
-    torchs, builds.FileBaton = builds.FileBaton, MindedBaton
-    build, faults = builder.jit_load, []
+    extension: Any = cpp_extension
+    original_baton, extension.FileBaton = extension.FileBaton, MonitoredBaton
+    original_load, failures = builder.jit_load, []
 
-    def noting(self: Any, *given: Any, **named: Any) -> Any:
+    def jit_load(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return build(self, *given, **named)
-        except Exception as error:  # of whatever kind: it goes on, and is only remembered
-            faults.append((self.name, error))
+            return original_load(self, *args, **kwargs)
+        except Exception as error:  # recorded and raised again
+            failures.append((self.name, error))
             raise
 
-    builder.jit_load = noting
+    builder.jit_load = jit_load
     try:
         yield
-    except Exception as error:  # DeepSpeed has kinds of its own, and changes them on the way
-        behind = list(chain_of(error))
-        name, cause = next((one for one in faults if one[1] in behind), ("", error))
+    except Exception as error:  # DeepSpeed raises it again as other types
+        causes = list(chain_of(error))
+        name, cause = next((one for one in failures if one[1] in causes), ("", error))
         if not name or isinstance(cause, RunError):
             raise
-        told = f"{path}: it takes DeepSpeed's {name}, which cannot be compiled here"
-        way_out = WITHOUT_ADAM if "adam" in name else "install what is missing, or do without it"
-        raise UsageError(f"{told} ({cause_in(str(cause))}); {way_out}") from error
+        problem = f"{path}: it takes DeepSpeed's {name}, which cannot be compiled here"
+        remedy = WITHOUT_ADAM if "adam" in name else "install what is missing, or do without it"
+        raise UsageError(f"{problem} ({cause_in(str(cause))}); {remedy}") from error
     finally:
-        builds.FileBaton = torchs
-        builder.jit_load = build
+        extension.FileBaton = original_baton
+        builder.jit_load = original_load
 
 
 def chain_of(error: BaseException | None) -> Iterator[BaseException]:
-    """The exception, and those it was raised from."""
+    """Yield the exception and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def cause_in(output: str) -> str:
-    """The first line that looks like an error, else the last one."""
+    """Return the first line that looks like an error, else the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    lines = lines or ["no reason is given"]
+    lines = lines or ["no reason given"]
     return next((line for line in lines if ERROR.search(line)), lines[-1])

@@ -1,4 +1,4 @@
-"""Which weights are decayed, AdamW for a DeepSpeed file that names no optimizer, and trials."""
+"""Parameter groups, the default AdamW, and trial optimizers that check parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minimind.config.run_config import RunConfig
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices (decayed, the tied embedding once) and norm gains (not decayed)."""
+    """Return two groups: matrices with weight decay, norm gains without."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
@@ -21,33 +21,33 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def adamw(groups: list[dict[str, Any]], run: RunConfig) -> torch.optim.Optimizer:
-    """Torch's AdamW with the run's learning rate and betas, in one kernel."""
+    """torch's fused AdamW with the learning rate and betas of the run."""
     betas = run.beta1, run.beta2
     return torch.optim.AdamW(groups, lr=run.learning_rate, betas=betas, fused=True)
 
 
 def trial_optimizer(name: str | None, params: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """Build the optimizer that DeepSpeed takes from torch over two small groups, and take a step.
+    """Build a torch optimizer with `params` on two small groups and take a step.
 
-    Raises what torch raises of its parameters. For one that DeepSpeed would compile, or none, it is
-    AdamW: a scheduler finds the same kinds of groups in it.
+    Raises what torch raises for its parameters. If DeepSpeed would compile the optimizer, or there
+    is none, returns AdamW, whose groups suit schedulers too.
     """
-    given = {key: value for key, value in params.items() if key != "torch_adam"}
+    options = {key: value for key, value in params.items() if key != "torch_adam"}
     if name in ("Adam", "AdamW"):
-        in_torch = params.get("torch_adam") is True
-        decoupled = given.pop("adam_w_mode", True) or name == "AdamW"
-        given.pop("fp32_optimizer_states", None)
+        is_torch = params.get("torch_adam") is True
+        decoupled = options.pop("adam_w_mode", True) or name == "AdamW"
+        options.pop("fp32_optimizer_states", None)
         kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     else:
-        in_torch = name == "SGD"
+        is_torch = name == "SGD"
         kind = torch.optim.SGD
     weights = [torch.zeros((2, 2), requires_grad=True), torch.zeros(2, requires_grad=True)]
     groups = [{"params": [weight]} for weight in weights]
-    if not in_torch:
+    if not is_torch:
         return torch.optim.AdamW(groups)
-    optimizer = kind(groups, **given)
+    optimizer = kind(groups, **options)
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
-    if not given.get("capturable"):  # which takes a GPU
+    if not options.get("capturable"):  # requires a GPU
         optimizer.step()
     return optimizer

@@ -1,9 +1,9 @@
-"""Weights and optimizer state of one rank, as named flat runs of float32 numbers.
+"""Weights and optimizer state of one rank as named flat fp32 slices.
 
-ZeRO cuts every parameter where its partitions happen to end. A `Fragment` says which part of which
-parameter one rank owns and where its fp32 master, exp_avg and exp_avg_sq lie in memory; written
-under `kind|parameter|start`, these can be read back by any world size, stage and optimizer class.
-adapters.py finds them in each engine.
+ZeRO partitions split parameters at arbitrary offsets. A `Fragment` is the part of a parameter that
+a rank owns, with the location of its fp32 master and moments. Stored as `kind|parameter|start`,
+fragments can be read by any world size, stage and optimizer class. optimizer_state_adapters.py
+finds them in each engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 MASTER, ADAM = "fp32", ("exp_avg", "exp_avg_sq")
-# What each optimizer remembers of every weight.
+# State of each optimizer per weight.
 MOMENTS = {
     **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"), ADAM),
     **dict.fromkeys(("FusedLion", "DeepSpeedCPULion"), ("exp_avg",)),
@@ -27,22 +27,22 @@ MOMENTS = {
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements start..start + length of one parameter, as this rank holds them."""
+    """Elements start to start + length of one parameter, held by this rank."""
 
     name: str
     start: int
     length: int
-    owner: Tensor  # the tensor that the base optimizer updates and keys its state by
-    offset: int  # where in `owner` the fragment begins
-    is_replicated: bool = False  # every rank holds it, and writes its share
-    is_frozen: bool = False  # in no optimizer: no moments, and the precision of the model
+    owner: Tensor  # tensor that the base optimizer updates, the key of its state
+    offset: int  # of the fragment in `owner`
+    is_replicated: bool = False  # all ranks hold it and save a share each
+    is_frozen: bool = False  # in no optimizer: no moments, dtype of the model
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The fragment's part of `owner`, or of a moment laid out like it; 1-D, shares memory."""
+        """1-D view of the fragment in `owner`, or in a moment of the same layout."""
         return tensor.detach().view(-1).narrow(0, self.offset, self.length)
 
     def share(self, rank: int, world_size: int) -> Fragment:
-        """The `rank`-th of `world_size` nearly equal parts."""
+        """Return part `rank` of `world_size` nearly equal parts."""
         first = self.length * rank // world_size
         last = self.length * (rank + 1) // world_size
         return replace(
@@ -52,19 +52,18 @@ class Fragment:
 
 @dataclass(frozen=True)
 class ZeroState:
-    """What one rank owns of the fp32 weights and moments, and how to put changes into force."""
+    """The fp32 weights and moments of one rank, and how to apply changes to them."""
 
     base: torch.optim.Optimizer
     fragments: list[Fragment]
     refresh: Callable[[], None]
     prepare: Callable[[], None]
 
-    def runs(self, rank: int, world_size: int) -> Iterator[tuple[str, Tensor]]:
-        """`kind|parameter|start` and a 1-D float32 view of what this rank has to write.
+    def slices(self, rank: int, world_size: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield `kind|parameter|start` and a 1-D fp32 view for all that this rank saves.
 
-        Moments only once the optimizer has made them. Replicated state is shared out: each rank
-        writes its 1 / world_size of every parameter. A frozen weight in low precision is a copy,
-        not a view.
+        Moments exist after the first step. Of replicated state each rank saves 1 / world_size of
+        every parameter. A frozen low-precision weight is a copy, not a view.
         """
         has_stepped = self.optimizer_step() is not None
         for f in self.fragments:
@@ -76,26 +75,26 @@ class ZeroState:
                 moment = self.base.state.get(part.owner, {}).get(kind)
                 if moment is not None:
                     yield f"{kind}|{part.name}|{part.start}", part.view(moment)
-                elif has_stepped and not part.is_frozen:  # no gradient ever came: as if of zeros
-                    nothing = torch.zeros(part.length, device=part.owner.device)
-                    yield f"{kind}|{part.name}|{part.start}", nothing
+                elif has_stepped and not part.is_frozen:  # never had a gradient
+                    zeros = torch.zeros(part.length, device=part.owner.device)
+                    yield f"{kind}|{part.name}|{part.start}", zeros
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The moments that the base optimizer keeps."""
+        """Names of the moments of the base optimizer."""
         name = type(self.base).__name__
-        has_none = name == "SGD" and not any(g["momentum"] for g in self.base.param_groups)
-        return () if has_none else MOMENTS[name]
+        is_stateless = name == "SGD" and not any(g["momentum"] for g in self.base.param_groups)
+        return () if is_stateless else MOMENTS[name]
 
     def optimizer_step(self) -> int | None:
-        """Updates the base optimizer has counted (SGD: 0, it counts none); None before any."""
+        """Step count of the base optimizer (SGD: 0); None before the first update."""
         steps = [int(s.get("step", 0)) for s in self.base.state.values() if s]
         return max(steps, default=None)
 
     def start(self) -> None:
-        """Moments of zeros, as the first update would make them, at step 0.
+        """Allocate zero moments at step 0.
 
-        Made by that, among what a first step has left in memory, they would split it for good.
+        If the first update allocated them, between activations, memory would stay fragmented.
         """
         for f in self.fragments:
             if not f.is_frozen and f.owner not in self.base.state:
@@ -104,12 +103,12 @@ class ZeroState:
     def fill(self, read: Callable[[str, str, int, int], Tensor], step: int | None) -> None:
         """Fill every fragment from `read(kind, parameter, start, length)`.
 
-        No rank waits for another here; `refresh`, which puts it into force, is collective.
+        Not collective, unlike `refresh`, which applies the values.
         """
         self.prepare()
         trained = [f for f in self.fragments if not f.is_frozen]
         for owner in {id(f.owner): f.owner for f in trained}.values():
-            owner.detach().zero_()  # padding between fragments, uninitialised at stage 3
+            owner.detach().zero_()  # padding is uninitialized at stage 3
             self.base.state.pop(owner, None)
             if step is not None:
                 self.base.state[owner] = self._fresh_moments(owner, step)
@@ -118,7 +117,7 @@ class ZeroState:
         for f in trained if step is not None else ():
             for kind in self.kinds:
                 f.view(self.base.state[f.owner][kind]).copy_(read(kind, f.name, f.start, f.length))
-        self._count_to(step or 0)
+        self._set_step_count(step or 0)
 
     def _fresh_moments(self, owner: Tensor, step: int) -> dict[str, Any]:
         keep = torch.preserve_format
@@ -131,32 +130,32 @@ class ZeroState:
             return {"step": torch.tensor(float(step), device=place), **moments}
         return {"step": step, **moments}
 
-    def _count_to(self, step: int) -> None:
-        """Let DeepSpeed's Adams count as if they had taken `step` updates.
+    def _set_step_count(self, step: int) -> None:
+        """Set the step count of DeepSpeed's Adams.
 
-        In C++ they keep beta^t as a product, one factor an update. A step number out of sequence
-        makes it a power, which differs in the last bit, so the updates are replayed on nothing.
+        In C++ they keep beta^t as a running product. For a step number out of sequence they compute
+        a power, which differs in the last bit, so the updates are replayed on dummy tensors.
         """
         for group in self.base.param_groups:
-            if "step" in group:  # FusedAdam's, from which it numbers a state that it makes itself
+            if "step" in group:  # FusedAdam numbers new states from it
                 group["step"] = step
-        update = _update_in_cpp(self.base)
+        update = _cpp_update(self.base)
         if update is None:
             return
-        # Beyond this 1 - beta^t is 1 in float32, however beta^t came about.
-        least = max(self.base.param_groups[0].get("betas", (0.0,)))
-        last = step if not 0 < least < 1 else min(step, ceil(-26 * log(2) / log(least)))
+        # Beyond this 1 - beta^t rounds to 1 in float32.
+        beta = max(self.base.param_groups[0].get("betas", (0.0,)))
+        last = step if not 0 < beta < 1 else min(step, ceil(-26 * log(2) / log(beta)))
         for number in range(1, last + 1):
             update(number)
 
 
-def _update_in_cpp(base: Any) -> Callable[[int], None] | None:
-    """What takes update number t on tensors of no interest; None where nothing is kept in C++."""
+def _cpp_update(base: Any) -> Callable[[int], None] | None:
+    """Return a function that runs update t on dummy tensors; None without C++ state."""
     group, name = base.param_groups[0], type(base).__name__
     if name not in ("DeepSpeedCPUAdam", "FusedAdam"):
         return None
     if any(p.device.type != "cpu" for g in base.param_groups for p in g["params"]):
-        return None  # the CUDA kernel takes powers
+        return None  # the CUDA kernel computes powers
     weight, gradient, first, second = (torch.zeros(1) for _ in range(4))
     rates = group["lr"], *group["betas"], group["eps"]
     decay, corrected = group["weight_decay"], group["bias_correction"]

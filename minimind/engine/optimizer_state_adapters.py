@@ -1,8 +1,7 @@
-"""Where each engine keeps its weights and optimizer state: one function per wrapper class.
+"""Where each DeepSpeed wrapper stores weights and optimizer state: one function per class.
 
-This leans on private attributes of one version of DeepSpeed; another version, an unknown wrapper
-and an unknown base optimizer are refused by name. No deepspeed import: engines are looked at, not
-made.
+Relies on private attributes of one version of DeepSpeed; other versions, unknown wrappers and
+unknown base optimizers are refused by name. Does not import deepspeed.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ TESTED = "0.19.8"  # constraints.txt and pyproject.toml pin the same
 
 
 def require_tested_deepspeed() -> None:
-    """Nothing, or a CheckpointError where another DeepSpeed than the tested one is installed."""
-    found = version("deepspeed")
-    if found.partition("+")[0] != TESTED:  # what follows a + names a build of the same source
+    """Raise CheckpointError if another version of DeepSpeed is installed."""
+    installed = version("deepspeed")
+    if installed.partition("+")[0] != TESTED:  # after + stands the build
         raise CheckpointError(
-            f"DeepSpeed {found} is installed, and checkpoints are tested with {TESTED} alone; run"
-            f" `pip install deepspeed=={TESTED}`, or train without it (--deepspeed_config none)"
+            f"DeepSpeed {installed} is installed, and checkpoints are tested with {TESTED} only;"
+            f" run `pip install deepspeed=={TESTED}`, or train without it (--deepspeed_config none)"
         )
 
 
 def zero_state(engine: Any) -> ZeroState:
-    """This rank's part of an engine's state; a CheckpointError names an unknown optimizer.
+    """Return this rank's state; `engine` is DeepSpeed's engine or a plain backend.
 
-    `engine` has the module and the optimizer: DeepSpeed's engine, or a plain backend.
+    Raise CheckpointError for an unknown optimizer or wrapper.
     """
     wrapper = engine.optimizer
     base = getattr(wrapper, "optimizer", wrapper)
@@ -52,22 +51,22 @@ def zero_state(engine: Any) -> ZeroState:
             f"no checkpoints of DeepSpeed's {type(wrapper).__name__} yet; use ZeRO stage 1, 2 or 3"
         )
     names = {p: name for name, p in engine.module.named_parameters()}
-    held = adapter(engine, base, names)
+    state = adapter(engine, base, names)
     frozen = [_frozen(engine, name, p) for p, name in names.items() if not p.requires_grad]
-    return replace(held, fragments=held.fragments + frozen)
+    return replace(state, fragments=state.fragments + frozen)
 
 
 def _frozen(engine: Any, name: str, p: Any) -> Fragment:
-    """A parameter that is not trained, which is in no optimizer; at stage 3 this rank's piece."""
+    """A parameter that is not trained; at stage 3 this rank's partition."""
     if hasattr(p, "ds_tensor"):
-        return _piece(engine.optimizer, name, p, p.ds_tensor, 0, is_frozen=True)
+        return _partition(engine.optimizer, name, p, p.ds_tensor, 0, is_frozen=True)
     return Fragment(name, 0, p.numel(), p, 0, is_replicated=True, is_frozen=True)
 
 
 def _partitioned(engine: Any, base: Any, names: dict[Any, str]) -> ZeroState:
-    """Stages 1 and 2: each group is one flat vector, cut into equal partitions by rank.
+    """Stages 1 and 2: each group is a flat vector in equal partitions by rank.
 
-    `_hp_mapping` would say the same, but is wrong with `round_robin_gradients`.
+    `_hp_mapping` is not used: it is wrong with `round_robin_gradients`.
     """
     z = engine.optimizer
     fragments = []
@@ -75,52 +74,54 @@ def _partitioned(engine: Any, base: Any, names: dict[Any, str]) -> ZeroState:
         size = int(z.partition_size[g])
         first = torch.distributed.get_rank(group=z.real_dp_process_group[g]) * size
         params, offsets = z.round_robin_bit16_groups[g], z.round_robin_bit16_offsets[g]
-        fragments += _cut(zip(params, offsets, strict=True), names, flat, first, first + size)
-    return ZeroState(base, fragments, partial(_share_and_link, z), _nothing)
+        fragments += _split(zip(params, offsets, strict=True), names, flat, first, first + size)
+    return ZeroState(base, fragments, partial(_gather_and_link, z), _no_op)
 
 
 def _partitioned_bf16(engine: Any, base: Any, names: dict[Any, str]) -> ZeroState:
-    """Stage 1 in bf16 with gradients added up in fp32: as above, in the order of the groups."""
+    """Stage 1 in bf16 with fp32 gradient accumulation: as above, in group order."""
     z = engine.optimizer
     fragments = []
     for g, flat in enumerate(z.fp32_groups_flat_partition):
         first = torch.distributed.get_rank(group=z.real_dp_process_group[g]) * flat.numel()
-        fragments += _cut(_in_turn(z.bf16_groups[g]), names, flat, first, first + flat.numel())
-    return ZeroState(base, fragments, partial(_share_and_link, z), _nothing)
+        fragments += _split(
+            _with_offsets(z.bf16_groups[g]), names, flat, first, first + flat.numel()
+        )
+    return ZeroState(base, fragments, partial(_gather_and_link, z), _no_op)
 
 
-def _share_and_link(z: Any) -> None:
-    """The partitions' weights to all ranks; then what DeepSpeed itself remembers of the moments."""
+def _gather_and_link(z: Any) -> None:
+    """Gather the weights on all ranks, then rebuild DeepSpeed's links to the moments."""
     z.update_lp_params()
     z._hp_optimizer_states_linked = False
     z._lazy_init_hp_params_optimizer_state()
 
 
-def _in_turn(params: list[Any]) -> Iterable[tuple[Any, int]]:
-    """Each parameter and where it begins, one after another in a flat vector."""
+def _with_offsets(params: list[Any]) -> Iterable[tuple[Any, int]]:
+    """Parameters with their offsets in a flat vector."""
     return zip(params, accumulate((p.numel() for p in params), initial=0), strict=False)
 
 
-def _cut(
-    placed: Iterable[tuple[Any, int]], names: dict[Any, str], flat: Tensor, first: int, last: int
+def _split(
+    params: Iterable[tuple[Any, int]], names: dict[Any, str], flat: Tensor, first: int, last: int
 ) -> list[Fragment]:
-    """Fragments of the parameters placed in a vector of which `flat` is first..last."""
-    found = []
-    for p, at in placed:
+    """Fragments of parameters, by offset in a vector of which `flat` is first to last."""
+    fragments = []
+    for p, at in params:
         start, end = max(at, first), min(at + p.numel(), last)
         if start < end:
-            found.append(Fragment(names[p], start - at, end - start, flat, start - first))
-    return found
+            fragments.append(Fragment(names[p], start - at, end - start, flat, start - first))
+    return fragments
 
 
 def _sharded_weights(engine: Any, base: Any, names: dict[Any, str]) -> ZeroState:
-    """Stage 3: every parameter is cut by rank; sub-groups of the pieces are flat vectors."""
+    """Stage 3: every parameter is partitioned by rank; sub-groups are flat vectors."""
     z = engine.optimizer
     fragments = []
     for flat, params in zip(z.fp32_partitioned_groups_flat, z.fp16_groups, strict=True):
         offset = 0
         for p in params:
-            fragments.append(_piece(z, names[p], p, flat, offset))
+            fragments.append(_partition(z, names[p], p, flat, offset))
             offset += p.partition_numel()
 
     def refresh() -> None:
@@ -131,10 +132,10 @@ def _sharded_weights(engine: Any, base: Any, names: dict[Any, str]) -> ZeroState
     return ZeroState(base, fragments, refresh, z.checkpoint_event_prologue)
 
 
-def _piece(
+def _partition(
     z: Any, name: str, p: Any, owner: Tensor, offset: int, is_frozen: bool = False
 ) -> Fragment:
-    """What a rank has of one parameter at stage 3: nothing where only padding is left for it."""
+    """This rank's partition of a parameter at stage 3; empty if it is only padding."""
     share = p.partition_numel()
     start = min(share * z._get_param_partition_rank(p), p.ds_numel)
     length = min(share, p.ds_numel - start)
@@ -142,7 +143,7 @@ def _piece(
 
 
 def _replicated_masters(engine: Any, base: Any, names: dict[Any, str]) -> ZeroState:
-    """Stage 0 or no DeepSpeed, in bf16: a full fp32 copy beside each parameter, on every rank."""
+    """Stage 0 or no DeepSpeed, in bf16: an fp32 copy of each parameter on every rank."""
     z = engine.optimizer
     pairs = [
         (low, master)
@@ -155,37 +156,37 @@ def _replicated_masters(engine: Any, base: Any, names: dict[Any, str]) -> ZeroSt
             low.data.copy_(master.data)
 
     fragments = [_whole(names[low], master) for low, master in pairs]
-    return ZeroState(base, fragments, refresh, _nothing)
+    return ZeroState(base, fragments, refresh, _no_op)
 
 
 def _replicated_flat_masters(engine: Any, base: Any, names: dict[Any, str]) -> ZeroState:
-    """Stage 0 in bf16 with DeepSpeed's fused Adam: one fp32 vector per group, on every rank."""
+    """Stage 0 in bf16 with DeepSpeed's fused Adam: an fp32 vector per group on every rank."""
     z = engine.optimizer
     fragments = [
         Fragment(names[p], 0, p.numel(), flat, at, is_replicated=True)
         for flat, params in zip(z.fp32_groups_flat, z.fp16_groups, strict=True)
-        for p, at in _in_turn(params)
+        for p, at in _with_offsets(params)
     ]
 
     def refresh() -> None:
         for low, master in zip(z.fp16_groups_flat, z.fp32_groups_flat, strict=True):
             low.data.copy_(master.data)
 
-    return ZeroState(base, fragments, refresh, _nothing)
+    return ZeroState(base, fragments, refresh, _no_op)
 
 
 def _plain(engine: Any, base: Any, names: dict[Any, str]) -> ZeroState:
-    """Stage 0 in fp32: the optimizer updates the parameters themselves, on every rank."""
+    """Stage 0 in fp32: the optimizer updates the parameters on every rank."""
     params = [p for group in base.param_groups for p in group["params"]]
     fragments = [_whole(names[p], p) for p in params]
-    return ZeroState(base, fragments, _nothing, _nothing)
+    return ZeroState(base, fragments, _no_op, _no_op)
 
 
 def _whole(name: str, owner: Tensor) -> Fragment:
     return Fragment(name, 0, owner.numel(), owner, 0, is_replicated=True)
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     pass
 
 

@@ -1,4 +1,4 @@
-"""Where a step's time went: every moment of it is charged to exactly one phase."""
+"""Time of each phase of a step: every moment belongs to exactly one phase."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from minimind.engine.collective_clock import CommunicationClock
 
 PHASES = ("data", "forward", "backward", "optimizer")
-SHOWN = {"comm": "of it comm.", "memory_mib": "memory MiB"}
+LABELS = {"comm": "of it comm.", "memory_mib": "memory MiB"}
 
 
 class PhaseClock:
-    """Marks between phases; what lies between two marks belongs to the phase named by the second.
+    """Records marks at the ends of phases.
 
-    On a GPU the marks are CUDA events, so that no mark waits for the device: the times are read
-    when they are reported, which is the only synchronisation. On a CPU they are a monotonic clock.
+    On a GPU marks are CUDA events, read when they are reported, the only synchronization. On a CPU
+    they are monotonic times.
     """
 
     def __init__(
@@ -28,31 +28,31 @@ class PhaseClock:
     ) -> None:
         self._on_gpu = device.type == "cuda"
         self._communication = communication
-        self._range: Any = None  # of a trace, by the name of the phase
+        self._range: Any = None  # record_function of the current phase in a trace
         self.is_traced = False
-        self.passed = 0  # marks since the start: how far this rank is, for its peers
-        self.phase = ""  # the one it is in
+        self.passed = 0  # marks since the start: the progress of this rank, for its peers
+        self.phase = ""  # the current one
         self._marks: list[list[tuple[str, torch.cuda.Event | float]]] = []
 
     def begin(self) -> None:
-        """Start a step: the moment the first micro-batch is asked for."""
+        """Start a step, before its first micro-batch is fetched."""
         self._marks.append([("", self._now())])
         self._enter("data")
         self._annotate("data")
 
     def mark(self, phase: str, is_last: bool = False) -> None:
-        """Charge the time since the last mark to `phase`; the last one of a step ends it."""
+        """End `phase`; `is_last` ends the step."""
         self._marks[-1].append((phase, self._now()))
-        following = PHASES[(PHASES.index(phase) + 1) % len(PHASES)]
-        self._enter(following)
-        self._annotate("" if is_last else following)
+        next_phase = PHASES[(PHASES.index(phase) + 1) % len(PHASES)]
+        self._enter(next_phase)
+        self._annotate("" if is_last else next_phase)
 
     def _enter(self, phase: str) -> None:
         self.passed += 1
         self.phase = phase
 
     def _annotate(self, phase: str) -> None:
-        """Show the phase in a trace, where one is recorded."""
+        """Mark the phase in a trace that is being recorded."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
@@ -61,17 +61,17 @@ class PhaseClock:
             self._range.__enter__()
 
     def take(self) -> list[dict[str, float]]:
-        """Milliseconds by phase, and their sum as `step`, of each step since the last call.
+        """Return milliseconds by phase, and their sum as `step`, of each step since the last call.
 
-        Communication, where it is watched, is shared out evenly over them as `comm`.
+        Communication time, if recorded, is divided evenly over the steps as `comm`.
         """
         marks, self._marks = self._marks, []
         if self._on_gpu:
             torch.cuda.synchronize()
         steps = [self._milliseconds(step) for step in marks]
         if self._communication:
-            spent = self._communication.take() / max(1, len(steps))
-            steps = [{**step, "comm": spent} for step in steps]
+            comm = self._communication.take() / max(1, len(steps))
+            steps = [{**step, "comm": comm} for step in steps]
         return steps
 
     def _now(self) -> torch.cuda.Event | float:
@@ -82,63 +82,60 @@ class PhaseClock:
         return event
 
     def _milliseconds(self, marks: list[tuple[str, torch.cuda.Event | float]]) -> dict[str, float]:
-        spent: dict[str, float] = {phase: 0.0 for phase in PHASES}
+        times: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         for (_, start), (phase, end) in pairwise(marks):
             if isinstance(start, float) and isinstance(end, float):
-                spent[phase] += (end - start) * 1e3
+                times[phase] += (end - start) * 1e3
             elif isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-                spent[phase] += start.elapsed_time(end)
-        return {**spent, "step": sum(spent.values())}
+                times[phase] += start.elapsed_time(end)
+        return {**times, "step": sum(times.values())}
 
 
 def mean_ms(steps: list[dict[str, float]]) -> dict[str, float | None]:
-    """The mean of each phase over `steps`, as `PHASE_ms`; comm_ms is None unless watched."""
+    """Mean of each phase over `steps` as `PHASE_ms`; comm_ms is None if not recorded."""
     means = {f"{n}_ms": sum(s[n] for s in steps) / max(1, len(steps)) for n in (*PHASES, "step")}
-    is_watched = bool(steps) and "comm" in steps[0]
-    return {**means, "comm_ms": sum(s["comm"] for s in steps) / len(steps) if is_watched else None}
+    has_comm = bool(steps) and "comm" in steps[0]
+    return {**means, "comm_ms": sum(s["comm"] for s in steps) / len(steps) if has_comm else None}
 
 
 def median_ms(steps: list[dict[str, float]]) -> dict[str, float]:
-    """The median of everything that `steps` have: what one rank tells the others."""
+    """Median of every value over `steps` as `NAME_ms`."""
     return {f"{name}_ms": median(step[name] for step in steps) for name in steps[0]}
 
 
 def ranks_table(ranks: Sequence[Mapping[str, float]]) -> str:
-    """A table of min / median / max over ranks of what each tells, and whose the largest is.
+    """Table of min, median and max over ranks, and the rank of the maximum.
 
-    Ranks wait for each other in the backward pass: who is late is seen by its forward pass, or by
-    how little time it spends communicating.
+    Ranks wait for each other in the backward pass, so a slow rank shows by a long forward pass or
+    little communication.
     """
     lines = [f"  {'over ranks':<12}{'min':>10}{'median':>10}{'max':>10}  largest"]
     for name in ranks[0]:
-        found = [rank[name] for rank in ranks]
-        largest, short = found.index(max(found)), name.removesuffix("_ms")
-        shown = SHOWN.get(short, short)
+        values, short = [rank[name] for rank in ranks], name.removesuffix("_ms")
         lines.append(
-            f"  {shown:<12}{min(found):>10.1f}{median(found):>10.1f}{max(found):>10.1f}"
-            f"  rank {largest}"
+            f"  {LABELS.get(short, short):<12}{min(values):>10.1f}{median(values):>10.1f}"
+            f"{max(values):>10.1f}  rank {values.index(max(values))}"
         )
     return "\n".join(lines)
 
 
 def profile_table(steps: list[dict[str, float]], pauses: dict[str, float]) -> str:
-    """A table of min / median / max milliseconds by phase over `steps`.
+    """Table of min, median and max milliseconds by phase over `steps`.
 
-    `pauses` are milliseconds spent between the steps over the same interval (evaluate, checkpoint);
-    they are no part of a step and stand below the line. Shares are of sums, so those of the phases
-    add up to 100 %.
+    `pauses` are milliseconds between the steps (evaluate, checkpoint), listed below. Shares are
+    shares of sums, so those of the phases add up to 100 %.
     """
-    whole = sum(s["step"] for s in steps)
+    total = sum(s["step"] for s in steps)
     lines = [f"  {'phase':<12}{'min ms':>10}{'median':>10}{'max':>10}{'share':>8}"]
     for name in (*PHASES, "step", "comm"):
         times = [s[name] for s in steps if name in s]
         if not times:
             continue
-        share = f"{sum(times) / whole:>8.1%}" if whole else ""
+        share = f"{sum(times) / total:>8.1%}" if total else ""
         lines.append(
-            f"  {SHOWN.get(name, name):<12}{min(times):>10.1f}{median(times):>10.1f}"
+            f"  {LABELS.get(name, name):<12}{min(times):>10.1f}{median(times):>10.1f}"
             f"{max(times):>10.1f}{share}"
         )
-    for name, spent in pauses.items():
-        lines.append(f"  {name:<12}{spent:>10.1f}  in all, between the {len(steps)} steps")
+    for name, ms in pauses.items():
+        lines.append(f"  {name:<12}{ms:>10.1f}  in all, between the {len(steps)} steps")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""What takes the steps without DeepSpeed: a plain (DDP or single) model and its optimizer.
+"""The backend without DeepSpeed: a DDP or single-process model and its optimizer.
 
-Made in engine.py; nothing of Accelerate is imported. A backend runs micro-batches through `forward`
-and `backward` inside `micro_batch`, and `update`s; deepspeed_backend.py has the other one.
+Created by build.py. A backend runs `forward` and `backward` of micro-batches inside `micro_batch`,
+then `update`; deepspeed_backend.py has the same interface.
 """
 
 from __future__ import annotations
@@ -29,34 +29,31 @@ OptimizerOf = Callable[[Groups], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step: this rank's losses and target counts, and the global norm.
+    """Result of one optimizer step on this rank; tensors stay on the device."""
 
-    Tensors stay on the device; whoever reports them reads them.
-    """
-
-    loss_sums: tuple[torch.Tensor, ...]  # over the targets of each of its micro-batches
+    loss_sums: tuple[torch.Tensor, ...]  # of each micro-batch
     targets: tuple[torch.Tensor, ...]
     grad_norm: float | torch.Tensor | None
-    lr: float  # as the optimizer had it
-    skipped_so_far: int | torch.Tensor  # steps dropped since step 0 for a non-finite gradient
-    is_skipped: bool | torch.Tensor  # this one was, on every rank
-    routing: Routing | None = None  # of experts, by layer; mean over this rank's micro-batches
+    lr: float  # in force
+    skipped_so_far: int | torch.Tensor  # since step 0, for a gradient that is not finite
+    is_skipped: bool | torch.Tensor  # this step, on every rank
+    routing: Routing | None = None  # mean over this rank's micro-batches
 
     @property
     def loss_sum(self) -> torch.Tensor:
-        """Over all of them, in float64."""
+        """Sum over micro-batches in float64."""
         return reduce(torch.add, (part.double() for part in self.loss_sums))
 
     @property
     def tokens(self) -> torch.Tensor:
-        """Targets of all of them."""
+        """Number of targets."""
         return reduce(torch.add, self.targets)
 
 
 class MasterWeights:
-    """fp32 copies of bf16 or fp16 weights, and the optimizer that updates them in their place.
+    """fp32 copies of bf16 or fp16 weights, and the optimizer that updates the copies.
 
-    What DeepSpeed does, so that a dtype means the same with and without it: bf16 losses agree.
+    As in DeepSpeed, so that losses of a dtype agree with and without it.
     """
 
     def __init__(self, groups: Groups, optimizer: OptimizerOf) -> None:
@@ -82,7 +79,7 @@ class MasterWeights:
 
 
 class PlainBackend:
-    """A model without DeepSpeed, under DDP or alone, with an optimizer of torch's."""
+    """A model under DDP or in a single process, with torch's AdamW."""
 
     def __init__(
         self, forward: nn.Module, module: nn.Module, resolved: Resolved, groups: Groups
@@ -103,37 +100,37 @@ class PlainBackend:
         self.state().start()
 
     def watch(self, clock: CommunicationClock) -> None:
-        """Have DDP's reductions timed."""
+        """Time DDP's reductions."""
         if isinstance(self.forward, DistributedDataParallel):
             clock.watch_ddp(self.forward)
 
     def collectives_table(self) -> str:
-        """Nothing: DeepSpeed's comms_logger is not here."""
+        """Empty: the table is DeepSpeed's."""
         return ""
 
     def release(self) -> None:
-        """Do nothing: what is timed goes with the model."""
+        """Do nothing: hooks end with the model."""
 
     def begin(self, lr: float) -> float:
-        """Set the learning rate of the coming update, and return it."""
-        if not self.module.training:  # after a validation: it goes through all modules
+        """Set the learning rate of the next update and return it."""
+        if not self.module.training:  # after an evaluation; train() walks all modules
             self.forward.train()
         for group in self.torch_optimizer.param_groups:
             group["lr"] = lr
         return lr
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Gradients are reduced over the ranks with the last micro-batch only."""
+        """Context of a micro-batch: gradients are reduced with the last one only."""
         if is_last or not isinstance(self.forward, DistributedDataParallel):
             return nullcontext()
         return self.forward.no_sync()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add this micro-batch's share to the gradients."""
+        """Accumulate the gradients of a micro-batch."""
         self.scaler.scale(loss / self.micro_batches).backward()
 
     def update(self, is_last: bool) -> torch.Tensor | None:
-        """Clip and step at the last micro-batch; the gradient norm before clipping."""
+        """Clip and step at the last micro-batch; return the gradient norm before clipping."""
         if not is_last:
             return None
         if self.masters:
@@ -141,13 +138,13 @@ class PlainBackend:
         self.scaler.unscale_(self.torch_optimizer)
         updated = [p for group in self.torch_optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(updated, self.max_norm)
-        # The norm is of the reduced gradient: not finite on every rank, or on none. Fused AdamW
-        # leaves weights, moments and count alone by a number on the device, as GradScaler has it.
+        # The norm is that of the reduced gradient, so it is finite on all ranks or on none. Fused
+        # AdamW skips the update by a flag on the device (found_inf, as set by GradScaler).
         is_skipped = ~torch.isfinite(norm)
         self.skipped_steps = self.skipped_steps + is_skipped
         self.torch_optimizer.found_inf = is_skipped.float()
         self.torch_optimizer.step()
-        self.scaler.update()  # learns from what unscale_ found
+        self.scaler.update()  # by the overflow that unscale_ found
         self.torch_optimizer.zero_grad()
         if self.masters:
             self.masters.put_weights()
@@ -155,48 +152,48 @@ class PlainBackend:
         return norm
 
     def state(self) -> ZeroState:
-        """The fp32 weights and moments, of which every rank has all."""
+        """The fp32 weights and moments, replicated on every rank."""
         return zero_state(self)
 
     def counters(self) -> dict[str, Any]:
-        """What `DeepSpeedBackend.counters` returns, with torch's loss scaler."""
-        kept = self.scaler.state_dict()  # empty unless it scales
+        """As `DeepSpeedBackend.counters`, with torch's loss scaler."""
+        scaler = self.scaler.state_dict()  # empty if disabled
         return {
             "global_steps": self.steps,
             "skipped_steps": int(self.skipped_steps),
-            "loss_scaler": {**kept, "cur_scale": kept["scale"]} if kept else {},
+            "loss_scaler": {**scaler, "cur_scale": scaler["scale"]} if scaler else {},
             "scheduler_iteration": None,
         }
 
     def restore_counters(self, saved: dict[str, Any]) -> None:
-        """Set what `counters` returned, from any backend."""
+        """Restore what `counters` of any backend returned."""
         self.steps, self.skipped_steps = saved["global_steps"], saved["skipped_steps"]
         kept = saved["loss_scaler"]
         if self.scaler.is_enabled() and kept:
             own = self.scaler.state_dict()
-            # DeepSpeed goes on counting where torch begins anew once the scale has grown.
+            # DeepSpeed keeps counting where torch restarts after the scale has grown.
             stable = kept.get("cur_iter", 0) - kept.get("last_overflow_iter", -1) - 1
-            told = {"scale": kept["cur_scale"], "_growth_tracker": stable % own["growth_interval"]}
-            self.scaler.load_state_dict(own | told | {k: kept[k] for k in own if k in kept})
+            tracker = stable % own["growth_interval"]
+            restored = {"scale": kept["cur_scale"], "_growth_tracker": tracker}
+            self.scaler.load_state_dict(own | restored | {k: kept[k] for k in own if k in kept})
 
 
 def prepare_for_ddp(module: nn.Module) -> None:
-    """Keep buffers that are no state out of what DDP sends: NCCL refuses complex pos_cis.
+    """Exclude non-persistent buffers from DDP's broadcast: NCCL refuses complex pos_cis.
 
-    By the names they have in `module`, which torch.compile prefixes with `_orig_mod.`. Every rank
-    builds them from the configuration, so nothing is lost (pytorch issue 99652).
+    Every rank builds them from the configuration. Names are those in `module`, which torch.compile
+    prefixes with `_orig_mod.` (pytorch issue 99652).
     """
     state = module.state_dict()
     tables = [name for name, _ in module.named_buffers() if name not in state]
-    # The name that DDP looks for; no attribute that a module declares.
-    setattr(module, "_ddp_params_and_buffers_to_ignore", tables)  # noqa: B010 (likewise)
+    # The attribute that DDP reads; modules do not declare it.
+    setattr(module, "_ddp_params_and_buffers_to_ignore", tables)  # noqa: B010 (not declared)
 
 
 def unused_parameters(model: nn.Module) -> list[str]:
-    """Names of trainable parameters that a forward pass leaves without a gradient.
+    """Names of trainable parameters that get no gradient, found with one row of two tokens.
 
-    DDP waits for every gradient, so it must be told when some never come; searching for them
-    costs every step, so it is told only then. Found by one row of two tokens.
+    DDP waits for every gradient unless it searches for unused parameters, which costs every step.
     """
     device = next(model.parameters()).device
     tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from minimind.engine.phase_clock import SHOWN, mean_ms, median_ms, profile_table, ranks_table
+from minimind.engine.phase_clock import LABELS, mean_ms, median_ms, profile_table, ranks_table
 from minimind.runtime.durable_files import Metrics, storing
 from minimind.runtime.terminal import for_stdout
 from minimind.telemetry.progress_bar import ProgressBar, TrackedMicroBatches
@@ -157,7 +157,7 @@ class RunLogger:
         if not self._is_rank_0:
             return
         table = f"profile, {len(times)} steps up to step {step}:\n{profile_table(times, pauses)}"
-        memory = f"  {SHOWN['memory_mib']:<12}{self._memory_mib():>10.1f}  at most so far"
+        memory = f"  {LABELS['memory_mib']:<12}{self._memory_mib():>10.1f}  at most so far"
         self.print(f"{table}\n{ranks_table(ranks) if len(ranks) > 1 else memory}")
         by_rank = {name: [rank[name] for rank in ranks] for name in ranks[0]}
         means = {**mean_ms(times), **_by_ms(pauses)}

@@ -46,7 +46,7 @@ class _CallableModule(ModuleType):
         import torch.distributed as dist
 
         from minimind.config.parse import run_of
-        from minimind.engine.build import leave
+        from minimind.engine.build import leave_process_group
         from minimind.errors import UsageError
         from minimind.train.pretrain import pretrain
 
@@ -65,7 +65,7 @@ class _CallableModule(ModuleType):
             for number, handler in handlers.items():
                 if signal.getsignal(number) is not handler:
                     signal.signal(number, handler)
-            leave()
+            leave_process_group()
             if progress.lock:
                 progress.lock.close()
 

@@ -16,7 +16,7 @@ from minimind.data.loader.batches import Batches
 from minimind.data.prepare.inspect import shown
 from minimind.engine.build import Engine
 from minimind.engine.collective_clock import CommunicationClock
-from minimind.engine.loss_of_batch import routing_facts
+from minimind.engine.loss_of_batch import routing_fields
 from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import NumericError
@@ -114,7 +114,7 @@ def log_step(context: RunContext, state: TrainState, result: StepResult) -> None
             "skipped": int(result.skipped_so_far),
             "tokens": state.tokens,
             "rows": [rows.start, rows.stop],
-            **routing_facts(result.routing, context.engine),
+            **routing_fields(result.routing, context.engine),
         },
         context.batches.tokens_per_step,
     )

@@ -26,7 +26,13 @@ from minimind.config.schedule import Schedule
 from minimind.data.loader.batches import Batches
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared
-from minimind.engine.build import Engine, build_engine, leave, require_accepted, section_faults
+from minimind.engine.build import (
+    Engine,
+    build_engine,
+    leave_process_group,
+    require_accepted,
+    section_faults,
+)
 from minimind.errors import StorageError, UsageError
 from minimind.report.page import REPORT_NAME, write_report
 from minimind.runtime.durable_files import storing
@@ -185,7 +191,7 @@ def build_context(
         samples=samples_of(run, prepared.tokenizer),
         saver=saver,
         trace=trace_of(run, engine.rank),
-        communication=engine.watched() if run.profile else None,
+        communication=engine.instrument_collectives() if run.profile else None,
         logger=logger,
         skipped=SkippedSteps(run, engine, order, batches.at, prepared.tokenizer.decode, logger),
         stop=progress.begin(),
@@ -290,4 +296,4 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
     context.engine.barrier()
     if context.progress.peers:
         context.progress.peers.close()
-    leave()
+    leave_process_group()

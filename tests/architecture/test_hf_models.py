@@ -24,7 +24,7 @@ from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import open_prepared
-from minimind.engine.loss_of_batch import compile_within, uncompiled
+from minimind.engine.loss_of_batch import compile_model, uncompiled
 from minimind.errors import CheckpointError, UsageError
 from minimind.inference.load_model import load_model
 from minimind.model.activation_checkpointing import enable_checkpointing
@@ -212,7 +212,7 @@ def test_compiled_it_has_the_same_loss(kind, monkeypatch):
     torch._dynamo.reset()
     whole = partial(torch.compile, fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", whole)
-    compile_within(model, parse_flags(["--compile", "on"]), "cpu")
+    compile_model(model, parse_flags(["--compile", "on"]), "cpu")
     compiled = model(**asked).loss_sum
     with uncompiled(model):
         again = model(**asked).loss_sum

@@ -111,9 +111,9 @@ class Worker:
     def _leave(self, layout: Layout) -> None:
         """A single process has a group of its own, which DeepSpeed must not find."""
         if layout == (1, None):
-            from minimind.engine.build import leave
+            from minimind.engine.build import leave_process_group
 
-            leave()
+            leave_process_group()
             os.environ["LOCAL_RANK"] = "0"  # taken away from Accelerate, put back for DeepSpeed
 
 

@@ -21,7 +21,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 from torch._functorch import config
 
-from minimind.engine.loss_of_batch import AHEAD
+from minimind.engine.loss_of_batch import EAGER_BACKWARD
 from tests.distributed.engines import Case, build, course
 
 is_ahead: list[bool] = []  # of each graph, whether its backward pass is asked for with it
@@ -30,7 +30,7 @@ STAGES = {"ddp": None, "stage 0": 0, "stage 1": 1, "stage 2": 2}
 
 def captured(graph: Any, inputs: Any) -> Any:
     """The graph as it is."""
-    is_ahead.append(getattr(config, AHEAD))
+    is_ahead.append(getattr(config, EAGER_BACKWARD))
     return aot_eager(graph, inputs)
 
 

@@ -94,7 +94,7 @@ class Spoiler:
 def state_of(engine: Engine) -> list[Any]:
     """What a step may change: hashes of this rank's weights and moments, and the counts."""
     held = engine.backend.state()
-    runs = sorted(held.runs(engine.rank, engine.world_size), key=lambda pair: pair[0])
+    runs = sorted(held.slices(engine.rank, engine.world_size), key=lambda pair: pair[0])
     digest = hashlib.sha256()
     for key, run in runs:
         if key.startswith("fp32") or run.any():  # moments of 0 are as good as none

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from minimind.config.deepspeed.resolve import Resolved
 from minimind.config.launcher_env import settle
 from minimind.config.parse import parse_flags
-from minimind.engine.build import Engine, build_engine, leave
+from minimind.engine.build import Engine, build_engine, leave_process_group
 from minimind.engine.optimizer import adamw, parameter_groups
 from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
@@ -118,7 +118,7 @@ def test_ddp_searches_for_unused_parameters_only_where_there_are_some(model, nee
             clock.begin()
             assert engine.step([ROWS, ROWS], 1e-3, clock).grad_norm is not None
     finally:
-        leave()
+        leave_process_group()
 
 
 def plain(line: str) -> tuple[PlainBackend, MiniMindForCausalLM]:
@@ -210,14 +210,14 @@ def test_ddp_reduces_once_in_a_step_of_several_micro_batches(monkeypatch):
             counted.append(len(calls))
         assert counted[2] == counted[1] > 0
     finally:
-        leave()
+        leave_process_group()
 
 
 def numbers_of(backend: PlainBackend) -> dict[str, torch.Tensor]:
     """Copies of all weights and moments, and how many updates are counted."""
     held = backend.state()
     count = torch.tensor(held.optimizer_step() or 0)
-    return {"steps": count} | {key: run.clone() for key, run in held.runs(0, 1)}
+    return {"steps": count} | {key: run.clone() for key, run in held.slices(0, 1)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -25,8 +25,8 @@ from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine import loss_of_batch as compiled
-from minimind.engine.build import Engine, leave
-from minimind.engine.loss_of_batch import compile_within, objective_of, uncompiled
+from minimind.engine.build import Engine, leave_process_group
+from minimind.engine.loss_of_batch import compile_model, compute_loss, uncompiled
 from minimind.engine.phase_clock import PhaseClock
 from minimind.model import activation_checkpointing as recomputing
 from minimind.model import layers
@@ -96,7 +96,7 @@ def test_a_compiled_run_is_one_graph_made_once_with_the_losses_of_an_eager_one(
             found[compiles] += [float(before[0]), *losses_of(engine, 2)]
             assert counters["stats"]["unique_graphs"] == graphs
         finally:
-            leave()
+            leave_process_group()
     assert found["on"] == pytest.approx(found["off"], rel=2e-6)
     assert not counters["graph_break"]
 
@@ -119,7 +119,7 @@ def test_a_choice_of_kernels_breaks_no_graph_and_compiling_is_timed(quickly, mon
         losses_of(engine, 2)
         assert engine.compiling.take() == 0
     finally:
-        leave()
+        leave_process_group()
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
 
@@ -153,7 +153,7 @@ def test_deterministic_has_the_compiler_choose_by_no_measurement(monkeypatch):
     given: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda forward, **asked: given.append(asked))
     for more in ("", "--deterministic"):
-        compile_within(built(), parse_flags(f"--compile on {more}".split()), "cpu")
+        compile_model(built(), parse_flags(f"--compile on {more}".split()), "cpu")
     assert [options["options"] for options in given] == [None, {"deterministic": True}]
 
 
@@ -180,14 +180,14 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     torch._dynamo.reset()
 
 
-AHEAD = ["forward made", "backward made", "forward runs", "backward runs"]
+EAGER_BACKWARD = ["forward made", "backward made", "forward runs", "backward runs"]
 AT_ITS_USE = ["forward made", "forward runs", "backward made", "backward runs"]
 
 
-@pytest.mark.parametrize(("device", "order"), [("cpu", AHEAD), ("cuda", AT_ITS_USE)])
+@pytest.mark.parametrize(("device", "order"), [("cpu", EAGER_BACKWARD), ("cuda", AT_ITS_USE)])
 def test_for_a_cpu_the_backward_pass_is_made_before_anything_is_kept_for_it(told, device, order):
     model = built()
-    compile_within(model, COMPILED, device)
+    compile_model(model, COMPILED, device)
     for _ in range(2):
         model(ROWS[:, :-1], shift_labels=ROWS[:, 1:]).loss.backward()
     assert told == [*order, "forward runs", "backward runs"]
@@ -198,8 +198,8 @@ def test_so_it_is_by_an_engine_and_by_nobody_else_in_the_process(told, monkeypat
     try:
         losses_of(engine, 1)
     finally:
-        leave()
-    assert told == [*AHEAD, "forward runs", "backward runs"]
+        leave_process_group()
+    assert told == [*EAGER_BACKWARD, "forward runs", "backward runs"]
     del told[:]
     x = torch.ones(3, requires_grad=True)
     torch.compile(lambda x: (x.sin().exp() * x).tanh().sum())(x).backward(retain_graph=True)
@@ -208,8 +208,8 @@ def test_so_it_is_by_an_engine_and_by_nobody_else_in_the_process(told, monkeypat
 
 def test_a_torch_that_does_not_know_how_compiles_all_the_same(told, monkeypatch):
     model = built()
-    monkeypatch.setattr(compiled, "AHEAD", "a_name_that_is_gone")
-    compile_within(model, COMPILED, "cpu")
+    monkeypatch.setattr(compiled, "EAGER_BACKWARD", "a_name_that_is_gone")
+    compile_model(model, COMPILED, "cpu")
     model(ROWS[:, :-1], shift_labels=ROWS[:, 1:]).loss.backward()
     assert told == AT_ITS_USE
 
@@ -242,7 +242,7 @@ def test_inductor_gives_the_losses_of_an_eager_run(monkeypatch, more):
         try:
             found[compiles] = losses_of(engine, 8)
         finally:
-            leave()
+            leave_process_group()
             torch.use_deterministic_algorithms(False)
     assert found["on"] == pytest.approx(found["off"], rel=5e-3)
     assert found["on"][-1] < found["on"][0]
@@ -276,8 +276,8 @@ def test_a_loss_in_parts_is_the_whole_one_with_its_gradients(changes, positions)
     found = []
     for loss_chunk_size in (0, positions):
         model = built(**changes).train()
-        goal = objective_of(model, ROWS[:, :-1], ROWS[:, 1:], loss_chunk_size)
-        goal.trained.backward()
+        goal = compute_loss(model, ROWS[:, :-1], ROWS[:, 1:], loss_chunk_size)
+        goal.total.backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
         found.append((goal.loss_sum.detach(), goal.tokens, gradients))
     (loss, tokens, gradients), (loss_by_parts, tokens_by_parts, by_parts) = found
@@ -297,7 +297,7 @@ def test_logits_made_in_parts_are_not_kept_for_the_backward_pass():
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            goal = objective_of(built(), ROWS[:, :-1], ROWS[:, 1:], loss_chunk_size)
+            goal = compute_loss(built(), ROWS[:, :-1], ROWS[:, 1:], loss_chunk_size)
         assert goal.loss_sum.requires_grad
         largest[loss_chunk_size] = max(kept, default=0)
     assert largest[0] == ROWS[:, 1:].numel() * SHAPE["vocab_size"]
@@ -306,7 +306,7 @@ def test_logits_made_in_parts_are_not_kept_for_the_backward_pass():
 
 def test_only_the_model_is_uncompiled_where_it_is_asked_to_be(quickly):
     model = built()
-    compile_within(model, COMPILED, "cpu")
+    compile_model(model, COMPILED, "cpu")
     doubled = torch.compile(lambda x: x * 2)
     with uncompiled(model):
         model(ROWS[:, :-1])
@@ -322,7 +322,7 @@ def test_what_hangs_on_the_model_is_not_compiled_with_it(quickly):
     seen = []
     model = built()
     model.register_forward_pre_hook(lambda *_: seen.append(torch.compiler.is_compiling()))
-    compile_within(model, COMPILED, "cpu")
+    compile_model(model, COMPILED, "cpu")
     model.register_forward_hook(lambda *_: seen.append(torch.compiler.is_compiling()))
     for _ in range(2):
         model(ROWS[:, :-1])

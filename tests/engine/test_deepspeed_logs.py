@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.engine.deepspeed_logs import CollectivesLog, time_from_the_start
+from minimind.engine.deepspeed_logs import CollectivesLog, fix_start_time
 from tests.conftest import ROOT, Launcher, Run
 
 BLOCKS = {
@@ -97,7 +97,7 @@ def test_the_profiler_is_told_when_the_model_began():
         __start_time__ = -1.0
 
     model, profiler, before = Model(), Profiler(), time.time()
-    time_from_the_start(profiler, model)
+    fix_start_time(profiler, model)
     profiler.start_profile(ignore_list=None)
     assert before <= model.__start_time__ <= time.time()
 

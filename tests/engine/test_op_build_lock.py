@@ -19,7 +19,12 @@ import pytest
 from torch.utils import cpp_extension, file_baton
 
 from minimind.engine import op_build_lock as build_lock
-from minimind.engine.op_build_lock import MindedBaton, builder_of, is_abandoned, minded_builds
+from minimind.engine.op_build_lock import (
+    MonitoredBaton,
+    describe_builder,
+    is_stale_lock,
+    monitored_builds,
+)
 from minimind.errors import StorageError, UsageError
 from tests.conftest import ROOT
 
@@ -34,10 +39,10 @@ time.sleep(600)
 """
 RACE = """
 import os, sys, time
-from minimind.engine.op_build_lock import MindedBaton
+from minimind.engine.op_build_lock import MonitoredBaton
 for rank in range(4):
     if os.fork() == 0:
-        taken = MindedBaton(sys.argv[1]).try_acquire()
+        taken = MonitoredBaton(sys.argv[1]).try_acquire()
         time.sleep(2)  # a winner that has ended would leave a dead lock to the next
         os._exit(bool(taken))
 print(sum(os.waitstatus_to_exitcode(os.wait()[1]) for rank in range(4)))
@@ -46,8 +51,8 @@ print(sum(os.waitstatus_to_exitcode(os.wait()[1]) for rank in range(4)))
 
 @pytest.fixture
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(build_lock, "SECOND_LOOK", 0.05)
-    monkeypatch.setattr(build_lock, "LOOK_EVERY", 0.05)
+    monkeypatch.setattr(build_lock, "RECHECK_DELAY", 0.05)
+    monkeypatch.setattr(build_lock, "POLL_INTERVAL", 0.05)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     (tmp_path / "cpu_adam").mkdir()
     return tmp_path / "cpu_adam" / "lock"
@@ -68,17 +73,17 @@ def test_a_lock_whose_owner_was_killed_is_taken_over(holder, lock):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert lock.exists()
-    assert is_abandoned(lock)
-    baton = MindedBaton(str(lock))
+    assert is_stale_lock(lock)
+    baton = MonitoredBaton(str(lock))
     assert baton.try_acquire()
-    assert builder_of(lock) == f"process {os.getpid()}"
-    assert not MindedBaton(str(lock)).try_acquire()
+    assert describe_builder(lock) == f"process {os.getpid()}"
+    assert not MonitoredBaton(str(lock)).try_acquire()
     baton.release()
     assert not lock.exists()
 
 
 def test_a_lock_whose_owner_lives_is_waited_for_and_told_of_once(holder, lock, capsys):
-    baton = MindedBaton(str(lock))
+    baton = MonitoredBaton(str(lock))
     assert not baton.try_acquire()
     timer = threading.Timer(0.6, lock.unlink)
     timer.start()
@@ -91,7 +96,7 @@ def test_a_lock_whose_owner_lives_is_waited_for_and_told_of_once(holder, lock, c
 
 def test_the_other_ranks_of_a_host_wait_without_a_word(holder, lock, capsys, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
-    baton = MindedBaton(str(lock))
+    baton = MonitoredBaton(str(lock))
     timer = threading.Timer(0.3, lock.unlink)
     timer.start()
     baton.wait()
@@ -100,18 +105,18 @@ def test_the_other_ranks_of_a_host_wait_without_a_word(holder, lock, capsys, mon
 
 
 def test_an_owner_that_dies_while_it_is_waited_for_ends_the_wait(holder, lock):
-    baton = MindedBaton(str(lock))
+    baton = MonitoredBaton(str(lock))
     assert not baton.try_acquire()
     threading.Timer(0.3, holder.kill).start()
-    with pytest.raises(StorageError, match=r"cpu_adam/lock: the process .* ended too early; run"):
+    with pytest.raises(StorageError, match=r"cpu_adam/lock: the process that compiled here died; run"):
         baton.wait()
 
 
 def test_patience_ends_and_the_lock_and_its_owner_are_named(holder, lock, monkeypatch):
-    monkeypatch.setattr(build_lock, "PATIENCE", 0.2)
+    monkeypatch.setattr(build_lock, "MAX_WAIT", 0.2)
     with pytest.raises(StorageError) as caught:
-        MindedBaton(str(lock)).wait()
-    assert f"{lock}: process {holder.pid} has been building" in str(caught.value)
+        MonitoredBaton(str(lock)).wait()
+    assert f"{lock}: process {holder.pid} has been compiling" in str(caught.value)
     assert "TORCH_EXTENSIONS_DIR" in str(caught.value)
 
 
@@ -121,10 +126,10 @@ def test_a_compiler_that_outlives_its_owner_is_waited_for(lock, tmp_path):
     assert sleep
     shutil.copy(sleep, tmp_path / "ninja")
     with subprocess.Popen([tmp_path / "ninja", "600"], cwd=lock.parent) as ninja:
-        assert builder_of(lock) == f"process {ninja.pid}"
-        assert not MindedBaton(str(lock)).try_acquire()
+        assert describe_builder(lock) == f"process {ninja.pid}"
+        assert not MonitoredBaton(str(lock)).try_acquire()
         ninja.kill()
-    assert MindedBaton(str(lock)).try_acquire()
+    assert MonitoredBaton(str(lock)).try_acquire()
 
 
 @pytest.mark.parametrize(
@@ -137,17 +142,17 @@ def test_a_compiler_that_outlives_its_owner_is_waited_for(lock, tmp_path):
 )
 def test_a_lock_from_another_host_is_not_ours_to_judge(lock, made_by, builder):
     lock.write_text(made_by)
-    assert builder_of(lock) == builder
-    assert is_abandoned(lock) is (builder is None)
+    assert describe_builder(lock) == builder
+    assert is_stale_lock(lock) is (builder is None)
 
 
 def test_where_nothing_can_be_seen_the_owner_counts_as_alive(lock, monkeypatch, tmp_path):
     lock.touch()
     monkeypatch.setattr(build_lock, "PROCESSES", tmp_path / "none")
-    assert builder_of(lock) == f"a process of user {os.getuid()}"
+    assert describe_builder(lock) == f"a process of user {os.getuid()}"
     monkeypatch.undo()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert builder_of(lock) == f"a process of user {os.getuid()}"
+    assert describe_builder(lock) == f"a process of user {os.getuid()}"
 
 
 def test_a_lock_that_was_taken_between_two_looks_is_not_abandoned(lock, monkeypatch):
@@ -161,8 +166,8 @@ def test_a_lock_that_was_taken_between_two_looks_is_not_abandoned(lock, monkeypa
             path.with_name("keeps the inode").touch()
             path.touch()
 
-    monkeypatch.setattr(build_lock, "builder_of", look)
-    assert not is_abandoned(lock)
+    monkeypatch.setattr(build_lock, "describe_builder", look)
+    assert not is_stale_lock(lock)
     assert len(looks) == 2
 
 
@@ -176,7 +181,7 @@ def test_of_many_that_find_a_dead_lock_one_gets_it(lock):
 def test_an_extensions_folder_that_cannot_be_written_is_told(lock):
     shutil.rmtree(lock.parent)
     with pytest.raises(StorageError, match="TORCH_EXTENSIONS_DIR"):
-        MindedBaton(str(lock)).try_acquire()
+        MonitoredBaton(str(lock)).try_acquire()
 
 
 class Op:
@@ -191,11 +196,11 @@ class Op:
 def test_what_is_built_inside_is_minded_and_nothing_else():
     builds: Any = cpp_extension
     torchs, build = builds.FileBaton, Op.jit_load
-    with minded_builds(Op, FILE):
-        assert builds.FileBaton is MindedBaton
+    with monitored_builds(Op, FILE):
+        assert builds.FileBaton is MonitoredBaton
         assert Op.jit_load is not build
     assert (builds.FileBaton, Op.jit_load) == (torchs, build)
-    with pytest.raises(ValueError, match="as it was"), minded_builds(Op, FILE):
+    with pytest.raises(ValueError, match="as it was"), monitored_builds(Op, FILE):
         raise ValueError("as it was")
     assert (builds.FileBaton, Op.jit_load) == (torchs, build)
 
@@ -216,7 +221,7 @@ def test_what_is_built_inside_is_minded_and_nothing_else():
             "fused_adam",
             OSError("CUDA_HOME environment variable is not set. Please set it."),
             '(CUDA_HOME environment variable is not set. Please set it.); write "torch_adam": true'
-            " in optimizer.params, for torch's needs no compiler",
+            " in optimizer.params: torch's needs no compiler",
         ),
         (
             "async_io",
@@ -225,14 +230,14 @@ def test_what_is_built_inside_is_minded_and_nothing_else():
             " or do without it",
         ),
         ("cpu_lion", KeyError("12.9"), "('12.9'); install what is missing, or do without it"),
-        ("cpu_lion", OSError(), "(no reason is given); install what is missing, or do without it"),
+        ("cpu_lion", OSError(), "(no reason given); install what is missing, or do without it"),
     ],
 )
 def test_an_op_that_cannot_be_compiled_is_told_in_one_line(monkeypatch, name, fault, told):
     monkeypatch.setattr(Op, "name", name)
     monkeypatch.setattr(Op, "fault", fault)
     told = f"ds.json: it takes DeepSpeed's {name}, which cannot be compiled here {told}"
-    with pytest.raises(UsageError, match=f"^{re.escape(told)}$"), minded_builds(Op, FILE):
+    with pytest.raises(UsageError, match=f"^{re.escape(told)}$"), monitored_builds(Op, FILE):
         Op().jit_load()
 
 
@@ -245,12 +250,15 @@ def test_what_deepspeed_makes_of_a_failure_does_not_hide_its_cause(monkeypatch):
         except RuntimeError as error:
             raise RuntimeError("DeepSpeedCPUAdam requires the cpu_adam op") from error
 
-    with pytest.raises(UsageError, match=r"here \(x\.cu:3: fatal error"), minded_builds(Op, FILE):
+    with (
+        pytest.raises(UsageError, match=r"here \(x\.cu:3: fatal error"),
+        monitored_builds(Op, FILE),
+    ):
         wrapped()
 
 
 def test_a_failure_that_deepspeed_does_without_is_none(monkeypatch):
-    with minded_builds(Op, FILE), suppress(Exception):
+    with monitored_builds(Op, FILE), suppress(Exception):
         Op().jit_load()
 
 
@@ -260,11 +268,11 @@ def test_what_fails_for_another_reason_is_not_put_down_to_it():
             Op().jit_load()
         raise KeyError("elsewhere")
 
-    with pytest.raises(KeyError, match="elsewhere"), minded_builds(Op, FILE):
+    with pytest.raises(KeyError, match="elsewhere"), monitored_builds(Op, FILE):
         done_without_and_then_failing()
 
 
 def test_what_is_told_already_stays_as_it_is(monkeypatch):
     monkeypatch.setattr(Op, "fault", StorageError("lock: somebody ended too early"))
-    with pytest.raises(StorageError, match="somebody"), minded_builds(Op, FILE):
+    with pytest.raises(StorageError, match="somebody"), monitored_builds(Op, FILE):
         Op().jit_load()

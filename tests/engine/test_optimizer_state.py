@@ -68,7 +68,7 @@ def test_masters_and_moments_of_every_rank_make_the_whole_again():
     target.optimizer.step()
     written = {}
     for rank in range(4):
-        for key, run in zero_state(source).runs(rank, 4):
+        for key, run in zero_state(source).slices(rank, 4):
             kind, name, start = key.split("|")
             for k, value in enumerate(run.tolist(), int(start)):
                 assert (kind, name, k) not in written
@@ -91,7 +91,7 @@ def test_masters_and_moments_of_every_rank_make_the_whole_again():
 def test_fp32_masters_are_not_read_off_the_bf16_weights():
     source = engine(1)
     source.optimizer.fp32_groups[0][0].add_(1e-4)  # too little for bf16 to show
-    runs = dict(zero_state(source).runs(0, 1))
+    runs = dict(zero_state(source).slices(0, 1))
     assert torch.equal(runs["fp32|weight|0"], source.optimizer.fp32_groups[0][0].view(-1))
 
 
@@ -214,7 +214,7 @@ def test_a_frozen_weight_is_saved_and_restored_without_moments():
         one.module.bias.requires_grad_(False)
         one.optimizer.fp16_groups[0].pop()
         one.optimizer.fp32_groups[0].pop()
-    runs = dict(zero_state(source).runs(0, 1))
+    runs = dict(zero_state(source).slices(0, 1))
     assert {key for key in runs if "bias" in key} == {"fp32|bias|0"}
     assert runs["fp32|bias|0"].dtype == torch.float32
     read = lambda kind, name, start, length: runs[f"{kind}|{name}|{start}"]  # noqa: E731

@@ -127,7 +127,7 @@ def test_the_phases_are_the_time_from_one_line_to_the_next(corpus, tmp_path, mon
     for owner, name, seconds in (
         (Batches, "at", 0.02),
         (PlainBackend, "begin", 0.01),
-        (stepping, "objective_of", 0.02),
+        (stepping, "compute_loss", 0.02),
         (PlainBackend, "backward", 0.03),
         (PlainBackend, "update", 0.01),
         (gc, "freeze", 0.5),

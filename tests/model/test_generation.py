@@ -146,7 +146,7 @@ def refused(kind: str, config: MiniMindConfig) -> Any:
     ],
 )
 def test_a_cache_that_forgets_or_rounds_is_refused(kind: str, model: Any, batch: dict[str, Tensor]):
-    told = f"past_key_values keeps {kind}, which MiniMind does not attend over: give a"
+    told = f"past_key_values has a {kind}, which MiniMind does not support: give a"
     with pytest.raises(ValueError, match=told):
         greedy(model, batch, 4, past_key_values=refused(kind, model.config))
 

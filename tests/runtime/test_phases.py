@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from minimind.engine.loss_of_batch import announced
+from minimind.engine.loss_of_batch import with_compile_message
 from minimind.launch.plan import PROJECT, starting
 from minimind.runtime import terminal as phases
 from minimind.runtime.terminal import LONG, phase
@@ -93,7 +93,7 @@ def test_other_ranks_speak_only_of_what_they_do_for_all(
 
 
 def test_the_first_call_of_a_compiled_model_is_named_and_no_later_one(clock: Clock, capsys):
-    called = announced(clock.pass_by)
+    called = with_compile_message(clock.pass_by)
     called(60)
     assert capsys.readouterr().err == "compiling the model ...\n"
     called(60)

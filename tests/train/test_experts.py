@@ -15,8 +15,8 @@ import minimind.train as training
 from minimind.checkpoint.validation import read_config
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags
-from minimind.engine.build import Engine, leave
-from minimind.engine.loss_of_batch import Objective
+from minimind.engine.build import Engine, leave_process_group
+from minimind.engine.loss_of_batch import MicroBatchLoss
 from minimind.engine.phase_clock import PhaseClock
 from minimind.errors import CheckpointError, UsageError
 from minimind.inference.from_checkpoint import generate, load_checkpoint
@@ -51,7 +51,7 @@ def test_a_fault_of_the_loss_or_of_the_balance_is_seen_in_the_gradient(at_fault:
     found = {"loss": loss, "balance": balance}
     found[at_fault] = found[at_fault] + float("inf")  # whose gradient is as before
     routing = Routing(found["balance"], torch.ones(1, 2))
-    Objective(found["loss"], torch.tensor(5), routing).trained.backward()
+    MicroBatchLoss(found["loss"], torch.tensor(5), routing).total.backward()
     assert weight.grad is not None
     assert weight.grad[0].isnan()
 
@@ -84,7 +84,7 @@ def test_the_balance_is_trained_and_the_loss_told_is_the_cross_entropy(monkeypat
             logits = engine.model.eval()(ROWS[:, :-1]).logits
         assert float(held_out) == pytest.approx(float(next_token_loss(logits, ROWS[:, 1:])[0]))
     finally:
-        leave()
+        leave_process_group()
 
 
 def test_ddp_needs_no_search_for_idle_experts(monkeypatch):
@@ -97,7 +97,7 @@ def test_ddp_needs_no_search_for_idle_experts(monkeypatch):
             result = step_of(engine, [ROWS[:1, :4]])
             assert float(result.routing.load.min()) == 0  # three tokens, eight experts
     finally:
-        leave()
+        leave_process_group()
 
 
 def events(out_dir: Path, name: str) -> list[dict[str, Any]]:
@@ -149,8 +149,8 @@ def test_the_load_is_read_only_for_a_step_that_is_told(
     flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     read = []
-    true_facts = desk.routing_facts
-    monkeypatch.setattr(desk, "routing_facts", lambda *given: read.append(1) or true_facts(*given))
+    true_facts = desk.routing_fields
+    monkeypatch.setattr(desk, "routing_fields", lambda *given: read.append(1) or true_facts(*given))
     train(flags, out_dir=str(tmp_path), log_interval=5, max_steps=11)
     assert [line["step"] for line in events(tmp_path, "step")] == [5, 10, 11]
     assert len(read) == 3

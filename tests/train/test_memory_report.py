@@ -17,7 +17,7 @@ from minimind.checkpoint.directory import candidates, verify
 from minimind.cli.main import main
 from minimind.config.deepspeed.resolve import Resolved
 from minimind.config.parse import parse_flags, run_of
-from minimind.engine.build import leave
+from minimind.engine.build import leave_process_group
 from minimind.engine.engine import Engine
 from minimind.errors import MemoryFull, which_memory
 from minimind.estimate.plan import GIB
@@ -83,7 +83,7 @@ def ended(flags: dict[str, Any]) -> int:
     except Exception as error:
         return ending.tell(error)
     finally:
-        leave()
+        leave_process_group()
         os.environ.clear()
         os.environ.update(environ)
         if progress.lock:
