@@ -82,11 +82,13 @@ def run_export(args: argparse.Namespace) -> int:
 def run_import(args: argparse.Namespace) -> int:
     """Write somebody else's model as one of ours, and say what was written."""
     from minimind.interop.export import OWN, export, told  # imports torch
-    from minimind.interop.foreign_config import Given, require_said
+    from minimind.interop.foreign_config import ShapeFlags, require_said
     from minimind.interop.weights import load_weights_from
 
     NewFolder(args.out, args.force, OWN, "export").require_free()
-    given = Given(args.n_heads, args.n_kv_heads, args.rope_theta, args.norm_eps, args.max_seq_len)
+    given = ShapeFlags(
+        args.n_heads, args.n_kv_heads, args.rope_theta, args.norm_eps, args.max_seq_len
+    )
     found = load_weights_from(args.source, given, args.kind)
     require_said(found.path, found.config, given)
     if args.tokenizer:

@@ -1,4 +1,4 @@
-"""A model from a training checkpoint, and text from it."""
+"""Load a training checkpoint and generate from it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ from typing import Any
 
 from minimind.checkpoint.choose import read_chosen
 from minimind.data.tokenizer.load import AnyTokenizer
-from minimind.inference.generate import write_on
-from minimind.inference.load_model import Loaded, ready
+from minimind.inference.generate import generate_texts
+from minimind.inference.load_model import LoadedModel, build_model
 from minimind.inference.sampling import Sampling
 from minimind.interop.weights import weights_of
 
 
-def load_checkpoint(place: str) -> Loaded:
-    """The fp32 model, its tokenizer and the step directory of a run directory or step directory.
+def load_checkpoint(place: str) -> LoadedModel:
+    """The fp32 model, tokenizer and step directory of a run or step directory.
 
     A run directory gives its newest valid checkpoint. Hashes are verified before anything is read;
-    neither DeepSpeed nor the number of processes that trained it is needed.
+    neither DeepSpeed nor the original number of processes is needed.
     """
-    return read_chosen(place, lambda chosen: ready(weights_of(chosen)))
+    return read_chosen(place, lambda chosen: build_model(weights_of(chosen)))
 
 
-def generate(model: Any, tokenizer: AnyTokenizer, prompt: str, how: Sampling) -> tuple[str, float]:
+def generate(
+    model: Any, tokenizer: AnyTokenizer, prompt: str, sampling: Sampling
+) -> tuple[str, float]:
     """The prompt with its continuation, and the tokens generated per second."""
-    written = write_on(model, tokenizer, [prompt], how)
-    return prompt + written.texts[0], written.speed
+    result = generate_texts(model, tokenizer, [prompt], sampling)
+    return prompt + result.texts[0], result.tokens_per_second

@@ -63,7 +63,7 @@ SAID = {
 
 
 @dataclass(frozen=True)
-class Given:
+class ShapeFlags:
     """What a user says of a shape; None where nothing was said."""
 
     n_heads: int | None = None
@@ -73,7 +73,7 @@ class Given:
     max_seq_len: int | None = None
 
 
-def require_said(path: Path, config: MiniMindConfig, given: Given) -> None:
+def require_said(path: Path, config: MiniMindConfig, given: ShapeFlags) -> None:
     """Nothing, or a UsageError where a model is not what a user said of it."""
     for flag, name in SAID.items():
         said, found = getattr(given, flag), getattr(config, name)
@@ -87,7 +87,7 @@ def name_in(kind: str, name: str) -> str:
 
 
 def shape_of_tensors(
-    path: Path, shapes: Mapping[str, list[int]], given: Given, kind: str = LLAMA
+    path: Path, shapes: Mapping[str, list[int]], given: ShapeFlags, kind: str = LLAMA
 ) -> dict[str, Any]:
     """What MiniMindConfig is made from, of tensors by our names without a configuration.
 
@@ -139,7 +139,9 @@ def layers_of(names: Mapping[str, Any]) -> int:
     return len({name.split(".")[2] for name in names if re.match(r"model\.layers\.\d", name)})
 
 
-def shape_of_minimind2(path: Path, shapes: Mapping[str, list[int]], given: Given) -> dict[str, Any]:
+def shape_of_minimind2(
+    path: Path, shapes: Mapping[str, list[int]], given: ShapeFlags
+) -> dict[str, Any]:
     """The same of a config.json of MiniMind2's, which must agree with the tensors beside it.
 
     What an older one leaves out, as rope_theta, has to be given.
@@ -157,7 +159,7 @@ def shape_of_minimind2(path: Path, shapes: Mapping[str, list[int]], given: Given
             raise UsageError(f"{path}: has no {missing[0]}; give --{missing[0]}")
         require(found, MINIMIND2_CONFIG)
         heads = found["n_heads"]
-        told = Given(heads, None, found["rope_theta"], found["norm_eps"], found["max_seq_len"])
+        told = ShapeFlags(heads, None, found["rope_theta"], found["norm_eps"], found["max_seq_len"])
         try:
             shape = shape_of_tensors(path.parent, shapes, told, MINIMIND2)
         except UsageError as error:  # of what is told, its heads alone can be wrong

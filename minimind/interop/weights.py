@@ -27,7 +27,7 @@ from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.interop.foreign_config import (
     LLAMA,
     MINIMIND2,
-    Given,
+    ShapeFlags,
     layers_of,
     name_in,
     shape_of_llama,
@@ -110,7 +110,7 @@ def require_fitting(tokenizer: AnyTokenizer, config: PretrainedConfig) -> None:
 
 
 def load_weights_from(
-    place: str | Path, given: Given | None = None, kind: str | None = None
+    place: str | Path, given: ShapeFlags | None = None, kind: str | None = None
 ) -> Weights:
     """What lies at `place`: a run or step directory, a directory with weights, or a file of them.
 
@@ -127,7 +127,7 @@ def load_weights_from(
     kind = kind or found
     if kind == OURS:
         return _checked(kind, path, read_config(path), source)
-    given = given or Given()
+    given = given or ShapeFlags()
     if kind == MINIMIND2:
         return _of_minimind2(path, source, given)
     return _of_llama(path, source, given)
@@ -206,7 +206,7 @@ def _is_ours(config: Path) -> bool:
     return found.get("model_type") == OURS and "use_flash_attn" in found
 
 
-def _of_minimind2(path: Path, source: Source, given: Given) -> Weights:
+def _of_minimind2(path: Path, source: Source, given: ShapeFlags) -> Weights:
     names = {}
     for theirs in source.shapes:
         ours = from_minimind2(theirs)
@@ -228,7 +228,7 @@ def _of_minimind2(path: Path, source: Source, given: Given) -> Weights:
     return _checked(MINIMIND2, path, claimed, tensors)
 
 
-def _of_llama(path: Path, source: Source, given: Given) -> Weights:
+def _of_llama(path: Path, source: Source, given: ShapeFlags) -> Weights:
     if path.is_dir():
         claimed = shape_of_llama(path / CONFIG)
     else:

@@ -25,7 +25,7 @@ from minimind.config.run_config import RunConfig
 from minimind.data.prepare.prepare import is_prepared
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.errors import CheckpointError, UsageError
-from minimind.interop.foreign_config import Given
+from minimind.interop.foreign_config import ShapeFlags
 from minimind.interop.weights import (
     Weights,
     load_weights_from,
@@ -168,14 +168,14 @@ def _misshapen(path: Path) -> Rejected | None:
     return None
 
 
-def _given(run: RunConfig) -> Given:
+def _given(run: RunConfig) -> ShapeFlags:
     """What flags say of a file that has no configuration: only those that were given."""
 
     def said(name: str) -> Any:
         return getattr(run, name) if run.sources[name] != "default" else None
 
     names = ("n_heads", "n_kv_heads", "rope_theta", "norm_eps")
-    return Given(*map(said, names), max_seq_len=run.max_seq_len)
+    return ShapeFlags(*map(said, names), max_seq_len=run.max_seq_len)
 
 
 def _shaped(run: RunConfig, by: str, config: MiniMindConfig, tokenizer: Path | None) -> RunConfig:

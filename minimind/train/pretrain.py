@@ -51,7 +51,7 @@ from minimind.train.initial_weights import Initial, read_initial
 from minimind.train.loop import train
 from minimind.train.loop_actions import Desk, close_with
 from minimind.train.memory_report import reported_memory
-from minimind.train.sample_text import prompts_of, samples_of
+from minimind.train.sample_text import build_samples, read_sample_prompts
 from minimind.train.settings import dry_run_text
 from minimind.train.skipped_steps import SkippedSteps
 from minimind.train.start_summary import opening
@@ -74,7 +74,7 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     require_accepted(resolved, setup.device)
     for key, place in outputs(resolved.config).items():
         require_output(Path(place), f"{resolved.path}: {key}")
-    prompts_of(run)
+    read_sample_prompts(run)
     traced_steps(run)
     if run.dry_run:
         if launch.rank == 0:
@@ -167,7 +167,7 @@ def build_desk(
         engine=engine,
         batches=batches,
         held_out=held_out_of(run, prepared),
-        samples=samples_of(run, prepared.tokenizer),
+        samples=build_samples(run, prepared.tokenizer),
         saver=saver,
         trace=trace_of(run, engine.rank),
         communication=engine.watched() if run.profile else None,

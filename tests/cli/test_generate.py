@@ -1,4 +1,4 @@
-"""Text from a model: alone and in batches, streamed, stopped; and the words of the command."""
+"""Text from a model: alone and in batches, streamed, stopped; and the messages of the command."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from minimind.cli.main import main
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.errors import NumericError, UsageError
 from minimind.inference.from_checkpoint import generate, load_checkpoint
-from minimind.inference.generate import write_on
-from minimind.inference.sampling import Sampling, chooser
+from minimind.inference.generate import generate_texts
+from minimind.inference.sampling import Sampling, logits_processors
 from tests.conftest import ROOT, Trained, sentences
 
 GREEDY = Sampling(max_new_tokens=40, temperature=0.0)
@@ -58,35 +58,35 @@ def test_a_batch_gives_what_each_prompt_gives_alone_and_without_a_cache(loaded):
     model, tokenizer = loaded
     for most in (40, 100):  # within the 64 positions, and up to the last of each
         how = replace(GREEDY, max_new_tokens=most)
-        texts = write_on(model, tokenizer, PROMPTS, how).texts
+        texts = generate_texts(model, tokenizer, PROMPTS, how).texts
         assert list(texts) == [alone_without_cache(model, tokenizer, p, most) for p in PROMPTS]
         assert len(set(texts)) == len(PROMPTS)
     penalised = replace(GREEDY, repetition_penalty=1.5)
-    texts = write_on(model, tokenizer, PROMPTS, penalised).texts
+    texts = generate_texts(model, tokenizer, PROMPTS, penalised).texts
     assert list(texts) == [
-        write_on(model, tokenizer, [prompt], penalised).texts[0] for prompt in PROMPTS
+        generate_texts(model, tokenizer, [prompt], penalised).texts[0] for prompt in PROMPTS
     ]
-    assert list(texts) != list(write_on(model, tokenizer, PROMPTS, GREEDY).texts)
+    assert list(texts) != list(generate_texts(model, tokenizer, PROMPTS, GREEDY).texts)
 
 
 def test_the_seed_decides_and_one_likeliest_token_is_no_choice(loaded):
     model, tokenizer = loaded
     drawn = replace(GREEDY, temperature=1.0, top_p=1.0)
-    first, again = (write_on(model, tokenizer, ["ab"], drawn) for _ in range(2))
+    first, again = (generate_texts(model, tokenizer, ["ab"], drawn) for _ in range(2))
     assert first.texts == again.texts
-    assert write_on(model, tokenizer, ["ab"], replace(drawn, seed=7)).texts != first.texts
-    greedy = write_on(model, tokenizer, ["ab"], GREEDY).texts
+    assert generate_texts(model, tokenizer, ["ab"], replace(drawn, seed=7)).texts != first.texts
+    greedy = generate_texts(model, tokenizer, ["ab"], GREEDY).texts
     assert greedy != first.texts
-    assert write_on(model, tokenizer, ["ab"], replace(drawn, top_k=1)).texts == greedy
+    assert generate_texts(model, tokenizer, ["ab"], replace(drawn, top_k=1)).texts == greedy
 
 
 def test_what_is_drawn_depends_on_the_number_and_not_on_the_batch(loaded):
     model, tokenizer = loaded
     drawn = replace(GREEDY, temperature=1.0, top_p=0.9, top_k=300, max_new_tokens=12)
     prompts = ["ab", "a longer one", "ab", ""]
-    together = write_on(model, tokenizer, prompts, drawn).texts
+    together = generate_texts(model, tokenizer, prompts, drawn).texts
     apart = [
-        write_on(model, tokenizer, [prompt], drawn, numbers=[number]).texts[0]
+        generate_texts(model, tokenizer, [prompt], drawn, numbers=[number]).texts[0]
         for number, prompt in enumerate(prompts, 1)
     ]
     assert list(together) == apart
@@ -99,8 +99,8 @@ def test_draws_have_the_probabilities_that_the_flags_ask_for():
 
     def shares(**flags: Any) -> list[float]:
         how = Sampling(**{"temperature": 1.0, "top_p": 1.0, **flags})
-        choose = chooser(how, [0], [how.random_of(1)])
-        drawn = [int(choose(ids, logits).argmax()) for _ in range(2000)]
+        processors = logits_processors(how, 4, [how.generator(1)])
+        drawn = [int(processors(ids, logits).argmax()) for _ in range(2000)]
         return [drawn.count(token) / len(drawn) for token in range(4)]
 
     assert shares() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)
@@ -114,21 +114,13 @@ def test_draws_have_the_probabilities_that_the_flags_ask_for():
 def test_a_draw_of_just_0_takes_no_token_that_was_ruled_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(1))
     how = Sampling(temperature=1.0, top_p=1.0, top_k=1)
-    choose = chooser(how, [0], [how.random_of(1)])
-    assert (
-        int(choose(torch.zeros(1, 1, dtype=torch.long), torch.tensor([[0.0, 0, 5]])).argmax()) == 2
-    )
-
-
-def test_padding_is_no_text_that_could_be_repeated():
-    ids = torch.tensor([[3, 3, 1], [2, 0, 1]])
-    how = replace(GREEDY, repetition_penalty=2.0)
-    found = chooser(how, [2, 0], [])(ids, torch.tensor([[4.0, 4.0, -4.0, 4.0]] * 2))
-    assert found.tolist() == [[4, 2, -4, 4], [2, 2, -8, 4]]
+    processors = logits_processors(how, 3, [how.generator(1)])
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    assert int(processors(ids, torch.tensor([[0.0, 0, 5]])).argmax()) == 2
 
 
 class Played:
-    """Says what it is given, whatever it is asked."""
+    """A model that generates given ids, whatever the prompt."""
 
     def __init__(self, ids: list[int]) -> None:
         self.config = SimpleNamespace(max_position_embeddings=1000)
@@ -144,6 +136,24 @@ class Played:
                 break
 
 
+def test_padding_adds_no_token_that_the_repetition_penalty_would_count(loaded):
+    _, tokenizer = loaded
+    ids: list[torch.Tensor] = []
+
+    class Recorded(Played):
+        def generate(self, given, **options):
+            ids.append(given)
+            assert options["attention_mask"].tolist() == [[0] * (given.shape[1] - 1) + [1], [1] * 9]
+            raise KeyboardInterrupt
+
+    short, long = "a", "ab" * 40
+    while len(tokenizer.encode(long)) > 9:
+        long = long[:-1]
+    with pytest.raises(KeyboardInterrupt):
+        generate_texts(Recorded([]), tokenizer, [short, long], GREEDY)
+    assert set(ids[0][0].tolist()) == set(tokenizer.encode(short))
+
+
 def test_text_appears_as_it_is_generated_and_never_half_a_character(loaded):
     _, tokenizer = loaded
     text = "ab 鑫é𝄞 cd \ufffd ▁ ef"
@@ -151,13 +161,13 @@ def test_text_appears_as_it_is_generated_and_never_half_a_character(loaded):
     assert len(ids) > len(text), "some characters have to be bytes here"
     shown: list[str] = []
     played = Played([*ids, tokenizer.eos_id])
-    written = write_on(played, tokenizer, ["x"], Sampling(), shown.append)
+    written = generate_texts(played, tokenizer, ["x"], Sampling(), shown.append)
     assert "".join(shown) == written.texts[0] == text
     assert len(shown) > 8
     assert "鑫" in shown
     assert "𝄞" in shown
     for size in range(1, len(ids)):  # cut anywhere, what is whole is there
-        cut = write_on(played, tokenizer, ["x"], Sampling(max_new_tokens=size)).texts[0]
+        cut = generate_texts(played, tokenizer, ["x"], Sampling(max_new_tokens=size)).texts[0]
         assert text.startswith(cut)
         assert len(text.encode()) - len(cut.encode()) >= 0
 
@@ -180,7 +190,7 @@ def test_the_space_between_a_prompt_and_its_continuation_stays(tmp_path: Path):
         assert whole[: len(before)] == before, "a prompt that ends where a piece does"
         shown: list[str] = []
         played = Played([*whole[len(before) :], tokenizer.eos_id])
-        written = write_on(played, tokenizer, [prompt], Sampling(), shown.append)
+        written = generate_texts(played, tokenizer, [prompt], Sampling(), shown.append)
         assert "".join(shown) == written.texts[0] == more
 
 
@@ -191,7 +201,7 @@ def test_a_stop_is_left_out_and_nothing_of_it_is_shown(loaded, stop):
     shown: list[str] = []
     how = Sampling(stop=stop)
     played = Played([*tokenizer.encode(text), tokenizer.eos_id])
-    written = write_on(played, tokenizer, ["x"], how, shown.append)
+    written = generate_texts(played, tokenizer, ["x"], how, shown.append)
     expected = text[: min(at for at in map(text.find, stop) if at >= 0)]
     assert "".join(shown) == written.texts[0] == expected
 
@@ -199,7 +209,7 @@ def test_a_stop_is_left_out_and_nothing_of_it_is_shown(loaded, stop):
 def test_a_prompt_that_fills_all_positions_is_refused(loaded):
     model, tokenizer = loaded
     with pytest.raises(UsageError, match=r"prompt 2 has \d+ tokens and the model 64 positions;"):
-        write_on(model, tokenizer, ["a", "abc " * 60], GREEDY)
+        generate_texts(model, tokenizer, ["a", "abc " * 60], GREEDY)
 
 
 def said(trained: Trained, capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -248,9 +258,9 @@ def test_at_a_terminal_it_asks_and_ctrl_c_stops_the_text_alone(
         calls.append(given[2])
         if len(calls) == 1:
             raise KeyboardInterrupt
-        return write_on(*given, **more)
+        return generate_texts(*given, **more)
 
-    monkeypatch.setattr("minimind.inference.generate.write_on", stopped_at_first)
+    monkeypatch.setattr("minimind.inference.generate.generate_texts", stopped_at_first)
     monkeypatch.setattr("sys.stdin", Terminal("never\n曉處\n"))
     out = said(trained, capsys)
     assert calls == [["never"], ["曉處"]]
@@ -263,19 +273,19 @@ import time
 from minimind.cli import main as cli
 from minimind.cli import generate as generate_commands
 from minimind.errors import UsageError
-class Writer:
+class Generator:
     path = "a model"
-    def fault(self, prompt, number):
+    def check(self, prompt, number):
         return None
-    def write(self, prompts, numbers, show):
-        show(f"<{prompts[0]}>")
-        return type("Written", (), {"speed": 1.0})
+    def generate(self, prompts, numbers, on_text):
+        on_text(f"<{prompts[0]}>")
+        return type("Result", (), {"tokens_per_second": 1.0})
 def load(args):
     time.sleep(1)  # the prompt is there by then
     if args.model == "wrong":
         raise UsageError("no such model; name another")
-    return Writer()
-generate_commands._writer = load
+    return Generator()
+generate_commands._load = load
 sys.exit(cli.main(["generate", "--model", sys.argv[1]]))
 """
 
@@ -379,7 +389,7 @@ def test_prompts_that_are_too_long_cost_no_others(
     assert main(["generate", *ask]) == 2
     told = capsys.readouterr().err.splitlines()
     assert "2 prompts, " in told[0]
-    assert "2 of 4 prompts cannot be gone on with, the first: prompt 2 has 121 tokens" in told[1]
+    assert "2 of 4 prompts cannot be continued, the first: prompt 2 has 121 tokens" in told[1]
     found = [json.loads(line) for line in answers.read_text().splitlines()]
     assert [one["prompt"] for one in found] == asked
     assert [one["completion"] is None for one in found] == [False, True, False, True]
