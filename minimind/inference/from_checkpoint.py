@@ -9,7 +9,7 @@ from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.inference.generate import generate_texts
 from minimind.inference.load_model import LoadedModel, build_model
 from minimind.inference.sampling import Sampling
-from minimind.interop.weights import weights_of
+from minimind.interop.weights import load_checkpoint_weights
 
 
 def load_checkpoint(place: str) -> LoadedModel:
@@ -18,7 +18,7 @@ def load_checkpoint(place: str) -> LoadedModel:
     A run directory gives its newest valid checkpoint. Hashes are verified before anything is read;
     neither DeepSpeed nor the original number of processes is needed.
     """
-    return read_chosen(place, lambda chosen: build_model(weights_of(chosen)))
+    return read_chosen(place, lambda chosen: build_model(load_checkpoint_weights(chosen)))
 
 
 def generate(

@@ -10,7 +10,13 @@ from minimind.architecture.hf_models import model_of
 from minimind.checkpoint.choose import read_chosen
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
-from minimind.interop.weights import CONFIG, Weights, is_checkpoint, load_weights_from, weights_of
+from minimind.interop.weights import (
+    CONFIG,
+    Weights,
+    is_checkpoint,
+    load_checkpoint_weights,
+    load_weights_from,
+)
 
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
 LoadedModel = tuple[Any, AnyTokenizer, Path]  # MiniMindForCausalLM or a model of transformers
@@ -34,7 +40,7 @@ def load_model(
         raise UsageError("--tokenizer is for --model: a checkpoint has its own; leave it out")
     _check_kind(checkpoint, model)
     if checkpoint is not None:
-        return read_chosen(checkpoint, lambda chosen: build_model(weights_of(chosen)))
+        return read_chosen(checkpoint, lambda chosen: build_model(load_checkpoint_weights(chosen)))
     weights = load_weights_from(model or "")
     if tokenizer is not None:
         weights = replace(weights, tokenizer=Path(tokenizer).expanduser())

@@ -1,9 +1,11 @@
-"""Whole tensors -> a new folder: safetensors of a bounded size, and small files beside them."""
+"""Write tensors to a new folder: safetensors of bounded size, and small files beside them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from minimind.checkpoint.tensor_files import Part, write_parts
@@ -15,24 +17,51 @@ from minimind.runtime.output_folder import NewFolder
 SHARDS = "model-*-of-*.safetensors"
 
 
+@dataclass(frozen=True)
+class WrittenModel:
+    """The tensor files of a new folder."""
+
+    files: list[str]
+    parameters: int
+    bytes: int
+    note: str | None = None  # for users of the files
+
+    @classmethod
+    def of(
+        cls, files: list[str], shapes: Mapping[str, list[int]], parts: list[Part], note: str | None
+    ) -> WrittenModel:
+        """From the shapes of the model's tensors and the parts written."""
+        return cls(
+            files, sum(map(math.prod, shapes.values())), sum(part.bytes for part in parts), note
+        )
+
+    def summary(self, form: str, source: Path, out: Path) -> str:
+        """The line that a command prints at its end."""
+        files = f"{len(self.files)} files" if len(self.files) > 1 else self.files[0]
+        return (
+            f"{out}: {self.parameters:,} parameters {form}, {mebibytes(self.bytes)} in {files},"
+            f" from {source}"
+        )
+
+
 def write_folder(
     out: NewFolder, parts: list[Part], texts: Mapping[str, bytes], max_shard_bytes: int
 ) -> list[str]:
-    """The names of the tensor files written to `out`, which appears whole or not at all.
+    """Write all files of `out`, which appears complete or not at all; return the tensor files.
 
-    A StorageError before anything is written where it does not fit on the disk.
+    Raise StorageError before writing if they do not fit on the disk.
     """
     needed = sum(part.bytes for part in parts) + sum(map(len, texts.values()))
-    require_room(out.path, needed)
+    check_room(out.path, needed)
     with out.written_aside(needed) as draft:
-        files = _write(parts, draft, max_shard_bytes)
+        files = _write_shards(parts, draft, max_shard_bytes)
         for name, content in texts.items():
             write_durably(draft / name, content)
     return files
 
 
-def require_room(out: Path, needed: int) -> None:
-    """Nothing, or a StorageError where fewer bytes are free for `out`."""
+def check_room(out: Path, needed: int) -> None:
+    """Raise StorageError if fewer than `needed` bytes are free for `out`."""
     free = free_bytes(out)
     if free < needed:
         raise StorageError(
@@ -41,27 +70,21 @@ def require_room(out: Path, needed: int) -> None:
         )
 
 
-def _write(parts: list[Part], draft: Path, most: int) -> list[str]:
-    shards = list(_shared_out(parts, most))
-    index: dict[str, str] = {}
+def _write_shards(parts: list[Part], draft: Path, max_bytes: int) -> list[str]:
+    """Fill files in order, each of at most `max_bytes` or a single tensor."""
+    shards: list[list[Part]] = [[]]
+    for part in parts:
+        if shards[-1] and sum(p.bytes for p in shards[-1]) + part.bytes > max_bytes:
+            shards.append([])
+        shards[-1].append(part)
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         name = name if len(shards) > 1 else WHOLE
-        write_parts(draft / name, shard, {"format": "pt"})  # transformers asks for it
-        index |= dict.fromkeys((part.name for part in shard), name)
+        write_parts(draft / name, shard, {"format": "pt"})  # transformers requires it
+        weight_map |= dict.fromkeys((part.name for part in shard), name)
     if len(shards) > 1:
         total = sum(part.bytes for part in parts)
-        told = {"metadata": {"total_size": total}, "weight_map": index}
-        write_durably(draft / INDEX, json.dumps(told, indent=2, sort_keys=True).encode())
-    return sorted({*index.values()})
-
-
-def _shared_out(parts: list[Part], most: int) -> Iterator[list[Part]]:
-    """The parts of one file after another, each of at most `most` bytes or of one tensor."""
-    shard: list[Part] = []
-    for part in parts:
-        if shard and sum(p.bytes for p in shard) + part.bytes > most:
-            yield shard
-            shard = []
-        shard.append(part)
-    yield shard
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_durably(draft / INDEX, json.dumps(index, indent=2, sort_keys=True).encode())
+    return sorted({*weight_map.values()})

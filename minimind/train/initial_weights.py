@@ -28,9 +28,9 @@ from minimind.errors import CheckpointError, UsageError
 from minimind.interop.foreign_config import ShapeFlags
 from minimind.interop.weights import (
     Weights,
+    find_tokenizer,
+    load_transformers_weights,
     load_weights_from,
-    tokenizer_in,
-    weights_of_transformers,
 )
 from minimind.model.activation_checkpointing import recompute_blocks
 from minimind.model.configuration import MiniMindConfig
@@ -138,13 +138,15 @@ def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initia
         run = run.with_values(by, **{name: limit}) if value > limit else run
     model.require_recomputable(run)
     if run.tokenizer is None and not is_prepared(run.data_path[0]):
-        own = tokenizer_in(folder) if folder == Path(run.hugging_face or "").expanduser() else None
+        own = (
+            find_tokenizer(folder) if folder == Path(run.hugging_face or "").expanduser() else None
+        )
         run = run.with_values(by, tokenizer=str(own)) if own else run
     if run.tokenizer is not None:
         model.require_room(load_tokenizer(run.tokenizer).vocab_size, f"--tokenizer {run.tokenizer}")
     if run.init_from is None or _begun(run, _unreadable):
         return Initial(run, model)
-    return Initial(run, model, weights_of_transformers(run.init_from, read))
+    return Initial(run, model, load_transformers_weights(run.init_from, read))
 
 
 def _begun(run: RunConfig, check: Callable[[Path], Rejected | None]) -> Path | None:

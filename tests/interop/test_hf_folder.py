@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
-from minimind.interop.hf_folder import foreign_files
+from minimind.interop.hf_folder import transformers_files
 from tests.conftest import sentences
 from tests.data.tokenizer.test_hf_tokenizer import END, byte_level
 
@@ -29,7 +29,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def written(folder: Path, model_type: str, tokenizer: AnyTokenizer) -> tuple[Path, str | None]:
     """The small files of a model of that type, and the note on them."""
-    files, note = foreign_files(AutoConfig.for_model(model_type), tokenizer, "bfloat16")
+    files, note = transformers_files(AutoConfig.for_model(model_type), tokenizer, "bfloat16")
     for name, content in files.items():
         (folder / name).write_bytes(content)
     return folder, note

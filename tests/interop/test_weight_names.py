@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from minimind.interop.weight_names import (
-    from_halves,
     from_minimind2,
     to_gguf,
-    to_halves,
+    to_interleaved,
     to_minimind2,
+    to_rotate_half,
 )
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
@@ -52,15 +52,15 @@ def test_names_of_gguf_are_those_of_its_own_package(names):
 def test_what_is_turned_comes_back_number_by_number(side):
     name = f"model.layers.3.self_attn.{side}.weight"
     weight = torch.randn(3 * 8, 5) if side.endswith("proj") else torch.randn(8)
-    there = to_halves(name, weight, 8)
+    there = to_rotate_half(name, weight, 8)
     assert not torch.equal(there, weight)
-    assert torch.equal(from_halves(name, there, 8), weight)
+    assert torch.equal(to_interleaved(name, there, 8), weight)
 
 
 def test_values_and_outputs_are_not_turned():
     weight = torch.randn(16, 16)
     for side in ("v_proj", "o_proj"):
-        assert to_halves(f"model.layers.0.self_attn.{side}.weight", weight, 8) is weight
+        assert to_rotate_half(f"model.layers.0.self_attn.{side}.weight", weight, 8) is weight
 
 
 def test_turned_rows_under_rotations_of_halves_are_ours_turned():
@@ -70,10 +70,10 @@ def test_turned_rows_under_rotations_of_halves_are_ours_turned():
     ours = rotate(
         (x @ weight.T).view(1, positions, heads, width), build_pos_cis(width, positions, theta)
     )
-    turned = to_halves("model.layers.0.self_attn.q_proj.weight", weight, width)
+    turned = to_rotate_half("model.layers.0.self_attn.q_proj.weight", weight, width)
     angles = torch.arange(positions)[:, None] * theta ** (-torch.arange(0, width, 2) / width)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second = (x @ turned.T).view(positions, heads, width).chunk(2, -1)
     theirs = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    back = from_halves("model.layers.0.self_attn.q_proj.weight", theirs.flatten(1).T, width)
+    back = to_interleaved("model.layers.0.self_attn.q_proj.weight", theirs.flatten(1).T, width)
     torch.testing.assert_close(back.T.view(1, positions, heads, width), ours)
