@@ -57,7 +57,7 @@ def add_parser(subs: Any) -> None:
     text = "above 1, tokens that the text has already become less likely; 1: off"
     add("--repetition_penalty", type=penalty, default=1.0, help=text)
     add("--stop", nargs="+", default=[], metavar="TEXT", help="end before any of these")
-    text = "seed of the random numbers, which each text has of its own"
+    text = "seed; each text is drawn independently of the others"
     add("--seed", type=at_least(0), default=42, help=text)
 
 

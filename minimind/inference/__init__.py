@@ -2,9 +2,8 @@
 
 May import `minimind.interop` and below. Start in `load_model.py`.
 
-from_checkpoint  load and generate from a training checkpoint
-generate         prompts -> continuations with a key/value cache
-load_model       load a model and its tokenizer from any source
-prompts          read a file of prompts
-sampling         sampling settings and logits processors
+generate    prompts -> continuations with a key/value cache
+load_model  load a model and its tokenizer from any source
+prompts     read a file of prompts
+sampling    sampling settings and logits processors
 """

@@ -40,11 +40,19 @@ def load_model(
         raise UsageError("--tokenizer is for --model: a checkpoint has its own; leave it out")
     _check_kind(checkpoint, model)
     if checkpoint is not None:
-        return read_chosen(checkpoint, lambda chosen: build_model(load_checkpoint_weights(chosen)))
+        return load_checkpoint(checkpoint)
     weights = load_weights_from(model or "")
     if tokenizer is not None:
         weights = replace(weights, tokenizer=Path(tokenizer).expanduser())
     return build_model(weights)
+
+
+def load_checkpoint(place: str) -> LoadedModel:
+    """The model of a step directory, or of the newest valid checkpoint of a run directory.
+
+    Hashes are verified first; neither DeepSpeed nor the original number of processes is needed.
+    """
+    return read_chosen(place, lambda chosen: build_model(load_checkpoint_weights(chosen)))
 
 
 def build_model(weights: Weights) -> LoadedModel:

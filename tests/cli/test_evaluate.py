@@ -19,7 +19,7 @@ from minimind.cli.main import main
 from minimind.data.loader.manifest import read_manifest, seal
 from minimind.data.tokenizer.pieces import sizes
 from minimind.data.tokenizer.sentencepiece import Tokenizer
-from minimind.inference.from_checkpoint import load_checkpoint
+from minimind.inference.load_model import load_checkpoint
 from tests.conftest import ROOT, Trained
 from tests.forking import Nursery, free_port
 
@@ -180,7 +180,7 @@ def test_bad_lines_end_it_or_are_passed_over_and_told(
     assert "raise --max_bad_fraction" in capsys.readouterr().err
     assert main(["eval", *ask, "--on_bad_data", "skip", "--max_bad_fraction", "0.2"]) == 0
     told = capsys.readouterr()
-    assert "1 of 9 documents are bad and passed over, the first: " in told.err
+    assert "1 of 9 documents are bad and skipped, the first: " in told.err
     assert "text.jsonl:5 " in told.err
     text.write_text("\n".join(lines) + "\n")
     assert main(["eval", *ask]) == 0

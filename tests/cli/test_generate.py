@@ -22,8 +22,8 @@ import torch
 from minimind.cli.main import main
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.errors import NumericError, UsageError
-from minimind.inference.from_checkpoint import generate, load_checkpoint
 from minimind.inference.generate import generate_texts
+from minimind.inference.load_model import load_checkpoint
 from minimind.inference.sampling import Sampling, logits_processors
 from tests.conftest import ROOT, Trained, sentences
 
@@ -581,4 +581,4 @@ def test_logits_that_are_no_numbers_are_not_drawn_from(trained: Trained):
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(NumericError, match="not finite"):
-        generate(model, tokenizer, "abc", Sampling())
+        generate_texts(model, tokenizer, ["abc"], Sampling())

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from minimind.cli.main import main
-from minimind.cli.tokenizer_tables import shown
+from minimind.cli.tokenizer_tables import quote
 from minimind.data.prepare.prepare import Asked, prepare_for_run
 from minimind.data.prepare.unit_reader import split_of
 from minimind.data.prepare.work_units import Options
@@ -187,7 +187,7 @@ def test_inspect_counts_pieces_tokens_and_what_is_never_used(text, trained, caps
     assert line.split() == ["150", *line.split()[1:3], f"{per_token:.3f}", "all", str(text)]
     assert f"never produced on that text: {696 - len({*ids})} of 696 pieces" in told
     longest = max(ours.pieces(), key=lambda piece: len(piece.content)).content
-    assert f"  {shown(longest)}\n" in told.split("longest pieces")[1]
+    assert f"  {quote(longest)}\n" in told.split("longest pieces")[1]
 
 
 def test_inspect_says_which_text_does_not_come_back(tmp_path, text, capsys):
@@ -207,8 +207,8 @@ def test_inspect_says_which_text_does_not_come_back(tmp_path, text, capsys):
 
 
 def test_pieces_are_shown_without_anything_a_terminal_would_obey():
-    assert shown("\x1b[31m \n\u202e字".encode()) == r"'\x1b[31m \n\u202e字'"
-    assert shown("字".encode()[:2]) == r"'\xe5\xad'"
+    assert quote("\x1b[31m \n\u202e字".encode()) == r"'\x1b[31m \n\u202e字'"
+    assert quote("字".encode()[:2]) == r"'\xe5\xad'"
 
 
 def test_the_second_of_two_to_one_out_is_refused(text, tmp_path, capsys, monkeypatch):
@@ -247,7 +247,7 @@ def test_ctrl_c_is_answered_in_one_line_and_leaves_what_was_there(
     assert tokenizer(*words, "--force", "--special_tokens", "<a>") == 130
     assert capsys.readouterr().err == (
         f"minimind: error[INTERRUPTED]: stopped; {out} is as it was before, and the same command"
-        " begins anew\n"
+        " starts again\n"
     )
     assert contents(out) == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -23,8 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from minimind.cli.main import main
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.errors import CheckpointError, UsageError
-from minimind.inference.from_checkpoint import load_checkpoint
-from minimind.inference.load_model import load_model
+from minimind.inference.load_model import load_checkpoint, load_model
 from minimind.interop import export as export_module
 from minimind.interop import tensor_sources
 from minimind.interop.remote_code import AUTO_MAP, remote_code
