@@ -87,7 +87,10 @@ def run_import(args: argparse.Namespace) -> int:
     if args.tokenizer:
         weights = replace(weights, tokenizer=args.tokenizer)
     tokenizer = weights.load_tokenizer()
-    weights.set_special_ids(tokenizer)
+    ids = {"bos": tokenizer.bos_id if tokenizer.bos_id >= 0 else None}
+    ids |= {"eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
+    for name, value in ids.items():  # files without a configuration have none
+        setattr(weights.config, f"{name}_token_id", value)
     written = export(weights, tokenizer, args.out, "minimind", force=args.force)
     print(written.summary("as minimind in float32", weights.path, args.out))
     return 0

@@ -9,7 +9,6 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 from transformers import (
-    LogitsProcessor,
     LogitsProcessorList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -37,18 +36,22 @@ class Sampling:
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
 
 
-class CheckLogits(LogitsProcessor):
-    """Reject logits that are not finite, drop embedding rows beyond the vocabulary, shift to max 0.
+def logits_processors(
+    sampling: Sampling, vocab_size: int, generators: Sequence[torch.Generator]
+) -> LogitsProcessorList:
+    """Processors that apply the settings in `generate(do_sample=False)`.
 
-    float64, and a maximum of 0, so that division by a temperature close to 0 leaves a maximum.
+    `generate(do_sample=True)` draws all rows from one global generator, which would make a text
+    depend on the rest of its batch. So the last processor draws a token for each row, from one of
+    `generators`, and rules out all others.
     """
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+    def check(input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Drop the rows of the embedding that no token has; shift scores to a maximum of 0.
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """(B, T) ids, (B, V) logits -> (B, vocab_size); raise NumericError if one is not finite."""
-        scores = scores[:, : self.vocab_size].double()
+        In float64, so that division by a temperature close to 0 leaves a maximum.
+        """
+        scores = scores[:, :vocab_size].double()
         if not scores.isfinite().all():
             raise NumericError(
                 f"the logits of token {input_ids.shape[1]} are not finite; generate from another"
@@ -56,36 +59,17 @@ class CheckLogits(LogitsProcessor):
             )
         return scores - scores.amax(-1, keepdim=True)
 
-
-class DrawTokens(LogitsProcessor):
-    """Draw one token per row and rule out all others, so that greedy search takes it.
-
-    `generate(do_sample=True)` draws all rows from one global generator, which would make a text
-    depend on the rest of its batch; here each row has a generator.
-    """
-
-    def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        self.generators = generators
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """(B, V) scores, 0 for the token drawn from their softmax and -inf elsewhere."""
-        points = torch.stack([torch.rand(1, generator=one) for one in self.generators])
+    def draw(input_ids: Tensor, scores: Tensor) -> Tensor:
+        """(B, V): 0 for a token drawn from the softmax of each row, -inf elsewhere."""
+        points = torch.stack([torch.rand(1, generator=generator) for generator in generators])
         cumulative = scores.softmax(-1).cumsum(-1)
         points = points.to(scores) * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, points, right=True)
         return torch.full_like(scores, -torch.inf).scatter(-1, tokens, 0.0)
 
-
-def logits_processors(
-    sampling: Sampling, vocab_size: int, generators: Sequence[torch.Generator]
-) -> LogitsProcessorList:
-    """The processors for `generate(do_sample=False)`; `generators` has one per row."""
-    processors: list[LogitsProcessor] = [CheckLogits(vocab_size)]
-    if sampling.temperature:
-        processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
-        if sampling.top_k:
-            processors.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1:
-            processors.append(TopPLogitsWarper(sampling.top_p))
-        processors.append(DrawTokens(generators))
-    return LogitsProcessorList(processors)
+    if not sampling.temperature:
+        return LogitsProcessorList([check])
+    warpers = [TemperatureLogitsWarper(float(sampling.temperature))]
+    warpers += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    warpers += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    return LogitsProcessorList([check, *warpers, draw])

@@ -15,7 +15,7 @@ from minimind.checkpoint.validation import read_config
 from minimind.data.tokenizer.files import MODEL_NAME, TOKENIZER_FILES
 from minimind.errors import CheckpointError
 from minimind.interop.tensor_sources import INDEX, WHOLE, TensorSource, open_checkpoint
-from minimind.interop.write_folder import SHARDS, WrittenModel, write_folder
+from minimind.interop.write_folder import SHARDS, WrittenModel, new_folder, write_shards
 from minimind.runtime.checked_json import require_listed, told_by_config
 from minimind.runtime.output_folder import NewFolder
 
@@ -36,7 +36,8 @@ def consolidate(
     source = open_checkpoint(path)
     parts = source.parts(getattr(torch, dtype))
     texts, note = _small_files(path, source, dtype)
-    files = write_folder(folder, parts, texts, max_shard_bytes)
+    with new_folder(folder, parts, texts) as draft:
+        files = write_shards(parts, draft, max_shard_bytes)
     return WrittenModel.of(files, source.shapes, parts, note)
 
 

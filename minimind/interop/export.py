@@ -29,7 +29,7 @@ from minimind.interop.remote_code import AUTO_MAP, remote_code
 from minimind.interop.tensor_sources import INDEX, WHOLE
 from minimind.interop.weight_names import to_gguf, to_rotate_half
 from minimind.interop.weights import TRANSFORMERS, Weights, check_vocabulary
-from minimind.interop.write_folder import SHARDS, WrittenModel, write_folder
+from minimind.interop.write_folder import SHARDS, WrittenModel, new_folder, write_shards
 from minimind.model.configuration import MiniMindConfig
 from minimind.runtime.output_folder import NewFolder
 
@@ -84,7 +84,8 @@ def export(
             )
         parts = source.parts(torch_dtype)
         texts, note = _small_files(config, tokenizer, form, dtype)
-        files = write_folder(folder, parts, texts, max_shard_bytes or SHARD_BYTES)
+        with new_folder(folder, parts, texts) as draft:
+            files = write_shards(parts, draft, max_shard_bytes or SHARD_BYTES)
     return WrittenModel.of(files, weights.tensors.shapes, parts, note)
 
 

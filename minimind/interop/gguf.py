@@ -18,9 +18,9 @@ from minimind.checkpoint.tensor_files import Part
 from minimind.errors import UsageError
 from minimind.interop.tensor_sources import TensorSource
 from minimind.interop.weight_names import to_gguf, to_rotate_half
-from minimind.interop.write_folder import check_room
+from minimind.interop.write_folder import new_folder
 from minimind.model.configuration import MiniMindConfig
-from minimind.runtime.durable_files import sync_file, write_durably
+from minimind.runtime.durable_files import sync_file
 from minimind.runtime.output_folder import NewFolder
 
 NAME = "model.gguf"
@@ -71,16 +71,10 @@ def write_gguf(
     dtype: torch.dtype,
     texts: Mapping[str, bytes],
 ) -> None:
-    """Write `out`/model.gguf, tensor by tensor, and small files beside it.
-
-    `name` is the name of the model in the file. `out` appears complete or not at all; raise
-    StorageError before writing if it does not fit on the disk.
-    """
+    """Write `out`/model.gguf, tensor by tensor, with this model name, and `texts` beside it."""
     import gguf
 
-    needed = sum(part.bytes for part in parts) + sum(map(len, texts.values()))
-    check_room(out.path, needed)
-    with out.written_aside(needed) as draft:
+    with new_folder(out, parts, texts) as draft:
         with closing(gguf.GGUFWriter(draft / NAME, architecture(config))) as writer:
             writer.add_name(name)
             _add_shape(writer, config)
@@ -98,8 +92,6 @@ def write_gguf(
                 plain = value.view(torch.uint16) if value.dtype == torch.bfloat16 else value
                 writer.write_tensor_data(plain.numpy())
         sync_file(draft / NAME)
-        for file, content in texts.items():
-            write_durably(draft / file, content)
 
 
 def _add_shape(writer: Any, config: MiniMindConfig) -> None:

@@ -95,12 +95,6 @@ class Weights:
         check_vocabulary(tokenizer, self.config)
         return tokenizer
 
-    def set_special_ids(self, tokenizer: AnyTokenizer) -> None:
-        """Take the special ids from a tokenizer, for files without a configuration."""
-        self.config.bos_token_id = tokenizer.bos_id if tokenizer.bos_id >= 0 else None
-        self.config.eos_token_id = tokenizer.eos_id
-        self.config.pad_token_id = tokenizer.pad_id
-
 
 def check_vocabulary(tokenizer: AnyTokenizer, config: PretrainedConfig) -> None:
     """Raise CheckpointError if the embedding has another number of rows than the tokenizer ids.

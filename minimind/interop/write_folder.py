@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,34 +45,27 @@ class WrittenModel:
         )
 
 
-def write_folder(
-    out: NewFolder, parts: list[Part], texts: Mapping[str, bytes], max_shard_bytes: int
-) -> list[str]:
-    """Write all files of `out`, which appears complete or not at all; return the tensor files.
+@contextmanager
+def new_folder(out: NewFolder, parts: list[Part], texts: Mapping[str, bytes]) -> Iterator[Path]:
+    """A draft of `out` to write `parts` to; it gets `texts` too and appears complete or not at all.
 
-    Raise StorageError before writing if they do not fit on the disk.
+    Raise StorageError before anything is written if it does not fit on the disk.
     """
     needed = sum(part.bytes for part in parts) + sum(map(len, texts.values()))
-    check_room(out.path, needed)
-    with out.written_aside(needed) as draft:
-        files = _write_shards(parts, draft, max_shard_bytes)
-        for name, content in texts.items():
-            write_durably(draft / name, content)
-    return files
-
-
-def check_room(out: Path, needed: int) -> None:
-    """Raise StorageError if fewer than `needed` bytes are free for `out`."""
-    free = free_bytes(out)
+    free = free_bytes(out.path)
     if free < needed:
         raise StorageError(
-            f"{out}: {needed:,} bytes ({mebibytes(needed)}) are needed and {free:,}"
+            f"{out.path}: {needed:,} bytes ({mebibytes(needed)}) are needed and {free:,}"
             f" ({mebibytes(free)}) are free; free some space, or give another --out"
         )
+    with out.written_aside(needed) as draft:
+        yield draft
+        for name, content in texts.items():
+            write_durably(draft / name, content)
 
 
-def _write_shards(parts: list[Part], draft: Path, max_bytes: int) -> list[str]:
-    """Fill files in order, each of at most `max_bytes` or a single tensor."""
+def write_shards(parts: list[Part], folder: Path, max_bytes: int) -> list[str]:
+    """Fill files in order, each of at most `max_bytes` or a single tensor; return their names."""
     shards: list[list[Part]] = [[]]
     for part in parts:
         if shards[-1] and sum(p.bytes for p in shards[-1]) + part.bytes > max_bytes:
@@ -81,10 +75,10 @@ def _write_shards(parts: list[Part], draft: Path, max_bytes: int) -> list[str]:
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         name = name if len(shards) > 1 else WHOLE
-        write_parts(draft / name, shard, {"format": "pt"})  # transformers requires it
+        write_parts(folder / name, shard, {"format": "pt"})  # transformers requires it
         weight_map |= dict.fromkeys((part.name for part in shard), name)
     if len(shards) > 1:
         total = sum(part.bytes for part in parts)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_durably(draft / INDEX, json.dumps(index, indent=2, sort_keys=True).encode())
+        write_durably(folder / INDEX, json.dumps(index, indent=2, sort_keys=True).encode())
     return sorted({*weight_map.values()})

@@ -95,7 +95,7 @@ def test_what_is_drawn_depends_on_the_number_and_not_on_the_batch(loaded):
 
 def test_draws_have_the_probabilities_that_the_flags_ask_for():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    ids = torch.zeros(1, 1, dtype=torch.long)
+    ids: Any = torch.zeros(1, 1, dtype=torch.long)
 
     def shares(**flags: Any) -> list[float]:
         how = Sampling(**{"temperature": 1.0, "top_p": 1.0, **flags})
@@ -115,7 +115,7 @@ def test_a_draw_of_just_0_takes_no_token_that_was_ruled_out(monkeypatch: pytest.
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(1))
     how = Sampling(temperature=1.0, top_p=1.0, top_k=1)
     processors = logits_processors(how, 3, [how.generator(1)])
-    ids = torch.zeros(1, 1, dtype=torch.long)
+    ids: Any = torch.zeros(1, 1, dtype=torch.long)
     assert int(processors(ids, torch.tensor([[0.0, 0, 5]])).argmax()) == 2
 
 
@@ -136,22 +136,24 @@ class Played:
                 break
 
 
-def test_padding_adds_no_token_that_the_repetition_penalty_would_count(loaded):
-    _, tokenizer = loaded
-    ids: list[torch.Tensor] = []
+def test_padding_adds_no_token_that_the_repetition_penalty_would_count(
+    loaded, monkeypatch: pytest.MonkeyPatch
+):
+    model, tokenizer = loaded
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    class Recorded(Played):
-        def generate(self, given, **options):
-            ids.append(given)
-            assert options["attention_mask"].tolist() == [[0] * (given.shape[1] - 1) + [1], [1] * 9]
-            raise KeyboardInterrupt
+    def record(ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> None:
+        calls.append((ids, attention_mask))
+        raise KeyboardInterrupt
 
-    short, long = "a", "ab" * 40
-    while len(tokenizer.encode(long)) > 9:
-        long = long[:-1]
+    monkeypatch.setattr(model, "generate", record)
     with pytest.raises(KeyboardInterrupt):
-        generate_texts(Recorded([]), tokenizer, [short, long], GREEDY)
-    assert set(ids[0][0].tolist()) == set(tokenizer.encode(short))
+        generate_texts(model, tokenizer, ["b", "a 曉處 bc"], GREEDY)
+    ((ids, mask),) = calls
+    padding = len(ids[0]) - len(tokenizer.encode("b"))
+    assert mask.sum(1).tolist() == [len(ids[0]) - padding, len(ids[0])]
+    assert padding > 0
+    assert {*ids[0].tolist()} == {*tokenizer.encode("b")}
 
 
 def test_text_appears_as_it_is_generated_and_never_half_a_character(loaded):
