@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -221,8 +221,12 @@ def _answer_file(args: argparse.Namespace, prompts: list[str], generator: _Gener
     A prompt that cannot be continued gets an error in its line; the first of them is raised last.
     """
     errors = {n: error for n, p in enumerate(prompts, 1) if (error := generator.check(p, n))}
-    if len(errors) == len(prompts):
-        raise _summarize_errors(args, errors, len(prompts))
+    summary = None
+    if first := next(iter(errors.values()), None):
+        text = f"{len(errors)} of {len(prompts)} prompts cannot be continued, the first"
+        summary = type(first)(f"--prompts {args.prompts}: {text}: {first}")
+        if len(errors) == len(prompts):
+            raise summary
     lines: list[str] = []
     tokens, seconds = 0, 0.0
     for start in range(0, len(prompts), args.batch_size):
@@ -244,16 +248,8 @@ def _answer_file(args: argparse.Namespace, prompts: list[str], generator: _Gener
             write_whole(args.out, "".join(lines).encode())
     speed = f"{tokens / max(1e-9, seconds):.0f} tokens/s"
     print(f"[{generator.path}, {len(prompts) - len(errors)} prompts, {speed}]", file=sys.stderr)
-    if errors:
-        raise _summarize_errors(args, errors, len(prompts))
-
-
-def _summarize_errors(
-    args: argparse.Namespace, errors: Mapping[int, RunError], total: int
-) -> RunError:
-    first = next(iter(errors.values()))
-    text = f"{len(errors)} of {total} prompts cannot be continued, the first"
-    return type(first)(f"--prompts {args.prompts}: {text}: {first}")
+    if summary:
+        raise summary
 
 
 def _check_out(out: Path, force: bool, prompts: str) -> None:
