@@ -88,7 +88,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if error := generator.check(prompt, 1):
         raise error
     speed = _continue(generator, prompt, 1)
-    _write("\n")
+    _show("\n")
     print(speed, file=sys.stderr)
     return 0
 
@@ -146,15 +146,15 @@ def _read_stdin() -> str:
         raise DataError("standard input: not UTF-8; convert it, or use --prompt") from error
 
 
-def _write(text: str) -> None:
+def _show(text: str) -> None:
     with printing():
         print(for_stdout(text), end="", flush=True)
 
 
 def _continue(generator: _Generator, prompt: str, number: int) -> str:
     """Print a prompt and its continuation as it is generated; return a line with the speed."""
-    _write(prompt)
-    result = generator.generate([prompt], [number], _write)
+    _show(prompt)
+    result = generator.generate([prompt], [number], _show)
     return f"[{generator.path}, {result.tokens_per_second:.0f} tokens/s]"
 
 
@@ -207,11 +207,11 @@ def _converse(args: argparse.Namespace) -> None:
             else:
                 print(f"\n{_continue(generator, prompt, number)}", file=sys.stderr)
         except EOFError:
-            return _write("\n")
+            return _show("\n")
         except UnicodeDecodeError as error:
             print(f"not UTF-8 ({error.reason}); type it again", file=sys.stderr)
         except KeyboardInterrupt:
-            _write("\n")
+            _show("\n")
             loading.raise_failure()
 
 
@@ -241,7 +241,7 @@ def _answer_file(args: argparse.Namespace, prompts: list[str], generator: _Gener
             # A prompt in error may not be writable as it is.
             lines.append(json.dumps(answer, ensure_ascii=error is not None) + "\n")
             if not args.out:
-                _write(lines[-1])
+                _show(lines[-1])
         tokens, seconds = tokens + result.tokens, seconds + result.seconds
     if args.out:
         with storing(str(args.out), "free some space, or give another --out"):
