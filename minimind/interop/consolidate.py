@@ -38,7 +38,7 @@ def consolidate(
     texts, note = _small_files(path, source, dtype)
     with new_folder(folder, parts, texts) as draft:
         files = write_shards(parts, draft, max_shard_bytes)
-    return WrittenModel.of(files, source.shapes, parts, note)
+    return WrittenModel(files, source.shapes, parts, note)
 
 
 def _small_files(

@@ -86,7 +86,7 @@ def export(
         texts, note = _small_files(config, tokenizer, form, dtype)
         with new_folder(folder, parts, texts) as draft:
             files = write_shards(parts, draft, max_shard_bytes or SHARD_BYTES)
-    return WrittenModel.of(files, weights.tensors.shapes, parts, note)
+    return WrittenModel(files, weights.tensors.shapes, parts, note)
 
 
 def check_form(weights: Weights, form: str) -> None:

@@ -179,7 +179,7 @@ def check_shapes(source: TensorSource, path: Path, expected: Mapping[str, list[i
         if required is None:
             raise CheckpointError(f"{path}: has {label}, and {cause} no such tensor; {REPLACE}")
         raise CheckpointError(
-            f"{path}: {label} has shape {actual}, and {cause} {required}; {REPLACE}"
+            f"{path}: {label} is of shape {actual}, and {cause} {required}; {REPLACE}"
         )
 
 

@@ -20,29 +20,19 @@ SHARDS = "model-*-of-*.safetensors"
 
 @dataclass(frozen=True)
 class WrittenModel:
-    """The tensor files of a new folder."""
+    """What a command wrote: the tensor files, and the tensors in them."""
 
     files: list[str]
-    parameters: int
-    bytes: int
+    shapes: Mapping[str, list[int]]
+    parts: list[Part]
     note: str | None = None  # for users of the files
-
-    @classmethod
-    def of(
-        cls, files: list[str], shapes: Mapping[str, list[int]], parts: list[Part], note: str | None
-    ) -> WrittenModel:
-        """From the shapes of the model's tensors and the parts written."""
-        return cls(
-            files, sum(map(math.prod, shapes.values())), sum(part.bytes for part in parts), note
-        )
 
     def summary(self, form: str, source: Path, out: Path) -> str:
         """The line that a command prints at its end."""
+        parameters = sum(map(math.prod, self.shapes.values()))
+        size = mebibytes(sum(part.bytes for part in self.parts))
         files = f"{len(self.files)} files" if len(self.files) > 1 else self.files[0]
-        return (
-            f"{out}: {self.parameters:,} parameters {form}, {mebibytes(self.bytes)} in {files},"
-            f" from {source}"
-        )
+        return f"{out}: {parameters:,} parameters {form}, {size} in {files}, from {source}"
 
 
 @contextmanager
