@@ -27,12 +27,16 @@ class WrittenModel:
     parts: list[Part]
     note: str | None = None  # for users of the files
 
+    @property
+    def parameters(self) -> int:
+        """The number of elements of all tensors."""
+        return sum(map(math.prod, self.shapes.values()))
+
     def summary(self, form: str, source: Path, out: Path) -> str:
         """The line that a command prints at its end."""
-        parameters = sum(map(math.prod, self.shapes.values()))
         size = mebibytes(sum(part.bytes for part in self.parts))
         files = f"{len(self.files)} files" if len(self.files) > 1 else self.files[0]
-        return f"{out}: {parameters:,} parameters {form}, {size} in {files}, from {source}"
+        return f"{out}: {self.parameters:,} parameters {form}, {size} in {files}, from {source}"
 
 
 @contextmanager
