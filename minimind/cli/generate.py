@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +22,7 @@ from minimind.runtime.durable_files import printing, require_writable, storing, 
 from minimind.runtime.terminal import for_stdout, phase
 
 if TYPE_CHECKING:
-    from minimind.data.tokenizer.load import AnyTokenizer
     from minimind.inference.generate import GenerationResult
-    from minimind.inference.sampling import Sampling
 
 
 def add_parser(subs: Any) -> None:
@@ -75,7 +72,7 @@ def run_generate(args: argparse.Namespace) -> int:
     # Files are read before gigabytes of weights are.
     if args.prompts is not None:
         prompts = read_prompts(args.prompts, "--prompts")
-        _answer_file(args, prompts, _load(args))
+        _answer_file(args, prompts, _Generator(args))
         return 0
     prompt = args.prompt
     if args.prompt_file is not None:
@@ -83,7 +80,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if prompt is None and sys.stdin is not None and sys.stdin.isatty():
         _converse(args)
         return 0
-    generator = _load(args)  # before standard input is read, which may be typed
+    generator = _Generator(args)  # before standard input is read, which may be typed
     prompt = _read_stdin() if prompt is None else prompt
     if error := generator.check(prompt, 1):
         raise error
@@ -93,14 +90,20 @@ def run_generate(args: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True)
 class _Generator:
-    """A loaded model and its sampling settings."""
+    """A model and its sampling settings, loaded as the arguments specify."""
 
-    model: Any
-    tokenizer: AnyTokenizer
-    path: Path
-    sampling: Sampling
+    def __init__(self, args: argparse.Namespace) -> None:
+        from minimind.config.deepspeed.backend_choice import device_for
+        from minimind.config.launcher_env import Launch
+        from minimind.inference.load_model import load_model
+        from minimind.inference.sampling import Sampling
+
+        names = ("max_new_tokens", "temperature", "top_p", "seed", "top_k", "repetition_penalty")
+        self.sampling = Sampling(*(getattr(args, name) for name in names), stop=tuple(args.stop))
+        device = device_for(args.device, "--device", Launch())
+        model, self.tokenizer, self.path = load_model(args.checkpoint, args.model, args.tokenizer)
+        self.model = model.to(device)
 
     def generate(
         self, prompts: Sequence[str], numbers: Sequence[int], on_text: Callable[[str], None] | None
@@ -122,19 +125,6 @@ class _Generator:
         except (UsageError, DataError) as error:
             return error
         return None
-
-
-def _load(args: argparse.Namespace) -> _Generator:
-    from minimind.config.deepspeed.backend_choice import device_for
-    from minimind.config.launcher_env import Launch
-    from minimind.inference.load_model import load_model
-    from minimind.inference.sampling import Sampling
-
-    names = ("max_new_tokens", "temperature", "top_p", "seed", "top_k", "repetition_penalty")
-    sampling = Sampling(*(getattr(args, name) for name in names), stop=tuple(args.stop))
-    device = device_for(args.device, "--device", Launch())
-    model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer)
-    return _Generator(model.to(device), tokenizer, path, sampling)
 
 
 def _read_stdin() -> str:
@@ -162,7 +152,7 @@ class _Loading:
     """Load a model in a thread while the first prompt is typed."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._future = ThreadPoolExecutor(max_workers=1).submit(_load, args)
+        self._future = ThreadPoolExecutor(max_workers=1).submit(_Generator, args)
         self._is_waiting = False
         self._future.add_done_callback(self._interrupt)
 

@@ -285,7 +285,7 @@ def load(args):
     if args.model == "wrong":
         raise UsageError("no such model; name another")
     return Generator()
-generate_commands._load = load
+generate_commands._Generator = load
 sys.exit(cli.main(["generate", "--model", sys.argv[1]]))
 """
 
