@@ -1,6 +1,6 @@
-"""`minimind SUBCOMMAND`: one module per command: parse, call, print, return the status.
+"""`minimind COMMAND`: one module per command parses, calls, prints and returns the exit status.
 
-May import everything below. A new command begins in `main.py`.
+May import everything below. A new command starts in `main.py`.
 
 checkpoint        minimind checkpoint
 data              minimind prepare, minimind data
@@ -10,6 +10,6 @@ generate          minimind generate
 main              the table of commands
 report            minimind report
 tokenizer         minimind tokenizer
-tokenizer_tables  what `minimind tokenizer inspect` prints
+tokenizer_tables  the output of `minimind tokenizer inspect`
 train             minimind train, minimind launch
 """

@@ -1,4 +1,4 @@
-"""`minimind checkpoint ACTION`: what each prints, and its exit status."""
+"""`minimind checkpoint ACTION`: print the result, return the exit status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from minimind.errors import CheckpointError, UsageError
 from minimind.runtime.durable_files import mebibytes, storing
 from minimind.runtime.output_folder import NewFolder
 
-MEND = "mend the path or its rights"
+REMEDY = "correct the path or its permissions"
 
 T = TypeVar("T")
 
@@ -29,43 +29,37 @@ T = TypeVar("T")
 def run_list(args: argparse.Namespace) -> int:
     """Print one line per checkpoint."""
     place = place_of(args.place, args.checkpoint)
-    with storing(place, MEND):
-        found = list_checkpoints(place, args.verify)
+    with storing(place, REMEDY):
+        checkpoints = list_checkpoints(place, args.verify)
     if args.json:
-        print(as_json(found))
+        print(as_json(checkpoints))
     else:
-        print(as_table(found) if found else f"{place}: no checkpoint yet")
+        print(as_table(checkpoints) if checkpoints else f"{place}: no checkpoint yet")
     return 0
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Print what is damaged and why; 4 if anything is."""
+    """Print all damage; return 4 if there is any."""
     place = place_of(args.place, args.checkpoint)
-    damaged = 0
-    with storing(place, MEND):
+    is_damaged = False
+    with storing(place, REMEDY):
         for path, faults, remarks in verify_checkpoints(place):
-            for fault in faults:
-                print(f"{path}: {fault}")
-            for remark in remarks:
-                print(f"{path}: note: {remark}")
+            for line in (*faults, *(f"note: {remark}" for remark in remarks)):
+                print(f"{path}: {line}")
             if not faults:
                 print(f"{path}: ok")
-            damaged += bool(faults)
-    return CheckpointError.status if damaged else 0
+            is_damaged |= bool(faults)
+    return CheckpointError.status if is_damaged else 0
 
 
 def run_diff(args: argparse.Namespace) -> int:
-    """Print every difference; 1 if there is any, 0 if not."""
+    """Print every difference between two checkpoints; return 1 if there is any."""
     if len(args.places) != 2:
         raise UsageError(f"diff takes two checkpoints, not {len(args.places)}")
     from minimind.checkpoint.compare import compare  # imports torch
 
-    one, other = args.places
-
-    def differences(a: Path, b: Path) -> tuple[Path, Path, list[str]]:
-        return a, b, list(compare(a, b))
-
-    a, b, lines = _read(one, lambda a: _read(other, lambda b: differences(a, b)))
+    first, second = args.places
+    a, b, lines = _read(first, lambda a: _read(second, lambda b: (a, b, list(compare(a, b)))))
     print(f"{a} -> {b}")
     for line in lines or ["equal: what the runs are, counters and every tensor"]:
         print(f"  {line}")
@@ -73,29 +67,28 @@ def run_diff(args: argparse.Namespace) -> int:
 
 
 def run_consolidate(args: argparse.Namespace) -> int:
-    """Write one checkpoint as whole tensors, and say what was written."""
-    from minimind.interop.consolidate import OWN, consolidate, told  # imports torch
+    """Write one checkpoint as whole tensors and print a summary."""
+    from minimind.interop.consolidate import OWN, consolidate  # imports torch
 
     place = place_of(args.place, args.checkpoint)
-    out = NewFolder(args.out, args.force, OWN, "consolidate")
-    out.require_free()  # before gigabytes are hashed
+    NewFolder(args.out, args.force, OWN, "consolidate").require_free()  # before files are hashed
 
     def write(path: Path) -> str:
-        done = consolidate(path, args.out, args.dtype, args.max_shard_size, args.force)
-        if done.note:
-            print(f"{args.out}: {done.note}", file=sys.stderr)
-        return told(done, path, args.out, args.dtype)
+        written = consolidate(path, args.out, args.dtype, args.max_shard_size, args.force)
+        if written.note:
+            print(f"{args.out}: {written.note}", file=sys.stderr)
+        return written.summary(f"in {args.dtype}", path, args.out)
 
     print(_read(place, write))
     return 0
 
 
 def run_prune(args: argparse.Namespace) -> int:
-    """Delete what is not kept, telling each."""
+    """Delete old checkpoints and print each."""
     place = place_of(args.place, args.checkpoint)
     done = "would delete" if args.dry_run else "deleted"
     count, total = 0, 0
-    with storing(place, MEND):
+    with storing(place, REMEDY):
         for path, size, reason in prune(place, args.keep, args.dry_run):
             if reason:
                 print(f"{path} stays, but {reason}")
@@ -107,14 +100,14 @@ def run_prune(args: argparse.Namespace) -> int:
 
 
 def _read(place: str, use: Callable[[Path], T]) -> T:
-    """`use` of a run's newest valid checkpoint, or the one named; those passed over on stderr."""
+    """`use` of a run's newest valid checkpoint or of the named one; rejected ones go to stderr."""
 
-    def told(chosen: Chosen) -> T:
+    def use_path(chosen: Chosen) -> T:
         for bad in chosen.rejected:
             print(f"{bad.path} is passed over: {bad.file} {bad.reason}", file=sys.stderr)
         return use(chosen.path)
 
-    return read_chosen(place, told)
+    return read_chosen(place, use_path)
 
 
 ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -1,4 +1,4 @@
-"""`minimind export` and `minimind import`: their words, what they print, their status."""
+"""`minimind export` and `minimind import`."""
 
 from __future__ import annotations
 
@@ -15,64 +15,58 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_parsers(subs: Any) -> None:
-    """`export` and `import`."""
-    told = "A model as other software loads it. No GPU is needed, one tensor is in memory at a time"
+    """Add the parsers of `export` and `import`."""
+    text = "A model as other software loads it. No GPU is needed, one tensor is in memory at a time"
     example = "minimind export --checkpoint out --format llama --out out/llama"
-    added = subs.add_parser("export", help=told, description=f"{told}.", example=example)
-    add = added.add_argument
-    place = "a run's out_dir, a step_ directory, or what `import` or `export` wrote"
-    add("--checkpoint", type=filled, required=True, metavar="PLACE", help=place)
-    kinds = (
+    parser = subs.add_parser("export", help=text, description=f"{text}.", example=example)
+    add = parser.add_argument
+    text = "a run's out_dir, a step_ directory, or what `import` or `export` wrote"
+    add("--checkpoint", type=filled, required=True, metavar="PLACE", help=text)
+    text = (
         "minimind: with our code, for transformers; llama: for whatever loads Llama; gguf;"
         " transformers: a run of --model hf:, as the model that it is"
     )
-    add("--format", required=True, choices=FORMATS, help=kinds)
+    add("--format", required=True, choices=FORMATS, help=text)
     add("--dtype", choices=DTYPES, default="float32", help="precision of the numbers")
-    most = "largest size of a file of safetensors (default: 2GB)"
-    add("--max_shard_size", type=size_in_bytes, help=most)
-    _add_out(added)
+    text = "largest size of a file of safetensors (default: 2GB)"
+    add("--max_shard_size", type=size_in_bytes, help=text)
+    _add_out(parser)
 
-    told = "Weights made elsewhere -> a directory of ours, to go on from or to generate with"
+    text = "Weights made elsewhere -> a directory of ours, to train or to generate with"
     example = "minimind import --from llama path/to/llama --out out/imported"
-    added = subs.add_parser("import", help=told, description=f"{told}.", example=example)
-    add = added.add_argument
+    parser = subs.add_parser("import", help=text, description=f"{text}.", example=example)
+    add = parser.add_argument
     add("source", type=path_of, metavar="FILE|DIR", help="a file of weights, or a directory")
-    add(
-        "--from",
-        required=True,
-        choices=("minimind2", "llama"),
-        dest="kind",
-        help="whose format it has",
-    )
-    add(
-        "--tokenizer", type=path_of, help="tokenizer, a file or directory (default: the one in DIR)"
-    )
+    text = "format of the source"
+    add("--from", required=True, choices=("minimind2", "llama"), dest="kind", help=text)
+    text = "tokenizer, a file or directory (default: the one in DIR)"
+    add("--tokenizer", type=path_of, help=text)
     shape = "of a file without config.json: "
-    for name, told in (("n_heads", "query heads"), ("n_kv_heads", "key/value heads, to be sure")):
-        add(f"--{name}", type=at_least(1), help=shape + told)
-    for name, told in (("rope_theta", "base of its rotations"), ("norm_eps", "added in its norms")):
-        add(f"--{name}", type=positive, help=shape + told)
+    add("--n_heads", type=at_least(1), help=f"{shape}query heads")
+    add("--n_kv_heads", type=at_least(1), help=f"{shape}key/value heads, to be sure")
+    add("--rope_theta", type=positive, help=f"{shape}base of its rotations")
+    add("--norm_eps", type=positive, help=f"{shape}added in its norms")
     add("--max_seq_len", type=at_least(1), help=f"{shape}positions it was trained on")
-    _add_out(added)
+    _add_out(parser)
 
 
-def _add_out(added: argparse.ArgumentParser) -> None:
-    added.add_argument("--out", type=path_of, required=True, help="a new folder")
-    added.add_argument("--force", action="store_true", help="replace an earlier --out")
-    added.add_argument("--debug", action="store_true", help="show tracebacks")
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=path_of, required=True, help="a new folder")
+    parser.add_argument("--force", action="store_true", help="replace an earlier --out")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Write a model in another format, and say what was written."""
-    from minimind.interop.export import OWN, export, told  # imports torch
+    """Write a model in another format and print a summary."""
+    from minimind.interop.export import OWN, export  # imports torch
     from minimind.interop.weights import Weights, read_weights
 
-    def write(found: Weights) -> str:
-        how = (args.out, args.format, args.dtype, args.max_shard_size, args.force)
-        done = export(found, found.load_tokenizer(), *how)
-        if done.note:
-            print(f"{args.out}: {done.note}", file=sys.stderr)
-        return told(done, f"{args.format} in {args.dtype}", found.path, args.out)
+    def write(weights: Weights) -> str:
+        options = (args.out, args.format, args.dtype, args.max_shard_size, args.force)
+        written = export(weights, weights.load_tokenizer(), *options)
+        if written.note:
+            print(f"{args.out}: {written.note}", file=sys.stderr)
+        return written.summary(f"as {args.format} in {args.dtype}", weights.path, args.out)
 
     NewFolder(args.out, args.force, OWN, "export").require_free()  # before gigabytes are hashed
     print(read_weights(args.checkpoint, write))
@@ -80,19 +74,23 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def run_import(args: argparse.Namespace) -> int:
-    """Write somebody else's model as one of ours, and say what was written."""
-    from minimind.interop.export import OWN, export, told  # imports torch
-    from minimind.interop.foreign_config import Given, require_said
+    """Write a model made elsewhere in our format and print a summary."""
+    from minimind.interop.export import OWN, export  # imports torch
+    from minimind.interop.foreign_config import ShapeFlags, check_flags
     from minimind.interop.weights import load_weights_from
 
     NewFolder(args.out, args.force, OWN, "export").require_free()
-    given = Given(args.n_heads, args.n_kv_heads, args.rope_theta, args.norm_eps, args.max_seq_len)
-    found = load_weights_from(args.source, given, args.kind)
-    require_said(found.path, found.config, given)
+    names = ("n_heads", "n_kv_heads", "rope_theta", "norm_eps", "max_seq_len")
+    flags = ShapeFlags(*(getattr(args, name) for name in names))
+    weights = load_weights_from(args.source, flags, args.kind)
+    check_flags(weights.path, weights.config, flags)
     if args.tokenizer:
-        found = replace(found, tokenizer=args.tokenizer)
-    tokenizer = found.load_tokenizer()
-    found.adopt(tokenizer)
-    done = export(found, tokenizer, args.out, "minimind", force=args.force)
-    print(told(done, "minimind in float32", found.path, args.out))
+        weights = replace(weights, tokenizer=args.tokenizer)
+    tokenizer = weights.load_tokenizer()
+    ids = {"bos": tokenizer.bos_id if tokenizer.bos_id >= 0 else None}
+    ids |= {"eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
+    for name, value in ids.items():  # files without a configuration have none
+        setattr(weights.config, f"{name}_token_id", value)
+    written = export(weights, tokenizer, args.out, "minimind", force=args.force)
+    print(written.summary("as minimind in float32", weights.path, args.out))
     return 0

@@ -1,4 +1,4 @@
-"""`minimind generate`: one prompt, a conversation with a terminal, or a file of prompts."""
+"""`minimind generate`: one prompt, a conversation at a terminal, or a file of prompts."""
 
 from __future__ import annotations
 
@@ -8,60 +8,58 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minimind.config.arguments import add_model, at_least, finite, path_of, penalty, share
 from minimind.errors import DataError, RunError, StorageError, UsageError
-from minimind.inference.prompts import prompt_of, read_prompts, read_text
+from minimind.inference.prompts import read_prompts, read_text, strip_prompt
 from minimind.runtime.durable_files import printing, require_writable, storing, write_whole
 from minimind.runtime.terminal import for_stdout, phase
 
 if TYPE_CHECKING:
-    from minimind.data.tokenizer.load import AnyTokenizer
-    from minimind.inference.generate import Written
-    from minimind.inference.sampling import Sampling
+    from minimind.inference.generate import GenerationResult
 
 
 def add_parser(subs: Any) -> None:
-    """`generate`."""
-    added = subs.add_parser(
+    """Add the parser of `generate`."""
+    parser = subs.add_parser(
         "generate",
         help="text from a checkpoint or an exported model",
         description="Text from a checkpoint or an exported model, as it is generated. Without a"
         " prompt it asks for one at a terminal, and reads standard input elsewhere.",
         example="minimind generate --checkpoint out --prompt 'Once upon a time' --temperature 0.7",
     )
-    add_model(added)
-    add = added.add_argument
+    add_model(parser)
+    add = parser.add_argument
     add("--prompt", help="text to continue; '' begins a new document")
-    add("--prompt_file", metavar="FILE", help="the prompt is what this file has")
-    told = "a prompt a line (blank ones passed over), or .jsonl with a prompt field"
-    add("--prompts", metavar="FILE", help=f"{told}; answers as JSON lines, in order")
-    add("--out", type=path_of, metavar="FILE", help="where these go, instead of standard output")
+    add("--prompt_file", metavar="FILE", help="file whose content is the prompt")
+    text = "a prompt a line (blank ones skipped), or .jsonl with a prompt field"
+    add("--prompts", metavar="FILE", help=f"{text}; answers as JSON lines, in order")
+    text = "file for these answers, instead of standard output"
+    add("--out", type=path_of, metavar="FILE", help=text)
     add("--force", action="store_true", help="replace an earlier --out")
     add("--batch_size", type=at_least(1), default=16, help="prompts at once")
     add("--max_new_tokens", type=at_least(1), default=100, help="longest continuation")
-    likeliest = "spread of the draw; 0: always the likeliest token"
-    add("--temperature", type=finite, default=0.8, help=likeliest)
-    many = "draw from so many of the likeliest tokens; 0: from all"
-    add("--top_k", type=at_least(0), default=0, help=many)
-    mass = "draw from the likeliest tokens whose probabilities add up to this; 1: from all"
-    add("--top_p", type=share, default=0.9, help=mass)
-    again = "above 1, tokens that the text has already become less likely; 1: off"
-    add("--repetition_penalty", type=penalty, default=1.0, help=again)
+    text = "spread of the draw; 0: always the likeliest token"
+    add("--temperature", type=finite, default=0.8, help=text)
+    text = "draw from this many of the likeliest tokens; 0: from all"
+    add("--top_k", type=at_least(0), default=0, help=text)
+    text = "draw from the likeliest tokens whose probabilities add up to this; 1: from all"
+    add("--top_p", type=share, default=0.9, help=text)
+    text = "above 1, tokens that the text has already become less likely; 1: off"
+    add("--repetition_penalty", type=penalty, default=1.0, help=text)
     add("--stop", nargs="+", default=[], metavar="TEXT", help="end before any of these")
-    drawn = "seed of the random numbers that each text draws its tokens by"
-    add("--seed", type=at_least(0), default=42, help=drawn)
+    text = "seed; each text is drawn independently of the others"
+    add("--seed", type=at_least(0), default=42, help=text)
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    """Print what is generated; from what, and how fast, on stderr."""
+    """Print the generated text; the model's path and the speed go to stderr."""
     given = [n for n in ("prompt", "prompt_file", "prompts") if getattr(args, n) is not None]
     if len(given) > 1:
         raise UsageError(f"--{given[0]} and --{given[1]} were both given; give one of them")
@@ -70,75 +68,70 @@ def run_generate(args: argparse.Namespace) -> int:
     if "" in args.stop:
         raise UsageError("--stop '' would end before any text; leave it out")
     if args.out:
-        _require_free(args.out, args.force, args.prompts)
+        _check_out(args.out, args.force, args.prompts)
     # Files are read before gigabytes of weights are.
-    prompts = read_prompts(args.prompts, "--prompts") if args.prompts is not None else []
+    if args.prompts is not None:
+        prompts = read_prompts(args.prompts, "--prompts")
+        _answer_file(args, prompts, _Generator(args))
+        return 0
     prompt = args.prompt
     if args.prompt_file is not None:
         prompt = read_text(args.prompt_file, "--prompt_file")
-    if not prompts and prompt is None and sys.stdin is not None and sys.stdin.isatty():
+    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
         _converse(args)
-    elif prompts:
-        _answer(args, prompts, _writer(args))
-    else:
-        writer = _writer(args)  # before standard input, which may be typed, is read for nothing
-        _continue(_stdin() if prompt is None else prompt, writer)
+        return 0
+    generator = _Generator(args)  # before standard input is read, which may be typed
+    prompt = _read_stdin() if prompt is None else prompt
+    if error := generator.check(prompt, 1):
+        raise error
+    speed = _continue(generator, prompt, 1)
+    _show("\n")
+    print(speed, file=sys.stderr)
     return 0
 
 
-@dataclass(frozen=True)
-class _Writer:
-    """A model, and how it writes."""
+class _Generator:
+    """A model and its sampling settings, loaded as the arguments specify."""
 
-    model: Any
-    tokenizer: AnyTokenizer
-    path: Path
-    how: Sampling
+    def __init__(self, args: argparse.Namespace) -> None:
+        from minimind.config.deepspeed.backend_choice import device_for
+        from minimind.config.launcher_env import Launch
+        from minimind.inference.load_model import load_model
+        from minimind.inference.sampling import Sampling
 
-    def write(
-        self, prompts: Sequence[str], numbers: Sequence[int], show: Callable[[str], None] | None
-    ) -> Written:
-        """The continuations of prompts that have these numbers."""
-        from minimind.inference.generate import write_on
+        names = ("max_new_tokens", "temperature", "top_p", "seed", "top_k", "repetition_penalty")
+        self.sampling = Sampling(*(getattr(args, name) for name in names), stop=tuple(args.stop))
+        device = device_for(args.device, "--device", Launch())
+        model, self.tokenizer, self.path = load_model(args.checkpoint, args.model, args.tokenizer)
+        self.model = model.to(device)
 
-        return write_on(self.model, self.tokenizer, prompts, self.how, show=show, numbers=numbers)
+    def generate(
+        self, prompts: Sequence[str], numbers: Sequence[int], on_text: Callable[[str], None] | None
+    ) -> GenerationResult:
+        """Continuations of the prompts with these numbers."""
+        from minimind.inference.generate import generate_texts
 
-    def fault(self, prompt: str, number: int) -> RunError | None:
-        """Why a prompt cannot be gone on with, if it cannot."""
-        from minimind.inference.generate import ids_of
+        return generate_texts(
+            self.model, self.tokenizer, prompts, self.sampling, on_text=on_text, numbers=numbers
+        )
+
+    def check(self, prompt: str, number: int) -> RunError | None:
+        """The error that a prompt causes, if any."""
+        from minimind.inference.generate import encode_prompt
 
         try:
-            ids_of(prompt, number, self.tokenizer, self.model.config.max_position_embeddings)
+            max_positions = self.model.config.max_position_embeddings
+            encode_prompt(prompt, number, self.tokenizer, max_positions)
         except (UsageError, DataError) as error:
             return error
         return None
 
 
-def _writer(args: argparse.Namespace) -> _Writer:
-    from minimind.config.deepspeed.backend_choice import device_for
-    from minimind.config.launcher_env import Launch
-    from minimind.inference.load_model import load_model
-    from minimind.inference.sampling import Sampling
-
-    how = Sampling(
-        args.max_new_tokens,
-        args.temperature,
-        args.top_p,
-        args.seed,
-        args.top_k,
-        args.repetition_penalty,
-        tuple(args.stop),
-    )
-    device = device_for(args.device, "--device", Launch())
-    model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer)
-    return _Writer(model.to(device), tokenizer, path, how)
-
-
-def _stdin() -> str:
+def _read_stdin() -> str:
     if sys.stdin is None:
         raise UsageError("standard input is closed; give --prompt")
     try:
-        return prompt_of(sys.stdin.read())
+        return strip_prompt(sys.stdin.read())
     except UnicodeDecodeError as error:
         raise DataError("standard input: not UTF-8; convert it, or use --prompt") from error
 
@@ -148,125 +141,109 @@ def _show(text: str) -> None:
         print(for_stdout(text), end="", flush=True)
 
 
-def _continue(prompt: str, writer: _Writer) -> None:
-    """Print a prompt and its continuation."""
-    if fault := writer.fault(prompt, 1):
-        raise fault
+def _continue(generator: _Generator, prompt: str, number: int) -> str:
+    """Print a prompt and its continuation as it is generated; return a line with the speed."""
     _show(prompt)
-    written = writer.write([prompt], [1], _show)
-    _show("\n")
-    print(f"[{writer.path}, {written.speed:.0f} tokens/s]", file=sys.stderr)
+    result = generator.generate([prompt], [number], _show)
+    return f"[{generator.path}, {result.tokens_per_second:.0f} tokens/s]"
 
 
 class _Loading:
-    """A writer that is loaded in a thread, while the first prompt is typed."""
+    """Load a model in a thread while the first prompt is typed."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1)
-        self._future = self._pool.submit(_writer, args)
-        self._is_asking = False
+        self._future = ThreadPoolExecutor(max_workers=1).submit(_Generator, args)
+        self._is_waiting = False
         self._future.add_done_callback(self._interrupt)
 
-    def _interrupt(self, future: Future[_Writer]) -> None:
-        """Where loading failed, end the wait for a prompt that nothing can be written to."""
-        if self._is_asking and future.exception():
+    def _interrupt(self, future: Future[_Generator]) -> None:
+        """If loading failed, end the wait for a prompt."""
+        if self._is_waiting and future.exception():
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    def failed(self) -> bool:
-        """Whether there will be no writer; `get` raises why."""
-        return self._future.done() and self._future.exception() is not None
+    def raise_failure(self) -> None:
+        """Raise the error with which loading ended, if it did."""
+        if self._future.done():
+            self._future.result()
 
-    def ask(self) -> str:
-        """The next prompt that is typed."""
-        self._is_asking = True
+    def read_prompt(self) -> str:
+        """The next line that is typed."""
+        self._is_waiting = True
         try:
-            if self.failed():
-                self.get()
+            self.raise_failure()
             with printing():
                 return input("> ")
         finally:
-            self._is_asking = False
+            self._is_waiting = False
 
-    def get(self) -> _Writer:
-        """The writer, waited for."""
+    def wait(self) -> _Generator:
+        """The loaded model."""
         with phase("loading the model", after=0.5):
             return self._future.result()
 
 
 def _converse(args: argparse.Namespace) -> None:
-    """Ask for prompts until Ctrl-D; Ctrl-C stops a text and not the program."""
+    """Continue prompts from a terminal until Ctrl-D; Ctrl-C stops only the current text."""
     with suppress(ImportError):  # some builds of Python lack it
-        import readline  # noqa: F401 (from here on input() has line editing and a history)
+        import readline  # noqa: F401 (gives input() line editing and a history)
     print(f"{args.checkpoint or args.model}: Ctrl-C stops a text, Ctrl-D ends", file=sys.stderr)
     loading = _Loading(args)
     for number in count(1):
         try:
-            prompt = loading.ask()
-            writer = loading.get()
-            if fault := writer.fault(prompt, number):
-                print(fault, file=sys.stderr)
-                continue
-            _show(prompt)
-            written = writer.write([prompt], [number], _show)
-            print(f"\n[{writer.path}, {written.speed:.0f} tokens/s]", file=sys.stderr)
+            prompt = loading.read_prompt()
+            generator = loading.wait()
+            if error := generator.check(prompt, number):
+                print(error, file=sys.stderr)
+            else:
+                print(f"\n{_continue(generator, prompt, number)}", file=sys.stderr)
         except EOFError:
             return _show("\n")
         except UnicodeDecodeError as error:
             print(f"not UTF-8 ({error.reason}); type it again", file=sys.stderr)
         except KeyboardInterrupt:
             _show("\n")
-            if loading.failed():
-                loading.get()
+            loading.raise_failure()
 
 
-def _answer(args: argparse.Namespace, prompts: list[str], writer: _Writer) -> None:
-    """Write a JSON line for each prompt of a file, in its order.
+def _answer_file(args: argparse.Namespace, prompts: list[str], generator: _Generator) -> None:
+    """Write a JSON line for each prompt of a file, in order.
 
-    One that cannot be gone on with is answered with why, and told at the end as the error it is.
+    A prompt that cannot be continued gets an error in its line; the first of them is raised last.
     """
-    faults = {n: fault for n, p in enumerate(prompts, 1) if (fault := writer.fault(p, n))}
-    if len(faults) == len(prompts):
-        raise _refusal(args, faults, prompts)
+    errors = {n: error for n, p in enumerate(prompts, 1) if (error := generator.check(p, n))}
+    summary = None
+    if first := next(iter(errors.values()), None):
+        text = f"{len(errors)} of {len(prompts)} prompts cannot be continued, the first"
+        summary = type(first)(f"--prompts {args.prompts}: {text}: {first}")
+        if len(errors) == len(prompts):
+            raise summary
     lines: list[str] = []
     tokens, seconds = 0, 0.0
     for start in range(0, len(prompts), args.batch_size):
         batch = dict(enumerate(prompts[start : start + args.batch_size], start + 1))
-        good = {number: prompt for number, prompt in batch.items() if number not in faults}
-        written = writer.write([*good.values()], [*good], None)
-        texts = dict(zip(good, written.texts, strict=True))
+        valid = {number: prompt for number, prompt in batch.items() if number not in errors}
+        result = generator.generate([*valid.values()], [*valid], None)
+        texts = dict(zip(valid, result.texts, strict=True))
         for number, prompt in batch.items():
-            line = _line(prompt, texts.get(number), faults.get(number))
-            lines.append(line)
+            answer = {"prompt": prompt, "completion": texts.get(number)}
+            if error := errors.get(number):
+                answer["error"] = str(error)
+            # A prompt in error may not be writable as it is.
+            lines.append(json.dumps(answer, ensure_ascii=error is not None) + "\n")
             if not args.out:
-                _show(line)
-        tokens, seconds = tokens + written.tokens, seconds + written.seconds
+                _show(lines[-1])
+        tokens, seconds = tokens + result.tokens, seconds + result.seconds
     if args.out:
         with storing(str(args.out), "free some space, or give another --out"):
             write_whole(args.out, "".join(lines).encode())
     speed = f"{tokens / max(1e-9, seconds):.0f} tokens/s"
-    print(f"[{writer.path}, {len(prompts) - len(faults)} prompts, {speed}]", file=sys.stderr)
-    if faults:
-        raise _refusal(args, faults, prompts)
+    print(f"[{generator.path}, {len(prompts) - len(errors)} prompts, {speed}]", file=sys.stderr)
+    if summary:
+        raise summary
 
 
-def _refusal(
-    args: argparse.Namespace, faults: Mapping[int, RunError], prompts: Sequence[str]
-) -> RunError:
-    first = next(iter(faults.values()))
-    told = f"{len(faults)} of {len(prompts)} prompts cannot be gone on with, the first"
-    return type(first)(f"--prompts {args.prompts}: {told}: {first}")
-
-
-def _line(prompt: str, text: str | None, fault: RunError | None) -> str:
-    told = {"prompt": prompt, "completion": text}
-    if fault:
-        told["error"] = str(fault)
-    is_odd = fault is not None  # perhaps for what cannot be written as it is
-    return json.dumps(told, ensure_ascii=is_odd) + "\n"
-
-
-def _require_free(out: Path, force: bool, prompts: str) -> None:
-    """Nothing, or what stands in the way of the answers, before they are worked for."""
+def _check_out(out: Path, force: bool, prompts: str) -> None:
+    """Raise UsageError or StorageError if the answers cannot be written to `out`."""
     if os.path.lexists(out) and not (force and out.is_file()):
         remedy = "which --force does not replace" if force else "or --force to replace it"
         raise UsageError(f"--out {out} exists; give another file, {remedy}")
@@ -279,5 +256,5 @@ def _require_free(out: Path, force: bool, prompts: str) -> None:
     try:
         require_writable(out)
     except OSError as error:
-        told = f"cannot be written ({error.strerror})"
-        raise StorageError(f"--out {out}: {told}; give another file") from error
+        reason = f"cannot be written ({error.strerror})"
+        raise StorageError(f"--out {out}: {reason}; give another file") from error

@@ -1,4 +1,4 @@
-"""`minimind SUB`: what is done with a run beside training it."""
+"""`minimind COMMAND`: tools for training runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXAMPLE = "minimind generate --checkpoint out --prompt 'Once upon a time'"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all subcommands."""
+    """The parser of all commands."""
     parser = Parser(
         prog="minimind", description="Tools for runs of train_pretrain.py.", example=EXAMPLE
     )
@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_plan(subs: Any) -> None:
-    plan = subs.add_parser(
+    parser = subs.add_parser(
         "plan",
         help="what fits: memory, communication and FLOPs of every ZeRO stage",
         description="Memory, communication and FLOPs of every ZeRO stage, and which one fits."
@@ -62,79 +62,63 @@ def _add_plan(subs: Any) -> None:
         " --deepspeed_config, ...), of the same names and limits.",
         example="minimind plan --model 104m --gpus 8 --memory 24GiB --batch_size 16",
     )
-    plan.add_argument(
-        "--gpus", "--world_size", type=at_least(1), default=1, help="processes, one for each GPU"
-    )
-    plan.add_argument(
-        "--memory",
-        type=size_in_bytes,
-        help="memory of one GPU: 24GiB, 24GB (10^9 bytes), 80G (as GiB), 512MiB",
-    )
-    plan.add_argument(
-        "--peak_tflops", type=positive, help="10^12 FLOPs a second of one GPU in --dtype, dense"
-    )
-    plan.add_argument("--mfu", type=share, default=0.4, help="share of the peak that is reached")
-    plan.add_argument("--tokens", type=positive, help="tokens to train on, say 1e9")
+    add = parser.add_argument
+    text = "processes, one for each GPU"
+    add("--gpus", "--world_size", type=at_least(1), default=1, help=text)
+    text = "memory of one GPU: 24GiB, 24GB (10^9 bytes), 80G (as GiB), 512MiB"
+    add("--memory", type=size_in_bytes, help=text)
+    text = "10^12 FLOPs a second of one GPU in --dtype, dense"
+    add("--peak_tflops", type=positive, help=text)
+    add("--mfu", type=share, default=0.4, help="share of the peak that is reached")
+    add("--tokens", type=positive, help="tokens to train on, say 1e9")
 
 
 def _add_checkpoint(subs: Any) -> None:
-    told = "What lies in a run's folder, and whether it is whole. No GPU is needed."
     group = subs.add_parser(
         "checkpoint",
         help="list | verify | diff | consolidate | prune",
-        description=told,
+        description="Contents of a run's folder, and whether they are intact. No GPU is needed.",
         example="minimind checkpoint verify out",
     )
     actions = group.add_subparsers(dest="action", required=True, parser_class=Parser)
 
-    def action(name: str, told: str, words: str = "out") -> argparse.ArgumentParser:
+    def add_action(name: str, text: str, words: str = "out") -> Callable[..., Any]:
         example = f"minimind checkpoint {name} {words}"
-        added = actions.add_parser(name, help=told, description=f"{told}.", example=example)
-        added.add_argument("--debug", action="store_true", help="show tracebacks")
+        parser = actions.add_parser(name, help=text, description=f"{text}.", example=example)
+        parser.add_argument("--debug", action="store_true", help="show tracebacks")
         if name != "diff":
-            added.add_argument("place", nargs="?", help="a run's out_dir, or a step_ directory")
-            added.add_argument("--checkpoint", metavar="PLACE", help="the same as the place")
-        return added
+            parser.add_argument("place", nargs="?", help="a run's out_dir, or a step_ directory")
+            parser.add_argument("--checkpoint", metavar="PLACE", help="the same as the place")
+        return parser.add_argument
 
-    added = action("list", "What is there, newest first, with what stepped aside or is unfinished")
-    added.add_argument("--verify", action="store_true", help="hash every file as well")
-    added.add_argument("--json", action="store_true", help="for programs: a list of objects")
+    add = add_action("list", "Checkpoints, newest first, with those set aside or unfinished")
+    add("--verify", action="store_true", help="hash every file as well")
+    add("--json", action="store_true", help="for programs: a list of objects")
 
-    action("verify", "Hash every file and look for gaps inside; status 4 for any damage")
+    add_action("verify", "Hash every file and look for gaps inside; status 4 for any damage")
 
-    added = action(
-        "diff", "How two checkpoints differ; status 0 if they do not, else 1", "out/a out/b"
-    )
-    added.add_argument("places", nargs="+", metavar="PLACE", help="two of them")
+    text = "How two checkpoints differ; status 0 if they do not, else 1"
+    add = add_action("diff", text, "out/a out/b")
+    add("places", nargs="+", metavar="PLACE", help="two of them")
 
-    added = action(
-        "consolidate",
-        "Write whole tensors as safetensors, once the hashes are verified",
-        "out --out out/whole",
-    )
-    added.add_argument("--out", type=path_of, required=True, help="a new folder")
-    told = "precision of the numbers"
-    added.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help=told)
-    added.add_argument(
-        "--max_shard_size", type=size_in_bytes, default="2GB", help="largest size of a file"
-    )
-    added.add_argument("--force", action="store_true", help="replace an earlier --out")
+    text = "Write whole tensors as safetensors, once the hashes are verified"
+    add = add_action("consolidate", text, "out --out out/whole")
+    add("--out", type=path_of, required=True, help="a new folder")
+    text = "precision of the numbers"
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help=text)
+    text = "largest size of a file"
+    add("--max_shard_size", type=size_in_bytes, default="2GB", help=text)
+    add("--force", action="store_true", help="replace an earlier --out")
 
-    added = action(
-        "prune",
-        "Delete older checkpoints and leftovers; status 8 while the run goes on",
-        "out --keep 2 --dry_run",
-    )
-    added.add_argument(
-        "--keep", type=at_least(1), required=True, help="valid checkpoints that stay"
-    )
-    added.add_argument(
-        "--dry_run", action="store_true", help="print what would be deleted, and delete nothing"
-    )
+    text = "Delete older checkpoints and leftovers; status 8 while the run goes on"
+    add = add_action("prune", text, "out --keep 2 --dry_run")
+    add("--keep", type=at_least(1), required=True, help="valid checkpoints that stay")
+    text = "print what would be deleted, and delete nothing"
+    add("--dry_run", action="store_true", help=text)
 
 
 def run_plan(args: argparse.Namespace) -> None:
-    """Print what every ZeRO stage would need, and what to type."""
+    """Print what every ZeRO stage needs, and the command to start."""
     from minimind.estimate.plan import Machine, plan
 
     machine = Machine(args.gpus, args.memory, args.peak_tflops, args.mfu, args.tokens)
@@ -142,7 +126,7 @@ def run_plan(args: argparse.Namespace) -> None:
 
 
 def run_checkpoint(args: argparse.Namespace) -> int:
-    """The exit status of `minimind checkpoint ACTION`."""
+    """Run `minimind checkpoint ACTION` and return its exit status."""
     from minimind.cli import checkpoint as checkpoint_commands
 
     return checkpoint_commands.ACTIONS[args.action](args)
@@ -166,36 +150,35 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; its exit status."""
+    """Run one command and return its exit status."""
     escape_unencodable()
     with guarded():
-        return _run(argv)
+        return _run(sys.argv[1:] if argv is None else list(argv))
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    words = sys.argv[1:] if argv is None else list(argv)
+def _run(argv: list[str]) -> int:
     try:
-        args, args.run_flags = build_parser().parse_known_args(words)
+        args, args.run_flags = build_parser().parse_known_args(argv)
         if args.run_flags and args.command not in TAKE_RUN_FLAGS:
             raise UsageError(
                 f"unknown argument {args.run_flags[0]}; see minimind {args.command} --help"
             )
         status = COMMANDS[args.command](args) or 0
         with printing():
-            print(end="", flush=True)  # which lets a closed one be
+            print(end="", flush=True)  # a closed standard output is ignored
         return status
-    except BrokenPipeError:  # whoever read is gone (`| head`); nor may Python flush to nobody
+    except BrokenPipeError:  # the reader has ended (`| head`); Python must not flush to it either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         return Interrupted.status
-    except Exception as error:  # the one place that turns an ending into a line and a status
-        told = known_error(error)
-        if "--debug" in words or told is None:
+    except Exception as error:  # the one place that maps errors to a line and a status
+        known = known_error(error)
+        if "--debug" in argv or known is None:
             traceback.print_exception(error)
-        code = told.code if told else RunError.code
-        print(printable(f"minimind: error[{code}]: {told or error}"), file=sys.stderr)
-        return told.status if told else RunError.status
+        code = known.code if known else RunError.code
+        print(printable(f"minimind: error[{code}]: {known or error}"), file=sys.stderr)
+        return known.status if known else RunError.status
 
 
 if __name__ == "__main__":

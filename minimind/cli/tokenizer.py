@@ -1,4 +1,4 @@
-"""`minimind tokenizer train | inspect`: what each takes, prints and writes."""
+"""`minimind tokenizer train | inspect`."""
 
 from __future__ import annotations
 
@@ -25,89 +25,61 @@ TEXT_HELP = "text files, directories and globs of them, dataset directories"
 
 
 def add_parser(subs: Any) -> None:
-    """`minimind tokenizer`, to the subcommands."""
-    told = "A tokenizer of your own text, and what one does with text. No GPU is needed."
-    group = subs.add_parser("tokenizer", help="train | inspect", description=told, example=TRAIN)
+    """Add the parsers of `minimind tokenizer` and its actions."""
+    text = "Train a tokenizer on your own text, or inspect one. No GPU is needed."
+    group = subs.add_parser("tokenizer", help="train | inspect", description=text, example=TRAIN)
     actions = group.add_subparsers(
         dest="action", required=True, parser_class=Parser, metavar="train | inspect"
     )
 
-    def action(name: str, told: str, example: str) -> argparse.ArgumentParser:
-        added = actions.add_parser(name, help=told, description=f"{told}.", example=example)
-        added.add_argument("--debug", action="store_true", help="show tracebacks")
-        how = "longest document accepted (default: 64MiB, less with some tokenizers)"
-        added.add_argument("--max_document_bytes", type=count_of_bytes, help=how)
-        told = "what is no document ends this (error), or is passed over"
-        added.add_argument("--on_bad_data", choices=("error", "skip"), default="error", help=told)
-        told = "field or column that has the text"
-        added.add_argument("--text_field", type=utf8, default="text", metavar="NAME", help=told)
-        added.add_argument(
-            "--data_path", nargs="+", action="extend", default=[], metavar="PATH", help=TEXT_HELP
-        )
-        return added
+    def add_action(name: str, text: str, example: str) -> Callable[..., Any]:
+        parser = actions.add_parser(name, help=text, description=f"{text}.", example=example)
+        add = parser.add_argument
+        add("--debug", action="store_true", help="show tracebacks")
+        text = "longest document accepted (default: 64MiB, less with some tokenizers)"
+        add("--max_document_bytes", type=count_of_bytes, help=text)
+        text = "what a malformed document does: end this, or be skipped"
+        add("--on_bad_data", choices=("error", "skip"), default="error", help=text)
+        text = "field or column that has the text"
+        add("--text_field", type=utf8, default="text", metavar="NAME", help=text)
+        paths = {"nargs": "+", "action": "extend", "default": []}
+        add("--data_path", **paths, metavar="PATH", help=TEXT_HELP)
+        return add
 
-    _add_training(
-        action(
-            "train", "Learn byte-pair pieces from text, for --tokenizer and AutoTokenizer", TRAIN
-        )
-    )
-    added = action(
-        "inspect",
-        "Pieces by kind, bytes per token by source, whether text comes back",
-        "minimind tokenizer inspect out/tokenizer --data_path my_text.jsonl",
-    )
-    added.add_argument("tokenizer", metavar="DIR|FILE", help="as for --tokenizer of a run")
+    text = "Learn byte-pair pieces from text, for --tokenizer and AutoTokenizer"
+    add = add_action("train", text, TRAIN)
+    add("paths", nargs="*", metavar="PATH", help=TEXT_HELP)
+    add("--out", type=path_of, required=True, metavar="DIR", help="a new folder")
+    smallest = at_least(FLAGS["vocab_size"].metadata["at_least"])
+    add("--vocab_size", type=smallest, default=FLAGS["vocab_size"].default, help="pieces in all")
+    text = "pieces of yours that no text is made of, such as '<|im_start|>'"
+    names = {"nargs": "+", "action": "extend", "default": []}
+    add("--special_tokens", **names, metavar="NAME", help=text)
+    text = "bytes of text to learn from, taken from all over it"
+    add("--sample_bytes", type=count_of_bytes, default="16MiB", help=text)
+    add("--seed", type=at_least(0), default=42, help="decides which text is taken")
+    text = "share of the documents a run holds out, so not learnt from"
+    add("--val_fraction", type=fraction, default=FLAGS["val_fraction"].default, help=text)
+    add("--force", action="store_true", help="replace an earlier --out")
 
-
-def _add_training(added: argparse.ArgumentParser) -> None:
-    added.add_argument("paths", nargs="*", metavar="PATH", help=TEXT_HELP)
-    added.add_argument("--out", type=path_of, required=True, metavar="DIR", help="a new folder")
-    vocabulary = FLAGS["vocab_size"]
-    added.add_argument(
-        "--vocab_size",
-        type=at_least(vocabulary.metadata["at_least"]),
-        default=vocabulary.default,
-        help="pieces in all",
-    )
-    added.add_argument(
-        "--special_tokens",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME",
-        help="pieces of yours that no text is made of, such as '<|im_start|>'",
-    )
-    added.add_argument(
-        "--sample_bytes",
-        type=count_of_bytes,
-        default="16MiB",
-        help="bytes of text to learn from, taken from all over it",
-    )
-    added.add_argument("--seed", type=at_least(0), default=42, help="decides which text is taken")
-    added.add_argument(
-        "--val_fraction",
-        type=fraction,
-        default=FLAGS["val_fraction"].default,
-        help="share of the documents a run holds out, so not learnt from",
-    )
-    added.add_argument("--force", action="store_true", help="replace an earlier --out")
+    text = "Pieces by kind, bytes per token by source, whether text comes back"
+    example = "minimind tokenizer inspect out/tokenizer --data_path my_text.jsonl"
+    add = add_action("inspect", text, example)
+    add("tokenizer", metavar="DIR|FILE", help="as for --tokenizer of a run")
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status of `minimind tokenizer ACTION`."""
+    """Run `minimind tokenizer ACTION` and return its exit status."""
     return ACTIONS[args.action](args)
 
 
 def run_train(args: argparse.Namespace) -> int:
-    """Learn a tokenizer, write it, and say how it does on text it has not seen.
-
-    An Interrupted says what a Ctrl-C leaves.
-    """
+    """Train a tokenizer, write it, and print its bytes per token on held-out text."""
     try:
         return _train(args)
     except KeyboardInterrupt as stop:
         raise Interrupted(
-            f"stopped; {args.out} is as it was before, and the same command begins anew"
+            f"stopped; {args.out} is as it was before, and the same command starts again"
         ) from stop
 
 
@@ -133,33 +105,36 @@ def _train(args: argparse.Namespace) -> int:
     path, author = args.out.expanduser().resolve(), "minimind tokenizer train"
     out = NewFolder(path, args.force, TOKENIZER_FILES, author)
     out.require_free()
-    read = Reader(args.val_fraction, _reading(args, None), args.on_bad_data == "skip")
-    passages = sample(read.training_texts(paths), args.sample_bytes, args.seed)
-    if not read.training:
+    reader = Reader(args.val_fraction, _reading(args, None), args.on_bad_data == "skip")
+    passages = sample(reader.training_texts(paths), args.sample_bytes, args.seed)
+    if not reader.training:
         raise DataError(
             f"no document is left to learn from: --val_fraction {args.val_fraction} holds out all"
-            f" {read.documents}; lower it, or add documents"
+            f" {reader.documents}; lower it, or add documents"
         )
     with out.written_aside() as draft:
         model = draft / MODEL_NAME
-        how = (args.sample_bytes, args.seed, args.special_tokens)
-        train_tokenizer(passages, args.vocab_size, model, *how)
+        options = (args.sample_bytes, args.seed, args.special_tokens)
+        train_tokenizer(passages, args.vocab_size, model, *options)
         tokenizer = load_tokenizer(model)
         tokenizer.save(draft)
-        kind, texts = ("held-out text", read.held_out) if read.held_out else ("that text", passages)
-        found = measure(tokenizer, texts)  # before --out is there, so that a Ctrl-C leaves nothing
-    size = sum(len(passage.encode()) for passage in passages)
+        label, texts = "held-out text", reader.held_out
+        if not texts:
+            label, texts = "that text", passages
+        measured = measure(tokenizer, texts)  # before --out exists: a Ctrl-C leaves nothing
+    size = mebibytes(sum(len(passage.encode()) for passage in passages))
     print(
         f"{args.out}: {tokenizer.vocab_size:,} pieces ({tokenizer.unused:,} of them unused), learnt"
-        f" from {mebibytes(size)} of {read.training:,} documents"
+        f" from {size} of {reader.training:,} documents"
     )
-    print(f"{found.bytes_per_token:.3f} bytes per token on {mebibytes(found.bytes)} of {kind}")
+    size = mebibytes(measured.bytes)
+    print(f"{measured.bytes_per_token:.3f} bytes per token on {size} of {label}")
     print(f"{time.perf_counter() - started:.1f} seconds")
     return 0
 
 
 class Reader:
-    """The training documents of some files, in one reading that keeps some of the others."""
+    """Read the training documents of some files once, and keep some of the held-out ones."""
 
     def __init__(self, val_fraction: float, reading: Reading, skips_bad: bool) -> None:
         self.val_fraction = val_fraction
@@ -169,14 +144,14 @@ class Reader:
         self.documents = self.training = self._held_out_bytes = 0
 
     def training_texts(self, paths: Sequence[str]) -> Iterator[str]:
-        """Every document that a run would train on."""
+        """The texts of all documents that a run would train on."""
         from minimind.data.prepare.unit_reader import split_of
         from minimind.data.text.inputs import find_files, require_once
 
         files = find_files(paths)
         require_once(files)
         for path in files:
-            for text in texts_of(path, self.reading, self.skips_bad):
+            for text in read_texts(path, self.reading, self.skips_bad):
                 content = text.encode()
                 self.documents += 1
                 if split_of(sha256(content).digest(), self.val_fraction) == "train":
@@ -187,17 +162,21 @@ class Reader:
                     self._held_out_bytes += len(content)
 
 
-def texts_of(path: Path, reading: Reading, skips_bad: bool) -> Iterator[str]:
-    """The texts of one input; how many are read, on a terminal. A DataError for a bad one."""
+def read_texts(path: Path, reading: Reading, skips_bad: bool) -> Iterator[str]:
+    """The texts of one input, with a progress bar on a terminal.
+
+    Raise DataError for a malformed document unless these are skipped.
+    """
     from tqdm import tqdm
 
     from minimind.data.prepare.unit_reader import documents_of, pass_over, refuse
     from minimind.data.text.inputs import segments_of
 
     reject = pass_over if skips_bad else refuse
-    found = documents_of(segments_of(path, 2**62), reading, reject)
-    silent = not sys.stderr.isatty()
-    for text, _ in tqdm(found, desc=path.name, unit=" documents", leave=False, disable=silent):
+    documents = documents_of(segments_of(path, 2**62), reading, reject)
+    is_silent = not sys.stderr.isatty()
+    bar = {"desc": path.name, "unit": " documents", "leave": False, "disable": is_silent}
+    for text, _ in tqdm(documents, **bar):
         yield text
 
 
@@ -209,10 +188,10 @@ def _reading(args: argparse.Namespace, tokenizer: str | None) -> Reading:
 
 
 def run_inspect(args: argparse.Namespace) -> int:
-    """Print what the pieces are, and what they make of text."""
+    """Print the pieces of a tokenizer and its statistics on text."""
     import numpy as np
 
-    from minimind.cli.tokenizer_tables import about, kinds, longest, sources, special, unused
+    from minimind.cli import tokenizer_tables as tables
     from minimind.data.text.inputs import find_files
     from minimind.data.tokenizer.load import load_tokenizer
     from minimind.data.tokenizer.statistics import AWKWARD, measure
@@ -220,16 +199,17 @@ def run_inspect(args: argparse.Namespace) -> int:
     tokenizer, reading = load_tokenizer(args.tokenizer), _reading(args, args.tokenizer)
     pieces = tokenizer.pieces()
     files, skips_bad = find_files(args.data_path), args.on_bad_data == "skip"
-    print(about(tokenizer))
-    print(kinds(pieces))
-    print(special(tokenizer.special_tokens()))
-    print(longest(pieces))
+    print(tables.format_header(tokenizer))
+    print(tables.format_kinds(pieces))
+    print(tables.format_special(tokenizer.special_tokens()))
+    print(tables.format_longest(pieces))
     measured = {"awkward text": measure(tokenizer, AWKWARD)}
     for path in files:
-        measured[str(path)] = measure(tokenizer, texts_of(path, reading, skips_bad))
-    print(sources(measured))
+        measured[str(path)] = measure(tokenizer, read_texts(path, reading, skips_bad))
+    print(tables.format_sources(measured))
     if files:
-        print(unused(pieces, np.sum([measured[str(path)].used for path in files], axis=0)))
+        used = np.sum([measured[str(path)].used for path in files], axis=0)
+        print(tables.format_unused(pieces, used))
     return 0
 
 

@@ -1,10 +1,9 @@
-"""A trained model in memory, and text from it.
+"""Load a trained model and generate text.
 
-May import `minimind.interop` and below. Begin in `load_model.py` for where a model comes from.
+May import `minimind.interop` and below. Start in `load_model.py`.
 
-from_checkpoint  a model and text from a training checkpoint
-generate         prompts -> continuations with a key/value cache
-load_model       a model and its tokenizer from any source
-prompts          a file of prompts
-sampling         the choice of the next token
+generate    prompts -> continuations with a key/value cache
+load_model  load a model and its tokenizer from any source
+prompts     read a file of prompts
+sampling    sampling settings and logits processors
 """

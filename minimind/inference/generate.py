@@ -1,4 +1,8 @@
-"""Prompts -> their continuations, one token after another, with a key/value cache."""
+"""Continue prompts with `model.generate` of transformers, many at a time, with a key/value cache.
+
+A stopping criterion decodes, streams and ends each text: a streamer of transformers cannot end a
+row, and `stop_strings` needs a tokenizer of transformers and keeps the stop string in the text.
+"""
 
 from __future__ import annotations
 
@@ -11,164 +15,150 @@ import torch
 
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import DataError, UsageError
-from minimind.inference.sampling import Sampling, chooser
+from minimind.inference.sampling import Sampling, logits_processors
 
-BEFORE = 8  # tokens of a prompt that are decoded with what follows: more than a character has
-BROKEN = "\ufffd\ufdd1"  # ends a text of which the next token may complete a character
+CONTEXT = 8  # prompt tokens that are decoded with the continuation; no character has more
+INCOMPLETE = "\ufffd\ufdd1"  # at the end of a text whose last character the next token may complete
 
 
 @dataclass(frozen=True)
-class Written:
-    """What was generated: of each prompt its continuation, and how long all took."""
+class GenerationResult:
+    """One continuation per prompt, the number of tokens generated and the time it took."""
 
     texts: tuple[str, ...]
     tokens: int
     seconds: float
 
     @property
-    def speed(self) -> float:
-        """Tokens a second."""
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second over all prompts."""
         return self.tokens / max(1e-9, self.seconds)
 
 
 @dataclass
 class _Text:
-    """One prompt and what has come of it so far."""
+    """A prompt and its continuation so far."""
 
     prompt: list[int]
     tokenizer: AnyTokenizer
-    how: Sampling
-    positions: int
-    random: torch.Generator
-    show: Callable[[str], None] | None = None
+    sampling: Sampling
+    max_positions: int
+    generator: torch.Generator
+    on_text: Callable[[str], None] | None = None
     new: list[int] = field(default_factory=list)
     text: str = ""
     shown: int = 0
-    ended: bool = False
+    is_finished: bool = False
 
-    def take(self, token: int) -> None:
-        """Go on by a token, to the end of the document, a stop, or the last position."""
-        if self.ended:
+    def append(self, token: int) -> None:
+        """Add a token; finish at the end of the document, a stop string or the length limit."""
+        if self.is_finished:
             return
         is_end = token == self.tokenizer.eos_id
         if not is_end:
             self.new.append(token)
-        is_full = len(self.new) == self.how.max_new_tokens
-        is_full |= len(self.prompt) + len(self.new) == self.positions
-        self.ended = is_end or is_full
-        if self.ended or self.how.stop or self.show:
-            self._read(cut=is_full)
+        is_full = len(self.new) == self.sampling.max_new_tokens
+        is_full |= len(self.prompt) + len(self.new) == self.max_positions
+        self.is_finished = is_end or is_full
+        if self.is_finished or self.sampling.stop or self.on_text:
+            self._update_text(is_full)
 
-    def _read(self, cut: bool) -> None:
-        text = self._decoded()
-        found = [at for at in map(text.find, self.how.stop) if at >= 0]
-        if found:
-            text, self.ended = text[: min(found)], True
-        elif cut:  # perhaps within the bytes of one character
-            text = text.rstrip(BROKEN)
+    def _update_text(self, is_full: bool) -> None:
+        """Decode the new tokens and pass on the characters that no later token can change."""
+        context = self.prompt[-CONTEXT:]  # without it a decoder may drop a leading space
+        text = self.tokenizer.decode([*context, *self.new])[len(self.tokenizer.decode(context)) :]
+        stops = [at for at in map(text.find, self.sampling.stop) if at >= 0]
+        if stops:
+            text, self.is_finished = text[: min(stops)], True
+        elif is_full:
+            text = text.rstrip(INCOMPLETE)
         self.text = text
-        certain = len(text) if self.ended else self._certain(text)
-        if self.show and certain > self.shown:
-            self.show(text[self.shown : certain])
-            self.shown = certain
-
-    def _decoded(self) -> str:
-        """What is new, as it reads behind the prompt: a decoder may take a first space away."""
-        before = self.prompt[-BEFORE:]
-        return self.tokenizer.decode([*before, *self.new])[len(self.tokenizer.decode(before)) :]
-
-    def _certain(self, text: str) -> int:
-        """Characters that no later token can change, nor make the beginning of a stop."""
-        text = text.rstrip(BROKEN)
-        certain = len(text)
-        for stop in self.how.stop:
-            begun = [size for size in range(1, len(stop)) if text.endswith(stop[:size])]
-            certain = min(certain, len(text) - max(begun, default=0))
-        return certain
+        if not self.is_finished:
+            text = text.rstrip(INCOMPLETE)
+            starts = (stop[:size] for stop in self.sampling.stop for size in range(1, len(stop)))
+            held_back = max((len(start) for start in starts if text.endswith(start)), default=0)
+            text = text[: len(text) - held_back]
+        if self.on_text and len(text) > self.shown:
+            self.on_text(text[self.shown :])
+            self.shown = len(text)
 
 
-def ids_of(prompt: str, number: int, tokenizer: AnyTokenizer, positions: int) -> list[int]:
-    """A prompt's ids; an error with its number where they leave no position to go on at."""
+def encode_prompt(
+    prompt: str, number: int, tokenizer: AnyTokenizer, max_positions: int
+) -> list[int]:
+    """Token ids of a prompt; an empty one starts a new document.
+
+    Raise DataError if it is not Unicode, UsageError if it leaves no position for a new token.
+    """
     try:
-        ids = [*tokenizer.encode(prompt)] or [tokenizer.eos_id]  # after a document's end, a new one
+        ids = [*tokenizer.encode(prompt)] or [tokenizer.eos_id]
     except DataError as error:
         raise DataError(f"prompt {number}: {error}") from error
-    if len(ids) >= positions:
+    if len(ids) >= max_positions:
         raise UsageError(
-            f"prompt {number} has {len(ids)} tokens and the model {positions} positions; shorten it"
+            f"prompt {number} has {len(ids)} tokens and the model {max_positions} positions;"
+            " shorten it"
         )
     return ids
 
 
-def write_on(
+def generate_texts(
     model: Any,
     tokenizer: AnyTokenizer,
     prompts: Sequence[str],
-    how: Sampling,
-    show: Callable[[str], None] | None = None,
-    synced: bool = False,
+    sampling: Sampling,
+    on_text: Callable[[str], None] | None = None,
+    synced_gpus: bool = False,
     numbers: Sequence[int] | None = None,
-) -> Written:
-    """The continuations of all prompts, generated together, each as it would be alone.
+) -> GenerationResult:
+    """Generate one continuation per prompt in one batch; none depends on the others.
 
-    Each stops at the end-of-document token, at a stop, which is left out, or where the positions
-    the model was trained on are used up. `show` gets the text of a single prompt as it comes.
-    `synced`: a forward pass is collective, so no rank stops before the others. By its number, 1
-    and on unless given, a prompt is told of, and draws.
+    A text ends before the end-of-document token, before a stop string, after `max_new_tokens`, or
+    at the last position. `on_text` receives the text of a single prompt as it is generated.
+    `synced_gpus`: a forward pass is collective, so no rank stops before the others. `numbers`
+    (default: 1, 2, ...) name the prompts in errors and select their random generators.
     """
-    positions = model.config.max_position_embeddings
+    max_positions = model.config.max_position_embeddings
     texts = []
     for number, prompt in zip(numbers or range(1, len(prompts) + 1), prompts, strict=True):
-        ids = ids_of(prompt, number, tokenizer, positions)
-        texts.append(_Text(ids, tokenizer, how, positions, how.random_of(number), show))
+        ids = encode_prompt(prompt, number, tokenizer, max_positions)
+        generator = sampling.generator(number)
+        texts.append(_Text(ids, tokenizer, sampling, max_positions, generator, on_text))
     started = time.perf_counter()
-    while unfinished := [text for text in texts if not text.ended]:
-        _go_on(model, tokenizer, unfinished, how, synced)
+    while unfinished := [text for text in texts if not text.is_finished]:
+        _generate_batch(model, unfinished, synced_gpus)
     seconds = time.perf_counter() - started
-    return Written(tuple(t.text for t in texts), sum(len(t.new) for t in texts), seconds)
-
-
-def _known_only(pieces: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Logits without those of rows that an embedding has beyond the tokenizer's ids."""
-
-    def cut(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return logits[:, :pieces]
-
-    return cut
+    return GenerationResult(tuple(t.text for t in texts), sum(len(t.new) for t in texts), seconds)
 
 
 @torch.no_grad()
-def _go_on(
-    model: Any, tokenizer: AnyTokenizer, texts: list[_Text], how: Sampling, synced: bool
-) -> None:
-    """Generate until all texts have ended, or the longest has no position left.
-
-    What is on its left pads a shorter one: it is not seen, and no position is counted for it.
-    """
+def _generate_batch(model: Any, texts: list[_Text], synced_gpus: bool) -> None:
+    """Generate until all texts are finished or the longest has no position left."""
+    tokenizer, sampling = texts[0].tokenizer, texts[0].sampling
     rows = [text.prompt + text.new for text in texts]
     longest = max(map(len, rows))
-    padding = [longest - len(row) for row in rows]
-    ids = torch.full((len(rows), longest), tokenizer.pad_id)
-    mask = torch.zeros(len(rows), longest, dtype=torch.long)
-    for number, (row, pad) in enumerate(zip(rows, padding, strict=True)):
-        ids[number, pad:], mask[number, pad:] = torch.tensor(row), 1
+    # Padded on the left with a token of its own, so that the repetition penalty meets no other.
+    ids = torch.tensor([[row[0]] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
 
-    def watch(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    def update(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         for text, token in zip(texts, ids[:, -1].tolist(), strict=True):
-            text.take(token)
-        return torch.tensor([text.ended for text in texts], device=ids.device)
+            text.append(token)
+        return torch.tensor([text.is_finished for text in texts], device=ids.device)
 
     device = next(model.parameters()).device
-    choose = chooser(how, padding, [text.random for text in texts])
+    remaining = sampling.max_new_tokens - len(texts[0].new)
+    generators = [text.generator for text in texts]
     model.generate(
         ids.to(device),
         attention_mask=mask.to(device),
-        max_new_tokens=min(how.max_new_tokens - len(texts[0].new), texts[0].positions - longest),
+        max_new_tokens=min(remaining, texts[0].max_positions - longest),
+        repetition_penalty=float(sampling.repetition_penalty),
         eos_token_id=tokenizer.eos_id,
         pad_token_id=tokenizer.pad_id,
         use_cache=True,
         do_sample=False,
-        logits_processor=[_known_only(tokenizer.vocab_size), choose],
-        stopping_criteria=[watch],
-        synced_gpus=synced,
+        logits_processor=logits_processors(sampling, tokenizer.vocab_size, generators),
+        stopping_criteria=[update],
+        synced_gpus=synced_gpus,
     )

@@ -1,4 +1,4 @@
-"""A model that is there to be asked, from wherever it lies, and its tokenizer."""
+"""Load a model and its tokenizer from a checkpoint or an exported directory."""
 
 from __future__ import annotations
 
@@ -10,68 +10,75 @@ from minimind.architecture.hf_models import model_of
 from minimind.checkpoint.choose import read_chosen
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
-from minimind.interop.weights import CONFIG, Weights, is_checkpoint, load_weights_from, weights_of
+from minimind.interop.weights import (
+    CONFIG,
+    Weights,
+    is_checkpoint,
+    load_checkpoint_weights,
+    load_weights_from,
+)
 
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
-Loaded = tuple[Any, AnyTokenizer, Path]  # the first a MiniMindForCausalLM, or transformers' own
+LoadedModel = tuple[Any, AnyTokenizer, Path]  # MiniMindForCausalLM or a model of transformers
 
 
-def load_model(checkpoint: str | None, model: str | None, tokenizer: str | None = None) -> Loaded:
-    """The fp32 model on the CPU, its tokenizer, and where they were found; exactly one is given.
+def load_model(
+    checkpoint: str | None, model: str | None, tokenizer: str | None = None
+) -> LoadedModel:
+    """The fp32 model on the CPU, its tokenizer and its path, from exactly one of the two places.
 
-    `tokenizer` is for a `model` that has none beside it. A UsageError where one was given that is
-    the other, a CheckpointError where the weights do not fit what is said of them.
+    `tokenizer` is for a `model` that has none beside it. Raise UsageError if a place is of the
+    other kind, CheckpointError if the weights do not fit their configuration.
     """
     if (checkpoint is None) == (model is None):
-        found = "neither was" if checkpoint is None else "both were"
+        count = "neither was" if checkpoint is None else "both were"
         raise UsageError(
-            f"of --checkpoint (a run's) and --model (an exported directory) {found} given;"
+            f"of --checkpoint (a run's) and --model (an exported directory) {count} given;"
             " give one of them"
         )
     if checkpoint is not None and tokenizer is not None:
         raise UsageError("--tokenizer is for --model: a checkpoint has its own; leave it out")
-    _require_kind(checkpoint, model)
+    _check_kind(checkpoint, model)
     if checkpoint is not None:
-        return read_chosen(checkpoint, lambda chosen: ready(weights_of(chosen)))
-    found = load_weights_from(model or "")
+        return load_checkpoint(checkpoint)
+    weights = load_weights_from(model or "")
     if tokenizer is not None:
-        found = replace(found, tokenizer=Path(tokenizer).expanduser())
-    return ready(found)
+        weights = replace(weights, tokenizer=Path(tokenizer).expanduser())
+    return build_model(weights)
 
 
-def ready(found: Weights) -> Loaded:
-    """The same of weights that were looked at; what is small, and may not fit, is read first."""
-    tokenizer = found.load_tokenizer()
-    model = model_of(found.config)
-    found.fill(model)
-    found.release()
-    return model.eval(), tokenizer, found.path
+def load_checkpoint(place: str) -> LoadedModel:
+    """The model of a step directory, or of the newest valid checkpoint of a run directory.
+
+    Hashes are verified first; neither DeepSpeed nor the original number of processes is needed.
+    """
+    return read_chosen(place, lambda chosen: build_model(load_checkpoint_weights(chosen)))
 
 
-def _require_kind(checkpoint: str | None, model: str | None) -> None:
-    """Nothing, or a UsageError that says which of the flags the place is for."""
+def build_model(weights: Weights) -> LoadedModel:
+    """Load the weights into a model; the tokenizer, which may not fit, is read first."""
+    tokenizer = weights.load_tokenizer()
+    model = model_of(weights.config)
+    weights.fill(model)
+    weights.release()
+    return model.eval(), tokenizer, weights.path
+
+
+def _check_kind(checkpoint: str | None, model: str | None) -> None:
+    """Raise UsageError if the place is empty, GGUF, or belongs to the other flag."""
     flag, place = ("--model", model) if checkpoint is None else ("--checkpoint", checkpoint)
     if not place:
         raise UsageError(f"{flag} is empty, as of a variable that is not set; name a place")
     path = Path(place).expanduser()
-    if _is_gguf(path):
+    has_config = (path / CONFIG).exists()
+    if path.suffix == ".gguf" if not path.is_dir() else not has_config and any(path.glob("*.gguf")):
         raise UsageError(
             f"{flag} {place}: is GGUF, which llama.cpp and Ollama read; name the checkpoint, or the"
             " directory, that it was exported from"
         )
     if checkpoint is None and is_checkpoint(path):
         raise UsageError(f"--model {place}: is of a training run; give it as --checkpoint")
-    if checkpoint is not None and not is_checkpoint(path) and _is_exported(path):
+    is_weights = path.is_file() and path.suffix in WEIGHTS and not is_checkpoint(path.parent)
+    is_exported = is_weights or (path / CONFIG).is_file()
+    if checkpoint is not None and not is_checkpoint(path) and is_exported:
         raise UsageError(f"--checkpoint {place}: is no training run's; give it as --model")
-
-
-def _is_gguf(path: Path) -> bool:
-    if path.is_dir():
-        return not (path / CONFIG).exists() and any(path.glob("*.gguf"))
-    return path.suffix == ".gguf"
-
-
-def _is_exported(path: Path) -> bool:
-    if path.is_file():
-        return path.suffix in WEIGHTS and not is_checkpoint(path.parent)
-    return (path / CONFIG).is_file()

@@ -1,25 +1,24 @@
-"""Prompts in a file: one a line, or a field of JSON lines."""
+"""Read prompts from a file: one per line, or the `prompt` field of JSON lines."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 from minimind.errors import DataError
 from minimind.runtime.durable_files import read_small_text
 
-LARGEST = 2**28  # bytes
+MAX_BYTES = 2**28
 
 
-def prompt_of(text: str) -> str:
-    """What a file or standard input has, without the newline that ends its last line."""
+def strip_prompt(text: str) -> str:
+    """The text without a byte order mark and without the newline that ends its last line."""
     return text.removeprefix("\ufeff").removesuffix("\n")
 
 
 def read_text(path: str, flag: str) -> str:
-    """`prompt_of` a text file; `flag` named it."""
+    """The stripped text of a file; `flag` names its option in a DataError."""
     try:
-        return prompt_of(read_small_text(path, LARGEST, pipes=True))
+        return strip_prompt(read_small_text(path, MAX_BYTES, pipes=True))
     except OSError as error:
         raise DataError(f"{flag} {path}: {error.strerror}; name a readable file") from error
     except UnicodeDecodeError as error:
@@ -29,20 +28,18 @@ def read_text(path: str, flag: str) -> str:
 
 
 def read_prompts(path: str, flag: str) -> list[str]:
-    """At least one, in their order; blank lines are passed over."""
-    found = [*_prompts(path, read_text(path, flag))]
-    if not found:
+    """All prompts of a file in order, blank lines skipped; raise DataError if there are none."""
+    prompts = [
+        _parse_line(line, f"{path}:{number}") if path.endswith(".jsonl") else line
+        for number, line in enumerate(read_text(path, flag).split("\n"), 1)
+        if line.strip()
+    ]
+    if not prompts:
         raise DataError(f"{flag} {path}: has no prompt; write one a line")
-    return found
+    return prompts
 
 
-def _prompts(path: str, text: str) -> Iterator[str]:
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield _field(line, f"{path}:{number}") if path.endswith(".jsonl") else line
-
-
-def _field(line: str, where: str) -> str:
+def _parse_line(line: str, where: str) -> str:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -1,86 +1,75 @@
-"""The next token: the likeliest, or one drawn by random numbers that a text has to itself."""
+"""Sampling settings and the logits processors that apply them in `model.generate`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
 import torch
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from minimind.errors import NumericError
-
-Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; temperature 0 takes the likeliest."""
+    """How the next token is chosen; temperature 0 is greedy decoding, top_k 0 keeps all tokens."""
 
     max_new_tokens: int = 100
     temperature: float = 0.8
     top_p: float = 0.9
     seed: int = 42
-    top_k: int = 0  # 0: of all
+    top_k: int = 0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
 
-    def random_of(self, number: int) -> torch.Generator:
-        """The random numbers of a text, by its number: whatever it is generated beside."""
+    def generator(self, number: int) -> torch.Generator:
+        """Random generator of the text with this number, the same in any batch."""
         digest = sha256(f"{self.seed} {number}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
 
 
-def chooser(how: Sampling, padding: Sequence[int], random: Sequence[torch.Generator]) -> Choose:
-    """For transformers' greedy search: (B, T) ids, (B, V) logits -> those in which one token leads.
+def logits_processors(
+    sampling: Sampling, vocab_size: int, generators: Sequence[torch.Generator]
+) -> LogitsProcessorList:
+    """Processors that apply the settings in `generate(do_sample=False)`.
 
-    `padding` is how many of each row's ids are none of its text's, `random` what each draws by.
-    Raises a NumericError where nothing can be drawn. In float64, or a temperature close to 0 is
-    one over an infinity.
+    `generate(do_sample=True)` draws all rows from one global generator, which would make a text
+    depend on the rest of its batch. So the last processor draws a token for each row, from one of
+    `generators`, and rules out all others.
     """
-    warpers: list[Callable[..., torch.Tensor]] = []
-    if how.top_k:
-        warpers.append(TopKLogitsWarper(how.top_k))
-    if how.top_p < 1:
-        warpers.append(TopPLogitsWarper(how.top_p))
 
-    def choose(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        _require_finite(ids, logits)
-        logits = logits.double()
-        if how.repetition_penalty != 1:
-            logits = _penalised(ids, logits, padding, how.repetition_penalty)
-        if not how.temperature:
-            return logits
-        logits = (logits - logits.amax(-1, keepdim=True)) / how.temperature
-        for warp in warpers:
-            logits = warp(ids, logits)
-        return torch.full_like(logits, -torch.inf).scatter(-1, _drawn(logits, random), 0.0)
+    def check(input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Drop the rows of the embedding that no token has; shift scores to a maximum of 0.
 
-    return choose
+        In float64, so that division by a temperature close to 0 leaves a maximum.
+        """
+        scores = scores[:, :vocab_size].double()
+        if not scores.isfinite().all():
+            raise NumericError(
+                f"the logits of token {input_ids.shape[1]} are not finite; generate from another"
+                " checkpoint"
+            )
+        return scores - scores.amax(-1, keepdim=True)
 
+    def draw(input_ids: Tensor, scores: Tensor) -> Tensor:
+        """(B, V): 0 for a token drawn from the softmax of each row, -inf elsewhere."""
+        points = torch.stack([torch.rand(1, generator=generator) for generator in generators])
+        cumulative = scores.softmax(-1).cumsum(-1)
+        points = points.to(scores) * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, points, right=True)
+        return torch.full_like(scores, -torch.inf).scatter(-1, tokens, 0.0)
 
-def _drawn(logits: torch.Tensor, random: Sequence[torch.Generator]) -> torch.Tensor:
-    """(B, 1): where the point that each row draws falls among its probabilities."""
-    points = torch.stack([torch.rand(1, generator=own) for own in random]).to(logits)
-    reached = logits.softmax(-1).cumsum(-1)
-    return torch.searchsorted(reached, points * reached[:, -1:], right=True)
-
-
-def _require_finite(ids: torch.Tensor, logits: torch.Tensor) -> None:
-    if not torch.isfinite(logits).all():
-        raise NumericError(
-            f"the logits of token {ids.shape[1]} are not finite; generate from another checkpoint"
-        )
-
-
-def _penalised(
-    ids: torch.Tensor, logits: torch.Tensor, padding: Sequence[int], penalty: float
-) -> torch.Tensor:
-    """What a text has already is less likely (CTRL, Keskar et al. 2019), its padding apart."""
-    logits = logits.clone()
-    for row, pad in enumerate(padding):
-        there = ids[row, pad:].unique()
-        own = logits[row, there]
-        logits[row, there] = torch.where(own > 0, own / penalty, own * penalty)
-    return logits
+    if not sampling.temperature:
+        return LogitsProcessorList([check])
+    warpers = [TemperatureLogitsWarper(float(sampling.temperature))]
+    warpers += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    warpers += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    return LogitsProcessorList([check, *warpers, draw])

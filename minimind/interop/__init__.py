@@ -1,9 +1,9 @@
 """Weights in and out: Hugging Face, Llama, MiniMind2, GGUF.
 
-May import `minimind.checkpoint` and below. A new format begins in `export.py` and
+May import `minimind.checkpoint` and below. A new format starts in `export.py` and
 `weight_names.py`.
 
-auto             the model type for transformers' Auto classes
+auto             register the model type with transformers' Auto classes
 consolidate      a checkpoint as whole tensors
 export           `minimind export` and `minimind import`
 foreign_config   the shape of a model made elsewhere
@@ -12,7 +12,7 @@ hf_folder        `export --format transformers`
 hf_weights       weights under the names of a model of transformers
 remote_code      the model's modules as trust_remote_code files
 tensor_sources   named tensors of checkpoints, safetensors and .pth files
-weight_names     names and layouts elsewhere
-weights          a model from any source, by our names
+weight_names     tensor names and layouts of other formats
+weights          a model from any source, under our tensor names
 write_folder     tensors -> a new folder of safetensors
 """

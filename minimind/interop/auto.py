@@ -1,8 +1,7 @@
-"""MiniMind among the model types of transformers' Auto classes, on request.
+"""Register MiniMind with the Auto classes of transformers.
 
-Importing this package registers nothing: the table of model types belongs to the process, and who
-only trains here has no use for an entry there. Hugging Face tools that are handed a directory by
-name, without trust_remote_code, need it.
+Importing `minimind` registers nothing, as the registry belongs to the process and training does not
+need it. Tools that load a directory by name without trust_remote_code do.
 """
 
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -12,9 +11,9 @@ from minimind.model.decoder import MiniMindForCausalLM
 
 
 def register() -> None:
-    """Let AutoConfig and AutoModelForCausalLM know model_type "minimind"; twice does no harm.
+    """Register model_type "minimind" with AutoConfig and AutoModelForCausalLM; may be repeated.
 
-    From then on they take these classes, and not the code that a directory brings along.
+    From then on they use these classes instead of the code in a directory.
     """
     AutoConfig.register(MiniMindConfig.model_type, MiniMindConfig, exist_ok=True)
     AutoModelForCausalLM.register(MiniMindConfig, MiniMindForCausalLM, exist_ok=True)

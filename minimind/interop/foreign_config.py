@@ -1,7 +1,7 @@
-"""The shape of a model made elsewhere: what its configuration and its tensors tell, and no more.
+"""The shape of a model made elsewhere, from its configuration and its tensors.
 
-A number that neither tells is asked for by the name of its flag, never guessed: with another base
-of its rotations a model loads, and writes nonsense.
+A number that neither contains must be given by its flag and is never guessed: with another rotary
+base a model loads, and writes nonsense.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from minimind.runtime.checked_json import (
 
 MINIMIND2, LLAMA = "minimind2", "llama"
 LAYER_0 = "model.layers.0"
-# Hugging Face's names of architectures that ours can hold, and whether q and k are normed.
+# model_type in Hugging Face's config.json -> whether the architecture normalizes q and k.
 ARCHITECTURES = {"llama": False, "qwen3": True, "minimind": False}
 MINIMIND2_CONFIG = {
     **dict.fromkeys(("dim", "n_layers", "n_heads"), SIZE),
@@ -44,16 +44,15 @@ LLAMA_CONFIG = {
     "max_position_embeddings": POSITIONS,
     "rms_norm_eps": ABOVE_0,
 }
-# What is ours where a configuration says nothing else, as transformers leaves it out.
-PLAIN = {
+# The only supported values; transformers omits defaults.
+FIXED = {
     "attention_bias": False,
     "mlp_bias": False,
     "hidden_act": "silu",
     "use_sliding_window": False,
 }
-ANEW = "name another model, or mend it"
-# What a user says of a shape, and what the configuration of a model calls it.
-SAID = {
+REPLACE = "name another model, or correct it"
+FLAG_NAMES = {
     "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads",
     "rope_theta": "rope_theta",
@@ -63,8 +62,8 @@ SAID = {
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a user says of a shape; None where nothing was said."""
+class ShapeFlags:
+    """What flags specify of a shape; None if not given."""
 
     n_heads: int | None = None
     n_kv_heads: int | None = None
@@ -73,105 +72,113 @@ class Given:
     max_seq_len: int | None = None
 
 
-def require_said(path: Path, config: MiniMindConfig, given: Given) -> None:
-    """Nothing, or a UsageError where a model is not what a user said of it."""
-    for flag, name in SAID.items():
-        said, found = getattr(given, flag), getattr(config, name)
-        if said not in (None, found):
-            raise UsageError(f"--{flag} {said} is not the {name} = {found} of {path}; drop it")
+def check_flags(path: Path, config: MiniMindConfig, flags: ShapeFlags) -> None:
+    """Raise UsageError if the model differs from a flag."""
+    for flag, name in FLAG_NAMES.items():
+        expected, actual = getattr(flags, flag), getattr(config, name)
+        if expected not in (None, actual):
+            raise UsageError(f"--{flag} {expected} is not the {name} = {actual} of {path}; drop it")
 
 
-def name_in(kind: str, name: str) -> str:
-    """What a file of that kind calls a tensor of ours."""
+def tensor_name(kind: str, name: str) -> str:
+    """The name of one of our tensors in a file of that kind."""
     return (to_minimind2(name) or name) if kind == MINIMIND2 else name
 
 
-def shape_of_tensors(
-    path: Path, shapes: Mapping[str, list[int]], given: Given, kind: str = LLAMA
-) -> dict[str, Any]:
-    """What MiniMindConfig is made from, of tensors by our names without a configuration.
+def count_layers(names: Mapping[str, Any]) -> int:
+    """The number of layers that have tensors."""
+    return len({name.split(".")[2] for name in names if re.match(r"model\.layers\.\d", name)})
 
-    A UsageError names the flags of all that they do not tell.
+
+def shape_from_tensors(
+    path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags, kind: str = LLAMA
+) -> dict[str, Any]:
+    """Arguments of MiniMindConfig, from tensors under our names and from flags.
+
+    Raise UsageError that names all missing flags.
     """
-    vocab_size, width = _matrix(path, shapes, EMBEDDING, kind)
-    keys = _matrix(path, shapes, f"{LAYER_0}.self_attn.k_proj.weight", kind)[0]
-    inner = _matrix(path, shapes, f"{LAYER_0}.mlp.gate_proj.weight", kind)[0]
-    missing = [
-        f"--{name}"
-        for name in ("n_heads", "rope_theta", "norm_eps", "max_seq_len")
-        if getattr(given, name) is None
-    ]
-    if missing:
-        told, beside = ", ".join(missing), path.with_name("config.json")
-        instead = f"name {path.parent}, where config.json may, or " if beside.is_file() else ""
+    vocab_size, width = _matrix_shape(path, shapes, EMBEDDING, kind)
+    keys = _matrix_shape(path, shapes, f"{LAYER_0}.self_attn.k_proj.weight", kind)[0]
+    inner = _matrix_shape(path, shapes, f"{LAYER_0}.mlp.gate_proj.weight", kind)[0]
+    required = ("n_heads", "rope_theta", "norm_eps", "max_seq_len")
+    if missing := ", ".join(f"--{name}" for name in required if getattr(flags, name) is None):
+        has_config = path.with_name("config.json").is_file()
+        instead = f"name {path.parent}, where config.json may, or " if has_config else ""
         raise UsageError(
-            f"{path}: its tensors do not tell {told}; {instead}give them to `minimind import`, or"
-            " to a run with --init_from"
+            f"{path}: its tensors do not determine {missing}; {instead}give them to"
+            " `minimind import`, or to a run with --init_from"
         )
-    heads = given.n_heads or 1
+    heads = flags.n_heads or 1
     head_dim = width // heads
     if width % heads or not head_dim or keys % head_dim:
         raise UsageError(
             f"--n_heads {heads} does not fit {path}, whose width is {width} and whose keys have"
             f" {keys} channels; give the number it has"
         )
-    if given.n_kv_heads is not None and given.n_kv_heads != keys // head_dim:
+    if flags.n_kv_heads is not None and flags.n_kv_heads != keys // head_dim:
         raise UsageError(
-            f"--n_kv_heads {given.n_kv_heads} is not what {path} has with --n_heads {heads}, which"
+            f"--n_kv_heads {flags.n_kv_heads} is not what {path} has with --n_heads {heads}, which"
             f" is {keys // head_dim}; drop it"
         )
     return {
         "vocab_size": vocab_size,
         "hidden_size": width,
         "intermediate_size": inner,
-        "num_hidden_layers": layers_of(shapes),
+        "num_hidden_layers": count_layers(shapes),
         "num_attention_heads": heads,
         "num_key_value_heads": keys // head_dim,
-        "max_position_embeddings": given.max_seq_len,
-        "rms_norm_eps": given.norm_eps,
-        "rope_theta": given.rope_theta,
-        "qk_norm": f"{LAYER_0}.self_attn.q_norm.weight" in shapes,  # Qwen3's
+        "max_position_embeddings": flags.max_seq_len,
+        "rms_norm_eps": flags.norm_eps,
+        "rope_theta": flags.rope_theta,
+        "qk_norm": f"{LAYER_0}.self_attn.q_norm.weight" in shapes,  # Qwen3
     }
 
 
-def layers_of(names: Mapping[str, Any]) -> int:
-    """How many layers there are tensors of."""
-    return len({name.split(".")[2] for name in names if re.match(r"model\.layers\.\d", name)})
+def _matrix_shape(path: Path, shapes: Mapping[str, list[int]], name: str, kind: str) -> list[int]:
+    if len(shapes.get(name, ())) != 2:
+        problem = f"of shape {shapes[name]}" if name in shapes else "missing"
+        raise CheckpointError(
+            f"{path}: {tensor_name(kind, name)} is {problem}, so the shape of its model is unknown;"
+            f" {REPLACE}"
+        )
+    return shapes[name]
 
 
-def shape_of_minimind2(path: Path, shapes: Mapping[str, list[int]], given: Given) -> dict[str, Any]:
-    """The same of a config.json of MiniMind2's, which must agree with the tensors beside it.
+def read_minimind2_config(
+    path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags
+) -> dict[str, Any]:
+    """Arguments of MiniMindConfig from MiniMind2's config.json, which must match its tensors.
 
-    What an older one leaves out, as rope_theta, has to be given.
+    Flags supply what older versions omit, such as rope_theta.
     """
-    with readable(path, ANEW):
-        found, _ = read_object(path)
-        if found.get("use_moe"):
-            raise CheckpointError("has use_moe = True, and experts are not brought in")
-        for name in ("norm_eps", "rope_theta", "max_seq_len"):
-            said = getattr(given, name)
-            if said is not None:
-                found.setdefault(name, said)
-        missing = [name for name in ("rope_theta", "norm_eps", "max_seq_len") if name not in found]
-        if missing:
-            raise UsageError(f"{path}: has no {missing[0]}; give --{missing[0]}")
-        require(found, MINIMIND2_CONFIG)
-        heads = found["n_heads"]
-        told = Given(heads, None, found["rope_theta"], found["norm_eps"], found["max_seq_len"])
+    with readable(path, REPLACE):
+        values, _ = read_object(path)
+        if values.get("use_moe"):
+            raise CheckpointError("has use_moe = True, and experts cannot be imported")
+        required = ("rope_theta", "norm_eps", "max_seq_len")
+        for name in required:
+            if getattr(flags, name) is not None:
+                values.setdefault(name, getattr(flags, name))
+        if missing := next((name for name in required if name not in values), None):
+            raise UsageError(f"{path}: has no {missing}; give --{missing}")
+        require(values, MINIMIND2_CONFIG)
+        heads = values["n_heads"]
+        known = ShapeFlags(heads, None, *(values[name] for name in required))
         try:
-            shape = shape_of_tensors(path.parent, shapes, told, MINIMIND2)
-        except UsageError as error:  # of what is told, its heads alone can be wrong
+            shape = shape_from_tensors(path.parent, shapes, known, MINIMIND2)
+        except UsageError as error:  # only the heads can be wrong
             raise CheckpointError(f"has n_heads = {heads}, which do not fit its tensors") from error
-        width = found.get("hidden_dim")
-        if width is None and "multiple_of" in found:
-            require(found, {"multiple_of": SIZE})
-            width = minimind2_width(found["dim"], found["multiple_of"])
+        width = values.get("hidden_dim")
+        if width is None and "multiple_of" in values:
+            require(values, {"multiple_of": SIZE})
+            multiple_of = values["multiple_of"]  # 2/3 of 4 dim, rounded up to a multiple
+            width = multiple_of * -(-int(2 * (4 * values["dim"]) / 3) // multiple_of)
         claims = {
-            "hidden_size": ("dim", found["dim"]),
-            "num_hidden_layers": ("n_layers", found["n_layers"]),
-            "num_key_value_heads": ("n_kv_heads", found["n_kv_heads"] or heads),
+            "hidden_size": ("dim", values["dim"]),
+            "num_hidden_layers": ("n_layers", values["n_layers"]),
+            "num_key_value_heads": ("n_kv_heads", values["n_kv_heads"] or heads),
             "intermediate_size": ("hidden_dim", width or shape["intermediate_size"]),
-            "vocab_size": ("vocab_size", found.get("vocab_size", shape["vocab_size"])),
+            "vocab_size": ("vocab_size", values.get("vocab_size", shape["vocab_size"])),
         }
         for name, (theirs, claimed) in claims.items():
             if shape[name] != claimed:
@@ -181,61 +188,50 @@ def shape_of_minimind2(path: Path, shapes: Mapping[str, list[int]], given: Given
     return shape
 
 
-def minimind2_width(dim: int, multiple_of: int) -> int:
-    """Width of its feed-forward where no other is given: 2/3 of 4 dim, up to a multiple."""
-    return multiple_of * -(-int(2 * (4 * dim) / 3) // multiple_of)
-
-
-def _matrix(path: Path, shapes: Mapping[str, list[int]], name: str, kind: str) -> list[int]:
-    if len(shapes.get(name, ())) != 2:
-        told = f"of shape {shapes[name]}" if name in shapes else "missing"
-        raise CheckpointError(
-            f"{path}: {name_in(kind, name)} is {told}, so its model cannot be told; {ANEW}"
-        )
-    return shapes[name]
-
-
-def shape_of_llama(path: Path) -> dict[str, Any]:
-    """The same of Hugging Face's config.json of a Llama or Qwen3 model that ours can hold."""
-    with readable(path, ANEW):
-        found, _ = read_object(path)
-        kind = found.get("model_type")
-        if kind not in ARCHITECTURES or (kind == "minimind" and "use_flash_attn" in found):
+def read_llama_config(path: Path) -> dict[str, Any]:
+    """Arguments of MiniMindConfig from Hugging Face's config.json of a Llama or Qwen3 model."""
+    with readable(path, REPLACE):
+        values, _ = read_object(path)
+        kind = values.get("model_type")
+        if kind not in ARCHITECTURES or (kind == "minimind" and "use_flash_attn" in values):
             raise CheckpointError(f"has model_type = {shown(kind)}, not llama or qwen3")
-        require(found, LLAMA_CONFIG)
-        for name, plain in PLAIN.items():
-            if found.get(name, plain) not in (plain, None):
-                raise CheckpointError(f"has {name} = {shown(found[name])}, which ours has not")
-        theta = _rope_theta(found)
-        heads = found["num_attention_heads"]
-        keys = {"num_key_value_heads": found.get("num_key_value_heads") or heads}
-        flags = {"tie_word_embeddings": found.get("tie_word_embeddings", False)}
+        require(values, LLAMA_CONFIG)
+        for name, supported in FIXED.items():
+            if values.get(name, supported) not in (supported, None):
+                raise CheckpointError(
+                    f"has {name} = {shown(values[name])}, which MiniMind does not support"
+                )
+        theta = _rope_theta(values)
+        heads = values["num_attention_heads"]
+        keys = {"num_key_value_heads": values.get("num_key_value_heads") or heads}
+        tie = {"tie_word_embeddings": values.get("tie_word_embeddings", False)}
         require(keys, {"num_key_value_heads": SIZE})
-        require(flags, {"tie_word_embeddings": YES_OR_NO})
-        head_dim = found.get("head_dim") or found["hidden_size"] // heads
-        if head_dim * heads != found["hidden_size"]:
+        require(tie, {"tie_word_embeddings": YES_OR_NO})
+        head_dim = values.get("head_dim") or values["hidden_size"] // heads
+        if head_dim * heads != values["hidden_size"]:
             raise CheckpointError(
-                f"has heads of {shown(head_dim)} channels, and ours have hidden_size / heads"
+                f"has heads of {shown(head_dim)} channels, and MiniMind's have hidden_size / heads"
             )
         ids = {}
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            value = found.get(name)  # of several ends the first
+            value = values.get(name)  # the first of several
             ids[name] = value[0] if type(value) is list and value else value
         require(ids, dict.fromkeys(ids, or_null(COUNT)))
-    normed = {"qk_norm": True} if ARCHITECTURES[kind] else {}
-    shape = {name: found[name] for name in LLAMA_CONFIG}
-    return {**shape, **keys, **flags, **ids, **normed, "rope_theta": theta}
+    norms = {"qk_norm": True} if ARCHITECTURES[kind] else {}
+    shape = {name: values[name] for name in LLAMA_CONFIG}
+    return {**shape, **keys, **tie, **ids, **norms, "rope_theta": theta}
 
 
-def _rope_theta(found: Mapping[str, Any]) -> float:
-    """The base of plain rotations; a CheckpointError for scaled ones."""
-    told = found.get("rope_parameters") or {}
-    scaling = found.get("rope_scaling")
-    kind = told.get("rope_type", "default") if type(told) is dict else shown(told)
+def _rope_theta(values: Mapping[str, Any]) -> float:
+    """The rotary base; raise CheckpointError for scaled rotations."""
+    parameters = values.get("rope_parameters") or {}
+    scaling = values.get("rope_scaling")
+    is_object = type(parameters) is dict
+    kind = parameters.get("rope_type", "default") if is_object else shown(parameters)
     if kind != "default" or scaling:
         raise CheckpointError(
-            f"has scaled rotations ({shown(scaling or kind)}), which ours has not"
+            f"has scaled rotations ({shown(scaling or kind)}), which MiniMind does not support"
         )
-    theta: dict[str, Any] = {"rope_theta": told.get("rope_theta", found.get("rope_theta"))}
+    theta: dict[str, Any] = {"rope_theta": parameters.get("rope_theta", values.get("rope_theta"))}
     require(theta, {"rope_theta": ABOVE_0})
     return theta["rope_theta"]

@@ -1,4 +1,4 @@
-"""A model and its vocabulary as one GGUF file, which llama.cpp and others read.
+"""Write a model and its vocabulary as one GGUF file, for llama.cpp and others.
 
 Its "llama" architecture pairs adjacent channels, as ours does, and "qwen3" pairs j with j + D/2.
 Norms stay float32 in every precision: llama.cpp multiplies by nothing else.
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from minimind.checkpoint.tensor_files import Part
 from minimind.errors import UsageError
-from minimind.interop.tensor_sources import Source
-from minimind.interop.weight_names import to_gguf, to_halves
-from minimind.interop.write_folder import require_room
+from minimind.interop.tensor_sources import TensorSource
+from minimind.interop.weight_names import to_gguf, to_rotate_half
+from minimind.interop.write_folder import new_folder
 from minimind.model.configuration import MiniMindConfig
-from minimind.runtime.durable_files import sync_file, write_durably
+from minimind.runtime.durable_files import sync_file
 from minimind.runtime.output_folder import NewFolder
 
 NAME = "model.gguf"
@@ -29,38 +29,37 @@ FILE_TYPES = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloa
 
 
 def require_gguf() -> None:
-    """Nothing, or a UsageError where the package that writes such files is missing."""
+    """Raise UsageError if the package that writes GGUF files is missing."""
     try:
-        import gguf  # noqa: F401 (only whether it is there)
+        import gguf  # noqa: F401 (only to see whether it is installed)
     except ModuleNotFoundError as error:
         raise UsageError(
             "--format gguf needs the package gguf, which is not installed; pip install gguf"
         ) from error
 
 
-def gguf_parts(config: MiniMindConfig, source: Source, dtype: torch.dtype) -> list[Part]:
-    """The tensors by GGUF's names: matrices as `dtype`, norms as float32."""
+def architecture(config: MiniMindConfig) -> str:
+    """The architecture name in GGUF."""
+    return "qwen3" if getattr(config, "qk_norm", False) else "llama"
+
+
+def gguf_parts(config: MiniMindConfig, source: TensorSource, dtype: torch.dtype) -> list[Part]:
+    """The tensors under GGUF's names: matrices as `dtype`, norms as float32."""
     names = {}
     for ours in source.shapes:
         theirs = to_gguf(ours)
-        assert theirs is not None, ours  # export.require_named
+        assert theirs is not None, ours  # export.check_names
         names[theirs] = ours
 
-    def turn(theirs: str, value: Tensor) -> Tensor:
-        is_halved = architecture(config) == "qwen3"
-        return to_halves(names[theirs], value, config.head_dim) if is_halved else value
+    def transform(theirs: str, value: Tensor) -> Tensor:
+        is_split = architecture(config) == "qwen3"
+        return to_rotate_half(names[theirs], value, config.head_dim) if is_split else value
 
-    turned = source.renamed(names, turn)
     matrices = {name: ours for name, ours in names.items() if len(source.shapes[ours]) > 1}
-    kept = {name: name for name in names if name not in matrices}
-    same = {name: name for name in matrices}
-    found = turned.renamed(same).parts(dtype) + turned.renamed(kept).parts(torch.float32)
-    return sorted(found, key=lambda part: part.name)
-
-
-def architecture(config: MiniMindConfig) -> str:
-    """What GGUF calls a model of this shape."""
-    return "qwen3" if getattr(config, "qk_norm", False) else "llama"
+    norms = {name: ours for name, ours in names.items() if name not in matrices}
+    parts = source.renamed(matrices, transform).parts(dtype)
+    parts += source.renamed(norms, transform).parts(torch.float32)
+    return sorted(parts, key=lambda part: part.name)
 
 
 def write_gguf(
@@ -72,16 +71,10 @@ def write_gguf(
     dtype: torch.dtype,
     texts: Mapping[str, bytes],
 ) -> None:
-    """Write `out`/model.gguf, one tensor after another, and small files beside it.
-
-    `name` is the model's for whoever loads the file. `out` appears whole or not at all; a
-    StorageError before, where it does not fit on the disk.
-    """
+    """Write `out`/model.gguf, tensor by tensor, with this model name, and `texts` beside it."""
     import gguf
 
-    needed = sum(part.bytes for part in parts) + sum(map(len, texts.values()))
-    require_room(out.path, needed)
-    with out.written_aside(needed) as draft:
+    with new_folder(out, parts, texts) as draft:
         with closing(gguf.GGUFWriter(draft / NAME, architecture(config))) as writer:
             writer.add_name(name)
             _add_shape(writer, config)
@@ -99,8 +92,6 @@ def write_gguf(
                 plain = value.view(torch.uint16) if value.dtype == torch.bfloat16 else value
                 writer.write_tensor_data(plain.numpy())
         sync_file(draft / NAME)
-        for file, content in texts.items():
-            write_durably(draft / file, content)
 
 
 def _add_shape(writer: Any, config: MiniMindConfig) -> None:

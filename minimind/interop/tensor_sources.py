@@ -1,6 +1,6 @@
-"""Named tensors wherever they lie, one in memory at a time: checkpoints, safetensors, .pth files.
+"""Named tensors of checkpoints, safetensors and .pth files, read one at a time.
 
-Headers are looked at before any number is read, and nothing is unpickled that could run.
+Headers are checked before any tensor is read, and no pickled code is run.
 """
 
 from __future__ import annotations
@@ -27,208 +27,207 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 PICKLED = ("pytorch_model.bin", "*.pth", "*.pt")
-ANEW = "get the file anew, or name another"
+REPLACE = "get the file again, or name another"
 GGUF_MAGIC = b"GGUF"
-WRITTEN_ONLY = (
+IS_GGUF = (
     "is GGUF, which is written here and not read; name what it was exported from: a run, or a"
     " directory of safetensors"
 )
-SPELT = {  # in the header of a safetensors file
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+DTYPES = {  # by their names in the header of a safetensors file
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
-KINDS = {spelt: dtype for dtype, spelt in SPELT.items()}
-# What torch.load says of a file whose bytes mean nothing to it.
-MEANINGLESS = (RuntimeError, ValueError, TypeError, LookupError, EOFError, AttributeError)
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# What torch.load raises for arbitrary bytes.
+LOAD_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, EOFError, AttributeError)
 
 
 @dataclass(frozen=True)
-class Source:
-    """Tensors by name: what their headers say, and how to read one."""
+class TensorSource:
+    """Tensors by name: shapes and dtypes from the headers, and a function that reads one."""
 
-    place: Path
+    path: Path
     shapes: Mapping[str, list[int]]
     dtypes: Mapping[str, torch.dtype]
     read: Callable[[str], Tensor]
-    spelt: Mapping[str, str] = field(default_factory=dict)  # what the file calls those renamed
+    file_names: Mapping[str, str] = field(default_factory=dict)  # of renamed tensors, in the file
 
     def renamed(
-        self, names: Mapping[str, str], turn: Callable[[str, Tensor], Tensor] | None = None
-    ) -> Source:
-        """The tensors that `names` has (new -> old), each as `turn(new, tensor)` makes it."""
+        self, names: Mapping[str, str], transform: Callable[[str, Tensor], Tensor] | None = None
+    ) -> TensorSource:
+        """The tensors in `names` (new -> old), each passed through `transform(new, tensor)`."""
 
         def read(name: str) -> Tensor:
-            found = self.read(names[name])
-            return turn(name, found) if turn else found
+            value = self.read(names[name])
+            return transform(name, value) if transform else value
 
         return replace(
             self,
             shapes={new: self.shapes[old] for new, old in names.items()},
             dtypes={new: self.dtypes[old] for new, old in names.items()},
             read=read,
-            spelt={new: self.spelt.get(old, old) for new, old in names.items()},
+            file_names={new: self.file_names.get(old, old) for new, old in names.items()},
         )
 
     def parts(self, dtype: torch.dtype) -> list[Part]:
-        """What a file of safetensors is written from: by name, floating-point ones as `dtype`."""
-        found = []
+        """The tensors for a safetensors file, sorted by name, floating-point ones as `dtype`."""
+        parts = []
         for name in sorted(self.shapes):
-            kind = dtype if self.dtypes[name].is_floating_point else self.dtypes[name]
+            target = dtype if self.dtypes[name].is_floating_point else self.dtypes[name]
             shape = self.shapes[name]
 
-            def read(name: str = name, kind: torch.dtype = kind) -> Tensor:
-                return self.read_as(name, kind)
+            def read(name: str = name, target: torch.dtype = target) -> Tensor:
+                return self.read_as(name, target)
 
-            size = torch.Size(shape).numel() * kind.itemsize
-            found.append(Part(name, SPELT[kind], shape, size, read))
-        return found
+            size = torch.Size(shape).numel() * target.itemsize
+            parts.append(Part(name, DTYPE_NAMES[target], shape, size, read))
+        return parts
 
     def read_as(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One tensor in `dtype`; an error that names it where its numbers are or become none."""
-        found = self.read(name)
-        cast = found.to(dtype)
+        """One tensor cast to `dtype`; raise an error if a value is or becomes non-finite."""
+        value = self.read(name)
+        cast = value.to(dtype)
         if cast.is_floating_point() and not torch.isfinite(cast).all():
-            told = f"{self.place}: {self.spelt.get(name, name)} has numbers that"
-            if torch.isfinite(found).all():
+            which = f"{self.path}: {self.file_names.get(name, name)} has numbers that"
+            if torch.isfinite(value).all():
                 raise NumericError(
-                    f"{told} {str(dtype)[6:]} does not reach; export in another --dtype"
+                    f"{which} {str(dtype)[6:]} cannot represent; export in another --dtype"
                 )
-            raise CheckpointError(f"{told} are not finite; {ANEW}")
+            raise CheckpointError(f"{which} are not finite; {REPLACE}")
         return cast
 
 
-def of_checkpoint(directory: Path) -> Source:
-    """The float32 weights of a training checkpoint, and the buffers that it keeps."""
+def open_checkpoint(directory: Path) -> TensorSource:
+    """The float32 weights and the buffers of a training checkpoint."""
     contents = Contents(directory)
     buffers = contents.buffers
-    spelt = {name: buffers.get_slice(name) for name in buffers.keys()}
-    kinds = {name: KINDS[part.get_dtype()] for name, part in spelt.items()}
+    slices = {name: buffers.get_slice(name) for name in buffers.keys()}
+    dtypes = {name: DTYPES[part.get_dtype()] for name, part in slices.items()}
 
     def read(name: str) -> Tensor:
-        return buffers.get_tensor(name) if name in kinds else contents.read(MASTER, name)
+        return buffers.get_tensor(name) if name in dtypes else contents.read(MASTER, name)
 
-    return Source(
+    return TensorSource(
         directory,
-        {**{name: part.get_shape() for name, part in spelt.items()}, **contents.shapes},
-        {**kinds, **dict.fromkeys(contents.shapes, torch.float32)},
+        {**{name: part.get_shape() for name, part in slices.items()}, **contents.shapes},
+        {**dtypes, **dict.fromkeys(contents.shapes, torch.float32)},
         read,
     )
 
 
-def of_place(place: Path) -> Source:
-    """The tensors of a file, or of a folder as Hugging Face libraries lay it out.
-
-    A CheckpointError in one sentence for whatever cannot be read, with code in it or without.
-    """
-    if not place.exists():
-        raise CheckpointError(f"{place}: there is no such file or directory; correct the path")
-    if not place.is_dir():
-        return of_safetensors([place]) if place.suffix == ".safetensors" else of_pickled(place)
-    if (place / INDEX).exists():
-        return of_safetensors(_indexed(place / INDEX), place)
-    if (place / WHOLE).exists():
-        return of_safetensors([place / WHOLE], place)
-    found = sorted({path for pattern in PICKLED for path in place.glob(pattern)})
-    if not found and (written := sorted(place.glob("*.gguf"))):
-        raise CheckpointError(f"{written[0]}: {WRITTEN_ONLY}")
-    if len(found) != 1:
-        told = f"{len(found)} of {', '.join(PICKLED)}" if found else "none of torch's"
+def open_tensors(path: Path) -> TensorSource:
+    """The tensors of a file, or of a directory in Hugging Face's layout; else CheckpointError."""
+    if not path.exists():
+        raise CheckpointError(f"{path}: there is no such file or directory; correct the path")
+    if not path.is_dir():
+        return open_safetensors([path]) if path.suffix == ".safetensors" else open_pickled(path)
+    if (path / INDEX).exists():
+        return open_safetensors(_read_index(path / INDEX), path)
+    if (path / WHOLE).exists():
+        return open_safetensors([path / WHOLE], path)
+    files = sorted({file for pattern in PICKLED for file in path.glob(pattern)})
+    if not files and (gguf_files := sorted(path.glob("*.gguf"))):
+        raise CheckpointError(f"{gguf_files[0]}: {IS_GGUF}")
+    if len(files) != 1:
+        count = f"{len(files)} of {', '.join(PICKLED)}" if files else "none of torch's"
         raise CheckpointError(
-            f"{place}: has neither {WHOLE} nor {INDEX}, and {told}; name the file itself"
+            f"{path}: has neither {WHOLE} nor {INDEX}, and {count}; name the file itself"
         )
-    return of_pickled(found[0])
+    return open_pickled(files[0])
 
 
-def of_safetensors(files: list[Path], place: Path | None = None) -> Source:
-    """The tensors of safetensors files, none of them in two."""
-    where: dict[str, tuple[Path, safe_open]] = {}
+def open_safetensors(files: list[Path], path: Path | None = None) -> TensorSource:
+    """The tensors of safetensors files; no name may occur twice."""
+    owners: dict[str, tuple[Path, safe_open]] = {}
     shapes, dtypes = {}, {}
-    for path in files:
-        with readable(path, ANEW):
-            opened = safe_open(path, framework="pt")
-            for name in opened.keys():
-                part = opened.get_slice(name)
-                if name in where:
-                    raise CheckpointError(f"holds {shown(name)}, as {where[name][0].name} does")
-                if part.get_dtype() not in KINDS:
+    for file in files:
+        with readable(file, REPLACE):
+            handle = safe_open(file, framework="pt")
+            for name in handle.keys():
+                part = handle.get_slice(name)
+                if name in owners:
+                    raise CheckpointError(f"holds {shown(name)}, as {owners[name][0].name} does")
+                if part.get_dtype() not in DTYPES:
                     raise CheckpointError(f"holds {shown(name)} as {part.get_dtype()}")
-                where[name] = path, opened
-                shapes[name], dtypes[name] = part.get_shape(), KINDS[part.get_dtype()]
+                owners[name] = file, handle
+                shapes[name], dtypes[name] = part.get_shape(), DTYPES[part.get_dtype()]
 
     def read(name: str) -> Tensor:
-        path, opened = where[name]
-        with readable(path, ANEW):
-            return opened.get_tensor(name)
+        file, handle = owners[name]
+        with readable(file, REPLACE):
+            return handle.get_tensor(name)
 
-    return Source(place or files[0], shapes, dtypes, read)
+    return TensorSource(path or files[0], shapes, dtypes, read)
 
 
-def require_same(source: Source, path: Path, own: Mapping[str, list[int]]) -> None:
-    """Nothing, or a CheckpointError with the first tensor that is missing, extra or misshapen."""
-    by = f"its {CONFIG} asks for" if path.is_dir() else "its other tensors ask for"
-    for name in sorted({*source.shapes, *own}):
-        told = shown(source.spelt.get(name, name))
-        found, asked = source.shapes.get(name), own.get(name)
-        if found == asked:
+def check_shapes(source: TensorSource, path: Path, expected: Mapping[str, list[int]]) -> None:
+    """Raise CheckpointError for the first tensor that is missing, extra or of another shape."""
+    cause = f"its {CONFIG} requires" if path.is_dir() else "its other tensors require"
+    for name in sorted({*source.shapes, *expected}):
+        label = shown(source.file_names.get(name, name))
+        actual, required = source.shapes.get(name), expected.get(name)
+        if actual == required:
             continue
-        if found is None:
-            raise CheckpointError(f"{path}: has no {told}, which {by}; {ANEW}")
-        if asked is None:
-            raise CheckpointError(f"{path}: has {told}, and {by} no such tensor; {ANEW}")
-        raise CheckpointError(f"{path}: {told} is of shape {found}, and {by} {asked}; {ANEW}")
+        if actual is None:
+            raise CheckpointError(f"{path}: has no {label}, which {cause}; {REPLACE}")
+        if required is None:
+            raise CheckpointError(f"{path}: has {label}, and {cause} no such tensor; {REPLACE}")
+        raise CheckpointError(
+            f"{path}: {label} is of shape {actual}, and {cause} {required}; {REPLACE}"
+        )
 
 
-def _indexed(index: Path) -> list[Path]:
-    """The files that an index names, all of them in its own folder."""
-    with readable(index, ANEW):
-        told, _ = read_object(index)
-        require(told, {"weight_map": OBJECT})
-        names = {*told["weight_map"].values()} if told["weight_map"] else set()
+def _read_index(index: Path) -> list[Path]:
+    """The files that an index lists, all in its own directory."""
+    with readable(index, REPLACE):
+        content, _ = read_object(index)
+        require(content, {"weight_map": OBJECT})
+        names = {*content["weight_map"].values()} if content["weight_map"] else set()
         for name in names:
             if type(name) is not str or not FILE_NAME.fullmatch(name):
                 raise CheckpointError(f"names a file outside its folder: {shown(name)}")
     return [index.with_name(name) for name in sorted(names)]
 
 
-def of_pickled(path: Path) -> Source:
-    """The tensors of a file of torch.save, mapped and not read, with no code of its own run."""
-    with readable(path, ANEW):
+def open_pickled(path: Path) -> TensorSource:
+    """The tensors of a torch.save file, memory-mapped and loaded with weights_only=True."""
+    with readable(path, REPLACE):
         with path.open("rb") as file:
             is_gguf = file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
     if is_gguf:
-        raise CheckpointError(f"{path}: {WRITTEN_ONLY}")
-    with readable(path, ANEW):
+        raise CheckpointError(f"{path}: {IS_GGUF}")
+    with readable(path, REPLACE):
         if not zipfile.is_zipfile(path):
             raise CheckpointError("is no file that torch.save wrote since version 1.6")
         try:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except UnpicklingError as error:
             raise CheckpointError("holds more than tensors, and code is not run") from error
-        except MEANINGLESS as error:
-            told = (str(error).splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(f"is damaged ({shown(told)})") from error
-        if type(found) is not dict and not isinstance(found, Mapping):
-            raise CheckpointError(f"holds {type(found).__name__}, not tensors by name")
-        for name, value in found.items():
-            _require_tensor(name, value)
-    return Source(
+        except LOAD_ERRORS as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(f"is damaged ({shown(reason)})") from error
+        if type(tensors) is not dict and not isinstance(tensors, Mapping):
+            raise CheckpointError(f"holds {type(tensors).__name__}, not tensors by name")
+        for name, value in tensors.items():
+            _check_tensor(name, value)
+    return TensorSource(
         path,
-        {name: list(value.shape) for name, value in found.items()},
-        {name: value.dtype for name, value in found.items()},
-        found.__getitem__,
+        {name: list(value.shape) for name, value in tensors.items()},
+        {name: value.dtype for name, value in tensors.items()},
+        tensors.__getitem__,
     )
 
 
-def _require_tensor(name: object, value: object) -> None:
+def _check_tensor(name: object, value: object) -> None:
     if type(name) is not str or not isinstance(value, Tensor):
         raise CheckpointError(f"holds {shown(name)} of type {type(value).__name__}, no tensor")
-    if value.layout != torch.strided or value.dtype not in (*SPELT, torch.complex64):
+    if value.layout != torch.strided or value.dtype not in (*DTYPE_NAMES, torch.complex64):
         raise CheckpointError(f"holds {shown(name)} as {value.dtype}, {value.layout}")
     if value.untyped_storage().nbytes() < value.numel() * value.element_size():
         raise CheckpointError(f"holds {shown(name)} of {list(value.shape)} in fewer bytes")

@@ -1,8 +1,8 @@
-"""A model wherever it lies: its shape, its weights one at a time by our names, its tokenizer.
+"""A model from any source: its shape, its tensors one at a time under our names, its tokenizer.
 
-Read are training checkpoints, what `export --format minimind` and `checkpoint consolidate` write,
-directories of Hugging Face's Llama and Qwen3, and MiniMind2's files. Whatever it is, the tensors
-are just those of the shape, or a CheckpointError names the first that is not.
+Sources are training checkpoints, what `export --format minimind` and `checkpoint consolidate`
+write, directories of Hugging Face's Llama and Qwen3, and MiniMind2's files. In each the tensors
+must be exactly those of the shape.
 """
 
 from __future__ import annotations
@@ -27,56 +27,62 @@ from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.interop.foreign_config import (
     LLAMA,
     MINIMIND2,
-    Given,
-    layers_of,
-    name_in,
-    shape_of_llama,
-    shape_of_minimind2,
-    shape_of_tensors,
+    ShapeFlags,
+    count_layers,
+    read_llama_config,
+    read_minimind2_config,
+    shape_from_tensors,
+    tensor_name,
 )
-from minimind.interop.hf_weights import fitted
-from minimind.interop.tensor_sources import CONFIG, Source, of_checkpoint, of_place, require_same
+from minimind.interop.hf_weights import match_tensors
+from minimind.interop.tensor_sources import (
+    CONFIG,
+    REPLACE,
+    TensorSource,
+    check_shapes,
+    open_checkpoint,
+    open_tensors,
+)
 from minimind.interop.weight_names import (
     EMBEDDING,
     HEAD,
     MINIMIND2_TABLES,
-    from_halves,
     from_minimind2,
+    to_interleaved,
 )
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.runtime.checked_json import ELSEWHERE, read_object, require_listed, shown
 from minimind.runtime.locks import ReadLock
 
 CHECKPOINT, OURS, TRANSFORMERS = "checkpoint", "minimind", "transformers"
-ANEW = "get the file anew, or name another"
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A model that has been looked at, and of which no tensor has been read yet."""
+    """A validated model of which no tensor has been read yet."""
 
     kind: str  # checkpoint, minimind (an export of ours), llama, minimind2 or transformers
     path: Path
-    config: Any  # a MiniMindConfig, or one of transformers'
-    tensors: Source
-    tokenizer: Path | None = None  # file or directory that load_tokenizer takes
-    lock: ReadLock | None = None  # keeps a checkpoint of a run that goes on from being deleted
+    config: Any  # a MiniMindConfig or one of transformers
+    tensors: TensorSource
+    tokenizer: Path | None = None  # file or directory for load_tokenizer
+    lock: ReadLock | None = None  # keeps a running job from deleting the checkpoint
 
     def fill(self, model: Any) -> None:
-        """Put the weights into a model of this shape, one after another; all are finite."""
-        own = model.state_dict()
+        """Copy the weights into a model of this shape; raise an error if one is not finite."""
+        state = model.state_dict()
         for name in self.tensors.shapes:
-            own[name].copy_(self.tensors.read_as(name, own[name].dtype))
+            state[name].copy_(self.tensors.read_as(name, state[name].dtype))
 
     def release(self) -> None:
-        """Nothing more is read of it."""
+        """Unlock the checkpoint once nothing more is read from it."""
         if self.lock:
             self.lock.close()
 
     def load_tokenizer(self) -> AnyTokenizer:
-        """Its tokenizer; a CheckpointError where that is not the one its embedding is for."""
+        """The tokenizer; raise CheckpointError if it is missing or does not fit the embedding."""
         if self.tokenizer is None:
             raise CheckpointError(
                 f"{self.path}: has no tokenizer; put its {MODEL_NAME} or {JSON_NAME} there, or give"
@@ -84,24 +90,20 @@ class Weights:
             )
         try:
             tokenizer = load_tokenizer(self.tokenizer)
-        except DataError as error:  # whose way out is that of a run that has text
-            told = str(error).split(";")[0]
-            raise CheckpointError(f"{told}; {ANEW}") from error
-        require_fitting(tokenizer, self.config)
+        except DataError as error:  # whose remedy is for training text
+            raise CheckpointError(f"{str(error).split(';')[0]}; {REPLACE}") from error
+        check_vocabulary(tokenizer, self.config)
         return tokenizer
 
-    def adopt(self, tokenizer: AnyTokenizer) -> None:
-        """Take the special ids from a tokenizer: files without a configuration tell none."""
-        self.config.bos_token_id = tokenizer.bos_id if tokenizer.bos_id >= 0 else None
-        self.config.eos_token_id = tokenizer.eos_id
-        self.config.pad_token_id = tokenizer.pad_id
 
+def check_vocabulary(tokenizer: AnyTokenizer, config: PretrainedConfig) -> None:
+    """Raise CheckpointError if the embedding has another number of rows than the tokenizer ids.
 
-def require_fitting(tokenizer: AnyTokenizer, config: PretrainedConfig) -> None:
-    """Nothing, or a CheckpointError where an embedding has another number of rows."""
-    is_whole = isinstance(config, MiniMindConfig)  # else rows may be left over
+    Models of transformers may have more rows.
+    """
+    is_ours = isinstance(config, MiniMindConfig)
     if tokenizer.vocab_size > config.vocab_size or (
-        is_whole and tokenizer.vocab_size < config.vocab_size
+        is_ours and tokenizer.vocab_size < config.vocab_size
     ):
         raise CheckpointError(
             f"{tokenizer.path}: has {tokenizer.vocab_size} pieces and the embedding"
@@ -109,104 +111,115 @@ def require_fitting(tokenizer: AnyTokenizer, config: PretrainedConfig) -> None:
         )
 
 
-def load_weights_from(
-    place: str | Path, given: Given | None = None, kind: str | None = None
-) -> Weights:
-    """What lies at `place`: a run or step directory, a directory with weights, or a file of them.
-
-    `kind` says what it must be (llama, minimind2); without it, it is found out. `given` is what a
-    file without a configuration does not tell. Raises a CheckpointError or a UsageError.
-    """
-    path = Path(place).expanduser()
-    if is_checkpoint(path):
-        _require_kind(path, CHECKPOINT, kind)
-        return weights_of(choose(str(place)))
-    source = of_place(path)
-    found = _kind_of(path, source, kind)
-    _require_kind(path, found, kind)
-    kind = kind or found
-    if kind == OURS:
-        return _checked(kind, path, read_config(path), source)
-    given = given or Given()
-    if kind == MINIMIND2:
-        return _of_minimind2(path, source, given)
-    return _of_llama(path, source, given)
+def find_tokenizer(path: Path) -> Path | None:
+    """The tokenizer file of a directory, if it has one."""
+    files = (path / name for name in (MODEL_NAME, JSON_NAME))
+    return next((file for file in files if file.is_file()), None)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is a training run's, or one of its steps."""
+    """Whether the path is a run directory or one of its step directories."""
     is_run = (path / "checkpoints").is_dir() or path.name == "checkpoints"
     return is_run or (path / MANIFEST).exists()
 
 
+def load_weights_from(
+    place: str | Path, flags: ShapeFlags | None = None, kind: str | None = None
+) -> Weights:
+    """The model at `place`: a run or step directory, a directory with weights, or a file of them.
+
+    `kind` (llama or minimind2) is the expected format, by default any; `flags` describe a file
+    without a configuration. Raise CheckpointError or UsageError.
+    """
+    path = Path(place).expanduser()
+    if is_checkpoint(path):
+        _check_kind(path, CHECKPOINT, kind)
+        return load_checkpoint_weights(choose(str(place)))
+    source = open_tensors(path)
+    actual = _detect_kind(path, source, kind)
+    _check_kind(path, actual, kind)
+    if actual == OURS:
+        return _validate(OURS, path, read_config(path), source)
+    load = _load_minimind2 if actual == MINIMIND2 else _load_llama
+    return load(path, source, flags or ShapeFlags())
+
+
 def read_weights(place: str, use: Callable[[Weights], T]) -> T:
-    """`use` of what lies at `place`; of a run's next checkpoint if one is removed meanwhile."""
+    """`use` of the model at `place`, repeated if a run deletes that checkpoint meanwhile."""
     if is_checkpoint(Path(place).expanduser()):
-        return read_chosen(place, lambda chosen: use(weights_of(chosen)))
+        return read_chosen(place, lambda chosen: use(load_checkpoint_weights(chosen)))
     return use(load_weights_from(place))
 
 
-def weights_of(chosen: Chosen) -> Weights:
-    """Those of a training checkpoint.
-
-    Neither DeepSpeed nor the number of processes that trained it is needed.
-    """
+def load_checkpoint_weights(chosen: Chosen) -> Weights:
+    """The model of a training checkpoint; the checkpoints passed over are printed to stderr."""
     path = chosen.path
     for bad in chosen.rejected:
         print(f"{bad.path} is passed over: {bad.file} {bad.reason}", file=sys.stderr)
     manifest = read_manifest(path)
-    there = [name for name in TOKENIZER_FILES if (path / name).exists()] or [MODEL_NAME]
-    for name in there:
+    names = [name for name in TOKENIZER_FILES if (path / name).exists()] or [MODEL_NAME]
+    for name in names:
         require_listed(manifest, path / name)
-    return replace(weights_in(path, of_checkpoint(path)), lock=chosen.lock)
+    return replace(read_checkpoint_weights(path, open_checkpoint(path)), lock=chosen.lock)
 
 
-def weights_in(path: Path, source: Source) -> Weights:
-    """The same of a step directory that is chosen, and whose tensors are `source`."""
+def read_checkpoint_weights(path: Path, source: TensorSource) -> Weights:
+    """The model of a step directory with the tensors `source`."""
     manifest = read_manifest(path)
-    if foreign := foreign_config_of(path, manifest):
-        tensors = fitted(source, path, foreign)
-        return Weights(CHECKPOINT, path, foreign, tensors, tokenizer_in(path))
-    return _checked(CHECKPOINT, path, read_config(path, manifest), source)
+    if config := foreign_config_of(path, manifest):
+        tensors = match_tensors(source, path, config)
+        return Weights(CHECKPOINT, path, config, tensors, find_tokenizer(path))
+    return _validate(CHECKPOINT, path, read_config(path, manifest), source)
 
 
-def _kind_of(path: Path, source: Source, asked: str | None) -> str:
-    """What a directory or file holds, by the names in it and what its configuration says."""
+def load_transformers_weights(place: str, config: PretrainedConfig) -> Weights:
+    """The weights of a model of transformers, from a run or as save_pretrained writes them."""
+    path = Path(place).expanduser()
+    if not is_checkpoint(path):
+        tensors = match_tensors(open_tensors(path), path, config)
+        return Weights(TRANSFORMERS, path, config, tensors)
+    weights = load_checkpoint_weights(choose(place))
+    tensors = match_tensors(weights.tensors, weights.path, config)
+    return replace(weights, config=config, tensors=tensors)
+
+
+def _detect_kind(path: Path, source: TensorSource, expected: str | None) -> str:
+    """The format, from tensor names and configuration."""
     if any(map(from_minimind2, source.shapes)):
         return MINIMIND2
-    if asked == MINIMIND2 and not layers_of(source.shapes):
-        return asked  # names of neither: the first is told
-    if not path.is_dir():
-        beside = path.with_name(CONFIG)
-        if path.suffix == ".safetensors" and beside.is_file() and _is_ours(beside):
-            raise UsageError(
-                f"{path}: is part of a model of ours; name its directory, {path.parent}"
-            )
-        return LLAMA
-    return OURS if _is_ours(path / CONFIG) else LLAMA
-
-
-def _require_kind(path: Path, found: str, asked: str | None) -> None:
-    """Nothing, or a UsageError where a place plainly holds something else than was asked for."""
-    if asked in (None, found):
-        return
-    if found in (CHECKPOINT, OURS):
-        is_what = "a run of ours" if found == CHECKPOINT else "an export of ours"
-        raise UsageError(
-            f"{path}: is {is_what}, and no import is needed; name it as it is to `minimind export`"
-            " or --init_from"
-        )
-    raise UsageError(f"{path}: has the tensors of {found}, not of {asked}; give --from {found}")
+    if expected == MINIMIND2 and not count_layers(source.shapes):
+        return MINIMIND2  # no known names: the error is about the first tensor
+    if path.is_dir():
+        return OURS if _is_ours(path / CONFIG) else LLAMA
+    config = path.with_name(CONFIG)
+    if path.suffix == ".safetensors" and config.is_file() and _is_ours(config):
+        raise UsageError(f"{path}: is part of a model of ours; name its directory, {path.parent}")
+    return LLAMA
 
 
 def _is_ours(config: Path) -> bool:
-    """Whether the pairs of rotary channels are adjacent; tensors and their names do not tell."""
-    with readable(config, ANEW):
-        found, _ = read_object(config)
-    return found.get("model_type") == OURS and "use_flash_attn" in found
+    """Whether rotary pairs are adjacent, which tensors and their names do not show."""
+    with readable(config, REPLACE):
+        values, _ = read_object(config)
+    return values.get("model_type") == OURS and "use_flash_attn" in values
 
 
-def _of_minimind2(path: Path, source: Source, given: Given) -> Weights:
+def _check_kind(path: Path, actual: str, expected: str | None) -> None:
+    """Raise UsageError if the place holds another format than expected."""
+    if expected in (None, actual):
+        return
+    if actual in (CHECKPOINT, OURS):
+        label = "a run of ours" if actual == CHECKPOINT else "an export of ours"
+        raise UsageError(
+            f"{path}: is {label}, and no import is needed; name it as it is to `minimind export`"
+            " or --init_from"
+        )
+    raise UsageError(
+        f"{path}: has the tensors of {actual}, not of {expected}; give --from {actual}"
+    )
+
+
+def _load_minimind2(path: Path, source: TensorSource, flags: ShapeFlags) -> Weights:
     names = {}
     for theirs in source.shapes:
         ours = from_minimind2(theirs)
@@ -214,34 +227,34 @@ def _of_minimind2(path: Path, source: Source, given: Given) -> Weights:
             names[ours] = theirs
         elif not MINIMIND2_TABLES.fullmatch(theirs):
             raise CheckpointError(
-                f"{path}: {shown(theirs)} is no tensor of a dense MiniMind2 model, and only those"
-                " are brought in; name the file of one"
+                f"{path}: {shown(theirs)} is no tensor of a dense MiniMind2 model, and no other can"
+                " be imported; name the file of one"
             )
-    shapes = {ours: source.shapes[theirs] for ours, theirs in names.items()}
-    is_told = path.is_dir() and (path / CONFIG).exists()
-    if is_told:
-        claimed = shape_of_minimind2(path / CONFIG, shapes, given)
-    else:
-        claimed = shape_of_tensors(path, shapes, given, MINIMIND2)
     tensors = source.renamed(names)
-    claimed["tie_word_embeddings"] = _is_tied(tensors)
-    return _checked(MINIMIND2, path, claimed, tensors)
-
-
-def _of_llama(path: Path, source: Source, given: Given) -> Weights:
-    if path.is_dir():
-        claimed = shape_of_llama(path / CONFIG)
+    if path.is_dir() and (path / CONFIG).exists():
+        shape = read_minimind2_config(path / CONFIG, tensors.shapes, flags)
     else:
-        claimed = shape_of_tensors(path, source.shapes, given)
-        claimed["tie_word_embeddings"] = _is_tied(source)
-    head_dim = claimed["hidden_size"] // claimed["num_attention_heads"]
-    names = {name: name for name in source.shapes}
-    turned = source.renamed(names, lambda name, value: from_halves(name, value, head_dim))
-    return _checked(LLAMA, path, claimed, turned)
+        shape = shape_from_tensors(path, tensors.shapes, flags, MINIMIND2)
+    shape["tie_word_embeddings"] = _is_tied(tensors)
+    return _validate(MINIMIND2, path, shape, tensors)
 
 
-def _is_tied(source: Source) -> bool:
-    """Whether the head is the embedding: there is no other, or it has the same numbers."""
+def _load_llama(path: Path, source: TensorSource, flags: ShapeFlags) -> Weights:
+    if path.is_dir():
+        shape = read_llama_config(path / CONFIG)
+    else:
+        shape = shape_from_tensors(path, source.shapes, flags)
+        shape["tie_word_embeddings"] = _is_tied(source)
+    head_dim = shape["hidden_size"] // shape["num_attention_heads"]
+    tensors = source.renamed(
+        {name: name for name in source.shapes},
+        lambda name, value: to_interleaved(name, value, head_dim),
+    )
+    return _validate(LLAMA, path, shape, tensors)
+
+
+def _is_tied(source: TensorSource) -> bool:
+    """Whether there is no head beside the embedding, or it has the same values."""
     if HEAD not in source.shapes or EMBEDDING not in source.shapes:
         return HEAD not in source.shapes
     if source.shapes[HEAD] != source.shapes[EMBEDDING]:
@@ -249,52 +262,35 @@ def _is_tied(source: Source) -> bool:
     return torch.equal(source.read(HEAD), source.read(EMBEDDING))
 
 
-def _checked(kind: str, path: Path, claimed: dict[str, Any], source: Source) -> Weights:
-    """The weights, once every tensor is one of the claimed shape; nothing larger is made before."""
+def _validate(kind: str, path: Path, shape: dict[str, Any], source: TensorSource) -> Weights:
+    """The weights, if all tensors have the claimed shape; nothing large is allocated before."""
     misfit = f"{path / CONFIG if path.is_dir() else path}: does not fit the weights"
-    layers = layers_of(source.shapes)
-    if claimed["num_hidden_layers"] != layers:
-        told = f"num_hidden_layers: {layers} -> {claimed['num_hidden_layers']}"
-        raise CheckpointError(f"{misfit} ({told}); {ELSEWHERE}")
+    layers = count_layers(source.shapes)
+    if shape["num_hidden_layers"] != layers:
+        difference = f"num_hidden_layers: {layers} -> {shape['num_hidden_layers']}"
+        raise CheckpointError(f"{misfit} ({difference}); {ELSEWHERE}")
     try:
-        config = MiniMindConfig(**claimed)
+        config = MiniMindConfig(**shape)
         with torch.device("meta"):
-            own = MiniMindForCausalLM(config).state_dict()
-    except (ValueError, RuntimeError) as error:  # the latter of sizes that int64 cannot hold
-        told = str(error).splitlines()[0]
-        raise CheckpointError(f"{misfit} ({told}); {ELSEWHERE}") from error
+            expected = MiniMindForCausalLM(config).state_dict()
+    except (ValueError, RuntimeError) as error:  # RuntimeError: sizes beyond int64
+        raise CheckpointError(f"{misfit} ({str(error).splitlines()[0]}); {ELSEWHERE}") from error
     if config.tie_word_embeddings:
-        own.pop(HEAD)
-        source = _without_head(source)
-    spelt = {name: name_in(kind, name) for name in own} | dict(source.spelt)
-    own_shapes = {name: list(v.shape) for name, v in own.items()}
-    require_same(replace(source, spelt=spelt), path, own_shapes)
-    for name, value in own.items():
-        if source.dtypes[name].is_floating_point != value.is_floating_point():
-            told = f"{source.spelt.get(name, name)} is of {source.dtypes[name]}, not {value.dtype}"
-            raise CheckpointError(f"{path}: {told}; {ANEW}")
-    return Weights(kind, path, config, source, tokenizer_in(path))
-
-
-def tokenizer_in(path: Path) -> Path | None:
-    """The tokenizer of a directory, if it has one."""
-    found = [name for name in (MODEL_NAME, JSON_NAME) if (path / name).is_file()]
-    return path / found[0] if found else None
-
-
-def weights_of_transformers(place: str, config: PretrainedConfig) -> Weights:
-    """Those at `place` of a model of transformers: of a run, or as save_pretrained writes them."""
-    path = Path(place).expanduser()
-    if not is_checkpoint(path):
-        return Weights(TRANSFORMERS, path, config, fitted(of_place(path), path, config))
-    found = weights_of(choose(place))
-    return replace(found, config=config, tensors=fitted(found.tensors, found.path, config))
-
-
-def _without_head(source: Source) -> Source:
-    if HEAD in source.shapes and not _is_tied(source):
-        raise CheckpointError(
-            f"{source.place}: {source.spelt.get(HEAD, HEAD)} is not the embedding, though"
-            " config.json ties them; correct tie_word_embeddings there"
-        )
-    return source.renamed({name: name for name in source.shapes if name != HEAD})
+        expected.pop(HEAD)
+        if HEAD in source.shapes and not _is_tied(source):
+            raise CheckpointError(
+                f"{source.path}: {source.file_names.get(HEAD, HEAD)} is not the embedding, though"
+                " config.json ties them; correct tie_word_embeddings there"
+            )
+        source = source.renamed({name: name for name in source.shapes if name != HEAD})
+    file_names = {name: tensor_name(kind, name) for name in expected} | dict(source.file_names)
+    shapes = {name: list(value.shape) for name, value in expected.items()}
+    check_shapes(replace(source, file_names=file_names), path, shapes)
+    for name, value in expected.items():
+        dtype = source.dtypes[name]
+        if dtype.is_floating_point != value.is_floating_point():
+            label = source.file_names.get(name, name)
+            raise CheckpointError(
+                f"{path}: {label} has dtype {dtype}, not {value.dtype}; {REPLACE}"
+            )
+    return Weights(kind, path, config, source, find_tokenizer(path))

@@ -1,9 +1,12 @@
-"""Whole tensors -> a new folder: safetensors of a bounded size, and small files beside them."""
+"""Write tensors to a new folder: safetensors of bounded size, and small files beside them."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from minimind.checkpoint.tensor_files import Part, write_parts
@@ -15,53 +18,61 @@ from minimind.runtime.output_folder import NewFolder
 SHARDS = "model-*-of-*.safetensors"
 
 
-def write_folder(
-    out: NewFolder, parts: list[Part], texts: Mapping[str, bytes], max_shard_bytes: int
-) -> list[str]:
-    """The names of the tensor files written to `out`, which appears whole or not at all.
+@dataclass(frozen=True)
+class WrittenModel:
+    """What a command wrote: the tensor files, and the tensors in them."""
 
-    A StorageError before anything is written where it does not fit on the disk.
+    files: list[str]
+    shapes: Mapping[str, list[int]]
+    parts: list[Part]
+    note: str | None = None  # for users of the files
+
+    @property
+    def parameters(self) -> int:
+        """The number of elements of all tensors."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    def summary(self, form: str, source: Path, out: Path) -> str:
+        """The line that a command prints at its end."""
+        size = mebibytes(sum(part.bytes for part in self.parts))
+        files = f"{len(self.files)} files" if len(self.files) > 1 else self.files[0]
+        return f"{out}: {self.parameters:,} parameters {form}, {size} in {files}, from {source}"
+
+
+@contextmanager
+def new_folder(out: NewFolder, parts: list[Part], texts: Mapping[str, bytes]) -> Iterator[Path]:
+    """A draft of `out` to write `parts` to; it gets `texts` too and appears complete or not at all.
+
+    Raise StorageError before anything is written if it does not fit on the disk.
     """
     needed = sum(part.bytes for part in parts) + sum(map(len, texts.values()))
-    require_room(out.path, needed)
-    with out.written_aside(needed) as draft:
-        files = _write(parts, draft, max_shard_bytes)
-        for name, content in texts.items():
-            write_durably(draft / name, content)
-    return files
-
-
-def require_room(out: Path, needed: int) -> None:
-    """Nothing, or a StorageError where fewer bytes are free for `out`."""
-    free = free_bytes(out)
+    free = free_bytes(out.path)
     if free < needed:
         raise StorageError(
-            f"{out}: {needed:,} bytes ({mebibytes(needed)}) are needed and {free:,}"
+            f"{out.path}: {needed:,} bytes ({mebibytes(needed)}) are needed and {free:,}"
             f" ({mebibytes(free)}) are free; free some space, or give another --out"
         )
+    with out.written_aside(needed) as draft:
+        yield draft
+        for name, content in texts.items():
+            write_durably(draft / name, content)
 
 
-def _write(parts: list[Part], draft: Path, most: int) -> list[str]:
-    shards = list(_shared_out(parts, most))
-    index: dict[str, str] = {}
+def write_shards(parts: list[Part], folder: Path, max_bytes: int) -> list[str]:
+    """Fill files in order, each of at most `max_bytes` or a single tensor; return their names."""
+    shards: list[list[Part]] = [[]]
+    for part in parts:
+        if shards[-1] and sum(p.bytes for p in shards[-1]) + part.bytes > max_bytes:
+            shards.append([])
+        shards[-1].append(part)
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         name = name if len(shards) > 1 else WHOLE
-        write_parts(draft / name, shard, {"format": "pt"})  # transformers asks for it
-        index |= dict.fromkeys((part.name for part in shard), name)
+        write_parts(folder / name, shard, {"format": "pt"})  # transformers requires it
+        weight_map |= dict.fromkeys((part.name for part in shard), name)
     if len(shards) > 1:
         total = sum(part.bytes for part in parts)
-        told = {"metadata": {"total_size": total}, "weight_map": index}
-        write_durably(draft / INDEX, json.dumps(told, indent=2, sort_keys=True).encode())
-    return sorted({*index.values()})
-
-
-def _shared_out(parts: list[Part], most: int) -> Iterator[list[Part]]:
-    """The parts of one file after another, each of at most `most` bytes or of one tensor."""
-    shard: list[Part] = []
-    for part in parts:
-        if shard and sum(p.bytes for p in shard) + part.bytes > most:
-            yield shard
-            shard = []
-        shard.append(part)
-    yield shard
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_durably(folder / INDEX, json.dumps(index, indent=2, sort_keys=True).encode())
+    return sorted({*weight_map.values()})

@@ -25,12 +25,12 @@ from minimind.config.run_config import RunConfig
 from minimind.data.prepare.prepare import is_prepared
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.errors import CheckpointError, UsageError
-from minimind.interop.foreign_config import Given
+from minimind.interop.foreign_config import ShapeFlags
 from minimind.interop.weights import (
     Weights,
+    find_tokenizer,
+    load_transformers_weights,
     load_weights_from,
-    tokenizer_in,
-    weights_of_transformers,
 )
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
@@ -141,13 +141,15 @@ def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initia
         run = run.with_values(by, **{name: limit}) if value > limit else run
     model.require_recomputable(run)
     if run.tokenizer is None and not is_prepared(run.data_path[0]):
-        own = tokenizer_in(folder) if folder == Path(run.hugging_face or "").expanduser() else None
+        own = (
+            find_tokenizer(folder) if folder == Path(run.hugging_face or "").expanduser() else None
+        )
         run = run.with_values(by, tokenizer=str(own)) if own else run
     if run.tokenizer is not None:
         model.require_room(load_tokenizer(run.tokenizer).vocab_size, f"--tokenizer {run.tokenizer}")
     if run.init_from is None or _checkpoint_to_resume(run):
         return InitialModel(run, model)
-    return InitialModel(run, model, weights_of_transformers(run.init_from, config))
+    return InitialModel(run, model, load_transformers_weights(run.init_from, config))
 
 
 def _checkpoint_to_resume(
@@ -169,11 +171,11 @@ def _checkpoint_to_resume(
     return newest_valid(meant(Path(run.out_dir) / "checkpoints", run.resume), damage)[0]
 
 
-def _shape_flags(run: RunConfig) -> Given:
+def _shape_flags(run: RunConfig) -> ShapeFlags:
     """Flags given for a weights file that has no configuration; None for those not given."""
     names = ("n_heads", "n_kv_heads", "rope_theta", "norm_eps")
     values = [getattr(run, name) if run.sources[name] != "default" else None for name in names]
-    return Given(*values, max_seq_len=run.max_seq_len)
+    return ShapeFlags(*values, max_seq_len=run.max_seq_len)
 
 
 def _with_shape_and_tokenizer(

@@ -56,7 +56,7 @@ from minimind.train.initial_weights import InitialModel, read_initial
 from minimind.train.loop import train
 from minimind.train.loop_actions import RunContext, register_cleanup
 from minimind.train.memory_report import report_out_of_memory
-from minimind.train.sample_text import prompts_of, samples_of
+from minimind.train.sample_text import build_samples, read_sample_prompts
 from minimind.train.settings import dry_run_text
 from minimind.train.skipped_steps import SkippedSteps
 from minimind.train.start_summary import startup_summary
@@ -79,7 +79,7 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     require_accepted(resolved, setup.device)
     for key, path in outputs(resolved.config).items():
         require_output(Path(path), f"{resolved.path}: {key}")
-    prompts_of(run)
+    read_sample_prompts(run)
     traced_steps(run)
     if run.dry_run:
         if launch.rank == 0:
@@ -188,7 +188,7 @@ def build_context(
         engine=engine,
         batches=batches,
         held_out=held_out_of(run, prepared),
-        samples=samples_of(run, prepared.tokenizer),
+        samples=build_samples(run, prepared.tokenizer),
         saver=saver,
         trace=trace_of(run, engine.rank),
         communication=engine.instrument_collectives() if run.profile else None,

@@ -1,4 +1,4 @@
-"""Text from the model in training, every so many steps: `--sample_interval`."""
+"""Generate text from the model during training: `--sample_interval`."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.engine.build import Engine
 from minimind.engine.loss_of_batch import uncompiled
 from minimind.errors import UsageError
-from minimind.inference.generate import write_on
+from minimind.inference.generate import generate_texts
 from minimind.inference.prompts import read_prompts
 from minimind.inference.sampling import Sampling
 
-NEW_TOKENS = 64  # of a sample, at most
+MAX_NEW_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What the samples begin with, and how they go on."""
+    """Prompts of the samples and how they are continued."""
 
     prompts: tuple[str, ...]
     tokenizer: AnyTokenizer
-    how: Sampling
+    sampling: Sampling
 
 
-def prompts_of(run: RunConfig) -> tuple[str, ...]:
-    """What the samples of a run begin with; none without --sample_interval."""
+def read_sample_prompts(run: RunConfig) -> tuple[str, ...]:
+    """The prompts of `--sample_prompts`, by default one empty prompt; none without an interval."""
     if not run.sample_interval:
         return ()
     if run.sample_prompts is None:
@@ -34,28 +34,31 @@ def prompts_of(run: RunConfig) -> tuple[str, ...]:
     return tuple(read_prompts(run.sample_prompts, "--sample_prompts"))
 
 
-def samples_of(run: RunConfig, tokenizer: AnyTokenizer) -> Samples | None:
-    """The same, once the tokenizer is known; a UsageError for a prompt that leaves no room."""
-    prompts = prompts_of(run)
+def build_samples(run: RunConfig, tokenizer: AnyTokenizer) -> Samples | None:
+    """The samples of a run, if it has any; raise UsageError if a prompt is too long."""
+    prompts = read_sample_prompts(run)
     for number, prompt in enumerate(prompts, 1):
         if (length := len(tokenizer.encode(prompt))) >= run.max_seq_len:
             raise UsageError(
                 f"--sample_prompts {run.sample_prompts}: prompt {number} has {length} tokens, and"
                 f" max_seq_len is {run.max_seq_len}; shorten it"
             )
-    how = Sampling(NEW_TOKENS, seed=run.seed)
-    return Samples(prompts, tokenizer, how) if prompts else None
+    return Samples(prompts, tokenizer, Sampling(MAX_NEW_TOKENS, seed=run.seed)) if prompts else None
 
 
 def draw(engine: Engine, samples: Samples) -> tuple[str, ...]:
-    """A continuation of each prompt; the model and all random state are left as they were.
+    """Continue each prompt, with no effect on the model or the global random state.
 
-    All ranks draw the same: under ZeRO-3 a forward pass is collective.
+    Call on all ranks, which generate the same texts: under ZeRO-3 a forward pass is collective.
     """
-    synced = engine.resolved.zero_stage == 3 and engine.world_size > 1
+    synced_gpus = engine.resolved.zero_stage == 3 and engine.world_size > 1
     engine.backend.forward.eval()
     with uncompiled(engine.model):
-        written = write_on(
-            engine.model, samples.tokenizer, samples.prompts, samples.how, synced=synced
+        result = generate_texts(
+            engine.model,
+            samples.tokenizer,
+            samples.prompts,
+            samples.sampling,
+            synced_gpus=synced_gpus,
         )
-    return written.texts
+    return result.texts

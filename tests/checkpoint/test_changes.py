@@ -17,7 +17,8 @@ from minimind.checkpoint.resume import load_weights
 from minimind.config.parse import parse_flags
 from minimind.data.loader.batches import Batches
 from minimind.errors import CheckpointError, DataError, UsageError
-from minimind.inference.from_checkpoint import generate, load_checkpoint
+from minimind.inference.generate import generate_texts
+from minimind.inference.load_model import load_checkpoint
 from minimind.inference.sampling import Sampling
 from minimind.interop.consolidate import consolidate
 from minimind.model.decoder import MiniMindForCausalLM
@@ -123,9 +124,9 @@ def test_documents_masked_apart_go_on_bit_for_bit(
     model, tokenizer, _ = load_checkpoint(str(broken))
     assert (model.config.doc_mask, model.config.eos_token_id) == (True, tokenizer.eos_id)
     how = Sampling(max_new_tokens=12, temperature=0.0)
-    text, _ = generate(model, tokenizer, "the ", how)
+    text = generate_texts(model, tokenizer, ["the "], how).texts[0]
     model.config.doc_mask = False
-    assert generate(model, tokenizer, "the ", how)[0] == text
+    assert generate_texts(model, tokenizer, ["the "], how).texts[0] == text
 
 
 def test_another_split_of_the_same_global_batch_is_allowed_and_told(

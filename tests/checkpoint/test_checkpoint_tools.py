@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from minimind.checkpoint.directory import candidates
 from minimind.checkpoint.run_folder import claim
 from minimind.cli.main import main
-from minimind.inference.from_checkpoint import load_checkpoint
+from minimind.inference.load_model import load_checkpoint
 from minimind.interop import tensor_sources
 from minimind.interop import write_folder as whole_files
 from minimind.model.decoder import MiniMindForCausalLM

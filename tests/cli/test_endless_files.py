@@ -32,23 +32,23 @@ def pipe(path: Path) -> Path:
 
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
 @pytest.mark.parametrize("kind", ["device", "directory", "large"])
-def test_what_is_no_small_file_is_refused_at_once(tmp_path, reader, kind):
+def test_special_and_large_files_are_rejected_at_once(tmp_path, reader, kind):
     places = {"device": Path("/dev/zero"), "directory": tmp_path, "large": tmp_path / "large.json"}
     with open(places["large"], "wb") as file:
         file.truncate(2**30)  # sparse
-    with pytest.raises(RunError) as told:
+    with pytest.raises(RunError) as caught:
         reader(str(places[kind]))
-    assert str(places[kind]) in str(told.value)
-    assert "; " in str(told.value)
+    assert str(places[kind]) in str(caught.value)
+    assert "; " in str(caught.value)
 
 
 @pytest.mark.parametrize("flag", ["--config", "--deepspeed_config", "--tokenizer"])
-def test_a_pipe_is_refused_at_once(tmp_path, flag):
+def test_a_pipe_is_rejected_at_once(tmp_path, flag):
     with pytest.raises(RunError, match="not a regular file"):
         READERS[flag](str(pipe(tmp_path / "pipe.json")))
 
 
-def test_a_device_or_pipe_is_no_preset(tmp_path):
+def test_device_or_pipe_is_not_a_preset(tmp_path):
     for path in ("/dev/zero", pipe(tmp_path / "pipe.yaml")):
         with pytest.raises(RunError, match="no such preset or file"):
             load_preset(str(path))
@@ -69,7 +69,7 @@ def test_lines_end_as_python_reads_them(tmp_path):
     assert read_small_text(tmp_path / "a") == (tmp_path / "a").read_text()
 
 
-def test_metrics_that_are_a_pipe_are_refused_at_once(tmp_path):
+def test_metrics_from_a_pipe_are_rejected_at_once(tmp_path):
     pipe(tmp_path / "metrics.jsonl")
     with pytest.raises(StorageError, match=r"metrics\.jsonl: is a folder, a pipe or a device"):
         claim(tmp_path)

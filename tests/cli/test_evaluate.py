@@ -19,7 +19,7 @@ from minimind.cli.main import main
 from minimind.data.loader.manifest import read_manifest, seal
 from minimind.data.tokenizer.sentencepiece import Tokenizer
 from minimind.data.tokenizer.vocabulary import sizes
-from minimind.inference.from_checkpoint import load_checkpoint
+from minimind.inference.load_model import load_checkpoint
 from tests.conftest import ROOT, Trained
 from tests.forking import Nursery, free_port
 
@@ -28,7 +28,7 @@ def texts_of(path: Path) -> list[str]:
     return [json.loads(line)["text"] for line in path.read_text().splitlines()]
 
 
-def asked(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+def evaluate(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
     capsys.readouterr()
     assert main(["eval", *map(str, words), "--device", "cpu", "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -51,7 +51,7 @@ def direct(run: Path, texts: list[str], length: int) -> tuple[float, int, int]:
     return loss, count, size
 
 
-def test_sources_of_one_name_in_two_folders_are_told_apart(
+def test_sources_of_the_same_name_in_two_folders_are_distinguished(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     folders = [tmp_path / "a", tmp_path / "b"]
@@ -59,11 +59,11 @@ def test_sources_of_one_name_in_two_folders_are_told_apart(
     for folder, text in zip(folders, trained.texts.values(), strict=True):
         assert main(["prepare", str(text), "--out", str(folder), *learnt]) == 0
     ask = ("--checkpoint", trained.run, "--split", "train", "--max_rows", "2")
-    found = asked(capsys, *ask, "--data", *folders)
+    found = evaluate(capsys, *ask, "--data", *folders)
     assert [*found["by_source"]] == [f"{folder}:data" for folder in folders]
 
 
-def test_raw_text_is_taken_as_long_as_the_tokenizer_takes_it(
+def test_raw_text_may_be_as_long_as_the_tokenizer_accepts(
     trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(Tokenizer, "longest_at_once", 10)
@@ -73,12 +73,12 @@ def test_raw_text_is_taken_as_long_as_the_tokenizer_takes_it(
     assert "max_document_bytes = 10;" in capsys.readouterr().err
 
 
-def test_raw_text_gives_what_the_definition_gives(
+def test_scores_of_raw_text_equal_the_definition(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ):
     a, b = trained.texts.values()
     ask = ("--checkpoint", trained.run, "--cache_dir", trained.cache, "--batch_size", "7")
-    found = asked(capsys, *ask, "--data", a, b, "--max_seq_len", "48")
+    found = evaluate(capsys, *ask, "--data", a, b, "--max_seq_len", "48")
     whole = [0.0, 0.0, 0.0]
     for path in (a, b):
         loss, tokens, size = direct(trained.run, texts_of(path), 48)
@@ -93,39 +93,39 @@ def test_raw_text_gives_what_the_definition_gives(
     assert found["tokens"] % (2 * 7), "the point of the sizes is that nothing divides them"
 
 
-def test_the_batch_does_not_matter_and_the_splits_of_a_folder_are_its_texts(
+def test_batch_size_does_not_matter_and_splits_contain_all_texts(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ):
     ask = ("--checkpoint", trained.run, "--data")
-    val = asked(capsys, *ask, trained.mixed)
+    val = evaluate(capsys, *ask, trained.mixed)
     for size in (1, 10**30):
-        again = asked(capsys, *ask, trained.mixed, "--batch_size", size)
+        again = evaluate(capsys, *ask, trained.mixed, "--batch_size", size)
         assert again["loss"] == pytest.approx(val["loss"], rel=1e-6)
-    train = asked(capsys, *ask, trained.mixed, "--split", "train")
-    both = asked(capsys, *ask, trained.mixed, "--split", "all")
-    raw = asked(capsys, *ask, *trained.texts.values(), "--cache_dir", trained.cache)
+    train = evaluate(capsys, *ask, trained.mixed, "--split", "train")
+    both = evaluate(capsys, *ask, trained.mixed, "--split", "all")
+    raw = evaluate(capsys, *ask, *trained.texts.values(), "--cache_dir", trained.cache)
     assert val["tokens"] + train["tokens"] == both["tokens"] == raw["tokens"]
     assert both["bytes"] == raw["bytes"]
     assert both["loss"] == pytest.approx(raw["loss"], rel=1e-6)
     for name, path in trained.texts.items():
         own, other = both["by_source"][name], raw["by_source"][str(path)]
         assert own["loss"] == pytest.approx(other["loss"], rel=1e-6)
-    few = asked(capsys, *ask, trained.mixed, "--max_rows", "1")
+    few = evaluate(capsys, *ask, trained.mixed, "--max_rows", "1")
     assert 0 < few["tokens"] < val["tokens"]
-    packed = asked(capsys, *ask, trained.mixed, "--no-doc_mask")
+    packed = evaluate(capsys, *ask, trained.mixed, "--no-doc_mask")
     assert packed["tokens"] == val["tokens"]
     assert packed["loss"] != val["loss"]
 
 
-def test_bytes_are_those_of_the_text_where_they_are_known(
+def test_bytes_per_text_are_exact_if_known(
     trained: Trained,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
     ask = ("--checkpoint", trained.run, "--cache_dir", trained.cache, "--data")
-    plain = asked(capsys, *ask, trained.mixed)
-    few = asked(capsys, *ask, trained.texts["a"], "--max_rows", "1")
+    plain = evaluate(capsys, *ask, trained.mixed)
+    few = evaluate(capsys, *ask, trained.texts["a"], "--max_rows", "1")
     assert few["bytes"] == len(texts_of(trained.texts["a"])[0].encode())
     older = tmp_path / "older"
     shutil.copytree(trained.mixed, older)
@@ -134,7 +134,7 @@ def test_bytes_are_those_of_the_text_where_they_are_known(
         assert sum(source.pop("split_bytes").values()) == source["text_bytes"]
     del manifest["sha256"]
     (older / "manifest.json").write_text(json.dumps(seal(manifest)))
-    found = asked(capsys, *ask, older)
+    found = evaluate(capsys, *ask, older)
     assert {**found, "bytes_of": "text"} == plain
     assert (found["bytes_of"], few["bytes_of"]) == ("tokens", "tokens")
 
@@ -142,15 +142,15 @@ def test_bytes_are_those_of_the_text_where_they_are_known(
         return 2 * sizes(self.pieces())
 
     monkeypatch.setattr(Tokenizer, "piece_bytes", twice)
-    assert asked(capsys, *ask, trained.mixed) == plain
-    assert asked(capsys, *ask, older)["bytes"] == 2 * plain["bytes"]
-    again = asked(capsys, *ask, trained.texts["a"], "--max_rows", "1")
+    assert evaluate(capsys, *ask, trained.mixed) == plain
+    assert evaluate(capsys, *ask, older)["bytes"] == 2 * plain["bytes"]
+    again = evaluate(capsys, *ask, trained.texts["a"], "--max_rows", "1")
     assert again["bytes"] == 2 * few["bytes"]
     assert main(["eval", *map(str, ask), str(older)]) == 0
     assert "over the bytes of the tokens" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_documents_are_kept_apart_whatever_the_model_was_trained_with(
+def test_documents_are_scored_separately_for_any_training_mask(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = tmp_path / "exported"
@@ -160,13 +160,13 @@ def test_documents_are_kept_apart_whatever_the_model_was_trained_with(
     for doc_mask in (False, True):
         config = json.loads((out / "config.json").read_text())
         (out / "config.json").write_text(json.dumps({**config, "doc_mask": doc_mask}))
-        told = asked(capsys, "--model", out, "--data", trained.mixed)
-        packed = asked(capsys, "--model", out, "--data", trained.mixed, "--no-doc_mask")
-        found.append((told, packed))
+        separate = evaluate(capsys, "--model", out, "--data", trained.mixed)
+        packed = evaluate(capsys, "--model", out, "--data", trained.mixed, "--no-doc_mask")
+        found.append((separate, packed))
     assert found[0] == found[1]
 
 
-def test_bad_lines_end_it_or_are_passed_over_and_told(
+def test_bad_lines_are_an_error_or_skipped_and_reported(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     text = tmp_path / "text.jsonl"
@@ -179,12 +179,12 @@ def test_bad_lines_end_it_or_are_passed_over_and_told(
     assert main(["eval", *ask, "--on_bad_data", "skip"]) == 3
     assert "raise --max_bad_fraction" in capsys.readouterr().err
     assert main(["eval", *ask, "--on_bad_data", "skip", "--max_bad_fraction", "0.2"]) == 0
-    told = capsys.readouterr()
-    assert "1 of 9 documents are bad and passed over, the first: " in told.err
-    assert "text.jsonl:5 " in told.err
+    output = capsys.readouterr()
+    assert "1 of 9 documents are bad and skipped, the first: " in output.err
+    assert "text.jsonl:5 " in output.err
     text.write_text("\n".join(lines) + "\n")
     assert main(["eval", *ask]) == 0
-    assert capsys.readouterr() == (told.out, "")
+    assert capsys.readouterr() == (output.out, "")
 
 
 def test_a_full_standard_output_is_a_storage_error(
@@ -196,7 +196,7 @@ def test_a_full_standard_output_is_a_storage_error(
     assert "standard output: No space left on device; free" in capsys.readouterr().err
 
 
-def test_the_table_is_for_people(trained: Trained, capsys: pytest.CaptureFixture[str]):
+def test_table_without_json(trained: Trained, capsys: pytest.CaptureFixture[str]):
     assert main(["eval", "--checkpoint", str(trained.run), "--data", str(trained.mixed)]) == 0
     path, head, *rows = capsys.readouterr().out.splitlines()
     assert path.endswith("step_00000006")
@@ -205,7 +205,7 @@ def test_the_table_is_for_people(trained: Trained, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "told"),
+    ("words", "status", "message"),
     [
         ("--data MIXED", 2, "neither was given; give one"),
         ("--checkpoint RUN --model RUN --data MIXED", 2, "both were given; give one"),
@@ -221,10 +221,10 @@ def test_the_table_is_for_people(trained: Trained, capsys: pytest.CaptureFixture
         ("--checkpoint RUN --data OTHER", 3, "prepared with another tokenizer than the model's"),
     ],
 )
-def test_what_cannot_be_evaluated_is_told_in_one_sentence(
+def test_invalid_input_gives_a_one_line_error(
     words: str,
     status: int,
-    told: str,
+    message: str,
     trained: Trained,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -246,15 +246,15 @@ def test_what_cannot_be_evaluated_is_told_in_one_sentence(
     capsys.readouterr()
     assert main(["eval", *(str(places.get(word, word)) for word in words.split())]) == status
     (line,) = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert message in line
     assert ";" in line
 
 
-def test_two_processes_give_what_one_gives(
+def test_two_processes_give_the_same_result_as_one(
     trained: Trained, nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     ask = ["--checkpoint", str(trained.run), "--data", str(trained.mixed), "--batch_size", "3"]
-    alone = asked(capsys, *ask)
+    alone = evaluate(capsys, *ask)
     words = ["eval", *ask, "--device", "cpu", "--json"]
     statuses, out, _ = nursery.run("minimind.cli.main", words, tmp_path / "ranks")
     assert statuses == [0, 0]
@@ -267,11 +267,11 @@ def test_two_processes_give_what_one_gives(
 
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_launched_by_others_it_gives_the_same(
+def test_other_launchers_give_the_same_result(
     launcher: str, trained: Trained, capsys: pytest.CaptureFixture[str]
 ):
     ask = ["--checkpoint", str(trained.run), "--data", str(trained.mixed), "--batch_size", "3"]
-    alone = asked(capsys, *ask)
+    alone = evaluate(capsys, *ask)
     config = str(ROOT / "configs" / "accelerate_config.yaml")
     port = ["--main_process_port", str(free_port())]
     before = {
@@ -296,7 +296,7 @@ def test_launched_by_others_it_gives_the_same(
 
 @pytest.fixture
 def exported(trained: Trained, tmp_path: Path) -> Path:
-    """The trained model in Llama's format, to be damaged."""
+    """The trained model in Llama's format, for tests to damage."""
     out = tmp_path / "exported"
     words = ["export", "--checkpoint", str(trained.run), "--format", "llama", "--out", str(out)]
     assert main(words) == 0
@@ -314,9 +314,9 @@ CONFIGS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize(("change", "told"), CONFIGS.values(), ids=CONFIGS.keys())
-def test_a_directory_whose_config_is_wrong_is_refused_in_a_sentence(
-    trained: Trained, exported: Path, change: Any, told: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("change", "message"), CONFIGS.values(), ids=CONFIGS.keys())
+def test_invalid_config_of_a_directory_gives_a_one_line_error(
+    trained: Trained, exported: Path, change: Any, message: str, capsys: pytest.CaptureFixture[str]
 ):
     config = exported / "config.json"
     if isinstance(change, dict):
@@ -327,18 +327,18 @@ def test_a_directory_whose_config_is_wrong_is_refused_in_a_sentence(
     words = ["eval", "--model", str(exported), "--data", text, "--cache_dir", str(trained.cache)]
     assert main(words) == 4
     (line,) = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert message in line
     assert "; " in line
 
 
-def test_what_a_directory_says_of_generation_does_not_overrule_the_flags(
+def test_generation_config_of_a_directory_does_not_override_flags(
     exported: Path, capsys: pytest.CaptureFixture[str]
 ):
     words = ["generate", "--model", str(exported), "--prompt", "abc", "--temperature", "0"]
     words += ["--max_new_tokens", "8"]
     assert main(words) == 0
     plain = capsys.readouterr().out
-    for told in ({"min_new_tokens": 30}, {"num_beams": 3}, {"repetition_penalty": 5.0}):
-        (exported / "generation_config.json").write_text(json.dumps(told))
+    for values in ({"min_new_tokens": 30}, {"num_beams": 3}, {"repetition_penalty": 5.0}):
+        (exported / "generation_config.json").write_text(json.dumps(values))
         assert main(words) == 0
         assert capsys.readouterr().out == plain

@@ -1,4 +1,4 @@
-"""Text from a model: alone and in batches, streamed, stopped; and the words of the command."""
+"""Text generation: single and batched, streaming, stop strings, and messages of the command."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ import torch
 from minimind.cli.main import main
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.errors import NumericError, UsageError
-from minimind.inference.from_checkpoint import generate, load_checkpoint
-from minimind.inference.generate import write_on
-from minimind.inference.sampling import Sampling, chooser
+from minimind.inference.generate import generate_texts
+from minimind.inference.load_model import load_checkpoint
+from minimind.inference.sampling import Sampling, logits_processors
 from tests.conftest import ROOT, Trained, sentences
 
 GREEDY = Sampling(max_new_tokens=40, temperature=0.0)
@@ -34,7 +34,7 @@ PROMPTS = ["春眠", "a", "abc def gh, 曉處 a little longer than the others", 
 @pytest.fixture(scope="module")
 def loaded(trained: Trained) -> tuple[Any, AnyTokenizer]:
     model, tokenizer, _ = load_checkpoint(str(trained.run))
-    with torch.no_grad():  # a model of six steps says the same to everybody
+    with torch.no_grad():  # a model of six steps gives the same text for all prompts
         for number, weight in enumerate(model.parameters()):
             torch.manual_seed(number)
             weight.add_(0.3 * torch.randn_like(weight))
@@ -42,7 +42,7 @@ def loaded(trained: Trained) -> tuple[Any, AnyTokenizer]:
 
 
 def alone_without_cache(model: Any, tokenizer: AnyTokenizer, prompt: str, most: int) -> str:
-    """The likeliest token again and again, everything computed anew for each."""
+    """Greedy decoding that recomputes everything for each token."""
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
     begin = len(ids)
     while len(ids) - begin < most and len(ids) < model.config.max_position_embeddings:
@@ -54,53 +54,53 @@ def alone_without_cache(model: Any, tokenizer: AnyTokenizer, prompt: str, most: 
     return tokenizer.decode(ids[begin:]).rstrip("\ufffd")
 
 
-def test_a_batch_gives_what_each_prompt_gives_alone_and_without_a_cache(loaded):
+def test_batched_generation_equals_single_prompts_without_cache(loaded):
     model, tokenizer = loaded
     for most in (40, 100):  # within the 64 positions, and up to the last of each
         how = replace(GREEDY, max_new_tokens=most)
-        texts = write_on(model, tokenizer, PROMPTS, how).texts
+        texts = generate_texts(model, tokenizer, PROMPTS, how).texts
         assert list(texts) == [alone_without_cache(model, tokenizer, p, most) for p in PROMPTS]
         assert len(set(texts)) == len(PROMPTS)
     penalised = replace(GREEDY, repetition_penalty=1.5)
-    texts = write_on(model, tokenizer, PROMPTS, penalised).texts
+    texts = generate_texts(model, tokenizer, PROMPTS, penalised).texts
     assert list(texts) == [
-        write_on(model, tokenizer, [prompt], penalised).texts[0] for prompt in PROMPTS
+        generate_texts(model, tokenizer, [prompt], penalised).texts[0] for prompt in PROMPTS
     ]
-    assert list(texts) != list(write_on(model, tokenizer, PROMPTS, GREEDY).texts)
+    assert list(texts) != list(generate_texts(model, tokenizer, PROMPTS, GREEDY).texts)
 
 
-def test_the_seed_decides_and_one_likeliest_token_is_no_choice(loaded):
+def test_seed_determines_the_text_and_top_k_1_is_greedy(loaded):
     model, tokenizer = loaded
     drawn = replace(GREEDY, temperature=1.0, top_p=1.0)
-    first, again = (write_on(model, tokenizer, ["ab"], drawn) for _ in range(2))
+    first, again = (generate_texts(model, tokenizer, ["ab"], drawn) for _ in range(2))
     assert first.texts == again.texts
-    assert write_on(model, tokenizer, ["ab"], replace(drawn, seed=7)).texts != first.texts
-    greedy = write_on(model, tokenizer, ["ab"], GREEDY).texts
+    assert generate_texts(model, tokenizer, ["ab"], replace(drawn, seed=7)).texts != first.texts
+    greedy = generate_texts(model, tokenizer, ["ab"], GREEDY).texts
     assert greedy != first.texts
-    assert write_on(model, tokenizer, ["ab"], replace(drawn, top_k=1)).texts == greedy
+    assert generate_texts(model, tokenizer, ["ab"], replace(drawn, top_k=1)).texts == greedy
 
 
-def test_what_is_drawn_depends_on_the_number_and_not_on_the_batch(loaded):
+def test_sampled_text_depends_on_the_prompt_number_and_not_on_the_batch(loaded):
     model, tokenizer = loaded
     drawn = replace(GREEDY, temperature=1.0, top_p=0.9, top_k=300, max_new_tokens=12)
     prompts = ["ab", "a longer one", "ab", ""]
-    together = write_on(model, tokenizer, prompts, drawn).texts
+    together = generate_texts(model, tokenizer, prompts, drawn).texts
     apart = [
-        write_on(model, tokenizer, [prompt], drawn, numbers=[number]).texts[0]
+        generate_texts(model, tokenizer, [prompt], drawn, numbers=[number]).texts[0]
         for number, prompt in enumerate(prompts, 1)
     ]
     assert list(together) == apart
     assert together[0] != together[2], "the same prompt twice is two texts"
 
 
-def test_draws_have_the_probabilities_that_the_flags_ask_for():
+def test_sampling_follows_the_requested_probabilities():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    ids = torch.zeros(1, 1, dtype=torch.long)
+    ids: Any = torch.zeros(1, 1, dtype=torch.long)
 
     def shares(**flags: Any) -> list[float]:
         how = Sampling(**{"temperature": 1.0, "top_p": 1.0, **flags})
-        choose = chooser(how, [0], [how.random_of(1)])
-        drawn = [int(choose(ids, logits).argmax()) for _ in range(2000)]
+        processors = logits_processors(how, 4, [how.generator(1)])
+        drawn = [int(processors(ids, logits).argmax()) for _ in range(2000)]
         return [drawn.count(token) / len(drawn) for token in range(4)]
 
     assert shares() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)
@@ -111,24 +111,16 @@ def test_draws_have_the_probabilities_that_the_flags_ask_for():
         assert shares(temperature=tiny) == [1, 0, 0, 0]
 
 
-def test_a_draw_of_just_0_takes_no_token_that_was_ruled_out(monkeypatch: pytest.MonkeyPatch):
+def test_random_number_0_draws_no_excluded_token(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(1))
     how = Sampling(temperature=1.0, top_p=1.0, top_k=1)
-    choose = chooser(how, [0], [how.random_of(1)])
-    assert (
-        int(choose(torch.zeros(1, 1, dtype=torch.long), torch.tensor([[0.0, 0, 5]])).argmax()) == 2
-    )
-
-
-def test_padding_is_no_text_that_could_be_repeated():
-    ids = torch.tensor([[3, 3, 1], [2, 0, 1]])
-    how = replace(GREEDY, repetition_penalty=2.0)
-    found = chooser(how, [2, 0], [])(ids, torch.tensor([[4.0, 4.0, -4.0, 4.0]] * 2))
-    assert found.tolist() == [[4, 2, -4, 4], [2, 2, -8, 4]]
+    processors = logits_processors(how, 3, [how.generator(1)])
+    ids: Any = torch.zeros(1, 1, dtype=torch.long)
+    assert int(processors(ids, torch.tensor([[0.0, 0, 5]])).argmax()) == 2
 
 
 class Played:
-    """Says what it is given, whatever it is asked."""
+    """A model that generates given ids, whatever the prompt."""
 
     def __init__(self, ids: list[int]) -> None:
         self.config = SimpleNamespace(max_position_embeddings=1000)
@@ -144,25 +136,43 @@ class Played:
                 break
 
 
-def test_text_appears_as_it_is_generated_and_never_half_a_character(loaded):
+def test_padding_does_not_affect_the_repetition_penalty(loaded, monkeypatch: pytest.MonkeyPatch):
+    model, tokenizer = loaded
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def record(ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> None:
+        calls.append((ids, attention_mask))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model, "generate", record)
+    with pytest.raises(KeyboardInterrupt):
+        generate_texts(model, tokenizer, ["b", "a 曉處 bc"], GREEDY)
+    ((ids, mask),) = calls
+    padding = len(ids[0]) - len(tokenizer.encode("b"))
+    assert mask.sum(1).tolist() == [len(ids[0]) - padding, len(ids[0])]
+    assert padding > 0
+    assert {*ids[0].tolist()} == {*tokenizer.encode("b")}
+
+
+def test_text_is_streamed_in_whole_characters(loaded):
     _, tokenizer = loaded
     text = "ab 鑫é𝄞 cd \ufffd ▁ ef"
     ids = tokenizer.encode(text)
     assert len(ids) > len(text), "some characters have to be bytes here"
     shown: list[str] = []
     played = Played([*ids, tokenizer.eos_id])
-    written = write_on(played, tokenizer, ["x"], Sampling(), shown.append)
+    written = generate_texts(played, tokenizer, ["x"], Sampling(), shown.append)
     assert "".join(shown) == written.texts[0] == text
     assert len(shown) > 8
     assert "鑫" in shown
     assert "𝄞" in shown
     for size in range(1, len(ids)):  # cut anywhere, what is whole is there
-        cut = write_on(played, tokenizer, ["x"], Sampling(max_new_tokens=size)).texts[0]
+        cut = generate_texts(played, tokenizer, ["x"], Sampling(max_new_tokens=size)).texts[0]
         assert text.startswith(cut)
         assert len(text.encode()) - len(cut.encode()) >= 0
 
 
-def test_the_space_between_a_prompt_and_its_continuation_stays(tmp_path: Path):
+def test_space_between_prompt_and_continuation_is_kept(tmp_path: Path):
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sentences(1, 60)),
@@ -180,37 +190,37 @@ def test_the_space_between_a_prompt_and_its_continuation_stays(tmp_path: Path):
         assert whole[: len(before)] == before, "a prompt that ends where a piece does"
         shown: list[str] = []
         played = Played([*whole[len(before) :], tokenizer.eos_id])
-        written = write_on(played, tokenizer, [prompt], Sampling(), shown.append)
+        written = generate_texts(played, tokenizer, [prompt], Sampling(), shown.append)
         assert "".join(shown) == written.texts[0] == more
 
 
 @pytest.mark.parametrize("stop", [("cd",), ("zz", "d e"), ("b 鑫", "ef")])
-def test_a_stop_is_left_out_and_nothing_of_it_is_shown(loaded, stop):
+def test_stop_string_is_neither_returned_nor_streamed(loaded, stop):
     _, tokenizer = loaded
     text = "ab 鑫 c cd ef"
     shown: list[str] = []
     how = Sampling(stop=stop)
     played = Played([*tokenizer.encode(text), tokenizer.eos_id])
-    written = write_on(played, tokenizer, ["x"], how, shown.append)
+    written = generate_texts(played, tokenizer, ["x"], how, shown.append)
     expected = text[: min(at for at in map(text.find, stop) if at >= 0)]
     assert "".join(shown) == written.texts[0] == expected
 
 
-def test_a_prompt_that_fills_all_positions_is_refused(loaded):
+def test_prompt_that_fills_all_positions_is_rejected(loaded):
     model, tokenizer = loaded
     with pytest.raises(UsageError, match=r"prompt 2 has \d+ tokens and the model 64 positions;"):
-        write_on(model, tokenizer, ["a", "abc " * 60], GREEDY)
+        generate_texts(model, tokenizer, ["a", "abc " * 60], GREEDY)
 
 
-def said(trained: Trained, capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What a greedy `minimind generate` prints on standard output."""
+def run_greedy(trained: Trained, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Standard output of `minimind generate` at temperature 0."""
     capsys.readouterr()
     ask = ["generate", "--checkpoint", str(trained.run), "--temperature", "0"]
     assert main([*ask, "--max_new_tokens", "9", *words]) == 0
-    told = capsys.readouterr()
-    assert "step_00000006" in told.err
-    assert " tokens/s]" in told.err
-    return told.out
+    output = capsys.readouterr()
+    assert "step_00000006" in output.err
+    assert " tokens/s]" in output.err
+    return output.out
 
 
 class Terminal(io.StringIO):
@@ -218,41 +228,41 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_prompt_comes_by_flag_by_file_or_by_standard_input(
+def test_prompt_from_flag_file_or_standard_input(
     trained: Trained,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    by_flag = said(trained, capsys, "--prompt", "a 曉處")
+    by_flag = run_greedy(trained, capsys, "--prompt", "a 曉處")
     assert by_flag.startswith("a 曉處")
     assert len(by_flag) > len("a 曉處\n")
     (tmp_path / "prompt.txt").write_text("a 曉處\n", encoding="utf-8")
-    assert said(trained, capsys, "--prompt_file", str(tmp_path / "prompt.txt")) == by_flag
+    assert run_greedy(trained, capsys, "--prompt_file", str(tmp_path / "prompt.txt")) == by_flag
     (tmp_path / "prompt.txt").write_text("a 曉處", encoding="utf-8-sig")
-    assert said(trained, capsys, "--prompt_file", str(tmp_path / "prompt.txt")) == by_flag
+    assert run_greedy(trained, capsys, "--prompt_file", str(tmp_path / "prompt.txt")) == by_flag
     for given in ("a 曉處", "a 曉處\n", "\ufeffa 曉處\n"):
         monkeypatch.setattr("sys.stdin", io.StringIO(given))
-        assert said(trained, capsys) == by_flag
+        assert run_greedy(trained, capsys) == by_flag
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert said(trained, capsys) == said(trained, capsys, "--prompt", "")
+    assert run_greedy(trained, capsys) == run_greedy(trained, capsys, "--prompt", "")
 
 
-def test_at_a_terminal_it_asks_and_ctrl_c_stops_the_text_alone(
+def test_conversation_continues_after_ctrl_c(
     trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    alone = said(trained, capsys, "--prompt", "曉處")
+    alone = run_greedy(trained, capsys, "--prompt", "曉處")
     calls = []
 
     def stopped_at_first(*given: Any, **more: Any) -> Any:
         calls.append(given[2])
         if len(calls) == 1:
             raise KeyboardInterrupt
-        return write_on(*given, **more)
+        return generate_texts(*given, **more)
 
-    monkeypatch.setattr("minimind.inference.generate.write_on", stopped_at_first)
+    monkeypatch.setattr("minimind.inference.generate.generate_texts", stopped_at_first)
     monkeypatch.setattr("sys.stdin", Terminal("never\n曉處\n"))
-    out = said(trained, capsys)
+    out = run_greedy(trained, capsys)
     assert calls == [["never"], ["曉處"]]
     assert out == f"> never\n> {alone.removesuffix(chr(10))}> \n"
 
@@ -263,19 +273,19 @@ import time
 from minimind.cli import main as cli
 from minimind.cli import generate as generate_commands
 from minimind.errors import UsageError
-class Writer:
+class Generator:
     path = "a model"
-    def fault(self, prompt, number):
+    def check(self, prompt, number):
         return None
-    def write(self, prompts, numbers, show):
-        show(f"<{prompts[0]}>")
-        return type("Written", (), {"speed": 1.0})
+    def generate(self, prompts, numbers, on_text):
+        on_text(f"<{prompts[0]}>")
+        return type("Result", (), {"tokens_per_second": 1.0})
 def load(args):
     time.sleep(1)  # the prompt is there by then
     if args.model == "wrong":
         raise UsageError("no such model; name another")
-    return Writer()
-generate_commands._writer = load
+    return Generator()
+generate_commands._Generator = load
 sys.exit(cli.main(["generate", "--model", sys.argv[1]]))
 """
 
@@ -326,7 +336,7 @@ def at_terminal() -> Iterator[Callable[[str], Screen]]:
         screen.close()
 
 
-def test_at_a_terminal_a_prompt_can_be_edited_and_the_one_before_called_back(at_terminal):
+def test_prompt_line_editing_and_history(at_terminal):
     screen = at_terminal("right")
     left, up = b"\x1b[D", b"\x1b[A"
     for typed, prompt in ((b"ac" + left + b"b", "abc"), (up, "abc"), (up + b"d", "abcd")):
@@ -338,14 +348,14 @@ def test_at_a_terminal_a_prompt_can_be_edited_and_the_one_before_called_back(at_
     assert screen.status() == 0
 
 
-def test_the_model_is_loaded_while_the_first_prompt_is_typed(at_terminal):
+def test_model_is_loaded_while_the_first_prompt_is_typed(at_terminal):
     screen = at_terminal("right")
     assert "loading" not in screen.until("> ")
     screen.type(b"abc\r")
     assert "loading the model ..." in screen.until("<abc>")
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_wait_for_a_prompt(at_terminal):
+def test_loading_error_ends_the_wait_for_a_prompt(at_terminal):
     screen = at_terminal("wrong")
     screen.until("> ")
     screen.type(b"half a prom")
@@ -353,35 +363,35 @@ def test_a_model_that_cannot_be_loaded_ends_the_wait_for_a_prompt(at_terminal):
     assert screen.status() == 2
 
 
-def test_a_conversation_goes_on_after_a_prompt_that_is_too_long(
+def test_conversation_continues_after_an_invalid_prompt(
     trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("sys.stdin", Terminal(f"{'abc ' * 60}\n\ud800\nab\nab\n"))
     ask = ["generate", "--checkpoint", str(trained.run), "--max_new_tokens", "9"]
     assert main([*ask, "--top_p", "1"]) == 0
-    told = capsys.readouterr()
-    assert "prompt 1 has 121 tokens and the model 64 positions; shorten it" in told.err
-    assert "half a surrogate pair" in told.err
-    asked = told.out.split("> ")[1:]
-    assert [text[:2] for text in asked] == ["", "", "ab", "ab", "\n"]
-    assert asked[2] != asked[3], "a prompt that is asked again gets another text"
+    output = capsys.readouterr()
+    assert "prompt 1 has 121 tokens and the model 64 positions; shorten it" in output.err
+    assert "half a surrogate pair" in output.err
+    texts = output.out.split("> ")[1:]
+    assert [text[:2] for text in texts] == ["", "", "ab", "ab", "\n"]
+    assert texts[2] != texts[3], "a repeated prompt gets another text"
 
 
-def test_prompts_that_are_too_long_cost_no_others(
+def test_invalid_prompts_of_a_file_do_not_affect_the_others(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     long, answers = "abc " * 60, tmp_path / "answers.jsonl"
     prompts = tmp_path / "prompts.jsonl"
-    asked = ["ab", long, "cd", "\ud800"]
-    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in asked))
+    texts = ["ab", long, "cd", "\ud800"]
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in texts))
     ask = ["--prompts", str(prompts), "--out", str(answers), "--batch_size", "1"]
     ask += ["--checkpoint", str(trained.run), "--max_new_tokens", "9", "--top_p", "1"]
     assert main(["generate", *ask]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert "2 prompts, " in told[0]
-    assert "2 of 4 prompts cannot be gone on with, the first: prompt 2 has 121 tokens" in told[1]
+    output = capsys.readouterr().err.splitlines()
+    assert "2 prompts, " in output[0]
+    assert "2 of 4 prompts cannot be continued, the first: prompt 2 has 121 tokens" in output[1]
     found = [json.loads(line) for line in answers.read_text().splitlines()]
-    assert [one["prompt"] for one in found] == asked
+    assert [one["prompt"] for one in found] == texts
     assert [one["completion"] is None for one in found] == [False, True, False, True]
     assert found[1]["error"] == "prompt 2 has 121 tokens and the model 64 positions; shorten it"
     ask[ask.index("--batch_size") + 1] = "4"
@@ -389,30 +399,30 @@ def test_prompts_that_are_too_long_cost_no_others(
     assert [json.loads(line) for line in answers.read_text().splitlines()] == found
 
 
-def test_a_file_of_prompts_is_answered_in_order(
+def test_prompts_of_a_file_are_answered_in_order(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     lines, fields = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     lines.write_text("ab\n\n曉處\ncd ef\n", encoding="utf-8")
     prompts = ["ab", "曉處", "cd ef"]
     fields.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
-    out = said(trained, capsys, "--prompts", str(lines), "--batch_size", "2")
+    out = run_greedy(trained, capsys, "--prompts", str(lines), "--batch_size", "2")
     found = [json.loads(line) for line in out.splitlines()]
     assert [one["prompt"] for one in found] == prompts
     for one in found:
-        alone = said(trained, capsys, "--prompt", one["prompt"])
+        alone = run_greedy(trained, capsys, "--prompt", one["prompt"])
         assert alone == f"{one['prompt']}{one['completion']}\n"
     answers = tmp_path / "answers.jsonl"
-    asked = ("--prompts", str(fields), "--out", str(answers))
-    assert said(trained, capsys, *asked) == ""
+    flags = ("--prompts", str(fields), "--out", str(answers))
+    assert run_greedy(trained, capsys, *flags) == ""
     assert [json.loads(line) for line in answers.read_text().splitlines()] == found
-    assert main(["generate", "--checkpoint", str(trained.run), *asked]) == 2
+    assert main(["generate", "--checkpoint", str(trained.run), *flags]) == 2
     assert "exists; give another file, or --force" in capsys.readouterr().err
-    said(trained, capsys, *asked, "--force")
+    run_greedy(trained, capsys, *flags, "--force")
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "told"),
+    ("words", "status", "message"),
     [
         ("--prompt a --prompts P", 2, "--prompt and --prompts were both given"),
         ("--prompt a --out P", 2, "--out is for the answers to --prompts"),
@@ -435,10 +445,10 @@ def test_a_file_of_prompts_is_answered_in_order(
         ("--prompt a --tokenizer P", 2, "--tokenizer is for --model"),
     ],
 )
-def test_what_cannot_be_generated_from_is_told_in_one_sentence(
+def test_invalid_input_gives_a_one_line_error(
     words: str,
     status: int,
-    told: str,
+    message: str,
     trained: Trained,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -454,22 +464,22 @@ def test_what_cannot_be_generated_from_is_told_in_one_sentence(
     words_given = [here.get(word, word) for word in words.split()]
     assert main(["generate", "--checkpoint", str(trained.run), *words_given]) == status
     (line,) = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert message in line
     assert ";" in line
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "told"),
+    ("words", "status", "message"),
     [
         ("--prompts nowhere.txt", 3, "nowhere.txt: No such file"),
         ("--prompt_file nowhere.txt", 3, "nowhere.txt: No such file"),
         ("--prompts PROMPTS --out nowhere/answers", 5, "there is no folder nowhere"),
     ],
 )
-def test_what_is_wrong_with_the_asking_is_told_before_a_model_is_loaded(
+def test_invalid_arguments_are_reported_before_a_model_is_loaded(
     words: str,
     status: int,
-    told: str,
+    message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -480,7 +490,7 @@ def test_what_is_wrong_with_the_asking_is_told_before_a_model_is_loaded(
         "minimind.inference.load_model.load_model", lambda *_: pytest.fail("loaded")
     )
     assert main(["generate", "--checkpoint", "run", *words.split()]) == status
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--prompt", "a"], ["--prompts", "FILE"]])
@@ -500,7 +510,7 @@ def test_a_full_standard_output_is_a_storage_error(
 
 
 @pytest.mark.parametrize(("closed", "status"), [("sys.stdout", 0), ("sys.stdin", 2)])
-def test_a_closed_stream_is_none_to_write_to_or_read_from(
+def test_closed_standard_streams(
     closed: str,
     status: int,
     trained: Trained,
@@ -514,7 +524,7 @@ def test_a_closed_stream_is_none_to_write_to_or_read_from(
     assert "tokens/s" in line if given else "standard input is closed; give --prompt" in line
 
 
-def test_a_reader_that_has_gone_is_no_fault(
+def test_broken_pipe_is_not_an_error(
     trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     reading, writing = os.pipe()
@@ -525,24 +535,22 @@ def test_a_reader_that_has_gone_is_no_fault(
     assert capsys.readouterr().err == ""
 
 
-def test_the_largest_seed_and_the_smallest_temperature_are_numbers_like_others(
-    trained: Trained, capsys: pytest.CaptureFixture[str]
-):
-    greedy = said(trained, capsys, "--prompt", "ab")
-    assert said(trained, capsys, "--prompt", "ab", "--temperature", "1e-320") == greedy
+def test_huge_seed_and_tiny_temperature(trained: Trained, capsys: pytest.CaptureFixture[str]):
+    greedy = run_greedy(trained, capsys, "--prompt", "ab")
+    assert run_greedy(trained, capsys, "--prompt", "ab", "--temperature", "1e-320") == greedy
     flags = ("--prompt", "ab", "--temperature", "1", "--top_p", "1")
     seeds = [str(2**64 + 1), str(2**128), "1"]
-    assert len({said(trained, capsys, *flags, "--seed", seed) for seed in seeds}) == 3
+    assert len({run_greedy(trained, capsys, *flags, "--seed", seed) for seed in seeds}) == 3
 
 
-def test_a_model_is_asked_for_by_what_it_is(
+def test_each_kind_of_place_requires_its_flag(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out, gguf = tmp_path / "exported", tmp_path / "model.gguf"
     words = ["export", "--checkpoint", str(trained.run), "--format", "minimind"]
     assert main([*words, "--out", str(out)]) == 0
     gguf.write_bytes(b"GGUF")
-    for flag, place, status, told in (
+    for flag, place, status, message in (
         ("--checkpoint", out, 2, "is no training run's; give it as --model"),
         ("--model", trained.run, 2, "is of a training run; give it as --checkpoint"),
         ("--checkpoint", tmp_path, 2, "is GGUF"),
@@ -554,7 +562,7 @@ def test_a_model_is_asked_for_by_what_it_is(
         ("--model", tmp_path / "no", 4, "there is no such file or directory"),
     ):
         assert main(["generate", flag, str(place), "--prompt", "a"]) == status
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     tokenizer = tmp_path / "tokenizer.model"
     (out / tokenizer.name).rename(tokenizer)
     (out / "tokenizer.json").unlink()
@@ -563,12 +571,12 @@ def test_a_model_is_asked_for_by_what_it_is(
     assert main(ask) == 4
     assert "or give it as --tokenizer" in capsys.readouterr().err
     assert main([*ask, "--tokenizer", str(tokenizer)]) == 0
-    assert capsys.readouterr().out == said(trained, capsys, "--prompt", "ab")
+    assert capsys.readouterr().out == run_greedy(trained, capsys, "--prompt", "ab")
 
 
-def test_logits_that_are_no_numbers_are_not_drawn_from(trained: Trained):
+def test_nonfinite_logits_raise_an_error(trained: Trained):
     model, tokenizer, _ = load_checkpoint(str(trained.run))
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(NumericError, match="not finite"):
-        generate(model, tokenizer, "abc", Sampling())
+        generate_texts(model, tokenizer, ["abc"], Sampling())

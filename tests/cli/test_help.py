@@ -30,30 +30,30 @@ def options_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     return [action for action in parser._actions if action.option_strings]
 
 
-def told_of(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
-    """What --help says of one option, on one line."""
+def help_of(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    """The --help text of one option, on one line."""
     only = argparse.ArgumentParser(formatter_class=parser.formatter_class, add_help=False)
     only._add_action(action)
     return " ".join(only.format_help().split())
 
 
-def test_the_survey_has_every_command():
+def test_every_command_is_covered():
     assert set(cli.COMMANDS) == {prog.split()[1] for prog in COMMANDS if " " in prog}
     assert len(LEAVES) >= 14
 
 
-def test_every_default_is_told_in_one_form(parser):
+def test_every_default_is_shown_in_one_form(parser):
     for action in options_of(parser):
-        told, default = told_of(parser, action), action.default
+        text, default = help_of(parser, action), action.default
         if parser is TRAIN and action.dest in FLAGS:  # which keeps defaults out of argparse
             default = FLAGS[action.dest].default
-            assert "(default: off)" in told or default is not False
+            assert "(default: off)" in text or default is not False
         if default is not None and default is not False and default not in ([], argparse.SUPPRESS):
-            assert told.count("(default: ") == 1, action.dest
-        assert not re.search(r"\((\d[\w.]*|text|val|float32)\)", told), "a default, not called so"
+            assert text.count("(default: ") == 1, action.dest
+        assert not re.search(r"\((\d[\w.]*|text|val|float32)\)", text), "a default, not called so"
 
 
-def test_an_option_has_one_spelling_in_help_and_takes_both(parser):
+def test_options_have_one_spelling_in_help_and_accept_both(parser):
     names = [name for action in options_of(parser) for name in action.option_strings]
     assert len({name.replace("_", "-") for name in names}) == len(names)
 
@@ -117,10 +117,10 @@ def test_bash_completes_commands_options_choices_and_files(tmp_path, capsys):
     def completed(command: str, *words: str) -> list[str]:
         typed = shlex.join([command, *words])
         function = f'"$(complete -p {command} | sed "s/.* -F \\([^ ]*\\) .*/\\1/")"'
-        asked = f"{scripts}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words)}; {function}"
-        asked += "\nprintf '%s\\n' \"${COMPREPLY[@]}\""
-        told = subprocess.run(["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True)
-        return told.stdout.split()
+        script = f"{scripts}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words)}; {function}"
+        script += "\nprintf '%s\\n' \"${COMPREPLY[@]}\""
+        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+        return done.stdout.split()
 
     assert completed("minimind", "gen") == ["generate"]
     assert completed("minimind", "checkpoint", "pr") == ["prune"]

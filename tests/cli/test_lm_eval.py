@@ -51,11 +51,11 @@ def log_likelihoods(place: Path) -> list[list[float]]:
     """Of each question, that of each choice behind it, in float64."""
     model = LlamaForCausalLM.from_pretrained(place, dtype=torch.float32).double().eval()
     tokenizer, found = load_tokenizer(place), []
-    for asked in questions():
+    for question in questions():
         own = []
-        for choice in asked["choices"]:
-            query = asked["query"].rstrip()  # lm-eval moves blanks to the choice
-            ids = tokenizer.encode(asked["query"] + choice)
+        for choice in question["choices"]:
+            query = question["query"].rstrip()  # lm-eval moves blanks to the choice
+            ids = tokenizer.encode(question["query"] + choice)
             begin = len(tokenizer.encode(query))
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -69,10 +69,10 @@ def test_every_question_of_the_task_has_one_answer_among_its_choices():
     assert (ROOT / task["dataset_kwargs"]["data_files"]["test"]).samefile(FOLDER / f"{TASK}.jsonl")
     assert (task["task"], task["output_type"]) == (TASK, "multiple_choice")
     assert len(questions()) == 20
-    for asked in questions():
-        assert asked.keys() == {"query", "choices", "answer"}
-        assert len(set(asked["choices"])) == 4
-        assert asked["choices"][asked["answer"]]
+    for question in questions():
+        assert question.keys() == {"query", "choices", "answer"}
+        assert len(set(question["choices"])) == 4
+        assert question["choices"][question["answer"]]
 
 
 def test_lm_eval_prints_the_accuracy_that_the_likelihoods_give(
@@ -104,8 +104,8 @@ def test_lm_eval_prints_the_accuracy_that_the_likelihoods_give(
     print(make_table(found))
     own = log_likelihoods(exported)
     right = [
-        max(range(4), key=scores.__getitem__) == asked["answer"]
-        for scores, asked in zip(own, questions(), strict=True)
+        max(range(4), key=scores.__getitem__) == question["answer"]
+        for scores, question in zip(own, questions(), strict=True)
     ]
     assert found["results"][TASK]["acc,none"] == pytest.approx(sum(right) / len(right))
     for sample in found["samples"][TASK]:
@@ -123,12 +123,12 @@ def test_our_commands_read_the_directory_too(
     assert found["tokens"] > 0
     assert found["loss"] > 6.4  # of random weights: worse than log(600)
     assert main(["generate", *ask, "--prompt", "曉處", "--temperature", "0"]) == 0
-    told = capsys.readouterr()
-    assert told.out.startswith("曉處")
-    assert str(exported) in told.err
+    output = capsys.readouterr()
+    assert output.out.startswith("曉處")
+    assert str(exported) in output.err
 
 
-def test_a_directory_whose_weights_do_not_fit_is_told(
+def test_weights_that_do_not_fit_are_reported(
     exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     import shutil

@@ -1,4 +1,4 @@
-"""`minimind tokenizer train | inspect` as it is typed: files, figures, refusals."""
+"""`minimind tokenizer train | inspect` from the command line: files, figures, errors."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from minimind.cli.main import main
-from minimind.cli.tokenizer_tables import shown
+from minimind.cli.tokenizer_tables import quote
 from minimind.data.prepare.prepare import Asked, prepare_for_run
 from minimind.data.prepare.unit_reader import split_of
 from minimind.data.prepare.work_units import Options
@@ -52,14 +52,14 @@ def test_the_same_text_and_seed_give_the_same_files(text, trained, tmp_path, cap
     assert tokenizer("train", "--data_path", text, *words) == 0
     assert contents(again) == contents(trained)
     assert sorted(contents(again)) == FILES
-    told = capsys.readouterr().out
-    assert f"{again}: 700 pieces (0 of them unused), learnt from" in told
-    assert "bytes per token on" in told
-    assert "of held-out text" in told
+    output = capsys.readouterr().out
+    assert f"{again}: 700 pieces (0 of them unused), learnt from" in output
+    assert "bytes per token on" in output
+    assert "of held-out text" in output
     assert [path.name for path in again.parent.iterdir()] == ["again"]
 
 
-def test_special_tokens_are_pieces_that_are_shown_and_loaded(text, trained, tmp_path, capsys):
+def test_special_tokens_are_listed_and_loaded(text, trained, tmp_path, capsys):
     out, names = tmp_path / "out", ["<|im_start|>", "<|im_end|>", "<tool_call>"]
     words = ["--out", out, "--vocab_size", 700, "--special_tokens", *names[:2]]
     assert tokenizer("train", text, *words, "--special-tokens", names[2]) == 0
@@ -67,10 +67,10 @@ def test_special_tokens_are_pieces_that_are_shown_and_loaded(text, trained, tmp_
     assert sorted(contents(out)) == FILES
     capsys.readouterr()
     assert tokenizer("inspect", out) == 0
-    told = capsys.readouterr().out
-    assert "2 '</s>'  3 '<pad>'  4 '<|im_start|>'  5 '<|im_end|>'  6 '<tool_call>'\n" in told
-    assert ["control", "7"] in [line.split()[:2] for line in told.splitlines()]
-    (line,) = (line for line in told.splitlines() if line.endswith(" awkward text"))
+    output = capsys.readouterr().out
+    assert "2 '</s>'  3 '<pad>'  4 '<|im_start|>'  5 '<|im_end|>'  6 '<tool_call>'\n" in output
+    assert ["control", "7"] in [line.split()[:2] for line in output.splitlines()]
+    (line,) = (line for line in output.splitlines() if line.endswith(" awkward text"))
     assert line.split()[-3] == "all"
     assert b"additional" not in contents(trained)["tokenizer_config.json"]
 
@@ -92,7 +92,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_name_that_cannot_be_a_special_token_is_refused(name, text, tmp_path, capsys):
+def test_invalid_special_token_is_rejected(name, text, tmp_path, capsys):
     words = ["--out", tmp_path / "out", "--special_tokens", "<ok>", name]
     assert tokenizer("train", text, *words) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -101,7 +101,7 @@ def test_a_name_that_cannot_be_a_special_token_is_refused(name, text, tmp_path, 
     assert [*tmp_path.iterdir()] == []
 
 
-def test_another_seed_learns_from_another_sample(text, tmp_path):
+def test_seed_determines_the_sample(text, tmp_path):
     few = ["--vocab_size", 600, "--sample_bytes", 65536]
     for name, seed in {"a": 1, "b": 2, "c": 1}.items():
         assert tokenizer("train", text, "--out", tmp_path / name, "--seed", seed, *few) == 0
@@ -109,9 +109,9 @@ def test_another_seed_learns_from_another_sample(text, tmp_path):
     assert contents(tmp_path / "a") != contents(tmp_path / "b")
 
 
-def test_it_is_the_one_that_a_run_on_the_text_would_learn(text, trained, tmp_path):
-    asked = Asked((Source("data", (str(text),)),), None, 700, Options(val_fraction=0.1))
-    prepared = prepare_for_run(asked, tmp_path)
+def test_tokenizer_equals_that_of_a_run_on_the_text(text, trained, tmp_path):
+    request = Asked((Source("data", (str(text),)),), None, 700, Options(val_fraction=0.1))
+    prepared = prepare_for_run(request, tmp_path)
     assert prepared.tokenizer.fingerprint == Tokenizer(trained).fingerprint
 
 
@@ -119,7 +119,7 @@ def split(text: str) -> str:
     return split_of(sha256(text.encode()).digest(), 0.5)
 
 
-def test_held_out_documents_are_not_learnt_from(tmp_path):
+def test_held_out_documents_are_not_trained_on(tmp_path):
     texts = [f"{i} {'zq' * 20}" for i in range(40)] + ["abc " * 20] * 5
     texts = [
         t
@@ -136,13 +136,13 @@ def test_held_out_documents_are_not_learnt_from(tmp_path):
     assert b"zq" not in pieces
 
 
-def test_autotokenizer_loads_what_was_written(trained):
+def test_autotokenizer_loads_the_output(trained):
     theirs = AutoTokenizer.from_pretrained(trained)
     for text in prose(7, 5) + verse(7, 5):
         assert theirs(text)["input_ids"] == Tokenizer(trained).encode(text)
 
 
-def test_a_folder_that_is_there_is_replaced_only_if_asked_and_ours(text, tmp_path, capsys):
+def test_existing_folder_is_replaced_only_with_force_and_if_it_is_an_output(text, tmp_path, capsys):
     out = tmp_path / "out"
     few = [text, "--out", out, "--vocab_size"]
     assert tokenizer("train", *few, 512) == 0
@@ -158,7 +158,7 @@ def test_a_folder_that_is_there_is_replaced_only_if_asked_and_ours(text, tmp_pat
 
 
 @pytest.mark.parametrize("at", range(1, 5))
-def test_killed_while_a_folder_is_replaced_it_leaves_nothing_to_the_next(text, tmp_path, at):
+def test_next_command_cleans_up_after_a_kill(text, tmp_path, at):
     out = tmp_path / "out"
     words = ["tokenizer", "train", str(text), "--out", str(out), "--vocab_size"]
     assert main([*words, "512"]) == 0
@@ -173,24 +173,24 @@ def test_killed_while_a_folder_is_replaced_it_leaves_nothing_to_the_next(text, t
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_inspect_counts_pieces_tokens_and_what_is_never_used(text, trained, capsys):
+def test_inspect_counts_pieces_tokens_and_unused_pieces(text, trained, capsys):
     capsys.readouterr()
     assert tokenizer("inspect", trained, "--data_path", text) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     ours = Tokenizer(trained)
-    assert f"SentencePiece, 700 pieces, id 2 ends a document, sha256 {ours.fingerprint}" in told
-    assert ["byte", "256"] in [line.split()[:2] for line in told.splitlines()]
+    assert f"SentencePiece, 700 pieces, id 2 ends a document, sha256 {ours.fingerprint}" in output
+    assert ["byte", "256"] in [line.split()[:2] for line in output.splitlines()]
     documents = [json.loads(line)["text"] for line in text.read_text().splitlines()]
     ids = [i for document in documents for i in ours.encode(document)]
     per_token = sum(len(document.encode()) for document in documents) / len(ids)
-    line = next(line for line in told.splitlines() if line.endswith(str(text)))
+    line = next(line for line in output.splitlines() if line.endswith(str(text)))
     assert line.split() == ["150", *line.split()[1:3], f"{per_token:.3f}", "all", str(text)]
-    assert f"never produced on that text: {696 - len({*ids})} of 696 pieces" in told
+    assert f"never produced on that text: {696 - len({*ids})} of 696 pieces" in output
     longest = max(ours.pieces(), key=lambda piece: len(piece.content)).content
-    assert f"  {shown(longest)}\n" in told.split("longest pieces")[1]
+    assert f"  {quote(longest)}\n" in output.split("longest pieces")[1]
 
 
-def test_inspect_says_which_text_does_not_come_back(tmp_path, text, capsys):
+def test_inspect_reports_text_that_does_not_round_trip(tmp_path, text, capsys):
     from tokenizers import Tokenizer as Library
     from tokenizers import models, normalizers
 
@@ -200,18 +200,18 @@ def test_inspect_says_which_text_does_not_come_back(tmp_path, text, capsys):
     library.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "t.txt").write_text("aaAaa")
     assert tokenizer("inspect", tmp_path / "tokenizer.json", "--data_path", tmp_path / "t.txt") == 0
-    told = capsys.readouterr().out
-    assert "Hugging Face, 3 pieces, id 2 ends" in told
-    assert "NOT 1" in told
-    assert "document 1, character 1: 'aaAaa' comes back as 'a a a a a'" in told
+    output = capsys.readouterr().out
+    assert "Hugging Face, 3 pieces, id 2 ends" in output
+    assert "NOT 1" in output
+    assert "document 1, character 1: 'aaAaa' comes back as 'a a a a a'" in output
 
 
-def test_pieces_are_shown_without_anything_a_terminal_would_obey():
-    assert shown("\x1b[31m \n\u202e字".encode()) == r"'\x1b[31m \n\u202e字'"
-    assert shown("字".encode()[:2]) == r"'\xe5\xad'"
+def test_pieces_are_escaped_for_a_terminal():
+    assert quote("\x1b[31m \n\u202e字".encode()) == r"'\x1b[31m \n\u202e字'"
+    assert quote("字".encode()[:2]) == r"'\xe5\xad'"
 
 
-def test_the_second_of_two_to_one_out_is_refused(text, tmp_path, capsys, monkeypatch):
+def test_second_writer_of_one_output_is_rejected(text, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     words = ["train", text, "--out", out, "--vocab_size"]
     learnt = []
@@ -224,14 +224,14 @@ def test_the_second_of_two_to_one_out_is_refused(text, tmp_path, capsys, monkeyp
 
     monkeypatch.setattr("minimind.data.text.sample.sample", meanwhile)
     assert tokenizer(*words, 512) == 2
-    told = capsys.readouterr().err
-    assert told.endswith(f"--out {out} exists; give another folder, or --force to replace it\n")
+    output = capsys.readouterr().err
+    assert output.endswith(f"--out {out} exists; give another folder, or --force to replace it\n")
     assert Tokenizer(out).vocab_size == 600
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("where", ["text.sample.sample", "tokenizer.sentencepiece.train_tokenizer"])
-def test_ctrl_c_is_answered_in_one_line_and_leaves_what_was_there(
+def test_ctrl_c_prints_one_line_and_keeps_an_earlier_output(
     where, text, tmp_path, capsys, monkeypatch
 ):
     out = tmp_path / "out"
@@ -247,14 +247,14 @@ def test_ctrl_c_is_answered_in_one_line_and_leaves_what_was_there(
     assert tokenizer(*words, "--force", "--special_tokens", "<a>") == 130
     assert capsys.readouterr().err == (
         f"minimind: error[INTERRUPTED]: stopped; {out} is as it was before, and the same command"
-        " begins anew\n"
+        " starts again\n"
     )
     assert contents(out) == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "told"),
+    ("words", "status", "message"),
     [
         ([], 2, "required: train | inspect"),
         (["train", "TEXT"], 2, "required: --out"),
@@ -295,8 +295,8 @@ def test_ctrl_c_is_answered_in_one_line_and_leaves_what_was_there(
         (["inspect", "TEXT"], 3, "not a SentencePiece model"),
     ],
 )
-def test_a_mistake_is_told_in_one_line_and_leaves_nothing(
-    words, status, told, text, tmp_path, capsys
+def test_invalid_arguments_give_a_one_line_error_and_leave_nothing(
+    words, status, message, text, tmp_path, capsys
 ):
     (tmp_path / "blank.txt").write_text("\n\n")
     places = {"TEXT": text, "OUT": tmp_path / "out", "NONE": tmp_path / "none", "FOLDER": tmp_path}
@@ -304,7 +304,7 @@ def test_a_mistake_is_told_in_one_line_and_leaves_nothing(
     assert tokenizer(*(places.get(word, word) for word in words)) == status
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert told in lines[0]
+    assert message in lines[0]
     assert [path.name for path in tmp_path.iterdir()] == ["blank.txt"]
 
 
@@ -317,7 +317,7 @@ def test_help_needs_neither_torch_nor_a_tokenizer_library():
     assert done.stdout.strip() == "set()"
 
 
-def test_inspect_takes_documents_as_long_as_its_tokenizer_does(trained, text, monkeypatch, capsys):
+def test_inspect_accepts_documents_as_long_as_the_tokenizer(trained, text, monkeypatch, capsys):
     monkeypatch.setattr(Tokenizer, "longest_at_once", 40)
     assert tokenizer("inspect", trained, "--data_path", text) == 3
     assert "max_document_bytes = 40;" in capsys.readouterr().err

@@ -108,7 +108,7 @@ def test_an_owner_that_dies_while_it_is_waited_for_ends_the_wait(holder, lock):
     baton = MonitoredBaton(str(lock))
     assert not baton.try_acquire()
     threading.Timer(0.3, holder.kill).start()
-    with pytest.raises(StorageError, match=r"cpu_adam/lock: the process that compiled here died; run"):
+    with pytest.raises(StorageError, match=r"cpu_adam/lock: the process that .* died; run"):
         baton.wait()
 
 
@@ -214,8 +214,8 @@ def test_what_is_built_inside_is_minded_and_nothing_else():
                 "Error building extension 'fused_adam': [1/3] nvcc -MD -MF x.o.d -c x.cu\nFAILED:\n"
                 "/bin/sh: 1: /cuda/bin/nvcc: not found\nninja: build stopped: subcommand failed.\n"
             ),
-            '(/bin/sh: 1: /cuda/bin/nvcc: not found); write "torch_adam": true in optimizer.params,'
-            " for torch's needs no compiler",
+            '(/bin/sh: 1: /cuda/bin/nvcc: not found); write "torch_adam": true in optimizer.params:'
+            " torch's needs no compiler",
         ),
         (
             "fused_adam",

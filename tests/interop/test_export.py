@@ -23,8 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from minimind.cli.main import main
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.errors import CheckpointError, UsageError
-from minimind.inference.from_checkpoint import load_checkpoint
-from minimind.inference.load_model import load_model
+from minimind.inference.load_model import load_checkpoint, load_model
 from minimind.interop import export as export_module
 from minimind.interop import tensor_sources
 from minimind.interop.remote_code import AUTO_MAP, remote_code
@@ -89,7 +88,7 @@ def loaded(path: Path, **options: Any) -> Any:
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", SHAPES)
-def test_what_reads_the_format_gives_the_logits_of_the_checkpoint(name, form, runs, exports):
+def test_exported_model_has_the_logits_of_the_checkpoint(name, form, runs, exports):
     ours, _, _ = load_checkpoint(str(runs[name]))
     theirs = loaded(exports / f"{name}-{form}")
     expected = {"minimind": "MiniMind", "llama": "Llama", "gguf": "Llama"}[form]
@@ -102,16 +101,16 @@ def test_what_reads_the_format_gives_the_logits_of_the_checkpoint(name, form, ru
     assert logits(ours).std() > 0.01
 
 
-def test_the_code_of_the_model_comes_along_in_our_format_alone(exports):
-    told = json.loads((exports / "plain-minimind" / "config.json").read_text())
-    assert told["auto_map"] == AUTO_MAP
+def test_model_code_is_exported_only_in_our_format(exports):
+    values = json.loads((exports / "plain-minimind" / "config.json").read_text())
+    assert values["auto_map"] == AUTO_MAP
     for name, content in remote_code().items():
         assert (exports / "plain-minimind" / name).read_bytes() == content
     assert not list((exports / "plain-llama").glob("*.py"))
 
 
 @pytest.mark.parametrize("form", ["minimind", "llama"])
-def test_special_ids_and_the_tokenizer_come_along(form, runs, exports):
+def test_special_ids_and_tokenizer_are_exported(form, runs, exports):
     path = exports / f"plain-{form}"
     assert json.loads((path / "generation_config.json").read_text()) == {
         "_from_model_config": True,
@@ -127,7 +126,7 @@ def test_special_ids_and_the_tokenizer_come_along(form, runs, exports):
     assert (path / "tokenizer.model").read_bytes() == (checkpoint / "tokenizer.model").read_bytes()
 
 
-def test_the_tokenizer_beside_a_gguf_has_our_ids_and_the_one_in_it_those_after_a_space(
+def test_tokenizer_beside_gguf_has_our_ids_and_the_embedded_one_adds_a_space(
     runs, exports, tmp_path
 ):
     _, ours, _ = load_checkpoint(str(runs["plain"]))
@@ -184,9 +183,7 @@ def test_other_precisions_are_the_rounded_float32(form, dtype, runs, exports, tm
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_float32_files_are_the_same_bytes_whoever_saved_the_checkpoint(
-    form, runs, exports, tmp_path
-):
+def test_float32_files_do_not_depend_on_the_process_count(form, runs, exports, tmp_path):
     step = runs["normed"] / "checkpoints" / "step_00000002"
     other = tmp_path / "other" / "normed"  # a GGUF file has the name of the run in it
     tiny.recut(step, other / "checkpoints", 2, 3)
@@ -213,7 +210,7 @@ def test_one_tensor_at_a_time_is_in_memory(form, runs, tmp_path, monkeypatch):
     assert max(alive) <= 1  # gguf: the one before is let go when the next has been read
 
 
-def test_an_export_in_several_files_loads_and_is_exported_again(runs, exports, tmp_path):
+def test_sharded_export_loads_and_can_be_exported_again(runs, exports, tmp_path):
     out, again = tmp_path / "out", tmp_path / "again"
     assert export(runs["plain"], "minimind", out, "--max_shard_size", "20KB") == 0
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 4
@@ -224,7 +221,7 @@ def test_an_export_in_several_files_loads_and_is_exported_again(runs, exports, t
 
 
 @pytest.mark.parametrize("form", ["llama", "gguf"])
-def test_a_tensor_that_the_format_has_no_name_for_is_refused(form, runs, tmp_path):
+def test_tensor_without_a_name_in_the_format_is_rejected(form, runs, tmp_path):
     found = load_weights_from(runs["plain"])
     names = {name: name for name in found.tensors.shapes}
     names["model.layers.0.mlp.experts.1.up_proj.weight"] = "model.norm.weight"
@@ -234,7 +231,7 @@ def test_a_tensor_that_the_format_has_no_name_for_is_refused(form, runs, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_the_lines_of_python_that_docs_show_load_each_export(exports, tmp_path):
+def test_python_code_of_the_docs_loads_each_export(exports, tmp_path):
     """In one process; the options of each format are those that the page names."""
     page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
@@ -243,9 +240,9 @@ def test_the_lines_of_python_that_docs_show_load_each_export(exports, tmp_path):
     options = dict(re.findall(r"(\w+): (\{.*?\})", block)) | {"llama": "{}"}
     assert sorted(options) == sorted(FORMATS)
     code = ""
-    for form, said in options.items():
+    for form, settings in options.items():
         place = str(exports / f"plain-{form}")
-        code += block.replace(given[0], f"place, options = {place!r}, {said}\nprint({form!r})")
+        code += block.replace(given[0], f"place, options = {place!r}, {settings}\nprint({form!r})")
     done = subprocess.run(
         [sys.executable, "-c", code.replace("max_new_tokens=50", "max_new_tokens=9")],
         env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
@@ -264,7 +261,7 @@ def test_the_lines_of_python_that_docs_show_load_each_export(exports, tmp_path):
     assert done.stdout == "".join(f"{form}\n{text}\n" for form in options)
 
 
-def test_the_format_of_other_models_is_refused_with_those_of_this_one(runs, tmp_path, capsys):
+def test_format_for_other_models_is_rejected(runs, tmp_path, capsys):
     assert export(runs["plain"], "transformers", tmp_path / "out") == 2
     assert "is of the MiniMind decoder; give --format llama, or minimind" in capsys.readouterr().err
 
@@ -277,19 +274,19 @@ def test_the_format_of_other_models_is_refused_with_those_of_this_one(runs, tmp_
         (b"p\xffems", "p\ufffdems"),
     ],
 )
-def test_the_name_in_a_gguf_file_is_that_of_the_run(place, name, tmp_path):
+def test_gguf_name_is_the_name_of_the_run(place, name, tmp_path):
     path = tmp_path / os.fsdecode(place)
     path.mkdir(parents=True)
     assert export_module.run_name(path) == name
 
 
-def test_what_was_written_is_told(runs, tmp_path, capsys):
+def test_export_prints_a_summary(runs, tmp_path, capsys):
     assert export(runs["plain"], "llama", tmp_path / "out") == 0
     weights = load_file(tmp_path / "out" / "model.safetensors")
     count = sum(math.prod(t.shape) for t in weights.values())
-    told = capsys.readouterr().out
-    assert f"{count:,} parameters as llama in float32" in told
-    assert "step_00000002" in told
+    output = capsys.readouterr().out
+    assert f"{count:,} parameters as llama in float32" in output
+    assert "step_00000002" in output
 
 
 @pytest.mark.long
@@ -312,14 +309,14 @@ def test_every_export_loads_where_this_package_cannot_be_imported(runs):
     ]
 
 
-def test_the_check_of_exports_says_in_a_line_what_it_cannot_read(tmp_path, capsys, monkeypatch):
+def test_check_export_gives_a_one_line_error(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["check_export.py", "--checkpoint", str(tmp_path / "none")])
     assert runpy.run_path(str(ROOT / "scripts" / "check_export.py"))["main"]() == 4
-    told = capsys.readouterr().err
-    assert told.startswith(f"check_export: error[E_CHECKPOINT]: {tmp_path / 'none'}: there is no")
+    output = capsys.readouterr().err
+    assert output.startswith(f"check_export: error[E_CHECKPOINT]: {tmp_path / 'none'}: there is no")
 
 
-def test_what_is_read_is_not_written_over(exports: Path, capsys: pytest.CaptureFixture[str]):
+def test_source_is_not_overwritten(exports: Path, capsys: pytest.CaptureFixture[str]):
     place = first(exports)
     before = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()}
     assert export(place, "minimind", place, "--force") == 2
@@ -327,12 +324,12 @@ def test_what_is_read_is_not_written_over(exports: Path, capsys: pytest.CaptureF
     assert {p.name: p.read_bytes() for p in place.iterdir() if p.is_file()} == before
 
 
-def test_a_file_of_an_export_of_ours_is_not_taken_for_llama(exports: Path):
+def test_file_of_our_export_is_not_read_as_llama(exports: Path):
     with pytest.raises(UsageError, match="name its directory"):
         load_weights_from(first(exports) / "model.safetensors")
 
 
-def test_weights_that_are_no_numbers_begin_nothing(exports: Path, tmp_path: Path):
+def test_nonfinite_weights_are_rejected(exports: Path, tmp_path: Path):
     place = shutil.copytree(first(exports), tmp_path / "broken")
     tensors = load_file(place / "model.safetensors")
     tensors["model.norm.weight"][0] = float("nan")
@@ -342,9 +339,7 @@ def test_weights_that_are_no_numbers_begin_nothing(exports: Path, tmp_path: Path
         found.fill(MiniMindForCausalLM(found.config))
 
 
-def test_a_tokenizer_larger_than_the_embedding_is_refused_where_a_model_is_loaded(
-    exports: Path, tmp_path: Path
-):
+def test_tokenizer_larger_than_the_embedding_is_rejected(exports: Path, tmp_path: Path):
     place = shutil.copytree(first(exports), tmp_path / "export")
     (place / "tokenizer.json").unlink()
     train_tokenizer(sentences(2, 50), 513, place / "tokenizer.model")

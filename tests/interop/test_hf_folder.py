@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
-from minimind.interop.hf_folder import foreign_files
+from minimind.interop.hf_folder import transformers_files
 from tests.conftest import sentences
 from tests.data.tokenizer.test_hf_tokenizer import END, byte_level
 
@@ -29,7 +29,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def written(folder: Path, model_type: str, tokenizer: AnyTokenizer) -> tuple[Path, str | None]:
     """The small files of a model of that type, and the note on them."""
-    files, note = foreign_files(AutoConfig.for_model(model_type), tokenizer, "bfloat16")
+    files, note = transformers_files(AutoConfig.for_model(model_type), tokenizer, "bfloat16")
     for name, content in files.items():
         (folder / name).write_bytes(content)
     return folder, note
@@ -47,14 +47,12 @@ def test_auto_tokenizer_gives_the_ids_of_a_sentencepiece_model(kind, pieces, tmp
     theirs = AutoTokenizer.from_pretrained(folder)
     assert ids_of(theirs) == [ours.encode(text) for text in TEXTS]
     assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
-    told = json.loads((folder / "generation_config.json").read_text())
-    assert told["eos_token_id"] == AutoConfig.from_pretrained(folder).eos_token_id == ours.eos_id
+    values = json.loads((folder / "generation_config.json").read_text())
+    assert values["eos_token_id"] == AutoConfig.from_pretrained(folder).eos_token_id == ours.eos_id
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_5_text"])
-def test_a_model_type_whose_class_rebuilds_the_tokenizer_is_noted_with_what_loads_it(
-    kind, pieces, tmp_path
-):
+def test_note_for_a_model_type_whose_class_rebuilds_the_tokenizer(kind, pieces, tmp_path):
     ours = load_tokenizer(pieces)
     folder, note = written(tmp_path, kind, ours)
     theirs = AutoTokenizer.from_pretrained(folder)
@@ -78,7 +76,7 @@ def test_a_model_type_whose_class_rebuilds_the_tokenizer_is_noted_with_what_load
     ],
 )
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
-def test_a_tokenizer_json_gives_its_own_ids_whatever_class_its_files_name(kind, more, tmp_path):
+def test_tokenizer_json_keeps_its_ids_for_any_declared_class(kind, more, tmp_path):
     given = tmp_path / "given"
     byte_level(given)
     if more is not None:
@@ -92,7 +90,7 @@ def test_a_tokenizer_json_gives_its_own_ids_whatever_class_its_files_name(kind, 
     assert theirs.eos_token_id == ours.eos_id
 
 
-def test_a_sentencepiece_model_that_no_tokenizer_json_expresses_is_noted(tmp_path):
+def test_note_for_a_sentencepiece_model_without_an_equal_tokenizer_json(tmp_path):
     """Unigram pieces: of the file alone a Qwen3 model's class makes empty ids."""
     import sentencepiece
 

@@ -30,7 +30,7 @@ def unregistered() -> Any:
 
 @pytest.fixture
 def trainer_leaves() -> Any:
-    """Nothing that Trainer told Accelerate of this process is there for later tests."""
+    """Reset the Accelerate state that Trainer leaves in this process."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -52,7 +52,7 @@ def test_logits_equal_those_of_transformers_own_model(qk_norm: bool, tied: bool)
 
 
 @torch.no_grad()
-def test_the_norms_of_heads_change_the_logits_and_belong_before_the_rotation():
+def test_qk_norm_changes_the_logits_and_precedes_the_rotation():
     """Other gains, and gains in an order that fits other channels, are both seen."""
     model, ids_BT = build(qk_norm=True), ids_of()
     expected = model(ids_BT).logits
@@ -62,7 +62,7 @@ def test_the_norms_of_heads_change_the_logits_and_belong_before_the_rotation():
     assert (model(ids_BT).logits - expected).abs().max() > 1e-2
 
 
-def test_normed_heads_have_the_names_of_qwen3():
+def test_qk_norm_weights_have_the_names_of_qwen3():
     ours = build(qk_norm=True, tie_word_embeddings=False).state_dict()
     theirs = as_reference(build(qk_norm=True, tie_word_embeddings=False)).state_dict()
     assert {n: w.shape for n, w in ours.items()} == {n: w.shape for n, w in theirs.items()}
@@ -102,7 +102,7 @@ def test_shifted_labels_give_the_loss_that_transformers_gives_for_them():
     torch.testing.assert_close(model(ids_BT, shift_labels=shifted).loss, expected)
 
 
-def test_trainer_is_told_that_it_may_count_the_targets_of_a_whole_step():
+def test_trainer_detects_support_for_num_items_in_batch():
     """By a keyword in forward, as it looks; then micro-batches add up to the mean over all."""
     assert "num_items_in_batch" in inspect.signature(MiniMindForCausalLM.forward).parameters
     assert getattr(MiniMindForCausalLM, "accepts_loss_kwargs", True)
@@ -117,7 +117,7 @@ def test_trainer_is_told_that_it_may_count_the_targets_of_a_whole_step():
 
 
 @torch.no_grad()
-def test_auto_classes_know_the_model_once_it_is_registered(tmp_path: Path, unregistered: None):
+def test_auto_classes_load_the_model_once_registered(tmp_path: Path, unregistered: None):
     model = build(qk_norm=True)
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="minimind"):
@@ -134,7 +134,7 @@ def test_auto_classes_know_the_model_once_it_is_registered(tmp_path: Path, unreg
 
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_saved_variant_loads_with_equal_logits(tmp_path: Path, tied: bool):
+def test_saved_variant_loads_with_equal_logits(tmp_path: Path, tied: bool):
     model = build(qk_norm=True, tie_word_embeddings=tied)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len([*tmp_path.glob("*.safetensors")]) > 2
@@ -194,7 +194,7 @@ def losses_in_trainer(model: Any, accumulation: int, place: Path) -> list[float]
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
-def test_trainer_takes_the_same_steps_however_it_splits_them(tmp_path: Path, trainer_leaves: None):
+def test_trainer_takes_the_same_steps_for_any_accumulation(tmp_path: Path, trainer_leaves: None):
     whole = losses_in_trainer(build(), 1, tmp_path)
     assert len(whole) == 3
     assert losses_in_trainer(build(), 4, tmp_path) == pytest.approx(whole, rel=1e-6)

@@ -1,4 +1,4 @@
-"""minimind import: MiniMind2's and Llama's weights, and everything that is not what it says."""
+"""minimind import: MiniMind2's and Llama's weights, and invalid sources."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
     "hidden_dim": None,
     "use_moe": False,
 }
-TOLD = ["--n_heads", "4", "--rope_theta", "1e4", "--norm_eps", "1e-5", "--max_seq_len", "64"]
+FLAGS = ["--n_heads", "4", "--rope_theta", "1e4", "--norm_eps", "1e-5", "--max_seq_len", "64"]
 WQ = "layers.1.attention.wq.weight"
 
 
@@ -63,7 +63,7 @@ def folder(tmp_path: Path, tokenizer: Path) -> Path:
     return path
 
 
-def bring_in(place: Path, out: Path, *more: object, kind: str = "minimind2") -> int:
+def import_model(place: Path, out: Path, *more: object, kind: str = "minimind2") -> int:
     words = ("import", "--from", kind, place, "--out", out, *more)
     return main([str(word) for word in words])
 
@@ -80,28 +80,28 @@ def logits(path: Path) -> torch.Tensor:
 # --- what is right ------------------------------------------------------------------------------
 
 
-def test_a_file_of_minimind2_has_the_logits_of_its_architecture(pth, tokenizer, tmp_path):
+def test_minimind2_file_has_the_logits_of_its_architecture(pth, tokenizer, tmp_path):
     out = tmp_path / "out"
-    assert bring_in(pth, out, *TOLD, "--tokenizer", tokenizer) == 0
+    assert import_model(pth, out, *FLAGS, "--tokenizer", tokenizer) == 0
     expected = minimind2.logits(SHAPE, WEIGHTS, ids())
     assert expected.std() > 0.5
     assert (logits(out) - expected).abs().max() <= 1e-5
-    told = json.loads((out / "config.json").read_text())
-    assert (told["intermediate_size"], told["num_key_value_heads"]) == (SHAPE.hidden_dim, 2)
-    assert (told["bos_token_id"], told["eos_token_id"], told["pad_token_id"]) == (1, 2, 3)
+    values = json.loads((out / "config.json").read_text())
+    assert (values["intermediate_size"], values["num_key_value_heads"]) == (SHAPE.hidden_dim, 2)
+    assert (values["bos_token_id"], values["eos_token_id"], values["pad_token_id"]) == (1, 2, 3)
     assert (out / "tokenizer.model").read_bytes() == tokenizer.read_bytes()
 
 
-def test_a_directory_of_minimind2_tells_its_shape_itself(folder, tmp_path):
-    assert bring_in(folder, tmp_path / "out") == 0
+def test_minimind2_directory_defines_its_shape(folder, tmp_path):
+    assert import_model(folder, tmp_path / "out") == 0
     expected = minimind2.logits(SHAPE, WEIGHTS, ids())
     assert (logits(tmp_path / "out") - expected).abs().max() <= 1e-5
 
 
-def test_a_head_of_its_own_stays_one(pth, tokenizer, tmp_path):
+def test_untied_head_stays_untied(pth, tokenizer, tmp_path):
     own = {**WEIGHTS, "output.weight": WEIGHTS["output.weight"].flip(0)}
     torch.save(own, pth)
-    assert bring_in(pth, tmp_path / "out", *TOLD, "--tokenizer", tokenizer) == 0
+    assert import_model(pth, tmp_path / "out", *FLAGS, "--tokenizer", tokenizer) == 0
     expected = minimind2.logits(SHAPE, own, ids())
     assert (logits(tmp_path / "out") - expected).abs().max() <= 1e-5
 
@@ -111,13 +111,13 @@ def test_half_precision_and_the_tables_of_older_files_are_read(pth, tokenizer, t
     tables = {"pos_cis": torch.zeros(64, 4, dtype=torch.complex64)}
     tables |= {f"layers.{n}.attention.mask": torch.zeros(1, 1, 64, 64) for n in range(2)}
     torch.save({**half, **tables}, pth)
-    assert bring_in(pth, tmp_path / "out", *TOLD, "--tokenizer", tokenizer) == 0
+    assert import_model(pth, tmp_path / "out", *FLAGS, "--tokenizer", tokenizer) == 0
     expected = minimind2.logits(SHAPE, {n: v.float() for n, v in half.items()}, ids())
     assert (logits(tmp_path / "out") - expected).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("face", [LlamaForCausalLM, Qwen3ForCausalLM])
-def test_llama_and_qwen3_come_in_and_go_out_again_number_by_number(face, tokenizer, tmp_path):
+def test_llama_and_qwen3_round_trip_exactly(face, tokenizer, tmp_path):
     config = {LlamaForCausalLM: LlamaConfig, Qwen3ForCausalLM: Qwen3Config}[face](
         vocab_size=512,
         hidden_size=32,
@@ -136,13 +136,13 @@ def test_llama_and_qwen3_come_in_and_go_out_again_number_by_number(face, tokeniz
         torch.nn.init.normal_(parameter, std=0.3)
     theirs.save_pretrained(tmp_path / "theirs")
     out, back = tmp_path / "ours", tmp_path / "back"
-    assert bring_in(tmp_path / "theirs", out, "--tokenizer", tokenizer, kind="llama") == 0
+    assert import_model(tmp_path / "theirs", out, "--tokenizer", tokenizer, kind="llama") == 0
     with torch.no_grad():
         expected = theirs(ids()).logits
     assert (logits(out) - expected).abs().max() <= 1e-5 * expected.abs().max()
-    told = ["--n_heads", 4, "--rope_theta", 777, "--norm_eps", 1e-6, "--max_seq_len", 64]
+    flags = ["--n_heads", 4, "--rope_theta", 777, "--norm_eps", 1e-6, "--max_seq_len", 64]
     file, bare = tmp_path / "theirs" / "model.safetensors", tmp_path / "bare"
-    assert bring_in(file, bare, *told, "--tokenizer", tokenizer, kind="llama") == 0
+    assert import_model(file, bare, *flags, "--tokenizer", tokenizer, kind="llama") == 0
     assert (bare / file.name).read_bytes() == (out / file.name).read_bytes()
     assert (bare / "config.json").read_bytes() == (out / "config.json").read_bytes()
     words = ["export", "--checkpoint", out, "--format", "llama", "--out", back]
@@ -154,8 +154,8 @@ def test_llama_and_qwen3_come_in_and_go_out_again_number_by_number(face, tokeniz
     assert type(AutoModelForCausalLM.from_pretrained(back)) is face
 
 
-def test_what_a_place_holds_is_found_out(pth, folder, tokenizer, tmp_path):
-    assert bring_in(folder, tmp_path / "ours") == 0
+def test_format_of_a_place_is_detected(pth, folder, tokenizer, tmp_path):
+    assert import_model(folder, tmp_path / "ours") == 0
     words = ["export", "--checkpoint", tmp_path / "ours", "--format", "llama"]
     assert main([*map(str, words), "--out", str(tmp_path / "llama")]) == 0
     places = (folder, tmp_path / "ours", tmp_path / "llama")
@@ -171,14 +171,14 @@ def test_what_a_place_holds_is_found_out(pth, folder, tokenizer, tmp_path):
 
 
 def refused(status: int, *named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    told = capsys.readouterr().err
-    assert told.startswith("minimind: error["), told
-    assert len(told.splitlines()) == 1
-    assert "; " in told  # the way out
+    output = capsys.readouterr().err
+    assert output.startswith("minimind: error["), output
+    assert len(output.splitlines()) == 1
+    assert "; " in output  # the remedy
     for name in named:
-        assert name in told
+        assert name in output
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]
-    assert {2: "E_USAGE", 4: "E_CHECKPOINT", 5: "E_STORAGE"}[status] in told
+    assert {2: "E_USAGE", 4: "E_CHECKPOINT", 5: "E_STORAGE"}[status] in output
 
 
 class Code:
@@ -203,11 +203,11 @@ BAD_TENSORS = {
 
 
 @pytest.mark.parametrize("why", BAD_TENSORS)
-def test_tensors_that_are_not_those_of_the_model(why, pth, tokenizer, tmp_path, capsys):
+def test_invalid_tensors_are_rejected(why, pth, tokenizer, tmp_path, capsys):
     change, named = BAD_TENSORS[why]
     changed: dict[str, Any] = {**WEIGHTS, **change}
     torch.save({name: value for name, value in changed.items() if value is not None}, pth)
-    assert bring_in(pth, tmp_path / "out", *TOLD, "--tokenizer", tokenizer) == 4
+    assert import_model(pth, tmp_path / "out", *FLAGS, "--tokenizer", tokenizer) == 4
     refused(4, "pretrain_32.pth", named, capsys=capsys, tmp_path=tmp_path)
     assert not Path("ran").exists()
 
@@ -230,19 +230,17 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("why", BAD_FILES)
-def test_files_that_cannot_be_read(why, pth, tokenizer, tmp_path, capsys):
+def test_unreadable_files_are_rejected(why, pth, tokenizer, tmp_path, capsys):
     BAD_FILES[why](pth)
-    assert bring_in(pth, tmp_path / "out", *TOLD, "--tokenizer", tokenizer) == 4
+    assert import_model(pth, tmp_path / "out", *FLAGS, "--tokenizer", tokenizer) == 4
     refused(4, "pretrain_32.pth", capsys=capsys, tmp_path=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["n_heads", "rope_theta", "norm_eps", "max_seq_len"])
-def test_what_a_file_does_not_tell_is_asked_for_and_never_guessed(
-    name, pth, tokenizer, tmp_path, capsys
-):
-    at = TOLD.index(f"--{name}")
-    words = TOLD[:at] + TOLD[at + 2 :]
-    assert bring_in(pth, tmp_path / "out", *words, "--tokenizer", tokenizer) == 2
+def test_missing_shape_values_are_required_as_flags(name, pth, tokenizer, tmp_path, capsys):
+    at = FLAGS.index(f"--{name}")
+    words = FLAGS[:at] + FLAGS[at + 2 :]
+    assert import_model(pth, tmp_path / "out", *words, "--tokenizer", tokenizer) == 2
     refused(2, f"--{name}", capsys=capsys, tmp_path=tmp_path)
 
 
@@ -254,8 +252,8 @@ def test_what_a_file_does_not_tell_is_asked_for_and_never_guessed(
         (("--n_kv_heads", "4"), "--n_kv_heads 4"),
     ],
 )
-def test_flags_that_the_tensors_contradict(more, named, pth, tokenizer, tmp_path, capsys):
-    assert bring_in(pth, tmp_path / "out", *TOLD, *more, "--tokenizer", tokenizer) == 2
+def test_flags_that_contradict_the_tensors(more, named, pth, tokenizer, tmp_path, capsys):
+    assert import_model(pth, tmp_path / "out", *FLAGS, *more, "--tokenizer", tokenizer) == 2
     refused(2, named, capsys=capsys, tmp_path=tmp_path)
 
 
@@ -274,30 +272,30 @@ def test_flags_that_the_tensors_contradict(more, named, pth, tokenizer, tmp_path
         ({"max_seq_len": 2**40}, "max_seq_len"),
     ],
 )
-def test_a_configuration_that_its_tensors_contradict(change, named, folder, tmp_path, capsys):
+def test_configuration_that_contradicts_its_tensors(change, named, folder, tmp_path, capsys):
     (folder / "config.json").write_text(json.dumps({**CONFIG, **change}))
-    assert bring_in(folder, tmp_path / "out") == 4
+    assert import_model(folder, tmp_path / "out") == 4
     refused(4, "MiniMind2/config.json", named, capsys=capsys, tmp_path=tmp_path)
 
 
-def test_an_old_configuration_without_a_base_of_rotations(folder, tmp_path, capsys):
-    told = {name: value for name, value in CONFIG.items() if name != "rope_theta"}
-    (folder / "config.json").write_text(json.dumps(told))
-    assert bring_in(folder, tmp_path / "out") == 2
+def test_old_configuration_without_rope_theta(folder, tmp_path, capsys):
+    values = {name: value for name, value in CONFIG.items() if name != "rope_theta"}
+    (folder / "config.json").write_text(json.dumps(values))
+    assert import_model(folder, tmp_path / "out") == 2
     refused(2, "--rope_theta", capsys=capsys, tmp_path=tmp_path)
-    assert bring_in(folder, tmp_path / "out", "--rope_theta", 1e4) == 0
+    assert import_model(folder, tmp_path / "out", "--rope_theta", 1e4) == 0
 
 
-def test_a_tokenizer_of_another_size_than_the_embedding(pth, tokenizer, tmp_path, capsys):
+def test_tokenizer_size_differs_from_the_embedding(pth, tokenizer, tmp_path, capsys):
     other = tmp_path / "other.model"
     train_tokenizer(sentences(2, 50), 600, other)
-    assert bring_in(pth, tmp_path / "out", *TOLD, "--tokenizer", other) == 4
+    assert import_model(pth, tmp_path / "out", *FLAGS, "--tokenizer", other) == 4
     refused(4, "other.model", "600", "512", capsys=capsys, tmp_path=tmp_path)
     wide = torch.cat([WEIGHTS["tok_embeddings.weight"], torch.ones(88, 32)])
     torch.save({**WEIGHTS, "tok_embeddings.weight": wide, "output.weight": wide}, pth)
-    assert bring_in(pth, tmp_path / "out", *TOLD, "--tokenizer", tokenizer) == 4
+    assert import_model(pth, tmp_path / "out", *FLAGS, "--tokenizer", tokenizer) == 4
     refused(4, "tokenizer.model", "512", "600", capsys=capsys, tmp_path=tmp_path)
-    assert bring_in(pth, tmp_path / "out", *TOLD) == 4
+    assert import_model(pth, tmp_path / "out", *FLAGS) == 4
     refused(4, "--tokenizer", capsys=capsys, tmp_path=tmp_path)
 
 
@@ -306,8 +304,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
     """Two files with an index."""
     folder = tmp_path_factory.mktemp("llama")
     torch.save(WEIGHTS, folder / "m.pth")
-    words = (*TOLD, "--tokenizer", tokenizer)
-    assert bring_in(folder / "m.pth", folder / "ours", *words) == 0
+    words = (*FLAGS, "--tokenizer", tokenizer)
+    assert import_model(folder / "m.pth", folder / "ours", *words) == 0
     more = ["--max_shard_size", "100KB", "--out", str(folder / "llama")]
     words = ["export", "--checkpoint", str(folder / "ours"), "--format", "llama", *more]
     assert main(words) == 0
@@ -319,8 +317,8 @@ def changed_config(**change: Any) -> Any:
     """A value of None takes the name away."""
 
     def change_it(path: Path) -> None:
-        told = {**json.loads((path / "config.json").read_text()), **change}
-        kept = {name: value for name, value in told.items() if value is not None}
+        values = {**json.loads((path / "config.json").read_text()), **change}
+        kept = {name: value for name, value in values.items() if value is not None}
         (path / "config.json").write_text(json.dumps(kept))
 
     return change_it
@@ -333,9 +331,9 @@ def changed_header(path: Path) -> None:
 
 def changed_index(path: Path) -> None:
     file = path / "model.safetensors.index.json"
-    told = json.loads(file.read_text())
-    told["weight_map"]["model.norm.weight"] = "../elsewhere.safetensors"
-    file.write_text(json.dumps(told))
+    values = json.loads(file.read_text())
+    values["weight_map"]["model.norm.weight"] = "../elsewhere.safetensors"
+    file.write_text(json.dumps(values))
 
 
 def changed_tensors(**change: Any) -> Any:
@@ -374,11 +372,11 @@ BAD_FOLDERS = {
 
 
 @pytest.mark.parametrize("why", BAD_FOLDERS)
-def test_directories_that_are_not_what_they_say(why, llama, tmp_path, capsys):
+def test_invalid_directories_are_rejected(why, llama, tmp_path, capsys):
     change, named = BAD_FOLDERS[why]
     place = Path(shutil.copytree(llama, tmp_path / "llama"))
     change(place)
-    assert bring_in(place, tmp_path / "out", kind="llama") == 4
+    assert import_model(place, tmp_path / "out", kind="llama") == 4
     refused(4, str(place), named, capsys=capsys, tmp_path=tmp_path)
 
 
@@ -394,35 +392,35 @@ def test_directories_that_are_not_what_they_say(why, llama, tmp_path, capsys):
         ("minimind2", "run/checkpoints", "is a run of ours"),
     ],
 )
-def test_another_kind_than_was_named_is_told_with_what_to_name(
+def test_wrong_format_is_reported_with_the_right_one(
     kind, place, words, llama, tokenizer, tmp_path, capsys
 ):
     (llama.parent / "run" / "checkpoints").mkdir(parents=True, exist_ok=True)
-    told = [*TOLD, "--tokenizer", tokenizer]
-    assert bring_in(llama.parent / place, tmp_path / "out", *told, kind=kind) == 2
+    flags = [*FLAGS, "--tokenizer", tokenizer]
+    assert import_model(llama.parent / place, tmp_path / "out", *flags, kind=kind) == 2
     refused(2, f"{place}: {words}", capsys=capsys, tmp_path=tmp_path)
 
 
-def test_names_that_are_nobodys_are_not_called_llamas(pth, tokenizer, tmp_path, capsys):
+def test_unknown_tensor_names_are_not_reported_as_llama(pth, tokenizer, tmp_path, capsys):
     torch.save({"wte.weight": torch.zeros(4, 4)}, pth)
     for kind, named in (("minimind2", "'wte.weight' is no tensor"), ("llama", "embed_tokens")):
-        assert bring_in(pth, tmp_path / "out", "--tokenizer", tokenizer, kind=kind) == 4
+        assert import_model(pth, tmp_path / "out", "--tokenizer", tokenizer, kind=kind) == 4
         refused(4, named, capsys=capsys, tmp_path=tmp_path)
 
 
-def test_a_file_beside_a_configuration_is_told_with_its_folder(llama, tmp_path, capsys):
+def test_file_beside_a_configuration_is_reported_with_its_folder(llama, tmp_path, capsys):
     files = [load_file(path) for path in sorted(llama.glob("*.safetensors"))]
     save_file({**files[0], **files[1]}, tmp_path / "m.safetensors")
     shutil.copy(llama / "config.json", tmp_path)
-    assert bring_in(tmp_path / "m.safetensors", tmp_path / "out", kind="llama") == 2
+    assert import_model(tmp_path / "m.safetensors", tmp_path / "out", kind="llama") == 2
     refused(2, f"name {tmp_path}, where config.json may, or give", capsys=capsys, tmp_path=tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["llama", "minimind2"])
 @pytest.mark.parametrize("place", ["model.gguf", "."])
-def test_gguf_is_for_writing_only_and_says_so(kind, place, tmp_path, capsys):
+def test_gguf_input_is_rejected(kind, place, tmp_path, capsys):
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(99))
-    assert bring_in(tmp_path / place, tmp_path / "out", kind=kind) == 4
+    assert import_model(tmp_path / place, tmp_path / "out", kind=kind) == 4
     words = "model.gguf: is GGUF, which is written here and not read; name what it was exported"
     refused(4, words, capsys=capsys, tmp_path=tmp_path)
 
@@ -437,35 +435,35 @@ def test_gguf_is_for_writing_only_and_says_so(kind, place, tmp_path, capsys):
         (("--max_seq_len", "65"), "--max_seq_len 65 is not the max_position_embeddings = 64"),
     ],
 )
-def test_a_flag_that_a_configuration_contradicts_is_refused(
+def test_flag_that_contradicts_a_configuration_is_rejected(
     flag, named, llama, folder, tmp_path, capsys
 ):
     for place, kind in ((llama, "llama"), (folder, "minimind2")):
-        assert bring_in(place, tmp_path / "out", *flag, kind=kind) == 2
+        assert import_model(place, tmp_path / "out", *flag, kind=kind) == 2
         refused(2, named, str(place), capsys=capsys, tmp_path=tmp_path)
 
 
-def test_special_ids_are_those_of_the_tokenizer_that_comes_along(llama, tmp_path):
+def test_special_ids_come_from_the_imported_tokenizer(llama, tmp_path):
     place = Path(shutil.copytree(llama, tmp_path / "llama"))
     changed_config(bos_token_id=7, eos_token_id=[8, 9], pad_token_id=10)(place)
-    assert bring_in(place, tmp_path / "out", kind="llama") == 0
+    assert import_model(place, tmp_path / "out", kind="llama") == 0
     for file in ("config.json", "generation_config.json"):
-        told = json.loads((tmp_path / "out" / file).read_text())
-        ids = [told[f"{name}_token_id"] for name in ("bos", "eos", "pad")]
+        values = json.loads((tmp_path / "out" / file).read_text())
+        ids = [values[f"{name}_token_id"] for name in ("bos", "eos", "pad")]
         assert ids == [1, 2, 3], file
 
 
-def test_a_head_that_a_configuration_is_silent_of_is_its_own(llama, tmp_path):
+def test_head_is_untied_if_the_configuration_does_not_tie_it(llama, tmp_path):
     """As transformers has it: tie_word_embeddings is False where it is not named."""
     place = Path(shutil.copytree(llama, tmp_path / "llama"))
     changed_config(tie_word_embeddings=None)(place)
     embedding = WEIGHTS["tok_embeddings.weight"]
     changed_tensors(**{"lm_head.weight": embedding.flip(0)})(place)
     index = place / "model.safetensors.index.json"
-    told = json.loads(index.read_text())
-    told["weight_map"]["lm_head.weight"] = "model-00002-of-00002.safetensors"
-    index.write_text(json.dumps(told))
-    assert bring_in(place, tmp_path / "out", kind="llama") == 0
+    values = json.loads(index.read_text())
+    values["weight_map"]["lm_head.weight"] = "model-00002-of-00002.safetensors"
+    index.write_text(json.dumps(values))
+    assert import_model(place, tmp_path / "out", kind="llama") == 0
     assert load_weights_from(tmp_path / "out").config.tie_word_embeddings is False
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(written["lm_head.weight"], embedding.flip(0))
@@ -474,13 +472,13 @@ def test_a_head_that_a_configuration_is_silent_of_is_its_own(llama, tmp_path):
 # --- where it goes ------------------------------------------------------------------------------
 
 
-def test_what_exists_is_replaced_only_by_force_and_only_if_it_is_ours(folder, tmp_path, capsys):
+def test_existing_output_is_replaced_only_with_force_if_it_is_an_export(folder, tmp_path, capsys):
     out = tmp_path / "there"
-    assert bring_in(folder, out) == 0
-    assert bring_in(folder, out) == 2
-    assert bring_in(folder, out, "--force") == 0
+    assert import_model(folder, out) == 0
+    assert import_model(folder, out) == 2
+    assert import_model(folder, out, "--force") == 0
     (out / "thesis.tex").write_text("mine")
-    assert bring_in(folder, out, "--force") == 2
+    assert import_model(folder, out, "--force") == 2
     assert "'thesis.tex'" in capsys.readouterr().err
     assert (out / "thesis.tex").exists()
     words = ["export", "--checkpoint", folder, "--format", "gguf", "--out", folder, "--force"]
@@ -488,20 +486,20 @@ def test_what_exists_is_replaced_only_by_force_and_only_if_it_is_ours(folder, tm
 
 
 @pytest.mark.parametrize("form", ["minimind", "llama", "gguf"])
-def test_an_export_that_does_not_fit_on_the_disk(form, folder, tmp_path, capsys, monkeypatch):
+def test_export_that_does_not_fit_on_the_disk(form, folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(whole_files, "free_bytes", lambda path: 1000)
     words = ["export", "--checkpoint", folder, "--format", form, "--out", tmp_path / "out"]
     assert main(list(map(str, words))) == 5
     refused(5, "bytes", "1,000", capsys=capsys, tmp_path=tmp_path)
 
 
-def test_numbers_that_float16_does_not_reach(folder, tmp_path, capsys):
+def test_values_that_float16_cannot_represent(folder, tmp_path, capsys):
     large = {**WEIGHTS, WQ: torch.full((32, 32), 1e6)}
     torch.save(large, folder / "pytorch_model.bin")
     for form in ("llama", "gguf"):
         words = ["export", "--checkpoint", folder, "--format", form, "--dtype", "float16"]
         assert main([*map(str, words), "--out", str(tmp_path / "out")]) == 6
-        assert "float16 does not reach" in capsys.readouterr().err
+        assert "float16 cannot represent" in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
 
 
@@ -511,13 +509,13 @@ def test_gguf_is_one_file(folder, tmp_path, capsys):
     refused(2, "--max_shard_size", capsys=capsys, tmp_path=tmp_path)
 
 
-def test_a_vocabulary_of_hugging_face_goes_everywhere_but_into_gguf(pth, folder, tmp_path, capsys):
-    assert bring_in(folder, tmp_path / "ours") == 0
+def test_hugging_face_tokenizer_is_exported_except_to_gguf(pth, folder, tmp_path, capsys):
+    assert import_model(folder, tmp_path / "ours") == 0
     (tmp_path / "hf").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tmp_path / "ours" / name, tmp_path / "hf" / name)
     theirs = tmp_path / "hf" / "tokenizer.json"
-    assert bring_in(pth, tmp_path / "theirs", *TOLD, "--tokenizer", theirs) == 0
+    assert import_model(pth, tmp_path / "theirs", *FLAGS, "--tokenizer", theirs) == 0
     assert (tmp_path / "theirs" / "tokenizer.json").read_bytes() == theirs.read_bytes()
     assert not (tmp_path / "theirs" / "tokenizer.model").exists()
     words = ["export", "--checkpoint", tmp_path / "theirs", "--out", tmp_path / "out", "--format"]

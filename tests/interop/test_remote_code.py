@@ -62,7 +62,7 @@ def export(model: Any, place: Path) -> None:
         (place / name).write_bytes(content)
 
 
-def test_every_module_comes_along_and_none_asks_for_this_package():
+def test_all_modules_are_included_and_none_imports_this_package():
     files = remote_code()
     assert {"configuration.py", "decoder.py", "layers.py", "loss.py", "rotary.py"} <= {*files}
     assert [*files] == sorted(files)
@@ -76,7 +76,7 @@ def test_every_module_comes_along_and_none_asks_for_this_package():
         assert f"\nclass {name}(" in files[f"{module}.py"].decode()
 
 
-def test_it_loads_and_generates_where_this_package_is_not_installed(tmp_path: Path):
+def test_model_loads_and_generates_without_this_package(tmp_path: Path):
     ids = torch.randint(4, 97, (2, 9), generator=torch.manual_seed(5))
     models = {
         "plain": build(),

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from minimind.interop.weight_names import (
-    from_halves,
     from_minimind2,
     to_gguf,
-    to_halves,
+    to_interleaved,
     to_minimind2,
+    to_rotate_half,
 )
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
@@ -24,7 +24,7 @@ def names() -> list[str]:
         return list(MiniMindForCausalLM(config).state_dict())
 
 
-def test_every_weight_of_a_dense_model_has_a_name_of_its_own_in_minimind2_and_back(names):
+def test_minimind2_names_of_a_dense_model_are_unique_and_invertible(names):
     dense = [name for name in names if "q_norm" not in name and "k_norm" not in name]
     theirs = [to_minimind2(name) for name in dense]
     assert None not in theirs
@@ -36,11 +36,11 @@ def test_every_weight_of_a_dense_model_has_a_name_of_its_own_in_minimind2_and_ba
 @pytest.mark.parametrize(
     "name", ["layers.0.feed_forward.gate.weight", "layers.x.wq.weight", "mask"]
 )
-def test_what_is_no_weight_of_a_dense_minimind2_has_no_name_of_ours(name):
+def test_tensors_outside_dense_minimind2_have_no_name_here(name):
     assert from_minimind2(name) is None
 
 
-def test_names_of_gguf_are_those_of_its_own_package(names):
+def test_gguf_names_are_those_of_the_gguf_package(names):
     gguf = pytest.importorskip("gguf")
     known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 2)
     for name in names:
@@ -49,31 +49,31 @@ def test_names_of_gguf_are_those_of_its_own_package(names):
 
 
 @pytest.mark.parametrize("side", ["q_proj", "k_proj", "q_norm", "k_norm"])
-def test_what_is_turned_comes_back_number_by_number(side):
+def test_layout_conversion_is_invertible(side):
     name = f"model.layers.3.self_attn.{side}.weight"
     weight = torch.randn(3 * 8, 5) if side.endswith("proj") else torch.randn(8)
-    there = to_halves(name, weight, 8)
+    there = to_rotate_half(name, weight, 8)
     assert not torch.equal(there, weight)
-    assert torch.equal(from_halves(name, there, 8), weight)
+    assert torch.equal(to_interleaved(name, there, 8), weight)
 
 
-def test_values_and_outputs_are_not_turned():
+def test_value_and_output_projections_keep_their_layout():
     weight = torch.randn(16, 16)
     for side in ("v_proj", "o_proj"):
-        assert to_halves(f"model.layers.0.self_attn.{side}.weight", weight, 8) is weight
+        assert to_rotate_half(f"model.layers.0.self_attn.{side}.weight", weight, 8) is weight
 
 
-def test_turned_rows_under_rotations_of_halves_are_ours_turned():
+def test_converted_rows_match_rotate_half_rotations():
     """cos and sin of j turn channels j and j + D/2, as Hugging Face's Llama has it."""
     width, heads, theta, positions = 8, 3, 100.0, 11
     weight, x = torch.randn(heads * width, 5), torch.randn(positions, 5)
     ours = apply_rotary(
         (x @ weight.T).view(1, positions, heads, width), build_pos_cis(width, positions, theta)
     )
-    turned = to_halves("model.layers.0.self_attn.q_proj.weight", weight, width)
+    turned = to_rotate_half("model.layers.0.self_attn.q_proj.weight", weight, width)
     angles = torch.arange(positions)[:, None] * theta ** (-torch.arange(0, width, 2) / width)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second = (x @ turned.T).view(positions, heads, width).chunk(2, -1)
     theirs = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    back = from_halves("model.layers.0.self_attn.q_proj.weight", theirs.flatten(1).T, width)
+    back = to_interleaved("model.layers.0.self_attn.q_proj.weight", theirs.flatten(1).T, width)
     torch.testing.assert_close(back.T.view(1, positions, heads, width), ours)

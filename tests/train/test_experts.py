@@ -19,7 +19,8 @@ from minimind.engine.build import Engine, leave_process_group
 from minimind.engine.loss_of_batch import MicroBatchLoss
 from minimind.engine.phase_clock import PhaseClock
 from minimind.errors import CheckpointError, UsageError
-from minimind.inference.from_checkpoint import generate, load_checkpoint
+from minimind.inference.generate import generate_texts
+from minimind.inference.load_model import load_checkpoint
 from minimind.inference.sampling import Sampling
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
@@ -181,7 +182,8 @@ def test_a_checkpoint_generates_and_consolidated_it_gives_the_same_logits(
 ):
     model, tokenizer, path = load_checkpoint(str(runs / "whole"))
     assert model.config.use_moe
-    text, _ = generate(model, tokenizer, "ab", Sampling(max_new_tokens=8, temperature=0))
+    how = Sampling(max_new_tokens=8, temperature=0)
+    text = "ab" + generate_texts(model, tokenizer, ["ab"], how).texts[0]
     assert text.startswith("ab")
     out = tmp_path / "whole"
     assert main(["checkpoint", "consolidate", str(path), "--out", str(out)]) == 0

@@ -181,7 +181,7 @@ def test_a_command_out_of_memory_ends_with_10(
     def fail(*args: Any, **more: Any) -> Any:
         raise torch.OutOfMemoryError(CUDA)
 
-    monkeypatch.setattr("minimind.inference.generate.write_on", fail)
+    monkeypatch.setattr("minimind.inference.generate.generate_texts", fail)
     asked = ["generate", "--checkpoint", str(trained.run), "--prompt", "a"]
     assert main(asked) == 10
     told = capsys.readouterr().err
