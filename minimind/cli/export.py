@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from minimind.config.arguments import at_least, filled, path_of, positive, size_in_bytes
+from minimind.config.arguments import at_least, non_empty, non_empty_path, positive, size_in_bytes
 from minimind.runtime.output_folder import NewFolder
 
 FORMATS = ("minimind", "llama", "gguf", "transformers")
@@ -21,7 +21,7 @@ def add_parsers(subs: Any) -> None:
     added = subs.add_parser("export", help=told, description=f"{told}.", example=example)
     add = added.add_argument
     place = "a run's out_dir, a step_ directory, or what `import` or `export` wrote"
-    add("--checkpoint", type=filled, required=True, metavar="PLACE", help=place)
+    add("--checkpoint", type=non_empty, required=True, metavar="PLACE", help=place)
     kinds = (
         "minimind: with our code, for transformers; llama: for whatever loads Llama; gguf;"
         " transformers: a run of --model hf:, as the model that it is"
@@ -36,7 +36,7 @@ def add_parsers(subs: Any) -> None:
     example = "minimind import --from llama path/to/llama --out out/imported"
     added = subs.add_parser("import", help=told, description=f"{told}.", example=example)
     add = added.add_argument
-    add("source", type=path_of, metavar="FILE|DIR", help="a file of weights, or a directory")
+    add("source", type=non_empty_path, metavar="FILE|DIR", help="a file of weights, or a directory")
     add(
         "--from",
         required=True,
@@ -45,7 +45,9 @@ def add_parsers(subs: Any) -> None:
         help="whose format it has",
     )
     add(
-        "--tokenizer", type=path_of, help="tokenizer, a file or directory (default: the one in DIR)"
+        "--tokenizer",
+        type=non_empty_path,
+        help="tokenizer, a file or directory (default: the one in DIR)",
     )
     shape = "of a file without config.json: "
     for name, told in (("n_heads", "query heads"), ("n_kv_heads", "key/value heads, to be sure")):
@@ -57,7 +59,7 @@ def add_parsers(subs: Any) -> None:
 
 
 def _add_out(added: argparse.ArgumentParser) -> None:
-    added.add_argument("--out", type=path_of, required=True, help="a new folder")
+    added.add_argument("--out", type=non_empty_path, required=True, help="a new folder")
     added.add_argument("--force", action="store_true", help="replace an earlier --out")
     added.add_argument("--debug", action="store_true", help="show tracebacks")
 

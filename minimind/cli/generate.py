@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.config.arguments import add_model, at_least, finite, path_of, penalty, share
+from minimind.config.arguments import add_model, at_least, finite, non_empty_path, penalty, share
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.inference.prompts import prompt_of, read_prompts, read_text
 from minimind.runtime.durable_files import printing, require_writable, storing, write_whole
@@ -43,7 +43,12 @@ def add_parser(subs: Any) -> None:
     add("--prompt_file", metavar="FILE", help="the prompt is what this file has")
     told = "a prompt a line (blank ones passed over), or .jsonl with a prompt field"
     add("--prompts", metavar="FILE", help=f"{told}; answers as JSON lines, in order")
-    add("--out", type=path_of, metavar="FILE", help="where these go, instead of standard output")
+    add(
+        "--out",
+        type=non_empty_path,
+        metavar="FILE",
+        help="where these go, instead of standard output",
+    )
     add("--force", action="store_true", help="replace an earlier --out")
     add("--batch_size", type=at_least(1), default=16, help="prompts at once")
     add("--max_new_tokens", type=at_least(1), default=100, help="longest continuation")

@@ -19,7 +19,7 @@ from minimind.config.arguments import (
     Parser,
     PrintCompletion,
     at_least,
-    path_of,
+    non_empty_path,
     positive,
     share,
     size_in_bytes,
@@ -110,7 +110,7 @@ def _add_checkpoint(subs: Any) -> None:
         "Write whole tensors as safetensors, once the hashes are verified",
         "out --out out/whole",
     )
-    added.add_argument("--out", type=path_of, required=True, help="a new folder")
+    added.add_argument("--out", type=non_empty_path, required=True, help="a new folder")
     told = "precision of the numbers"
     added.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help=told)
     added.add_argument(

@@ -10,7 +10,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.config.arguments import Parser, at_least, count_of_bytes, fraction, path_of, utf8
+from minimind.config.arguments import (
+    Parser,
+    at_least,
+    count_of_bytes,
+    fraction,
+    non_empty_path,
+    utf8,
+)
 from minimind.config.run_config import FLAGS
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.runtime.durable_files import mebibytes
@@ -61,7 +68,9 @@ def add_parser(subs: Any) -> None:
 
 def _add_training(added: argparse.ArgumentParser) -> None:
     added.add_argument("paths", nargs="*", metavar="PATH", help=TEXT_HELP)
-    added.add_argument("--out", type=path_of, required=True, metavar="DIR", help="a new folder")
+    added.add_argument(
+        "--out", type=non_empty_path, required=True, metavar="DIR", help="a new folder"
+    )
     vocabulary = FLAGS["vocab_size"]
     added.add_argument(
         "--vocab_size",

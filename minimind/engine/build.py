@@ -27,8 +27,8 @@ from minimind.config.deepspeed import engine_rules as rules
 from minimind.config.deepspeed.auto_values import offloads
 from minimind.config.deepspeed.literals import BATCH, leaves
 from minimind.config.deepspeed.resolve import Resolved
-from minimind.config.deepspeed.schema import MODELS, fault_told, optimizer_name
-from minimind.config.launcher_env import join_by_hand, settle
+from minimind.config.deepspeed.schema import MODELS, format_model_fault, optimizer_name
+from minimind.config.launcher_env import configure_libraries, set_rendezvous_defaults
 from minimind.engine.deepspeed_backend import Backend, DeepSpeedBackend
 from minimind.engine.deepspeed_logs import CollectivesLog, time_from_the_start
 from minimind.engine.engine import Engine
@@ -55,7 +55,7 @@ def build_engine(resolved: Resolved, model: PreTrainedModel, device: str) -> Eng
     """
     run = resolved.run
     parameters = sum(p.numel() for p in model.parameters())
-    settle(device)
+    configure_libraries(device)
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for it
         torch.use_deterministic_algorithms(True)
@@ -85,7 +85,7 @@ def _deepspeed(
     # meanwhile leaves a lock behind that every later start waits for, in silence.
     buildable = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
     deepspeed.ops.__dict__["__compatible_ops__"] = buildable
-    join_by_hand(os.environ)
+    set_rendezvous_defaults(os.environ)
     backend, timeout = carrier(device, run.dist_timeout)
     with rendezvous():
         accelerator = Accelerator(
@@ -158,7 +158,7 @@ def _plain(resolved: Resolved, model: PreTrainedModel, device: str) -> tuple[Bac
     if resolved.backend == "single":
         _alone()
     else:
-        join_by_hand(os.environ)
+        set_rendezvous_defaults(os.environ)
     has_unused = resolved.backend == "ddp" and bool(unused_parameters(model))
     prepare_for_ddp(model)
     model.to(getattr(torch, run.dtype))
@@ -194,11 +194,11 @@ def forward_only(device: str, dist_timeout: int) -> Iterator[Any]:
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
-    settle(device)
+    configure_libraries(device)
     if os.environ.get("WORLD_SIZE", "1") == "1":
         _alone()
     else:
-        join_by_hand(os.environ)
+        set_rendezvous_defaults(os.environ)
     backend, timeout = carrier(device, dist_timeout)
     handlers: list[Any] = [InitProcessGroupKwargs(backend=backend, timeout=timeout)]
     try:
@@ -234,7 +234,7 @@ def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[st
     """What DeepSpeed's own models refuse in the sections of a resolved configuration."""
     from pydantic import ValidationError
 
-    settle(device)
+    configure_libraries(device)
     faults = []
     for section, (module, name) in MODELS.items():
         if section not in config:
@@ -242,7 +242,7 @@ def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[st
         try:
             getattr(import_module(module), name)(**deepcopy(config[section]))
         except ValidationError as error:
-            told = [fault_told(section, fault) for fault in error.errors()]
+            told = [format_model_fault(section, fault) for fault in error.errors()]
             faults += [f"{path}: {fault}; change or remove it" for fault in told]
         except AssertionError as error:  # an old name beside the new one
             remedy = rules.way_out({section: config[section]}, str(error))
@@ -258,7 +258,7 @@ def require_accepted(resolved: Resolved, device: str) -> None:
     """
     if resolved.backend != "deepspeed":
         return
-    settle(device)
+    configure_libraries(device)
     told = _refused(resolved.config)
     if not told:
         return

@@ -110,12 +110,12 @@ def _curve(chart: Chart, scale: Scale, line: Line) -> str:
         pairs = zip(x.tolist(), y.tolist(), strict=True)
         path = "".join(f"M{a:.1f} {b:.1f}h0" for a, b in pairs if math.isfinite(b))
     else:
-        path = path_of(x, y)
+        path = non_empty_path(x, y)
     name, alone = escape(line.name, quote=True), " dots" if np.isfinite(y).sum() == 1 else ""
     return f'<path class="line {line.look}{alone} {line.tone}" data-name="{name}" d="{path}"/>'
 
 
-def path_of(x: np.ndarray, y: np.ndarray) -> str:
+def non_empty_path(x: np.ndarray, y: np.ndarray) -> str:
     """`M.. ..L.. ..` through the points, broken where y is NaN; a lone one is a dot."""
     fine = np.isfinite(y)
     opens = fine & ~np.r_[False, fine[:-1]]

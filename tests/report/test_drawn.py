@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from minimind.report.charts import Chart, Line, scale_of
-from minimind.report.drawing import drawn, path_of
+from minimind.report.drawing import drawn, non_empty_path
 from minimind.report.labels import mark_labels
 from minimind.report.numbers import linear_ticks, log_ticks, tick_labels
 from minimind.report.panels import charts_of, tone_of
@@ -124,10 +124,10 @@ def test_the_load_of_experts_is_drawn_where_there_is_one(tmp_path):
 
 def test_a_null_is_a_gap_and_a_lone_point_a_dot():
     x = np.arange(6.0)
-    assert path_of(x, np.array([1, 2, np.nan, 4, np.nan, 6.0])) == (
+    assert non_empty_path(x, np.array([1, 2, np.nan, 4, np.nan, 6.0])) == (
         "M0.0 1.0L1.0 2.0M3.0 4.0h0M5.0 6.0h0"
     )
-    assert path_of(x, np.full(6, np.nan)) == ""
+    assert non_empty_path(x, np.full(6, np.nan)) == ""
 
 
 def test_a_million_lines_keep_the_least_and_the_largest_of_every_column():

@@ -36,7 +36,7 @@ UNTESTED = ("zero_allow_untested_optimizer",)
 OFFLOAD = ("zero_force_ds_cpu_optimizer",)
 
 
-def never_left_out(config: Mapping[str, Any]) -> tuple[str, ...]:
+def required_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The keys that are written whether or not the file names them."""
     keys = ALWAYS
     optimizer = optimizer_name(get(config, "optimizer.type"))
@@ -57,7 +57,7 @@ def offloads(config: Mapping[str, Any], what: str) -> bool:
     return device in ("cpu", "nvme")
 
 
-def autos(
+def auto_values(
     config: Mapping[str, Any],
     run: RunConfig,
     world_size: int,

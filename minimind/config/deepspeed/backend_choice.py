@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from minimind.config.deepspeed.auto_values import offloads
-from minimind.config.deepspeed.effects import passed_over
-from minimind.config.deepspeed.incompatible import needs_gpu
+from minimind.config.deepspeed.effects import keys_without_effect
+from minimind.config.deepspeed.incompatible import precision_faults
 from minimind.config.deepspeed.literals import AUTO, adopt_launch, get, put
 from minimind.config.deepspeed.resolve import Resolved, Sections, read_deepspeed_json, resolve
-from minimind.config.launcher_env import Launch, parent_command, with_dropped_file
+from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
@@ -41,7 +41,7 @@ class Setup:
             return with_compile(resolve(*place, schedule, self.launch, sections), self.device)
         faults: list[str] = []
         run = adopt_launch(run, self.launch, faults)
-        faults += needs_gpu(run, self.device)
+        faults += precision_faults(run, self.device)
         if faults:
             raise fault_error(faults)
         run.micro_batch_rows(world_size)  # raises where they cannot be shared out
@@ -54,7 +54,7 @@ def read_setup(run: RunConfig, launch: Launch) -> Setup:
     DeepSpeed is in force when a file is named, by flag or in the Accelerate YAML, or when
     `accelerate launch` was told to use it; the shipped file then stands in for one.
     """
-    launch = with_dropped_file(launch, run.deepspeed_config, parent_command())
+    launch = with_dropped_config(launch, run.deepspeed_config, parent_command())
     faults: list[str] = []  # told by resolve(), with those of the file
     heard = adopt_launch(run, launch, faults)
     try:
@@ -116,21 +116,21 @@ def advice(setup: Setup, resolved: Resolved) -> list[str]:
     """What could be had for less; nothing where nothing could."""
     launch = setup.launch
     told = (
-        engaged_by(launch),
+        dropped_config_notice(launch),
         idle_gpus(setup.device, launch),
-        nothing_to_share(resolved, launch.world_size),
+        single_process_advice(resolved, launch.world_size),
         slow_bf16(resolved.run, setup.device),
         without_effect(resolved),
     )
     return [*filter(None, told)]
 
 
-def engaged_by(launch: Launch) -> str:
+def dropped_config_notice(launch: Launch) -> str:
     """That DeepSpeed is on by a file that the launcher dropped; else nothing."""
-    if launch.dropped_file is None:
+    if launch.dropped_config is None:
         return ""
     return (
-        f"DeepSpeed is engaged by --deepspeed_config_file {launch.dropped_file}, which `accelerate"
+        f"DeepSpeed is engaged by --deepspeed_config_file {launch.dropped_config}, which `accelerate"
         f" launch` drops without --use_deepspeed; it is {launch.deepspeed_config} here"
     )
 
@@ -147,7 +147,7 @@ def idle_gpus(device: str, launch: Launch) -> str:
     )
 
 
-def nothing_to_share(resolved: Resolved, world_size: int) -> str:
+def single_process_advice(resolved: Resolved, world_size: int) -> str:
     """What to type where ZeRO buys nothing that a process alone has not; else nothing."""
     config = resolved.config
     offloaded = any(offloads(config, what) for what in ("optimizer", "param"))
@@ -172,5 +172,5 @@ def slow_bf16(run: RunConfig, device: str) -> str:
 
 def without_effect(resolved: Resolved) -> str:
     """The ZeRO keys of the file that its stage or device passes over; else nothing."""
-    keys = passed_over(resolved.config, resolved.sources, resolved.path)
+    keys = keys_without_effect(resolved.config, resolved.sources, resolved.path)
     return f"no effect at ZeRO stage {resolved.zero_stage}: {', '.join(keys)}" if keys else ""

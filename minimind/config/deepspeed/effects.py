@@ -148,7 +148,9 @@ def ignored_faults(config: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def passed_over(config: Mapping[str, Any], sources: Mapping[str, str], path: str) -> list[str]:
+def keys_without_effect(
+    config: Mapping[str, Any], sources: Mapping[str, str], path: str
+) -> list[str]:
     """The ZeRO keys written in the file (`path`) that have no effect at its stage or device."""
     stage = get(config, f"{ZERO}stage")
     found = []

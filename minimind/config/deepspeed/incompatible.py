@@ -19,7 +19,7 @@ from minimind.config.run_config import RunConfig
 ZERO = "zero_optimization."
 RESUMABLE = ("Adam", "AdamW", "Lion", "SGD")  # whose moments optimizer_state.py knows
 # Which schedulers of DeepSpeed's have a place for these flags; any other scheduler has none.
-HEARD_BY = {
+SUPPORTED_BY = {
     "schedule": (),
     "warmup_steps": ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
     "min_lr_ratio": ("WarmupCosineLR",),
@@ -49,7 +49,7 @@ LEAST = {
 }
 
 
-def combination_faults(
+def incompatible_settings(
     config: Mapping[str, Any],
     path: str,
     run: RunConfig,
@@ -62,7 +62,7 @@ def combination_faults(
     found += [
         f"{block}.type is {kind}, which does not hear {name} = {getattr(run, name)}"
         f" ({run.sources[name]}); drop the latter, or change the block"
-        for block, kind, name in unheard(config)
+        for block, kind, name in ignored_flags(config)
         if run.is_explicit(name)
     ]
     found += _least(config) + _other_values(config) + ignored_faults(config)
@@ -84,11 +84,13 @@ def combination_faults(
     return [f"{path}: {fault}" for fault in found]
 
 
-def unheard(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def ignored_flags(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(block, its type, flag) for each flag that the file's scheduler or optimizer passes over."""
     scheduler = get(config, "scheduler.type")
     optimizer = optimizer_name(get(config, "optimizer.type"))
-    deaf = [] if scheduler is MISSING else [n for n, k in HEARD_BY.items() if scheduler not in k]
+    deaf = (
+        [] if scheduler is MISSING else [n for n, k in SUPPORTED_BY.items() if scheduler not in k]
+    )
     told = [("scheduler", scheduler, name) for name in deaf]
     if optimizer and "betas" not in OPTIMIZERS[optimizer].split():
         told += [("optimizer", optimizer, name) for name in ("beta1", "beta2")]
@@ -121,7 +123,7 @@ def _batch(config: Mapping[str, Any], run: RunConfig, world_size: int) -> list[s
     ]
 
 
-def needs_gpu(run: RunConfig, device: str) -> list[str]:
+def precision_faults(run: RunConfig, device: str) -> list[str]:
     """The fault of a precision that a CPU does not have, with and without DeepSpeed."""
     if run.dtype != "float16" or device != "cpu":
         return []
@@ -130,7 +132,7 @@ def needs_gpu(run: RunConfig, device: str) -> list[str]:
 
 
 def _precision(config: Mapping[str, Any], run: RunConfig, device: str, stage: int) -> list[str]:
-    found = needs_gpu(run, device)
+    found = precision_faults(run, device)
     if run.dtype == "float16" and stage == 0 and not found:
         found.append(
             f"dtype = float16 ({run.sources['dtype']}) trains wrongly at ZeRO stage 0 in DeepSpeed"

@@ -18,7 +18,7 @@ _TRUE = ("true", "t", "yes", "y", "on", "1")
 _FALSE = ("false", "f", "no", "n", "off", "0")
 
 
-def normalised(config: Mapping[str, Any]) -> dict[str, Any]:
+def normalize_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of `config` with every literal as DeepSpeed reads it.
 
     A literal that DeepSpeed reads as it stands is left for the schema to judge: also a text for a

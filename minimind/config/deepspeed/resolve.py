@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minimind.config.deepspeed import schema as deepspeed_schema
-from minimind.config.deepspeed.auto_values import autos, never_left_out
+from minimind.config.deepspeed.auto_values import auto_values, required_keys
 from minimind.config.deepspeed.engine_rules import engine_faults
-from minimind.config.deepspeed.incompatible import combination_faults
+from minimind.config.deepspeed.incompatible import incompatible_settings
 from minimind.config.deepspeed.literals import (
     AUTO,
     BATCH,
@@ -27,7 +27,7 @@ from minimind.config.deepspeed.literals import (
     leaves,
     put,
 )
-from minimind.config.deepspeed.normalize import normalised
+from minimind.config.deepspeed.normalize import normalize_config
 from minimind.config.launcher_env import Launch
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
@@ -129,7 +129,7 @@ def resolve(
     its warm-up. `sections` gives the faults that DeepSpeed's own models find in a filled file.
     Raises a UsageError of every fault found.
     """
-    config = normalised(json.loads(json.dumps(written)))
+    config = normalize_config(json.loads(json.dumps(written)))
     for key in (BATCH, MICRO_BATCH, "gradient_accumulation_steps"):
         if key in config and config[key] is None:  # DeepSpeed's way of leaving it open
             config[key] = AUTO
@@ -154,7 +154,7 @@ def resolve(
     sources = {key: path for key in leaves(config)} | from_yaml
     _fill(config, sources, run, world_size, device, schedule)
     faults += _left(config, path)
-    faults += combination_faults(config, path, run, world_size, device, sources)
+    faults += incompatible_settings(config, path, run, world_size, device, sources)
     faults += engine_faults(config, path, run, device)
     # Of a place that we have told of, DeepSpeed's own words add nothing.
     told = [_key(fault, path) for fault in faults]
@@ -185,8 +185,8 @@ def _fill(
     schedule: Schedule | None,
 ) -> None:
     """Write into `config` what is "auto" or must not be left out, and its source."""
-    needed = never_left_out(config)
-    for key, (value, source) in autos(config, run, world_size, device, schedule).items():
+    needed = required_keys(config)
+    for key, (value, source) in auto_values(config, run, world_size, device, schedule).items():
         literal = get(config, key)
         if literal == AUTO or (literal is MISSING and key in needed):
             put(config, key, value)

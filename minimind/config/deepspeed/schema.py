@@ -187,7 +187,7 @@ MODELS = {
 }
 
 
-def fault_told(section: str, fault: Any) -> str:
+def format_model_fault(section: str, fault: Any) -> str:
     """`SECTION.KEY is VALUE: why`, of a fault that such a model found."""
     key = ".".join(map(str, (section, *fault["loc"])))
     if fault["type"] == "extra_forbidden":
