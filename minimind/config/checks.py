@@ -78,8 +78,8 @@ def _hugging_face_conflicts(run: RunConfig, place: str) -> Iterator[str]:
     """Flags that config.json decides, or that models of transformers do not support."""
     if not place or not Path(place).expanduser().exists():
         yield (
-            f"--model hf:{place}: there is no such directory or file, and models are not downloaded;"
-            " fetch the model, and name its directory or its config.json"
+            f"--model hf:{place}: there is no such directory or file, and models are not downloaded"
+            "; fetch the model, and name its directory or its config.json"
         )
     for name in SHAPE:
         if name not in ("max_seq_len", "vocab_size") and run.is_explicit(name):
@@ -90,8 +90,8 @@ def _hugging_face_conflicts(run: RunConfig, place: str) -> Iterator[str]:
     for name, value in (("doc_mask", True), ("loss", "chunked")):
         if getattr(run, name) == value:
             yield (
-                f"{name} = {value} ({run.sources[name]}) is only for the built-in decoder, and --model"
-                f" hf:{place} is a model of transformers; drop it"
+                f"{name} = {value} ({run.sources[name]}) is only for the built-in decoder, and"
+                f" --model hf:{place} is a model of transformers; drop it"
             )
 
 

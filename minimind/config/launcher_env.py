@@ -154,8 +154,9 @@ def with_dropped_config(launch: Launch, own_config: str | None, launcher: Sequen
     flags = _flags_of(launcher[started[-1] + 1 :])
     if dropped := next((name for name in DROPPED if name in flags), None):
         raise UsageError(
-            f"--{dropped} was passed to `accelerate launch`, which drops it without --use_deepspeed;"
-            " add --use_deepspeed (and remove --multi_gpu), or write it into the DeepSpeed file"
+            f"--{dropped} was passed to `accelerate launch`, which drops it"
+            " --use_deepspeed; add --use_deepspeed (and remove --multi_gpu), or write it into the"
+            " DeepSpeed file"
         )
     if file := flags.get("deepspeed_config_file"):
         path = _find_config(file)
@@ -163,8 +164,8 @@ def with_dropped_config(launch: Launch, own_config: str | None, launcher: Sequen
             return replace(launch, uses_deepspeed=True, deepspeed_config=path, dropped_config=file)
         if Path(own_config).resolve() != Path(path).resolve():
             raise UsageError(
-                f"--deepspeed_config is {own_config} but --deepspeed_config_file of `accelerate launch`"
-                f" is {file}; drop one of the two"
+                f"--deepspeed_config is {own_config} but --deepspeed_config_file of"
+                f" `accelerate launch` is {file}; drop one of the two"
             )
     path = flags.get("config_file")
     if not own_config and path and load_yaml(path, "--config_file").get("deepspeed_config"):
