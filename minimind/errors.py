@@ -1,7 +1,7 @@
-"""The ways a run can end, each with the exit status a shell sees.
+"""Errors that end a run, each with its exit status.
 
-A `RunError` is something its reader can mend, told in one sentence: the field, the value, where it
-came from, and the way out after a semicolon. Anything else that escapes is a bug of ours: 70.
+The message of a `RunError` is one sentence: the field, the value, its source and, after a
+semicolon, the remedy. Any other exception that escapes is a bug and exits with status 70.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 class RunError(Exception):
-    """An ending that is told in one line instead of a traceback."""
+    """Base class of errors that are printed as one line, without a traceback."""
 
     code = "E_INTERNAL"
     status = 70
@@ -21,19 +21,19 @@ class RunError(Exception):
         self, message: str, cause_rank: int | None = None, table: Sequence[str] = ()
     ) -> None:
         super().__init__(message)
-        self.cause_rank = cause_rank  # set when all ranks raise what only one of them met
-        self.table = table  # lines shown above the one line, for what reads badly in a sentence
+        self.cause_rank = cause_rank  # the failing rank, where all ranks raise its error
+        self.table = table  # lines printed above the message
 
 
 class UsageError(RunError):
-    """The command line or a configuration file asks for something that cannot be."""
+    """The command line or a configuration file is invalid."""
 
     code = "E_USAGE"
     status = 2
 
 
 def fault_error(faults: list[str]) -> UsageError:
-    """All of them as one error, numbered where there are several."""
+    """Combine all faults into one error, numbered if there are several."""
     unique = list(dict.fromkeys(faults))
     if len(unique) == 1:
         return UsageError(unique[0])
@@ -49,28 +49,28 @@ class DataError(RunError):
 
 
 class CheckpointError(RunError):
-    """No checkpoint can be used, or the one there is belongs to another run."""
+    """No checkpoint is usable, or the checkpoint belongs to another run."""
 
     code = "E_CHECKPOINT"
     status = 4
 
 
 class StorageError(RunError):
-    """A file cannot be written: disk full, read-only, or not there."""
+    """A file cannot be written: the disk is full, read-only or missing."""
 
     code = "E_STORAGE"
     status = 5
 
 
 class NumericError(RunError):
-    """The loss or the gradient is no longer a number."""
+    """The loss or the gradient is not finite."""
 
     code = "E_NONFINITE"
     status = 6
 
 
 class PeerError(RunError):
-    """Another rank died, hung or left."""
+    """Another rank died, hung or exited."""
 
     code = "E_PEER"
     status = 7
@@ -84,21 +84,21 @@ class LockedError(RunError):
 
 
 class RendezvousError(RunError):
-    """The ranks could not find one another."""
+    """The ranks could not connect to each other."""
 
     code = "E_RENDEZVOUS"
     status = 9
 
 
 class MemoryFull(RunError):
-    """Memory could not be allocated: the device's, or the host's."""
+    """Device or host memory could not be allocated."""
 
     code = "E_MEMORY"
     status = 10
 
 
-# The words of torch, cuBLAS, cuDNN and NCCL for an allocation that failed, where they raise no
-# type of their own. Triton's "out of resource" is about one kernel, and is not among them.
+# Messages of failed allocations in torch, cuBLAS, cuDNN and NCCL that have no exception type.
+# Triton's "out of resource" concerns a single kernel and is not included.
 HOST_FULL = "DefaultCPUAllocator: can't allocate memory"
 DEVICE_FULL = re.compile(
     r"CUDA out of memory|CUDA error: out of memory|Cuda failure.*out of memory"
@@ -107,49 +107,43 @@ DEVICE_FULL = re.compile(
 
 
 def which_memory(error: BaseException) -> str:
-    """`device` or `host` where `error` is a failed allocation there, otherwise an empty string."""
+    """Return `device` or `host` if `error` is a failed allocation there, else an empty string."""
     if isinstance(error, MemoryError) or HOST_FULL in str(error):
         return "host"
-    # By name: this module does without torch.
+    # By name, so that this module does not import torch.
     is_typed = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
-    is_told = isinstance(error, RuntimeError) and DEVICE_FULL.search(str(error))
-    return "device" if is_typed or is_told else ""
-
-
-def memory_full(error: BaseException) -> MemoryFull | None:
-    """The ending of a program that met a failed allocation; None for any other error."""
-    where = which_memory(error)
-    if not where:
-        return None
-    told = (str(error).splitlines() or [type(error).__name__])[0]
-    return MemoryFull(
-        f"the {where} is out of memory ({told}); lower --batch_size or --max_seq_len, or use a"
-        f" {where} with more memory"
-    )
+    has_message = isinstance(error, RuntimeError) and DEVICE_FULL.search(str(error))
+    return "device" if is_typed or has_message else ""
 
 
 def known_error(error: BaseException) -> RunError | None:
-    """The ending that an error of a library is: memory or a disk is full; None for any other."""
+    """Convert a library's error about full memory or a full disk; None for any other error."""
     if isinstance(error, RunError):
         return error
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = error.filename or "a file that was being written"
         return StorageError(f"{place}: {error.strerror}; free some space")
-    return memory_full(error)
+    if not (where := which_memory(error)):
+        return None
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return MemoryFull(
+        f"the {where} is out of memory ({reason}); lower --batch_size or --max_seq_len, or use a"
+        f" {where} with more memory"
+    )
 
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: saved; run the same command again
 
 
 class Stopped(RunError):
-    """The run was asked to stop before its first step, so that there was nothing to save."""
+    """A stop request arrived before the first step, so there is no checkpoint."""
 
     code = "PREEMPTED"
     status = PREEMPTED
 
 
 class Interrupted(RunError):
-    """Ctrl-C, met by a command that says what it leaves behind."""
+    """Ctrl-C in a command that reports which files it leaves behind."""
 
     code = "INTERRUPTED"
-    status = 130  # as a shell has it: 128 + SIGINT
+    status = 130  # 128 + SIGINT, as in a shell

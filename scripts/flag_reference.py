@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.cli import main as cli
-from minimind.config.arguments import EXAMPLE, Number, count_of_bytes, path_of, size_in_bytes
+from minimind.config.arguments import EXAMPLE, Number, count_of_bytes, non_empty_path, size_in_bytes
 from minimind.config.foreign_flags import TABLES
 from minimind.config.foreign_flags import rows as foreign_rows
 from minimind.config.parse import kind_of
@@ -47,7 +47,7 @@ LIMITS = {"at_least": "at least", "above": "above", "at_most": "at most", "below
 TYPES = {
     size_in_bytes: "bytes (24GiB)",
     count_of_bytes: "bytes (4096, 16MiB)",
-    path_of: "path",
+    non_empty_path: "path",
     Path: "path",
     float: "float",
 }

@@ -12,7 +12,7 @@ from typing import IO
 
 import yaml
 
-from minimind.config.deepspeed.incompatible import unheard
+from minimind.config.deepspeed.incompatible import ignored_flags
 from minimind.config.deepspeed.resolve import Resolved
 from minimind.config.model_flags import SHAPE
 from minimind.errors import LockedError, StorageError
@@ -89,7 +89,7 @@ def write_reference(out_dir: Path, resolved: Resolved) -> None:
     """`config.yaml`, with which `--config` repeats the run, and `ds_config.resolved.json`."""
     flags = asdict(resolved.run)
     # What DeepSpeed's scheduler or optimizer passes over, the copy must not ask for.
-    left_out = {*ONCE, *(name for _, _, name in unheard(resolved.config))}
+    left_out = {*ONCE, *(name for _, _, name in ignored_flags(resolved.config))}
     if resolved.run.hugging_face is not None:  # what its config.json decides, no flag may
         left_out |= {*SHAPE} - {"max_seq_len", "vocab_size"}
     sources = flags.pop("sources")

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.config.arguments import Parser, at_least, count_of_bytes, fraction, path_of, utf8
+from minimind.config.arguments import (
+    Parser,
+    at_least,
+    count_of_bytes,
+    fraction,
+    non_empty_path,
+    utf8,
+)
 from minimind.config.run_config import FLAGS
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.runtime.durable_files import mebibytes
@@ -41,7 +48,7 @@ def add_parsers(subs: Any) -> None:
     told = "NAME=PATH or NAME=PATH:WEIGHT; again for another source, or more of the same"
     add("--source", action="append", default=[], help=told)
     add("--sources", type=Path, help="YAML file: {NAME: {paths: [...], weight: 2}}")
-    add("--out", type=path_of, required=True, help="a new folder")
+    add("--out", type=non_empty_path, required=True, help="a new folder")
     add("--tokenizer", help="model or directory; without it one is learnt from the text")
     add("--vocab_size", type=at_least(1), help=f"pieces of a learnt one{_default('vocab_size')}")
     add("--val_fraction", type=fraction, help=f"share held out, by hash{_default('val_fraction')}")

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from minimind.config.arguments import at_least, filled, path_of, positive, size_in_bytes
+from minimind.config.arguments import at_least, non_empty, non_empty_path, positive, size_in_bytes
 from minimind.runtime.output_folder import NewFolder
 
 FORMATS = ("minimind", "llama", "gguf", "transformers")
@@ -21,7 +21,7 @@ def add_parsers(subs: Any) -> None:
     parser = subs.add_parser("export", help=text, description=f"{text}.", example=example)
     add = parser.add_argument
     text = "a run's out_dir, a step_ directory, or what `import` or `export` wrote"
-    add("--checkpoint", type=filled, required=True, metavar="PLACE", help=text)
+    add("--checkpoint", type=non_empty, required=True, metavar="PLACE", help=text)
     text = (
         "minimind: with our code, for transformers; llama: for whatever loads Llama; gguf;"
         " transformers: a run of --model hf:, as the model that it is"
@@ -36,11 +36,11 @@ def add_parsers(subs: Any) -> None:
     example = "minimind import --from llama path/to/llama --out out/imported"
     parser = subs.add_parser("import", help=text, description=f"{text}.", example=example)
     add = parser.add_argument
-    add("source", type=path_of, metavar="FILE|DIR", help="a file of weights, or a directory")
+    add("source", type=non_empty_path, metavar="FILE|DIR", help="a file of weights, or a directory")
     text = "format of the source"
     add("--from", required=True, choices=("minimind2", "llama"), dest="kind", help=text)
     text = "tokenizer, a file or directory (default: the one in DIR)"
-    add("--tokenizer", type=path_of, help=text)
+    add("--tokenizer", type=non_empty_path, help=text)
     shape = "of a file without config.json: "
     add("--n_heads", type=at_least(1), help=f"{shape}query heads")
     add("--n_kv_heads", type=at_least(1), help=f"{shape}key/value heads, to be sure")
@@ -51,7 +51,7 @@ def add_parsers(subs: Any) -> None:
 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=path_of, required=True, help="a new folder")
+    parser.add_argument("--out", type=non_empty_path, required=True, help="a new folder")
     parser.add_argument("--force", action="store_true", help="replace an earlier --out")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.config.arguments import add_model, at_least, finite, path_of, penalty, share
+from minimind.config.arguments import add_model, at_least, finite, non_empty_path, penalty, share
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.inference.prompts import read_prompts, read_text, strip_prompt
 from minimind.runtime.durable_files import printing, require_writable, storing, write_whole
@@ -41,7 +41,7 @@ def add_parser(subs: Any) -> None:
     text = "a prompt a line (blank ones skipped), or .jsonl with a prompt field"
     add("--prompts", metavar="FILE", help=f"{text}; answers as JSON lines, in order")
     text = "file for these answers, instead of standard output"
-    add("--out", type=path_of, metavar="FILE", help=text)
+    add("--out", type=non_empty_path, metavar="FILE", help=text)
     add("--force", action="store_true", help="replace an earlier --out")
     add("--batch_size", type=at_least(1), default=16, help="prompts at once")
     add("--max_new_tokens", type=at_least(1), default=100, help="longest continuation")

@@ -20,7 +20,7 @@ from minimind.config.arguments import (
     Parser,
     PrintCompletion,
     at_least,
-    path_of,
+    non_empty_path,
     positive,
     share,
     size_in_bytes,
@@ -103,7 +103,7 @@ def _add_checkpoint(subs: Any) -> None:
 
     text = "Write whole tensors as safetensors, once the hashes are verified"
     add = add_action("consolidate", text, "out --out out/whole")
-    add("--out", type=path_of, required=True, help="a new folder")
+    add("--out", type=non_empty_path, required=True, help="a new folder")
     text = "precision of the numbers"
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help=text)
     text = "largest size of a file"

@@ -10,7 +10,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.config.arguments import Parser, at_least, count_of_bytes, fraction, path_of, utf8
+from minimind.config.arguments import (
+    Parser,
+    at_least,
+    count_of_bytes,
+    fraction,
+    non_empty_path,
+    utf8,
+)
 from minimind.config.run_config import FLAGS
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.runtime.durable_files import mebibytes
@@ -49,7 +56,7 @@ def add_parser(subs: Any) -> None:
     text = "Learn byte-pair pieces from text, for --tokenizer and AutoTokenizer"
     add = add_action("train", text, TRAIN)
     add("paths", nargs="*", metavar="PATH", help=TEXT_HELP)
-    add("--out", type=path_of, required=True, metavar="DIR", help="a new folder")
+    add("--out", type=non_empty_path, required=True, metavar="DIR", help="a new folder")
     smallest = at_least(FLAGS["vocab_size"].metadata["at_least"])
     add("--vocab_size", type=smallest, default=FLAGS["vocab_size"].default, help="pieces in all")
     text = "pieces of yours that no text is made of, such as '<|im_start|>'"

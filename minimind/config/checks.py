@@ -1,4 +1,4 @@
-"""Flags that are right each by itself and do not fit one another."""
+"""Checks of combinations of flags."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ OF_EXPERTS = (
 
 
 def check(run: RunConfig) -> None:
-    """Raise a UsageError of every set of fields that do not fit one another."""
-    if found := [*conflicts(run)]:
-        raise fault_error(found)
+    """Raise a UsageError that lists all conflicts between fields."""
+    if faults := [*conflicts(run)]:
+        raise fault_error(faults)
 
 
 def conflicts(run: RunConfig) -> Iterator[str]:
-    """One sentence for each set of fields that do not fit one another."""
+    """Yield one sentence per conflict between fields."""
     try:
         run.allowed_changes()
     except UsageError as error:
         yield str(error)
-    yield from _of_encoding(run)
-    yield from _of_reports(run)
-    yield from _of_model(run)
+    yield from _encoding_conflicts(run)
+    yield from _report_conflicts(run)
+    yield from _model_conflicts(run)
     if run.max_steps and run.warmup_steps and run.warmup_steps > run.max_steps:
         yield (
             f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}) is more than"
@@ -43,13 +43,13 @@ def conflicts(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _of_encoding(run: RunConfig) -> Iterator[str]:
-    """A run's records and trackers hold UTF-8 alone."""
+def _encoding_conflicts(run: RunConfig) -> Iterator[str]:
+    """Text values must be UTF-8, because records and trackers store only that."""
     for name in FLAGS:
         value = getattr(run, name)
         texts = value if isinstance(value, tuple) else (value,)
         for text in (text for text in texts if isinstance(text, str)):
-            # The records of a run hold the full path: the current directory is a part of it.
+            # Records hold the absolute path, which includes the current directory.
             full = os.path.abspath(text) if name in ("out_dir", "data_path") else text
             if not is_utf8(full):
                 yield (
@@ -58,14 +58,14 @@ def _of_encoding(run: RunConfig) -> Iterator[str]:
                 )
 
 
-def _of_reports(run: RunConfig) -> Iterator[str]:
+def _report_conflicts(run: RunConfig) -> Iterator[str]:
     for name in run.trackers():
-        asked = f"report_to = {run.report_to} ({run.sources['report_to']})"
+        field = f"report_to = {run.report_to} ({run.sources['report_to']})"
         if name == "none":
-            yield (f"{asked}: none stands beside others; drop it, or them")
+            yield (f"{field}: none cannot be combined with other trackers; drop one")
         if name not in TRACKERS:
             yield (
-                f"{asked}: {name!r} is none of {', '.join(TRACKERS)}; name some of those, or none"
+                f"{field}: {name!r} is none of {', '.join(TRACKERS)}; name some of those, or none"
             )
     if run.sample_prompts and not run.sample_interval:
         yield (
@@ -74,12 +74,12 @@ def _of_reports(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _of_hugging_face(run: RunConfig, place: str) -> Iterator[str]:
-    """What --model hf:PLACE owns, or transformers' models have not."""
+def _hugging_face_conflicts(run: RunConfig, place: str) -> Iterator[str]:
+    """Flags that config.json decides, or that models of transformers do not support."""
     if not place or not Path(place).expanduser().exists():
         yield (
-            f"--model hf:{place}: there is no such directory or file, and no model hub is asked;"
-            " fetch the model, and name its directory or its config.json"
+            f"--model hf:{place}: there is no such directory or file, and models are not downloaded"
+            "; fetch the model, and name its directory or its config.json"
         )
     for name in SHAPE:
         if name not in ("max_seq_len", "vocab_size") and run.is_explicit(name):
@@ -90,14 +90,14 @@ def _of_hugging_face(run: RunConfig, place: str) -> Iterator[str]:
     for name, value in (("doc_mask", True), ("loss", "chunked")):
         if getattr(run, name) == value:
             yield (
-                f"{name} = {value} ({run.sources[name]}) is of our own decoder alone, and --model"
-                f" hf:{place} is of transformers; drop it"
+                f"{name} = {value} ({run.sources[name]}) is only for the built-in decoder, and"
+                f" --model hf:{place} is a model of transformers; drop it"
             )
 
 
-def _of_model(run: RunConfig) -> Iterator[str]:
+def _model_conflicts(run: RunConfig) -> Iterator[str]:
     if run.hugging_face is not None:
-        yield from _of_hugging_face(run, run.hugging_face)
+        yield from _hugging_face_conflicts(run, run.hugging_face)
         return
     if run.dim % run.n_heads:
         yield (
@@ -118,7 +118,7 @@ def _of_model(run: RunConfig) -> Iterator[str]:
     for name in () if run.use_moe else OF_EXPERTS:
         if run.is_explicit(name) and getattr(run, name) != FLAGS[name].default:
             yield (
-                f"{name} = {getattr(run, name)} ({run.sources[name]}) means nothing without"
+                f"{name} = {getattr(run, name)} ({run.sources[name]}) has no effect without"
                 " experts; give --use_moe, or drop it"
             )
     if run.n_heads % run.n_kv_heads:

@@ -194,7 +194,7 @@ def rows(table: str) -> list[Row]:
 
 
 def counterpart(flag: str) -> str:
-    """What to write for another project's `flag`, as the end of a sentence; "" for an unknown one."""
+    """Return the equivalent of another project's `flag` as a clause; "" if unknown."""
     asked, _, value = flag.lstrip("-").replace("-", "_").partition("=")
     found = []
     for names, ours, note in (row for table in TABLES.values() for row in rows(table)):

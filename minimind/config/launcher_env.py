@@ -1,8 +1,7 @@
-"""What the launcher says, read from the environment that every launcher sets.
+"""Rank, world size and Accelerate settings from the environment variables of the launcher.
 
-`accelerate launch` hands its YAML on as ACCELERATE_* variables and nothing else; run_accelerate.sh
-adds which file that was. torchrun, the deepspeed launcher and notebook_launcher say no more than
-who this process is among how many. Nothing slow is imported.
+`accelerate launch` passes its YAML only as ACCELERATE_* variables; run_accelerate.sh adds the path
+of that file. torchrun, the deepspeed launcher and notebook_launcher set only rank and world size.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from minimind.config.yaml_files import load_yaml
 from minimind.errors import RendezvousError, UsageError
 from minimind.runtime.environment import rank_of, require_environment
 
-# The fields of an Accelerate YAML's deepspeed_config that say something a DeepSpeed JSON says too.
+# Variable -> (field of the Accelerate YAML's deepspeed_config, key of the DeepSpeed JSON).
 YAML_FIELDS = {
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("zero_stage", "zero_optimization.stage"),
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (
@@ -40,10 +39,10 @@ YAML_FLAGS = {
     "ACCELERATE_GRADIENT_CLIPPING": ("gradient_clipping", "grad_clip"),
     "ACCELERATE_USE_CPU": ("use_cpu", "device"),
 }
-MEANT = {"bf16": "bfloat16", "fp16": "float16", "true": "cpu"}
-UNSAID = ("", "no", "none", "auto", "false")
+YAML_VALUES = {"bf16": "bfloat16", "fp16": "float16", "true": "cpu"}
+UNSET = ("", "no", "none", "auto", "false")
 SOURCE = "accelerate launch (YAML or flag)"
-# What `accelerate launch` takes and does not hand on where it does not engage DeepSpeed.
+# Flags that `accelerate launch` accepts and drops when it does not enable DeepSpeed.
 DROPPED = (
     "zero_stage",
     "offload_optimizer_device",
@@ -61,7 +60,7 @@ READ_BY_US = tuple(
 
 @dataclass(frozen=True)
 class Launch:
-    """Who this process is, and what the Accelerate YAML or `accelerate launch` asked for."""
+    """Rank and world size of this process, and the settings of `accelerate launch`."""
 
     rank: int = 0
     world_size: int = 1
@@ -70,14 +69,12 @@ class Launch:
     deepspeed_config: str | None = None
     flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # name: (value, YAML field)
     deepspeed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)  # JSON key: likewise
-    source: str = SOURCE  # of `flags` and `deepspeed`: the YAML, where its path is known
-    dropped_file: str | None = (
-        None  # deepspeed_config as `accelerate launch`, which drops it, got it
-    )
+    source: str = SOURCE  # of `flags` and `deepspeed`: the path of the YAML if known
+    dropped_config: str | None = None  # --deepspeed_config_file that `accelerate launch` dropped
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
-    """What `environ` says; a process started by hand is rank 0 of 1."""
+    """Read the launcher's settings from `environ`; without a launcher, rank 0 of 1."""
     require_environment(environ)
     world_size = int(environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
@@ -85,10 +82,10 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     source = environ.get("MINIMIND_CONFIG_FILE") or SOURCE
     local = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or world_size
     backend = environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    if backend.lower() not in UNSAID:
+    if backend.lower() not in UNSET:
         raise UsageError(
-            f"{source}: dynamo_backend = {backend} compiles the model behind this program's back;"
-            " remove it there"
+            f"{source}: dynamo_backend = {backend} compiles the model outside this program's"
+            " control; remove it there"
         )
     for engine in ("FSDP", "MEGATRON_LM"):
         if environ.get(f"ACCELERATE_USE_{engine}", "").lower() == "true":
@@ -98,8 +95,8 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
             )
     uses_deepspeed = environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") if uses_deepspeed else "none"
-    zero = _said(environ, YAML_FIELDS) if uses_deepspeed else {}
-    flags = _said(environ, YAML_FLAGS)
+    zero = _read_settings(environ, YAML_FIELDS) if uses_deepspeed else {}
+    flags = _read_settings(environ, YAML_FLAGS)
     # run_accelerate.sh's, with the field that says so: ACCELERATE_USE_CPU switches DeepSpeed off.
     if by := environ.get("MINIMIND_CPU_BY"):
         flags["device"] = ("cpu", by)
@@ -108,71 +105,72 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
         world_size=world_size,
         local_world_size=int(local),
         uses_deepspeed=uses_deepspeed,
-        deepspeed_config=None if path.lower() in UNSAID else _beside_project(path),
+        deepspeed_config=None if path.lower() in UNSET else _find_config(path),
         flags=flags,
         deepspeed=zero,
         source=source,
     )
 
 
-def _said(
+def _read_settings(
     environ: Mapping[str, str], names: Mapping[str, tuple[str, str]]
 ) -> dict[str, tuple[Any, str]]:
-    found: dict[str, tuple[Any, str]] = {}
-    for variable, (of_yaml, ours) in names.items():
+    settings: dict[str, tuple[Any, str]] = {}
+    for variable, (yaml_field, ours) in names.items():
         value: Any = environ.get(variable, "").strip().lower()
-        if value not in UNSAID:
-            value = MEANT.get(value, value)
+        if value not in UNSET:
+            value = YAML_VALUES.get(value, value)
             is_number = ours.endswith("stage")
-            found[ours] = (int(value) if is_number and value.isdecimal() else value, of_yaml)
-    return found
+            settings[ours] = (int(value) if is_number and value.isdecimal() else value, yaml_field)
+    return settings
 
 
 def _require(environ: Mapping[str, str], names: Sequence[str]) -> None:
-    """Nothing, or a RendezvousError when one of several processes lacks one of `names`."""
+    """Raise RendezvousError if a variable of `names` is not set."""
     missing = " and ".join(name for name in names if not environ.get(name))
     if missing:
         raise RendezvousError(
-            f"WORLD_SIZE is {environ['WORLD_SIZE']} in the environment, without {missing}; set what"
-            " is missing for every process, or use a launcher (docs/launching.md)"
+            f"WORLD_SIZE is {environ['WORLD_SIZE']} in the environment, without {missing}; set the"
+            " missing variables for every process, or use a launcher (docs/launching.md)"
         )
 
 
-def _beside_project(path: str) -> str:
-    """A DeepSpeed file as a launcher names it: from here, from beside configs/ or within."""
+def _find_config(path: str) -> str:
+    """Find a DeepSpeed file relative to the current directory, the project or configs/."""
     places = (Path(path), CONFIGS.parent / path, CONFIGS / path)
     return str(next((place for place in places if place.exists()), path))
 
 
-def with_dropped_file(launch: Launch, asked: str | None, launcher: Sequence[str]) -> Launch:
-    """The launch with DeepSpeed engaged by a file that `accelerate launch` was given and drops.
+def with_dropped_config(launch: Launch, own_config: str | None, launcher: Sequence[str]) -> Launch:
+    """Return the launch with DeepSpeed enabled by a config file that `accelerate launch` drops.
 
-    Without --use_deepspeed, or a YAML of that type, Accelerate trains plain DDP in silence. Its
-    --deepspeed_config_file is used all the same; what else of DeepSpeed it drops is a UsageError.
-    `asked` is the run's own --deepspeed_config, `launcher` the command line of the parent process.
+    Without --use_deepspeed, or a YAML of type DEEPSPEED, Accelerate trains plain DDP silently. Its
+    --deepspeed_config_file is used anyway; any other dropped DeepSpeed flag is a UsageError.
+    `own_config` is the run's --deepspeed_config, `launcher` the command line of the parent process.
     """
     started = [n for n, word in enumerate(launcher[:3]) if ACCELERATE.fullmatch(word)]
-    if launch.uses_deepspeed or asked == "none" or not started:
+    if launch.uses_deepspeed or own_config == "none" or not started:
         return launch
-    given = _flags_of(launcher[started[-1] + 1 :])
-    if dropped := next((name for name in DROPPED if name in given), None):
+    flags = _flags_of(launcher[started[-1] + 1 :])
+    if dropped := next((name for name in DROPPED if name in flags), None):
         raise UsageError(
-            f"--{dropped} was given to `accelerate launch`, which drops it without --use_deepspeed;"
-            " add --use_deepspeed (and remove --multi_gpu), or write it into the DeepSpeed file"
+            f"--{dropped} was passed to `accelerate launch`, which drops it"
+            " --use_deepspeed; add --use_deepspeed (and remove --multi_gpu), or write it into the"
+            " DeepSpeed file"
         )
-    if file := given.get("deepspeed_config_file"):
-        path = _beside_project(file)
-        if asked is None:
-            return replace(launch, uses_deepspeed=True, deepspeed_config=path, dropped_file=file)
-        if Path(asked).resolve() != Path(path).resolve():
+    if file := flags.get("deepspeed_config_file"):
+        path = _find_config(file)
+        if own_config is None:
+            return replace(launch, uses_deepspeed=True, deepspeed_config=path, dropped_config=file)
+        if Path(own_config).resolve() != Path(path).resolve():
             raise UsageError(
-                f"--deepspeed_config is {asked} but --deepspeed_config_file of `accelerate launch`"
-                f" is {file}; drop one of the two"
+                f"--deepspeed_config is {own_config} but --deepspeed_config_file of"
+                f" `accelerate launch` is {file}; drop one of the two"
             )
-    path = given.get("config_file")
-    if not asked and path and load_yaml(path, "--config_file").get("deepspeed_config"):
+    path = flags.get("config_file")
+    if not own_config and path and load_yaml(path, "--config_file").get("deepspeed_config"):
         raise UsageError(
-            f"{path}: `accelerate launch` passes over deepspeed_config here, and trains without"
+            f"{path}: `accelerate launch` ignores deepspeed_config here, and trains without"
             " DeepSpeed; write distributed_type: DEEPSPEED there (and give neither --multi_gpu nor"
             " --cpu), or remove deepspeed_config"
         )
@@ -180,19 +178,19 @@ def with_dropped_file(launch: Launch, asked: str | None, launcher: Sequence[str]
 
 
 def _flags_of(words: Sequence[str]) -> dict[str, str]:
-    """The flags of `accelerate launch` by name, up to the script that it starts."""
-    given: dict[str, str] = {}
+    """Parse the flags of `accelerate launch` up to the name of the script."""
+    flags: dict[str, str] = {}
     for word, following in zip(words, [*words[1:], ""], strict=True):
         if word.endswith(".py"):
             break
         name, equals, value = word.partition("=")
         if name.startswith("--"):
-            given[name[2:].replace("-", "_")] = value if equals else following
-    return given
+            flags[name[2:].replace("-", "_")] = value if equals else following
+    return flags
 
 
 def parent_command() -> list[str]:
-    """The command line of the process that started this one; empty where there is no /proc."""
+    """Return the command line of the parent process; empty on systems without /proc."""
     try:
         raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     except OSError:
@@ -200,10 +198,10 @@ def parent_command() -> list[str]:
     return raw.decode(errors="replace").split("\0")
 
 
-def join_by_hand(environ: MutableMapping[str, str]) -> None:
-    """Complete what a process of its own lacks to be rank 0 of 1 in a process group.
+def set_rendezvous_defaults(environ: MutableMapping[str, str]) -> None:
+    """Set the rendezvous variables for a process group of one.
 
-    One of several gets nothing, or a RendezvousError that names what it lacks.
+    With WORLD_SIZE above 1, raise RendezvousError if a variable is missing.
     """
     if environ.get("WORLD_SIZE", "1") != "1":
         _require(environ, ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
@@ -217,18 +215,18 @@ def join_by_hand(environ: MutableMapping[str, str]) -> None:
         environ.setdefault(name, value)
 
 
-def settle(device: str) -> None:
-    """Settle what Accelerate and DeepSpeed would otherwise take from the environment or print."""
-    # What the launcher said has been read; left set, some of it overrides our arguments, and
-    # ACCELERATE_CONFIG_DS_FIELDS makes Accelerate raise.
+def configure_libraries(device: str) -> None:
+    """Set the environment variables, log levels and warnings of Accelerate and DeepSpeed."""
+    # Already read by read_launch(). Some of these would override our arguments, and Accelerate
+    # raises if ACCELERATE_CONFIG_DS_FIELDS is set.
     for name in [n for n in os.environ if n.startswith(READ_BY_US)]:
         del os.environ[name]
-    # Each reads its own when it is first imported, and may find a GPU where none is asked for.
+    # Read at import; without them both libraries may select a GPU in a CPU run.
     os.environ["DS_ACCELERATOR"] = device
-    os.environ.pop("ACCELERATE_TORCH_DEVICE", None)  # else all ranks would be given the same GPU
+    os.environ.pop("ACCELERATE_TORCH_DEVICE", None)  # it would assign the same GPU to all ranks
     if device == "cpu":
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     for name in ("DeepSpeed", "accelerate"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # DeepSpeed 0.19.8 still calls the old names of two collectives; torch 2.13 says so each time.
+    # DeepSpeed 0.19.8 still calls the old names of two collectives; torch 2.13 warns each time.
     warnings.filterwarnings("ignore", r"`torch.distributed.\w+` is deprecated", FutureWarning)

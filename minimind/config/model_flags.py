@@ -1,4 +1,4 @@
-"""The flags that decide the model's shape, and what of it is computed how."""
+"""Flags of the model: its shape and how it is computed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from minimind.config.training_flags import flag
 
-MOST_EXPERTS = 1024  # of one layer
-HUGGING_FACE = "hf:"  # what a --model of transformers begins with
+MOST_EXPERTS = 1024  # per layer
+HUGGING_FACE = "hf:"  # prefix of --model for a model of transformers
 SHAPE = (
     "dim",
     "n_layers",
@@ -31,7 +31,7 @@ SHAPE = (
 
 @dataclass(frozen=True)
 class ModelFlags:
-    """What is trained."""
+    """Flags of the model."""
 
     model: str | None = flag(
         "preset (configs/models/*.yaml) or a YAML file, which the shape flags override; or hf: and"

@@ -1,8 +1,8 @@
-"""The command line, --config files and model presets -> one `RunConfig`, every value with a source.
+"""Parse the command line, --config files and model presets into a `RunConfig`.
 
 Precedence: a flag on the command line > `--config FILE.yaml` > the model preset > the default.
-(The Accelerate and DeepSpeed files come before the default; see config/deepspeed/literals.py.)
-Standard library and PyYAML only, so that a mistake is told before torch is imported.
+Values of the Accelerate and DeepSpeed files precede only the default: config/deepspeed/literals.py.
+Imports only the standard library and PyYAML, so errors appear before torch is imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from minimind.config.arguments import EXAMPLE, Formatter, PrintCompletion, shown_default
+from minimind.config.arguments import EXAMPLE, Formatter, PrintCompletion, format_default
 from minimind.config.checks import conflicts
 from minimind.config.foreign_flags import counterpart
 from minimind.config.model_flags import HUGGING_FACE, SHAPE
@@ -28,7 +28,7 @@ _SPELLED = [
     *(f"no-{name}" for name, spec in FLAGS.items() if isinstance(spec.default, bool)),
 ]
 PRESETS = CONFIGS / "models"
-ENDING = ("--help", "-h", "--version", "--print_completion")  # which end the command
+ENDING = ("--help", "-h", "--version", "--print_completion")  # flags that exit
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser behind --help: flags in groups, every value still the string that was typed."""
+    """Build the parser of --help; values stay strings and are converted later."""
     parser = _Parser(
         prog="train_pretrain.py",
         allow_abbrev=False,
@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=DISTRIBUTION)
     known = {n: s.metadata["choices"] for n, s in FLAGS.items() if "choices" in s.metadata}
-    # Behind `python train_pretrain.py` a shell completes Python's own words.
+    # After `python`, a shell completes the words of Python itself.
     completed = {"action": PrintCompletion, "command": "run_accelerate.sh", "known": known}
     parser.add_argument("--print_completion", **completed)
     groups: dict[str, Any] = {}
@@ -67,9 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _help(spec: Any) -> str:
-    shown = "off" if spec.default is False else shown_default(spec.default)
-    told = spec.metadata["help"] + (f" (default: {shown})" if shown else "")
-    return told.replace("%", "%%")  # argparse formats it
+    default = "off" if spec.default is False else format_default(spec.default)
+    text = spec.metadata["help"] + (f" (default: {default})" if default else "")
+    return text.replace("%", "%%")  # argparse formats it
 
 
 def _metavar(spec: Any) -> str:
@@ -79,20 +79,20 @@ def _metavar(spec: Any) -> str:
 
 
 def kind_of(spec: Any) -> str:
-    """`int`, `float`, `str`, `bool` or `tuple`, read off the annotation."""
+    """Return `int`, `float`, `str`, `bool` or `tuple`, from the annotation."""
     return spec.type.split(" ")[0].split("[")[0]
 
 
 def parse_flags(argv: Sequence[str]) -> RunConfig:
-    """The run that `argv` asks for, every field with its source; a UsageError of every fault."""
-    given, faults = _given(argv)
-    return run_of(given, "--{name}", faults)
+    """Parse `argv`; raise a UsageError that lists all faults."""
+    flags, faults = _parse_argv(argv)
+    return run_of(flags, "--{name}", faults)
 
 
 def run_of(given: Mapping[str, Any], source: str, faults: Sequence[str] = ()) -> RunConfig:
-    """The run with these flags by name, `source` saying how they were given.
+    """Build the run from flags by name; `source` is the format of their source.
 
-    Raises a UsageError of `faults` and of every fault found here.
+    Raises a UsageError that lists `faults` and all faults of the values.
     """
     found = [*faults, *_unknown_keys(given, "the arguments")]
     values: dict[str, Any] = {}
@@ -107,7 +107,7 @@ def run_of(given: Mapping[str, Any], source: str, faults: Sequence[str] = ()) ->
                 found.append(str(error))
                 refused.add(name)
     run = RunConfig(**values, sources=sources)
-    # Of a field that was refused, the default says nothing.
+    # A refused field still has its default, whose conflicts are meaningless.
     about = re.compile("|".join(rf"\b{name} [=(]" for name in refused) or "(?!)")
     found += [conflict for conflict in conflicts(run) if not about.search(conflict)]
     if found:
@@ -118,7 +118,7 @@ def run_of(given: Mapping[str, Any], source: str, faults: Sequence[str] = ()) ->
 def _layers(
     given: Mapping[str, Any], source: str, faults: list[str]
 ) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """The known fields of the preset, of --config and of `given`, the strongest last."""
+    """Yield the known fields of the preset, of --config and of `given`, highest precedence last."""
     from_file: Mapping[str, Any] = {}
     preset: Mapping[str, Any] = {}
     path = given.get("config")
@@ -126,7 +126,7 @@ def _layers(
         from_file = load_texts(path, "--config") if path is not None else {}
         faults += _unknown_keys(from_file, path)
         if "config" in from_file:
-            faults.append(f"'config' in {path}: a file names no other; remove it")
+            faults.append(f"'config' in {path}: a file cannot include another; remove it")
     except UsageError as error:
         faults.append(str(error))
     name = given.get("model", from_file.get("model"))
@@ -139,8 +139,8 @@ def _layers(
     yield {key: given[key] for key in given if key in FLAGS}, source
 
 
-def _given(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The values by flag, and a sentence for each word that is no flag."""
+def _parse_argv(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the values by flag, and one sentence per unknown argument."""
     faults = _unknown_flags(argv)
     try:
         namespace, unknown = build_parser().parse_known_args([_underscored(w) for w in argv])
@@ -152,7 +152,7 @@ def _given(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _unknown_flags(argv: Sequence[str]) -> list[str]:
-    """A sentence for each word that looks like a flag and is none."""
+    """Return one sentence per unknown flag."""
     spelled = [f"--{name}" for name in _SPELLED]
     return [
         unknown_flag(word, spelled)
@@ -163,13 +163,13 @@ def _unknown_flags(argv: Sequence[str]) -> list[str]:
 
 
 def unknown_flag(word: str, known: Sequence[str]) -> str:
-    """What to do about a flag that is not among `known`: its name here, or the closest one."""
+    """Describe an unknown flag and suggest its equivalent or the closest known one."""
     name = word.split("=")[0]
     return f"unknown flag {name}; {counterpart(word) or nearest(name, known)}"
 
 
 def _underscored(word: str) -> str:
-    """`--a-b=c` as `--a_b=c`, `--no_a` as `--no-a`; a word that is no flag as it is."""
+    """Rewrite `--a-b=c` to `--a_b=c` and `--no_a` to `--no-a`; other words stay."""
     if not word.startswith("--"):
         return word
     name, equals, value = word[2:].partition("=")
@@ -180,7 +180,7 @@ def _underscored(word: str) -> str:
 
 
 def nearest(name: str, names: Sequence[str], otherwise: str = "--help lists every flag") -> str:
-    """What to do about a name that is not among `names`: the closest one, or `otherwise`."""
+    """Suggest the name closest to an unknown one; `otherwise` if none is close."""
     plain = {known.lstrip("-"): known for known in names}
     word = str(name).lstrip("-")
     close = [known for known in plain if sorted(known) == sorted(word)]  # letters out of order
@@ -199,7 +199,7 @@ def _unknown_keys(found: Mapping[str, Any], where: str | None) -> list[str]:
 
 
 def load_preset(name: str) -> dict[str, Any]:
-    """The shape fields of a preset or of a YAML file of one's own; none of hf:, read later."""
+    """Load the shape fields of a preset or YAML file; empty for hf:, which is read later."""
     if name.startswith(HUGGING_FACE):
         return {}
     path = PRESETS / f"{name}.yaml"
@@ -214,12 +214,12 @@ def load_preset(name: str) -> dict[str, Any]:
     shape = load_texts(str(path), "--model")
     for key in shape:
         if key not in SHAPE:
-            raise UsageError(f"{path}: {key!r} is no shape field; {nearest(key, SHAPE)}")
+            raise UsageError(f"{path}: {key!r} is not a shape field; {nearest(key, SHAPE)}")
     return shape
 
 
 def convert(name: str, raw: Any, source: str) -> Any:
-    """`raw` as the type of field `name`, within its limits; a UsageError names all three."""
+    """Convert `raw` to the type of field `name`; raise UsageError outside its limits."""
     spec = FLAGS[name]
     kind = kind_of(spec)
     if raw is None and spec.default is None:
@@ -233,7 +233,7 @@ def convert(name: str, raw: Any, source: str) -> Any:
 
 
 def _within_limits(name: str, value: Any, source: str, limits: Mapping[str, Any]) -> None:
-    told = [
+    rules = [
         (
             "choices",
             f"one of {', '.join(map(str, limits.get('choices', ())))}",
@@ -244,7 +244,7 @@ def _within_limits(name: str, value: Any, source: str, limits: Mapping[str, Any]
         ("at_most", f"at most {limits.get('at_most')}", lambda bound: value <= bound),
         ("below", f"below {limits.get('below')}", lambda bound: value < bound),
     ]
-    for limit, words, holds in told:
+    for limit, words, holds in rules:
         if limit in limits and not holds(limits[limit]):
             raise UsageError(f"{name} = {value} ({source}) must be {words}; change it")
 

@@ -1,4 +1,4 @@
-"""The flags of what a run tells beside metrics.jsonl: trackers and samples of text."""
+"""Flags of profiling, trackers and text samples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from minimind.config.training_flags import flag
 
-# Accelerate's names. What a run sends is the same for all.
+# Names of Accelerate.
 TRACKERS = (
     *("wandb", "tensorboard", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab"),
     "trackio",
@@ -15,7 +15,7 @@ TRACKERS = (
 
 @dataclass(frozen=True)
 class ReportFlags:
-    """Who else is told what a run does."""
+    """Outputs besides metrics.jsonl."""
 
     profile: bool = flag("print where each step's time went", False, "output")
     profile_interval: int = flag("optimizer steps between profile tables", 10, "output", at_least=1)
@@ -53,7 +53,7 @@ class ReportFlags:
     )
 
     def trackers(self) -> tuple[str, ...]:
-        """The names that --report_to has, each once; `none` alone is no name."""
+        """Unique tracker names of --report_to; empty for `none`."""
         if self.report_to.strip() == "none":
             return ()
         names = (name.strip() for name in self.report_to.split(","))

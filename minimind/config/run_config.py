@@ -1,4 +1,4 @@
-"""What a run is asked to do: one field per flag, and where each value came from."""
+"""`RunConfig`: one field per flag, and the source of each value."""
 
 from __future__ import annotations
 
@@ -23,26 +23,22 @@ DEFAULT_DEEPSPEED_CONFIG = CONFIGS / "ds_config.json"
 
 @dataclass(frozen=True)
 class RunConfig(ReportFlags, PlaceFlags, ModelFlags, TrainingFlags):
-    """Everything the command line can say. A step is an optimizer step, over all processes."""
+    """All flags of a run. A step is an optimizer step over all processes."""
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def is_explicit(self, name: str) -> bool:
-        """Whether somebody asked for the value, so that another one contradicts it.
-
-        On the command line, in --config, in train(...) or in a launcher's file: everywhere but in
-        our defaults and presets.
-        """
+        """Whether the user set the value: in any source except defaults and presets."""
         return self.sources[name] not in ("default", f"model {self.model}")
 
     @property
     def hugging_face(self) -> str | None:
-        """The place that --model hf:PLACE names; None where the model is a decoder of ours."""
+        """PLACE of --model hf:PLACE; None for the built-in decoder."""
         name = self.model or ""
         return name.removeprefix(HUGGING_FACE) if name.startswith(HUGGING_FACE) else None
 
     def micro_batch_rows(self, world_size: int) -> int:
-        """Rows in one micro-batch of one process; a UsageError where they cannot be shared out."""
+        """Rows per micro-batch and process; raise UsageError if they do not divide evenly."""
         if not self.split_batches:
             return self.batch_size
         if self.batch_size % world_size:
@@ -53,7 +49,7 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, TrainingFlags):
         return self.batch_size // world_size
 
     def allowed_changes(self) -> frozenset[str]:
-        """The groups that --allow_change names; a UsageError for one that there is not."""
+        """Groups named by --allow_change; raise UsageError for an unknown one."""
         if self.allow_change is None:
             return frozenset()
         names = [name.strip() for name in self.allow_change.split(",")]
@@ -66,7 +62,7 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, TrainingFlags):
         return frozenset(names)
 
     def with_values(self, source: str, **values: Any) -> RunConfig:
-        """The same run with these values, remembered as coming from `source`."""
+        """Return a copy with these values and `source` as their source."""
         return replace(self, **values, sources={**self.sources, **dict.fromkeys(values, source)})
 
 

@@ -1,4 +1,4 @@
-"""The learning rate and the length of a run, as pure functions of whole numbers."""
+"""Learning rate and length of a run, as pure functions of the step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minimind.errors import UsageError
 
 @dataclass(frozen=True)
 class Schedule:
-    """How many optimizer steps a run has, and the learning rate at each."""
+    """Number of optimizer steps, and the learning rate at each."""
 
     shape: str
     peak: float
@@ -20,30 +20,28 @@ class Schedule:
     total_steps: int
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of optimizer step `step`, the first being 0.
+        """Learning rate of optimizer step `step`, counted from 0.
 
-        Linear warm-up reaches the peak at step `warmup_steps` - 1; the decay starts from the peak
-        and ends at `min_ratio` of it on the last step. Neither the number of processes nor a
-        resume can move it, because nothing is counted: it only looks at `step`.
+        Linear warm-up reaches the peak at step `warmup_steps` - 1; the decay ends at `min_ratio`
+        of the peak on the last step. Independent of the number of processes and of resumes.
         """
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         if self.shape == "constant":
             return self.peak
-        done = min(
-            1.0, (step - self.warmup_steps) / max(1, self.total_steps - 1 - self.warmup_steps)
-        )
-        left = (1 + math.cos(math.pi * done)) / 2 if self.shape == "cosine" else 1 - done
-        return self.peak * (self.min_ratio + (1 - self.min_ratio) * left)
+        decay_steps = max(1, self.total_steps - 1 - self.warmup_steps)
+        progress = min(1.0, (step - self.warmup_steps) / decay_steps)
+        factor = (1 + math.cos(math.pi * progress)) / 2 if self.shape == "cosine" else 1 - progress
+        return self.peak * (self.min_ratio + (1 - self.min_ratio) * factor)
 
 
 def planned_warmup(run: RunConfig, total_steps: int) -> int:
-    """Steps of warm-up in a run of so many: the flag, else 5 % of them and at most 100."""
+    """Warm-up steps: --warmup_steps, else 5 % of `total_steps`, at most 100."""
     return min(100, total_steps // 20) if run.warmup_steps is None else run.warmup_steps
 
 
 def plan_schedule(run: RunConfig, steps_per_epoch: int) -> Schedule:
-    """The schedule of `run` over data with so many whole steps per epoch."""
+    """Return the schedule of `run`; raise UsageError if the warm-up exceeds the run."""
     epochs = run.epochs if run.epochs is not None else (None if run.max_steps else 1)
     lengths = (epochs and steps_per_epoch * epochs, run.max_steps)
     total = min(steps for steps in lengths if steps)

@@ -1,4 +1,4 @@
-"""The flags by what they decide: one dataclass field each, with default, limits and help."""
+"""Flags of training, data, output and engine: one dataclass field each."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 DEFAULT_DATA = "dataset/pretrain_hq.jsonl"
 
-# Groups of facts that a checkpoint holds a run to (checkpoint/identity.py).
+# Groups of settings that must match the checkpoint on resume (checkpoint/identity.py).
 CHANGEABLE = ("batch", "schedule", "lr", "data", "tokenizer", "model", "dtype", "seed")
 
 
 def flag(help: str, default: Any, group: str, **limits: Any) -> Any:
-    """A dataclass field that is also a command-line flag; `help` says counted over what."""
+    """Return a dataclass field that is also a command-line flag."""
     return field(default=default, metadata={"group": group, "help": help, **limits})
 
 
 @dataclass(frozen=True)
 class TrainingFlags:
-    """How long and how is trained; model_flags.py says what."""
+    """Length of the run and optimizer."""
 
     epochs: int | None = flag(
         "passes over the training rows (1 unless --max_steps is given; with both, the first"
@@ -113,7 +113,7 @@ class TrainingFlags:
 
 @dataclass(frozen=True)
 class PlaceFlags:
-    """What text is read, what is written, and what takes the steps."""
+    """Data, output and engine."""
 
     data_path: tuple[str, ...] = flag(
         "text files (.jsonl .jsonl.gz .jsonl.zst .txt .parquet), directories and globs of them,"

@@ -1,6 +1,6 @@
-"""YAML files that people write: flags, presets, sources of text, the Accelerate YAML.
+"""Load YAML files: flags, presets, data sources, the Accelerate YAML.
 
-A flag's value is the text that stands there (`load_texts`); other files have YAML's own types.
+`load_texts` keeps every scalar as text, for flags and presets; `load_yaml` uses YAML's types.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from minimind.runtime.durable_files import read_small_text
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's, but a key written twice is an error: it would let the last one win."""
+    """SafeLoader that rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             name = str(key.value)
             if name in seen:
-                told = f"{name} is written twice"
-                raise yaml.MarkedYAMLError(problem=told, problem_mark=key.start_mark)
+                problem = f"{name} is written twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             seen.add(name)
         return super().construct_mapping(node, deep)
 
 
 class _TextLoader(_Loader):
-    """Every scalar as the text that stands there, as on a command line: 010 is 010, no is no."""
+    """Loader that keeps every scalar as text, as on a command line: 010 is 010, no is no."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -38,7 +38,7 @@ class _TextLoader(_Loader):
         self.yaml_constructors = {tag: _Loader.yaml_constructors[tag] for tag in (None, *kinds)}
 
     def construct_scalar(self, node: Any) -> Any:
-        """The text of a node; a MarkedYAMLError for an empty one."""
+        """Return the text of a node; raise MarkedYAMLError if it is empty."""
         if node.style is None and node.value in ("", "~", "null", "Null", "NULL"):
             raise yaml.MarkedYAMLError(
                 problem="the value is empty, which no flag is; remove the line, or quote the text",
@@ -48,31 +48,30 @@ class _TextLoader(_Loader):
 
 
 def load_yaml(path: str, source: str) -> dict[str, Any]:
-    """The mapping in a YAML file, by YAML's types; `source` says in an error who named the file."""
+    """Load a mapping with YAML's types; `source` is the origin of the path in error messages."""
     return _load(path, source, lambda text: yaml.load(text, _Loader))
 
 
 def load_texts(path: str, source: str) -> dict[str, Any]:
-    """The mapping in a YAML file, with every scalar as the text that stands there."""
+    """Load a mapping with every scalar as text."""
     return _load(path, source, lambda text: yaml.load(text, _TextLoader))
 
 
 def _load(path: str, source: str, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
-        text = read_small_text(path)
-        found = parse(text)
+        document = parse(read_small_text(path))
     except OSError as error:
-        told = error.strerror or str(error)
-        raise UsageError(f"{source} {path}: {told}; give a readable YAML file") from error
+        reason = error.strerror or str(error)
+        raise UsageError(f"{source} {path}: {reason}; give a readable YAML file") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
         raise UsageError(f"{where}: {error.problem}; mend the YAML there") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a 30th of February, for one
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date
         raise UsageError(f"{path}: {error}; mend the YAML") from error
-    if not isinstance(found, dict):
-        held = "nothing" if found is None else type(found).__name__
-        raise UsageError(f"{path}: holds {held}, not `name: value` lines; write those")
-    return found
+    if not isinstance(document, dict):
+        content = "nothing" if document is None else type(document).__name__
+        raise UsageError(f"{path}: holds {content}, not `name: value` lines; write those")
+    return document

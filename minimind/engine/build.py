@@ -27,8 +27,8 @@ from minimind.config.deepspeed import engine_rules as rules
 from minimind.config.deepspeed.auto_values import offloads
 from minimind.config.deepspeed.literals import BATCH, leaves
 from minimind.config.deepspeed.resolve import Resolved
-from minimind.config.deepspeed.schema import MODELS, fault_told, optimizer_name
-from minimind.config.launcher_env import join_by_hand, settle
+from minimind.config.deepspeed.schema import MODELS, format_model_fault, optimizer_name
+from minimind.config.launcher_env import configure_libraries, set_rendezvous_defaults
 from minimind.engine.deepspeed_backend import Backend, DeepSpeedBackend
 from minimind.engine.deepspeed_logs import CollectivesLog, fix_start_time
 from minimind.engine.engine import Engine
@@ -55,7 +55,7 @@ def build_engine(resolved: Resolved, model: PreTrainedModel, device: str) -> Eng
     """
     run = resolved.run
     parameters = sum(p.numel() for p in model.parameters())
-    settle(device)
+    configure_libraries(device)
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
         torch.use_deterministic_algorithms(True)
@@ -85,7 +85,7 @@ def _deepspeed(
     # leaves a lock on which every later start waits silently.
     buildable = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
     deepspeed.ops.__dict__["__compatible_ops__"] = buildable
-    join_by_hand(os.environ)
+    set_rendezvous_defaults(os.environ)
     backend, timeout = carrier(device, run.dist_timeout)
     with rendezvous():
         accelerator = Accelerator(
@@ -156,7 +156,7 @@ def _plain(resolved: Resolved, model: PreTrainedModel, device: str) -> tuple[Bac
     if resolved.backend == "single":
         _init_single_process()
     else:
-        join_by_hand(os.environ)
+        set_rendezvous_defaults(os.environ)
     has_unused = resolved.backend == "ddp" and bool(unused_parameters(model))
     prepare_for_ddp(model)
     model.to(getattr(torch, run.dtype))
@@ -192,11 +192,11 @@ def forward_only(device: str, dist_timeout: int) -> Iterator[Any]:
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
-    settle(device)
+    configure_libraries(device)
     if os.environ.get("WORLD_SIZE", "1") == "1":
         _init_single_process()
     else:
-        join_by_hand(os.environ)
+        set_rendezvous_defaults(os.environ)
     backend, timeout = carrier(device, dist_timeout)
     handlers: list[Any] = [InitProcessGroupKwargs(backend=backend, timeout=timeout)]
     try:
@@ -232,7 +232,7 @@ def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[st
     """Errors of DeepSpeed's pydantic models for the sections of a resolved configuration."""
     from pydantic import ValidationError
 
-    settle(device)
+    configure_libraries(device)
     faults = []
     for section, (module, name) in MODELS.items():
         if section not in config:
@@ -240,7 +240,7 @@ def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[st
         try:
             getattr(import_module(module), name)(**deepcopy(config[section]))
         except ValidationError as error:
-            messages = [fault_told(section, fault) for fault in error.errors()]
+            messages = [format_model_fault(section, fault) for fault in error.errors()]
             faults += [f"{path}: {message}; change or remove it" for message in messages]
         except AssertionError as error:  # an old and a new name together
             remedy = rules.way_out({section: config[section]}, str(error))
@@ -256,7 +256,7 @@ def require_accepted(resolved: Resolved, device: str) -> None:
     """
     if resolved.backend != "deepspeed":
         return
-    settle(device)
+    configure_libraries(device)
     reason = _refusal(resolved.config)
     if not reason:
         return

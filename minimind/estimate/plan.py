@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minimind.config.deepspeed.auto_values import autos, offloads
+from minimind.config.deepspeed.auto_values import auto_values, offloads
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags, unknown_flag
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig
@@ -102,7 +102,7 @@ def plan_text(
 
 def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device: str) -> Layout:
     """Return the layout of the run; config is the resolved DeepSpeed configuration or empty."""
-    derived = autos(config, run, world_size, device, None)
+    derived = auto_values(config, run, world_size, device, None)
     ours = {key.split(".")[-1]: value for key, (value, _) in derived.items()}
     zero: Mapping[str, Any] = config["zero_optimization"] if config else ours
     stage = int(zero["stage"]) if config else None

@@ -387,7 +387,7 @@ def test_a_file_that_is_not_trained_says_why(told, named, tmp_path):
 
 def test_a_name_at_a_hub_is_no_place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="no model hub is asked"):
+    with pytest.raises(UsageError, match="models are not downloaded"):
         parse_flags(["--model", "hf:gpt2"])
     (tmp_path / "place").mkdir()
     assert "has no config.json" in refused(tmp_path, None)

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from minimind.config.deepspeed.backend_choice import advice, choose_device, idle_gpus, read_setup
-from minimind.config.launcher_env import Launch, join_by_hand, read_launch, with_dropped_file
+from minimind.config.launcher_env import (
+    Launch,
+    read_launch,
+    set_rendezvous_defaults,
+    with_dropped_config,
+)
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import RendezvousError, UsageError
@@ -135,7 +140,7 @@ def test_a_deepspeed_file_that_accelerate_launch_drops_engages_deepspeed(
     assert resolved.run.sources["deepspeed_config"] == f"{GIVEN}: deepspeed_config_file"
     (told,) = [one for one in advice(found, resolved) if "engaged" in one]
     assert told.startswith(f"DeepSpeed is engaged by --deepspeed_config_file {name}, which")
-    assert asked(f"--deepspeed_config {SHIPPED}", TWO).launch.dropped_file is None
+    assert asked(f"--deepspeed_config {SHIPPED}", TWO).launch.dropped_config is None
     assert asked("--deepspeed_config none", TWO).backend == "ddp"
     mine = tmp_path / "mine.json"
     mine.write_text("{}")
@@ -145,12 +150,12 @@ def test_a_deepspeed_file_that_accelerate_launch_drops_engages_deepspeed(
 
 def test_other_deepspeed_flags_that_accelerate_launch_drops_are_refused():
     words = f"{MULTI_GPU} --zero_stage=3 t.py".split()
-    with pytest.raises(UsageError, match=r"--zero_stage was given .*, which drops it .*; add"):
-        with_dropped_file(Launch(world_size=2), None, words)
+    with pytest.raises(UsageError, match=r"--zero_stage was passed .*, which drops it .*; add"):
+        with_dropped_config(Launch(world_size=2), None, words)
     engaged = Launch(uses_deepspeed=True)
-    assert with_dropped_file(engaged, None, words) == engaged
+    assert with_dropped_config(engaged, None, words) == engaged
     for line in ("bash run.sh --deepspeed_config_file x", f"{MULTI_GPU} t.py --zero_stage 3"):
-        assert with_dropped_file(Launch(), None, line.split()) == Launch()
+        assert with_dropped_config(Launch(), None, line.split()) == Launch()
 
 
 @pytest.mark.parametrize("form", ["--config_file {}", "--config_file={}", "--config-file {}"])
@@ -159,13 +164,13 @@ def test_a_deepspeed_block_that_accelerate_launch_drops_is_told(tmp_path: Path, 
     path.write_text("distributed_type: MULTI_GPU\ndeepspeed_config: {zero_stage: 3}\n")
     words = f"python /bin/accelerate launch {form.format(path)} t.py --dim 8".split()
     with pytest.raises(UsageError) as caught:
-        with_dropped_file(Launch(world_size=2), None, words)
-    assert str(caught.value).startswith(f"{path}: `accelerate launch` passes over deepspeed_config")
+        with_dropped_config(Launch(world_size=2), None, words)
+    assert str(caught.value).startswith(f"{path}: `accelerate launch` ignores deepspeed_config")
     assert "; write distributed_type: DEEPSPEED" in str(caught.value)
-    with_dropped_file(Launch(uses_deepspeed=True), None, words)
+    with_dropped_config(Launch(uses_deepspeed=True), None, words)
     path.write_text("distributed_type: MULTI_GPU\ndeepspeed_config: {}\n")
-    with_dropped_file(Launch(), None, words)
-    with_dropped_file(
+    with_dropped_config(Launch(), None, words)
+    with_dropped_config(
         Launch(), None, f"/envs/accelerate/bin/python sweep.py --config_file {__file__}".split()
     )
 
@@ -185,16 +190,16 @@ def test_too_few_gpus_are_refused_and_too_many_are_told(monkeypatch):
 
 def test_one_process_alone_gets_a_port_and_several_keep_theirs():
     alone: dict[str, str] = {}
-    join_by_hand(alone)
+    set_rendezvous_defaults(alone)
     assert (alone["RANK"], alone["WORLD_SIZE"], alone["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
     given = {**TWO, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     before = dict(given)
-    join_by_hand(given)
+    set_rendezvous_defaults(given)
     assert given == before
     for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
         partly = {key: value for key, value in before.items() if key != name}
         with pytest.raises(RendezvousError, match=f"without {name}; set"):
-            join_by_hand(partly)
+            set_rendezvous_defaults(partly)
 
 
 def test_device_auto_is_no_contradiction_of_a_yaml_that_says_cpu():

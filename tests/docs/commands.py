@@ -122,12 +122,12 @@ def _simple_commands(command: str) -> list[list[str]]:
     lexer = shlex.shlex(command, posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split = True
     found: list[list[str]] = [[]]
-    passed_over = False
+    keys_without_effect = False
     for word in lexer:
-        if passed_over:
-            passed_over = False
+        if keys_without_effect:
+            keys_without_effect = False
         elif set(word) <= set("<>"):
-            passed_over = True
+            keys_without_effect = True
         elif set(word) <= set("|&;"):
             found.append([])
         else:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minimind.config.deepspeed.resolve import Resolved
-from minimind.config.launcher_env import settle
+from minimind.config.launcher_env import configure_libraries
 from minimind.config.parse import parse_flags
 from minimind.engine.build import Engine, build_engine, leave_process_group
 from minimind.engine.optimizer import adamw, parameter_groups
@@ -99,10 +99,10 @@ def test_the_flag_says_which_device_the_two_libraries_take(monkeypatch):
     """Not a variable that a launcher left: with it DeepSpeed sent from the CPU, over NCCL."""
     for name in ("DS_ACCELERATOR", "ACCELERATE_TORCH_DEVICE"):
         monkeypatch.setenv(name, "cpu")  # restored behind this test
-    settle("cuda")
+    configure_libraries("cuda")
     assert os.environ["DS_ACCELERATOR"] == "cuda"
     assert "ACCELERATE_TORCH_DEVICE" not in os.environ
-    settle("cpu")
+    configure_libraries("cpu")
     assert os.environ["DS_ACCELERATOR"] == os.environ["ACCELERATE_TORCH_DEVICE"] == "cpu"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from minimind.config.launcher_env import join_by_hand, read_launch
+from minimind.config.launcher_env import read_launch, set_rendezvous_defaults
 from minimind.errors import RendezvousError, RunError, StorageError
 from minimind.runtime import environment
 from minimind.runtime.environment import RANGES, rank_of, require_environment
@@ -97,7 +97,7 @@ def test_an_interface_for_nccl_is_no_matter_where_there_is_no_gpu(monkeypatch: p
 
 def test_a_port_without_an_address_is_that_of_this_host():
     environ = {"MASTER_PORT": "29500"}
-    join_by_hand(environ)
+    set_rendezvous_defaults(environ)
     assert environ["MASTER_ADDR"] == "127.0.0.1"
     assert environ["MASTER_PORT"] == "29500"
 

@@ -241,7 +241,9 @@ def test_a_misspelt_tracker_is_refused(trained: Trained, tmp_path: Path):
 
 @pytest.mark.parametrize("asked", ["none,wandb", "wandb, none", "none,none"])
 def test_none_beside_trackers_is_refused(asked: str):
-    with pytest.raises(UsageError, match=r"report_to = .*none stands beside others; drop it"):
+    with pytest.raises(
+        UsageError, match=r"report_to = .*none cannot be combined with other trackers; drop one"
+    ):
         parse_flags(["--report_to", asked])
     assert parse_flags(["--report_to", "none"]).trackers() == ()
 

@@ -1,16 +1,16 @@
-"""The resolver: a DeepSpeed JSON against a `RunConfig`, every "auto" filled, every fault found.
+"""Resolver of a DeepSpeed JSON against a `RunConfig`: fills "auto" values and reports all faults.
 
 May import `minimind.config` and below; pure, without deepspeed. A new DeepSpeed key begins in
 `keys.py`, a combination that cannot be trained in `incompatible.py`.
 
 auto_values      the value of each "auto", and its source
 backend_choice   DeepSpeed, DDP or a single process, and on which device
-effects          settings that this loop never acts on
-engine_rules     what DeepSpeed's engine refuses, found before it is built
+effects          settings without effect in this training loop
+engine_rules     faults of DeepSpeed's engine, reported before it is built
 incompatible     settings that exclude each other
 keys             names and types of everything that DeepSpeed reads
-literals         values in the DeepSpeed and Accelerate files against the flags
-normalize        every literal as DeepSpeed reads it
+literals         config values of the DeepSpeed and Accelerate files
+normalize        config values as DeepSpeed reads them
 resolve          the resolver
 schema           unknown, misspelt and mistyped keys
 """

@@ -1,4 +1,4 @@
-"""What each "auto" of a DeepSpeed JSON becomes, and why. Pure arithmetic on the run."""
+"""Values for each "auto" of a DeepSpeed JSON, with their sources."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from minimind.config.schedule import Schedule, planned_warmup
 
 Filled = dict[str, tuple[Any, str]]  # key path: value, source
 
-# DeepSpeed has a default of its own for each of these (clipping: 1.0), so they are always written.
-# The last is a clock that would wait for the GPU twice a micro-batch.
+# Always written, because DeepSpeed has its own defaults (clipping: 1.0). The last one is a timer
+# that would synchronize with the GPU twice per micro-batch.
 ALWAYS = (
     BATCH,
     MICRO_BATCH,
@@ -24,11 +24,11 @@ ALWAYS = (
     "zero_optimization.stage",
     "timers.throughput.synchronized",
 )
-# Likewise, once a file names an optimizer, a scheduler, or offloads the optimizer.
+# Written if the file has an optimizer or a scheduler, or offloads the optimizer.
 OPTIMIZER = tuple(f"optimizer.params.{name}" for name in ("lr", "betas", "weight_decay"))
 ADAM = ("optimizer.params.torch_adam",)
 FUSED = ("optimizer.params.fused",)
-OWN_ADAM = ("bias_correction", "set_grad_none", "fp32_optimizer_states")  # DeepSpeed's takes alone
+OWN_ADAM = ("bias_correction", "set_grad_none", "fp32_optimizer_states")  # DeepSpeed's Adam only
 WARMUP = ("scheduler.params.warmup_max_lr", "scheduler.params.warmup_num_steps")
 DECAY = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
 COSINE, CYCLE = ("scheduler.params.cos_min_ratio",), ("scheduler.params.cycle_momentum",)
@@ -36,8 +36,8 @@ UNTESTED = ("zero_allow_untested_optimizer",)
 OFFLOAD = ("zero_force_ds_cpu_optimizer",)
 
 
-def never_left_out(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys that are written whether or not the file names them."""
+def required_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Keys that are filled even if the file does not contain them."""
     keys = ALWAYS
     optimizer = optimizer_name(get(config, "optimizer.type"))
     accepted = OPTIMIZERS.get(optimizer or "", "").split()
@@ -52,19 +52,19 @@ def never_left_out(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def offloads(config: Mapping[str, Any], what: str) -> bool:
-    """Whether ZeRO keeps the `optimizer` or the `param`eters off the device."""
+    """Whether ZeRO offloads `what`: `optimizer` or `param`."""
     device = get(config, f"zero_optimization.offload_{what}.device")
     return device in ("cpu", "nvme")
 
 
-def autos(
+def auto_values(
     config: Mapping[str, Any],
     run: RunConfig,
     world_size: int,
     device: str,
     schedule: Schedule | None,
 ) -> Filled:
-    """The value and its source of every key that we fill, where `config` leaves it to us."""
+    """Return value and source of every key that this package can fill."""
     found = _numbers(run, world_size) | _buckets(run, world_size, device)
     return found | _optimizer(config, run) | _rates(run, schedule)
 
@@ -74,7 +74,7 @@ def _by(run: RunConfig, name: str) -> str:
 
 
 def _numbers(run: RunConfig, world_size: int) -> Filled:
-    """What the batch, the clipping, the precision and DeepSpeed's clock become, and why."""
+    """Batch sizes, clipping, precision and timers."""
     rows = run.micro_batch_rows(world_size)
     shared = f"derived: {run.batch_size} rows / {world_size} processes (--split_batches)"
     steps = run.accumulation_steps
@@ -93,9 +93,9 @@ def _numbers(run: RunConfig, world_size: int) -> Filled:
 
 
 def _buckets(run: RunConfig, world_size: int, device: str) -> Filled:
-    """What ZeRO's buckets and its overlap become, and why."""
+    """ZeRO bucket sizes and communication overlap."""
     overlap = device == "cuda" and world_size > 1
-    # dim x dim, the usual choice, is 64 all-reduces a step for tiny
+    # the usual dim x dim means 64 all-reduces per step for the tiny preset
     block = (12 * run.dim**2, "derived: 12 x dim x dim, about a block")
     zero = {
         "stage": (0, "DeepSpeed's default: no stage is named"),
@@ -109,9 +109,9 @@ def _buckets(run: RunConfig, world_size: int, device: str) -> Filled:
 
 
 def _optimizer(config: Mapping[str, Any], run: RunConfig) -> Filled:
-    """What the optimizer's own numbers become, and which AdamW it is.
+    """Optimizer parameters and implementation.
 
-    torch's, unless a parameter is for DeepSpeed's alone; that has to be compiled, on GPUs by nvcc.
+    torch's AdamW unless a parameter needs DeepSpeed's, which is compiled (on GPUs by nvcc).
     """
     params = get(config, "optimizer.params")
     named = [name for name in OWN_ADAM if isinstance(params, Mapping) and name in params]
@@ -143,7 +143,7 @@ def _optimizer(config: Mapping[str, Any], run: RunConfig) -> Filled:
 
 
 def _rates(run: RunConfig, schedule: Schedule | None) -> Filled:
-    """What a scheduler block's numbers become, and why."""
+    """Scheduler parameters."""
     total = schedule.total_steps if schedule else run.max_steps
     warmup = planned_warmup(run, total) if total else run.warmup_steps or 0
     length = "derived: the steps of the run"

@@ -1,4 +1,4 @@
-"""Which backend is in force, by which file and on what device; asked before any work is done."""
+"""Choose the backend, the DeepSpeed file and the device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from minimind.config.deepspeed.auto_values import offloads
-from minimind.config.deepspeed.effects import passed_over
-from minimind.config.deepspeed.incompatible import needs_gpu
+from minimind.config.deepspeed.effects import keys_without_effect
+from minimind.config.deepspeed.incompatible import precision_faults
 from minimind.config.deepspeed.literals import AUTO, adopt_launch, get, put
 from minimind.config.deepspeed.resolve import Resolved, Sections, read_deepspeed_json, resolve
-from minimind.config.launcher_env import Launch, parent_command, with_dropped_file
+from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
@@ -22,7 +22,7 @@ from minimind.runtime.hardware import HAS_BF16
 
 @dataclass(frozen=True)
 class Setup:
-    """A run as asked for by flags and launcher, and the DeepSpeed JSON as written."""
+    """Flags, launcher settings and the unresolved DeepSpeed JSON of a run."""
 
     run: RunConfig
     launch: Launch
@@ -34,39 +34,39 @@ class Setup:
     def resolve(
         self, schedule: Schedule | None = None, sections: Sections = lambda config, path: []
     ) -> Resolved:
-        """Flags, files and launcher made to agree; a UsageError tells every fault."""
+        """Resolve flags, files and launcher; raise a UsageError that lists all faults."""
         world_size, run = self.launch.world_size, self.run
         if self.backend == "deepspeed":
             place = (self.document, self.path, run, world_size, self.device)
             return with_compile(resolve(*place, schedule, self.launch, sections), self.device)
         faults: list[str] = []
         run = adopt_launch(run, self.launch, faults)
-        faults += needs_gpu(run, self.device)
+        faults += precision_faults(run, self.device)
         if faults:
             raise fault_error(faults)
-        run.micro_batch_rows(world_size)  # raises where they cannot be shared out
+        run.micro_batch_rows(world_size)  # raises if the batch does not divide evenly
         return with_compile(Resolved(run, self.backend), self.device)
 
 
 def read_setup(run: RunConfig, launch: Launch) -> Setup:
-    """What flags and launcher ask for; a UsageError where a file or a GPU is not there.
+    """Read the setup; raise UsageError if a file or a GPU is missing.
 
-    DeepSpeed is in force when a file is named, by flag or in the Accelerate YAML, or when
-    `accelerate launch` was told to use it; the shipped file then stands in for one.
+    DeepSpeed is used if a config file is set by flag or Accelerate YAML, or if `accelerate launch`
+    enables it; without a file, the shipped one is used.
     """
-    launch = with_dropped_file(launch, run.deepspeed_config, parent_command())
-    faults: list[str] = []  # told by resolve(), with those of the file
-    heard = adopt_launch(run, launch, faults)
+    launch = with_dropped_config(launch, run.deepspeed_config, parent_command())
+    faults: list[str] = []  # reported by resolve(), with those of the file
+    adopted = adopt_launch(run, launch, faults)
     try:
-        device = choose_device(heard, launch)
+        device = choose_device(adopted, launch)
     except UsageError as error:
         raise fault_error(faults or [str(error)]) from error
-    path = heard.deepspeed_config
+    path = adopted.deepspeed_config
     if path == "none" or (path is None and not launch.uses_deepspeed):
         backend = "ddp" if launch.world_size > 1 else "single"
         return Setup(run, launch, device, backend, {}, "none")
     if path is not None:
-        document = read_deepspeed_json(path, heard.sources["deepspeed_config"])
+        document = read_deepspeed_json(path, adopted.sources["deepspeed_config"])
         return Setup(run, launch, device, "deepspeed", document, path)
     shipped = str(DEFAULT_DEEPSPEED_CONFIG)
     document = read_deepspeed_json(shipped)
@@ -76,33 +76,33 @@ def read_setup(run: RunConfig, launch: Launch) -> Setup:
 
 
 def with_compile(resolved: Resolved, device: str) -> Resolved:
-    """The same, with --compile auto settled."""
+    """Replace `compile = auto` by on or off."""
     run = resolved.run
     if run.compile != "auto":
         return resolved
-    because = {
+    blockers = {
         "no GPU": device != "cuda",
         "ZeRO stage 3": resolved.zero_stage == 3,
         "experts": run.use_moe,
         "DeepSpeed's flops_profiler": get(resolved.config, "flops_profiler.enabled") is True,
         "a model of transformers": run.hugging_face is not None,
     }
-    against = [reason for reason, holds in because.items() if holds]
-    told = f"derived: {against[0]}" if against else "derived: GPU"
-    return replace(resolved, run=run.with_values(told, compile="off" if against else "on"))
+    reasons = [reason for reason, applies in blockers.items() if applies]
+    source = f"derived: {reasons[0]}" if reasons else "derived: GPU"
+    return replace(resolved, run=run.with_values(source, compile="off" if reasons else "on"))
 
 
 def choose_device(run: RunConfig, launch: Launch) -> str:
-    """`cuda` or `cpu`; a UsageError when there are too few GPUs for what was asked."""
+    """Return `cuda` or `cpu`; raise UsageError if there are too few GPUs."""
     return device_for(run.device, run.sources["device"], launch)
 
 
-def device_for(asked: str, source: str, launch: Launch) -> str:
-    """The same of `auto`, `cuda` or `cpu`, asked for by `source`."""
+def device_for(requested: str, source: str, launch: Launch) -> str:
+    """Resolve `auto`, `cuda` or `cpu`, which came from `source`."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if asked == "cuda" and not gpus:
+    if requested == "cuda" and not gpus:
         raise UsageError(f"device = cuda ({source}), but torch sees no GPU here; use --device cpu")
-    if asked == "cpu" or not gpus:
+    if requested == "cpu" or not gpus:
         return "cpu"
     if launch.local_world_size > gpus:
         raise UsageError(
@@ -113,30 +113,30 @@ def device_for(asked: str, source: str, launch: Launch) -> str:
 
 
 def advice(setup: Setup, resolved: Resolved) -> list[str]:
-    """What could be had for less; nothing where nothing could."""
+    """Return notices about settings that waste time, memory or devices."""
     launch = setup.launch
-    told = (
-        engaged_by(launch),
+    notices = (
+        dropped_config_notice(launch),
         idle_gpus(setup.device, launch),
-        nothing_to_share(resolved, launch.world_size),
+        single_process_advice(resolved, launch.world_size),
         slow_bf16(resolved.run, setup.device),
         without_effect(resolved),
     )
-    return [*filter(None, told)]
+    return [*filter(None, notices)]
 
 
-def engaged_by(launch: Launch) -> str:
-    """That DeepSpeed is on by a file that the launcher dropped; else nothing."""
-    if launch.dropped_file is None:
+def dropped_config_notice(launch: Launch) -> str:
+    """Notice that a config file dropped by the launcher enables DeepSpeed; empty if none."""
+    if launch.dropped_config is None:
         return ""
     return (
-        f"DeepSpeed is engaged by --deepspeed_config_file {launch.dropped_file}, which `accelerate"
-        f" launch` drops without --use_deepspeed; it is {launch.deepspeed_config} here"
+        f"DeepSpeed is engaged by --deepspeed_config_file {launch.dropped_config}, which"
+        f" `accelerate launch` drops without --use_deepspeed; it is {launch.deepspeed_config} here"
     )
 
 
 def idle_gpus(device: str, launch: Launch) -> str:
-    """What to type when more GPUs are visible than processes were started; else nothing."""
+    """Warning that visible GPUs are unused; empty if none."""
     gpus = torch.cuda.device_count()
     if device == "cpu" or gpus <= launch.local_world_size:
         return ""
@@ -147,8 +147,8 @@ def idle_gpus(device: str, launch: Launch) -> str:
     )
 
 
-def nothing_to_share(resolved: Resolved, world_size: int) -> str:
-    """What to type where ZeRO buys nothing that a process alone has not; else nothing."""
+def single_process_advice(resolved: Resolved, world_size: int) -> str:
+    """Advice to disable DeepSpeed where one process gains nothing from ZeRO; else empty."""
     config = resolved.config
     offloaded = any(offloads(config, what) for what in ("optimizer", "param"))
     is_ours = resolved.optimizer_params == {"eps": 1e-8} and resolved.optimizer == "AdamW"
@@ -161,7 +161,7 @@ def nothing_to_share(resolved: Resolved, world_size: int) -> str:
 
 
 def slow_bf16(run: RunConfig, device: str) -> str:
-    """What to type where a model of transformers would crawl; our own widens its products."""
+    """Advice on bfloat16 emulation; the built-in decoder multiplies in float32 there."""
     if run.hugging_face is None or run.dtype != "bfloat16" or device != "cpu" or HAS_BF16:
         return ""
     return (
@@ -171,6 +171,6 @@ def slow_bf16(run: RunConfig, device: str) -> str:
 
 
 def without_effect(resolved: Resolved) -> str:
-    """The ZeRO keys of the file that its stage or device passes over; else nothing."""
-    keys = passed_over(resolved.config, resolved.sources, resolved.path)
+    """Notice of ZeRO keys that have no effect at this stage or device; else empty."""
+    keys = keys_without_effect(resolved.config, resolved.sources, resolved.path)
     return f"no effect at ZeRO stage {resolved.zero_stage}: {', '.join(keys)}" if keys else ""

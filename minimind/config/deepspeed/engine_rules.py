@@ -1,7 +1,7 @@
-"""What DeepSpeed's engine refuses, or fails on, of a configuration that its parser accepts.
+"""Faults that DeepSpeed's engine raises for a configuration that its parser accepts.
 
-The engine says so only when it is built, after the text was read, and partly in the first step.
-These rules say it before, for --dry_run too. Pure: no deepspeed import.
+The engine raises them when it is built or in the first step. These rules report them before the
+data is read, also for --dry_run, without importing deepspeed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from minimind.config.run_config import RunConfig
 
 ZERO = "zero_optimization."
 WITHOUT_CHECKPOINTS = ("zenflow", "offload_optimizer.super_offload")
-# Of stage 3: DeepSpeed has kernels or streams of these for GPUs alone.
+# Stage 3 options that DeepSpeed implements for GPUs only.
 ON_GPUS = (
     *("zero_quantized_weights", "zero_quantized_gradients"),
     "stage3_module_granularity_threshold",
 )
 # Blocks that import a package when the engine is built.
 PACKAGES = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
-# Without these other keys are not looked at, so they are the last to be at fault.
+# These select which other keys are read, so they are blamed last.
 CHOOSERS = ("optimizer.type", "optimizer.params.torch_adam", "scheduler.type", f"{ZERO}stage")
 OUTPUTS = {  # path -> the switch of the block that writes there
     "tensorboard.output_path": "tensorboard.enabled",
@@ -91,7 +91,7 @@ def _zero(config: Mapping[str, Any], device: str) -> list[str]:
 
 
 def _adam(config: Mapping[str, Any]) -> list[str]:
-    """What DeepSpeed's own Adam classes raise for, after they were compiled."""
+    """Parameters that DeepSpeed's Adam classes reject after compilation."""
     name = optimizer_name(get(config, "optimizer.type"))
     in_torch = get(config, "optimizer.params.torch_adam") is True
     key = "optimizer.params.amsgrad"
@@ -108,7 +108,7 @@ def _is_cpu_adam(config: Mapping[str, Any]) -> bool:
 
 
 def _norm(config: Mapping[str, Any]) -> list[str]:
-    """What does not go with leaving the gradient norm out, at the stages that can."""
+    """Settings that conflict with compute_grad_norm = false at stages 1 and 2."""
     key = f"{ZERO}compute_grad_norm"
     if get(config, key) is not False or get(config, f"{ZERO}stage") not in (1, 2):
         return []
@@ -129,7 +129,7 @@ def _packages(config: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# --- which key DeepSpeed's own words are about --------------------------------------------------
+# --- which key an error of DeepSpeed concerns --------------------------------------------------
 
 
 def words(error: Exception) -> str:

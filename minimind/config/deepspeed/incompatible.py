@@ -1,7 +1,7 @@
-"""What cannot be trained, though each value alone is right: told before any work, all together.
+"""Faults of incompatible settings whose values are valid on their own.
 
-DeepSpeed 0.19.8 refuses some of these itself, late and with a traceback, passes over others in
-silence, and trains a few of them wrongly.
+DeepSpeed 0.19.8 rejects some of these late and with a traceback, silently ignores others, and
+trains a few of them incorrectly.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from minimind.config.deepspeed.schema import OPTIMIZERS, optimizer_name
 from minimind.config.run_config import RunConfig
 
 ZERO = "zero_optimization."
-RESUMABLE = ("Adam", "AdamW", "Lion", "SGD")  # whose moments optimizer_state.py knows
-# Which schedulers of DeepSpeed's have a place for these flags; any other scheduler has none.
-HEARD_BY = {
+RESUMABLE = ("Adam", "AdamW", "Lion", "SGD")  # state supported by optimizer_state.py
+# DeepSpeed schedulers that support these flags; any other scheduler ignores them.
+SUPPORTED_BY = {
     "schedule": (),
     "warmup_steps": ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
     "min_lr_ratio": ("WarmupCosineLR",),
 }
-# The one value of each that trains rightly here. Any other would make the rows a rank reads, or the
-# gradient's mean, another than what is printed; of the last, let a gradient that is not finite into
-# the weights.
+# The only supported value of each. Others would change the rows per rank or the gradient mean; for
+# the last, they would apply non-finite gradients to the weights.
 ONLY = {
     "managed_gradient_accumulation": (True, "accumulation is counted by DeepSpeed here"),
     "gradient_allreduce_op": ("mean", "the loss is a mean over all processes"),
@@ -35,7 +34,7 @@ ONLY = {
     "torch_autocast.enabled": (False, "--dtype decides the precision"),
     "bf16.check_grad_overflow": (True, "a step with a gradient that is not finite is skipped"),
 }
-# DeepSpeed divides by the first kind, and refuses or believes a negative one of the second.
+# DeepSpeed divides by the first group; negative values of the second are rejected or wrong.
 LEAST = {
     "above": (
         "steps_per_print gradient_predivide_factor scheduler.params.cycle_first_step_size"
@@ -49,7 +48,7 @@ LEAST = {
 }
 
 
-def combination_faults(
+def incompatible_settings(
     config: Mapping[str, Any],
     path: str,
     run: RunConfig,
@@ -57,12 +56,12 @@ def combination_faults(
     device: str,
     sources: Mapping[str, str],
 ) -> list[str]:
-    """One sentence for each combination in a filled `config` that cannot be."""
+    """Return one sentence per incompatible combination in a filled `config`."""
     found = _batch(config, run, world_size) + _scheduler(config, run)
     found += [
-        f"{block}.type is {kind}, which does not hear {name} = {getattr(run, name)}"
+        f"{block}.type is {kind}, which ignores {name} = {getattr(run, name)}"
         f" ({run.sources[name]}); drop the latter, or change the block"
-        for block, kind, name in unheard(config)
+        for block, kind, name in ignored_flags(config)
         if run.is_explicit(name)
     ]
     found += _least(config) + _other_values(config) + ignored_faults(config)
@@ -84,21 +83,23 @@ def combination_faults(
     return [f"{path}: {fault}" for fault in found]
 
 
-def unheard(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(block, its type, flag) for each flag that the file's scheduler or optimizer passes over."""
+def ignored_flags(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return (block, type, flag) for each flag that the file's scheduler or optimizer ignores."""
     scheduler = get(config, "scheduler.type")
     optimizer = optimizer_name(get(config, "optimizer.type"))
-    deaf = [] if scheduler is MISSING else [n for n, k in HEARD_BY.items() if scheduler not in k]
-    told = [("scheduler", scheduler, name) for name in deaf]
+    unsupported = (
+        [] if scheduler is MISSING else [n for n, k in SUPPORTED_BY.items() if scheduler not in k]
+    )
+    ignored = [("scheduler", scheduler, name) for name in unsupported]
     if optimizer and "betas" not in OPTIMIZERS[optimizer].split():
-        told += [("optimizer", optimizer, name) for name in ("beta1", "beta2")]
+        ignored += [("optimizer", optimizer, name) for name in ("beta1", "beta2")]
     if get(config, "scheduler.params.cycle_momentum") is True:
-        told += [("scheduler", "OneCycle with cycle_momentum", n) for n in ("beta1", "beta2")]
-    return told
+        ignored += [("scheduler", "OneCycle with cycle_momentum", n) for n in ("beta1", "beta2")]
+    return ignored
 
 
 def _optimizer(config: Mapping[str, Any], device: str) -> list[str]:
-    """Optimizers that DeepSpeed builds and no checkpoint of ours can hold."""
+    """Optimizers without checkpoint support."""
     name = optimizer_name(get(config, "optimizer.type"))
     if name == "Lion" and device == "cpu" and not offloads(config, "optimizer"):
         return ["optimizer.type Lion runs on a CPU only with offload_optimizer; use AdamW"]
@@ -121,20 +122,20 @@ def _batch(config: Mapping[str, Any], run: RunConfig, world_size: int) -> list[s
     ]
 
 
-def needs_gpu(run: RunConfig, device: str) -> list[str]:
-    """The fault of a precision that a CPU does not have, with and without DeepSpeed."""
+def precision_faults(run: RunConfig, device: str) -> list[str]:
+    """Fault of float16 on a CPU, with or without DeepSpeed."""
     if run.dtype != "float16" or device != "cpu":
         return []
-    told = run.sources["dtype"]
-    return [f"dtype = float16 ({told}) needs a GPU; use bfloat16 or float32 here"]
+    return [f"dtype = float16 ({run.sources['dtype']}) needs a GPU; use bfloat16 or float32 here"]
 
 
 def _precision(config: Mapping[str, Any], run: RunConfig, device: str, stage: int) -> list[str]:
-    found = needs_gpu(run, device)
+    found = precision_faults(run, device)
     if run.dtype == "float16" and stage == 0 and not found:
         found.append(
-            f"dtype = float16 ({run.sources['dtype']}) trains wrongly at ZeRO stage 0 in DeepSpeed"
-            " 0.19.8 (gradients are unscaled that were never scaled); use bfloat16, or stage 1 to 3"
+            f"dtype = float16 ({run.sources['dtype']}) trains incorrectly at ZeRO stage 0 in"
+            " DeepSpeed 0.19.8 (gradients are unscaled that were never scaled); use bfloat16, or"
+            " stage 1 to 3"
         )
     accumulated = get(config, "data_types.grad_accum_dtype")
     if accumulated == "fp32" and run.dtype == "bfloat16" and stage == 0:
@@ -146,7 +147,7 @@ def _precision(config: Mapping[str, Any], run: RunConfig, device: str, stage: in
 
 
 def _stage(config: Mapping[str, Any], stage: int, sources: Mapping[str, str]) -> list[str]:
-    """Options that the stage has nothing for, or that DeepSpeed refuses there."""
+    """Offload options that the stage does not support."""
     found = []
     for what, least in (("optimizer", 1), ("param", 3)):
         name = f"{ZERO}offload_{what}"
@@ -165,7 +166,7 @@ def _stage(config: Mapping[str, Any], stage: int, sources: Mapping[str, str]) ->
 
 
 def _reduction(config: Mapping[str, Any], stage: int) -> list[str]:
-    """Ways of reducing gradients that go with some stages only."""
+    """Gradient reduction options that only some stages support."""
     found = []
     ratio = get(config, f"{ZERO}offload_optimizer.ratio")
     if isinstance(ratio, int | float) and ratio != 1 and stage != 3:
@@ -202,7 +203,7 @@ def _scheduler(config: Mapping[str, Any], run: RunConfig) -> list[str]:
     given = [n for n in momenta if get(config, f"scheduler.params.{n}") is not MISSING]
     if given and get(config, "scheduler.params.cycle_momentum") is False:
         found.append(
-            f"scheduler.params.{given[0]} is passed over while cycle_momentum is false; write"
+            f"scheduler.params.{given[0]} is ignored while cycle_momentum is false; write"
             " true, or remove it"
         )
     warmup, total = (get(config, f"scheduler.params.{n}_num_steps") for n in ("warmup", "total"))
@@ -227,7 +228,7 @@ def _scheduler(config: Mapping[str, Any], run: RunConfig) -> list[str]:
 
 
 def _least(config: Mapping[str, Any]) -> list[str]:
-    """Numbers below what DeepSpeed divides by, or trains rightly with."""
+    """Numbers below their lower bound."""
     found = []
     for bound, (keys, words) in LEAST.items():
         for key in keys.split():

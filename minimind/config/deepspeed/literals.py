@@ -1,7 +1,7 @@
-"""Numbers spelled out in the DeepSpeed and Accelerate files, made to agree with the flags.
+"""Adopt values of the DeepSpeed and Accelerate files as values of the run.
 
-A literal wins over a mere default and becomes the run's own number, with the file as its source.
-Against a number that somebody asked for it is a fault naming both, and the two ways out.
+A config value overrides a default, with the file as its source. If it contradicts an explicit flag,
+that is a fault that names both values and both remedies.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ BETAS, TOTAL = "optimizer.params.betas", "scheduler.params.total_num_steps"
 
 
 def adopt_launch(run: RunConfig, launch: Launch, faults: list[str]) -> RunConfig:
-    """The run with what `accelerate launch` says of precision, accumulation, clipping and file."""
+    """Adopt precision, accumulation, clipping and config file of `accelerate launch`."""
     for name, (value, field) in launch.flags.items():
-        if name == "device" and run.device == "auto":  # also where somebody wrote it out
+        if name == "device" and run.device == "auto":  # also if it is explicit
             run = run.with_values(f"{launch.source}: {field}", device=value)
             continue
         run = _adopt(run, name, value, f"{launch.source}: {field}", "remove it there", faults)
@@ -50,7 +50,7 @@ def adopt_launch(run: RunConfig, launch: Launch, faults: list[str]) -> RunConfig
 def adopt_yaml_fields(
     config: dict[str, Any], path: str, launch: Launch, faults: list[str]
 ) -> dict[str, str]:
-    """Write the YAML's ZeRO fields into `config`; which keys now come from there."""
+    """Write the YAML's ZeRO fields into `config`; return their sources by key."""
     sources: dict[str, str] = {}
     for key, (value, field) in launch.deepspeed.items():
         literal = get(config, key)
@@ -68,7 +68,7 @@ def adopt_yaml_fields(
 def adopt_file(
     config: Mapping[str, Any], path: str, run: RunConfig, world_size: int, faults: list[str]
 ) -> RunConfig:
-    """The run with every literal of the DeepSpeed file that stands for one of its flags."""
+    """Adopt every value of the DeepSpeed file that corresponds to a flag."""
     run = _adopt_dtype(config, path, run, faults)
     auto = 'write "auto" in the file'
     total = get(config, TOTAL)
@@ -81,7 +81,7 @@ def adopt_file(
     for key, name in FLAG_OF.items():
         literal = get(config, key)
         where = f"{path}: {key}"
-        # null leaves it to the groups; a list has one for each; the schema tells of other types.
+        # null defers to the parameter groups; a list has one value per group.
         if isinstance(literal, list) and run.is_explicit(name):
             faults.append(
                 f"{where} is {literal} but {run.sources[name]} says {name} = {getattr(run, name)};"
@@ -93,7 +93,7 @@ def adopt_file(
     if isinstance(betas, list) and len(betas) == 2:
         for place, (name, literal) in enumerate(zip(("beta1", "beta2"), betas, strict=True)):
             run = _adopt(run, name, literal, f"{path}: {BETAS}[{place}]", auto, faults)
-    elif betas not in (MISSING, AUTO) and isinstance(betas, list):  # else its type was told
+    elif betas not in (MISSING, AUTO) and isinstance(betas, list):  # else its type was reported
         faults.append(f"{path}: {BETAS} is {json.dumps(betas)}, not two numbers; write [0.9, 0.95]")
     rows, where = get(config, MICRO_BATCH), f"{path}: {MICRO_BATCH}"
     if isinstance(rows, int) and run.split_batches:
@@ -126,12 +126,12 @@ def _adopt_batch(
 def _adopt(
     run: RunConfig, name: str, literal: Any, where: str, way_out: str, faults: list[str]
 ) -> RunConfig:
-    """The run with `literal` as its `name`, unless somebody asked for another value."""
+    """Adopt `literal` as `name`; add a fault if it contradicts an explicit value."""
     current = getattr(run, name)
     try:
         value = convert(name, literal, where)
     except UsageError as error:
-        if not any(fault.startswith(f"{where} is ") for fault in faults):  # its type was told
+        if not any(fault.startswith(f"{where} is ") for fault in faults):  # its type was reported
             faults.append(str(error))
         return run
     if value == current:
@@ -148,7 +148,7 @@ def _adopt(
 def _adopt_dtype(
     config: Mapping[str, Any], path: str, run: RunConfig, faults: list[str]
 ) -> RunConfig:
-    """The run in the precision the file's bf16 / fp16 blocks spell out, if they do."""
+    """Adopt the precision of the bf16 and fp16 blocks."""
     asked = {name: get(config, f"{block}.enabled") for block, name in DTYPE_BLOCKS.items()}
     for block, name in DTYPE_BLOCKS.items():
         if asked[name] not in (MISSING, AUTO) and not isinstance(asked[name], bool):
@@ -176,7 +176,7 @@ def _adopt_dtype(
 
 
 def get(config: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted path, or `MISSING`."""
+    """Return the value at a dotted path, or `MISSING`."""
     value: Any = config
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -186,18 +186,18 @@ def get(config: Mapping[str, Any], key: str) -> Any:
 
 
 def put(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set the value at a dotted path, making objects on the way."""
+    """Set the value at a dotted path, creating missing objects."""
     *parents, last = key.split(".")
     for part in parents:
         below = config.setdefault(part, {})
-        if not isinstance(below, dict):  # somebody reports it
+        if not isinstance(below, dict):  # reported elsewhere
             return
         config = below
     config[last] = value
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every value that is not itself an object, keyed by its dotted path."""
+    """Return all values that are not objects, by dotted path."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:

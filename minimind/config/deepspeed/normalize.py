@@ -1,7 +1,7 @@
-"""Literals of a DeepSpeed JSON in one spelling: the value that DeepSpeed 0.19.8 reads.
+"""Normalize the values of a DeepSpeed JSON to what DeepSpeed 0.19.8 reads.
 
 DeepSpeed reads `"SUM"` as `"sum"`, and its pydantic models read `"on"` as true and `"2"` as 2.
-Every rule judges the values of this module, so no rule depends on a spelling. Pure: no deepspeed.
+All rules check normalized values, so none depends on spelling. Does not import deepspeed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _TRUE = ("true", "t", "yes", "y", "on", "1")
 _FALSE = ("false", "f", "no", "n", "off", "0")
 
 
-def normalised(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `config` with every literal as DeepSpeed reads it.
+def normalize_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of `config` with every value as DeepSpeed reads it.
 
-    A literal that DeepSpeed reads as it stands is left for the schema to judge: also a text for a
-    boolean that DeepSpeed only tests for truth, where "false" would be true.
+    Values that DeepSpeed does not convert stay for the schema to check, including strings for
+    booleans that it only tests for truth, where "false" would be true.
     """
     found = _block("", config)
     written = found.get("optimizer")
@@ -49,7 +49,7 @@ def _block(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_pydantic_reads(value: Any, kind: str) -> Any:
-    """`value` as a pydantic field of `kind` holds it; unchanged where pydantic refuses it."""
+    """Convert `value` as a pydantic field of `kind` does; unchanged if pydantic rejects it."""
     kind = kind.removesuffix("|null")
     if kind == "bool" and isinstance(value, str | int | float):
         word = str(int(value)) if value in (0, 1) else str(value).lower()

@@ -1,7 +1,7 @@
-"""The DeepSpeed JSON with every "auto" filled from the run, and the source of each value.
+"""Resolve a DeepSpeed JSON against a run: fill every "auto" and record the source of each value.
 
-Pure: no deepspeed import. A closed world: a key that DeepSpeed does not read, a literal against a
-number somebody asked for, or an "auto" nobody fills is a fault, and all faults are told together.
+Does not import deepspeed. Unknown keys, literals that contradict an explicit flag and "auto" values
+that cannot be filled are faults; all faults are reported together.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minimind.config.deepspeed import schema as deepspeed_schema
-from minimind.config.deepspeed.auto_values import autos, never_left_out
+from minimind.config.deepspeed.auto_values import auto_values, required_keys
 from minimind.config.deepspeed.engine_rules import engine_faults
-from minimind.config.deepspeed.incompatible import combination_faults
+from minimind.config.deepspeed.incompatible import incompatible_settings
 from minimind.config.deepspeed.literals import (
     AUTO,
     BATCH,
@@ -27,21 +27,21 @@ from minimind.config.deepspeed.literals import (
     leaves,
     put,
 )
-from minimind.config.deepspeed.normalize import normalised
+from minimind.config.deepspeed.normalize import normalize_config
 from minimind.config.launcher_env import Launch
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.durable_files import read_small_text
 
-# The first three are flags; the others are other ways to compute the same.
+# The first three are flags; the others select an implementation with the same results.
 NOT_IDENTITY = ("lr", "betas", "weight_decay", "torch_adam", "foreach", "fused", "capturable")
 Sections = Callable[[Mapping[str, Any], str], list[str]]
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """What the engine is made of, the run whose numbers it agrees with, and who set each value."""
+    """The resolved run, the backend and its DeepSpeed config, with the source of each value."""
 
     run: RunConfig
     backend: str  # deepspeed, ddp or single
@@ -51,23 +51,23 @@ class Resolved:
 
     @property
     def zero_stage(self) -> int | None:
-        """The ZeRO stage in force; None without DeepSpeed."""
+        """ZeRO stage; None without DeepSpeed."""
         return int(self.config["zero_optimization"]["stage"]) if self.config else None
 
     @property
     def scheduler(self) -> str | None:
-        """The type of DeepSpeed's scheduler where one sets the learning rate, else None."""
+        """Type of DeepSpeed's scheduler; None if this package sets the learning rate."""
         return self.config.get("scheduler", {}).get("type")
 
     @property
     def optimizer(self) -> str:
-        """The name of the optimizer: the file's, else torch's AdamW."""
+        """Name of the optimizer: from the file, else AdamW."""
         written = self.config.get("optimizer", {}).get("type")
         return deepspeed_schema.optimizer_name(written) or "AdamW"
 
     @property
     def optimizer_params(self) -> dict[str, Any]:
-        """What else decides the updates: the parameters that no flag stands for."""
+        """Optimizer parameters that affect updates and have no flag."""
         params = self.config.get("optimizer", {}).get("params", {})
         eps = {"eps": 1e-8} if self.optimizer in ("Adam", "AdamW") else {}
         return eps | {k: v for k, v in params.items() if k not in NOT_IDENTITY}
@@ -75,13 +75,15 @@ class Resolved:
     def table(self) -> str:
         """One line per value: key path, value, source."""
         rows = [(key, json.dumps(value)) for key, value in leaves(self.config).items()]
-        wide = max(len(key) for key, _ in rows)
-        broad = max(len(value) for _, value in rows)
-        return "\n".join(f"  {k:<{wide}}  {v:<{broad}}  {self.sources[k]}" for k, v in rows)
+        key_width = max(len(key) for key, _ in rows)
+        value_width = max(len(value) for _, value in rows)
+        return "\n".join(
+            f"  {k:<{key_width}}  {v:<{value_width}}  {self.sources[k]}" for k, v in rows
+        )
 
 
 def read_deepspeed_json(path: str, source: str = "--deepspeed_config") -> dict[str, Any]:
-    """The JSON object in `path`, named by `source`; else a UsageError with line and column."""
+    """Load the JSON object in `path`; raise UsageError with line and column if malformed."""
     try:
         text = read_small_text(path)
         config = json.loads(text, object_pairs_hook=_without_repeats)
@@ -123,15 +125,15 @@ def resolve(
     launch: Launch | None = None,
     sections: Sections = lambda config, path: [],
 ) -> Resolved:
-    """`written` (read from `path`) and `run` made to agree, for so many processes on `device`.
+    """Resolve `written` (read from `path`) against `run` for `world_size` processes on `device`.
 
-    Without `schedule` (before the data is read) a run of unknown length counts as one step beyond
-    its warm-up. `sections` gives the faults that DeepSpeed's own models find in a filled file.
-    Raises a UsageError of every fault found.
+    Without `schedule` (before the data is read), a run of unknown length has one step more than its
+    warm-up. `sections` returns the faults that DeepSpeed's own models find in a filled config.
+    Raise a UsageError that lists all faults.
     """
-    config = normalised(json.loads(json.dumps(written)))
+    config = normalize_config(json.loads(json.dumps(written)))
     for key in (BATCH, MICRO_BATCH, "gradient_accumulation_steps"):
-        if key in config and config[key] is None:  # DeepSpeed's way of leaving it open
+        if key in config and config[key] is None:  # DeepSpeed treats null as unset
             config[key] = AUTO
     faults: list[str] = []
     if launch:
@@ -140,12 +142,15 @@ def resolve(
     faults += deepspeed_schema.faults(config, path)
     found = {key: get(config, key) for key in OBJECTS}
     odd = {k: v for k, v in found.items() if v is not MISSING and not isinstance(v, dict)}
-    odd = {k: v for k, v in odd.items() if v is not None or "offload" not in k}  # null is none
-    if odd:  # what follows looks into these
-        told = [
-            f"{path}: {k} is {json.dumps(v)}, not an object; write {{...}}" for k, v in odd.items()
-        ]
-        raise fault_error(faults + told)
+    odd = {k: v for k, v in odd.items() if v is not None or "offload" not in k}  # null: none
+    if odd:  # the checks below read these objects
+        raise fault_error(
+            faults
+            + [
+                f"{path}: {k} is {json.dumps(v)}, not an object; write {{...}}"
+                for k, v in odd.items()
+            ]
+        )
     run = adopt_file(config, path, run, world_size, faults)
     try:
         run.micro_batch_rows(world_size)
@@ -153,13 +158,13 @@ def resolve(
         raise fault_error([*faults, str(error)]) from error
     sources = {key: path for key in leaves(config)} | from_yaml
     _fill(config, sources, run, world_size, device, schedule)
-    faults += _left(config, path)
-    faults += combination_faults(config, path, run, world_size, device, sources)
+    faults += _unfilled(config, path)
+    faults += incompatible_settings(config, path, run, world_size, device, sources)
     faults += engine_faults(config, path, run, device)
-    # Of a place that we have told of, DeepSpeed's own words add nothing.
-    told = [_key(fault, path) for fault in faults]
+    # Skip DeepSpeed's message for a key that already has a fault.
+    reported = [_key(fault, path) for fault in faults]
     for fault in sections(config, path):
-        if not any(f"{key}.".startswith(f"{_key(fault, path)}.") for key in told):
+        if not any(f"{key}.".startswith(f"{_key(fault, path)}.") for key in reported):
             faults.append(fault)
     if faults:
         raise fault_error(faults)
@@ -167,7 +172,7 @@ def resolve(
 
 
 def _key(fault: str, path: str) -> str:
-    """The key path that a fault is about."""
+    """Return the key path at the start of a fault."""
     return fault.removeprefix(f"{path}: ").split(" ")[0].rstrip(":")
 
 
@@ -184,16 +189,16 @@ def _fill(
     device: str,
     schedule: Schedule | None,
 ) -> None:
-    """Write into `config` what is "auto" or must not be left out, and its source."""
-    needed = never_left_out(config)
-    for key, (value, source) in autos(config, run, world_size, device, schedule).items():
+    """Fill "auto" and missing required values in `config`, and record their sources."""
+    required = required_keys(config)
+    for key, (value, source) in auto_values(config, run, world_size, device, schedule).items():
         literal = get(config, key)
-        if literal == AUTO or (literal is MISSING and key in needed):
+        if literal == AUTO or (literal is MISSING and key in required):
             put(config, key, value)
             sources[key] = source
 
 
-def _left(config: Mapping[str, Any], path: str) -> list[str]:
+def _unfilled(config: Mapping[str, Any], path: str) -> list[str]:
     keys = [key for key, value in leaves(config).items() if value == AUTO]
     return (
         [f'{path}: nothing fills "auto" of {", ".join(keys)}; write a value there'] if keys else []

@@ -1,9 +1,8 @@
-"""What is wrong with a DeepSpeed JSON: names, kinds of values, and the way out of each.
+"""Faults of a DeepSpeed JSON: unknown keys and values of the wrong type, each with its remedy.
 
-DeepSpeed ignores a key that it does not know: with `zero_optimisation` it runs stage 0 and says
-nothing. Here an unknown key is a fault. Left alone is the inside of compile, hybrid_engine,
-tensor_parallel, weight_quantization, comms_logger and the monitors, for which DeepSpeed has strict
-models of its own. Pure: no deepspeed, no torch.
+DeepSpeed silently ignores unknown keys: with `zero_optimisation` it runs stage 0. The contents of
+compile, hybrid_engine, tensor_parallel, weight_quantization, comms_logger and the monitors are not
+checked here, because DeepSpeed has strict models for them. Imports neither deepspeed nor torch.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from minimind.config.deepspeed.keys import (
 
 INSIDE = SECTIONS | MODELLED
 COVERED = frozenset(name for name in MODELLED if "." not in name)  # names and kinds, not bounds
-MANY = 20  # names in an answer
+MANY = 20  # names in a message
 
 
 def faults(config: Mapping[str, Any], path: str) -> list[str]:
-    """One sentence for each thing in `config` (read from `path`) that DeepSpeed would not obey.
+    """Return one sentence per unknown key or mistyped value in `config` (read from `path`).
 
-    Whether a value is sensible is not asked, and "auto" is right everywhere. Never raises.
+    Checks types, not ranges; "auto" is valid everywhere. Never raises.
     """
     if not isinstance(config, Mapping):
         return [f"{path}: holds {_shown(config)}, not a JSON object; write one"]
@@ -51,7 +50,7 @@ def faults(config: Mapping[str, Any], path: str) -> list[str]:
 
 
 def optimizer_name(written: Any) -> str | None:
-    """The optimizer that DeepSpeed builds for a type, spelt as in `OPTIMIZERS`; None if none."""
+    """Return the optimizer that DeepSpeed builds for a type, as in `OPTIMIZERS`, or None."""
     if not isinstance(written, str):
         return None
     lowered = {name.lower(): name for name in ANY_CASE}
@@ -61,7 +60,7 @@ def optimizer_name(written: Any) -> str | None:
 def _members(
     where: str, block: Any, kinds: Mapping[str, str], what: str = f"key of DeepSpeed {VERSION}"
 ) -> list[str]:
-    """The faults of an object's keys and values; what is no object was told one level up."""
+    """The faults of an object's keys and values; other types are reported one level up."""
     found = []
     for key, value in block.items() if isinstance(block, Mapping) else ():
         name = f"{where}{key}"
@@ -76,7 +75,7 @@ def _members(
 
 
 def _extremes(where: str, value: Any) -> list[str]:
-    """The faults of texts and numbers that no setting has, at any depth."""
+    """Faults of NUL characters and numbers above 64 bits, at any depth."""
     if isinstance(value, Mapping | list):
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
         return [one for key, v in pairs for one in _extremes(f"{where}.{key}".lstrip("."), v)]
@@ -88,7 +87,7 @@ def _extremes(where: str, value: Any) -> list[str]:
 
 
 def _removed(name: str, value: Any, block: Mapping[str, Any]) -> list[str]:
-    """The fault of a removed or renamed key, unless it asks for nothing."""
+    """Fault of a removed or renamed key, unless it is switched off."""
     if name not in SUCCESSORS or value not in (False, None):
         return [f"{name} {REMOVED[name]}"]
     beside = [key for key in SUCCESSORS[name] if key in block]
@@ -118,7 +117,7 @@ def _built(name: str, block: Any, types: Mapping[str, str], example: str) -> lis
 
 
 def _advice(name: str, names: Iterable[str], where: str) -> str:
-    """What to do about a name that is not among `names`."""
+    """Return the remedy for a name that is not among `names`."""
     if name.startswith(("_", "#", "//")) or "comment" in name.lower():
         return "JSON has no place for notes, remove it"
     if not where and name in HOME:
@@ -132,7 +131,7 @@ def _advice(name: str, names: Iterable[str], where: str) -> str:
 
 
 def _wrong(name: str, value: Any, kind: str) -> list[str]:
-    """The fault of a value that is not of its kind or none of its choices; else nothing."""
+    """Fault of a value of the wrong type or outside its choices; else empty."""
     if isinstance(value, str) and value == AUTO:
         return []
     kinds = kind.split("|")
@@ -154,7 +153,7 @@ def _number(value: Any) -> bool:
 
 
 _FITS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "any": ("anything", lambda value: True),  # another module tells
+    "any": ("anything", lambda value: True),  # checked in another module
     "object": ("an object", lambda value: isinstance(value, Mapping)),
     "list": ("a list", lambda value: isinstance(value, list | tuple)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
@@ -172,7 +171,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# DeepSpeed's own models of the sections that it is strict about.
+# DeepSpeed's pydantic models of sections.
 MODELS = {
     "zero_optimization": ("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
     "bf16": ("deepspeed.runtime.precision_config", "DeepSpeedBF16Config"),
@@ -187,8 +186,8 @@ MODELS = {
 }
 
 
-def fault_told(section: str, fault: Any) -> str:
-    """`SECTION.KEY is VALUE: why`, of a fault that such a model found."""
+def format_model_fault(section: str, fault: Any) -> str:
+    """Format an error of such a model as `SECTION.KEY is VALUE: reason`."""
     key = ".".join(map(str, (section, *fault["loc"])))
     if fault["type"] == "extra_forbidden":
         return f"{key} is no key of DeepSpeed's"

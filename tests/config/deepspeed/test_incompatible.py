@@ -268,7 +268,7 @@ def test_a_number_that_a_block_cannot_hear_is_refused(config, line, told):
 def test_momenta_that_onecycle_would_pass_over_are_told():
     params = {**CYCLE["params"], "cycle_min_mom": 0.5}
     config: dict[str, Any] = {"scheduler": {"type": "OneCycle", "params": params}}
-    with pytest.raises(UsageError, match="cycle_min_mom is passed over"):
+    with pytest.raises(UsageError, match="cycle_min_mom is ignored"):
         resolve(config, "ds.json", parse_flags([]), 1, "cpu")
     params["cycle_momentum"] = True
     resolve(config, "ds.json", parse_flags([]), 1, "cpu")
