@@ -32,7 +32,7 @@ from minimind.engine.build import Engine
 from minimind.engine.optimizer_state import MASTER
 from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import require_listed
-from minimind.runtime.collectives import Ranks, lost_peers, on_rank_0, together
+from minimind.runtime.collectives import Ranks, lost_peers, on_rank_0, run_on_all_ranks
 from minimind.runtime.durable_files import newest_acknowledged, sync_directory
 from minimind.runtime.terminal import phase
 
@@ -68,7 +68,7 @@ def resume(
     if path is None:
         return Resumed(rejected=rejected)
     manifest = on_rank_0(ranks, lambda: read_manifest(path))
-    changed = together(
+    changed = run_on_all_ranks(
         ranks, lambda: require_same_run(path, manifest["identity"], identity, allowed)
     )[0]
     _load(engine, ranks, path, manifest)
@@ -127,7 +127,7 @@ def _step_aside(root: Path, resumed: Path, rejected: set[Path]) -> None:
 
 def _verify_together(ranks: Ranks, path: Path) -> Rejected | None:
     """The first fault any rank found, each having hashed its share of the files."""
-    found = together(ranks, lambda: verify(path, ranks.rank, ranks.world_size))
+    found = run_on_all_ranks(ranks, lambda: verify(path, ranks.rank, ranks.world_size))
     return next((bad for bad in found if bad), None)
 
 
@@ -152,7 +152,7 @@ def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) ->
         for name, value in buffers.items():
             own[name].copy_(value)
 
-    together(ranks, fill)
+    run_on_all_ranks(ranks, fill)
     with lost_peers():
         held.refresh()
     engine.backend.restore_counters(about["counters"])

@@ -29,7 +29,7 @@ from minimind.checkpoint.validation import shard_name
 from minimind.engine.build import Engine
 from minimind.engine.optimizer_state import MASTER, ZeroState
 from minimind.errors import RunError, StorageError
-from minimind.runtime.collectives import Ranks, on_rank_0, together
+from minimind.runtime.collectives import Ranks, on_rank_0, run_on_all_ranks
 from minimind.runtime.durable_files import free_bytes, mebibytes, storing, write_durably
 
 REMEDY = "free some space, or mend the path of --out_dir; earlier checkpoints are untouched"
@@ -191,7 +191,7 @@ class Saver:
         tmp = final.with_name(f"{final.name}.tmp-{self._run_id}")
         self.ranks.gather(None)  # rank 0 may still be deleting, and the room was counted so
         try:
-            parts = together(self.ranks, lambda: self._write_own_files(tmp, snapshot))
+            parts = run_on_all_ranks(self.ranks, lambda: self._write_own_files(tmp, snapshot))
             entries = [entry for part in parts for entry in part]
             facts = {**self.facts, "step": state.step, "tokens": state.tokens}
             on_rank_0(self.ranks, lambda: self._publish(tmp, final, facts, entries))

@@ -19,8 +19,8 @@ from minimind.runtime.checked_json import (
     DIGEST,
     ELSEWHERE,
     FILE_NAME,
-    LARGEST,
     LIST,
+    MAX_INTEGER,
     NAME,
     NUMBER,
     OBJECT,
@@ -183,7 +183,7 @@ def require_course(manifest: dict[str, Any]) -> None:
             raise CheckpointError(
                 f"has order.offset = {order['offset']} in an epoch of {manifest['rows']} rows"
             )
-        if manifest["rows"] * order["epoch"] > LARGEST:
+        if manifest["rows"] * order["epoch"] > MAX_INTEGER:
             raise CheckpointError("has read more epochs than anyone could")
     except CheckpointError as error:
         raise CheckpointError(f"manifest.json: {error}; {ELSEWHERE}") from error

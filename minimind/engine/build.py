@@ -37,7 +37,7 @@ from minimind.engine.op_build_lock import monitored_builds
 from minimind.engine.optimizer import adamw, parameter_groups, trial_optimizer
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.errors import RendezvousError, StorageError, UsageError
-from minimind.runtime.collectives import carrier, lost_peers, rendezvous
+from minimind.runtime.collectives import collective_backend, lost_peers, rendezvous
 from minimind.runtime.terminal import phase
 
 # Raised by DeepSpeed and torch's optimizers for a configuration they do not support.
@@ -86,7 +86,7 @@ def _deepspeed(
     buildable = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
     deepspeed.ops.__dict__["__compatible_ops__"] = buildable
     set_rendezvous_defaults(os.environ)
-    backend, timeout = carrier(device, run.dist_timeout)
+    backend, timeout = collective_backend(device, run.dist_timeout)
     with rendezvous():
         accelerator = Accelerator(
             mixed_precision=PRECISION[run.dtype],
@@ -160,7 +160,7 @@ def _plain(resolved: Resolved, model: PreTrainedModel, device: str) -> tuple[Bac
     has_unused = resolved.backend == "ddp" and bool(unused_parameters(model))
     prepare_for_ddp(model)
     model.to(getattr(torch, run.dtype))
-    backend, timeout = carrier(device, run.dist_timeout)
+    backend, timeout = collective_backend(device, run.dist_timeout)
     with rendezvous():
         accelerator = Accelerator(
             mixed_precision="no",
@@ -197,7 +197,7 @@ def forward_only(device: str, dist_timeout: int) -> Iterator[Any]:
         _init_single_process()
     else:
         set_rendezvous_defaults(os.environ)
-    backend, timeout = carrier(device, dist_timeout)
+    backend, timeout = collective_backend(device, dist_timeout)
     handlers: list[Any] = [InitProcessGroupKwargs(backend=backend, timeout=timeout)]
     try:
         with rendezvous():

@@ -23,7 +23,7 @@ if not __package__:  # run as a script: import the package from this checkout or
     project = str(Path(__file__).resolve().parents[2])
     sys.path[0:1] = [] if project in sys.path else [project]
 from minimind.errors import PREEMPTED, PeerError, RunError, Stopped
-from minimind.runtime.local_workers import Worker, end_told, folder, record_end
+from minimind.runtime.local_workers import Worker, describe_end, folder, record_end
 from minimind.runtime.process import (
     CAUGHT,
     LAUNCHER_PID,
@@ -80,7 +80,7 @@ def run_error(reason: str, failure: Any) -> RunError:
     if failure is None:
         return PeerError(f"all workers left before the end, with exit status 0; {AGAIN}")
     rank, first = failure.get_first_failure()
-    how, status = end_told(first.exitcode)
+    how, status = describe_end(first.exitcode)
     kind = Stopped if status == PREEMPTED else PeerError
     return kind(f"{Worker(rank, socket.gethostname(), first.pid, '')} {how}; {AGAIN}", rank)
 

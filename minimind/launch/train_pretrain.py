@@ -12,13 +12,13 @@ from minimind.config.parse import parse_flags
 from minimind.runtime.environment import rank_of, require_environment
 from minimind.runtime.exit import Ending
 from minimind.runtime.heartbeat import Peers
-from minimind.runtime.process import SCRIPT_PID, Progress, take_back_stderr
+from minimind.runtime.process import SCRIPT_PID, Progress, restore_stderr
 from minimind.runtime.terminal import LONG, guarded, phase
 
 
 def main(argv: Sequence[str]) -> int:
     """Train with the flags `argv`; return the exit status."""
-    take_back_stderr()
+    restore_stderr()
     with guarded():
         return _main(argv)
 
@@ -42,7 +42,7 @@ def _main(argv: Sequence[str]) -> int:
 
         return ending.done(pretrain(run, progress))
     except Exception as error:  # the one place that turns an error into a message and a status
-        return ending.tell(error)
+        return ending.report(error)
 
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:

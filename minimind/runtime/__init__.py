@@ -1,18 +1,18 @@
-"""Processes, files and locks: what a run owes the machine and its launcher, whatever it trains.
+"""Processes, signals, exit status, files and locks.
 
-May import `minimind.errors` alone. Begin in `exit.py` for how a run ends, in `durable_files.py` for
-how a file is written.
+May import `minimind.errors` only. A new way for a run to end begins in `exit.py`, a new kind of
+file in `durable_files.py`.
 
-checked_json     JSON objects that others wrote, bounded and typed
-collectives      small facts that all ranks agree on, and errors that all of them raise
-durable_files    writes that survive a power cut, hashes, and metrics.jsonl
+checked_json     untrusted JSON objects: bounded size and depth, checked types
+collectives      small values gathered over ranks, errors raised on all of them
+durable_files    durable writes, hashes, metrics.jsonl
 environment      RANK, WORLD_SIZE and the like, checked before a library reads them
-exit             one line and one exit status, from the main thread or the watching one
-hardware         whether this CPU multiplies bfloat16
-heartbeat        which ranks are alive, and which of them failed first
+exit             the final message and exit status, by main or watch thread
+hardware         bf16 support of this CPU
+heartbeat        liveness of the other ranks, and which one failed
 local_workers    the worker processes of this host
-locks            locks beside a folder that several jobs fill, and of a checkpoint that is read
-output_folder    the folder of an --out: complete or absent, never over another
+locks            file locks of prepared folders and checkpoints
+output_folder    the folder of --out, replaced atomically
 process          a worker's stderr, signals and exit status
-terminal         what a terminal shows: escapes, the line of an error, the phases of a start
+terminal         terminal output: escapes, error lines, phases of a start
 """

@@ -1,4 +1,4 @@
-"""JSON objects that others wrote: bounded in size and depth, every value of a named kind."""
+"""Untrusted JSON objects: bounded in size and depth, every value of a checked type."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from typing import Any
 
 from minimind.errors import CheckpointError
 
-LONGEST = 8 * 2**20  # bytes of a JSON file; 10,000 ranks fill a quarter of it
-DEEPEST = 32
-LARGEST = 2**53
-ELSEWHERE = "go on from another checkpoint"
+MAX_BYTES = 8 * 2**20  # of a JSON file; the manifest of 10,000 ranks takes a quarter of it
+MAX_DEPTH = 32
+MAX_INTEGER = 2**53
+ELSEWHERE = "resume from another checkpoint"
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Unreadable(CheckpointError):
-    """A file is there, but cannot be read: rights, a disk, a network. It may be whole."""
+    """A file exists but cannot be read (permissions, disk, network). It may be intact."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value has to be, for a reader and as a test."""
+    """A type of value: its description and its test."""
 
-    told: str
+    description: str
     holds: Callable[[Any], bool]
 
 
 def _whole(value: Any) -> bool:
-    return type(value) is int and -LARGEST <= value <= LARGEST
+    return type(value) is int and -MAX_INTEGER <= value <= MAX_INTEGER
 
 
 def _count(value: Any) -> bool:
@@ -76,70 +76,72 @@ SHAPE = Kind(
 
 
 def or_null(kind: Kind) -> Kind:
-    """The same, or null."""
-    return Kind(f"{kind.told} or null", lambda value: value is None or kind.holds(value))
+    """`kind` or null."""
+    return Kind(f"{kind.description} or null", lambda value: value is None or kind.holds(value))
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
-    """The JSON object in a file, and its text; a CheckpointError that leaves out the path.
+    """Return the JSON object in a file, and its text.
 
-    An Unreadable where the file is there, and the system does not hand out what is in it.
+    Raise CheckpointError, without the path; Unreadable if the file exists but cannot be read.
     """
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise CheckpointError("is a link or no file, so it is not read")
+            raise CheckpointError("is not a regular file")
         with open(path, "rb") as file:
-            text = file.read(LONGEST + 1)
+            text = file.read(MAX_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"cannot be read ({error.strerror})") from error
     except OSError as error:
         raise Unreadable(f"cannot be read ({error.strerror})") from error
-    if len(text) > LONGEST:
-        raise CheckpointError(f"has more than the {LONGEST:,} bytes that such a file may have")
+    if len(text) > MAX_BYTES:
+        raise CheckpointError(f"has more than the {MAX_BYTES:,} bytes of the limit")
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError("is not JSON") from error
-    if type(found) is not dict:
+    if type(parsed) is not dict:
         raise CheckpointError("is no JSON object")
-    layer, depth = [found], 0
+    layer, depth = [parsed], 0
     while layer:
         depth += 1
-        if depth > DEEPEST:
-            raise CheckpointError(f"is nested deeper than {DEEPEST}")
-        layer = [inner for outer in layer for inner in _inside(outer)]
-    return found, text
+        if depth > MAX_DEPTH:
+            raise CheckpointError(f"is nested deeper than {MAX_DEPTH}")
+        layer = [inner for outer in layer for inner in _children(outer)]
+    return parsed, text
 
 
-def _inside(value: Any) -> Any:
+def _children(value: Any) -> Any:
     if type(value) is dict:
         return value.values()
     return value if type(value) is list else ()
 
 
-def require(facts: dict[str, Any], kinds: dict[str, Kind], where: str = "") -> None:
-    """Nothing, or a CheckpointError with the first of `kinds` that is missing or another kind."""
+def require(values: dict[str, Any], kinds: dict[str, Kind], where: str = "") -> None:
+    """Raise CheckpointError for the first of `kinds` that is missing or of another type."""
     for name, kind in kinds.items():
-        if name not in facts:
+        if name not in values:
             raise CheckpointError(f"has no {where}{name}")
-        if not kind.holds(facts[name]):
-            raise CheckpointError(f"has {where}{name} = {shown(facts[name])}, not {kind.told}")
+        if not kind.holds(values[name]):
+            raise CheckpointError(
+                f"has {where}{name} = {shown(values[name])}, not {kind.description}"
+            )
 
 
 def shown(value: Any) -> str:
-    """A value as a line can hold it, control characters escaped."""
-    text = "a huge number" if type(value) is int and abs(value) > LARGEST else repr(value)
+    """Format a value for one line, shortened and escaped."""
+    text = "a huge number" if type(value) is int and abs(value) > MAX_INTEGER else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def require_listed(manifest: dict[str, Any], path: Path) -> None:
-    """Nothing, or a CheckpointError for a file whose hash nobody has looked at."""
+    """Raise CheckpointError if the manifest does not list the file: it has no verified hash."""
     if all(entry["name"] != path.name for entry in manifest["files"]):
         raise CheckpointError(f"{path}: is not listed in the manifest; {ELSEWHERE}")
 
 
 def told_by_config(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """All that the `config.json` of a checkpoint says; a CheckpointError names the file."""
+    """Return the `config.json` of a checkpoint; raise CheckpointError, naming the file."""
     path = directory / "config.json"
     require_listed(manifest, path)
     try:

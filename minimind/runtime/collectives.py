@@ -1,4 +1,4 @@
-"""The ranks of a run: how they agree on small facts, and what it means when one falls silent."""
+"""The ranks of a run: small collectives over gloo, and errors when a peer is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 from minimind.errors import PeerError, RendezvousError, RunError, StorageError
 from minimind.runtime.heartbeat import Peers
 
-# What gloo and c10d say when the other end of a connection is gone or silent.
+# Error messages of gloo and c10d when the peer of a connection is gone or silent.
 LOST = (
     *("Connection closed", "Connection reset", "Connection refused", "Broken pipe"),
     *("Timed out waiting", "timed out", "Read timeout", "remote process exited"),
@@ -25,11 +25,11 @@ LOST = (
 
 @contextmanager
 def lost_peers() -> Iterator[None]:
-    """Turn the end of a peer, which the libraries tell as a RuntimeError, into a PeerError."""
+    """Convert the RuntimeError of a lost connection into PeerError."""
     try:
         yield
     except RuntimeError as error:
-        # A DistBackendError may be NCCL's complaint about how it was called: only by its words.
+        # DistBackendError may also be a misuse of NCCL, so it is recognized by its message only.
         is_lost = isinstance(error, dist.DistStoreError | dist.DistNetworkError)
         if is_lost or any(words in str(error) for words in LOST):
             reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
@@ -41,17 +41,17 @@ def lost_peers() -> Iterator[None]:
 
 @contextmanager
 def rendezvous() -> Iterator[None]:
-    """Tell a failure to meet as such: later, the same errors mean that a peer was lost."""
+    """Convert distributed errors of the start into RendezvousError."""
     try:
         yield
     except dist.DistError as error:
         raise RendezvousError(f"the ranks did not meet: {error}; check the launcher") from error
 
 
-def carrier(device: str, dist_timeout: int) -> tuple[str, timedelta]:
-    """`nccl` or `gloo`, which carries the collectives, and when it gives up.
+def collective_backend(device: str, dist_timeout: int) -> tuple[str, timedelta]:
+    """Return `nccl` or `gloo` and its timeout.
 
-    NCCL then aborts the process without a word of who was late: our own watch comes first.
+    NCCL aborts the process on a timeout without naming a rank, so its timeout is longer than ours.
     """
     if device == "cuda":
         return "nccl", timedelta(seconds=dist_timeout + 60)
@@ -59,17 +59,17 @@ def carrier(device: str, dist_timeout: int) -> tuple[str, timedelta]:
 
 
 class Ranks:
-    """This rank among the others of the process group, which must stand."""
+    """The ranks of the initialized process group."""
 
     def __init__(self, timeout: timedelta) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        # Small facts travel over gloo, so that agreeing on them never waits for the GPU.
+        # Over gloo, so that small values never wait for the GPU.
         with lost_peers():
             self._control: Any = dist.new_group(backend="gloo", timeout=timeout)
 
     def sum_over_ranks(self, numbers: list[float]) -> list[float]:
-        """Element by element, in float64, the same on every rank."""
+        """Sum element-wise over ranks, in float64, equal on every rank."""
         if self.world_size == 1:
             return [float(number) for number in numbers]
         total = torch.tensor(numbers, dtype=torch.float64)
@@ -78,18 +78,18 @@ class Ranks:
         return total.tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank, on every rank; anything that can be pickled."""
+        """Return the picklable values of all ranks, on every rank."""
         values: list[Any] = [None] * self.world_size
         with lost_peers():
             dist.all_gather_object(values, value, group=self._control)
         return values
 
     def introduce(self, peers: Peers | None) -> None:
-        """Let `peers` know the process of every rank, and speak with them beside collectives."""
+        """Give `peers` the process of every rank and a store for heartbeats, and start them."""
         if peers is None or self.world_size == 1:
             return
         everyone = self.gather(peers.me)
-        with lost_peers():  # a connection of its own: calls on one wait for each other
+        with lost_peers():  # a separate connection: calls on one are serialized
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             store = TCPStore(host, port, is_master=False, wait_for_workers=False)
             peers.meet(everyone, PrefixStore("peers", store))
@@ -97,45 +97,45 @@ class Ranks:
         peers.begin()
 
     def another_group(self, seconds: float) -> Ranks:
-        """The same ranks in a group of its own, for a thread that must not mix with the loop's."""
+        """A separate group of the same ranks, for a thread beside the training loop."""
         return Ranks(timedelta(seconds=seconds))
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait for every rank."""
         with lost_peers():
             dist.barrier(group=self._control)
 
 
-class Gathers(Protocol):
-    """Ranks, as far as agreeing on an outcome needs them."""
+class Gatherer(Protocol):
+    """The part of Ranks that `run_on_all_ranks` needs."""
 
     rank: int
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank, on every rank."""
+        """Return the values of all ranks."""
         ...
 
 
-def together(ranks: Gathers, work: Callable[[], Any]) -> list[Any]:
-    """What `work` returned on each rank; where it failed on one, all raise the same error."""
-    outcome, problem, own = None, None, None
+def run_on_all_ranks(ranks: Gatherer, work: Callable[[], Any]) -> list[Any]:
+    """Return the results of `work` on all ranks; if it fails on one, all raise the same error."""
+    result, problem, own = None, None, None
     try:
-        outcome = work()
+        result = work()
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        told = f"{where}{error.strerror or error}; mend the path or its rights"
-        problem = StorageError, told, ()
+        path = f"{error.filename}: " if error.filename else ""
+        message = f"{path}{error.strerror or error}; mend the path or its rights"
+        problem = StorageError, message, ()
         own = error
     except RunError as error:
         problem, own = (type(error), str(error), error.table), error
-    outcomes = ranks.gather((outcome, problem))
-    for rank, (_, found) in enumerate(outcomes):
-        if found:
-            kind, told, table = found
-            raise kind(told, cause_rank=rank, table=table) from own
-    return [outcome for outcome, _ in outcomes]
+    gathered = ranks.gather((result, problem))
+    for rank, (_, failure) in enumerate(gathered):
+        if failure:
+            kind, message, table = failure
+            raise kind(message, cause_rank=rank, table=table) from own
+    return [one for one, _ in gathered]
 
 
-def on_rank_0(ranks: Gathers, work: Callable[[], Any]) -> Any:
-    """What `work` returned on rank 0, on every rank."""
-    return together(ranks, lambda: work() if ranks.rank == 0 else None)[0]
+def on_rank_0(ranks: Gatherer, work: Callable[[], Any]) -> Any:
+    """Run `work` on rank 0; return its result on every rank."""
+    return run_on_all_ranks(ranks, lambda: work() if ranks.rank == 0 else None)[0]

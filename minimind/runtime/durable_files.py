@@ -1,4 +1,4 @@
-"""Files that survive a power cut, and what is in them."""
+"""Durable and atomic writes, bounded reads, hashes, and metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from minimind.errors import StorageError
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write and fsync; the name is only safe once its directory is synced too."""
+    """Write and fsync; the name is durable only after its directory is synced too."""
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -29,12 +29,12 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def read_small(path: str | Path, most: int = 2**20, pipes: bool = False) -> bytes:
-    """The content of a regular file of at most `most` bytes; an OSError for anything else.
+    """Read a regular file of at most `most` bytes; raise OSError for anything else.
 
-    A pipe or a device is refused without waiting for it; with `pipes`, pipes are read.
+    Does not block on pipes or devices; with `pipes`, pipes are read.
     """
-    waits = 0 if pipes else os.O_NONBLOCK
-    with open(os.open(path, os.O_RDONLY | waits), "rb") as file:
+    blocking = 0 if pipes else os.O_NONBLOCK
+    with open(os.open(path, os.O_RDONLY | blocking), "rb") as file:
         mode = os.fstat(file.fileno()).st_mode
         if not stat.S_ISREG(mode) and not (pipes and stat.S_ISFIFO(mode)):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -45,13 +45,13 @@ def read_small(path: str | Path, most: int = 2**20, pipes: bool = False) -> byte
 
 
 def read_small_text(path: str | Path, most: int = 2**20, pipes: bool = False) -> str:
-    """The same as text, with newlines as Python has them; a UnicodeDecodeError if not UTF-8."""
+    """`read_small` as text with universal newlines; raise UnicodeDecodeError if not UTF-8."""
     text = read_small(path, most, pipes).decode()
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file in one go: a reader finds the old content or the new, never a part."""
+    """Replace a file atomically: readers see the old or the new content."""
     draft = _draft(path)
     try:
         write_durably(draft, content)
@@ -61,7 +61,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def require_writable(path: Path) -> None:
-    """Nothing, or the OSError that `write_whole` would meet, before there is anything to lose."""
+    """Raise the OSError that `write_whole` would raise, before any work is done."""
     _draft(path).touch()
     _draft(path).unlink()
 
@@ -72,54 +72,53 @@ def _draft(path: Path) -> Path:
 
 @contextmanager
 def storing(what: str, remedy: str, needed: int = 0) -> Iterator[None]:
-    """Turn an OSError inside into a StorageError: `what: why; remedy`.
+    """Convert an OSError inside the block into StorageError: `what: why; remedy`.
 
-    A full disk or quota is told with the bytes `needed` and those that are free. A pipe whose
-    reader has gone is no fault, and passes as it is.
+    For a full disk or quota the message has the bytes `needed` and free. BrokenPipeError passes.
     """
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        told = f"{error.filename or what}: {error.strerror or error}"
+        message = f"{error.filename or what}: {error.strerror or error}"
         if needed and error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = free_bytes(Path(what))
-            told += f", {needed:,} bytes ({mebibytes(needed)}) needed, {free:,} free"
-        raise StorageError(f"{told}; {remedy}") from error
+            message += f", {needed:,} bytes ({mebibytes(needed)}) needed, {free:,} free"
+        raise StorageError(f"{message}; {remedy}") from error
 
 
 def printing() -> AbstractContextManager[None]:
-    """The same of what is written to standard output."""
+    """`storing` for standard output."""
     return storing("standard output", "free some space, or send it somewhere else")
 
 
 def escape_unencodable() -> None:
-    """Let standard output write what its encoding lacks, such as a file name's bytes, escaped."""
+    """Make standard output escape characters that its encoding lacks."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes free for us where `path` is, or would be."""
+    """Free bytes on the disk of `path`, which need not exist."""
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
 
 
 def mebibytes(count: int) -> str:
-    """`27.1 MiB`."""
+    """Format as `27.1 MiB`."""
     return f"{count / 2**20:,.1f} MiB"
 
 
 def sync_file(path: Path) -> None:
-    """fsync of a file somebody else wrote."""
+    """fsync a file written by other code."""
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:
-    """fsync of the names in a directory: what makes a rename in it last."""
+    """fsync a directory, which makes renames in it durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -128,7 +127,7 @@ def sync_directory(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Hex digest of a file's content."""
+    """SHA-256 hex digest of a file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(2**20):
@@ -137,48 +136,48 @@ def sha256_of(path: Path) -> str:
 
 
 def canonical_json(value: Any) -> bytes:
-    """One spelling for equal values: sorted keys, no spaces; what fingerprints are taken of."""
+    """Canonical JSON: sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def fingerprint(value: Any) -> str:
-    """Sha256 hex digest of a JSON value's canonical form."""
+    """SHA-256 hex digest of the canonical JSON of a value."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 class Metrics:
-    """Appends one JSON object a line to metrics.jsonl; nothing is ever rewritten.
+    """Appends one JSON object per line to metrics.jsonl; never rewrites.
 
-    Unbuffered: what a full disk refuses must not be written once more, and fail again, at closing.
+    Unbuffered: after a full disk, a buffer would be written again, and fail again, at closing.
     """
 
     def __init__(self, path: Path) -> None:
         require_regular(path)
         self._file = open(path, "ab", buffering=0)
         if path.stat().st_size:
-            with open(path, "rb") as written:
-                written.seek(-1, 2)
-                is_torn = written.read(1) != b"\n"
-            if is_torn:  # by a crash: close the line, keep the next whole
+            with open(path, "rb") as existing:
+                existing.seek(-1, 2)
+                is_torn = existing.read(1) != b"\n"
+            if is_torn:  # by a crash: end the torn line
                 self._append(b"\n")
 
-    def write(self, event: str, **facts: Any) -> None:
-        """Append one event; numbers in full precision, non-finite ones as null."""
-        line = {"event": event, "time": time.time(), **_finite(facts)}
+    def write(self, event: str, **fields: Any) -> None:
+        """Append an event; numbers in full precision, non-finite ones as null."""
+        line = {"event": event, "time": time.time(), **_finite(fields)}
         self._append((json.dumps(line, ensure_ascii=False) + "\n").encode())
 
     def _append(self, content: bytes) -> None:
         left = memoryview(content)
-        while left:  # a disk that fills up takes a part, and refuses the next
+        while left:  # a disk that fills up may accept a part
             left = left[self._file.write(left) :]
 
     def close(self) -> None:
-        """Nothing more will be written."""
+        """Close the file."""
         self._file.close()
 
 
 def require_regular(path: Path) -> None:
-    """Nothing, or an OSError for what is no file: a pipe would wait for a reader."""
+    """Raise OSError if the path exists and is not a regular file."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "is a folder, a pipe or a device, not a file", str(path))
 
@@ -192,14 +191,14 @@ def _finite(value: Any) -> Any:
 
 
 def newest_acknowledged(path: Path) -> int | None:
-    """The last step of which `checkpoint_saved` was recorded since the run began at step 0."""
+    """Step of the last `checkpoint_saved` event since the run started at step 0."""
     newest = None
     if not path.exists():
         return None
     with open(path, "rb") as file:
         for raw in file:
             if b'"run_start"' in raw or b'"checkpoint_saved"' in raw:
-                with suppress(ValueError):  # a line torn by a crash acknowledges nothing
+                with suppress(ValueError):  # a line torn by a crash
                     line = json.loads(raw)
                     if line["event"] == "checkpoint_saved":
                         newest = line["step"]

@@ -1,8 +1,8 @@
-"""Checks of the environment variables by which the ranks of a run find one another.
+"""Checks of the environment variables of the rendezvous.
 
-Launchers set them, and leftovers of another launcher stay in a shell. torch, Accelerate and
-DeepSpeed read most of them too, and fail in a traceback or wait for ranks that do not exist, so
-they are checked before the first of these is imported. Standard library only.
+Launchers set them, and leftovers of other launchers may remain in a shell. torch, Accelerate and
+DeepSpeed raise tracebacks for bad values or wait for ranks that do not exist, so the variables are
+checked before these libraries are imported. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from minimind.errors import RendezvousError, StorageError
 from minimind.runtime.process import LAUNCHER_PID, SCRIPT_PID
 
 COUNT, INDEX = range(1, 2**31), range(2**31)
-OF_LAUNCHERS = ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")  # they read them too
+OF_LAUNCHERS = ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")  # also read by launchers
 RANGES = {
     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), COUNT),
     **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK"), INDEX),
@@ -25,9 +25,9 @@ RANGES = {
     **dict.fromkeys((SCRIPT_PID, LAUNCHER_PID), COUNT),
 }
 CHOICES = {"TORCH_DISTRIBUTED_DEBUG": ("OFF", "INFO", "DETAIL")}
-# Accelerate takes these for WORLD_SIZE where that is unset.
+# Accelerate uses these if WORLD_SIZE is unset.
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-# NCCL runs only where one of them is; elsewhere its variables may belong to other hosts.
+# NCCL runs only with one of them; without, its variables may be meant for other hosts.
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 
@@ -38,10 +38,7 @@ def rank_of(environ: Mapping[str, str]) -> int:
 
 
 def require_environment(environ: Mapping[str, str]) -> None:
-    """Raise a RendezvousError for a variable that is malformed or contradicts another one.
-
-    A StorageError for TMPDIR.
-    """
+    """Raise RendezvousError for a malformed or contradictory variable, StorageError for TMPDIR."""
     require_numbers(environ, RANGES)
     for name, choices in CHOICES.items():
         if environ.get(name, choices[0]).upper() not in choices:
@@ -63,7 +60,7 @@ def require_environment(environ: Mapping[str, str]) -> None:
 
 
 def require_numbers(environ: Mapping[str, str], names: Iterable[str]) -> None:
-    """Raise a RendezvousError for one of `names` that is no number of its range."""
+    """Raise RendezvousError if a variable is not a number of its range."""
     for name in names:
         value, allowed = environ.get(name), RANGES[name]
         if value is not None and not _is_in(value, allowed):
@@ -79,7 +76,7 @@ def _is_in(value: str, allowed: range) -> bool:
 
 
 def _require_ranks(environ: Mapping[str, str]) -> None:
-    """Raise a RendezvousError for ranks that are not below the number of processes."""
+    """Raise RendezvousError if a rank is not below the number of processes."""
     world = _size_above(environ, "RANK", ("WORLD_SIZE",))
     here = _size_above(environ, "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE"))
     if here > world:
@@ -90,39 +87,42 @@ def _require_ranks(environ: Mapping[str, str]) -> None:
 
 
 def _size_above(environ: Mapping[str, str], rank: str, sizes: Sequence[str]) -> int:
-    """The first of `sizes` that is set, else 1; a RendezvousError where `rank` is not below it."""
+    """Return the first of `sizes` that is set, else 1; raise if `rank` is not below it."""
     name = next((size for size in sizes if size in environ), sizes[-1])
     size = int(environ.get(name, "1"))
     if int(environ.get(rank, "0")) >= size:
-        told = f"{name} is {size}" if name in environ else f"{name} is not set"
+        state = f"{name} is {size}" if name in environ else f"{name} is not set"
         raise RendezvousError(
-            f"{rank} is {environ[rank]} in the environment and {told}, though ranks count from 0;"
+            f"{rank} is {environ[rank]} in the environment and {state}, though ranks count from 0;"
             f" unset {rank}, or use a launcher (docs/launching.md)"
         )
     return size
 
 
 def _require_interfaces(environ: Mapping[str, str]) -> None:
-    """Raise a RendezvousError where gloo or NCCL are given network interfaces that do not exist.
+    """Raise RendezvousError if the interfaces for gloo or NCCL do not exist.
 
-    Empty is unset to both. gloo takes names, NCCL beginnings of names, names behind a =, and behind
-    a ^ those to leave out.
+    Both treat empty as unset. gloo takes names; NCCL takes prefixes, exact names after =, and
+    exclusions after ^.
     """
     try:
-        there = [name for _, name in socket.if_nameindex()]
+        interfaces = [name for _, name in socket.if_nameindex()]
     except OSError:  # the system does not list them
         return
     gloo, nccl = (environ.get(f"{library}_SOCKET_IFNAME", "") for library in ("GLOO", "NCCL"))
-    is_found = {"GLOO": not gloo or set(gloo.split(",")) <= {*there}}
+    is_found = {"GLOO": not gloo or set(gloo.split(",")) <= {*interfaces}}
     if nccl and nccl[0] != "^" and any(driver.exists() for driver in GPU_DRIVERS):
         names = tuple(nccl.removeprefix("=").split(","))
-        is_found["NCCL"] = any(n in names if nccl[0] == "=" else n.startswith(names) for n in there)
-    for library, found in is_found.items():
-        if not found:
+        is_exact = nccl[0] == "="
+        is_found["NCCL"] = any(
+            name in names if is_exact else name.startswith(names) for name in interfaces
+        )
+    for library, exists in is_found.items():
+        if not exists:
             variable = f"{library}_SOCKET_IFNAME"
             raise RendezvousError(
                 f"{variable} is {environ[variable]!r} in the environment, and the interfaces of"
-                f" this host are {', '.join(there)}; name one of these, or unset it"
+                f" this host are {', '.join(interfaces)}; name one of these, or unset it"
             )
 
 

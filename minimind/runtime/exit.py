@@ -1,8 +1,8 @@
-"""How a worker ends: in one line, with one status, by its main thread or by the one that watches.
+"""How a worker ends: one message and one exit status, from the main or the watch thread.
 
-The watch thread sees what the main thread cannot while it waits in a collective or works in C: a
-launcher that is gone, a peer that is gone, and a signal. Before the first step there is nothing to
-save, so that it ends the process itself; later the loop does, after a step and a save.
+The watch thread detects what the main thread cannot while it waits in a collective or in C code: a
+dead launcher, a dead peer, a signal. Before the first step there is nothing to save and it ends the
+process itself; later the training loop ends, after a step and a save.
 """
 
 from __future__ import annotations
@@ -30,114 +30,116 @@ from minimind.runtime.process import (
     Progress,
     claim_status,
     read_claim,
-    tell_torchrun,
+    write_torchrun_error,
 )
 from minimind.runtime.terminal import one_line
 
 PROGRAM = "train_pretrain"
-AGAIN = "run the same command again"
-LATE = 10.0  # seconds; an ending of another rank should have reached us by then
-POLL = 1.0  # seconds between two looks; also what a stop waits for news of a peer's death
+RUN_AGAIN = "run the same command again"
+OTHER_END_TIMEOUT = 10.0  # seconds in which the end of another rank should reach this one
+POLL = 1.0  # seconds between checks; also how long a stop waits for news of a dead peer
 
 
 class Ending:
-    """The end of this process, told once whichever thread comes first."""
+    """Reports the end of this process once, from whichever thread comes first."""
 
     def __init__(self, progress: Progress, debug: bool) -> None:
         self.progress = progress
         self.debug = debug
         self._lock = threading.Lock()
         self._status: int | None = None
-        # A launcher; without one it is a shell, which may exit and leave the run to itself.
+        # The launcher; without one the parent is a shell, which may exit before the run.
         is_launched = any(name == "RANK" or name.startswith("ACCELERATE_") for name in os.environ)
         self._parent = os.getppid() if is_launched else None
         named = (os.environ.get(name) for name in (LAUNCHER_PID, SCRIPT_PID))
-        # What is not a number is refused in a moment (minimind/runtime/environment.py).
+        # Values that are not numbers are refused later (minimind/runtime/environment.py).
         self._launchers = [int(pid) for pid in named if pid and pid.isdecimal()]
-        self._over = 0.0  # seconds since another rank of this host told its end
+        self._over = 0.0  # seconds since another rank of this host reported its end
 
     def done(self, status: int) -> int:
-        """The status of a run that came to its end, or stopped and saved."""
+        """Record the status of a run that is done, or stopped and saved; return it."""
         with self._lock:
             if self._status is None:
                 claim_status(status, self.progress.rank)
                 self._status = status
                 if status == PREEMPTED:
                     step = self.progress.step
-                    tell_torchrun(f"{PROGRAM}: stopped and saved at step {step}; {AGAIN} to go on")
+                    write_torchrun_error(
+                        f"{PROGRAM}: stopped and saved at step {step}; {RUN_AGAIN} to go on"
+                    )
             return self._status
 
-    def tell(self, error: Exception) -> int:
-        """Print the one line, record the end in metrics.jsonl, and return the exit status."""
+    def report(self, error: Exception) -> int:
+        """Print the error, record the end in metrics.jsonl, and return the exit status."""
         with self._lock:
             if self._status is None:
-                self._status = self._tell(error)
+                self._status = self._report(error)
             return self._status
 
-    def _tell(self, error: Exception, lost: Lost | None = None) -> int:
+    def _report(self, error: Exception, lost: Lost | None = None) -> int:
         rank, peers = self.progress.rank, self.progress.peers
-        told = known_error(error)
-        is_bug = told is None
-        told = told or RunError(str(error) or type(error).__name__)
-        is_peer = isinstance(told, PeerError | RendezvousError) and told.cause_rank is None
+        known = known_error(error)
+        is_bug = known is None
+        reported = known or RunError(str(error) or type(error).__name__)
+        is_peer = isinstance(reported, PeerError | RendezvousError) and reported.cause_rank is None
         if is_peer and peers and not lost:
-            lost = peers.guilty(lambda: read_claim() is not None)
-        told = lost.error() if lost else told
-        cause = rank if told.cause_rank is None else told.cause_rank
-        if cause != rank and not lost:  # what one rank met, and tells itself, is raised by all
-            claim = Claim(told.status, cause, is_ours=False)
+            lost = peers.find_culprit(lambda: read_claim() is not None)
+        reported = lost.error() if lost else reported
+        cause = rank if reported.cause_rank is None else reported.cause_rank
+        if cause != rank and not lost:  # raised on all ranks, reported by the rank that caused it
+            claim = Claim(reported.status, cause, is_ours=False)
         else:
-            claim = claim_status(told.status, cause)
-        if claim.is_ours and not self._is_told_elsewhere():
+            claim = claim_status(reported.status, cause)
+        if claim.is_ours and not self._is_reported_by_local_rank_0():
             if self.debug or (is_bug and not lost):
                 traceback.print_exception(error)
-            self._print(told)
+            self._print(reported)
         elif claim.status != PREEMPTED and self.progress.out_dir:
-            # Before that all ranks meet the same mistake, and one has told it.
+            # Before out_dir is set all ranks raise the same error, and one reports it.
             print(f"{PROGRAM}: stopped because rank {claim.rank} failed", file=sys.stderr)
         if peers and claim.is_ours:
-            peers.announce(lost or Lost(rank, f"rank {rank} ended: {told}", claim.status))
+            peers.announce(lost or Lost(rank, f"rank {rank} ended: {reported}", claim.status))
         if lost and lost.worker:
-            lost.worker.kill()  # or the launcher would wait for it
+            lost.worker.kill()  # otherwise the launcher waits for it
         return claim.status
 
-    def _print(self, told: RunError) -> None:
-        progress, status = self.progress, told.status
-        is_asked = status == PREEMPTED
-        line = one_line(PROGRAM, told, progress.rank, progress.step)
-        line = f"{PROGRAM}: {told}" if is_asked else line
-        tell_torchrun(line)
-        lines = [*told.table, line]
-        with suppress(OSError):  # nobody reads it any more
+    def _print(self, error: RunError) -> None:
+        progress, status = self.progress, error.status
+        is_stop = status == PREEMPTED
+        line = one_line(PROGRAM, error, progress.rank, progress.step)
+        line = f"{PROGRAM}: {error}" if is_stop else line
+        write_torchrun_error(line)
+        lines = [*error.table, line]
+        with suppress(OSError):  # stderr is closed
             print("\n".join(lines), file=sys.stderr, flush=True)
-        end = {"code": told.code, "status": status, "reason": str(told), "step": progress.step}
-        end |= {} if progress.has_started else {"started": False}  # no end of the start before it
+        end = {"code": error.code, "status": status, "reason": str(error), "step": progress.step}
+        end |= {} if progress.has_started else {"started": False}  # not the end of an earlier start
         locked = Path(progress.lock.name).parent if progress.lock else None
-        with suppress(OSError):  # where the disk is full, the line above has to do
-            if place := progress.out_dir or locked:
-                with closing(Metrics(place / "metrics.jsonl")) as metrics:
+        with suppress(OSError):  # the disk is full
+            if out_dir := progress.out_dir or locked:
+                with closing(Metrics(out_dir / "metrics.jsonl")) as metrics:
                     metrics.write("exit", **end)
 
-    def _is_told_elsewhere(self) -> bool:
-        """Whether the first rank of this host tells it too, where no file says who was first.
+    def _is_reported_by_local_rank_0(self) -> bool:
+        """Whether local rank 0 reports the same error, where no status file decides who does.
 
-        The launcher then ends this one; if it does not, the mistake is this rank's alone.
+        The launcher then ends this process; if it does not, the error is this rank's alone.
         """
         local, is_early = os.environ.get("LOCAL_RANK", "0"), self.progress.out_dir is None
         deadline = time.monotonic() + 3 * POLL
-        is_one_of_several = local != "0" and os.environ.get("WORLD_SIZE", "1") != "1"
-        while is_one_of_several and is_early and STATUS_FILE not in os.environ:
+        has_peers = local != "0" and os.environ.get("WORLD_SIZE", "1") != "1"
+        while has_peers and is_early and STATUS_FILE not in os.environ:
             if self.progress.stop.reason or time.monotonic() >= deadline:
                 return bool(self.progress.stop.reason)
             time.sleep(0.1)
         return False
 
     def watch(self) -> None:
-        """Listen to signals, and look after launchers and peers, from now on."""
+        """Start listening to signals and monitoring launchers and peers."""
         receiver, sender = os.pipe()
         os.set_blocking(sender, False)
         self.progress.stop.listen()
-        # Written to as soon as a signal comes, also while the main thread is deep in C.
+        # Written as soon as a signal arrives, even while the main thread runs C code.
         signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(receiver,), daemon=True, name="watch").start()
 
@@ -147,45 +149,45 @@ class Ending:
             if select.select([receiver], [], [], POLL)[0]:
                 for number in os.read(receiver, 64):
                     if number in CAUGHT:
-                        self.progress.stop.heard(number)
+                        self.progress.stop.record_signal(number)
             now = time.monotonic()
-            # A machine that slept must not take its own silence for that of the peers.
-            found = self._look(min(now - last, 2 * POLL))
+            # Bounded: a machine that slept must not count that time as silence of its peers.
+            end = self._check(min(now - last, 2 * POLL))
             last = now
-            if found:
-                self._leave(found)
+            if end:
+                self._leave(end)
 
-    def _look(self, seconds: float) -> RunError | Lost | None:
-        """What has ended the run, though the main thread may not know."""
+    def _check(self, seconds: float) -> RunError | Lost | None:
+        """Return what has ended the run, if anything."""
         progress = self.progress
         gone = [pid for pid in self._launchers if not is_alive(pid)]
         if self._parent not in (None, os.getppid()):
             gone.append(self._parent)
         if gone:
-            told = f"the launcher (process {gone[0]}) was ended; {AGAIN}"
-            return PeerError(told, cause_rank=progress.rank)
+            message = f"the launcher (process {gone[0]}) was ended; {RUN_AGAIN}"
+            return PeerError(message, cause_rank=progress.rank)
         claim = read_claim()
         is_over = claim is not None and claim.status != 0
         self._over = self._over + seconds if is_over else 0.0
-        if self._over > LATE:
-            return PeerError(f"another rank ended; {AGAIN}")
+        if self._over > OTHER_END_TIMEOUT:
+            return PeerError(f"another rank ended; {RUN_AGAIN}")
         if progress.stop.signal and not progress.is_training:
-            time.sleep(POLL)  # torchrun asks too, when a peer has died
+            time.sleep(POLL)  # torchrun sends signals too when a peer died
             if progress.is_training:
                 return None
             if is_over or (progress.peers and progress.peers.gone()):
-                return PeerError(f"another rank ended; {AGAIN}")
+                return PeerError(f"another rank ended; {RUN_AGAIN}")
             return Stopped(
                 f"stopped on {progress.stop.signal} before the first step, with nothing to save;"
-                f" {AGAIN}"
+                f" {RUN_AGAIN}"
             )
         return progress.peers.look(seconds) if progress.peers and claim is None else None
 
-    def _leave(self, found: RunError | Lost) -> None:
-        # Not for ever: the main thread may hold the lock while it cannot write.
+    def _leave(self, end: RunError | Lost) -> None:
+        # With a timeout: the main thread may hold the lock while it is blocked on output.
         is_free = self._lock.acquire(timeout=10 * POLL)
         if is_free and self._status is None:
-            is_lost = isinstance(found, Lost)
-            error, lost = (found.error(), found) if is_lost else (found, None)
-            self._status = self._tell(error, lost)
+            is_lost = isinstance(end, Lost)
+            error, lost = (end.error(), end) if is_lost else (end, None)
+            self._status = self._report(error, lost)
         os._exit(self._status or PeerError.status)

@@ -1,4 +1,4 @@
-"""What the hardware of this machine can do."""
+"""Capabilities of this machine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def has_bf16() -> bool:
-    """Whether this machine's CPU multiplies bf16 by instructions of its own.
+    """Whether this CPU has bf16 instructions.
 
-    oneDNN takes AVX-512 without them for enough, and works them out of others, slowly.
+    oneDNN also reports support for AVX-512 without them, and then emulates them slowly.
     """
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False

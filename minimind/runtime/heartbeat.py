@@ -1,8 +1,8 @@
-"""What a rank knows of the others: whether they live, where they are, and who is to blame.
+"""Liveness of the other ranks: who is alive, where they are, and which one failed.
 
-A stopped or stuck process says nothing, and those that wait for it only learn that something is
-late. So every rank beats beside the collectives: it writes into the process group's store where it
-is, and whether it gave up waiting. Of those that did not give up, one holds up the others.
+A stopped or stuck process is silent, and ranks that wait for it only see a timeout. So every rank
+writes heartbeats to the process group's store, beside the collectives: its position, and whether it
+gave up waiting. A rank that did not give up is the one that delays the others.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ from typing import Any, Protocol
 from minimind.errors import PREEMPTED, PeerError, RunError, Stopped
 from minimind.runtime.local_workers import (
     Worker,
-    end_told,
-    ended,
+    describe_end,
+    read_end,
     register,
-    registered,
+    registered_workers,
     this_worker,
 )
 from minimind.runtime.process import STATUS_FILE, Progress
 
-BEAT = 2.0  # seconds between two beats
-GRACE = 5.0  # a rank that waits for a dead one is told by its own connection, sooner than by us
-SEARCH = 6.0  # how long the others have to say that they gave up too: three beats
+HEARTBEAT_INTERVAL = 2.0  # seconds
+GONE_GRACE = 5.0  # seconds; a rank waiting for a dead one learns it sooner from its connection
+VERDICT_TIMEOUT = 6.0  # seconds for the others to report that they gave up: three heartbeats
 
 
 class Store(Protocol):
-    """What beats need of a torch.distributed.Store."""
+    """The part of torch.distributed.Store that heartbeats use."""
 
     def set(self, key: str, value: str) -> Any:
         """Write `value`."""
         ...
 
     def multi_get(self, keys: list[str]) -> Sequence[bytes | str]:
-        """What the keys hold; waits for those that are not there."""
+        """Return the values of the keys; waits for missing ones."""
         ...
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Who ended the run, and how; `status` is what the run should answer."""
+    """The rank that ended the run, how it did, and the resulting exit status."""
 
     rank: int
-    told: str
+    description: str
     status: int = PeerError.status
-    worker: Worker | None = None  # still there, though of no use
+    worker: Worker | None = None  # if still alive
 
     def error(self) -> RunError:
-        """The same, to be told."""
+        """Return the error to report."""
         kind = Stopped if self.status == PREEMPTED else PeerError
-        return kind(f"{self.told}; run the same command again", cause_rank=self.rank)
+        return kind(f"{self.description}; run the same command again", cause_rank=self.rank)
 
 
 @dataclass
-class Watched:
-    """Another rank, and for how many seconds it has been seen as it is."""
+class PeerState:
+    """State of another rank, with the seconds that each condition has lasted."""
 
     worker: Worker
     gone: float = 0.0
@@ -70,8 +70,8 @@ class Watched:
     unmoved: float = 0.0
     beat: dict[str, Any] | None = None
 
-    def look(self, beat: dict[str, Any] | None, seconds: float) -> None:
-        """Compare with the last look, `seconds` ago."""
+    def update(self, beat: dict[str, Any] | None, seconds: float) -> None:
+        """Update with the latest heartbeat, `seconds` after the last update."""
         state = self.worker.state() if self.worker.is_here() else "elsewhere"
         self.gone = self.gone + seconds if state == "gone" else 0.0
         self.stopped = self.stopped + seconds if state == "stopped" else 0.0
@@ -83,14 +83,14 @@ class Watched:
 
 
 class Peers:
-    """The other ranks, as a watch thread and a rank that lost one of them see them."""
+    """Monitors the other ranks, for the watch thread and for a rank that lost a peer."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.me = this_worker(progress.rank)
         self.patience = 120.0  # --dist_timeout
-        self._watched: dict[int, Watched] = {}
-        self._myself = Watched(self.me)
+        self._watched: dict[int, PeerState] = {}
+        self._own_state = PeerState(self.me)
         self._store: Store | None = None
         self._beats: dict[int, dict[str, Any]] = {}
         self._count = 0
@@ -101,50 +101,50 @@ class Peers:
         register(self.me)
 
     def meet(self, everyone: Sequence[Worker], store: Store) -> None:
-        """Know all ranks, and write the first beat; `begin` once every rank has."""
-        self._watched = {w.rank: Watched(w) for w in everyone if w.rank != self.me.rank}
+        """Set all ranks and write the first heartbeat; call `begin` after every rank did."""
+        self._watched = {w.rank: PeerState(w) for w in everyone if w.rank != self.me.rank}
         self._store = store
-        store.set(str(self.me.rank), self._beat())
+        store.set(str(self.me.rank), self._heartbeat())
 
     def begin(self) -> None:
-        """Beat, until `close`."""
-        self._thread = threading.Thread(target=self._beats_on, daemon=True, name="beat")
+        """Send heartbeats until `close`."""
+        self._thread = threading.Thread(target=self._send_heartbeats, daemon=True, name="beat")
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no more: the ranks part in peace."""
+        """Stop monitoring: the ranks end normally."""
         self._closed.set()
         self._wake.set()
         if self._thread:
-            self._thread.join(timeout=2 * BEAT)
+            self._thread.join(timeout=2 * HEARTBEAT_INTERVAL)
 
     def announce(self, lost: Lost) -> None:
-        """Tell the ranks of all hosts what was found, if the store can be reached.
+        """Publish the verdict to all ranks through the store, if it can be reached.
 
-        Those that no file of this host tells it are given the time of a beat to hear it: the store
-        may end with this process, and then they would take it for killed.
+        Ranks without the shared status file learn it from the store. Wait one heartbeat for them,
+        because the store may end with this process.
         """
         self._verdict = lost
-        self._fresh()
+        self._exchange()
         has_file = STATUS_FILE in os.environ
         if any(not (has_file and other.worker.is_here()) for other in self._watched.values()):
-            self._closed.wait(1.25 * BEAT)
+            self._closed.wait(1.25 * HEARTBEAT_INTERVAL)
 
-    def _beats_on(self) -> None:
+    def _send_heartbeats(self) -> None:
         assert self._store is not None
         ranks = sorted(self._watched)
         while not self._closed.is_set():
             self._wake.clear()
             try:
-                self._store.set(str(self.me.rank), self._beat())
-                found = self._store.multi_get([str(rank) for rank in ranks])
-            except RuntimeError:  # whoever kept the store is gone: silence, as of every other rank
+                self._store.set(str(self.me.rank), self._heartbeat())
+                texts = self._store.multi_get([str(rank) for rank in ranks])
+            except RuntimeError:  # the process of the store is gone: all ranks become silent
                 return
-            self._beats = {r: json.loads(text) for r, text in zip(ranks, found, strict=True)}
+            self._beats = {r: json.loads(text) for r, text in zip(ranks, texts, strict=True)}
             self._heard.set()
-            self._wake.wait(BEAT)
+            self._wake.wait(HEARTBEAT_INTERVAL)
 
-    def _beat(self) -> str:
+    def _heartbeat(self) -> str:
         self._count += 1
         clock, step = self.progress.clock, self.progress.step
         lost = self._verdict
@@ -153,76 +153,76 @@ class Peers:
                 "count": self._count,
                 "at": [step, clock.passed if clock else 0],
                 "phase": clock.phase if clock and self.progress.is_training else "",
-                "where": where_main_is(),
+                "where": main_thread_location(),
                 "gave_up": self._gave_up,
-                "verdict": lost and [lost.rank, lost.told, lost.status],
+                "verdict": lost and [lost.rank, lost.description, lost.status],
             }
         )
 
-    def _fresh(self, seconds: float = 1.0) -> None:
-        """Let a beat pass, so that the others hear of us and we of them."""
+    def _exchange(self, seconds: float = 1.0) -> None:
+        """Send a heartbeat now and wait for those of the others."""
         if self._thread and self._thread.is_alive():
             self._heard.clear()
             self._wake.set()
             self._heard.wait(seconds)
 
     def look(self, seconds: float) -> Lost | None:
-        """Whoever the run has certainly lost, looked at every now and then, `seconds` apart.
+        """Return a rank that is certainly lost; call every `seconds`.
 
-        Only what cannot be mere slowness: a process that is gone, one that stood still or was not
-        heard of for `patience`, one that others wait for so long in a later phase of a step.
+        Only what cannot be slowness: a process that is gone, one that was stopped or silent for
+        `patience`, or one for which others wait that long in a later phase of a step.
         """
         if self._closed.is_set():
             return None
-        self._meet_registered()
-        self._myself.look(json.loads(self._beat()), seconds)
+        self._add_registered()
+        self._own_state.update(json.loads(self._heartbeat()), seconds)
         for rank, other in list(self._watched.items()):
-            other.look(self._beats.get(rank), seconds)
-            if other.gone > GRACE:
+            other.update(self._beats.get(rank), seconds)
+            if other.gone > GONE_GRACE:
                 return _died(other.worker)
             if other.stopped > self.patience:
                 return _stopped(other.worker)
             if self._store and other.silent > self.patience:
                 return Lost(rank, f"{other.worker} was not heard of for {other.silent:.0f} s")
-        late = self.patience + GRACE  # a collective that gives up by itself does so before
-        if self.progress.is_training and self._myself.unmoved > late:
+        late = self.patience + GONE_GRACE  # collectives time out before
+        if self.progress.is_training and self._own_state.unmoved > late:
             behind = [o for o in self._watched.values() if o.unmoved > late and self._is_behind(o)]
             return _stuck(behind[0]) if behind else None
         return None
 
-    def _meet_registered(self) -> None:
-        """Know the ranks of this host as they come, as long as not all are known."""
-        for worker in registered() if self._store is None else ():
+    def _add_registered(self) -> None:
+        """Add the ranks registered on this host until all ranks are known."""
+        for worker in registered_workers() if self._store is None else ():
             if worker.rank != self.me.rank:
-                self._watched.setdefault(worker.rank, Watched(worker))
+                self._watched.setdefault(worker.rank, PeerState(worker))
 
-    def _is_behind(self, other: Watched) -> bool:
-        mine = self._myself.beat
+    def _is_behind(self, other: PeerState) -> bool:
+        mine = self._own_state.beat
         return bool(other.beat and mine and other.beat["at"] < mine["at"])
 
     def gone(self) -> Lost | None:
-        """A rank of this host that ended, without waiting for what it has to say."""
-        self._meet_registered()
+        """Return a rank of this host that ended, without waiting for its report."""
+        self._add_registered()
         others = [other.worker for other in self._watched.values()]
         dead = [w for w in others if w.is_here() and w.state() == "gone"]
         return _died(dead[0]) if dead else None
 
-    def guilty(self, is_told: Callable[[], bool]) -> Lost | None:
-        """Who it was, for a rank whose waiting for the others came to nothing; None: not known.
+    def find_culprit(self, is_reported: Callable[[], bool]) -> Lost | None:
+        """Return the rank responsible for a failed collective; None if unknown.
 
-        A peer that died or stands still is seen at once. Else the others get `SEARCH` seconds to
-        say that they gave up as well; the one that does not is the one they waited for.
+        A peer that died or is stopped is found at once. Otherwise the others have VERDICT_TIMEOUT
+        to report that they gave up too; the one that does not is responsible.
         """
         self._gave_up = True
-        deadline = time.monotonic() + (SEARCH if self._store else 1.0)
-        while self._watched and not is_told():
-            self._fresh()
-            if found := self._verdict_of_others() or self.gone() or self._standing():
-                return None if is_told() else found
+        deadline = time.monotonic() + (VERDICT_TIMEOUT if self._store else 1.0)
+        while self._watched and not is_reported():
+            self._exchange()
+            if found := self._verdict_of_others() or self.gone() or self._stopped_peer():
+                return None if is_reported() else found
             if self._store and all(self._has_given_up(rank) for rank in self._watched):
-                return None  # nobody is stuck: it is what lies between them
+                return None  # nobody is stuck: the connection failed
             if time.monotonic() >= deadline:
-                return self._last_suspect()
+                return self._most_likely_culprit()
             time.sleep(0.1)
         return None
 
@@ -230,21 +230,21 @@ class Peers:
         return bool(self._beats.get(rank, {}).get("gave_up"))
 
     def _verdict_of_others(self) -> Lost | None:
-        told = [beat["verdict"] for beat in list(self._beats.values()) if beat["verdict"]]
-        return Lost(*told[0]) if told else None
+        description = [beat["verdict"] for beat in list(self._beats.values()) if beat["verdict"]]
+        return Lost(*description[0]) if description else None
 
-    def _standing(self) -> Lost | None:
+    def _stopped_peer(self) -> Lost | None:
         others = [other.worker for other in self._watched.values()]
         found = [w for w in others if w.is_here() and w.state() == "stopped"]
         return _stopped(found[0]) if found else None
 
-    def _last_suspect(self) -> Lost | None:
+    def _most_likely_culprit(self) -> Lost | None:
         if self._store is None:
             return None
         left = [other for rank, other in self._watched.items() if not self._has_given_up(rank)]
         for other in left:
             other.beat = self._beats.get(other.worker.rank)
-        silent = [o for o in left if not o.worker.is_here() and o.silent > 2 * BEAT]
+        silent = [o for o in left if not o.worker.is_here() and o.silent > 2 * HEARTBEAT_INTERVAL]
         if silent:
             return Lost(silent[0].worker.rank, f"{silent[0].worker} died or cannot be reached")
         heard = [o for o in left if o.beat]
@@ -252,7 +252,7 @@ class Peers:
 
 
 def _died(worker: Worker) -> Lost:
-    how, status = end_told(ended(worker.pid, wait_seconds=1.0))
+    how, status = describe_end(read_end(worker.pid, wait_seconds=1.0))
     return Lost(worker.rank, f"{worker} {how}", status)
 
 
@@ -260,15 +260,19 @@ def _stopped(worker: Worker) -> Lost:
     return Lost(worker.rank, f"{worker} is stopped (SIGSTOP)", worker=worker)
 
 
-def _stuck(other: Watched) -> Lost:
+def _stuck(other: PeerState) -> Lost:
     beat = other.beat or {}
     phase = f", phase {beat['phase']}" if beat["phase"] else ""
-    told = f"{other.worker} has not moved since step {beat['at'][0]}{phase} ({beat['where']})"
-    return Lost(other.worker.rank, told, worker=other.worker if other.worker.is_here() else None)
+    description = (
+        f"{other.worker} has not moved since step {beat['at'][0]}{phase} ({beat['where']})"
+    )
+    return Lost(
+        other.worker.rank, description, worker=other.worker if other.worker.is_here() else None
+    )
 
 
-def where_main_is() -> str:
-    """The innermost line of this package that the main thread is in: `in FUNCTION, FILE:LINE`."""
+def main_thread_location() -> str:
+    """Innermost line of this package in the main thread: `in FUNCTION, FILE:LINE`."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame and not frame.f_globals.get("__name__", "").startswith("minimind"):
         frame = frame.f_back

@@ -1,7 +1,7 @@
-"""Locks beside a folder that several jobs fill: one of them begins, any number work.
+"""File locks: beside an output folder, and on a checkpoint that is being read.
 
-They are the kernel's and end with their holder, however that ends. On several machines the file
-system must carry flock between them. Whoever holds one last removes its file.
+They are kernel locks (flock), which end with their holder. Across machines the file system must
+support flock. The last holder removes the lock file.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pathlib import Path
 
 @contextmanager
 def held(out: Path, name: str, how: int) -> Iterator[int]:
-    """A lock beside `out`, LOCK_SH or LOCK_EX, as an open file that other processes may inherit."""
+    """Hold a lock beside `out` (LOCK_SH or LOCK_EX); yield its inheritable descriptor."""
     path = _path(out, name)
     while True:
-        descriptor = _opened(path, out)
+        descriptor = _open_lock(path, out)
         try:
             try:
                 fcntl.flock(descriptor, how | fcntl.LOCK_NB)
             except BlockingIOError:
                 print(f"waiting for another command that works on {out}", file=sys.stderr)
                 fcntl.flock(descriptor, how)
-            if _is_still(path, descriptor):  # or who held it has removed it
+            if _is_still(path, descriptor):  # else its last holder removed it
                 try:
                     yield descriptor
                 finally:
@@ -37,8 +37,8 @@ def held(out: Path, name: str, how: int) -> Iterator[int]:
             os.close(descriptor)
 
 
-def is_held(out: Path, name: str) -> bool:
-    """Whether anybody holds the lock now."""
+def is_locked_by_anyone(out: Path, name: str) -> bool:
+    """Whether any process holds the lock."""
     try:
         descriptor = os.open(_path(out, name), os.O_RDWR)
     except FileNotFoundError:
@@ -53,8 +53,8 @@ def _path(out: Path, name: str) -> Path:
     return out.with_name(f".{out.name}.{name}.lock")
 
 
-def _opened(path: Path, out: Path) -> int:
-    """An error names the folder that was asked for, not a file of ours."""
+def _open_lock(path: Path, out: Path) -> int:
+    """Open the lock file; errors name the output folder instead."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -62,7 +62,7 @@ def _opened(path: Path, out: Path) -> int:
 
 
 def _remove_if_last(path: Path, descriptor: int) -> None:
-    """While it is held: after that it may be another's."""
+    """Remove the lock file if no other process holds it; call while it is held."""
     if _is_ours_alone(descriptor) and _is_still(path, descriptor):
         path.unlink()
 
@@ -86,7 +86,7 @@ PLAIN = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW  # does not wait for a pipe
 
 
 class ReadLock:
-    """A shared lock, held until it is closed or garbage-collected."""
+    """A shared lock, held until closed or garbage-collected."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -98,13 +98,13 @@ class ReadLock:
 
 
 def lock_for_reading(file: Path) -> ReadLock | None:
-    """A lock on `file`; None where it cannot be opened, or its file system has no locks.
+    """Lock `file`; None if it cannot be opened or the file system has no locks.
 
-    A FileNotFoundError where the file is deleted meanwhile, or about to be.
+    Raise FileNotFoundError if the file is being deleted.
     """
     try:
         lock = ReadLock(os.open(file, os.O_RDONLY | PLAIN))
-    except OSError:  # whoever reads the file says what is wrong with it
+    except OSError:  # reported when the file is read
         return None
     try:
         fcntl.flock(lock.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -119,10 +119,10 @@ def lock_for_reading(file: Path) -> ReadLock | None:
 
 @contextmanager
 def locked_for_deletion(file: Path) -> Iterator[bool]:
-    """Whether the directory of `file` may be deleted inside: nobody reads it."""
+    """Yield whether the directory of `file` may be deleted: no process reads it."""
     try:
         descriptor = os.open(file, os.O_RDWR | PLAIN)
-    except OSError:  # nobody can hold a lock on it, or the deletion fails for the same reason
+    except OSError:  # no process can hold a lock on it
         yield True
         return
     try:
@@ -132,11 +132,11 @@ def locked_for_deletion(file: Path) -> Iterator[bool]:
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Whether no reader is there; true where there are no locks at all."""
+    """Whether no process reads the file; true without support for locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        pass  # without locks there is no reader to wait for
+        pass  # no support for locks
     return True

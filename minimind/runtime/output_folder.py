@@ -1,4 +1,4 @@
-"""A folder that a command writes for its --out: whole or not there, and never over another's."""
+"""The folder of --out: written aside, renamed when complete, never over foreign files."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from minimind.errors import UsageError
 from minimind.runtime.durable_files import storing, sync_directory
 from minimind.runtime.locks import held
 
-MEND = "free some space, or give another --out"
+REMEDY = "free some space, or give another --out"
 
 
 @dataclass(frozen=True)
 class NewFolder:
-    """The --out of a command, and what of an earlier one it may replace.
+    """The --out of a command, and which earlier output it may replace.
 
-    With `force` what `author` wrote, which has no names but such as the patterns `own`; else
-    nothing, also nothing that appears while the command works.
+    With `force`, a folder whose files all match the patterns `own` of `author`; otherwise nothing.
     """
 
     path: Path
@@ -31,8 +30,8 @@ class NewFolder:
     author: str
 
     def require_free(self) -> None:
-        """Nothing, or a UsageError where it is taken; what a kill left of one is put right."""
-        with storing(str(self.path), MEND):
+        """Raise UsageError if the path is taken; first recover from an interrupted replace."""
+        with storing(str(self.path), REMEDY):
             put_back(self.path)
         self._require_free()
 
@@ -47,28 +46,28 @@ class NewFolder:
                 f"--out {out} is a file or a link, which --force does not replace; give another"
                 " folder"
             )
-        with storing(str(out), MEND):
-            there = sorted(out.iterdir())
-        strangers = [path.name for path in there if not any(map(path.match, self.own))]
-        if strangers:
+        with storing(str(out), REMEDY):
+            entries = sorted(out.iterdir())
+        foreign = [path.name for path in entries if not any(map(path.match, self.own))]
+        if foreign:
             raise UsageError(
-                f"--out {out} holds {strangers[0]!r}, which {self.author} did not write, and"
+                f"--out {out} holds {foreign[0]!r}, which {self.author} did not write, and"
                 " --force replaces nothing else; give another folder"
             )
 
     @contextmanager
     def written_aside(self, needed: int = 0) -> Iterator[Path]:
-        """A folder to write to, which gets the name at the end: interrupted, it leaves nothing.
+        """Yield a draft folder that is renamed to the path at the end.
 
-        `needed` bytes are told where the disk is full. Who comes second waits, and finds it taken.
+        `needed` bytes appear in the error of a full disk. A second command waits, then fails.
         """
         out, draft = self.path, _beside(self.path, "draft")
-        with storing(str(out), MEND, needed=needed):
+        with storing(str(out), REMEDY, needed=needed):
             out.parent.mkdir(parents=True, exist_ok=True)
             with held(out, "write", fcntl.LOCK_EX):
                 self.require_free()
                 try:
-                    shutil.rmtree(draft, ignore_errors=True)  # of one that was killed
+                    shutil.rmtree(draft, ignore_errors=True)  # of a killed command
                     draft.mkdir()
                     yield draft
                     sync_directory(draft)
@@ -77,10 +76,10 @@ class NewFolder:
                     shutil.rmtree(draft, ignore_errors=True)
 
     def replace(self, draft: Path) -> None:
-        """Give `draft` the name; what had it goes after that, so that one of them is there.
+        """Rename `draft` to the path, then delete the old folder.
 
-        A kill between the two renames leaves the old one under another name, for `put_back` to
-        find. A UsageError where the name was taken since it was asked for.
+        After a kill between the two renames `put_back` restores the old folder. Raise UsageError if
+        the path was taken meanwhile.
         """
         with _swapping(self.path):
             self._require_free()
@@ -91,7 +90,7 @@ class NewFolder:
 
 
 def put_back(out: Path) -> None:
-    """`out` is the new folder or the old one, alone, even if a `NewFolder.replace` was killed."""
+    """Complete or undo an interrupted `NewFolder.replace`."""
     if any(os.path.exists(_beside(out, role)) for role in ("before", "gone")):
         with _swapping(out):
             pass
@@ -99,23 +98,23 @@ def put_back(out: Path) -> None:
 
 @contextmanager
 def _swapping(out: Path) -> Iterator[None]:
-    """Nobody else renames at `out`, and nothing is left there of one that was killed."""
+    """Lock renames at `out`, and clean up after interrupted ones before and after."""
     with held(out, "swap", fcntl.LOCK_EX):
-        _settle(out)
+        _recover(out)
         try:
             yield
         finally:
-            _settle(out)  # whatever stopped the renaming: `out` is there
+            _recover(out)  # also after an error
 
 
-def _settle(out: Path) -> None:
+def _recover(out: Path) -> None:
     before, gone = _beside(out, "before"), _beside(out, "gone")
     if before.exists() and not os.path.lexists(out):
         before.rename(out)
         sync_directory(out.parent)
     elif before.exists():
         shutil.rmtree(gone, ignore_errors=True)
-        before.rename(gone)  # so that what is put back is never half deleted
+        before.rename(gone)  # so that no half-deleted folder is restored
     if gone.exists():
         shutil.rmtree(gone)
 

@@ -1,4 +1,4 @@
-"""What a worker process owes its launcher: its stderr, its signals and its exit status."""
+"""A worker's interface to its launcher: stderr, signals and exit status."""
 
 from __future__ import annotations
 
@@ -14,45 +14,44 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-# run_accelerate.sh exports these; under any other launcher they are simply not there.
+# Exported by run_accelerate.sh only.
 STATUS_FILE = "MINIMIND_STATUS_FILE"
 STDERR_ON_STDIN = "MINIMIND_STDERR_ON_STDIN"
 SCRIPT_PID = "MINIMIND_SCRIPT_PID"
 LAUNCHER_PID = "MINIMIND_LAUNCHER_PID"
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun and `accelerate launch` set it for each worker
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun for each worker
 
-# Beside the status file: what asked for a stop that run_accelerate.sh passes on as SIGTERM.
+# Beside the status file: the reason of a stop that run_accelerate.sh passes on as SIGTERM.
 STOP_FILE = "stop"
 
-# What asks a run to save and stop. A terminal that closes sends SIGHUP; under nohup it is ignored.
+# Signals on which a run saves and stops. A closed terminal sends SIGHUP, which nohup ignores.
 CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
-def take_back_stderr() -> None:
-    """Write to the user's terminal again, past the launcher's log.
+def restore_stderr() -> None:
+    """Restore the user's stderr, which run_accelerate.sh passes as descriptor 0.
 
-    run_accelerate.sh sends the launcher's stderr (its own tracebacks and failure tables) to a file.
-    Workers inherit that, and every other descriptor but 0, 1 and 2 is closed on the way, so the
-    script hands the real stderr down as descriptor 0, which training never reads.
+    The script redirects the launcher's stderr (tracebacks and failure tables) to a file, which
+    workers inherit; descriptors other than 0, 1 and 2 are closed on the way.
     """
     if os.environ.pop(STDERR_ON_STDIN, None):
         os.dup2(0, 2)
 
 
 def stop_reason(number: int) -> str:
-    """What a message calls the cause of this signal: what was typed or sent, and to whomever."""
+    """Name the cause of a signal as the user knows it: Ctrl-C, or the original signal."""
     if number == signal.SIGINT:
         return "Ctrl-C"
     path = os.environ.get(STATUS_FILE)
     if number == signal.SIGTERM and path:
-        with suppress(OSError):  # nobody left word: it was sent to this process
+        with suppress(OSError):  # not recorded: the signal was sent to this process
             if recorded := Path(path).with_name(STOP_FILE).read_text(encoding="ascii").strip():
                 return recorded
     return signal.Signals(number).name
 
 
 def record_stop(reason: str) -> None:
-    """Leave word of why the workers of this host will be sent SIGTERM; the first word stands."""
+    """Record why the workers of this host get SIGTERM; the first record counts."""
     path = os.environ.get(STATUS_FILE)
     if path:
         place = Path(path).with_name(STOP_FILE)
@@ -61,62 +60,62 @@ def record_stop(reason: str) -> None:
 
 
 class StopRequest:
-    """Remembers that this process was asked to stop; the loop looks after every step."""
+    """Records a request to stop; the training loop checks it after every step."""
 
     def __init__(self) -> None:
-        self._asked = ""
+        self._reason = ""
         self._limit = ""
         self._deadline = math.inf
         self._started = time.monotonic()
 
     @property
     def reason(self) -> str:
-        """What asked: Ctrl-C, a signal or --max_minutes; empty as long as nothing did."""
-        if not self._asked and time.monotonic() >= self._deadline:
-            self._asked = self._limit
-        return self._asked
+        """Ctrl-C, a signal or --max_minutes; empty without a request."""
+        if not self._reason and time.monotonic() >= self._deadline:
+            self._reason = self._limit
+        return self._reason
 
     @property
     def signal(self) -> str:
-        """The signal that asked, if one did: by the clock alone a run takes at least one step."""
-        return "" if self._asked == self._limit else self._asked
+        """The reason if it is a signal; --max_minutes alone allows at least one step."""
+        return "" if self._reason == self._limit else self._reason
 
     def listen(self) -> None:
-        """Remember signals from now on, instead of dying of them; in the main thread."""
+        """Install the signal handlers; main thread only."""
         for number in CAUGHT:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._remember)
+                signal.signal(number, self._handle)
 
     def limit(self, minutes: float | None) -> None:
-        """Ask by the clock, so long after the process started."""
+        """Stop that long after the process started."""
         if minutes is not None:
             self._limit = f"--max_minutes {minutes:g}"
             self._deadline = self._started + 60 * minutes
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.heard(number)
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.record_signal(number)
 
-    def heard(self, number: int) -> None:
-        """A signal came, as the watch thread may know before the main thread does."""
-        self._asked = self._asked or stop_reason(number)
+    def record_signal(self, number: int) -> None:
+        """Record a signal; the watch thread may know of it before the main thread."""
+        self._reason = self._reason or stop_reason(number)
 
 
 @dataclass
 class Progress:
-    """Where a run is, for whoever has to stop it or to tell of its end."""
+    """Progress of a run, for the code that stops it or reports its end."""
 
     rank: int = 0
     step: int = 0
-    out_dir: Path | None = None  # once it is this run's
-    lock: IO[bytes] | None = None  # of out_dir; kept until the end has been told
+    out_dir: Path | None = None  # once it is locked by this run
+    lock: IO[bytes] | None = None  # of out_dir; held until the end is reported
     has_started: bool = False  # run_start is recorded
-    is_training: bool = False  # from here on a request to stop is obeyed after a step and a save
+    is_training: bool = False  # a request to stop now takes effect after a step and a save
     clock: Any = None  # the loop's PhaseClock
-    peers: Any = None  # the Peers, where somebody watches them
+    peers: Any = None  # the Peers, if monitored
     stop: StopRequest = field(default_factory=StopRequest)
 
     def begin(self) -> StopRequest:
-        """The request to stop, which from now on waits for a step and a save."""
+        """Start training: a request to stop now waits for a step and a save."""
         self.is_training = True
         self.stop.listen()
         return self.stop
@@ -124,17 +123,17 @@ class Progress:
 
 @dataclass(frozen=True)
 class Claim:
-    """The ending that is the run's exit status: the first one claimed on this host."""
+    """The exit status of the run: the first one claimed on this host."""
 
     status: int
-    rank: int  # whose ending it was
+    rank: int  # the rank that caused it
     is_ours: bool
 
 
 def claim_status(status: int, rank: int) -> Claim:
-    """Claim the run's exit status for the ending of `rank`; the first claim stands.
+    """Claim the exit status of the run for `rank`; the first claim counts.
 
-    run_accelerate.sh reads the file, because torchrun answers 1 whatever happened.
+    run_accelerate.sh reads the file, because torchrun always exits with 1.
     """
     path = os.environ.get(STATUS_FILE)
     if not path:
@@ -144,12 +143,12 @@ def claim_status(status: int, rank: int) -> Claim:
         with open(draft, "w", encoding="ascii") as file:
             file.write(f"{status} {rank}\n")
         try:
-            os.link(draft, path)  # the first one wins, and nobody sees it half written
+            os.link(draft, path)  # atomic: the first one wins
         finally:
-            os.unlink(draft)  # which a second claim of ours would write through
+            os.unlink(draft)  # a hard link to the claim: reopening it would overwrite the claim
     except FileExistsError:
         return read_claim() or Claim(status, rank, is_ours=True)
-    except FileNotFoundError:  # the script was ended by force: nobody is left to read it
+    except FileNotFoundError:  # the script was killed
         return Claim(status, rank, is_ours=True)
     except OSError as error:
         print(f"cannot record the exit status in {path}: {error.strerror}", file=sys.stderr)
@@ -157,7 +156,7 @@ def claim_status(status: int, rank: int) -> Claim:
 
 
 def read_claim() -> Claim | None:
-    """What another process has claimed, if any did."""
+    """Return the claim of another process, if any."""
     path = os.environ.get(STATUS_FILE)
     try:
         status, rank = Path(path).read_text(encoding="ascii").split() if path else ("", "")
@@ -166,15 +165,15 @@ def read_claim() -> Claim | None:
     return Claim(int(status), int(rank), is_ours=False) if status else None
 
 
-def tell_torchrun(line: str) -> None:
-    """Leave `line` where torchrun looks for what a worker ended by.
+def write_torchrun_error(line: str) -> None:
+    """Write `line` to torchrun's error file.
 
-    Below its own traceback, torchrun and `accelerate launch` print a table of the failed workers,
-    and this line at its end, where they would otherwise link to a page of torch's documentation.
+    torchrun and `accelerate launch` print a table of failed workers that ends with this line, where
+    they would otherwise link to torch's documentation.
     """
     path = os.environ.get(ERROR_FILE)
     if path:
-        told = {"py_callstack": line, "timestamp": str(int(time.time()))}
-        text = json.dumps({"message": {"message": line, "extraInfo": told}})
-        with suppress(OSError):  # the line has been printed; the launcher can do without
+        info = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        text = json.dumps({"message": {"message": line, "extraInfo": info}})
+        with suppress(OSError):  # the line was printed already
             Path(path).write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""What a terminal shows: control characters escaped, the line of an error, the phases of a start.
+"""Terminal output: escaped control characters, error lines, phases of a start.
 
-Generated text, file names, a foreign metrics.jsonl and echoed flags may hold escape sequences,
-which a terminal obeys. A pipe gets every text as it is.
+Generated text, file names, foreign metrics.jsonl files and echoed flags may contain escape
+sequences, which a terminal would execute. Pipes get text unchanged.
 """
 
 from __future__ import annotations
@@ -37,13 +37,10 @@ def _is_terminal(stream: Any) -> bool:
 
 
 class Guarded:
-    """A text stream to a terminal that escapes control characters; all else is the stream's own.
+    """Wraps a text stream to a terminal and escapes control characters.
 
-    A carriage return that begins or ends what is written stays: a progress bar returns by it to the
-    start of its line.
-
-    Once the terminal is closed, what is written is dropped: SIGHUP tells the process to stop, and
-    one that ignores it (nohup) goes on.
+    A leading or trailing carriage return is kept for progress bars. After the terminal is closed,
+    output is dropped: SIGHUP stops the process, unless it ignores it (nohup).
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -62,7 +59,7 @@ class Guarded:
             self._stream.flush()
 
     def writelines(self, lines: Any) -> None:
-        """Write each of `lines` likewise."""
+        """Write all `lines`."""
         for line in lines:
             self.write(line)
 
@@ -83,7 +80,7 @@ class Guarded:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """While inside, guard standard output and standard error where they are a terminal."""
+    """Guard standard output and standard error inside the block if they are terminals."""
     before: Any = (sys.stdout, sys.stderr)
     sys.stdout, sys.stderr = (Guarded(one) if _is_terminal(one) else one for one in before)
     try:
@@ -97,14 +94,14 @@ LONG = 2.0  # seconds
 
 @contextmanager
 def phase(what: str, after: float = LONG, on_any_rank: bool = False) -> Iterator[None]:
-    """Print `what` to stderr once the body has taken `after` seconds, and nothing if it is faster.
+    """Print `what` to stderr if the block takes longer than `after` seconds.
 
-    On rank 0; `on_any_rank` is for work that one process does for all. A decorator as well.
+    On rank 0, or with `on_any_rank` for work that one process does for all. Also a decorator.
     """
     if not on_any_rank and rank_of(os.environ) != 0:
         yield
         return
-    timer = Timer(after, _say, [what])
+    timer = Timer(after, _print_phase, [what])
     timer.daemon = True
     timer.start()
     try:
@@ -113,10 +110,10 @@ def phase(what: str, after: float = LONG, on_any_rank: bool = False) -> Iterator
         timer.cancel()
 
 
-def _say(what: str) -> None:
-    from tqdm import tqdm  # only when there is something to say: most commands are over sooner
+def _print_phase(what: str) -> None:
+    from tqdm import tqdm  # imported late: most commands end sooner
 
-    with suppress(OSError, ValueError):  # stderr is full or closed: the work does not need it
+    with suppress(OSError, ValueError):  # stderr is full or closed
         tqdm.write(f"{what} ...", file=sys.stderr)  # above a progress bar, if one is there
         sys.stderr.flush()
 

@@ -20,7 +20,7 @@ from minimind.engine.loss_of_batch import routing_fields
 from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import NumericError
-from minimind.runtime.collectives import lost_peers, together
+from minimind.runtime.collectives import lost_peers, run_on_all_ranks
 from minimind.runtime.durable_files import mebibytes
 from minimind.runtime.process import Progress, StopRequest
 from minimind.telemetry.progress import RunLogger, duration
@@ -165,7 +165,9 @@ def update_trace(
         if not trace.is_recording:
             trace.begin(state.step)
             return
-        path = together(context.engine, partial(trace.write, state.step))[context.engine.rank]
+        path = run_on_all_ranks(context.engine, partial(trace.write, state.step))[
+            context.engine.rank
+        ]
         context.logger.print(f"step {state.step}: trace {path}, for ui.perfetto.dev")
 
 
@@ -200,7 +202,7 @@ def start_save(context: RunContext, state: TrainState) -> None:
     """Start saving a checkpoint, after the previous save ended; wait with --no-async_save."""
     with context.logger.pausing("checkpoint"):
         poll_save(context, wait=True)
-        together(context.engine, partial(check_data_unchanged, context))
+        run_on_all_ranks(context.engine, partial(check_data_unchanged, context))
         context.saver.begin(state)
         if not context.saver.in_background:
             poll_save(context, wait=True)

@@ -136,14 +136,14 @@ def test_a_lost_rank_ends_the_run_and_is_named_first(
     fault: str, timeout: int, status: int, words: str, faulty, tmp_path: Path
 ):
     started = faulty(fault, f"--dist_timeout {timeout}")
-    guilty = workers(started.pid)[1]
-    guilty.send_signal(getattr(signal, fault, signal.SIGUSR2))
+    find_culprit = workers(started.pid)[1]
+    find_culprit.send_signal(getattr(signal, fault, signal.SIGUSR2))
     run = ended(started, tmp_path / "out", within=60)
     assert run.status == status, run.stderr
     first = next(line for line in run.stderr.splitlines() if "error[" in line)
     assert words in first
     if status == 7:
-        assert f": rank 1 (process {guilty.pid} on " in first
+        assert f": rank 1 (process {find_culprit.pid} on " in first
         assert first.startswith("train_pretrain: error[E_PEER] rank=0 step=")
     else:
         assert "stopped because rank 1 failed" in run.stderr

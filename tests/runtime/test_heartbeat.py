@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from minimind.runtime import heartbeat as module
-from minimind.runtime.heartbeat import Lost, Peers, where_main_is
+from minimind.runtime.heartbeat import Lost, Peers, main_thread_location
 from minimind.runtime.local_workers import (
     Worker,
-    end_told,
-    ended,
+    describe_end,
+    read_end,
     record_end,
-    registered,
+    registered_workers,
     this_worker,
 )
 from minimind.runtime.process import STATUS_FILE, Progress
@@ -57,8 +57,8 @@ class Store:
 @pytest.fixture(autouse=True)
 def no_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(STATUS_FILE, raising=False)
-    monkeypatch.setattr(module, "SEARCH", 0.5)
-    monkeypatch.setattr(module, "BEAT", 0.05)
+    monkeypatch.setattr(module, "VERDICT_TIMEOUT", 0.5)
+    monkeypatch.setattr(module, "HEARTBEAT_INTERVAL", 0.05)
 
 
 @pytest.fixture
@@ -142,19 +142,19 @@ def test_a_process_is_running_stopped_or_gone_and_no_other_is_taken_for_it(child
     ],
 )
 def test_how_a_process_ended_says_what_the_run_answers(status, words, answer):
-    told, code = end_told(status)
+    told, code = describe_end(status)
     assert words in told
     assert code == answer
 
 
 def test_workers_know_one_another_by_the_scripts_folder(tmp_path, monkeypatch):
     monkeypatch.setenv(STATUS_FILE, str(tmp_path / "status"))
-    assert registered() == []
+    assert registered_workers() == []
     Peers(Progress(rank=3))
-    assert registered() == [this_worker(3)]
-    assert ended(4711) is None
+    assert registered_workers() == [this_worker(3)]
+    assert read_end(4711) is None
     record_end(tmp_path, 4711, -9)
-    assert ended(4711) == -9
+    assert read_end(4711) == -9
 
 
 def test_the_dead_is_named_before_the_process_group_stands(tmp_path, monkeypatch, child):
@@ -170,7 +170,7 @@ def test_the_dead_is_named_before_the_process_group_stands(tmp_path, monkeypatch
     lost = peers.look(2.0)
     assert lost is not None
     assert (lost.rank, lost.status) == (1, 7)
-    assert lost.told == f"{worker} left before the others, with exit status 0"
+    assert lost.description == f"{worker} left before the others, with exit status 0"
 
 
 def test_a_stopped_process_is_lost_only_after_the_patience_in_one_go(meeting, child):
@@ -192,14 +192,14 @@ def test_a_stopped_process_is_lost_only_after_the_patience_in_one_go(meeting, ch
     found = [look() for _ in range(3)]
     assert found[:2] == [None, None]
     assert found[2] is not None
-    assert found[2].told.endswith("is stopped (SIGSTOP)")
+    assert found[2].description.endswith("is stopped (SIGSTOP)")
     assert found[2].worker == worker_of(child, 1)
 
 
 def heard(peers: Peers) -> None:
     """Until the beats of now are known."""
-    peers._fresh(30)
-    peers._fresh(30)
+    peers._exchange(30)
+    peers._exchange(30)
 
 
 def test_a_rank_elsewhere_that_beats_is_not_lost_however_long_it_works(meeting):
@@ -215,7 +215,7 @@ def test_a_rank_elsewhere_that_is_silent_is_lost(meeting):
     heard(peers)
     found = [peers.look(4.0) for _ in range(5)]
     assert found[:3] == [None] * 3
-    assert "rank 1 (process 4711 on elsewhere) was not heard of for 1" in found[4].told
+    assert "rank 1 (process 4711 on elsewhere) was not heard of for 1" in found[4].description
     assert found[4].worker is None
 
 
@@ -236,7 +236,9 @@ def test_a_rank_behind_us_that_does_not_move_is_stuck_and_one_beside_us_is_not(m
         found.append(peers.look(4.0))
     lost = next(lost for lost in found if lost)
     assert lost.rank == 2
-    assert "has not moved since step 12, phase forward (in step, minimind/x.py:5)" in lost.told
+    assert (
+        "has not moved since step 12, phase forward (in step, minimind/x.py:5)" in lost.description
+    )
 
 
 def test_nothing_is_lost_after_the_ranks_parted(meeting, child):
@@ -252,7 +254,7 @@ def test_whoever_did_not_give_up_is_guilty(meeting):
     store.beat(1, gave_up=True)
     store.beat(2, at=[12, 2], phase="forward")
     store.beat(3, at=[12, 3])  # slower to notice, but further on
-    lost = peers.guilty(lambda: False)
+    lost = peers.find_culprit(lambda: False)
     assert lost is not None
     assert (lost.rank, lost.status) == (2, 7)
     assert json.loads(store.kept["0"])["gave_up"] is True
@@ -262,7 +264,7 @@ def test_when_all_gave_up_nobody_is_guilty(meeting):
     peers, store = meeting(far(1), far(2))
     store.beat(1, gave_up=True)
     store.beat(2, gave_up=True)
-    assert peers.guilty(lambda: False) is None
+    assert peers.find_culprit(lambda: False) is None
 
 
 def test_the_dead_and_the_stopped_are_found_at_once(meeting, child):
@@ -270,12 +272,12 @@ def test_the_dead_and_the_stopped_are_found_at_once(meeting, child):
         peers, _ = meeting(worker_of(child, 1), worker_of(other, 2))
         child.send_signal(signal.SIGSTOP)
         seen(child, "stopped")
-        lost = peers.guilty(lambda: False)
+        lost = peers.find_culprit(lambda: False)
         assert lost is not None
         assert (lost.rank, lost.worker) == (1, worker_of(child, 1))
         other.kill()
         other.wait()
-        lost = peers.guilty(lambda: False)
+        lost = peers.find_culprit(lambda: False)
         assert lost is not None
         assert (lost.rank, lost.worker) == (2, None)
 
@@ -284,21 +286,22 @@ def test_what_another_rank_found_is_taken_over_with_its_status(meeting):
     peers, store = meeting(far(1), far(2))
     store.beat(1, verdict=[2, "rank 2 ended: the disk is full", 5])
     heard(peers)
-    lost = peers.guilty(lambda: False)
+    lost = peers.find_culprit(lambda: False)
     assert lost is not None
-    assert (lost.rank, lost.status, lost.told) == (2, 5, "rank 2 ended: the disk is full")
-    assert peers.guilty(lambda: True) is None
+    assert (lost.rank, lost.status, lost.description) == (2, 5, "rank 2 ended: the disk is full")
+    assert peers.find_culprit(lambda: True) is None
     peers.announce(lost)
-    assert json.loads(store.kept["0"])["verdict"] == [2, lost.told, 5]
+    assert json.loads(store.kept["0"])["verdict"] == [2, lost.description, 5]
 
 
 def test_where_the_main_thread_is_names_the_innermost_line_of_ours():
-    assert where_main_is().startswith("in where_main_is, minimind/runtime/heartbeat.py:")
+    place = "in main_thread_location, minimind/runtime/heartbeat.py:"
+    assert main_thread_location().startswith(place)
     assert os.getpid() == this_worker(0).pid
 
 
 def test_whoever_ends_is_heard_before_it_takes_the_store_along(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "BEAT", 1.0)
+    monkeypatch.setattr(module, "HEARTBEAT_INTERVAL", 1.0)
     store, is_gone = Store(), threading.Event()
 
     def set_if_there(key: str, value: str) -> None:
@@ -316,6 +319,6 @@ def test_whoever_ends_is_heard_before_it_takes_the_store_along(monkeypatch: pyte
     lost = Lost(0, "rank 0 ended: /x: No space left on device", 5)
     ranks[0].announce(lost)
     is_gone.set()  # it was rank 0's
-    assert ranks[1].guilty(lambda: False) == lost
+    assert ranks[1].find_culprit(lambda: False) == lost
     for peers in ranks:
         peers.close()

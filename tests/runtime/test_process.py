@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from minimind.checkpoint.run_folder import claim
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime.exit import Ending
-from minimind.runtime.local_workers import end_told, is_alive
+from minimind.runtime.local_workers import describe_end, is_alive
 from minimind.runtime.process import (
     CAUGHT,
     ERROR_FILE,
@@ -232,7 +232,7 @@ def is_over(pid: int, within: float) -> bool:
 
 def test_a_table_is_printed_above_the_one_line(capsys: pytest.CaptureFixture[str]):
     wrong = CheckpointError("x belongs to another run; give it back", table=["  a  b", "  1  2"])
-    assert Ending(Progress(rank=0), debug=False).tell(wrong) == 4
+    assert Ending(Progress(rank=0), debug=False).report(wrong) == 4
     assert capsys.readouterr().err.splitlines() == [
         "  a  b",
         "  1  2",
@@ -245,11 +245,11 @@ def test_a_run_that_fails_before_its_engine_is_there_records_the_end_in_the_fold
 ):
     wrong = CheckpointError("x is damaged; give another")
     with claim(tmp_path) as lock:
-        assert Ending(Progress(lock=lock), debug=False).tell(wrong) == 4
+        assert Ending(Progress(lock=lock), debug=False).report(wrong) == 4
     (end,) = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert (end["event"], end["code"], end["status"]) == ("exit", "E_CHECKPOINT", 4)
     assert end["started"] is False
-    assert Ending(Progress(), debug=False).tell(wrong) == 4  # nor is any folder its own
+    assert Ending(Progress(), debug=False).report(wrong) == 4  # nor is any folder its own
 
 
 def test_the_line_of_an_ending_is_the_last_that_torchrun_prints(
@@ -258,7 +258,7 @@ def test_the_line_of_an_ending_is_the_last_that_torchrun_prints(
     path = tmp_path / "error.json"
     monkeypatch.setenv(ERROR_FILE, str(path))
     wrong = UsageError("--dim 7 is odd; give an even one")
-    assert Ending(Progress(rank=1), debug=False).tell(wrong) == 2
+    assert Ending(Progress(rank=1), debug=False).report(wrong) == 2
     failure = ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file=str(path))
     *_, last, rule = str(ChildFailedError("train_pretrain.py", {1: failure})).splitlines()
     line = "train_pretrain: error[E_USAGE] rank=1 step=0: --dim 7 is odd; give an even one"
@@ -267,14 +267,14 @@ def test_the_line_of_an_ending_is_the_last_that_torchrun_prints(
     assert Ending(Progress(rank=0, step=4), debug=False).done(75) == 75
     assert "stopped and saved at step 4; run the same" in path.read_text()
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "gone" / "error.json"))
-    assert Ending(Progress(), debug=False).tell(wrong) == 2
+    assert Ending(Progress(), debug=False).report(wrong) == 2
 
 
 @pytest.mark.usefixtures("status_file")
 @pytest.mark.parametrize("place", ["monitor/loss.csv", None])
 def test_a_disk_that_a_library_finds_full_is_storage_and_no_bug(place, capsys):
     full = OSError(errno.ENOSPC, "No space left on device", place)
-    assert Ending(Progress(), debug=False).tell(full) == 5
+    assert Ending(Progress(), debug=False).report(full) == 5
     (line,) = capsys.readouterr().err.splitlines()
     assert f": {place or 'a file that was being written'}: No space left on device; free" in line
 
@@ -297,4 +297,4 @@ def test_a_stop_that_was_passed_on_as_term_is_told_as_what_it_was(word: str):
     signal.raise_signal(signal.SIGTERM)
     assert stop.reason == word
     assert stop_reason(signal.SIGUSR1) == "SIGUSR1"  # sent to this very process
-    assert end_told(-signal.SIGTERM) == (f"was stopped by {word} while it started", 75)
+    assert describe_end(-signal.SIGTERM) == (f"was stopped by {word} while it started", 75)

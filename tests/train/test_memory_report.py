@@ -81,7 +81,7 @@ def ended(flags: dict[str, Any]) -> int:
     try:
         return ending.done(pretrain(run_of(flags, "{name}"), progress))
     except Exception as error:
-        return ending.tell(error)
+        return ending.report(error)
     finally:
         leave_process_group()
         os.environ.clear()

@@ -28,7 +28,7 @@ from minimind.runtime.durable_files import (
     sync_directory,
     write_whole,
 )
-from minimind.runtime.locks import held, is_held
+from minimind.runtime.locks import held, is_locked_by_anyone
 from minimind.runtime.output_folder import NewFolder
 
 OWN = ("manifest.json", "plan.json", "rejected.jsonl", "tokenizer", "*-[0-9]*.bin", "*-[0-9]*.idx")
@@ -53,7 +53,7 @@ def prepare_folder(
         with ExitStack() as stack:
             begin = stack.enter_context(ExitStack())
             begin.enter_context(held(out, "begin", fcntl.LOCK_EX))
-            if is_held(out, "work"):
+            if is_locked_by_anyone(out, "work"):
                 _require_same(told, draft, f"another prepare is at work on {out}", WAIT)
             lock = stack.enter_context(held(out, "work", fcntl.LOCK_SH))
             if is_prepared(out) and not force:
