@@ -63,7 +63,7 @@ def measure(engine: Engine, folder: Path, rounds: int) -> dict[str, list[float]]
         found["stall"].append(milliseconds(lambda n=number: saver.begin(TrainState(n, 0))))
         clock.begin()
         engine.step([rows], 1e-4, clock)  # training goes on while the files are written
-        event = saver.published(wait=True)
+        event = saver.poll(wait=True)
         assert event
         found["until durable"].append(event["seconds"] * 1e3)
     found["resume"] = [

@@ -1,4 +1,4 @@
-"""Which checkpoint a place means, verified, and kept from being deleted while it is read."""
+"""Select and verify the checkpoint of --checkpoint, and lock it against deletion."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from minimind.checkpoint.directory import MANIFEST, Rejected, candidates, verify
+from minimind.checkpoint.directory import MANIFEST, Rejected, published_checkpoints, verify
 from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import Unreadable
 from minimind.runtime.locks import ReadLock, lock_for_reading
 
-TRIES = 20  # a run that saves several times a second may retire what was just listed
+TRIES = 20  # a run that saves often may prune what was just listed
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ class Removed(CheckpointError):
 
 @dataclass(frozen=True)
 class Chosen:
-    """A verified checkpoint, those passed over, and the lock that keeps it for its reader."""
+    """A verified checkpoint with its read lock, and the checkpoints that were rejected."""
 
     path: Path
     rejected: list[Rejected]
@@ -31,19 +31,19 @@ class Chosen:
 
 
 def choose(place: str) -> Chosen:
-    """The step directory that `--checkpoint place` means: of a run its newest valid one.
+    """Return the step directory of `--checkpoint place`; of a run its newest valid one.
 
-    A run that goes on may delete what was listed before it is locked; then the choice is made
-    again. A CheckpointError where there is none, a Removed where the one that was named is gone.
+    Repeated if a running job prunes the choice before it is locked. Raise CheckpointError if there
+    is none, Removed if the named checkpoint was deleted.
     """
     return read_chosen(place, lambda chosen: chosen)
 
 
 def read_chosen(place: str, use: Callable[[Chosen], T]) -> T:
-    """`use` of the checkpoint that `place` means; again of another one if it is removed meanwhile.
+    """Call `use` with the checkpoint of `place`; again with another one if it is removed.
 
-    Nothing is removed that is locked. Not every file system has locks, though, and not everything
-    that deletes a directory asks for them.
+    Our own code never removes a locked checkpoint, but file systems may lack locks and other
+    programs do not check them.
     """
     is_run = _run_of(place) is not None
     for _ in range(TRIES):
@@ -69,10 +69,10 @@ def read_chosen(place: str, use: Callable[[Chosen], T]) -> T:
 def newest_valid(
     found: list[Path], check: Callable[[Path], Rejected | None]
 ) -> tuple[Path | None, list[Rejected]]:
-    """The first of `found` that `check` finds nothing wrong with, and those passed over.
+    """Return the first of `found` that passes `check`, and the rejected ones before it.
 
-    None when there is none at all; when all are damaged a CheckpointError: never a silent step 0.
-    One that cannot be read may be whole: it is not passed over, but an Unreadable.
+    None if `found` is empty. Raise CheckpointError if all are damaged (never start silently at step
+    0), and Unreadable for one that cannot be read, since it may be intact.
     """
     rejected = []
     for path in found:
@@ -81,29 +81,29 @@ def newest_valid(
             return path, rejected
         if bad.is_unreadable:
             raise Unreadable(
-                f"{bad.path / bad.file}: {bad.reason}; nothing shows that it is damaged, so that no"
-                " older checkpoint is taken by itself: make it readable, or name another"
+                f"{bad.path / bad.file}: {bad.reason}; it may be intact, so no older"
+                " checkpoint is used instead: make it readable, or name another"
             )
         rejected.append(bad)
     if rejected:
-        told = "; ".join(f"{r.path.name}: {r.file} {r.reason}" for r in rejected)
+        reasons = "; ".join(f"{r.path.name}: {r.file} {r.reason}" for r in rejected)
         which = f"no checkpoint in {found[0].parent}" if len(found) > 1 else str(found[0])
         raise CheckpointError(
-            f"{which} {'can' if len(found) > 1 else 'cannot'} be used ({told}); restore one, or"
+            f"{which} {'can' if len(found) > 1 else 'cannot'} be used ({reasons}); restore one, or"
             " start afresh in another folder"
         )
     return None, []
 
 
 def _run_of(place: str) -> Path | None:
-    """The checkpoints folder where `place` is a run; None where it is one checkpoint."""
+    """Return the checkpoints folder if `place` is a run; None if it is a checkpoint."""
     roots = (Path(place) / "checkpoints", Path(place))
     return next((root for root in roots if root.is_dir() and root.name == "checkpoints"), None)
 
 
 def _choose(place: str) -> Chosen:
     root = _run_of(place)
-    found = candidates(root) if root else [Path(place)]
+    found = published_checkpoints(root) if root else [Path(place)]
     if not Path(place).is_dir() or not found:
         raise CheckpointError(
             f"--checkpoint {place}: holds no checkpoint; name a run's out_dir or a step_ directory"
@@ -121,7 +121,7 @@ def _choose(place: str) -> Chosen:
         return bad
 
     path, rejected = newest_valid(found, check)
-    assert path is not None  # newest_valid raises where all of some are damaged
+    assert path is not None  # newest_valid raises if none verifies
     return Chosen(path, rejected, locks[path])
 
 

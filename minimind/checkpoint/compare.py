@@ -1,4 +1,4 @@
-"""`minimind checkpoint diff`: how two checkpoints differ, one parameter at a time in memory."""
+"""`minimind checkpoint diff`: compare two checkpoints, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LAYOUT = ("world_size", "zero_stage", "backend", "micro_batch_rows", "accumulati
 
 
 def compare(one: Path, other: Path) -> Iterator[str]:
-    """Lines that say how two verified checkpoints differ; none when they do not.
+    """Yield a line per difference between two verified checkpoints.
 
-    What the runs were, libraries, layout and counters, as `old -> new`; then every kind of tensor,
-    whatever the number of processes and the stage that each was saved by.
+    Identity, versions, layout and counters as `old -> new`, then each kind of tensor, independent
+    of the number of processes and the stage of each.
     """
     a, b = Contents(one), Contents(other)
     yield from map(str, differences(_facts(a), _facts(b)))
@@ -60,7 +60,7 @@ def _compare_kind(kind: str, a: Contents, b: Contents) -> Iterator[str]:
     there = [contents.runs.kinds.get(kind, set()) for contents in (a, b)]
     for side, own, others in (("first", *there), ("second", *reversed(there))):
         if missing := len(own - others):
-            yield f"{kind}: {missing} parameters have it in the {side} alone"
+            yield f"{kind}: {missing} parameters have it only in the {side}"
     differing, total, largest, where = 0, 0, 0.0, ""
     for name in sorted(there[0] & there[1]):
         if a.shapes[name] != b.shapes[name]:

@@ -4,10 +4,10 @@
         shard-R-of-N.safetensors   what rank R of N owned: fp32 weights and Adam moments
         buffers.safetensors        persistent buffers
         state.json                 shapes, optimizer step, the engine's counters
-        config.json tokenizer.model ds_config.resolved.json   what generate and a reader need
-        manifest.json              written last: every file's size and sha256, and what the run was
+        config.json tokenizer.model ds_config.resolved.json   for generate and for readers
+        manifest.json              written last: size and sha256 of every file, identity of the run
 
-A directory under its final name is complete by construction. Nothing in it is ever unpickled.
+A directory under its final name is complete. Nothing in it is ever unpickled.
 """
 
 from __future__ import annotations
@@ -35,44 +35,49 @@ from minimind.runtime.durable_files import (
 from minimind.runtime.locks import locked_for_deletion
 
 FORMAT = 4
-# What is so where a checkpoint of this format does not tell: its writer knew nothing else.
-UNTOLD = {"qk_norm": False, "tie_word_embeddings": True, "use_moe": False, "norm_eps": 1e-5}
+# Defaults for fields that earlier writers of this format did not record.
+LEGACY_DEFAULTS = {
+    "qk_norm": False,
+    "tie_word_embeddings": True,
+    "use_moe": False,
+    "norm_eps": 1e-5,
+}
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_(\d{8,})")
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A checkpoint that is not used, the file that gave it away, and why."""
+    """A rejected checkpoint, with the file at fault and the reason."""
 
     path: Path
     file: str
     reason: str
-    is_unreadable: bool = False  # which does not say that it is damaged
+    is_unreadable: bool = False  # not necessarily damaged
 
     def __str__(self) -> str:
         return f"{'UNREADABLE' if self.is_unreadable else 'DAMAGED'}: {self.file} {self.reason}"
 
 
 def rejected(path: Path, file: str, error: CheckpointError) -> Rejected:
-    """A checkpoint that is not used because of what was found in `file`."""
+    """Build a Rejected from an error in `file`."""
     return Rejected(path, file, str(error), isinstance(error, Unreadable))
 
 
 def step_directory(root: Path, step: int) -> Path:
-    """`root/step_00000042`; names sort as steps do."""
+    """`root/step_00000042`; names sort by step."""
     return root / f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
+    """The step in the name of a checkpoint."""
     return int(path.name.removeprefix("step_"))
 
 
-def candidates(root: Path) -> list[Path]:
-    """Published checkpoints under `root`, newest step first; never judged by their times.
+def published_checkpoints(root: Path) -> list[Path]:
+    """Published checkpoints under `root`, highest step first; file times are not used.
 
-    None where there is no such folder; an Unreadable where it cannot be listed.
+    Empty if there is no such folder. Raise Unreadable if it cannot be listed.
     """
     try:
         with os.scandir(root) as entries:
@@ -85,12 +90,12 @@ def candidates(root: Path) -> list[Path]:
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """`name`, `bytes` and `sha256` as the manifest lists them."""
+    """The manifest entry of a file: `name`, `bytes`, `sha256`."""
     return {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def write_manifest(directory: Path, facts: dict[str, Any], files: list[dict[str, Any]]) -> None:
-    """Write `manifest.json`, which ends with the sha256 of its own canonical form."""
+    """Write `manifest.json`, with the sha256 of its canonical form as last field."""
     manifest = {"format": FORMAT, **facts, "files": sorted(files, key=lambda f: f["name"])}
     manifest["sha256"] = fingerprint(manifest)
     write_durably(directory / MANIFEST, manifest_text(manifest))
@@ -98,7 +103,7 @@ def write_manifest(directory: Path, facts: dict[str, Any], files: list[dict[str,
 
 
 def publish(tmp: Path, final: Path) -> None:
-    """Give a finished directory its name, so that it lasts; whatever had the name steps aside."""
+    """Rename a complete directory to its final name durably; an existing one is set aside."""
     if final.exists():
         set_aside(final, "rejected")
     tmp.rename(final)
@@ -114,23 +119,23 @@ def _free_name(path: Path) -> Path:
 
 
 def set_aside(path: Path, why: str) -> None:
-    """Rename a checkpoint to `WHY-step_...`: kept, but never chosen, counted or written over."""
+    """Rename a checkpoint to `WHY-step_...`: kept, but ignored by resume and pruning."""
     path.rename(_free_name(path.with_name(f"{why}-{path.name}")))
 
 
 def retire(root: Path, keep_last: int) -> None:
-    """Delete all but the newest checkpoints; one that is being read stays until the next time.
+    """Delete all but the newest checkpoints; those being read stay until the next call.
 
-    Safe only where no bad or abandoned one is among them, which resuming sees to.
+    Assumes that none is damaged or abandoned, which `resume` ensures.
     """
-    for old in candidates(root)[keep_last:]:
+    for old in published_checkpoints(root)[keep_last:]:
         delete(old)
 
 
 def delete(path: Path) -> bool:
-    """Delete a directory, renamed first, so that none is ever half there under its name.
+    """Rename a directory, then delete it; return False if it is being read.
 
-    False where it stays, because somebody reads it.
+    Renamed first, so that no partial checkpoint exists under a final name.
     """
     with locked_for_deletion(path / MANIFEST) as is_free:
         if not is_free:
@@ -142,7 +147,7 @@ def delete(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Delete a directory, or a stray file; of a link the link alone."""
+    """Delete a directory, a file or a link (not its target)."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -150,29 +155,29 @@ def _remove(path: Path) -> None:
 
 
 def leftovers(root: Path) -> list[Path]:
-    """Checkpoints that stepped aside and were kept."""
+    """Checkpoints that were set aside."""
     aside = [p for why in ("rejected", "abandoned") for p in root.glob(f"{why}-step_*")]
     return sorted(p for p in aside if ".tmp-" not in p.name)
 
 
 def unfinished(root: Path) -> list[Path]:
-    """Directories of saves and deletions that were cut short, and whatever else has such a name."""
+    """Directories of interrupted saves and deletions."""
     return sorted(root.glob("*step_*.tmp-*"))
 
 
 def sweep(root: Path) -> None:
-    """Delete what earlier processes left unfinished."""
+    """Delete the directories of interrupted saves and deletions."""
     for left in unfinished(root):
         _remove(left)
 
 
 def manifest_text(manifest: dict[str, Any]) -> bytes:
-    """The one way in which `manifest.json` is spelt."""
+    """Serialize a manifest; its bytes are part of the format."""
     return json.dumps(manifest, indent=1).encode()
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest, its own hash and all that reading needs checked; CheckpointError otherwise."""
+    """Read and validate the manifest and its hash; raise CheckpointError."""
     manifest, text = read_object(directory / MANIFEST)
     if "sha256" not in manifest:
         raise CheckpointError("is no manifest")
@@ -181,12 +186,12 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         is_whole = fingerprint(body) == manifest["sha256"]
     except UnicodeEncodeError:  # half a surrogate pair, escaped
         is_whole = False
-    # Spelt otherwise (1e-5 for 1E-5) it would mean the same, but something has changed it.
+    # Reject a manifest that is not byte-identical to our serialization: something rewrote it.
     if not is_whole or text != manifest_text(manifest):
         raise CheckpointError("does not match its own sha256")
     if body.get("format") != FORMAT:
-        told = shown(body.get("format"))
-        raise CheckpointError(f"has format {told}, this version reads {FORMAT}")
+        text = shown(body.get("format"))
+        raise CheckpointError(f"has format {text}, this version reads {FORMAT}")
     require_manifest(manifest)
     own_name = step_directory(directory, manifest["step"]).name
     if NAME.fullmatch(directory.name) and directory.name != own_name:
@@ -195,7 +200,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def verify(directory: Path, part: int = 0, of: int = 1) -> Rejected | None:
-    """What is wrong with a checkpoint, or None; `part` of `of` ranks hashes its share of files."""
+    """Return the first damage or None; hashes every `of`-th file from `part` on."""
     try:
         manifest = read_manifest(directory)
     except CheckpointError as error:
@@ -207,27 +212,27 @@ def verify(directory: Path, part: int = 0, of: int = 1) -> Rejected | None:
 
 
 def fault(path: Path, entry: dict[str, Any]) -> Rejected | None:
-    """What is wrong with one file, or None."""
+    """Return the damage of one file, or None."""
     try:
         state = path.lstat()
         if not stat.S_ISREG(state.st_mode):
-            told = "is missing"
+            text = "is missing"
         elif state.st_size != entry["bytes"]:
-            told = f"is {state.st_size} of {entry['bytes']} bytes"
+            text = f"is {state.st_size} of {entry['bytes']} bytes"
         else:
-            told = "" if sha256_of(path) == entry["sha256"] else "does not match its sha256"
+            text = "" if sha256_of(path) == entry["sha256"] else "does not match its sha256"
     except (FileNotFoundError, NotADirectoryError):
-        told = "is missing"
+        text = "is missing"
     except OSError as error:
         return Rejected(path.parent, path.name, f"cannot be read ({error.strerror})", True)
-    return Rejected(path.parent, path.name, told) if told else None
+    return Rejected(path.parent, path.name, text) if text else None
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One fact that two checkpoints, or a checkpoint and a run, do not share."""
+    """A value that differs between two checkpoints, or a checkpoint and a run."""
 
-    group: str  # what --allow_change calls it
+    group: str  # name for --allow_change
     name: str
     old: Any
     new: Any
@@ -237,19 +242,19 @@ class Difference:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[Difference]:
-    """Every fact, by group and name, that is not the same in both."""
+    """All values, by group and name, that differ."""
     found = []
     for group in sorted({*saved, *now}):
         old, new = saved.get(group, {}), now.get(group, {})
         for key in sorted({*old, *new}):
-            before, after = (side.get(key, UNTOLD.get(key)) for side in (old, new))
+            before, after = (side.get(key, LEGACY_DEFAULTS.get(key)) for side in (old, new))
             if canonical_json(before) != canonical_json(after):
                 found.append(Difference(group, key, before, after))
     return found
 
 
 def difference_table(changed: list[Difference], allowed: Set[str]) -> list[str]:
-    """Lines of what changed, old and new value, and the flag that lets each through."""
+    """Table of changed values, old and new, with the flag that allows each."""
     rows = [("changed", "checkpoint", "this run", "let through by")]
     for one in changed:
         by = f"--allow_change {one.group}" + (" (given)" if one.group in allowed else "")
@@ -260,23 +265,23 @@ def difference_table(changed: list[Difference], allowed: Set[str]) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    told = str(value)
-    return told if len(told) <= 32 else f"{told[:29]}..."
+    text = str(value)
+    return text if len(text) <= 32 else f"{text[:29]}..."
 
 
 def require_same_run(
     directory: Path, saved: dict[str, Any], now: dict[str, Any], allowed: Set[str] = frozenset()
 ) -> list[Difference]:
-    """What differs in the groups that were `allowed` to; a CheckpointError with a table if more."""
+    """Return the allowed differences; raise CheckpointError with a table for others."""
     changed = differences(saved, now)
     refused = [one for one in changed if one.group not in allowed]
     if refused:
         groups = ",".join(dict.fromkeys(one.group for one in changed))
-        told = "; ".join(map(str, refused))
+        text = "; ".join(map(str, refused))
         if any(one.name == "rows_per_step" for one in refused):
-            told += "; rows_per_step is --batch_size x --accumulation_steps x processes"
+            text += "; rows_per_step is --batch_size x --accumulation_steps x processes"
         raise CheckpointError(
-            f"{directory} belongs to another run ({told}); give the old values back,"
+            f"{directory} belongs to another run ({text}); give the old values back,"
             f" allow it by --allow_change {groups}, or start afresh in another --out_dir",
             table=difference_table(changed, allowed),
         )
@@ -284,7 +289,7 @@ def require_same_run(
 
 
 def start_over(root: Path) -> None:
-    """Rename a checkpoints folder that a fresh start must not mix with, and make an empty one."""
+    """Rename an existing checkpoints folder for a fresh start, and create an empty one."""
     if root.is_dir() and any(root.iterdir()):
         root.rename(_free_name(root.with_name(f"{root.name}-before")))
         root.mkdir()

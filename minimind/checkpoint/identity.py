@@ -1,4 +1,4 @@
-"""What makes a run this run: the facts in its checkpoints, its code and its libraries."""
+"""Identity of a run: values in its checkpoints, code and library versions."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def identity(
     order: Order,
     engine: Engine,
 ) -> dict[str, Any]:
-    """What may not change on resume unless --allow_change names its group: facts by group.
+    """Values that must not change on resume, by group of --allow_change.
 
-    `model` are those of its architecture.
+    `model` holds those of the architecture.
     """
     return {
         "batch": {"rows_per_step": order.rows_per_step, "max_seq_len": run.max_seq_len},
@@ -59,10 +59,10 @@ def identity(
 
 
 def hardware(device: torch.device) -> str:
-    """The name of the GPU that computes, or of the CPU."""
+    """Name of the GPU, or of the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:  # Linux alone has it
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:  # Linux only
         for line in file:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
@@ -70,7 +70,7 @@ def hardware(device: torch.device) -> str:
 
 
 def layout(run: RunConfig, engine: Engine) -> dict[str, Any]:
-    """How the work of a step is shared out, which a resume may change."""
+    """Distribution of the work of a step, which may change on resume."""
     return {
         "world_size": engine.world_size,
         "zero_stage": engine.resolved.zero_stage,
@@ -82,7 +82,7 @@ def layout(run: RunConfig, engine: Engine) -> dict[str, Any]:
 
 
 def facts(run: RunConfig, identity: dict[str, Any], order: Order, engine: Engine) -> dict[str, Any]:
-    """What a checkpoint's manifest says of the run."""
+    """Fields of the manifest that describe the run."""
     return {
         "identity": identity,
         **layout(run, engine),
@@ -97,7 +97,7 @@ def facts(run: RunConfig, identity: dict[str, Any], order: Order, engine: Engine
 
 
 def versions() -> dict[str, str]:
-    """Python's, ours, and those of the libraries that decide the numbers."""
+    """Versions of Python, this package and the libraries that affect numerics."""
     libraries = ("torch", "accelerate", "deepspeed", "transformers", "sentencepiece")
     found = {"python": platform.python_version(), "minimind": __version__}
     return found | {name: version(name) for name in libraries}
@@ -107,9 +107,9 @@ def source_commit() -> str:
     """The git commit of the code that runs, or the package version outside a checkout."""
     if not (PROJECT / ".git").exists():
         return __version__
-    asked = ["git", "-C", str(PROJECT), "rev-parse", "HEAD"]
+    command = ["git", "-C", str(PROJECT), "rev-parse", "HEAD"]
     try:
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=10)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return __version__
-    return answer.stdout.strip() or __version__
+    return result.stdout.strip() or __version__

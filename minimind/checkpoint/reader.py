@@ -1,4 +1,4 @@
-"""What a checkpoint holds, its hashes verified: whole tensors, whoever wrote which part of them."""
+"""Read whole tensors of a verified checkpoint, independent of how it was sharded."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from minimind.engine.optimizer_state import MASTER
 from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import ELSEWHERE, require_listed
 
-UNCOUNTED = ("momentum_buffer",)  # SGD's, which counts no updates
+WITHOUT_STEP = ("momentum_buffer",)  # of SGD, which counts no updates
 
 
-def require_counted(runs: RunFiles, step: int, state: dict[str, Any]) -> None:
-    """Nothing, or a CheckpointError where an optimizer that counts its updates has counted none."""
-    counting = {*runs.kinds} - {MASTER, *UNCOUNTED}
+def require_optimizer_step(runs: RunFiles, step: int, state: dict[str, Any]) -> None:
+    """Raise CheckpointError if an optimizer that counts updates has counted none."""
+    counting = {*runs.kinds} - {MASTER, *WITHOUT_STEP}
     updates = state["optimizer_step"]
     if counting and step > state["counters"]["skipped_steps"] and not updates:
         raise CheckpointError(
@@ -32,10 +32,10 @@ def require_counted(runs: RunFiles, step: int, state: dict[str, Any]) -> None:
 
 
 class Contents:
-    """A checkpoint opened without DeepSpeed, and without the number of processes that trained it.
+    """A checkpoint opened without DeepSpeed, for any number of saved shards.
 
-    A CheckpointError unless every parameter is there once, whole, and of the shape it should have;
-    of that the headers tell, so that no tensor is read before it is asked for.
+    Raise CheckpointError unless every parameter is complete, unique and of its shape; only headers
+    are read for that.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -52,10 +52,10 @@ class Contents:
         if any(names != moments[0] for names in moments):
             odd = sorted(set().union(*moments) - set.intersection(*moments))[0]
             raise CheckpointError(f"{directory}: not every moment of {odd!r} is there")
-        require_counted(self.runs, self.manifest["step"], self.state)
+        require_optimizer_step(self.runs, self.manifest["step"], self.state)
 
     def require_finite(self) -> None:
-        """Read every tensor; a CheckpointError names the first with numbers that are not finite."""
+        """Read all tensors; raise CheckpointError for the first with non-finite values."""
         for kind in self.kinds:
             for name in sorted(self.runs.kinds[kind]):
                 if not torch.isfinite(self.read(kind, name)).all():
@@ -65,10 +65,10 @@ class Contents:
 
     @property
     def kinds(self) -> list[str]:
-        """`fp32` and the moments that are there."""
+        """`fp32` and the moments present."""
         return sorted(self.runs.kinds, key=lambda kind: (kind != MASTER, kind))
 
     def read(self, kind: str, name: str) -> Tensor:
-        """float32, of the parameter's shape."""
+        """Read a tensor as float32 in the parameter's shape."""
         shape = self.shapes[name]
         return self.runs.read(kind, name, 0, math.prod(shape)).view(shape)

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and its state back into an engine; every rank takes part."""
+"""Select the checkpoint to resume from and load it into the engine (collective)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import (
     Difference,
     Rejected,
-    candidates,
     leftovers,
+    published_checkpoints,
     read_manifest,
     require_same_run,
     set_aside,
@@ -23,7 +23,7 @@ from minimind.checkpoint.directory import (
     sweep,
     verify,
 )
-from minimind.checkpoint.reader import Contents, require_counted
+from minimind.checkpoint.reader import Contents, require_optimizer_step
 from minimind.checkpoint.saver import shapes
 from minimind.checkpoint.tensor_files import BUFFERS, RunFiles, read_buffers
 from minimind.checkpoint.train_state import TrainState
@@ -39,7 +39,7 @@ from minimind.runtime.terminal import phase
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on, what was passed over on the way, and what --allow_change let through."""
+    """The resumed state, the rejected checkpoints, and the changes that were allowed."""
 
     state: TrainState = field(default_factory=TrainState)
     path: Path | None = None
@@ -53,18 +53,18 @@ def resume(
     engine: Engine,
     ranks: Ranks,
     root: Path,
-    asked: str,
+    requested: str,
     identity: dict[str, Any],
     allowed: Set[str] = frozenset(),
 ) -> Resumed:
-    """The state that `--resume asked` means, loaded into the engine.
+    """Load the checkpoint of `--resume` into the engine.
 
-    `ranks` is a control group that waits long: one rank may have more to read than another.
-    Checkpoints of `root` that are damaged, newer than the one resumed from, or of another course
-    than one from elsewhere step aside: they must neither be kept in its place nor fallen back to.
+    `ranks` is a control group with a long timeout, since ranks may read different amounts. Damaged
+    and newer checkpoints of `root`, and all of them when resuming from elsewhere, are set aside, so
+    that pruning and later resumes ignore them.
     """
-    found = on_rank_0(ranks, lambda: _candidates(root, asked))
-    path, rejected = newest_valid(found, lambda path: _verify_together(ranks, path))
+    found = on_rank_0(ranks, lambda: _candidates(root, requested))
+    path, rejected = newest_valid(found, lambda path: _verify_on_all_ranks(ranks, path))
     if path is None:
         return Resumed(rejected=rejected)
     manifest = on_rank_0(ranks, lambda: read_manifest(path))
@@ -77,46 +77,48 @@ def resume(
     return Resumed(state, path, rejected, manifest, changed)
 
 
-def _candidates(root: Path, asked: str) -> list[Path]:
-    """The checkpoints that `--resume` may mean, best first; leftovers are swept on the way."""
+def _candidates(root: Path, requested: str) -> list[Path]:
+    """Candidates for `--resume`, best first; also deletes leftovers of interrupted saves."""
     root.mkdir(parents=True, exist_ok=True)
     sweep(root)
     sync_directory(root.parent)
-    if asked == "none":
+    if requested == "none":
         start_over(root)
-    found = meant(root, asked)
-    if asked == "auto" and not found:
+    found = requested_checkpoints(root, requested)
+    if requested == "auto" and not found:
         _require_nothing_lost(root)
-    elif asked != "none" and not found:
-        raise CheckpointError(f"--resume {asked}: holds no checkpoint; use auto or none")
+    elif requested != "none" and not found:
+        raise CheckpointError(f"--resume {requested}: holds no checkpoint; use auto or none")
     return found
 
 
-def meant(root: Path, asked: str) -> list[Path]:
-    """The same without touching anything: none where a run begins, or cannot go on."""
-    if asked in ("none", "auto"):
-        return candidates(root) if asked == "auto" else []
-    path = Path(asked)
-    return candidates(path / "checkpoints") if (path / "checkpoints").is_dir() else [path]
+def requested_checkpoints(root: Path, requested: str) -> list[Path]:
+    """Candidates for `--resume`, without changing anything."""
+    if requested in ("none", "auto"):
+        return published_checkpoints(root) if requested == "auto" else []
+    path = Path(requested)
+    return (
+        published_checkpoints(path / "checkpoints") if (path / "checkpoints").is_dir() else [path]
+    )
 
 
 def _require_nothing_lost(root: Path) -> None:
-    """Nothing, or a CheckpointError where there were checkpoints and none is left.
+    """Raise CheckpointError if the run had checkpoints and none is left.
 
-    Never a silent step 0: who wants that says --resume none.
+    A restart from step 0 is never silent: it takes --resume none.
     """
-    way_out = "; put one back, or start over with --resume none"
+    remedy = "; put one back, or start over with --resume none"
     if aside := leftovers(root):
-        raise CheckpointError(f"{root} holds no checkpoint but {aside[-1].name}{way_out}")
+        raise CheckpointError(f"{root} holds no checkpoint but {aside[-1].name}{remedy}")
     step = newest_acknowledged(root.parent / "metrics.jsonl")
     if step is not None:
         raise CheckpointError(
-            f"{root} holds no checkpoint, and metrics.jsonl tells of one at step {step}{way_out}"
+            f"{root} holds no checkpoint, and metrics.jsonl tells of one at step {step}{remedy}"
         )
 
 
 def _step_aside(root: Path, resumed: Path, rejected: set[Path]) -> None:
-    found = candidates(root)
+    found = published_checkpoints(root)
     is_own = resumed.resolve() in {path.resolve() for path in found}
     for path in found:
         if path in rejected:
@@ -125,15 +127,15 @@ def _step_aside(root: Path, resumed: Path, rejected: set[Path]) -> None:
             set_aside(path, "abandoned")
 
 
-def _verify_together(ranks: Ranks, path: Path) -> Rejected | None:
-    """The first fault any rank found, each having hashed its share of the files."""
+def _verify_on_all_ranks(ranks: Ranks, path: Path) -> Rejected | None:
+    """Return the first damage found by any rank; each hashes a share of the files."""
     found = run_on_all_ranks(ranks, lambda: verify(path, ranks.rank, ranks.world_size))
     return next((bad for bad in found if bad), None)
 
 
 def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) -> None:
     about = on_rank_0(ranks, lambda: read_state(path, manifest))
-    if wrong := misfits(about["parameters"], shapes(engine.model)):
+    if wrong := shape_mismatches(about["parameters"], shapes(engine.model)):
         raise CheckpointError(
             f"{path}: does not fit this model ({'; '.join(wrong[:3])}); give the shape flags of"
             " the run that saved it",
@@ -147,7 +149,7 @@ def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) ->
         buffers = read_buffers(path / BUFFERS, own)
         runs = RunFiles(path, manifest["world_size"])
         runs.require_whole(about["parameters"])
-        require_counted(runs, manifest["step"], about)
+        require_optimizer_step(runs, manifest["step"], about)
         held.fill(runs.read, about["optimizer_step"])
         for name, value in buffers.items():
             own[name].copy_(value)
@@ -158,13 +160,13 @@ def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) ->
     engine.backend.restore_counters(about["counters"])
 
 
-def misfits(saved: dict[str, list[int]], own: dict[str, list[int]]) -> list[str]:
-    """`name: saved -> own` for every parameter of another shape, or that only one side has."""
+def shape_mismatches(saved: dict[str, list[int]], own: dict[str, list[int]]) -> list[str]:
+    """`name: saved -> own` for parameters whose shapes differ or that one side lacks."""
     names = sorted({*saved, *own})
     return [f"{n}: {saved.get(n)} -> {own.get(n)}" for n in names if saved.get(n) != own.get(n)]
 
 
 def load_weights(directory: Path) -> dict[str, torch.Tensor]:
-    """Every fp32 parameter of a checkpoint, whole; needs neither DeepSpeed nor its world size."""
+    """Read all fp32 parameters of a checkpoint, without DeepSpeed."""
     contents = Contents(directory)
     return {name: contents.read(MASTER, name) for name in contents.shapes}

@@ -1,4 +1,4 @@
-"""The folder a run writes to: claimed by one run at a time, and what lies in it for a reader."""
+"""The out_dir of a run: its lock, checks, and the configuration files for readers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minimind.config.model_flags import SHAPE
 from minimind.errors import LockedError, StorageError
 from minimind.runtime.durable_files import require_regular, storing, write_whole
 
-ONCE = (
+START_FLAGS = (
     "config",
     "resume",
     "allow_change",
@@ -27,14 +27,14 @@ ONCE = (
     "local_rank",
     "dry_run",
     "verbose",
-)  # asked of one start, not of the run
-END = "...\n"  # how YAML ends a document that is a bare value
+)  # flags of a single start
+END = "...\n"  # YAML's end of a document that is a scalar
 
 
 def claim(out_dir: Path) -> IO[bytes]:
-    """The open lock file; held until it is closed or its process dies.
+    """Lock out_dir and return the open lock file; raise LockedError naming the holder.
 
-    A LockedError names the holder. flock, not a pid file: a killed run leaves nothing to clear.
+    flock rather than a PID file: it ends with the process.
     """
     with storing(f"out_dir {out_dir}", "give an --out_dir that can be written"):
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -58,14 +58,14 @@ def claim(out_dir: Path) -> IO[bytes]:
 
 
 def require_writable(out_dir: Path) -> None:
-    """Nothing, or a StorageError for a folder that cannot be made, or written to."""
+    """Raise StorageError if out_dir cannot be created or written."""
     require_folder(out_dir, "out_dir")
     with storing(f"out_dir {out_dir}", "move it away, or give another --out_dir"):
         require_regular(out_dir / "metrics.jsonl")
 
 
 def require_folder(folder: Path, name: str) -> None:
-    """Raise a StorageError for a folder, named by `name`, that cannot be made or written."""
+    """Raise StorageError if the folder of setting `name` cannot be created or written."""
     parent = folder
     while not parent.exists():
         parent = parent.parent
@@ -78,7 +78,7 @@ def require_folder(folder: Path, name: str) -> None:
 
 
 def require_output(place: Path, name: str) -> None:
-    """Raise a StorageError for a folder, or the file of a `..._file`, that cannot be written."""
+    """Raise StorageError if a folder, or the file of a `..._file` key, cannot be written."""
     is_file = name.endswith("_file")
     if is_file and place.is_dir():
         raise StorageError(f"{name} {place}: is a folder; name a file")
@@ -86,16 +86,16 @@ def require_output(place: Path, name: str) -> None:
 
 
 def write_reference(out_dir: Path, resolved: Resolved) -> None:
-    """`config.yaml`, with which `--config` repeats the run, and `ds_config.resolved.json`."""
+    """Write `config.yaml`, which repeats the run with `--config`, and `ds_config.resolved.json`."""
     flags = asdict(resolved.run)
-    # What DeepSpeed's scheduler or optimizer passes over, the copy must not ask for.
-    left_out = {*ONCE, *(name for _, _, name in ignored_flags(resolved.config))}
-    if resolved.run.hugging_face is not None:  # what its config.json decides, no flag may
+    # Flags that DeepSpeed's scheduler or optimizer ignores are refused, so they are left out.
+    left_out = {*START_FLAGS, *(name for _, _, name in ignored_flags(resolved.config))}
+    if resolved.run.hugging_face is not None:  # decided by its config.json
         left_out |= {*SHAPE} - {"max_seq_len", "vocab_size"}
     sources = flags.pop("sources")
-    lines = ["# The flags of this run; --config reads them back. Behind each: where it came from."]
+    lines = ["# The flags of this run; --config reads them back. The comment is the source."]
     for name, value in flags.items():
-        if name == "deepspeed_config":  # what the launcher said must be said again
+        if name == "deepspeed_config":  # perhaps given by the launcher
             stand_in = str(out_dir / "ds_config.resolved.json")
             value = (value or stand_in) if resolved.backend == "deepspeed" else "none"
         if value is None or name in left_out:

@@ -1,4 +1,4 @@
-"""An engine's state into checkpoint directories, in the background; every rank takes part."""
+"""Save the state of an engine in the background (collective)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from minimind.checkpoint.directory import (
-    candidates,
     describe_file,
     publish,
+    published_checkpoints,
     retire,
     step_directory,
     write_manifest,
@@ -37,7 +37,7 @@ REMEDY = "free some space, or mend the path of --out_dir; earlier checkpoints ar
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one save writes: copies, which the training that goes on does not touch."""
+    """Copies of what a save writes, independent of the training that continues."""
 
     state: TrainState
     runs: list[tuple[str, Tensor]]
@@ -47,16 +47,16 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Saving:
-    """A save under way, and how long the loop has stood still for it."""
+    """A save in progress, and how long it has blocked the loop."""
 
     future: Future[dict[str, Any]]
     stall_ms: float
 
 
 class Saver:
-    """Saves one run. `begin` copies; a thread writes and publishes, while training goes on.
+    """Saves one run: `begin` copies, a thread writes and publishes while training continues.
 
-    `ranks` is a control group of the saver's own: its thread must not speak in the loop's.
+    `ranks` is a separate control group for the thread.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class Saver:
         in_background: bool = True,
         minutes: float = 0.0,
     ) -> None:
-        """A save is overdue `minutes` after the one before; 0: never."""
+        """A save is overdue `minutes` after the previous one; 0: never."""
         self.engine = engine
         self.ranks = ranks
         self.root = root
         self.keep_last = keep_last
-        self.facts = facts  # goes into the manifest
+        self.facts = facts  # of the manifest
         self.texts = texts  # small files kept beside the tensors, by name
         self.in_background = in_background
         self._run_id = engine.gather(secrets.token_hex(4))[0]
-        held = engine.backend.state()  # an engine that cannot be saved is refused now
+        held = engine.backend.state()  # raises for an engine that cannot be saved
         elements = _elements(held, engine)
         self._staging = Staging(elements, engine.device) if in_background else None
         small = sum(map(len, texts.values())) + _bytes(_persistent_buffers(engine.model))
@@ -91,11 +91,11 @@ class Saver:
         self._retiring: Future[None] | None = None
 
     def has(self, step: int) -> bool:
-        """Whether a checkpoint of `step` is published here, as rank 0 sees it."""
+        """Whether a checkpoint of `step` exists, as seen by rank 0."""
         return on_rank_0(self.engine, lambda: step_directory(self.root, step).is_dir())
 
     def require_room(self) -> str:
-        """How many checkpoints fit; a StorageError, before any step, where not even one does."""
+        """Describe how many checkpoints fit; raise StorageError if none does."""
 
         def look() -> str:
             free = free_bytes(self.root)
@@ -105,19 +105,19 @@ class Saver:
                     f" ({mebibytes(self.bytes)}) and {free:,} ({mebibytes(free)}) are free;"
                     " free some space, or give another --out_dir"
                 )
-            fits, kept = free // self.bytes, len(candidates(self.root))
-            told = f"{mebibytes(self.bytes)} each, {fits:,} more fit"
+            fits, kept = free // self.bytes, len(published_checkpoints(self.root))
+            message = f"{mebibytes(self.bytes)} each, {fits:,} more fit"
             missing = self.keep_last + 1 - kept - fits
-            if missing > 0:  # the new one is complete before the oldest goes
-                told += (
+            if missing > 0:  # the new one is written before the oldest is deleted
+                message += (
                     f"; --keep_last {self.keep_last} needs {mebibytes(missing * self.bytes)} more"
                 )
-            return told
+            return message
 
         return on_rank_0(self.engine, look)
 
     def begin(self, state: TrainState) -> None:
-        """Start saving `state`; collective. What was begun before must have been `published`."""
+        """Start saving `state` (collective); the previous save must have been polled."""
         assert self._saving is None
         started = time.perf_counter()
         self._last_begin = time.monotonic()
@@ -137,20 +137,20 @@ class Saver:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether rank 0's clock asks for a save; False on every other rank."""
+        """Whether a save is due by rank 0's clock; False on other ranks."""
         waited = time.monotonic() - self._last_begin
         return self.engine.rank == 0 and waited >= self._interval
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank knows that the save under way came to nothing; others may not yet."""
+        """Whether the save in progress has failed on this rank."""
         future = self._saving and self._saving.future
         return bool(future and future.done() and future.exception())
 
-    def published(self, wait: bool) -> dict[str, Any] | None:
-        """The `checkpoint_saved` event of the save under way, once it lasts; else None.
+    def poll(self, wait: bool) -> dict[str, Any] | None:
+        """Return the `checkpoint_saved` event of a finished save, else None.
 
-        With `wait` collective: waits for it, and raises on every rank what it failed with.
+        With `wait` (collective), wait for the save and raise its error on every rank.
         """
         saving = self._saving
         if saving is None or not (wait or (saving.future.done() and not self.has_failed)):
@@ -159,16 +159,16 @@ class Saver:
         event = saving.future.result()
         self._saving = None
         waited = (time.perf_counter() - waiting) * 1e3
-        copying = self._staging.settle() if self._staging else 0.0  # long done
+        copying = self._staging.settle() if self._staging else 0.0  # finished long ago
         return {**event, "stall_ms": max(saving.stall_ms, copying) + waited}
 
     def retire(self) -> None:
-        """Delete older checkpoints in the background, once the new one has been told of."""
+        """Delete older checkpoints in the background, after the new one was reported."""
         if self.ranks.rank == 0:
             self._retiring = self._thread.submit(retire, self.root, self.keep_last)
 
-    def not_retired(self, wait: bool = False) -> str:
-        """Why older checkpoints are still there, said once; the newest lasts all the same."""
+    def prune_error(self, wait: bool = False) -> str:
+        """Return once why older checkpoints could not be deleted; empty without an error."""
         retiring = self._retiring
         if retiring is None or not (wait or retiring.done()):
             return ""
@@ -181,15 +181,17 @@ class Saver:
         return f"older checkpoints could not be deleted: {error}"
 
     def close(self) -> None:
-        """End the thread. A run that failed does not wait: it may be held up by who is to blame."""
+        """End the thread without joining it: after a failure it may wait for a dead rank."""
         self._thread.shutdown(wait=False)
 
     def _save(self, snapshot: Snapshot, started: float) -> dict[str, Any]:
-        """Write and publish; on every rank the event, or the same error."""
+        """Write and publish; return the event or raise the same error on every rank."""
         state, is_first = snapshot.state, self.ranks.rank == 0
         final = step_directory(self.root, state.step)
         tmp = final.with_name(f"{final.name}.tmp-{self._run_id}")
-        self.ranks.gather(None)  # rank 0 may still be deleting, and the room was counted so
+        self.ranks.gather(
+            None
+        )  # barrier: rank 0 has finished pruning, as the free-space check assumes
         try:
             parts = run_on_all_ranks(self.ranks, lambda: self._write_own_files(tmp, snapshot))
             entries = [entry for part in parts for entry in part]
@@ -197,7 +199,7 @@ class Saver:
             on_rank_0(self.ranks, lambda: self._publish(tmp, final, facts, entries))
         except RunError:
             if is_first:
-                shutil.rmtree(tmp, ignore_errors=True)  # a later start sweeps what is left
+                shutil.rmtree(tmp, ignore_errors=True)  # the next start deletes what remains
             raise
         return {
             "step": state.step,
@@ -231,7 +233,7 @@ class Saver:
 
 
 def shapes(model: torch.nn.Module) -> dict[str, list[int]]:
-    """Full shape of every parameter, also where stage 3 has left each rank a piece."""
+    """Full shapes of all parameters, also at stage 3."""
     return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
 
 
@@ -245,7 +247,7 @@ def _bytes(tensors: dict[str, Tensor]) -> int:
 
 
 def _elements(held: ZeroState, engine: Engine) -> int:
-    """How many numbers this rank writes once every moment is there."""
+    """Elements in this rank's shard once optimizer state exists."""
     runs = held.slices(engine.rank, engine.world_size)
     weights = sum(run.numel() for key, run in runs if key.startswith(f"{MASTER}|"))
     return weights * (1 + len(held.kinds))

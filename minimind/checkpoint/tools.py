@@ -16,10 +16,10 @@ from typing import Any
 from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import (
     MANIFEST,
-    candidates,
     delete,
     fault,
     leftovers,
+    published_checkpoints,
     read_manifest,
     rejected,
     unfinished,
@@ -70,7 +70,7 @@ def is_one(path: Path) -> bool:
 def folder_of(place: str) -> Path:
     """The checkpoints folder of a run directory; a CheckpointError for a place that has none."""
     for root in (Path(place) / "checkpoints", Path(place)):
-        if root.is_dir() and (root.name == "checkpoints" or candidates(root)):
+        if root.is_dir() and (root.name == "checkpoints" or published_checkpoints(root)):
             return root
     raise CheckpointError(f"--checkpoint {place}: holds no checkpoint; {NAME_ONE}")
 
@@ -79,7 +79,7 @@ def directories(place: str) -> list[Path]:
     """Checkpoints that a run directory, or a step directory, means; a CheckpointError for none."""
     if is_one(Path(place)):
         return [Path(place)]
-    found = candidates(folder_of(place))
+    found = published_checkpoints(folder_of(place))
     if not found:
         raise CheckpointError(f"--checkpoint {place}: holds no checkpoint; {NAME_ONE}")
     return found
@@ -91,7 +91,7 @@ def list_checkpoints(place: str, is_verifying: bool) -> list[Found]:
         found = [_listed(Path(place), is_verifying)]
     else:
         root = folder_of(place)
-        found = [_listed(path, is_verifying) for path in candidates(root)]
+        found = [_listed(path, is_verifying) for path in published_checkpoints(root)]
         found += [look_at(path, "stepped aside, never chosen") for path in leftovers(root)]
         found += [look_at(path, "unfinished") for path in unfinished(root)]
     return [one for one in found if one is not None]
@@ -232,7 +232,7 @@ def prune(place: str, keep: int, is_dry: bool) -> Iterator[tuple[Path, int, str]
         raise UsageError(f"--checkpoint {place} is one checkpoint; name the out_dir of its run")
     root = folder_of(place).resolve()
     with claim(root.parent if root.name == "checkpoints" else root):
-        found = candidates(root)
+        found = published_checkpoints(root)
         newest_valid(found, verify)  # raises where all are damaged: then nothing is deleted
         valid = 0
         while found and valid < keep:

@@ -1,4 +1,4 @@
-"""Where a run stands. Everything else follows from these numbers and the configuration."""
+"""The training state: step and tokens; all else follows from the configuration."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TrainState:
-    """Optimizer steps taken, and target tokens seen by all ranks together."""
+    """Optimizer steps, and target tokens over all ranks."""
 
     step: int = 0
     tokens: int = 0
 
     def after(self, tokens_per_step: int) -> TrainState:
-        """The state one optimizer step later."""
+        """Return the state after one more step."""
         return TrainState(self.step + 1, self.tokens + tokens_per_step)
 
 
 def is_due(step: int, every: int, last_step: int) -> bool:
-    """Whether something done every so many steps, and at the last one, is done after `step`."""
+    """Whether an action with interval `every`, and at the last step, is due after `step`."""
     return step % every == 0 or step == last_step

@@ -43,16 +43,16 @@ from minimind.runtime.checked_json import (
 PARAMETER = re.compile(r"[A-Za-z0-9_.-]{1,400}")
 
 
-# The one size that no weight has to agree with: its table of rotations is made, not read.
+# No weight has this size: the rotary table is computed, not read.
 POSITIONS = Kind(
     f"a whole number from 1 to {2**20}", lambda value: _count(value) and 0 < value <= 2**20
 )
-# Modules are made for each before any weight is looked at.
+# Modules are built for each layer before any weight is read.
 EXPERTS = Kind(f"a whole number up to {MOST_EXPERTS}", lambda v: _count(v) and v <= MOST_EXPERTS)
 
 
 def shard_name(rank: int, world_size: int) -> str:
-    """File name of what one rank wrote."""
+    """File name of the shard of a rank."""
     return f"shard-{rank}-of-{world_size}.safetensors"
 
 
@@ -87,7 +87,7 @@ MAYBE_IN_CONFIG = {
 
 
 def require_manifest(manifest: dict[str, Any]) -> None:
-    """Nothing, or a CheckpointError with what is wrong; every shard must be listed."""
+    """Raise CheckpointError for an invalid manifest; every shard must be listed."""
     require(manifest, MANIFEST)
     names = set()
     for entry in manifest["files"]:
@@ -108,7 +108,7 @@ def require_manifest(manifest: dict[str, Any]) -> None:
 
 
 def read_state(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """What `state.json` says: shape by name in `parameters`, `optimizer_step`, `counters`."""
+    """Read `state.json`: `parameters` (shape by name), `optimizer_step`, `counters`."""
     path = directory / "state.json"
     require_listed(manifest, path)
     try:
@@ -129,11 +129,11 @@ def read_state(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _require_counted(about: dict[str, Any], step: int) -> None:
-    """Nothing, or a CheckpointError where counters cannot be those of `step` optimizer steps."""
+    """Raise CheckpointError if the counters are impossible after `step` optimizer steps."""
     counters = about["counters"]
     if counters["global_steps"] != step:
-        told = shown(counters["global_steps"])
-        raise CheckpointError(f"has counters.global_steps = {told} at step {step}")
+        value = shown(counters["global_steps"])
+        raise CheckpointError(f"has counters.global_steps = {value} at step {step}")
     counts = {"counters.skipped_steps": counters["skipped_steps"]}
     counts["optimizer_step"] = about["optimizer_step"] or 0  # null before the first update
     for name, count in counts.items():
@@ -142,7 +142,7 @@ def _require_counted(about: dict[str, Any], step: int) -> None:
 
 
 def read_config(directory: Path, manifest: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The values in `config.json` that determine the model; the rest is passed over.
+    """Return the values in `config.json` that determine the model; others are ignored.
 
     Of a checkpoint its manifest must list the file; an exported directory has none.
     """
@@ -159,8 +159,8 @@ def read_config(directory: Path, manifest: dict[str, Any] | None = None) -> dict
     return {name: found[name] for name in (*CONFIG, *more)}
 
 
-def require_course(manifest: dict[str, Any]) -> None:
-    """Nothing, or a CheckpointError where the manifest does not tell which rows were read."""
+def validate_data_order(manifest: dict[str, Any]) -> None:
+    """Raise CheckpointError if the manifest does not define the row order."""
     try:
         require(manifest, {"order": OBJECT, "rows": SIZE, "mixture": or_null(OBJECT)})
         if manifest["mixture"] is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.checkpoint.resume import Resumed
-from minimind.checkpoint.validation import require_course
+from minimind.checkpoint.validation import validate_data_order
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, plan_schedule
 from minimind.config.training_flags import DEFAULT_DATA
@@ -158,7 +158,7 @@ def check_enough_rows(run: RunConfig, world_size: int, tokens: int, n_rows: int)
 
 def resume_order(order: Order, resumed: Resumed) -> Order:
     """Return the checkpoint's row order, or a new one from its step if batch or data changed."""
-    require_course(resumed.manifest)
+    validate_data_order(resumed.manifest)
     saved = resumed.manifest["identity"]
     origin = Origin(**resumed.manifest["order"])
     n_rows, batch, seed = resumed.manifest["rows"], saved["batch"], saved["seed"]["seed"]

@@ -17,7 +17,7 @@ from minimind.architecture.hf_config import POSITIONS
 from minimind.architecture.select import Architecture, HuggingFace, Own, config_file, hugging_face
 from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import Rejected, read_manifest, rejected
-from minimind.checkpoint.resume import meant
+from minimind.checkpoint.resume import requested_checkpoints
 from minimind.checkpoint.validation import read_config
 from minimind.config.checks import check
 from minimind.config.model_flags import SHAPE as FLAGS_OF_SHAPE
@@ -168,7 +168,9 @@ def _checkpoint_to_resume(
             return rejected(path, file, error)
         return None
 
-    return newest_valid(meant(Path(run.out_dir) / "checkpoints", run.resume), damage)[0]
+    return newest_valid(
+        requested_checkpoints(Path(run.out_dir) / "checkpoints", run.resume), damage
+    )[0]
 
 
 def _shape_flags(run: RunConfig) -> ShapeFlags:

@@ -219,9 +219,9 @@ def check_data_unchanged(context: RunContext) -> None:
 
 def poll_save(context: RunContext, wait: bool) -> None:
     """Log a save that has finished and prune older checkpoints; every rank waits, or none."""
-    if message := context.saver.not_retired():
+    if message := context.saver.prune_error():
         context.logger.print(message)
-    if saved := context.saver.published(wait):
+    if saved := context.saver.poll(wait):
         context.logger.event("checkpoint_saved", **saved)
         size = mebibytes(saved["bytes"])
         context.logger.print(f"step {saved['step']}: checkpoint {saved['path']} ({size})")

@@ -269,7 +269,7 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
     """Log the end of the run and write its report; every rank leaves the process group."""
     run, logger = context.run, context.logger
     context.batches.close()
-    if message := context.saver.not_retired(wait=True):
+    if message := context.saver.prune_error(wait=True):
         logger.print(message)
     code = "DONE" if status == 0 else "PREEMPTED"
     end = {"code": code, "status": status, "reason": reason, "step": state.step}

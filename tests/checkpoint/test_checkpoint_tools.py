@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from minimind.checkpoint.directory import candidates
+from minimind.checkpoint.directory import published_checkpoints
 from minimind.checkpoint.run_folder import claim
 from minimind.cli.main import main
 from minimind.inference.load_model import load_checkpoint
@@ -358,7 +358,7 @@ def test_prune_counts_only_what_is_valid(run_dir, capsys):
 def test_prune_deletes_nothing_where_all_are_damaged(run_dir, capsys):
     leave_behind(run_dir)
     before = names(run_dir)
-    for path in candidates(run_dir / "checkpoints"):
+    for path in published_checkpoints(run_dir / "checkpoints"):
         damage(path / "state.json")
     assert checkpoint("prune", run_dir, "--keep", 1) == 4
     assert "no checkpoint" in capsys.readouterr().err

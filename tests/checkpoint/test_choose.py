@@ -11,7 +11,7 @@ import pytest
 
 from minimind.checkpoint import directory as directories
 from minimind.checkpoint.choose import choose, read_chosen
-from minimind.checkpoint.directory import candidates, delete, retire, sweep
+from minimind.checkpoint.directory import delete, published_checkpoints, retire, sweep
 from minimind.checkpoint.tensor_files import RunFiles
 from minimind.cli.main import main
 from minimind.errors import CheckpointError
@@ -31,19 +31,19 @@ def run(tokenizer: bytes, tmp_path: Path) -> Path:
 
 
 def steps(run: Path) -> list[str]:
-    return [path.name for path in candidates(run / "checkpoints")]
+    return [path.name for path in published_checkpoints(run / "checkpoints")]
 
 
 def remove(run: Path) -> None:
     """Delete the newest checkpoint, whoever reads it."""
-    newest = candidates(run / "checkpoints")[0]
+    newest = published_checkpoints(run / "checkpoints")[0]
     for file in newest.iterdir():
         file.unlink()
     newest.rmdir()
 
 
 def test_a_checkpoint_that_is_read_retires_only_afterwards(run: Path):
-    older = candidates(run / "checkpoints")[1]
+    older = published_checkpoints(run / "checkpoints")[1]
     chosen = choose(str(older))
     assert chosen.path == older
     retire(run / "checkpoints", 1)
@@ -166,7 +166,7 @@ def test_a_newest_checkpoint_that_cannot_be_read_is_not_passed_over(
 ):
     unreadable(monkeypatch, name, code)
     named = run / "checkpoints" / "step_00000004" / name
-    told = f"{named}: cannot be read ({os.strerror(code)}); nothing shows that it is damaged"
+    told = f"{named}: cannot be read ({os.strerror(code)}); it may be intact"
     assert main(["generate", "--checkpoint", str(run), "--prompt", "a"]) == 4
     assert f"error[E_CHECKPOINT]: {told}" in capsys.readouterr().err
     with pytest.raises(CheckpointError) as raised:

@@ -11,11 +11,11 @@ import torch
 from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import (
     Difference,
-    candidates,
     describe_file,
     differences,
     manifest_text,
     publish,
+    published_checkpoints,
     read_manifest,
     require_same_run,
     retire,
@@ -49,14 +49,14 @@ def test_a_published_checkpoint_verifies_and_the_newest_is_chosen(tmp_path):
     saved(tmp_path, 9)
     newest = saved(tmp_path, 100)
     assert verify(newest) is None
-    assert newest_valid(candidates(tmp_path), verify) == (newest, [])
-    assert [p.name for p in candidates(tmp_path)] == ["step_00000100", "step_00000009"]
+    assert newest_valid(published_checkpoints(tmp_path), verify) == (newest, [])
+    assert [p.name for p in published_checkpoints(tmp_path)] == ["step_00000100", "step_00000009"]
 
 
 def test_the_newest_is_the_highest_number_also_past_eight_digits(tmp_path):
     saved(tmp_path, 99_999_999)
     saved(tmp_path, 100_000_000)
-    assert candidates(tmp_path)[0].name == "step_100000000"
+    assert published_checkpoints(tmp_path)[0].name == "step_100000000"
 
 
 def damage_bit(file: Path) -> None:
@@ -81,7 +81,7 @@ def damage_bit(file: Path) -> None:
 def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(tmp_path, name, harm, told):
     older, newer = saved(tmp_path, 1), saved(tmp_path, 2)
     harm(newer / name)
-    chosen, rejected = newest_valid(candidates(tmp_path), verify)
+    chosen, rejected = newest_valid(published_checkpoints(tmp_path), verify)
     assert chosen == older
     (bad,) = rejected
     assert (bad.path, bad.file) == (newer, name)
@@ -93,11 +93,11 @@ def test_when_all_are_damaged_nothing_starts_at_step_0(tmp_path):
     for step in (1, 2):
         damage_bit(saved(tmp_path, step) / SHARD)
     with pytest.raises(CheckpointError, match=r"step_00000002.*step_00000001"):
-        newest_valid(candidates(tmp_path), verify)
+        newest_valid(published_checkpoints(tmp_path), verify)
 
 
 def test_an_empty_folder_is_a_fresh_start(tmp_path):
-    assert newest_valid(candidates(tmp_path), verify) == (None, [])
+    assert newest_valid(published_checkpoints(tmp_path), verify) == (None, [])
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", ".."])
@@ -115,7 +115,7 @@ def test_only_published_names_count_and_leftovers_are_swept(tmp_path):
     saved(tmp_path, 1)
     for name in ("step_00000002.tmp-ab", "rejected-step_00000003", "step_x", "latest"):
         (tmp_path / name).mkdir()
-    assert [p.name for p in candidates(tmp_path)] == ["step_00000001"]
+    assert [p.name for p in published_checkpoints(tmp_path)] == ["step_00000001"]
     sweep(tmp_path)
     assert not (tmp_path / "step_00000002.tmp-ab").exists()
     assert (tmp_path / "rejected-step_00000003").exists()
@@ -125,7 +125,7 @@ def test_the_newest_are_kept_and_a_taken_name_is_moved_aside(tmp_path):
     for step in (1, 2, 3):
         saved(tmp_path, step)
     retire(tmp_path, 2)
-    assert [p.name for p in candidates(tmp_path)] == ["step_00000003", "step_00000002"]
+    assert [p.name for p in published_checkpoints(tmp_path)] == ["step_00000003", "step_00000002"]
     saved(tmp_path, 3, b"again")
     assert (tmp_path / "rejected-step_00000003" / SHARD).read_bytes() == b"tensor bytes"
     assert (tmp_path / "step_00000003" / SHARD).read_bytes() == b"again"
@@ -144,7 +144,7 @@ def test_what_steps_aside_is_kept_but_no_candidate(tmp_path):
     for aside in ("rejected-step_00000001", "rejected-step_00000001-2"):
         set_aside(saved(tmp_path, 1), "rejected")
         assert (tmp_path / aside / "manifest.json").is_file()
-    assert candidates(tmp_path) == []
+    assert published_checkpoints(tmp_path) == []
 
 
 def test_differences_name_old_and_new():

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from minimind.checkpoint import saver as saver_module
-from minimind.checkpoint.directory import candidates, verify
+from minimind.checkpoint.directory import published_checkpoints, verify
 from minimind.checkpoint.resume import Resumed, load_weights
 from minimind.checkpoint.resume import resume as resume_from
 from minimind.checkpoint.saver import Saver
@@ -90,10 +90,10 @@ def save(engine: Engine, root: Any, state: TrainState, keep_last: int = 2) -> di
     engine.deepspeed.global_steps = state.step  # whatever was trained here
     keeper = saver(engine, root, keep_last)
     keeper.begin(state)
-    event = keeper.published(wait=True)
+    event = keeper.poll(wait=True)
     assert event is not None
     keeper.retire()
-    assert keeper.not_retired(wait=True) == ""
+    assert keeper.prune_error(wait=True) == ""
     keeper.close()
     return event
 
@@ -125,7 +125,7 @@ def test_a_resumed_engine_goes_on_as_the_saved_one(tmp_path):
         engine.train(4)
     for name, value in first.model.state_dict().items():
         assert torch.equal(second.model.state_dict()[name], value), name
-    for key, value in load_weights(candidates(root)[0]).items():
+    for key, value in load_weights(published_checkpoints(root)[0]).items():
         assert value.shape == first.model.state_dict()[key].shape
 
 
@@ -141,7 +141,7 @@ def test_a_save_before_the_first_step_resumes_without_moments(tmp_path):
 
 def test_files_are_readable_by_others_and_hold_no_table_that_the_shape_determines(tmp_path):
     save(Engine(1), tmp_path, TrainState(1, 1))
-    (path,) = candidates(tmp_path)
+    (path,) = published_checkpoints(tmp_path)
     assert verify(path) is None
     for file in path.iterdir():
         assert file.stat().st_mode & 0o044 == 0o044
@@ -158,7 +158,7 @@ def test_damaged_and_abandoned_checkpoints_step_aside_and_the_new_one_stays(tmp_
     assert resume(engine, tmp_path).state.step == 100
     assert (tmp_path / "rejected-step_00000200").is_dir()
     save(engine, tmp_path, TrainState(110, 0), keep_last=1)
-    assert [p.name for p in candidates(tmp_path)] == ["step_00000110"]
+    assert [p.name for p in published_checkpoints(tmp_path)] == ["step_00000110"]
 
 
 def test_what_is_newer_than_a_named_checkpoint_is_abandoned(tmp_path):
@@ -167,7 +167,7 @@ def test_what_is_newer_than_a_named_checkpoint_is_abandoned(tmp_path):
         save(engine, tmp_path, TrainState(step, 0))
     resume(engine, tmp_path, str(tmp_path / "step_00000100"))
     assert (tmp_path / "abandoned-step_00000200").is_dir()
-    assert [p.name for p in candidates(tmp_path)] == ["step_00000100"]
+    assert [p.name for p in published_checkpoints(tmp_path)] == ["step_00000100"]
 
 
 def test_a_checkpoint_from_elsewhere_leaves_none_of_another_course_standing(tmp_path):
@@ -176,12 +176,12 @@ def test_a_checkpoint_from_elsewhere_leaves_none_of_another_course_standing(tmp_
         save(Engine(1), here, TrainState(step, 0))
     elsewhere = save(Engine(2), there, TrainState(4, 0))["path"]
     assert resume(Engine(3), here, elsewhere).path == Path(elsewhere)
-    assert candidates(here) == []
+    assert published_checkpoints(here) == []
     assert sorted(p.name for p in here.iterdir()) == [
         "abandoned-step_00000001",
         "abandoned-step_00000004",
     ]
-    assert len(candidates(there)) == 1
+    assert len(published_checkpoints(there)) == 1
 
 
 def test_a_parameter_that_never_has_a_gradient_is_no_reason_to_refuse(tmp_path):
@@ -206,7 +206,7 @@ def test_none_starts_over_and_keeps_the_old_ones(tmp_path):
     save(Engine(1), root, TrainState(5, 0))
     assert resume(Engine(1), root, "none").state == TrainState()
     assert (tmp_path / "checkpoints-before" / "step_00000005").is_dir()
-    assert candidates(root) == []
+    assert published_checkpoints(root) == []
 
 
 def test_an_unpublished_save_is_swept_at_the_next_start(tmp_path):
@@ -287,10 +287,10 @@ def test_what_is_saved_is_the_state_at_the_beginning_of_the_save(tmp_path):
         hold = threading.Event()
         keeper._thread.submit(hold.wait)  # the disk is slow
         keeper.begin(TrainState(step, 0))
-        assert keeper.published(wait=False) is None
+        assert keeper.poll(wait=False) is None
         engine.train(1)
         hold.set()
-        event = keeper.published(wait=True)
+        event = keeper.poll(wait=True)
         assert event
         assert event["step"] == step
         other = Engine(2)
@@ -307,9 +307,9 @@ def test_a_save_that_fails_in_the_background_is_told_when_it_is_waited_for(tmp_p
     keeper.begin(TrainState(1, 0))
     keeper._thread.submit(lambda: None).result()
     assert keeper.has_failed
-    assert keeper.published(wait=False) is None
+    assert keeper.poll(wait=False) is None
     with pytest.raises(StorageError, match="No such file"):
-        keeper.published(wait=True)
+        keeper.poll(wait=True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -317,11 +317,11 @@ def test_older_checkpoints_go_only_after_the_new_one_was_told_of(tmp_path, monke
     save(Engine(1), tmp_path, TrainState(1, 0))
     keeper = saver(Engine(1), tmp_path, keep_last=1)
     keeper.begin(TrainState(2, 0))
-    assert keeper.published(wait=True)
-    assert [p.name for p in candidates(tmp_path)] == ["step_00000002", "step_00000001"]
+    assert keeper.poll(wait=True)
+    assert [p.name for p in published_checkpoints(tmp_path)] == ["step_00000002", "step_00000001"]
     keeper.retire()
-    assert keeper.not_retired(wait=True) == ""
-    assert [p.name for p in candidates(tmp_path)] == ["step_00000002"]
+    assert keeper.prune_error(wait=True) == ""
+    assert [p.name for p in published_checkpoints(tmp_path)] == ["step_00000002"]
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_told_and_the_new_one_lasts(
@@ -333,11 +333,11 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_told_and_the_new_one_lasts(
     monkeypatch.setattr(saver_module, "retire", refuse)
     keeper = saver(Engine(1), tmp_path)
     keeper.begin(TrainState(2, 0))
-    assert keeper.published(wait=True)
+    assert keeper.poll(wait=True)
     keeper.retire()
-    assert "step_00000001" in keeper.not_retired(wait=True)
-    assert keeper.not_retired(wait=True) == ""
-    assert [p.name for p in candidates(tmp_path)] == ["step_00000002"]
+    assert "step_00000001" in keeper.prune_error(wait=True)
+    assert keeper.prune_error(wait=True) == ""
+    assert [p.name for p in published_checkpoints(tmp_path)] == ["step_00000002"]
 
 
 def test_the_room_for_a_checkpoint_is_known_before_the_first(tmp_path, monkeypatch):
@@ -368,7 +368,7 @@ def test_a_full_disk_is_told_with_the_bytes_needed_and_free(tmp_path, monkeypatc
     monkeypatch.setattr(saver_module, "write_runs", full)
     keeper.begin(TrainState(1, 0))
     with pytest.raises(StorageError, match=rf"step_00000001.*{keeper.bytes:,} bytes .*needed, \d"):
-        keeper.published(wait=True)
+        keeper.poll(wait=True)
 
 
 def test_a_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path, monkeypatch):
@@ -387,7 +387,7 @@ def test_a_rank_that_cannot_write_is_named_to_all(tmp_path):
     engine.other = (None, (StorageError, "disk of rank 1", ()))
     keeper.begin(TrainState(1, 0))
     with pytest.raises(StorageError, match="disk of rank 1") as caught:
-        keeper.published(wait=True)
+        keeper.poll(wait=True)
     assert caught.value.cause_rank == 1
 
 

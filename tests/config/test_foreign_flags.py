@@ -8,7 +8,7 @@ from minimind.config.run_config import FLAGS
 from minimind.errors import UsageError
 
 # By hand: names of MiniMind, nanoGPT and the Trainer that are not ours, and what is meant here.
-YAML_VALUES = {
+MEANT = {
     "hidden_size": "--dim",
     "num_hidden_layers": "--n_layers",
     "save_dir": "--out_dir",
@@ -76,9 +76,9 @@ def told(word: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "meant"), YAML_VALUES.items())
+@pytest.mark.parametrize(("name", "meant"), MEANT.items())
 def test_a_name_of_another_project_is_answered_with_ours(name: str, meant: str):
-    assert len(YAML_VALUES) == 47
+    assert len(MEANT) == 47
     for word in (f"--{name}", f"--{name.replace('_', '-')}"):
         said = told(word)
         assert said == f"unknown flag {word}; here it is {meant}" or said.startswith(

@@ -166,7 +166,7 @@ def save(engine: Engine, root: Path, step: int) -> None:
     facts = {"identity": {}, "world_size": engine.world_size, "dtype": ""}
     saver = Saver(engine, engine, root, 9, facts, {}, in_background=False)
     saver.begin(TrainState(step))
-    saver.published(wait=True)
+    saver.poll(wait=True)
     saver.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minimind.architecture.select import Own
-from minimind.checkpoint.directory import candidates
+from minimind.checkpoint.directory import published_checkpoints
 from minimind.checkpoint.resume import load_weights
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
@@ -36,6 +36,6 @@ def test_one_step_moves_the_weights_by_exactly_the_clipping_norm(forked: Launche
     model = MiniMindForCausalLM(
         Own().config(parse_flags(SHAPE.split()), Tokenizer(out / "tokenizer"))
     )
-    after = load_weights(candidates(out / "checkpoints")[0])
+    after = load_weights(published_checkpoints(out / "checkpoints")[0])
     moved = [(after[name] - p.detach()).double() for name, p in model.named_parameters()]
     assert float(torch.cat([m.flatten() for m in moved]).norm()) == pytest.approx(0.25, rel=1e-5)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from minimind.checkpoint.directory import candidates, read_manifest
+from minimind.checkpoint.directory import published_checkpoints, read_manifest
 from minimind.cli.main import main
 from tests.conftest import Launcher
 from tests.distributed.conftest import FP32, config_of_stage
@@ -33,7 +33,7 @@ def saved_by(
     run = launch.run(folder / "out", flags, processes)
     assert run.status == 0, run.stderr
     assert len(run.events("step")) == (0 if resume else STEPS)
-    (step, *_) = candidates(folder / "out" / "checkpoints")
+    (step, *_) = published_checkpoints(folder / "out" / "checkpoints")
     told = read_manifest(step)
     assert (told["step"], told["world_size"], told["zero_stage"]) == (STEPS, processes, stage)
     assert len(list(step.glob("shard-*.safetensors"))) == processes

@@ -100,9 +100,9 @@ def test_every_resolved_value_is_kept_and_the_table_is_a_flag_away(unbroken: Run
 
 
 def test_checkpoints_are_complete_pruned_and_verify(unbroken: Run):
-    from minimind.checkpoint.directory import candidates, read_manifest, verify
+    from minimind.checkpoint.directory import published_checkpoints, read_manifest, verify
 
-    found = candidates(unbroken.out_dir / "checkpoints")
+    found = published_checkpoints(unbroken.out_dir / "checkpoints")
     assert [p.name for p in found] == ["step_00000060", "step_00000054"]
     assert [e["step"] for e in unbroken.events("checkpoint_saved")] == list(range(6, 61, 6))
     assert verify(found[0]) is None

@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 
 import minimind.train as training
-from minimind.checkpoint.directory import MANIFEST, candidates, describe_file, manifest_text
+from minimind.checkpoint.directory import (
+    MANIFEST,
+    describe_file,
+    manifest_text,
+    published_checkpoints,
+)
 from minimind.checkpoint.resume import resume
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags
@@ -44,7 +49,7 @@ def trained(corpus: Path, folder: Path, **flags: Any) -> Path:
 
 def copied(run: Path, place: Path) -> tuple[Path, Path]:
     """Older and newer checkpoint of a copy of `run` at `place`."""
-    newer, older = candidates(Path(shutil.copytree(run, place)) / "checkpoints")
+    newer, older = published_checkpoints(Path(shutil.copytree(run, place)) / "checkpoints")
     return older, newer
 
 

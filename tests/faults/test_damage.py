@@ -19,7 +19,7 @@ from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import (
     MANIFEST,
     Rejected,
-    candidates,
+    published_checkpoints,
     read_manifest,
     step_directory,
     verify,
@@ -64,7 +64,7 @@ def shared_out(world_size: int) -> Callable[[Path], Rejected | None]:
 
 
 def taken(newer: Path, world_size: int = 1) -> tuple[Path | None, list[tuple[Path, str]]]:
-    chosen, rejected = newest_valid(candidates(newer.parent), shared_out(world_size))
+    chosen, rejected = newest_valid(published_checkpoints(newer.parent), shared_out(world_size))
     return chosen, [(bad.path, bad.file) for bad in rejected]
 
 

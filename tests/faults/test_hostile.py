@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from minimind.checkpoint.directory import MANIFEST, candidates, verify
+from minimind.checkpoint.directory import MANIFEST, published_checkpoints, verify
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.train_state import TrainState
 from minimind.checkpoint.validation import shard_name
@@ -46,7 +46,7 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def only(run: Path, tmp_path: Path) -> Path:
     """The one checkpoint of a copy of the run, to which nothing can fall back."""
-    (found,) = candidates(Path(shutil.copytree(run, tmp_path / "run")) / "checkpoints")
+    (found,) = published_checkpoints(Path(shutil.copytree(run, tmp_path / "run")) / "checkpoints")
     return found
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from minimind.checkpoint.directory import MANIFEST, candidates
+from minimind.checkpoint.directory import MANIFEST, published_checkpoints
 from minimind.errors import CheckpointError
 from tests.faults.tampering import (
     COMMANDS,
@@ -102,12 +102,12 @@ def test_no_pickle_in_any_file_is_run_by_any_command(
     canary, copy = tmp_path / "canary", tmp_path / "run"
     content = PICKLES[kind][0](Payload(canary))
     unread = {"ds_config.resolved.json"}
-    names = files_of(candidates(run / "checkpoints")[0])
+    names = files_of(published_checkpoints(run / "checkpoints")[0])
     for name in names:
         # Unsealed, no content is looked at before its hash: one kind stands for all.
         for is_sealed in (False, True) if kind == "torch zip" else (True,):
             for command in COMMANDS:
-                newer, _ = candidates(restored(run, copy) / "checkpoints")
+                newer, _ = published_checkpoints(restored(run, copy) / "checkpoints")
                 (newer / name).write_bytes(content)
                 if is_sealed and name != MANIFEST:
                     reseal(newer)
@@ -131,9 +131,9 @@ def test_no_pickle_in_any_file_is_run_by_any_tool(
 ):
     canary, copy = tmp_path / "canary", tmp_path / "run"
     content = PICKLES[kind][0](Payload(canary))
-    for name in files_of(candidates(run / "checkpoints")[0]):
+    for name in files_of(published_checkpoints(run / "checkpoints")[0]):
         for is_sealed in (False, True):
-            newer, _ = candidates(restored(run, copy) / "checkpoints")
+            newer, _ = published_checkpoints(restored(run, copy) / "checkpoints")
             (newer / name).write_bytes(content)
             if is_sealed and name != MANIFEST:
                 reseal(newer)
@@ -153,7 +153,7 @@ def test_pickles_in_all_files_of_all_checkpoints_end_in_one_line(
 ):
     canary = tmp_path / "canary"
     copy = restored(run, tmp_path / "run")
-    for checkpoint in candidates(copy / "checkpoints"):
+    for checkpoint in published_checkpoints(copy / "checkpoints"):
         for name in files_of(checkpoint):
             (checkpoint / name).write_bytes(pickle.dumps(Payload(canary)))
     status, told = ending(command, copy, capsys)
@@ -169,7 +169,7 @@ def test_a_pickle_that_the_manifest_adds_is_not_run(
 ):
     canary = tmp_path / "canary"
     copy = restored(run, tmp_path / "run")
-    newer, _ = candidates(copy / "checkpoints")
+    newer, _ = published_checkpoints(copy / "checkpoints")
     inside = newer / Path(name).name
     inside.write_bytes(torch_file(Payload(canary), is_zip=True))
     manifest = manifest_of(newer)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from minimind.checkpoint.directory import (
-    candidates,
     describe_file,
     manifest_text,
+    published_checkpoints,
     read_manifest,
     step_directory,
     write_manifest,
@@ -102,7 +102,7 @@ def new_run(
         engine.train(step - before)
         before = step
         keeper.begin(TrainState(step, 100 * step))
-        keeper.published(wait=True)
+        keeper.poll(wait=True)
     keeper.close()
     return out_dir
 
@@ -114,7 +114,7 @@ def resume(out_dir: Path, asked: str = "auto", seed: int = 2) -> tuple[Engine, R
 
 
 def newest(out_dir: Path) -> Path:
-    return candidates(out_dir / "checkpoints")[0]
+    return published_checkpoints(out_dir / "checkpoints")[0]
 
 
 def vouch(directory: Path, **facts: Any) -> None:

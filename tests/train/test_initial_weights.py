@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import minimind.train
-from minimind.checkpoint.directory import candidates, read_manifest
+from minimind.checkpoint.directory import published_checkpoints, read_manifest
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.data.loader.row_order import Order
@@ -100,7 +100,7 @@ def test_the_loss_of_step_1_is_that_of_the_source(place, places, tmp_path, capsy
     assert (begun["step"], begun["resume_from"]) == (0, None)
     told = unbroken_text(start_of(capsys.readouterr().out))
     assert f"weights from {path} ({kind})" in told
-    (saved,) = candidates(tmp_path / "out" / "checkpoints")
+    (saved,) = published_checkpoints(tmp_path / "out" / "checkpoints")
     assert read_manifest(saved)["init_from"] == begun["init_from"]
     assert load_weights_from(saved).config.rms_norm_eps == 1e-4
 
@@ -162,7 +162,7 @@ def test_a_resumed_run_ignores_it_and_needs_it_no_more(places, tmp_path, capsys)
     straight = run(places, tmp_path / "straight", places / "ours", **more)
     losses = [[e["loss"] for e in events if e["event"] == "step"] for events in (again, straight)]
     assert losses[0] == losses[1]
-    for path in candidates(out / "checkpoints"):
+    for path in published_checkpoints(out / "checkpoints"):
         assert read_manifest(path)["init_from"] == {"place": str(source), "kind": "minimind"}
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import minimind.train as training
-from minimind.checkpoint.directory import candidates, verify
+from minimind.checkpoint.directory import published_checkpoints, verify
 from minimind.cli.main import main
 from minimind.config.deepspeed.resolve import Resolved
 from minimind.config.parse import parse_flags, run_of
@@ -111,7 +111,7 @@ def test_a_run_out_of_memory_ends_with_10_in_one_line_and_keeps_its_checkpoint(
     assert "`minimind plan` counts" in line
     *_, end = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert (end["event"], end["code"], end["status"]) == ("exit", "E_MEMORY", 10)
-    (kept,) = candidates(tmp_path / "checkpoints")
+    (kept,) = published_checkpoints(tmp_path / "checkpoints")
     assert kept.name == "step_00000002"
     assert verify(kept) is None
     assert ended(flags) == 0
