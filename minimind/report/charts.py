@@ -123,7 +123,9 @@ class Charts:
         if len(values):
             low, high, usual = values.min(), values.max(), np.quantile(values, 0.98)
             if more.get("may_be_log") and low > 1e-30 and high > 12 * low:
-                y_axis, note = {"type": "log", "dtick": "D2"}, "log scale"
+                ticks = formats.log_ticks(float(low), float(high))
+                labels = [f"{tick:g}" for tick in ticks]
+                y_axis, note = {"type": "log", "tickvals": ticks, "ticktext": labels}, "log scale"
             elif more.get("from_zero") and high > 4 * usual > 0:
                 y_axis = {"range": [min(0.0, float(low)), 1.4 * float(usual)]}
                 note = f"cut off: up to {more.get('form', formats.figure)(float(high))}"

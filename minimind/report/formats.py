@@ -64,3 +64,10 @@ def timestamp(seconds: float) -> str:
 def count(number: int, noun: str, plural: str = "") -> str:
     """`1 resume`, `2 resumes`, `3 crashes`."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Ticks of a log axis around the range: 1, 2, 5 of each decade, or only 1 if there are many."""
+    decades = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
+    digits = (1, 2, 5) if len(decades) <= 4 else (1,)
+    return [float(f"{digit}e{decade}") for decade in decades for digit in digits]

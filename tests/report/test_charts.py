@@ -9,6 +9,7 @@ import pytest
 
 from minimind.report.charts import Charts, run_style
 from minimind.report.downsample import downsample, group_lines, group_means, smooth
+from minimind.report.formats import log_ticks
 from tests.report.made import (
     NOW,
     Drawn,
@@ -200,3 +201,9 @@ def test_a_name_with_html_stays_text(tmp_path):
 
 def test_two_dozen_runs_differ_in_color_or_dash():
     assert len({run_style(n) for n in range(24)}) == 24
+
+
+def test_ticks_of_a_log_axis_are_labelled_with_their_values():
+    assert log_ticks(0.3, 7) == [0.1, 0.2, 0.5, 1, 2, 5]
+    assert log_ticks(0.3, 12) == [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]
+    assert log_ticks(1e-4, 30) == [1e-4, 1e-3, 1e-2, 0.1, 1, 10]
