@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.record import arguments, record
 from minimind.data.prepare.dataset_folder import prepare_folder
-from minimind.data.prepare.prepare import Asked
+from minimind.data.prepare.prepare import PrepareRequest
 from minimind.data.text.documents import Reading
 from minimind.data.text.inputs import find_files, segments_of
 from minimind.data.text.readers import read_segment
@@ -48,7 +48,7 @@ def measure(
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model / "tokenizer.model"))
     hugging_face = AutoTokenizer.from_pretrained(model)
     sources = (Source("data", tuple(map(str, files))),)
-    asked = Asked(sources, str(model), progress=False)
+    asked = PrepareRequest(sources, str(model), progress=False)
     found: dict[str, list[float]] = {"prepare": [], "SentencePiece": [], "Hugging Face loop": []}
     for number in range(rounds):
         out = folder / f"out-{number}"

@@ -21,7 +21,7 @@ from minimind.runtime.durable_files import mebibytes
 
 if TYPE_CHECKING:
     from minimind.data.prepare.inspect import Found
-    from minimind.data.prepare.prepare import Asked, Prepared
+    from minimind.data.prepare.prepare import Prepared, PrepareRequest
 
 OPTIONS = ("text_field", "max_document_bytes", "val_fraction")
 NOT_OF_A_MERGE = ("tokenizer", "vocab_size", *OPTIONS, "on_bad_data", "shard_bytes", "processes")
@@ -146,8 +146,8 @@ def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in values if value is not None}
 
 
-def _asked(args: argparse.Namespace) -> Asked:
-    from minimind.data.prepare.prepare import Asked
+def _asked(args: argparse.Namespace) -> PrepareRequest:
+    from minimind.data.prepare.prepare import PrepareRequest
     from minimind.data.prepare.work_units import Options
     from minimind.data.text.sources import Source, join_sources, parse_source, read_sources
     from minimind.data.tokenizer.load import longest_document
@@ -160,7 +160,7 @@ def _asked(args: argparse.Namespace) -> Asked:
         raise UsageError("no text was named; give PATHs, --source NAME=PATH or --sources FILE.yaml")
     _require_its_size(args)
     most: dict[str, Any] = {"max_document_bytes": longest_document(args.tokenizer)}
-    return Asked(
+    return PrepareRequest(
         join_sources(sources),
         args.tokenizer,
         options=Options(**(most | _given(args, OPTIONS))),

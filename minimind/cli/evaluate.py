@@ -122,7 +122,12 @@ def _open_data(
 
     `folder` has the files of the tokenizer; only the process with `is_first` prints.
     """
-    from minimind.data.prepare.prepare import Asked, is_prepared, open_prepared, prepare_for_run
+    from minimind.data.prepare.prepare import (
+        PrepareRequest,
+        is_prepared,
+        open_prepared,
+        prepare_for_run,
+    )
     from minimind.data.prepare.work_units import Options, Source
     from minimind.data.tokenizer.load import longest_document
 
@@ -137,7 +142,7 @@ def _open_data(
     if args.split not in (None, "all"):
         raise UsageError(f"--split {args.split}: {place} is raw text; leave --split out")
     max_bytes = args.max_document_bytes or longest_document(folder)
-    request = Asked(
+    request = PrepareRequest(
         (Source("data", (place,)),),
         folder,
         options=Options(args.text_field, max_bytes, val_fraction=0.0),

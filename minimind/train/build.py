@@ -17,8 +17,8 @@ from minimind.config.training_flags import DEFAULT_DATA
 from minimind.data.loader.batches import held_out_rows
 from minimind.data.loader.row_order import Mixture, Order, Origin
 from minimind.data.prepare.prepare import (
-    Asked,
     Prepared,
+    PrepareRequest,
     is_prepared,
     open_prepared,
     prepare_for_run,
@@ -66,7 +66,7 @@ def prepare_data(run: RunConfig) -> Prepared:
         return open_prepared(folder, run.tokenizer)
     is_explicit = run.is_explicit("max_document_bytes")
     max_bytes = run.max_document_bytes if is_explicit else longest_document(run.tokenizer)
-    request = Asked(
+    request = PrepareRequest(
         (Source("data", run.data_path),),
         run.tokenizer,
         run.vocab_size,

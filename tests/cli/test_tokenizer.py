@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from minimind.cli.main import main
 from minimind.cli.tokenizer_tables import quote
-from minimind.data.prepare.prepare import Asked, prepare_for_run
+from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.prepare.unit_reader import split_of
 from minimind.data.prepare.work_units import Options
 from minimind.data.text.sample import sample
@@ -110,7 +110,7 @@ def test_seed_determines_the_sample(text, tmp_path):
 
 
 def test_tokenizer_equals_that_of_a_run_on_the_text(text, trained, tmp_path):
-    request = Asked((Source("data", (str(text),)),), None, 700, Options(val_fraction=0.1))
+    request = PrepareRequest((Source("data", (str(text),)),), None, 700, Options(val_fraction=0.1))
     prepared = prepare_for_run(request, tmp_path)
     assert prepared.tokenizer.fingerprint == Tokenizer(trained).fingerprint
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from minimind.checkpoint.resume import load_weights
 from minimind.config.schedule import Schedule
 from minimind.data.loader.row_order import Order
-from minimind.data.prepare.prepare import Asked, prepare_for_run
+from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.prepare.work_units import Options
 from minimind.data.text.sources import Source
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.launch
 def trained_by_hand(corpus: Path, cache: Path, steps: int) -> tuple[list[float], list[float], dict]:
     """(losses, gradient norms, final weights) of the fp32 yardstick's twenty steps."""
     sources = (Source("data", (str(corpus),)),)
-    data = prepare_for_run(Asked(sources, None, 600, Options(val_fraction=0.05)), cache)
+    data = prepare_for_run(PrepareRequest(sources, None, 600, Options(val_fraction=0.05)), cache)
     torch.manual_seed(42)
     model = MiniMindForCausalLM(
         MiniMindConfig(vocab_size=600, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, max_seq_len=64)

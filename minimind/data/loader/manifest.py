@@ -114,8 +114,8 @@ def _require_sound(manifest: dict[str, Any]) -> None:
             raise ValueError(f"source.weight = {weight!r}")
         for given in source["inputs"]:
             _require(given, {"path": str, "bytes": int}, "input")
-    for name, told in manifest["files"].items():
-        if not OWN_FILE.fullmatch(name) or type(told) is not str:
+    for name, digest in manifest["files"].items():
+        if not OWN_FILE.fullmatch(name) or type(digest) is not str:
             raise ValueError(f"files has {name[:40]!r}")
     for split in SPLITS:
         _require(manifest["splits"].get(split), SPLIT, split)

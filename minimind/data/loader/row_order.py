@@ -132,8 +132,8 @@ class Mixture:
     def _read(self, source: int, dealt: np.ndarray, seed: int, epochs: np.ndarray) -> np.ndarray:
         size, quota = self.sizes[source], self.quotas[source]
         # In Python's integers: an epoch times a quota may lie beyond int64.
-        begun = {epoch: divmod(epoch * quota, size) for epoch in np.unique(epochs).tolist()}
-        passes, read = np.array([begun[epoch] for epoch in epochs.tolist()], dtype=np.int64).T
+        starts = {epoch: divmod(epoch * quota, size) for epoch in np.unique(epochs).tolist()}
+        passes, read = np.array([starts[epoch] for epoch in epochs.tolist()], dtype=np.int64).T
         further, place = np.divmod(read + dealt - sum(self.quotas[:source]), size)
         return sum(self.sizes[:source]) + permute(place, size, seed, passes + further, source)
 

@@ -15,7 +15,13 @@ from minimind.data.loader.manifest import MANIFEST_NAME
 from minimind.data.prepare.encode import TOKENIZER_NAME, Work
 from minimind.data.prepare.merge import clear, merge
 from minimind.data.prepare.plan_file import PLAN_NAME, TEXT, described, differences, read_described
-from minimind.data.prepare.prepare import Asked, Prepared, is_prepared, open_prepared, tokenizer_of
+from minimind.data.prepare.prepare import (
+    Prepared,
+    PrepareRequest,
+    is_prepared,
+    open_prepared,
+    tokenizer_of,
+)
 from minimind.data.prepare.work_units import Plan
 from minimind.data.prepare.workers import encode_plan
 from minimind.data.tokenizer.files import write_tokenizer
@@ -38,7 +44,7 @@ REMEDY = "free some space, mend its rights, or give another --out"
 
 
 def prepare_folder(
-    asked: Asked, out: Path, share: tuple[int, int] | None = None, force: bool = False
+    request: PrepareRequest, out: Path, share: tuple[int, int] | None = None, force: bool = False
 ) -> Prepared | None:
     """The shards in a new folder `out`; None after a share of them, for a merge to put together.
 
@@ -47,65 +53,65 @@ def prepare_folder(
     place = _place(out, force)
     out = place.path
     with storing(f"{out}: cannot be written", REMEDY):
-        plan, draft = asked.plan(), draft_of(out)
-        told = _described(asked, plan)
+        plan, draft = request.plan(), draft_of(out)
+        settings = _describe(request, plan)
         out.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             begin = stack.enter_context(ExitStack())
             begin.enter_context(held(out, "begin", fcntl.LOCK_EX))
             if is_locked_by_anyone(out, "work"):
-                _require_same(told, draft, f"another prepare is at work on {out}", WAIT)
+                _require_same(settings, draft, f"another prepare is at work on {out}", WAIT)
             lock = stack.enter_context(held(out, "work", fcntl.LOCK_SH))
             if is_prepared(out) and not force:
-                return _finished(told, place)  # another job has put it there since we looked
+                return _open_finished(settings, place)  # written by another job meanwhile
             if share:
-                _require_same(told, draft, f"{draft} was begun", ALIKE, ignoring=(TEXT,))
-            work = _begun(asked, plan, told, draft)
+                _require_same(settings, draft, f"{draft} was begun", ALIKE, ignoring=(TEXT,))
+            work = _start_work(request, plan, settings, draft)
             begin.close()
             if not is_prepared(draft):  # or it was killed while it cleared up
-                encode_plan(work, share or (0, 1), asked.processes, asked.progress, [lock])
-        return None if share else _merged(work, told, place, asked.max_bad_fraction)
+                encode_plan(work, share or (0, 1), request.processes, request.progress, [lock])
+        return None if share else _merged(work, settings, place, request.max_bad_fraction)
 
 
-def _described(asked: Asked, plan: Plan) -> dict[str, Any]:
+def _describe(request: PrepareRequest, plan: Plan) -> dict[str, Any]:
     """What identifies the preparation, before a tokenizer is learnt for it."""
-    policy = (asked.skips_bad, asked.max_bad_fraction)
-    if asked.tokenizer_path is None:
-        return described(plan, *policy, asked.vocab_size)
-    given = load_tokenizer(asked.tokenizer_path)
+    policy = (request.skips_bad, request.max_bad_fraction)
+    if request.tokenizer_path is None:
+        return described(plan, *policy, request.vocab_size)
+    given = load_tokenizer(request.tokenizer_path)
     return {**described(plan, *policy, None), "tokenizer": given.fingerprint}
 
 
 def _require_same(
-    told: dict[str, Any], directory: Path, what: str, remedy: str, ignoring: Sequence[str] = ()
+    settings: dict[str, Any], directory: Path, what: str, remedy: str, ignoring: Sequence[str] = ()
 ) -> None:
     """Nothing, or a UsageError where there is a preparation in `directory`, and another."""
     there = read_described(directory)
-    found = [] if there is None else differences(told, there)
+    found = [] if there is None else differences(settings, there)
     found = [one for one in found if one not in ignoring]
     if found:
         raise UsageError(f"{what} with another {', '.join(found)}; {remedy}")
 
 
-def _finished(told: dict[str, Any], place: NewFolder) -> Prepared:
+def _open_finished(settings: dict[str, Any], place: NewFolder) -> Prepared:
     """What another job has put there meanwhile, where it is what we were asked for."""
-    if differences(told, read_described(place.path)):
+    if differences(settings, read_described(place.path)):
         replace(place, force=False).require_free()
     return open_prepared(place.path)
 
 
-def _begun(asked: Asked, plan: Plan, told: dict[str, Any], draft: Path) -> Work:
+def _start_work(request: PrepareRequest, plan: Plan, settings: dict[str, Any], draft: Path) -> Work:
     """The draft with its plan and its tokenizer, which the first of all jobs learns."""
-    learnt = draft / f"{TOKENIZER_NAME}-{_learnt_key(asked, plan)}"
-    tokenizer = tokenizer_of(asked, plan, learnt, REMEDY)
-    content = canonical_json({**told, "tokenizer": tokenizer.fingerprint})
+    learnt = draft / f"{TOKENIZER_NAME}-{_learnt_key(request, plan)}"
+    tokenizer = tokenizer_of(request, plan, learnt, REMEDY)
+    content = canonical_json({**settings, "tokenizer": tokenizer.fingerprint})
     path = draft / PLAN_NAME
     if not path.exists() or path.read_bytes() != content:
         draft.mkdir(exist_ok=True)
         (draft / MANIFEST_NAME).unlink(missing_ok=True)  # of another plan, whose end was cut off
         write_tokenizer(draft / TOKENIZER_NAME, tokenizer.files())
         write_whole(path, content)
-    return Work(draft, plan, tokenizer, not asked.skips_bad)
+    return Work(draft, plan, tokenizer, not request.skips_bad)
 
 
 def merge_folder(out: Path, force: bool = False, max_bad_fraction: float | None = None) -> Prepared:
@@ -149,21 +155,21 @@ def _place(out: Path, force: bool) -> NewFolder:
     return place
 
 
-def _learnt_key(asked: Asked, plan: Plan) -> str:
+def _learnt_key(request: PrepareRequest, plan: Plan) -> str:
     """Of what a tokenizer is learnt from."""
     units = [plan.key_of(unit, "") for unit in plan.units]
-    return fingerprint([asked.vocab_size, asked.skips_bad, units])
+    return fingerprint([request.vocab_size, request.skips_bad, units])
 
 
 def _merged(
-    work: Work, told: dict[str, Any], place: NewFolder, max_bad_fraction: float
+    work: Work, settings: dict[str, Any], place: NewFolder, max_bad_fraction: float
 ) -> Prepared:
     """Put together what is in the draft once nobody works there."""
     draft, out = work.directory, place.path
     with held(out, "work", fcntl.LOCK_EX):
         if not (draft / PLAN_NAME).exists():  # another job has put it there meanwhile
-            return _finished(told, place)
-        _require_same(told, draft, f"another prepare has begun on {out} meanwhile", WAIT)
+            return _open_finished(settings, place)
+        _require_same(settings, draft, f"another prepare has begun on {out} meanwhile", WAIT)
         if not is_prepared(draft):  # or it was killed while it cleared up
             merge(work, max_bad_fraction)
         clear(draft)

@@ -1,9 +1,9 @@
-"""Units of a plan -> shards, by as many processes as there are; none does what another has done.
+"""Encode the work units of a plan into shards, on any number of processes.
 
     python -m minimind.data.prepare.encode DIRECTORY [--share I/N]
 
-is what `prepare` starts beside itself on a large machine. A unit's marker is written last, so that
-a preparation that was killed goes on with the units that have none.
+is the command of the helper processes of `prepare`. The marker of a unit is written last, so that a
+killed preparation resumes with the units that have none.
 """
 
 from __future__ import annotations
@@ -34,23 +34,25 @@ from minimind.errors import RunError
 from minimind.runtime.durable_files import canonical_json, storing, sync_directory, write_whole
 
 TOKENIZER_NAME = "tokenizer"
-MARKER_VERSION = 3  # raise it when a marker, or what a merge reads beside it, holds other things
+MARKER_VERSION = 3  # increase when the content of a marker, or of files that merge reads, changes
 LARGE_BYTES = 2**23  # of one document
-AHEAD = 6  # batches read beyond those at work: short documents are read slower than encoded
+PREFETCH_BATCHES = 6  # short documents are read slower than they are encoded
 REMEDY = "free some space, or give another folder"
 
 
 @dataclass(frozen=True)
 class Work:
-    """What encoding a unit needs beside the unit."""
+    """Context of encoding: folder, plan, tokenizer and options."""
 
     directory: Path
     plan: Plan
     tokenizer: AnyTokenizer
     is_strict: bool  # the first rejection is an error
     threads: int = 1
-    tell: Callable[[int], None] = lambda _: None  # bytes of input done since it was last called
-    meanwhile: Callable[[], object] = lambda: None  # while the end of a unit is tokenised
+    report_bytes: Callable[[int], None] = lambda _: (
+        None
+    )  # bytes of input done since it was last called
+    overlap_task: Callable[[], object] = lambda: None  # called while the end of a unit is tokenized
 
     def path(self, kind: str, number: int) -> Path:
         """`unit-00012.json`, its marker, or `rejected-00012.jsonl`."""
@@ -58,14 +60,14 @@ class Work:
         return self.directory / f"{kind}-{number:05d}.{suffix}"
 
     def done(self, unit: Unit) -> dict[str, Any] | None:
-        """What came of a unit that is done: of just this text, and with its shards still whole."""
+        """Return the marker of a finished unit of this text with intact shards, else None."""
         path = self.path("unit", unit.number)
         try:
             found = json.loads(path.read_bytes())
         except (FileNotFoundError, ValueError):
             return None
         if not isinstance(found, dict) or found.get("key") != self._key(unit):
-            return None  # another text was prepared here, or by another version
+            return None  # of another text or version
         shards = found["shards"].values()
         return found if all(is_whole(self.directory, shard) for shard in shards) else None
 
@@ -73,21 +75,21 @@ class Work:
         return f"{MARKER_VERSION}-{self.plan.key_of(unit, self.tokenizer.fingerprint)}"
 
     def begin(self, unit: Unit) -> None:
-        """Remove what an earlier attempt left of a unit."""
+        """Remove files of an earlier attempt at a unit."""
         for split in SPLITS:
             for suffix in ("bin", "idx"):
                 (self.directory / f"{split}-{unit.number:05d}.{suffix}").unlink(missing_ok=True)
         self.path("rejected", unit.number).unlink(missing_ok=True)
 
     def mark(self, unit: Unit, found: dict[str, Any]) -> None:
-        """Say that a unit is done; what it wrote lasts by now."""
+        """Write the marker of a finished unit, whose files are durable."""
         sync_directory(self.directory)
         marker = canonical_json({**found, "key": self._key(unit)})
         write_whole(self.path("unit", unit.number), marker)
 
 
 def encode_share(work: Work, share: tuple[int, int] = (0, 1)) -> None:
-    """Have every unit of the share done; those that other processes have claimed last."""
+    """Encode all units of the share; those claimed by other processes come last."""
     part, parts = share
     own = [unit for unit in work.plan.units if unit.number % parts == part]
     for waiting in (False, True):
@@ -101,7 +103,7 @@ def encode_share(work: Work, share: tuple[int, int] = (0, 1)) -> None:
 
 @contextmanager
 def _claimed(path: Path, waiting: bool) -> Iterator[bool]:
-    """Whether nobody else works on what `path` stands for; with `waiting`, once nobody does.
+    """Claim `path`; return whether that succeeded. With `waiting`, wait for the other process.
 
     The lock is the kernel's: it ends with its holder, however that ends.
     """
@@ -115,13 +117,13 @@ def _claimed(path: Path, waiting: bool) -> Iterator[bool]:
 
 
 def encode_unit(work: Work, unit: Unit) -> None:
-    """Write a unit's shards, its rejections and its marker, all fsynced, in this order."""
+    """Write shards, rejections and marker of a unit, fsynced, in this order."""
     number, directory = unit.number, work.directory
     dtype = token_dtype(work.tokenizer.vocab_size)
     for given in work.plan.inputs_of(unit):
         given.require_unchanged()
     rejected = work.path("rejected", number)
-    reader = UnitReader(unit, work.plan.options, work.is_strict, rejected, work.tell)
+    reader = UnitReader(unit, work.plan.options, work.is_strict, rejected, work.report_bytes)
     writers = {split: ShardWriter(directory, f"{split}-{number:05d}", dtype) for split in SPLITS}
     text_bytes: dict[str, int] = dict.fromkeys(SPLITS, 0)
     with ExitStack() as stack, storing(f"{directory}: cannot be written", REMEDY):
@@ -147,12 +149,12 @@ def encode_unit(work: Work, unit: Unit) -> None:
             "sha256": reader.digest.hexdigest(),
         }
         work.mark(unit, found)
-    work.tell(-reader.told)  # whoever looks sees the unit itself now
+    work.report_bytes(-reader.reported)  # the finished unit is visible on disk now
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without Python's cycle collector: nothing here makes cycles, and its scans cost a tenth."""
+    """Disable the garbage collector: there are no cycles, and its scans cost a tenth."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -163,7 +165,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _joined(documents: list[np.ndarray], eos: int) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of documents one after the other, each with its end, and their lengths."""
+    """Concatenate documents with their eos ids; return tokens and lengths."""
     lengths = np.fromiter(map(len, documents), np.int64, len(documents))
     ids = np.concatenate([np.empty(0, np.int32), *documents])
     return np.insert(ids, np.cumsum(lengths), eos), lengths + 1
@@ -185,15 +187,15 @@ def _overlapped(batches: Iterable[Batch], work: Work) -> Iterator[tuple[Batch, l
                 yield from _taken(waiting, 0)
             waiting.append((batch, pool.submit(encode, batch.texts, threads if is_large else 1)))
             del batch
-            yield from _taken(waiting, 0 if is_large else AHEAD + threads)
-        work.meanwhile()
+            yield from _taken(waiting, 0 if is_large else PREFETCH_BATCHES + threads)
+        work.overlap_task()
         yield from _taken(waiting, 0)
 
 
 def _taken(
     waiting: deque[tuple[Batch, Future[list[np.ndarray]]]], left: int
 ) -> Iterator[tuple[Batch, list[np.ndarray]]]:
-    """What comes first, until no more than `left` are waiting."""
+    """Yield the oldest results until `left` are pending."""
     while len(waiting) > left:
         found, ids = waiting.popleft()
         yield found, ids.result()
@@ -201,7 +203,7 @@ def _taken(
 
 
 def parse_share(text: str) -> tuple[int, int]:
-    """(i, n) of `I/N`, counted from 0; an ArgumentTypeError for anything else."""
+    """Parse `I/N` to (i, n), with i from 0; raise ArgumentTypeError otherwise."""
     part, slash, parts = text.partition("/")
     if not (slash and part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
         raise argparse.ArgumentTypeError(f"{text!r} is no I/N with I from 0 to N - 1")
@@ -209,24 +211,24 @@ def parse_share(text: str) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Encode what is left of a directory with a plan; a line of JSON tells what went wrong."""
+    """Entry point of a helper: encode the remaining units; report errors as a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--share", type=parse_share, default=(0, 1))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--strict", action="store_true")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     try:
-        plan = Plan.from_json(json.loads((asked.directory / PLAN_NAME).read_bytes()))
-        tokenizer = load_tokenizer(asked.directory / TOKENIZER_NAME)
+        plan = Plan.from_json(json.loads((args.directory / PLAN_NAME).read_bytes()))
+        tokenizer = load_tokenizer(args.directory / TOKENIZER_NAME)
         parent = os.getppid()
 
         def follow(_: int) -> None:
-            if os.getppid() != parent:  # it was killed, and somebody may begin anew here
+            if os.getppid() != parent:  # it was killed, and another command may start here
                 os._exit(RunError.status)
 
-        work = Work(asked.directory, plan, tokenizer, asked.strict, asked.threads, follow)
-        encode_share(work, asked.share)
+        work = Work(args.directory, plan, tokenizer, args.strict, args.threads, follow)
+        encode_share(work, args.share)
     except RunError as error:
         print(json.dumps([type(error).__name__, str(error)]))
         return error.status

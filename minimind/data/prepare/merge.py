@@ -21,7 +21,7 @@ from minimind.data.loader.manifest import (
 from minimind.data.loader.token_shards import token_dtype
 from minimind.data.prepare.encode import TOKENIZER_NAME, Work
 from minimind.data.prepare.plan_file import PLAN_NAME
-from minimind.data.prepare.unit_reader import MOST_LISTED, refusal
+from minimind.data.prepare.unit_reader import MAX_LISTED, refusal
 from minimind.data.prepare.work_units import Plan, Source, Unit
 from minimind.data.text.documents import Rejection
 from minimind.errors import DataError, UsageError
@@ -108,11 +108,11 @@ def require_few_rejected(
 
 def no_training_documents(val_fraction: float, documents: int) -> DataError:
     """Every document was held out, or there was none."""
-    told, remedy = "all were bad", "mend the text, or add documents"
+    reason, remedy = "all were bad", "mend the text, or add documents"
     if documents:
-        told = f"val_fraction = {val_fraction} holds all of them out"
+        reason = f"val_fraction = {val_fraction} holds all of them out"
         remedy = "lower --val_fraction or add documents"
-    return DataError(f"no document is left to train on: {told}; {remedy}")
+    return DataError(f"no document is left to train on: {reason}; {remedy}")
 
 
 def _manifest(work: Work, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _manifest(work: Work, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "sources": [_source(plan, number, units) for number in range(len(plan.sources))],
         "rejected": {
             "count": sum(one["rejected"] for one in done),
-            "listed": sum(min(one["rejected"], MOST_LISTED) for one in done),
+            "listed": sum(min(one["rejected"], MAX_LISTED) for one in done),
             "first": _first_rejected(done),
         },
     }
@@ -223,7 +223,7 @@ def _join_rejected(work: Work, done: Sequence[dict[str, Any]]) -> None:
                 continue
             with open(own, "rb") as part:
                 for line in part:
-                    told = json.loads(line)
-                    told["line"] += before[told["file"]]
-                    file.write(canonical_json(told) + b"\n")
+                    entry = json.loads(line)
+                    entry["line"] += before[entry["file"]]
+                    file.write(canonical_json(entry) + b"\n")
     sync_file(path)

@@ -33,30 +33,30 @@ def differences(here: dict[str, Any], there: Any) -> list[str]:
 
     How its paths are spelled is nothing. A tokenizer that is learnt is the same where all else is.
     """
-    ours, theirs = _facts(here), _facts(there)
+    ours, theirs = _compared_values(here), _compared_values(there)
     if not theirs:
         return ["version"]
     if ours[TEXT] != theirs[TEXT]:  # and so its units are others
         ours.pop("shard_bytes")
-    told = []
+    names = []
     for name, value in ours.items():
         if value != theirs[name]:
             is_short = not isinstance(value, list)
-            told.append(f"{name} ({theirs[name]}, here {value})" if is_short else name)
-    return told
+            names.append(f"{name} ({theirs[name]}, here {value})" if is_short else name)
+    return names
 
 
-def _facts(told: Any) -> dict[str, Any]:
+def _compared_values(plan_json: Any) -> dict[str, Any]:
     try:
-        learnt = told["vocab_size"]
+        learnt = plan_json["vocab_size"]
         return {
-            TEXT: [told["inputs"], [source["name"] for source in told["sources"]]],
-            "weights": [source["weight"] for source in told["sources"]],
-            "tokenizer": [told.get("tokenizer") if learnt is None else learnt],
-            "shard_bytes": [unit["segments"] for unit in told["units"]],
-            **{name: told["options"][name] for name in sorted(told["options"])},
-            "on_bad_data": "skip" if told["skips_bad"] else "error",
-            "max_bad_fraction": told["max_bad_fraction"],
+            TEXT: [plan_json["inputs"], [source["name"] for source in plan_json["sources"]]],
+            "weights": [source["weight"] for source in plan_json["sources"]],
+            "tokenizer": [plan_json.get("tokenizer") if learnt is None else learnt],
+            "shard_bytes": [unit["segments"] for unit in plan_json["units"]],
+            **{name: plan_json["options"][name] for name in sorted(plan_json["options"])},
+            "on_bad_data": "skip" if plan_json["skips_bad"] else "error",
+            "max_bad_fraction": plan_json["max_bad_fraction"],
         }
     except (KeyError, TypeError, AttributeError):
         return {}

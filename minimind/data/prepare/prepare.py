@@ -54,7 +54,7 @@ SAMPLED_BYTES = 2**30  # of input, in which passages for a tokenizer are looked 
 
 
 @dataclass(frozen=True)
-class Asked:
+class PrepareRequest:
     """What is asked of a preparation."""
 
     sources: tuple[Source, ...]
@@ -98,9 +98,9 @@ class Prepared:
         if own.exists():
             with open(own, "rb") as lines, open(out_dir / REJECTED_NAME, "wb") as listed:
                 for line in lines:
-                    told = json.loads(line)
-                    told["file"] = self.names.get(told["file"], told["file"])
-                    listed.write(canonical_json(told) + b"\n")
+                    entry = json.loads(line)
+                    entry["file"] = self.names.get(entry["file"], entry["file"])
+                    listed.write(canonical_json(entry) + b"\n")
 
 
 def is_prepared(path: str | Path) -> bool:
@@ -123,14 +123,14 @@ def open_prepared(
     manifest = read_manifest(directory)
     require_untouched(directory, manifest)
     tokenizer = load_tokenizer(directory / TOKENIZER_NAME)
-    told = f"is not the tokenizer that {directory} was made with"
+    entry = f"is not the tokenizer that {directory} was made with"
     if tokenizer.fingerprint != manifest["tokenizer"]:
-        raise DataError(f"{tokenizer.path}: {told}; put that back, or prepare the text again")
+        raise DataError(f"{tokenizer.path}: {entry}; put that back, or prepare the text again")
     if tokenizer_path is not None:
         given = load_tokenizer(tokenizer_path)
         if given.fingerprint != manifest["tokenizer"]:
             raise DataError(
-                f"{tokenizer_path}: {told}; leave out --tokenizer, or prepare the text"
+                f"{tokenizer_path}: {entry}; leave out --tokenizer, or prepare the text"
                 " again with it"
             )
     train, val = (TokenShards(directory, split) for split in ("train", "val"))
@@ -139,21 +139,21 @@ def open_prepared(
     return Prepared(directory, tokenizer, train, val, manifest, renamed)
 
 
-def prepare_for_run(asked: Asked, cache_dir: Path) -> Prepared:
+def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
     """The tokens of a run's text; every process calls it, one of them does the work.
 
     Found in the cache by the content of the text, whatever its files are called.
     """
-    plan = asked.plan()
+    plan = request.plan()
     contents = [_content(Path(given.path)) for given in plan.inputs]
     documents = {
         "format_version": FORMAT_VERSION,
         "contents": contents,
         "options": asdict(plan.options),
-        "unit_bytes": asked.unit_bytes,
+        "unit_bytes": request.unit_bytes,
     }
-    learnt = cache_dir / f"tokenizer-{fingerprint({**documents, 'vocab_size': asked.vocab_size})}"
-    tokenizer = tokenizer_of(asked, plan, learnt, REMEDY)
+    learnt = cache_dir / f"tokenizer-{fingerprint({**documents, 'vocab_size': request.vocab_size})}"
+    tokenizer = tokenizer_of(request, plan, learnt, REMEDY)
     directory = cache_dir / f"tokens-{fingerprint({**documents, 'is': tokenizer.fingerprint})}"
 
     def build(draft: Path) -> None:
@@ -161,17 +161,17 @@ def prepare_for_run(asked: Asked, cache_dir: Path) -> Prepared:
             return clear(draft)
         write_tokenizer(draft / TOKENIZER_NAME, tokenizer.files())
         write_whole(draft / PLAN_NAME, canonical_json(plan.to_json()))
-        work = Work(draft, plan, tokenizer, not asked.skips_bad)
-        with phase("tokenizing the text", on_any_rank=asked.progress):
-            encode_plan(work, progress=asked.progress)
-        merge(work, asked.max_bad_fraction)
+        work = Work(draft, plan, tokenizer, not request.skips_bad)
+        with phase("tokenizing the text", on_any_rank=request.progress):
+            encode_plan(work, progress=request.progress)
+        merge(work, request.max_bad_fraction)
         clear(draft)
 
     build_once(directory, build, REMEDY, is_resumable=True)
     prepared = open_prepared(directory, names=[given.path for given in plan.inputs])
-    if not asked.skips_bad and (first := prepared.first_rejected):
+    if not request.skips_bad and (first := prepared.first_rejected):
         raise refusal(first)
-    require_few_rejected(prepared.manifest, asked.max_bad_fraction, asked.sources)
+    require_few_rejected(prepared.manifest, request.max_bad_fraction, request.sources)
     return prepared
 
 
@@ -183,28 +183,28 @@ def _content(path: Path) -> list[str]:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror}); check it") from error
 
 
-def tokenizer_of(asked: Asked, plan: Plan, learnt: Path, remedy: str) -> AnyTokenizer:
+def tokenizer_of(request: PrepareRequest, plan: Plan, learnt: Path, remedy: str) -> AnyTokenizer:
     """The tokenizer that was given, or the one learnt into `learnt` by whoever comes first."""
-    if asked.tokenizer_path is not None:
-        return load_tokenizer(asked.tokenizer_path)
-    texts = _training_texts(plan, asked)
+    if request.tokenizer_path is not None:
+        return load_tokenizer(request.tokenizer_path)
+    texts = _training_texts(plan, request)
 
     def build(draft: Path) -> None:
-        with phase("training the tokenizer", on_any_rank=asked.progress):
-            train_tokenizer(texts, asked.vocab_size, draft / MODEL_NAME)
+        with phase("training the tokenizer", on_any_rank=request.progress):
+            train_tokenizer(texts, request.vocab_size, draft / MODEL_NAME)
 
     build_once(learnt, build, remedy)
     return load_tokenizer(learnt)
 
 
-def _training_texts(plan: Plan, asked: Asked) -> Iterator[str]:
+def _training_texts(plan: Plan, request: PrepareRequest) -> Iterator[str]:
     """The documents of some units that are not held out; a DataError when there is none."""
     options, found, held_out = plan.options, False, 0
     reading = Reading(options.text_field, options.max_document_bytes)
-    reject = pass_over if asked.skips_bad else refuse
+    reject = pass_over if request.skips_bad else refuse
     segments = [segment for unit in _sampled(plan.units) for segment in unit.segments]
     total = sum(segment.weight for segment in segments)
-    silent = not (asked.progress and sys.stderr.isatty())
+    silent = not (request.progress and sys.stderr.isatty())
     with tqdm(total=total, desc="reading", unit="B", unit_scale=True, disable=silent) as bar:
         for text, reached in documents_of(segments, reading, reject):
             bar.update(reached - bar.n)

@@ -1,4 +1,4 @@
-"""The documents of a unit in batches, each with its split, and what is passed over on the way."""
+"""Read the documents of a work unit in batches, with their split, and list rejected ones."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from minimind.data.text.readers import in_file, read_segment
 from minimind.errors import DataError
 from minimind.runtime.durable_files import canonical_json
 
-BATCH_CHARACTERS = 2**20  # of any language, which takes about as long
-DOCUMENT_CHARACTERS = 64  # what each costs beside its own: of many short ones most of the memory
-MOST_LISTED = 10_000  # of what one unit rejects; all of it is counted
+BATCH_CHARACTERS = 2**20  # takes about the same time in any language
+DOCUMENT_CHARACTERS = 64  # overhead per document, which dominates for short ones
+MAX_LISTED = 10_000  # rejected documents of a unit; all are counted
 
 
 def split_of(digest: bytes, val_fraction: float) -> str:
-    """The split of a document, by the sha256 of its text: it stays whatever is added around it."""
+    """Split of a document by the sha256 of its text, independent of other documents."""
     place = int.from_bytes(digest[:8], "big")
     return "val" if place < val_fraction * 2**64 else "train"
 
 
-def refusal(told: str) -> DataError:
-    """What ends a preparation that passes over nothing."""
-    return DataError(f"{told}; or pass over what is bad with --on_bad_data skip")
+def refusal(message: str) -> DataError:
+    """Return the error for a bad document when none may be skipped."""
+    return DataError(f"{message}; or pass over what is bad with --on_bad_data skip")
 
 
 def refuse(found: Rejection) -> None:
-    """End a preparation that passes over nothing."""
+    """Raise for a bad document when none may be skipped."""
     raise refusal(str(in_file(found)))
 
 
 def pass_over(found: Rejection) -> None:
-    """Nothing: what is bad is neither listed nor counted."""
+    """Ignore a bad document."""
 
 
 def documents_of(
@@ -48,7 +48,7 @@ def documents_of(
     reject: Callable[[Rejection], None],
     lines: Counter[str] | None = None,
 ) -> Iterator[tuple[str, int]]:
-    """Each text with the bytes of input that are read by then; `reject` is given what is bad.
+    """Yield each text with the bytes of input read so far; call `reject` for bad documents.
 
     `lines` adds up, by segments that are over, how many each .jsonl file had.
     """
@@ -69,7 +69,7 @@ def documents_of(
 
 @dataclass(frozen=True)
 class Batch:
-    """Documents that are tokenised together, as they came."""
+    """Documents that are tokenized together, in order."""
 
     texts: list[str]
     splits: list[str]
@@ -77,7 +77,7 @@ class Batch:
 
 
 class UnitReader:
-    """The documents of a unit in batches, and what was rejected on the way."""
+    """Iterates over the documents of a unit in batches and lists rejected ones."""
 
     def __init__(
         self,
@@ -85,23 +85,23 @@ class UnitReader:
         options: Options,
         is_strict: bool,
         listed: Path,
-        tell: Callable[[int], None],
+        report_bytes: Callable[[int], None],
     ) -> None:
         self.unit = unit
         self.options = options
         self.is_strict = is_strict  # the first rejection is an error
-        self.listed = listed  # the file for them otherwise, for the first `MOST_LISTED`
-        self.tell = tell
-        self.told = 0  # bytes of input
+        self.listed = listed  # file of the first `MAX_LISTED` rejections
+        self.report_bytes = report_bytes
+        self.reported = 0  # bytes of input
         self.rejected = 0
-        self.first_rejected: dict[str, Any] | None = None  # the fields of a Rejection
-        # Of each .jsonl file; lines are listed as counted from the first that this unit has of it.
+        self.first_rejected: dict[str, Any] | None = None  # fields of a Rejection
+        # Per .jsonl file; line numbers count from the first line of this unit.
         self.lines: Counter[str] = Counter()
         self.digest = hashlib.sha256()  # over the digests of all documents
         self._rejections: BinaryIO | None = None
 
     def batches(self) -> Iterator[Batch]:
-        """About `BATCH_CHARACTERS` of documents each."""
+        """Yield batches of about `BATCH_CHARACTERS`."""
         reading = Reading(self.options.text_field, self.options.max_document_bytes)
         texts: list[str] = []
         size = 0
@@ -125,8 +125,8 @@ class UnitReader:
         return Batch(texts, splits, [*map(len, contents)])
 
     def _tell(self, reached: int) -> None:
-        self.tell(reached - self.told)
-        self.told = reached
+        self.report_bytes(reached - self.reported)
+        self.reported = reached
 
     def _reject(self, found: Rejection) -> None:
         if self.is_strict:
@@ -136,18 +136,18 @@ class UnitReader:
         if self._rejections is None:
             self._rejections = open(self.listed, "wb")
             self.first_rejected = {**asdict(found), "path": path, "line": number}
-        if self.rejected < MOST_LISTED:
+        if self.rejected < MAX_LISTED:
             line = {"file": path, "line": number, "byte": found.byte, "what": found.what}
             self._rejections.write(canonical_json(line) + b"\n")
         self.rejected += 1
 
     def close(self) -> None:
-        """Let go of the list of what was rejected."""
+        """Close the list of rejected documents."""
         if self._rejections:
             self._rejections.close()
 
     def finish(self) -> None:
-        """Make the list last."""
+        """Make the list durable."""
         if self._rejections:
             self._rejections.flush()
             os.fsync(self._rejections.fileno())

@@ -1,4 +1,4 @@
-"""The processes of this host that encode a plan together, and how far they are."""
+"""The processes of this host that encode a plan together, and their progress."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from minimind.config.run_config import PROJECT
 from minimind.data.prepare.encode import Work, encode_share
 from minimind.data.prepare.work_units import Unit
 
-THREADS = 8  # that tokenise, of one process: it reads about as fast as they do
-LOOK_EVERY = 0.5  # seconds
+THREADS = 8  # tokenizing threads of a process; its reader keeps up with about as many
+POLL_INTERVAL = 0.5  # seconds
 
 
 def encode_plan(
@@ -31,7 +31,7 @@ def encode_plan(
     progress: bool = True,
     inherited: Sequence[int] = (),
 ) -> None:
-    """Have a share of the units done, with all cores; raises what the first to fail met.
+    """Encode a share of the units on all cores; raise the error of the first process to fail.
 
     The directory has the plan and the tokenizer, for the other processes to read; locks that they
     must keep, should this one be killed, are `inherited`.
@@ -51,9 +51,9 @@ def encode_plan(
         options = {"desc": "tokenizing", "unit": "B", "unit_scale": True, "disable": silent}
         bar = tqdm(total=done + left, initial=done, **options)
         look = _Look(work, units, helpers, stack.enter_context(bar))
-        own = replace(work, threads=threads, tell=look.tell)
-        if share == (0, 1):  # what `merge` asks for next, and sees there
-            own = replace(own, meanwhile=lambda: work.tokenizer.exported)
+        own = replace(work, threads=threads, report_bytes=look.report_bytes)
+        if share == (0, 1):  # which `merge` requires next
+            own = replace(own, overlap_task=lambda: work.tokenizer.exported)
         encode_share(own, share)
         for helper in helpers:
             helper.wait()
@@ -62,10 +62,10 @@ def encode_plan(
 
 @contextmanager
 def _started(command: list[str], inherited: Sequence[int]) -> Iterator[subprocess.Popen[str]]:
-    """A process that encodes too; it does not outlive the `with`, which alone hears of Ctrl-C."""
-    package = [str(PROJECT), os.environ.get("PYTHONPATH", "")]  # wherever this was started
+    """Start a helper process that ends with the block; only the block handles Ctrl-C."""
+    package = [str(PROJECT), os.environ.get("PYTHONPATH", "")]  # for any working directory
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, package))}
-    # A Ctrl-C reaches helpers too, which inherit that it is blocked: this process answers it alone.
+    # Helpers inherit the blocked SIGINT, so only this process handles Ctrl-C.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process = subprocess.Popen(
@@ -81,7 +81,7 @@ def _started(command: list[str], inherited: Sequence[int]) -> Iterator[subproces
 
 
 class _Look:
-    """Moves the bar by what all have done, and ends the work when one has failed."""
+    """Updates the progress bar for all processes, and stops the work if one has failed."""
 
     def __init__(
         self, work: Work, units: list[Unit], helpers: list[subprocess.Popen[str]], bar: tqdm[Any]
@@ -90,18 +90,18 @@ class _Look:
         self.helpers = helpers
         self.bar = bar
         self._left = units
-        self._own = 0  # bytes of the unit that this process works on
+        self._own = 0  # bytes of the current unit of this process
         self._done = 0
         self._last = 0.0
 
-    def tell(self, size: int) -> None:
-        """Another `size` bytes are done here."""
+    def report_bytes(self, size: int) -> None:
+        """Add `size` bytes done by this process."""
         self._own += size
-        if time.monotonic() - self._last >= LOOK_EVERY:
+        if time.monotonic() - self._last >= POLL_INTERVAL:
             self.look()
 
     def look(self) -> None:
-        """What there is to see now."""
+        """Update from the files of all processes."""
         self._last = time.monotonic()
         finished = [unit for unit in self._left if self.work.done(unit)]
         self._left = [unit for unit in self._left if unit not in finished]
@@ -113,10 +113,10 @@ class _Look:
                 _raise(helper.stdout.read() if helper.stdout else "", helper.returncode)
 
 
-def _raise(told: str, status: int) -> None:
-    """What a helper met, in its words."""
+def _raise(message: str, status: int) -> None:
+    """Raise the error that a helper reported."""
     try:
-        kind, message = json.loads(told)
+        kind, message = json.loads(message)
     except ValueError:
         how = f"status {status}" if status > 0 else f"signal {-status}, perhaps for lack of memory"
         raise errors.RunError(

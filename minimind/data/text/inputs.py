@@ -73,8 +73,8 @@ def require_once(files: Sequence[Path], more: str = WEIGHTED) -> None:
     for path in files:
         real = path.resolve()
         if (first := seen.get(real)) is not None:
-            told = "is named twice" if first == path else f"is one file with {first}"
-            raise UsageError(f"{path}: {told}; name it once{more}")
+            problem = "is named twice" if first == path else f"is one file with {first}"
+            raise UsageError(f"{path}: {problem}; name it once{more}")
         seen[real] = path
 
 

@@ -17,8 +17,8 @@ PLAIN = re.compile(rf"[\w.:][\w.: -]{{,{KEY_LENGTH_SHOWN - 1}}}")  # safe to pri
 def missing_in_line(pairs: Sequence[tuple[str, Any]], field: str) -> tuple[str, str]:
     """What is wrong with a JSON object without `field`, and what to do about it."""
     name, example = json.dumps(field), f"write {json.dumps({field: '...'})}"
-    if told := _conversation([key for key, value in pairs if isinstance(value, list)], name):
-        return told, f"fine-tuning data is not supported; {example}, plain text to pretrain on"
+    if problem := _conversation([key for key, value in pairs if isinstance(value, list)], name):
+        return problem, f"fine-tuning data is not supported; {example}, plain text to pretrain on"
     texts = [key for key, value in pairs if isinstance(value, str)]
     shown = [json.dumps(key[:KEY_LENGTH_SHOWN]) for key, _ in pairs[:KEYS_SHOWN]]
     more = ["..."] if len(pairs) > KEYS_SHOWN else []
@@ -29,8 +29,11 @@ def missing_in_line(pairs: Sequence[tuple[str, Any]], field: str) -> tuple[str, 
 def missing_in_table(columns: Sequence[str], texts: Sequence[str], field: str) -> tuple[str, str]:
     """The same of a table with these columns, of which `texts` hold strings."""
     name = json.dumps(field)
-    if told := _conversation([column for column in columns if column not in texts], name):
-        return told, "fine-tuning data is not supported; give a table with a column of plain text"
+    if problem := _conversation([column for column in columns if column not in texts], name):
+        return (
+            problem,
+            "fine-tuning data is not supported; give a table with a column of plain text",
+        )
     there = ", ".join(map(json.dumps, columns))
     return f"has no column {name} but {there}", _way(texts, "column")
 

@@ -62,8 +62,8 @@ def _source(name: str, given: Any, where: str) -> Source:
     if not isinstance(paths, list) or not paths or not all(isinstance(p, str) for p in paths):
         raise UsageError(f"{where}: {name} names no paths; write paths: [FILE, ...]")
     weight = given.get("weight")
-    told = None if weight is None else _weight(str(weight), f"{where}: {name}")
-    return Source(_name(name, where), tuple(paths), told)
+    value = None if weight is None else _weight(str(weight), f"{where}: {name}")
+    return Source(_name(name, where), tuple(paths), value)
 
 
 def _weight(text: str, where: str) -> float:

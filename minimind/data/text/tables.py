@@ -132,8 +132,8 @@ def _require_text(path: Path, schema: Any, field: str) -> None:
         raise DataError(f"{path}: {what}; {remedy}")
     kind = kind_of(schema.field(field))
     if kind not in strings:
-        told = f"column {json.dumps(field)} holds {kind}, not string"
-        raise DataError(f"{path}: {told}; give --text_field and a column of text")
+        problem = f"column {json.dumps(field)} holds {kind}, not string"
+        raise DataError(f"{path}: {problem}; give --text_field and a column of text")
 
 
 def _parquet(path: Path) -> Any:

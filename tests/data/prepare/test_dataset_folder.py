@@ -346,8 +346,8 @@ def test_what_was_passed_over_is_judged_by_who_asks_last(
 def test_of_much_that_is_bad_all_is_counted_and_a_part_listed(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(unit_reader, "MOST_LISTED", 3)
-    monkeypatch.setattr(merge, "MOST_LISTED", 3)
+    monkeypatch.setattr(unit_reader, "MAX_LISTED", 3)
+    monkeypatch.setattr(merge, "MAX_LISTED", 3)
     good = (place / "b.jsonl").read_text()
     (tmp_path / "a.jsonl").write_text(good + "[]\n" * 5 + good[: good.index("\n") + 1])
     (tmp_path / "b.jsonl").write_text(good + "[]\n" * 2)
@@ -487,7 +487,7 @@ def test_ctrl_c_before_anything_is_kept_says_so(
     def interrupted(_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(folder.Asked, "plan", interrupted)
+    monkeypatch.setattr(folder.PrepareRequest, "plan", interrupted)
     assert main(words(place, tmp_path / "out")) == 130
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("stopped with nothing to go on from; run the same command again")

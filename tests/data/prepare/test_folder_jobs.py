@@ -210,7 +210,7 @@ def test_what_appeared_while_a_job_waited_is_its_own_if_it_is_the_same(
 
     out = tmp_path / "out"
     assert main(words(place, tmp_path / "done")) == 0
-    monkeypatch.setattr(folder, "_begun", no_work)
+    monkeypatch.setattr(folder, "_start_work", no_work)
     assert finish_while_waited_for(out, monkeypatch, words(place, out)) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

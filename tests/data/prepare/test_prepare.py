@@ -16,7 +16,7 @@ from pyarrow import parquet
 from minimind.data.loader.manifest import seal
 from minimind.data.prepare import encode, unit_reader
 from minimind.data.prepare import prepare as module
-from minimind.data.prepare.prepare import Asked, Prepared, prepare_for_run
+from minimind.data.prepare.prepare import Prepared, PrepareRequest, prepare_for_run
 from minimind.data.prepare.unit_reader import UnitReader, split_of
 from minimind.data.prepare.work_units import Options, Unit, make_plan
 from minimind.data.text import readers
@@ -40,7 +40,9 @@ def make(
 ) -> Prepared:
     source = Source("data", tuple(map(str, paths)))
     options = Options("text", limit, val_fraction)
-    return prepare_for_run(Asked((source,), tokenizer_path, vocab_size, options, **given), cache)
+    return prepare_for_run(
+        PrepareRequest((source,), tokenizer_path, vocab_size, options, **given), cache
+    )
 
 
 @pytest.fixture
@@ -151,7 +153,7 @@ def told(*arguments, **named):
     return encode_plan(*arguments, **named)
 module.encode_plan = told
 source = module.Source("data", ({str(corpus)!r},))
-asked = module.Asked((source,), vocab_size=512, options=module.Options("text", 10_000, 0.1))
+asked = module.PrepareRequest((source,), vocab_size=512, options=module.Options("text", 10_000, 0.1))
 made = module.prepare_for_run(asked, Path({str(tmp_path / "cache")!r}))
 print(len(made.train), made.directory, made.tokenizer.fingerprint)
 """

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from minimind.data.prepare.prepare import Asked, prepare_for_run
+from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.prepare.work_units import Options
 from minimind.data.text.sources import Source
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
@@ -121,7 +121,7 @@ def test_text_is_prepared_with_it(directory, tmp_path):
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "t.jsonl").write_text(lines)
     source = Source("data", (str(tmp_path / "t.jsonl"),))
-    asked = Asked((source,), str(directory), options=Options(val_fraction=0.1))
+    asked = PrepareRequest((source,), str(directory), options=Options(val_fraction=0.1))
     prepared = prepare_for_run(asked, tmp_path / "cache")
     assert prepared.manifest["vocab_size"] == 702
     tokens = len(prepared.train) + len(prepared.val)
