@@ -153,8 +153,9 @@ def told(*arguments, **named):
     return encode_plan(*arguments, **named)
 module.encode_plan = told
 source = module.Source("data", ({str(corpus)!r},))
-asked = module.PrepareRequest((source,), vocab_size=512, options=module.Options("text", 10_000, 0.1))
-made = module.prepare_for_run(asked, Path({str(tmp_path / "cache")!r}))
+options = module.Options("text", 10_000, 0.1)
+request = module.PrepareRequest((source,), vocab_size=512, options=options)
+made = module.prepare_for_run(request, Path({str(tmp_path / "cache")!r}))
 print(len(made.train), made.directory, made.tokenizer.fingerprint)
 """
     command = [sys.executable, "-W", "error", "-c", code]
