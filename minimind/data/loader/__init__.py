@@ -1,9 +1,9 @@
-"""Token shards -> micro-batches: the row order is arithmetic, so there is no loader state to save.
+"""Token shards to micro-batches. The row order is arithmetic, so there is no loader state to save.
 
-May import `minimind.data.tokenizer` and below. The order of rows is in `row_order.py` alone.
+May import `minimind.data.tokenizer` and below. The order of rows is defined in `row_order.py`.
 
 batches          rows -> micro-batches on the device, read ahead by one thread
-eval_windows     every token of every document once, in windows of the model's length
+eval_windows     windows over every token of every document, for evaluation
 manifest         manifest.json of a folder of shards, checked when read
 row_order        which rows a rank reads at a step
 token_shards     memory-mapped files of token ids

@@ -1,4 +1,4 @@
-"""Rows to micro-batches on their device: a pure function of the step, read ahead by one thread."""
+"""Micro-batches on the device: a pure function of the step, read ahead by threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS_AT_ONCE = 2**15
 
 @dataclass(frozen=True)
 class Block:
-    """The rows of some steps on their device, and when they have arrived (None: they have)."""
+    """Rows of some steps on the device, with the event of their copy (None: complete)."""
 
     number: int
     rows: torch.Tensor
@@ -30,10 +30,9 @@ class Block:
 class Batches:
     """One rank's micro-batches, by step.
 
-    While a step is trained on, the next one is read and, to a GPU, sent: on a stream of its own,
-    from pinned memory; small ones by the block. Each of `workers` threads reads one block ahead;
-    without any, a step is read when it is asked for. That is all the state there is, and it is
-    never saved: asking for any other step only costs one wait.
+    During a step the next one is read and copied to the GPU, on a separate stream from pinned
+    memory; small steps in blocks. Each of `workers` threads reads one block ahead; with 0, a step
+    is read on demand. Nothing else is stored: any step can be requested, at the cost of one wait.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Batches:
     def at(self, step: int) -> tuple[torch.Tensor, ...]:
         """The micro-batches of a step, each int64 (micro_batch_rows, row_tokens).
 
-        What the current stream is then given to do waits for rows that are still under way.
+        The current stream waits for rows that are still being copied.
         """
         number, at = divmod(step - self.order.origin.step, self._steps_at_once)
         found = self._last
@@ -92,7 +91,7 @@ class Batches:
         return found.steps[at]
 
     def _block(self, number: int) -> Block:
-        """A block that was read ahead, or is read now; those behind it are begun."""
+        """Return a block, read ahead or now, and start reading the next ones."""
         wanted = range(number, number + 1 + self._ahead)
         for other in self._pending.keys() - set(wanted):
             self._pending.pop(other).cancel()
@@ -105,7 +104,7 @@ class Batches:
         return found
 
     def require_unchanged(self) -> None:
-        """Nothing, or a DataError when a token file was changed since it was opened."""
+        """Raise DataError if a token file changed since it was opened."""
         self._shards.require_unchanged()
 
     def close(self) -> None:
@@ -130,9 +129,9 @@ class Batches:
         return Block(number, rows, steps, arrived)
 
     def _rows_for(self, step: int) -> np.ndarray:
-        """This rank's row indices, computed for a stretch of steps when one is asked for.
+        """This rank's row indices, computed for several steps at once.
 
-        As many stretches are kept as blocks are read at a time, which may lie in different ones.
+        Keeps one range of steps per block that is read concurrently.
         """
         number, at = divmod(step - self.order.origin.step, self._stretch)
         with self._places:
@@ -146,7 +145,7 @@ class Batches:
 
 
 def held_out_rows(shards: TokenShards, n: int, row_tokens: int) -> np.ndarray:
-    """Indices of `n` rows, or of all if there are fewer; of several sources all over them."""
+    """Indices of `n` rows (or all, if fewer), spread over all sources."""
     sizes = shards.sizes(row_tokens)
     total = sum(sizes)
     if len(sizes) == 1 or total <= n:

@@ -1,6 +1,6 @@
-"""Every token of every document once, in windows that a model can read: what is evaluated on.
+"""Windows of the model's length over every token of every document, for evaluation.
 
-Rows, which training reads, begin anywhere and leave out what is after the last whole one.
+Training rows, in contrast, start anywhere in a document and drop an incomplete last row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from minimind.data.loader.token_shards import TokenShards
 
 @dataclass(frozen=True)
 class Windows:
-    """Stretches of a split, each to be predicted from the token before it on."""
+    """Ranges of a split; the token before a range is its first input."""
 
     shards: TokenShards
     starts: np.ndarray  # int64, of what is predicted, counted through the split
@@ -27,7 +27,7 @@ class Windows:
         return len(self.starts)
 
     def tokens(self, number: int) -> np.ndarray:
-        """int64 (length + 1,): the token before the window, and what is predicted."""
+        """The token before the window and its targets, int64 (length + 1,)."""
         start, length = int(self.starts[number]), int(self.lengths[number])
         if not self.opens[number]:
             return self.shards.stretch(start - 1, length + 1)
@@ -37,10 +37,10 @@ class Windows:
 def windows_of(
     shards: TokenShards, length: int, eos_id: int, apart: bool = True, most: int | None = None
 ) -> Windows:
-    """Windows of at most `length` targets over all documents; a source's stay together.
+    """Windows of at most `length` targets over all documents, grouped by source.
 
-    `apart`: each document by itself; else a source is read as one, as packed rows are. `most` is
-    how many windows of a source are enough; the document that reaches it is still read to its end.
+    `apart`: windows end at documents; otherwise a source is one sequence, like packed rows. `most`
+    limits the windows of a source; the document that reaches it is completed.
     """
     source_ends = shards.source_ends()
     ends = np.unique(shards.document_ends() if apart else source_ends)

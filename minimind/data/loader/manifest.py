@@ -1,4 +1,4 @@
-"""What a folder of shards says of itself, checked before any of it is believed."""
+"""The manifest.json of a folder of shards, validated when read."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ OPTIONS: dict[str, type] = {"text_field": str, "max_document_bytes": int, "val_f
 
 
 def index_name(shard: dict[str, Any]) -> str:
-    """The file that says where each document of a shard ends."""
+    """Name of the file with the document ends of a shard."""
     return str(Path(shard["name"]).with_suffix(".idx"))
 
 
 def is_whole(directory: Path, shard: dict[str, Any]) -> bool:
-    """Whether both files of a shard have the size they should have."""
+    """Whether both files of a shard have their recorded sizes."""
     sizes = {shard["name"]: shard["bytes"], index_name(shard): 8 * shard["documents"]}
     paths = ((directory / name, size) for name, size in sizes.items())
     return all(path.is_file() and path.stat().st_size == size for path, size in paths)
 
 
 def where_listed(rejected: dict[str, Any]) -> str:
-    """The list of what was passed over, and how much of it that has if it is not all."""
+    """Name the list of rejected documents, and its extent if it is incomplete."""
     listed = rejected.get("listed", rejected["count"])  # earlier versions listed all
     some = "" if listed == rejected["count"] else f"{listed:,} of them in "
     return f"{some}rejected.jsonl"
 
 
 def seal(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest with the sha256 of its own canonical form without that field."""
+    """Return the manifest with the sha256 of its canonical form added."""
     return {**manifest, "sha256": fingerprint(manifest)}
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """What a directory of shards says of itself; a DataError where it was changed since."""
+    """Read and validate a manifest; raise DataError if it was modified."""
     path = directory / MANIFEST_NAME
     try:
         manifest = json.loads(path.read_bytes())
@@ -71,9 +71,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def require_untouched(directory: Path, manifest: dict[str, Any]) -> None:
-    """Nothing, or a DataError for a shard that was written to after its manifest, and differs.
+    """Raise DataError if a shard was modified after its manifest was written.
 
-    Only those are hashed again, or a start would read all of a large text.
+    Only shards with a newer time are hashed, so that a start does not read all of a large text.
     """
     written = (directory / MANIFEST_NAME).stat().st_mtime_ns
     for split in manifest["splits"].values():
@@ -98,7 +98,7 @@ def _require(facts: Any, kinds: dict[str, type], where: str) -> None:
 
 
 def _require_sound(manifest: dict[str, Any]) -> None:
-    """Nothing, or a ValueError with the first thing that no preparation would have written."""
+    """Raise ValueError for the first invalid value."""
     _require(manifest, WHOLE, "manifest")
     _require(manifest["options"], OPTIONS, "options")
     _require(manifest["rejected"], {"count": int, "first": str}, "rejected")

@@ -1,7 +1,7 @@
-"""Which rows a rank reads at a step: arithmetic, so a position in the data is one integer.
+"""The rows that a rank reads at a step, by arithmetic: a position in the data is one integer.
 
-Rows are shuffled anew every epoch by a keyed permutation that is computed index by index. Nothing
-is stored and nothing is replayed: step 10**6 costs what step 0 costs, on any number of ranks.
+Rows are shuffled in every epoch by a keyed permutation that is computed index by index. Nothing is
+stored or replayed: step 10**6 costs as much as step 0, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ MOST_SOURCES = 10_000
 def permute(
     positions: np.ndarray, size: int, seed: int, epoch: int | np.ndarray, source: int | None = None
 ) -> np.ndarray:
-    """Where a shuffle of `range(size)` sends each position: int64, one to one in every epoch.
+    """Permute positions of `range(size)`, int64; a bijection in every epoch.
 
-    `epoch` may be one for each position. A source has shuffles of its own. A Feistel network
-    (Luby and Rackoff 1988) permutes the next power of four; a value that lands beyond `size` is
-    sent on until it lands inside (cycle walking; Black and Rogaway 2002), which takes fewer than
-    four rounds on average. Memory does not depend on `size`: an index array for 10**9 rows would
-    take 8 GB on every rank.
+    `epoch` may be an array with one epoch per position. Each source has its own shuffles. A Feistel
+    network (Luby and Rackoff 1988) permutes the next power of four; values beyond `size` are
+    permuted again until they are inside (cycle walking; Black and Rogaway 2002), fewer than four
+    times on average. Memory does not depend on `size`: an index array for 10**9 rows would take 8
+    GB on every rank.
     """
     values = np.array(positions, dtype=np.uint64)
     if size < 1 or (values >= size).any():
@@ -42,7 +42,7 @@ def permute(
 
 
 def _keys(seed: int, epochs: np.ndarray, source: int | None) -> np.ndarray:
-    """One key a round, uint64 (ROUNDS, 1) where all epochs are the same, else (ROUNDS, epochs)."""
+    """Keys of the rounds, uint64 (ROUNDS, 1) for a single epoch, else (ROUNDS, epochs)."""
     of_source = "" if source is None else f"/{source}"
     different, place = np.unique(epochs, return_inverse=True)
     digests = [hashlib.sha512(f"{seed}/{one}{of_source}".encode()).digest() for one in different]
@@ -59,7 +59,7 @@ def _feistel(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Every bit of the result depends on every bit given (the finalizer of splitmix64)."""
+    """Mix bits with the finalizer of splitmix64."""
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return values ^ values >> np.uint64(31)
@@ -67,11 +67,10 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Mixture:
-    """How many rows each source has and how often it is read: `weights` are relative to their sum.
+    """Rows of each source and its weight, relative to the sum of weights.
 
-    An epoch is as long as all sources together. Of its positions a source has a quota; it reads
-    its rows in passes, each pass shuffled anew, and a pass goes on from epoch to epoch. So however
-    much more often one source is read than another, it repeats no row before it has read all.
+    An epoch has as many rows as all sources together, and each source a quota of them. A source is
+    read in shuffled passes that continue over epochs, so it repeats no row before all were read.
     """
 
     sizes: tuple[int, ...]
@@ -97,14 +96,14 @@ class Mixture:
 
     @property
     def n_rows(self) -> int:
-        """Rows of all sources, which is also how many are read in an epoch."""
+        """Rows of all sources, and rows per epoch."""
         return sum(self.sizes)
 
     @cached_property
     def quotas(self) -> tuple[int, ...]:
-        """Rows read of each source in an epoch, `n_rows` in all: the largest remainders gain.
+        """Rows per epoch of each source, by largest remainders; their sum is `n_rows`.
 
-        In fractions, so that no rounding depends on the machine.
+        Computed with fractions, independent of the machine's rounding.
         """
         total = sum(map(Fraction, self.weights))
         exact = [Fraction(weight) * self.n_rows / total for weight in self.weights]
@@ -115,10 +114,10 @@ class Mixture:
         return tuple(quotas)
 
     def rows_at(self, positions: np.ndarray, seed: int, epochs: np.ndarray) -> np.ndarray:
-        """Row indices, int64, that stand at `positions` of `epochs`; counted through all sources.
+        """Row indices (int64, over all sources) at `positions` of `epochs`.
 
-        Shuffled, the positions of an epoch are dealt out by quotas; what a source gets says which
-        of its own endless stream of passes is read.
+        The shuffled positions of an epoch are assigned to sources by quota, and within a source to
+        its sequence of passes.
         """
         dealt = permute(positions, self.n_rows, seed, epochs)
         ends = np.cumsum(self.quotas)
@@ -140,9 +139,9 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an order takes over: at `step`, after `rows` rows in all, `offset` rows into `epoch`.
+    """Start of an order: at `step`, after `rows` rows in total, `offset` rows into `epoch`.
 
-    A run whose batch or text was changed on the way goes on in another order than it began in.
+    Not zero if the batch size or the data of a run was changed on resume.
     """
 
     step: int = 0
@@ -153,11 +152,10 @@ class Origin:
 
 @dataclass(frozen=True)
 class Order:
-    """The global row order: `rows_per_step` rows a step, over all ranks and micro-batches.
+    """The global row order, with `rows_per_step` rows per step over all ranks.
 
-    A row's place in it counts on through the epochs. What an epoch has left over after its last
-    whole step is dropped, never padded; another permutation leaves other rows over. Without a
-    mixture every row is read once in an epoch.
+    Positions count through the epochs. Rows after the last complete step of an epoch are dropped,
+    different ones in each epoch. Without a mixture every other row is read once per epoch.
     """
 
     n_rows: int
@@ -174,11 +172,11 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole steps in one pass over the rows."""
+        """Complete steps per epoch."""
         return self.n_rows // self.rows_per_step
 
     def positions(self, step: int) -> range:
-        """The places in the global row order that all ranks together read at `step`."""
+        """Positions that all ranks together read at `step`."""
         first = self.origin.rows + (step - self.origin.step) * self.rows_per_step
         return range(first, first + self.rows_per_step)
 
@@ -192,18 +190,17 @@ class Order:
         return origin.epoch + 1 + epochs, step_of_epoch * self.rows_per_step
 
     def origin_at(self, step: int, is_same_text: bool) -> Origin:
-        """Where another order takes over from this one at `step`.
+        """Origin of another order that replaces this one at `step`.
 
-        With another batch it reads on; another text or another shuffle it reads from the start.
+        With another batch size reading continues; with other data or another seed it restarts.
         """
         epoch, offset = self.place(step) if is_same_text else (0, 0)
         return Origin(step, self.positions(step).start, epoch, offset)
 
     def rows_for(self, step: int, rank: int, world_size: int, steps: int = 1) -> np.ndarray:
-        """Row indices `rank` reads at `step` and the next ones: int64 (steps * its share,).
+        """Row indices of `rank` for `steps` steps from `step` on, int64 (steps * share,).
 
-        Ranks take contiguous shares, so joined by rank they are what one rank alone would read.
-        Several steps at once cost little more than one.
+        Ranks take contiguous shares, so the order does not depend on the number of ranks.
         """
         if self.rows_per_step % world_size:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""Token ids <-> files: little-endian uint16 or uint32 and nothing else, memory-mapped to read.
+"""Token files: little-endian uint16 or uint32, read through a memory map.
 
-A directory holds the shards of its splits (`train-00000.bin`, ...) and a `manifest.json` that says
-how many tokens each has. A row is `row_tokens` tokens in sequence, wherever shards begin.
+A directory holds the shards of its splits (`train-00000.bin`, ...) and a `manifest.json` with
+their sizes. A row is `row_tokens` consecutive tokens, also across shards.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ INDEX_DTYPE = np.dtype("<u8")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest of the two that holds every id."""
+    """The smaller dtype that holds every id."""
     return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
 
 
 class ShardWriter:
-    """Writes NAME.bin, tokens, and NAME.idx, where each document ends; no file for no document."""
+    """Writes NAME.bin (tokens) and NAME.idx (document ends); no file without documents."""
 
     def __init__(self, directory: Path, name: str, dtype: np.dtype[Any]) -> None:
         self._paths = [directory / f"{name}.bin", directory / f"{name}.idx"]
@@ -36,7 +36,7 @@ class ShardWriter:
         self.documents = 0
 
     def add(self, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents: the tokens of one after the other, and how many each of them has."""
+        """Append documents: their concatenated tokens and their lengths."""
         if not len(lengths):
             return
         if not self._files:
@@ -51,12 +51,12 @@ class ShardWriter:
         self.tokens, self.documents = int(ends[-1]), self.documents + len(lengths)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for file in self._files:
             file.close()
 
     def finish(self) -> dict[str, Any] | None:
-        """Make it last; what a manifest says of it, None when there is nothing."""
+        """Make the files durable; return the manifest entry, or None without documents."""
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
@@ -74,7 +74,7 @@ class ShardWriter:
 
 
 class TokenShards:
-    """The tokens of one split as one long sequence; `len` counts tokens."""
+    """The tokens of a split as one sequence; `len` counts tokens."""
 
     def __init__(self, directory: str | Path, split: str) -> None:
         directory = Path(directory)
@@ -102,7 +102,7 @@ class TokenShards:
         return int(self._starts[-1])
 
     def rows(self, row_tokens: int) -> int:
-        """Whole rows, source after source; what a source has after its last one is not read."""
+        """Number of complete rows over all sources."""
         return sum(self.sizes(row_tokens))
 
     def sizes(self, row_tokens: int) -> tuple[int, ...]:
@@ -110,10 +110,10 @@ class TokenShards:
         return tuple(tokens // row_tokens for tokens in self._tokens)
 
     def read_rows(self, indices: np.ndarray, row_tokens: int) -> np.ndarray:
-        """Rows `indices` as int64 (len(indices), row_tokens).
+        """Read rows as int64 (len(indices), row_tokens).
 
-        A DataError for an id that the vocabulary does not have: an embedding would only say that
-        some index is out of range, on a GPU not even that.
+        Raise DataError for an id outside the vocabulary: an embedding would report only some index
+        out of range, and on a GPU not even that.
         """
         indices = np.asarray(indices, dtype=np.int64)
         borders = np.cumsum([0, *self.sizes(row_tokens)], dtype=np.int64)
@@ -134,11 +134,11 @@ class TokenShards:
         return result
 
     def source_ends(self) -> np.ndarray:
-        """Where each source ends, int64, counted through all of them."""
+        """Cumulative token counts of the sources, int64."""
         return np.cumsum(self._tokens, dtype=np.int64)
 
     def document_ends(self) -> np.ndarray:
-        """Where each document ends, int64, counted through all shards."""
+        """Cumulative token counts of the documents, int64."""
         ends = [np.zeros(0, dtype=np.int64)]
         for path, start, stop in zip(self._paths, self._starts, self._starts[1:], strict=False):
             index = path.with_suffix(".idx")
@@ -152,7 +152,7 @@ class TokenShards:
         return np.concatenate(ends)
 
     def stretch(self, start: int, length: int) -> np.ndarray:
-        """Tokens from `start` on, int64 (length,); a DataError for an id there is none of."""
+        """Tokens from `start` on, int64 (length,); raise DataError for an invalid id."""
         if not 0 <= start <= start + length <= len(self):
             raise IndexError(f"tokens {start}..{start + length} of {len(self)}")
         result = np.empty((1, length), dtype=np.int64)
@@ -162,7 +162,7 @@ class TokenShards:
         return result[0]
 
     def require_unchanged(self) -> None:
-        """Nothing, or a DataError when a file is another than the one that was opened."""
+        """Raise DataError if a file is not the one that was opened."""
         for path, before in zip(self._paths, self._states, strict=True):
             try:
                 is_same = _state(path) == before
@@ -175,7 +175,7 @@ class TokenShards:
                 )
 
     def _gather(self, shard: int, starts: np.ndarray, into: np.ndarray, result: np.ndarray) -> None:
-        """Rows that lie within one shard: it is seen as a table of rows, and these are taken."""
+        """Gather rows that lie within one shard."""
         row_tokens = result.shape[1]
         tokens, begin = self._maps[shard], int(self._starts[shard])
         source = self._begin_of_shard[shard]
@@ -185,7 +185,7 @@ class TokenShards:
         result[into] = table[(starts - begin - ahead) // row_tokens]
 
     def _copy(self, start: int, row: np.ndarray) -> None:
-        """Fill `row` with the tokens from `start`, across as many shards as it takes."""
+        """Fill `row` with tokens from `start` on, across shards."""
         filled = 0
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         while filled < len(row):
@@ -221,7 +221,7 @@ def _state(path: Path) -> tuple[int, int, int]:
 
 
 def _opened(path: Path, shard: dict[str, Any], dtype: np.dtype[Any]) -> tuple[int, int, int]:
-    """Size, time and inode of a shard that has the size it should have."""
+    """Return size, time and inode of a shard after checking its size."""
     expected = shard["tokens"] * dtype.itemsize
     remedy = f"delete {path.parent} to build it again"
     try:

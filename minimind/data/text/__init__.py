@@ -1,12 +1,12 @@
-"""Readers: files, folders and globs -> documents, with file, line and byte of what is rejected.
+"""Readers of documents from files, folders and globs; rejections have file, line and byte.
 
 May import `minimind.config` and below. A new text format begins in `documents.py`.
 
 compressed       .gz and .zst as bounded streams
-documents        a line, a text or a cell -> a document
-inputs           paths -> files, and the segments in which they are read
-missing_text     what to do about a record without text
-readers          segments -> documents
+documents        parse a line, a text or a cell into a document
+inputs           find files and split them into segments
+missing_text     advice for records without text
+readers          read the documents of a segment
 sample           a bounded sample of a text of any size
 sources          sources by name, each with paths and a weight
 tables           Parquet files and Hugging Face datasets on disk

@@ -1,4 +1,4 @@
-"""What is inside a .gz or .zst file, as a stream of bytes: in bounded memory, damage told."""
+"""Streaming decompression of .gz and .zst files in bounded memory, with damage detected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GZIP_CONTAINER = 31  # wbits: deflate inside a gzip header and checksum
 
 
 class Damage(Exception):
-    """The rest of a file cannot be had, why, and what to do."""
+    """The rest of a file cannot be read; has the reason and the remedy."""
 
     def __init__(self, what: str, remedy: str = "copy the file again") -> None:
         super().__init__(what)
@@ -26,11 +26,10 @@ class Damage(Exception):
 
 
 class Unpacked(io.RawIOBase):
-    """The content of a compressed file; `consumed` counts the bytes of the file read so far.
+    """Decompressed content of a file; `consumed` counts the compressed bytes read so far.
 
-    Streams that stand one behind another, as `cat a.gz b.gz` or a parallel packer leaves them, are
-    one content. A stream that is cut off is Damage: the libraries' own readers end in silence
-    (zstandard), or lose count of the bytes read (gzip).
+    Concatenated streams (`cat a.gz b.gz`, parallel compressors) are one content. A truncated stream
+    raises Damage: the libraries' readers end silently (zstandard) or lose count of bytes (gzip).
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Unpacked(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """The number of bytes put into `buffer`, 0 at the end; Damage when there is no way on."""
+        """Fill `buffer`; return the number of bytes, 0 at the end. Raise Damage."""
         while not self._ready:
             if not self._refill():
                 return 0
@@ -61,7 +60,7 @@ class Unpacked(io.RawIOBase):
         return size
 
     def _refill(self) -> bool:
-        """False at the end of the file."""
+        """Read more compressed bytes; return False at the end of the file."""
         if not self._packed:
             self._packed = self._file.read(PIECE_BYTES)
             self.consumed += len(self._packed)
@@ -98,7 +97,7 @@ class Unpacked(io.RawIOBase):
 
 
 def unpacked(path: Path) -> Unpacked:
-    """The content of a .gz or .zst file; a DataError when nothing here can read it."""
+    """Open a .gz or .zst file; raise DataError if its library is missing."""
     if path.suffix.lower() == ".zst":
         zstandard = _zstandard(path)
         start = zstandard.ZstdDecompressor().decompressobj
@@ -120,5 +119,5 @@ def _zstandard(path: Path) -> Any:
 
 
 def needs_extra(path: Path, package: str) -> DataError:
-    """What is told when an optional package is not there."""
+    """Message for a missing optional package."""
     return DataError(f"{path}: is read with {package}; pip install {package}")

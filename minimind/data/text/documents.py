@@ -1,4 +1,4 @@
-"""A line of JSON, or a text, to a document: a string, or one sentence that says why it is none."""
+"""Parse a line of JSON, a text or a cell into a document, or explain why it is none."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ MOST_NESTED = 100
 
 @dataclass(frozen=True)
 class Reading:
-    """How documents are read."""
+    """Options for reading documents."""
 
     text_field: str = "text"
     max_document_bytes: int = 64 * 2**20
 
     @property
     def example(self) -> str:
-        """A line as it should be."""
+        """An example of a valid line."""
         return json.dumps({self.text_field: "..."})
 
     @cached_property
     def opening(self) -> re.Pattern[str]:
-        """What a line begins with whose first field is the text, the quote before it included."""
+        """The start of a line whose first field is the text, including the opening quote."""
         name = re.escape(json.dumps(self.text_field, ensure_ascii=False))
         return re.compile(rf'\{{[ \t]*{name}[ \t]*:[ \t]*"')
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why something is no document, and where it stands.
+    """A rejected document: the reason and its position.
 
-    `line` counts from 1. `byte` is where that line begins in the file (in what a compressed file
-    holds), or for text that is not UTF-8 where the offending byte is. It is None for a row of a
-    table, and `line` is then the row.
+    `line` counts from 1. `byte` is the offset of the line in the (decompressed) file, or of the
+    first invalid byte of text that is not UTF-8. For a row of a table `line` is the row and `byte`
+    None.
     """
 
     path: Path
@@ -61,7 +61,7 @@ class Rejection:
 
 
 class Flaw(Exception):
-    """Raised by the checks here: what is wrong, what to do, and how many bytes into the line."""
+    """Raised for a bad document: reason, remedy, and offset in the line."""
 
     def __init__(self, what: str, remedy: str, at: int = 0) -> None:
         super().__init__(what)
@@ -71,10 +71,10 @@ class Flaw(Exception):
 
 
 def is_too_long(line_bytes: int, backslashes: int, reading: Reading) -> bool:
-    """True for a line, or the beginning of one, that no document within the limit can need.
+    """Whether a line, or its beginning, is longer than a document within the limit can be.
 
-    A character of text takes more bytes in JSON than in UTF-8 only behind a backslash, so a long
-    line without them is known for what it is after little more than `max_document_bytes`.
+    Only escaped characters take more bytes in JSON than in UTF-8, so a long line without
+    backslashes is recognized after little more than `max_document_bytes`.
     """
     spared = line_bytes - (LINE_BYTES_PER_TEXT_BYTE - 1) * backslashes
     least_text = max(spared, line_bytes // LINE_BYTES_PER_TEXT_BYTE)
@@ -82,7 +82,7 @@ def is_too_long(line_bytes: int, backslashes: int, reading: Reading) -> bool:
 
 
 def too_long_line(reading: Reading) -> Flaw:
-    """The complaint about a line that is too long to be held."""
+    """The Flaw of a line that is too long to be read."""
     return Flaw(
         f"the line is longer than max_document_bytes = {reading.max_document_bytes} and"
         f" {LINE_BYTES_BESIDE_TEXT} bytes for what is beside the text",
@@ -91,7 +91,7 @@ def too_long_line(reading: Reading) -> Flaw:
 
 
 def document_of_line(line: bytes | bytearray, reading: Reading) -> str:
-    """The text of one line of JSON; a Flaw when there is none."""
+    """Return the text of a line of JSON; raise Flaw."""
     try:
         text = _text_of(_decoded(line), reading)
     except Flaw:
@@ -134,7 +134,7 @@ def _text_among(value: Any, reading: Reading) -> str:
 
 
 def _explain(line: bytes | bytearray) -> None:
-    """Nothing, or a Flaw: what no JSON has, and a decoder would put in words of its own."""
+    """Raise Flaw for common errors that the decoder describes less clearly."""
     if line.startswith(BOM):
         raise _byte_order_mark()
     if b"\0" in line:
@@ -153,9 +153,9 @@ def _no_text(value: tuple[tuple[str, Any], ...], texts: list[Any], reading: Read
 
 
 def document_of_file(content: bytes, reading: Reading) -> str:
-    """The text that is the whole of a file; a Flaw when it cannot be a document.
+    """Return the text of a whole file; raise Flaw.
 
-    `content` may be cut off anywhere behind `max_document_bytes`.
+    `content` may be truncated after `max_document_bytes`.
     """
     if content.startswith(BOM):
         raise _byte_order_mark()
@@ -172,7 +172,7 @@ def document_of_file(content: bytes, reading: Reading) -> str:
 
 
 def document_of_cell(content: bytes | None, reading: Reading) -> str:
-    """The text in one row of a table; a Flaw when it cannot be a document."""
+    """Return the text of a table cell; raise Flaw."""
     if content is None:
         raise Flaw(f"{json.dumps(reading.text_field)} is null, not a string", "remove the row")
     text = _decoded(content)
@@ -181,7 +181,7 @@ def document_of_cell(content: bytes | None, reading: Reading) -> str:
 
 
 def require_usable(text: str, reading: Reading) -> None:
-    """Nothing, or a Flaw: empty, too long, or with characters that are none."""
+    """Raise Flaw for text that is empty, too long or not Unicode."""
     if not text:
         raise Flaw("the document is empty", "remove it")
     if "\0" in text:
@@ -197,7 +197,7 @@ def require_usable(text: str, reading: Reading) -> None:
 
 
 def too_long_document(size: int, reading: Reading) -> Flaw:
-    """The complaint about a document of `size` bytes."""
+    """The Flaw of a document of `size` bytes."""
     limit = f"max_document_bytes = {reading.max_document_bytes}"
     return Flaw(
         f"the document has {size} bytes, more than {limit}",
@@ -252,7 +252,7 @@ def _parsed(line: str, reading: Reading) -> Any:
 
 
 def _decoded_json(line: str) -> Any:
-    """What `_JSON.decode` gives, which looks for blanks around it at twice the cost."""
+    """Decode like `_JSON.decode`, without its slow search for surrounding blanks."""
     if line.startswith("{"):
         value, end = _JSON.raw_decode(line)
         if line[end:] in ("\n", "\r\n", ""):
@@ -280,7 +280,7 @@ def _inside(container: list[Any] | tuple[Any, ...]) -> list[Any]:
 
 
 def _kind(value: Any) -> str:
-    """A JSON value in its own language."""
+    """Name the JSON type of a value."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     names = {tuple: "an object", list: "a list", str: "a string"}

@@ -1,4 +1,4 @@
-"""The files that paths, directories and globs name, and the parts in which they are read."""
+"""Find the files of paths, directories and globs, and split them into segments."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ KNOWN = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of one input that is read by itself.
+    """A part of an input that is read independently.
 
-    `start` and `stop` are bytes of a .jsonl file, where a line belongs to the segment in which it
-    begins, rows of .parquet files and datasets, and 0 and the size of what is read whole. `weight`
-    is about how many bytes of input that is, counted as they lie on disk.
+    `start` and `stop` are byte offsets in a .jsonl file (a line belongs to the segment in which it
+    begins), rows in .parquet files and datasets, and 0 and the size for files read as a whole.
+    `weight` is the approximate size on disk in bytes.
     """
 
     path: Path
@@ -35,7 +35,7 @@ class Segment:
 
 
 def kind_of(path: Path) -> str:
-    """One of SUFFIXES or DATASET, by the name alone where it is a file; a DataError for others."""
+    """Return one of SUFFIXES or DATASET by the name; raise DataError for others."""
     if path.is_dir():
         return DATASET
     for suffix in SUFFIXES:
@@ -48,11 +48,10 @@ def kind_of(path: Path) -> str:
 
 
 def find_files(paths: Sequence[str | Path]) -> list[Path]:
-    """The inputs that `paths` name, in their order; those of a directory sorted, all depths.
+    """Return the inputs of `paths` in order; directories recursively, sorted.
 
-    A Hugging Face dataset is one input though it is a directory. In directories and globs, hidden
-    files and those of other suffixes are passed over: editors and packers leave them there. A
-    path that names nothing, or what cannot be read, is a DataError, an empty one a UsageError.
+    A Hugging Face dataset is one input. In directories and globs, hidden files and other suffixes
+    are ignored. Raise DataError for missing or unreadable paths, UsageError for an empty one.
     """
     if any(str(path) == "" for path in paths):
         raise UsageError("the path of a text is empty, as of a variable that is not set; name one")
@@ -68,7 +67,7 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def require_once(files: Sequence[Path], more: str = WEIGHTED) -> None:
-    """Nothing, or a UsageError for a file that is there twice, perhaps by way of a link."""
+    """Raise UsageError for a file that is given twice, also through links."""
     seen: dict[Path, Path] = {}
     for path in files:
         real = path.resolve()
@@ -109,10 +108,10 @@ def _inputs_of(path: Path) -> list[Path]:
 
 
 def _walk(top: Path) -> Iterator[tuple[Path, bool]]:
-    """`top` and all below, each with whether it is a folder: in order, each before what is in it.
+    """Yield `top` and everything below, sorted, with whether it is a folder.
 
-    Links to directories are followed, each directory once: a link can lead back up. Not recursive,
-    as directories may be nested deeper than Python's calls.
+    Follows links to directories, each directory once. Not recursive, since directories may be
+    nested deeper than Python's stack.
     """
     seen: set[tuple[int, int]] = set()
     levels = [iter([top])]
@@ -133,9 +132,9 @@ def _walk(top: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _matching(root: Path, parts: Sequence[str]) -> Iterator[Path]:
-    """The paths below `root` that the parts of a pattern mean; `**` is read as a directory is.
+    """Yield the paths below `root` that match the parts of a pattern, with `**`.
 
-    glob's own goes round in circles where links lead back up.
+    Python's glob does not end on links that lead back up.
     """
     if ANY_DEPTH not in parts:
         names = glob.glob(os.path.join(*parts), root_dir=root) if parts else [""]
@@ -152,7 +151,7 @@ def _matching(root: Path, parts: Sequence[str]) -> Iterator[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a folder is what a preparation wrote or writes: its lists are no text."""
+    """Whether a folder is the output or draft of a preparation."""
     return path.is_dir() and (path / "plan.json").is_file()
 
 
@@ -161,7 +160,7 @@ def _is_wanted(path: Path) -> bool:
 
 
 def _require_printable(path: Path) -> None:
-    """Names go into JSON, and into messages of one line."""
+    """Raise for names that do not fit into JSON or one-line messages."""
     if any(ord(c) < 32 or c == "\x7f" or "\ud800" <= c <= "\udfff" for c in str(path)):
         raise DataError(
             f"{str(path)!r}: has a name that is not UTF-8, or control characters in it; rename it"
@@ -183,15 +182,15 @@ def _require_readable(path: Path) -> None:
 
 
 def is_cut(path: Path) -> bool:
-    """Whether segments of an input are as small as one wants."""
+    """Whether the format can be split into segments of any size."""
     return kind_of(path) in (".jsonl", DATASET)
 
 
 def segments_of(path: Path, unit_bytes: int) -> list[Segment]:
-    """The parts of an input, in order, of about `unit_bytes` each where its format can be cut.
+    """Split an input into segments of about `unit_bytes`, if its format allows.
 
-    What is empty is one part of nothing, for its reader to say so.
-    A DataError when the tables of a .parquet file or a dataset are damaged.
+    An empty input is one empty segment, reported by its reader. Raise DataError for a damaged
+    .parquet file or dataset.
     """
     return _parts(path, unit_bytes) or [Segment(path, 0, 0, 0)]
 
@@ -214,7 +213,7 @@ def _parts(path: Path, unit_bytes: int) -> list[Segment]:
 
 
 def _grouped(path: Path, counts: list[int], size: int, unit_bytes: int) -> list[Segment]:
-    """Neighbouring groups of `counts` rows put together up to about `unit_bytes`."""
+    """Join neighbouring row groups up to about `unit_bytes`."""
     total = sum(counts)
     segments: list[Segment] = []
     start = stop = 0

@@ -1,4 +1,4 @@
-"""What to do about a line or a table without the text field: name the field that has the text."""
+"""Advice for a line or a table without the text field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN = re.compile(rf"[\w.:][\w.: -]{{,{KEY_LENGTH_SHOWN - 1}}}")  # safe to pri
 
 
 def missing_in_line(pairs: Sequence[tuple[str, Any]], field: str) -> tuple[str, str]:
-    """What is wrong with a JSON object without `field`, and what to do about it."""
+    """Problem and remedy for a JSON object without `field`."""
     name, example = json.dumps(field), f"write {json.dumps({field: '...'})}"
     if problem := _conversation([key for key, value in pairs if isinstance(value, list)], name):
         return problem, f"fine-tuning data is not supported; {example}, plain text to pretrain on"
@@ -27,7 +27,7 @@ def missing_in_line(pairs: Sequence[tuple[str, Any]], field: str) -> tuple[str, 
 
 
 def missing_in_table(columns: Sequence[str], texts: Sequence[str], field: str) -> tuple[str, str]:
-    """The same of a table with these columns, of which `texts` hold strings."""
+    """Problem and remedy for a table with these columns; `texts` hold strings."""
     name = json.dumps(field)
     if problem := _conversation([column for column in columns if column not in texts], name):
         return (
@@ -39,7 +39,7 @@ def missing_in_table(columns: Sequence[str], texts: Sequence[str], field: str) -
 
 
 def _conversation(lists: Sequence[str], name: str) -> str:
-    """The complaint about fine-tuning data, if one of the fields that hold lists says so."""
+    """The problem of fine-tuning data, if a list field looks like conversations."""
     found = [json.dumps(key) for key in lists if key in CONVERSATIONS]
     return f"has {found[0]}, a conversation to fine-tune on, and no {name}" if found else ""
 

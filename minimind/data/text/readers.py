@@ -1,4 +1,4 @@
-"""Segments to documents: what is no document comes out as the reason, and reading goes on."""
+"""Read the documents of segments; bad ones are yielded as rejections."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ PIECE_BYTES = 2**20
 
 
 def read_segment(segment: Segment, reading: Reading) -> Found:
-    r"""Each document with the bytes of input read so far in the segment, or why there is none.
+    r"""Yield documents or rejections, with the bytes of the segment read so far.
 
-    A document is the `text_field` of a line or a row, or the whole of a .txt, with its newlines as
-    they are; the line ends of JSON may be \r\n. Reading goes on behind a rejection, except where a
-    damaged file has no more to give. No more is held of a line than a document can need. A file
-    that cannot be read at all, or a table without such a column, is a DataError.
+    A document is the `text_field` of a line or a row, or a whole .txt file with its newlines; lines
+    of JSON may end with \r\n. Reading continues after a rejection unless the file is damaged. Raise
+    DataError for an unreadable file or a table without such a column.
 
-    In a .jsonl file a rejection's line counts from the first one of the segment, as long as nobody
-    has read what is before; there each line gives one document or one rejection.
+    In a .jsonl file, line numbers of rejections count from the start of the segment; every line
+    gives one document or one rejection.
     """
     kind = kind_of(segment.path)
     if segment.start == segment.stop:
@@ -62,7 +61,7 @@ def _plain_lines(segment: Segment, reading: Reading) -> Found:
 
 
 def _first_line_within(file: BinaryIO, segment: Segment) -> int:
-    """The offset of the first line that begins in the segment, `stop` when none does."""
+    """Offset of the first line that begins in the segment, or `stop`."""
     position = max(segment.start - 1, 0)
     file.seek(position)
     if segment.start == 0:
@@ -78,9 +77,9 @@ def _first_line_within(file: BinaryIO, segment: Segment) -> int:
 def _lines(
     file: BinaryIO, begin: int, stop: int, reading: Reading
 ) -> Iterator[tuple[int, int, bytes | bytearray | None]]:
-    """(where it begins, where it ends, the line) for lines from `begin` that begin before `stop`.
+    """Yield start, end and content of the lines that begin between `begin` and `stop`.
 
-    None stands for a line that is too long.
+    The content is None for a line that is too long.
     """
     while begin < stop and (line := file.readline(PIECE_BYTES)):
         if len(line) < PIECE_BYTES or line.endswith(b"\n"):
@@ -98,10 +97,9 @@ def _lines(
 def _long_line(
     file: BinaryIO, piece: bytes, stop: int, reading: Reading
 ) -> tuple[bytearray | None, int]:
-    """A line of many pieces, or None, and how many bytes it has.
+    """Return a line read in pieces, or None if too long, and its size in bytes.
 
-    One that is too long is dropped, and followed to its end only if another line can begin before
-    `stop`: other segments do not walk through it again.
+    A line that is too long is read to its end only if another line can begin before `stop`.
     """
     held: bytearray | None = bytearray()
     size = backslashes = 0
@@ -127,14 +125,14 @@ def _judged(line: bytes | bytearray | None, reading: Reading) -> str | Flaw:
 
 
 def in_file(found: Rejection) -> Rejection:
-    """The rejection with the number its line has in the file: all before it is read for that."""
+    """Return the rejection with its line number in the file, which requires reading up to it."""
     if found.byte is None or kind_of(found.path) != ".jsonl":
         return found
     return replace(found, line=_line_number(found.path, found.byte))
 
 
 def _line_number(path: Path, offset: int) -> int:
-    """The number of the line in which the byte at `offset` is."""
+    """Number of the line that contains the byte at `offset`."""
     newlines = 0
     with open(path, "rb", buffering=0) as file:
         while offset > 0 and (piece := file.read(min(PIECE_BYTES, offset))):

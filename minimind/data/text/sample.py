@@ -1,4 +1,4 @@
-"""A bounded part of a text of any size, chosen by content."""
+"""A bounded sample of a text of any size, selected by content."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ SEED = 42
 
 
 def sample(texts: Iterable[str], limit_bytes: int, seed: int = SEED) -> list[str]:
-    """Passages of at most `limit_bytes` together, from all over the texts, in one reading.
+    """Sample passages of at most `limit_bytes` in total, in one pass over the texts.
 
-    Those whose hash is smallest are kept: no more is ever in memory, it takes no second reading to
-    know how many there are, each passage has the same chance wherever it stands, and a document
-    more or less hardly changes the choice. Every nth would change all of it. Passages and not
-    documents, so that one document of a gigabyte cannot be all or nothing. Each seed has its
-    own choice.
+    Keeps the passages with the smallest hashes: memory is bounded, every passage has the same
+    chance, and a document more or less changes little, unlike every n-th passage. Passages rather
+    than documents, so that a document of a gigabyte is not all or nothing. Each seed gives another
+    sample.
     """
     salt = b"" if seed == SEED else str(seed).encode()
     passages = (

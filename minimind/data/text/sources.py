@@ -1,4 +1,4 @@
-"""What text is asked for: sources by name, each with paths and perhaps a weight."""
+"""Sources of text by name, each with paths and an optional weight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True)
 class Source:
-    """Inputs that are mixed as one; where no source has a weight, all rows count the same."""
+    """Inputs that are mixed as one; without weights all rows count equally."""
 
     name: str
     paths: tuple[str, ...]
@@ -26,7 +26,7 @@ class Source:
 
 
 def parse_source(text: str) -> Source:
-    """`NAME=PATH` or `NAME=PATH:WEIGHT`; a UsageError for anything else."""
+    """Parse `NAME=PATH` or `NAME=PATH:WEIGHT`; raise UsageError otherwise."""
     name, equals, path = text.partition("=")
     head, _, tail = path.rpartition(":")
     weight = None
@@ -48,7 +48,7 @@ def _exists(path: str) -> bool:
 
 
 def read_sources(path: Path) -> list[Source]:
-    """The sources of a YAML file: `{NAME: {paths: [...], weight: 2}}`, or NAME: PATH."""
+    """Read the sources of a YAML file: `{NAME: {paths: [...], weight: 2}}`, or NAME: PATH."""
     found = load_texts(str(path), "--sources")
     return [_source(str(name), given, f"--sources {path}") for name, given in found.items()]
 
@@ -83,7 +83,7 @@ def _name(name: str, where: str) -> str:
 
 
 def join_sources(sources: Sequence[Source]) -> tuple[Source, ...]:
-    """One source per name; a UsageError where weights differ, or some have one and others none."""
+    """Join sources by name; raise UsageError for different or partly missing weights."""
     joined: dict[str, Source] = {}
     for source in sources:
         before = joined.get(source.name, Source(source.name, (), source.weight))

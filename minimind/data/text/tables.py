@@ -1,7 +1,7 @@
-"""Rows of Parquet files and of Hugging Face datasets on disk: their number, and one column's text.
+"""Read a text column of Parquet files and of Hugging Face datasets on disk.
 
-Both are read in batches of Arrow. What a Parquet file costs in memory is bounded by one row group's
-text column, which its writer chose; a dataset is mapped, not read.
+Both are read in Arrow batches. Memory for a Parquet file is bounded by the text column of one row
+group; a dataset is memory-mapped.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ TRAIN = "train"
 
 
 def is_dataset(path: Path) -> bool:
-    """True for a directory that `datasets` wrote with save_to_disk."""
+    """Whether a directory was written by save_to_disk of `datasets`."""
     return any(os.path.isfile(path / name) for name in (DATASET_FILE, SPLITS_FILE))
 
 
 def dataset_bytes(path: Path) -> int:
-    """The size of a dataset's files on disk."""
+    """Size of the files of a dataset."""
     return sum(file.stat().st_size for file in _split_directory(path).rglob("*.arrow"))
 
 
 def dataset_rows(path: Path) -> int:
-    """The number of rows of a dataset; a DataError when it cannot be opened."""
+    """Number of rows of a dataset; raise DataError if it cannot be opened."""
     try:
         return len(_dataset(path))
     except IndexError:  # what the library says of a table without any batch
@@ -42,16 +42,16 @@ def dataset_rows(path: Path) -> int:
 
 
 def row_groups(path: Path) -> list[int]:
-    """How many rows each row group of a Parquet file has; a DataError when it is damaged."""
+    """Rows of each row group of a Parquet file; raise DataError if it is damaged."""
     with _parquet(path) as file:
         return [file.metadata.row_group(n).num_rows for n in range(file.metadata.num_row_groups)]
 
 
 def parquet_texts(path: Path, start: int, stop: int, reading: Reading) -> Iterator[str | Flaw]:
-    """The text of rows `start` to `stop`, or what is wrong with it.
+    """Yield the texts of rows `start` to `stop`, or their problems.
 
-    Whole row groups are asked for, those that begin in between. Raises Damage at a row that cannot
-    be had, and DataError when there is no column of text.
+    Reads the row groups that begin in this range. Raise Damage at an unreadable row, DataError if
+    there is no text column.
     """
     with _parquet(path) as file:
         _require_text(path, file.schema_arrow, reading.text_field)
@@ -67,7 +67,7 @@ def parquet_texts(path: Path, start: int, stop: int, reading: Reading) -> Iterat
 
 
 def dataset_texts(path: Path, start: int, stop: int, reading: Reading) -> Iterator[str | Flaw]:
-    """The text of rows `start` to `stop`, or what is wrong with it; raises as parquet_texts."""
+    """Yield the texts of rows `start` to `stop`, or their problems; as parquet_texts."""
     dataset = _dataset(path)
     _require_text(path, dataset.features.arrow_schema, reading.text_field)
     rows = dataset.select_columns([reading.text_field]).with_format("arrow")
@@ -99,9 +99,9 @@ def _texts(batches: Iterator[Any], reading: Reading) -> Iterator[str | Flaw]:
 
 
 def _cells(column: Any) -> Iterator[tuple[Any, int]]:
-    """(what holds the bytes, how many there are): a cell that is too long is never copied.
+    """Yield buffer and size of each cell, so that cells that are too long are never copied.
 
-    Where the cells lie is checked first: a mapped file with a wrong offset is a segmentation fault.
+    Offsets are checked first: a wrong offset in a mapped file is a segmentation fault.
     """
     import pyarrow
     from pyarrow import compute
@@ -165,7 +165,7 @@ def _dataset(path: Path) -> Any:
 
 
 def _split_directory(path: Path) -> Path:
-    """The directory of the rows: one split where there are several."""
+    """The directory of the rows: of one split if there are several."""
     if not (path / SPLITS_FILE).is_file():
         return path
     try:
