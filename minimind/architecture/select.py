@@ -29,7 +29,7 @@ from minimind.estimate.costs import flops_per_token
 from minimind.estimate.shape import shape_of
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.widths import feed_forward_width
-from minimind.runtime.checked_json import ELSEWHERE, read_object, shown, told_by_config
+from minimind.runtime.checked_json import ELSEWHERE, read_checkpoint_config, read_object, shown
 
 OURS = MiniMindConfig.model_type
 # Keys of config.json that do not describe the model: provenance, dtype, generation, special ids.
@@ -237,7 +237,7 @@ def foreign_config_of(directory: Path, manifest: dict[str, Any]) -> PretrainedCo
 
     Raise CheckpointError, naming the file, if it cannot be used.
     """
-    values = told_by_config(directory, manifest)
+    values = read_checkpoint_config(directory, manifest)
     if values.get("model_type", OURS) == OURS:
         return None
     try:

@@ -1,54 +1,154 @@
-"""What the JSON files of a checkpoint claim, checked before any of it is believed.
+"""Models of the JSON files of a checkpoint, which are validated before any value is used.
 
-A hash says that a file is what its writer wrote; it does not say who wrote it. So no number from a
-checkpoint sizes an allocation, ends a loop or names a file before it was looked at here.
+A hash proves that a file is what its writer wrote, not who wrote it. So no number from a checkpoint
+sizes an allocation, bounds a loop or names a file before it is validated here.
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, FiniteFloat, RootModel
 
 from minimind.config.model_flags import MOST_EXPERTS
 from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import (
-    ABOVE_0,
-    AT_LEAST_0,
-    COUNT,
-    DIGEST,
     ELSEWHERE,
-    FILE_NAME,
-    LIST,
     MAX_INTEGER,
-    NAME,
-    NUMBER,
-    OBJECT,
-    OBJECTS,
-    SHAPE,
-    SIZE,
-    SIZES,
-    WEIGHTS,
-    WHOLE,
-    YES_OR_NO,
-    Kind,
-    _count,
-    or_null,
+    CheckedJson,
+    ClosedJson,
+    Count,
+    Digest,
+    FileName,
+    Integer,
+    Positive,
+    Shape,
+    Size,
     read_object,
-    require,
     require_listed,
     shown,
+    validate,
 )
-
-PARAMETER = re.compile(r"[A-Za-z0-9_.-]{1,400}")
-
 
 # No weight has this size: the rotary table is computed, not read.
-POSITIONS = Kind(
-    f"a whole number from 1 to {2**20}", lambda value: _count(value) and 0 < value <= 2**20
-)
+Positions = Annotated[int, Field(ge=1, le=2**20)]
 # Modules are built for each layer before any weight is read.
-EXPERTS = Kind(f"a whole number up to {MOST_EXPERTS}", lambda v: _count(v) and v <= MOST_EXPERTS)
+Experts = Annotated[int, Field(ge=0, le=MOST_EXPERTS)]
+ParameterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,400}$")]
+
+
+class FileEntry(CheckedJson):
+    """A file of the checkpoint, in its own directory."""
+
+    name: FileName
+    bytes: Count
+    sha256: Digest
+
+
+class Manifest(CheckedJson):
+    """`manifest.json`, as far as every reader needs it."""
+
+    step: Count
+    tokens: Count
+    world_size: Size
+    identity: dict[str, dict[str, Any]]
+    files: list[FileEntry]
+
+
+class Counters(CheckedJson):
+    """The engine's counters in `state.json`."""
+
+    global_steps: Count
+    skipped_steps: Count
+    loss_scaler: dict[str, Any]
+    scheduler_iteration: Integer | None
+
+
+class Numbers(RootModel[dict[str, FiniteFloat]]):
+    """The loss scaler's numbers, by name."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class State(CheckedJson):
+    """`state.json`: the shape of each parameter, and counters."""
+
+    parameters: dict[ParameterName, Shape]
+    optimizer_step: Count | None
+    counters: Counters
+
+
+class Mixture(CheckedJson):
+    """Rows and weight of each source."""
+
+    sizes: list[Size]
+    weights: list[Positive]
+
+
+class OrderOrigin(ClosedJson):
+    """Where the row order starts."""
+
+    step: Count
+    rows: Count
+    epoch: Count
+    offset: Count
+
+
+class Batch(CheckedJson):
+    """Identity of the batch."""
+
+    rows_per_step: Size
+
+
+class Seed(CheckedJson):
+    """Identity of the random state."""
+
+    seed: Integer
+
+
+class OrderIdentity(CheckedJson):
+    """The part of the run's identity that determines the row order."""
+
+    batch: Batch
+    data: dict[str, Any]
+    seed: Seed
+
+
+class DataOrder(CheckedJson):
+    """The part of `manifest.json` that determines the row order."""
+
+    order: OrderOrigin
+    rows: Size
+    mixture: Mixture | None
+    identity: OrderIdentity
+
+
+class ModelConfig(CheckedJson):
+    """The values of `config.json` that determine the MiniMind decoder."""
+
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    max_position_embeddings: Positions
+    rms_norm_eps: Positive
+    rope_theta: Positive
+    use_flash_attn: bool
+    doc_mask: bool
+    tie_word_embeddings: bool
+    bos_token_id: Count | None = None
+    eos_token_id: Count | None = None
+    pad_token_id: Count | None = None
+    qk_norm: bool = False
+    use_moe: bool = False
+    norm_topk_prob: bool = False
+    n_routed_experts: Experts = 0
+    num_experts_per_tok: Experts = 0
+    n_shared_experts: Experts = 0
+    aux_loss_alpha: Annotated[float, Field(ge=0)] = 0
 
 
 def shard_name(rank: int, world_size: int) -> str:
@@ -56,50 +156,14 @@ def shard_name(rank: int, world_size: int) -> str:
     return f"shard-{rank}-of-{world_size}.safetensors"
 
 
-MANIFEST = {
-    **dict.fromkeys(("step", "tokens"), COUNT),
-    "world_size": SIZE,
-    "identity": OBJECTS,
-    "files": LIST,
-}
-ENTRY = {"name": NAME, "bytes": COUNT, "sha256": DIGEST}
-STATE = {"parameters": OBJECT, "optimizer_step": or_null(COUNT), "counters": OBJECT}
-COUNTERS = {
-    **dict.fromkeys(("global_steps", "skipped_steps"), COUNT),
-    "loss_scaler": OBJECT,
-    "scheduler_iteration": or_null(WHOLE),
-}
-MIXTURE = {"sizes": SIZES, "weights": WEIGHTS}
-ORIGIN: dict[str, Kind] = dict.fromkeys(("step", "rows", "epoch", "offset"), COUNT)
-CONFIG = {
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), SIZE),
-    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), SIZE),
-    "max_position_embeddings": POSITIONS,
-    **dict.fromkeys(("rms_norm_eps", "rope_theta"), ABOVE_0),
-    **dict.fromkeys(("use_flash_attn", "doc_mask", "tie_word_embeddings"), YES_OR_NO),
-}
-MAYBE_IN_CONFIG = {
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), or_null(COUNT)),
-    **dict.fromkeys(("qk_norm", "use_moe", "norm_topk_prob"), YES_OR_NO),
-    **dict.fromkeys(("n_routed_experts", "num_experts_per_tok", "n_shared_experts"), EXPERTS),
-    "aux_loss_alpha": AT_LEAST_0,
-}
-
-
 def require_manifest(manifest: dict[str, Any]) -> None:
     """Raise CheckpointError for an invalid manifest; every shard must be listed."""
-    require(manifest, MANIFEST)
+    validate(Manifest, manifest)
     names = set()
     for entry in manifest["files"]:
-        if type(entry) is not dict:
-            raise CheckpointError(f"lists {shown(entry)} as a file")
-        require(entry, ENTRY, "a file's ")
-        name = entry["name"]
-        if not FILE_NAME.fullmatch(name):
-            raise CheckpointError(f"names a file outside the checkpoint: {shown(name)}")
-        if name in names:
-            raise CheckpointError(f"lists {name} twice")
-        names.add(name)
+        if entry["name"] in names:
+            raise CheckpointError(f"lists {entry['name']} twice")
+        names.add(entry["name"])
     world_size = manifest["world_size"]
     shards = (shard_name(rank, world_size) for rank in range(world_size))
     missing = next((name for name in shards if name not in names), None)
@@ -113,15 +177,10 @@ def read_state(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     require_listed(manifest, path)
     try:
         about, _ = read_object(path)
-        require(about, STATE)
-        require(about["counters"], COUNTERS, "counters.")
+        validate(State, about)
         scaler = about["counters"]["loss_scaler"]
-        numbers = {name: v for name, v in scaler.items() if type(v) is not bool}
-        require(numbers, dict.fromkeys(numbers, NUMBER), "counters.loss_scaler.")
-        for name in about["parameters"]:
-            if not PARAMETER.fullmatch(name):
-                raise CheckpointError(f"names a parameter {shown(name)}")
-        require(about["parameters"], dict.fromkeys(about["parameters"], SHAPE), "parameters.")
+        numbers = {name: value for name, value in scaler.items() if type(value) is not bool}
+        validate(Numbers, numbers, "counters.loss_scaler.")
         _require_counted(about, manifest["step"])
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}; {ELSEWHERE}") from error
@@ -150,40 +209,29 @@ def read_config(directory: Path, manifest: dict[str, Any] | None = None) -> dict
     if manifest is not None:
         require_listed(manifest, path)
     try:
-        found, _ = read_object(path)
-        require(found, CONFIG)
-        more = {name: kind for name, kind in MAYBE_IN_CONFIG.items() if name in found}
-        require(found, more)
+        values, _ = read_object(path)
+        validate(ModelConfig, values)
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}; {ELSEWHERE}") from error
-    return {name: found[name] for name in (*CONFIG, *more)}
+    return {name: values[name] for name in ModelConfig.model_fields if name in values}
 
 
 def validate_data_order(manifest: dict[str, Any]) -> None:
     """Raise CheckpointError if the manifest does not define the row order."""
     try:
-        require(manifest, {"order": OBJECT, "rows": SIZE, "mixture": or_null(OBJECT)})
-        if manifest["mixture"] is not None:
-            require(manifest["mixture"], MIXTURE, "mixture.")
+        validate(DataOrder, manifest)
         order = manifest["order"]
-        require(order, ORIGIN, "order.")
-        saved = manifest["identity"]
-        require(saved, dict.fromkeys(("batch", "data", "seed"), OBJECT), "identity.")
-        require(saved["batch"], {"rows_per_step": SIZE}, "identity.batch.")
-        require(saved["seed"], {"seed": WHOLE}, "identity.seed.")
-        if unknown := next((shown(name) for name in order if name not in ORIGIN), ""):
-            raise CheckpointError(f"has order.{unknown}")
-        if manifest["rows"] < saved["batch"]["rows_per_step"]:
+        if manifest["rows"] < manifest["identity"]["batch"]["rows_per_step"]:
             raise CheckpointError("has fewer rows than a step reads")
         if order["step"] > manifest["step"]:
             raise CheckpointError(
-                f"has order.step = {order['step']} at step {manifest['step']}, which lies before it"
+                f"has order.step = {order['step']} after its step {manifest['step']}"
             )
         if order["offset"] > manifest["rows"]:
             raise CheckpointError(
                 f"has order.offset = {order['offset']} in an epoch of {manifest['rows']} rows"
             )
         if manifest["rows"] * order["epoch"] > MAX_INTEGER:
-            raise CheckpointError("has read more epochs than anyone could")
+            raise CheckpointError(f"has an impossible order.epoch = {shown(order['epoch'])}")
     except CheckpointError as error:
         raise CheckpointError(f"manifest.json: {error}; {ELSEWHERE}") from error

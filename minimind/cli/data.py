@@ -97,9 +97,11 @@ def _default(name: str) -> str:
 
 
 def _share(text: str) -> tuple[int, int]:
-    from minimind.data.prepare.encode import parse_share  # imports SentencePiece
-
-    return parse_share(text)
+    """Parse `I/N` to (i, n), with i from 0; raise ArgumentTypeError otherwise."""
+    part, slash, parts = text.partition("/")
+    if not (slash and part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no I/N with I from 0 to N - 1")
+    return int(part), int(parts)
 
 
 def run_prepare(args: argparse.Namespace) -> int:

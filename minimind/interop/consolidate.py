@@ -16,7 +16,7 @@ from minimind.data.tokenizer.files import MODEL_NAME, TOKENIZER_FILES
 from minimind.errors import CheckpointError
 from minimind.interop.tensor_sources import INDEX, WHOLE, TensorSource, open_checkpoint
 from minimind.interop.write_folder import SHARDS, WrittenModel, new_folder, write_shards
-from minimind.runtime.checked_json import require_listed, told_by_config
+from minimind.runtime.checked_json import read_checkpoint_config, require_listed
 from minimind.runtime.output_folder import NewFolder
 
 MODEL_TYPE = "minimind"
@@ -57,7 +57,7 @@ def _small_files(
             tokenizer_files[name] = (path / name).read_bytes()
         except OSError as error:
             raise CheckpointError(f"{path / name}: cannot be read ({error.strerror})") from error
-    if told_by_config(path, manifest).get("model_type", MODEL_TYPE) == MODEL_TYPE:
+    if read_checkpoint_config(path, manifest).get("model_type", MODEL_TYPE) == MODEL_TYPE:
         config = {**read_config(path, manifest), "model_type": MODEL_TYPE, "dtype": dtype}
         content = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
         return {"config.json": content, **tokenizer_files}, None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from minimind.checkpoint.validation import CONFIG, MAYBE_IN_CONFIG
+from minimind.checkpoint.validation import ModelConfig
 from minimind.data.tokenizer.files import TOKENIZER_FILES
 from minimind.data.tokenizer.gguf_vocabulary import gguf_vocabulary
 from minimind.data.tokenizer.load import AnyTokenizer
@@ -132,7 +132,7 @@ def _small_files(
     if form == "llama":
         return config_and_tokenizer_files(_llama_config(config) | ids, tokenizer, dtype)
     values = {
-        **{name: getattr(config, name) for name in (*CONFIG, *MAYBE_IN_CONFIG)},
+        **{name: getattr(config, name) for name in ModelConfig.model_fields},
         "model_type": "minimind",
         "architectures": ["MiniMindForCausalLM"],
         **ids,

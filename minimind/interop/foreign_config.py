@@ -13,37 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from minimind.checkpoint.tensor_files import readable
-from minimind.checkpoint.validation import POSITIONS
+from minimind.checkpoint.validation import Positions
 from minimind.errors import CheckpointError, UsageError
 from minimind.interop.weight_names import EMBEDDING, to_minimind2
 from minimind.model.configuration import MiniMindConfig
 from minimind.runtime.checked_json import (
-    ABOVE_0,
-    COUNT,
-    SIZE,
-    YES_OR_NO,
-    or_null,
+    CheckedJson,
+    Count,
+    Positive,
+    Size,
     read_object,
-    require,
     shown,
+    validate,
 )
 
 MINIMIND2, LLAMA = "minimind2", "llama"
 LAYER_0 = "model.layers.0"
 # model_type in Hugging Face's config.json -> whether the architecture normalizes q and k.
 ARCHITECTURES = {"llama": False, "qwen3": True, "minimind": False}
-MINIMIND2_CONFIG = {
-    **dict.fromkeys(("dim", "n_layers", "n_heads"), SIZE),
-    "n_kv_heads": or_null(SIZE),
-    "max_seq_len": POSITIONS,
-    **dict.fromkeys(("norm_eps", "rope_theta"), ABOVE_0),
-}
-LLAMA_CONFIG = {
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), SIZE),
-    **dict.fromkeys(("num_hidden_layers", "num_attention_heads"), SIZE),
-    "max_position_embeddings": POSITIONS,
-    "rms_norm_eps": ABOVE_0,
-}
 # The only supported values; transformers omits defaults.
 FIXED = {
     "attention_bias": False,
@@ -59,6 +46,42 @@ FLAG_NAMES = {
     "norm_eps": "rms_norm_eps",
     "max_seq_len": "max_position_embeddings",
 }
+
+
+class MiniMind2Config(CheckedJson):
+    """MiniMind2's config.json."""
+
+    dim: Size
+    n_layers: Size
+    n_heads: Size
+    n_kv_heads: Size | None
+    max_seq_len: Positions
+    norm_eps: Positive
+    rope_theta: Positive
+    multiple_of: Size = 1
+
+
+class LlamaShape(CheckedJson):
+    """What config.json of a Llama or Qwen3 model must contain."""
+
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    max_position_embeddings: Positions
+    rms_norm_eps: Positive
+
+
+class LlamaDefaults(CheckedJson):
+    """Values of the same file that have defaults or several spellings."""
+
+    num_key_value_heads: Size
+    tie_word_embeddings: bool
+    bos_token_id: Count | None
+    eos_token_id: Count | None
+    pad_token_id: Count | None
+    rope_theta: Positive
 
 
 @dataclass(frozen=True)
@@ -161,7 +184,7 @@ def read_minimind2_config(
                 values.setdefault(name, getattr(flags, name))
         if missing := next((name for name in required if name not in values), None):
             raise UsageError(f"{path}: has no {missing}; give --{missing}")
-        require(values, MINIMIND2_CONFIG)
+        validate(MiniMind2Config, values)
         heads = values["n_heads"]
         known = ShapeFlags(heads, None, *(values[name] for name in required))
         try:
@@ -170,7 +193,6 @@ def read_minimind2_config(
             raise CheckpointError(f"has n_heads = {heads}, which do not fit its tensors") from error
         width = values.get("hidden_dim")
         if width is None and "multiple_of" in values:
-            require(values, {"multiple_of": SIZE})
             multiple_of = values["multiple_of"]  # 2/3 of 4 dim, rounded up to a multiple
             width = multiple_of * -(-int(2 * (4 * values["dim"]) / 3) // multiple_of)
         claims = {
@@ -195,35 +217,33 @@ def read_llama_config(path: Path) -> dict[str, Any]:
         kind = values.get("model_type")
         if kind not in ARCHITECTURES or (kind == "minimind" and "use_flash_attn" in values):
             raise CheckpointError(f"has model_type = {shown(kind)}, not llama or qwen3")
-        require(values, LLAMA_CONFIG)
+        validate(LlamaShape, values)
         for name, supported in FIXED.items():
             if values.get(name, supported) not in (supported, None):
                 raise CheckpointError(
                     f"has {name} = {shown(values[name])}, which MiniMind does not support"
                 )
-        theta = _rope_theta(values)
         heads = values["num_attention_heads"]
-        keys = {"num_key_value_heads": values.get("num_key_value_heads") or heads}
-        tie = {"tie_word_embeddings": values.get("tie_word_embeddings", False)}
-        require(keys, {"num_key_value_heads": SIZE})
-        require(tie, {"tie_word_embeddings": YES_OR_NO})
+        others = {
+            "num_key_value_heads": values.get("num_key_value_heads") or heads,
+            "tie_word_embeddings": values.get("tie_word_embeddings", False),
+            "rope_theta": _rope_theta(values),
+        }
         head_dim = values.get("head_dim") or values["hidden_size"] // heads
         if head_dim * heads != values["hidden_size"]:
             raise CheckpointError(
                 f"has heads of {shown(head_dim)} channels, and MiniMind's have hidden_size / heads"
             )
-        ids = {}
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = values.get(name)  # the first of several
-            ids[name] = value[0] if type(value) is list and value else value
-        require(ids, dict.fromkeys(ids, or_null(COUNT)))
+            others[name] = value[0] if type(value) is list and value else value
+        validate(LlamaDefaults, others)
     norms = {"qk_norm": True} if ARCHITECTURES[kind] else {}
-    shape = {name: values[name] for name in LLAMA_CONFIG}
-    return {**shape, **keys, **tie, **ids, **norms, "rope_theta": theta}
+    return {**{name: values[name] for name in LlamaShape.model_fields}, **others, **norms}
 
 
-def _rope_theta(values: Mapping[str, Any]) -> float:
-    """The rotary base; raise CheckpointError for scaled rotations."""
+def _rope_theta(values: Mapping[str, Any]) -> Any:
+    """The rotary base, not validated; raise CheckpointError for scaled rotations."""
     parameters = values.get("rope_parameters") or {}
     scaling = values.get("rope_scaling")
     is_object = type(parameters) is dict
@@ -232,6 +252,4 @@ def _rope_theta(values: Mapping[str, Any]) -> float:
         raise CheckpointError(
             f"has scaled rotations ({shown(scaling or kind)}), which MiniMind does not support"
         )
-    theta: dict[str, Any] = {"rope_theta": parameters.get("rope_theta", values.get("rope_theta"))}
-    require(theta, {"rope_theta": ABOVE_0})
-    return theta["rope_theta"]
+    return parameters.get("rope_theta", values.get("rope_theta"))

@@ -21,7 +21,7 @@ from minimind.checkpoint.reader import Contents
 from minimind.checkpoint.tensor_files import Part, readable
 from minimind.engine.optimizer_state import MASTER
 from minimind.errors import CheckpointError, NumericError
-from minimind.runtime.checked_json import FILE_NAME, OBJECT, read_object, require, shown
+from minimind.runtime.checked_json import CheckedJson, FileName, read_object, shown, validate
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -183,16 +183,18 @@ def check_shapes(source: TensorSource, path: Path, expected: Mapping[str, list[i
         )
 
 
+class WeightIndex(CheckedJson):
+    """The file of each tensor, beside the index."""
+
+    weight_map: dict[str, FileName]
+
+
 def _read_index(index: Path) -> list[Path]:
     """The files that an index lists, all in its own directory."""
     with readable(index, REPLACE):
         content, _ = read_object(index)
-        require(content, {"weight_map": OBJECT})
-        names = {*content["weight_map"].values()} if content["weight_map"] else set()
-        for name in names:
-            if type(name) is not str or not FILE_NAME.fullmatch(name):
-                raise CheckpointError(f"names a file outside its folder: {shown(name)}")
-    return [index.with_name(name) for name in sorted(names)]
+        validate(WeightIndex, content)
+    return [index.with_name(name) for name in sorted({*content["weight_map"].values()})]
 
 
 def open_pickled(path: Path) -> TensorSource:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import stat
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from minimind.errors import CheckpointError
 
@@ -17,67 +16,32 @@ MAX_BYTES = 8 * 2**20  # of a JSON file; the manifest of 10,000 ranks takes a qu
 MAX_DEPTH = 32
 MAX_INTEGER = 2**53
 ELSEWHERE = "resume from another checkpoint"
+PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-SHA256 = re.compile(r"[0-9a-f]{64}")
+
+Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
+Count = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
+Size = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
+Positive = Annotated[float, Field(gt=0)]
+FileName = Annotated[str, Field(pattern=f"^{FILE_NAME.pattern}$")]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Shape = Annotated[list[Size], Field(max_length=8)]
+
+
+class CheckedJson(BaseModel):
+    """Base of the models of untrusted JSON: no conversions, finite numbers."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class ClosedJson(CheckedJson):
+    """An object with no other fields."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 class Unreadable(CheckpointError):
     """A file exists but cannot be read (permissions, disk, network). It may be intact."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A type of value: its description and its test."""
-
-    description: str
-    holds: Callable[[Any], bool]
-
-
-def _whole(value: Any) -> bool:
-    return type(value) is int and -MAX_INTEGER <= value <= MAX_INTEGER
-
-
-def _count(value: Any) -> bool:
-    return _whole(value) and value >= 0
-
-
-def _number(value: Any) -> bool:
-    return _whole(value) or (type(value) is float and math.isfinite(value))
-
-
-WHOLE = Kind("a whole number", _whole)
-COUNT = Kind("a whole number from 0", _count)
-SIZE = Kind("a whole number from 1", lambda value: _count(value) and value > 0)
-NUMBER = Kind("a number", _number)
-AT_LEAST_0 = Kind("a number from 0", lambda value: _number(value) and value >= 0)
-ABOVE_0 = Kind("a number above 0", lambda value: _number(value) and value > 0)
-YES_OR_NO = Kind("true or false", lambda value: type(value) is bool)
-OBJECT = Kind("an object", lambda value: type(value) is dict)
-OBJECTS = Kind(
-    "an object of objects",
-    lambda value: type(value) is dict and all(type(v) is dict for v in value.values()),
-)
-LIST = Kind("a list", lambda value: type(value) is list)
-SIZES = Kind(
-    "a list of sizes from 1", lambda value: type(value) is list and all(map(SIZE.holds, value))
-)
-WEIGHTS = Kind(
-    "a list of numbers above 0",
-    lambda value: type(value) is list and all(map(ABOVE_0.holds, value)),
-)
-DIGEST = Kind("a sha256", lambda value: type(value) is str and bool(SHA256.fullmatch(value)))
-NAME = Kind("the name of a file", lambda value: type(value) is str)
-SHAPE = Kind(
-    "a list of up to 8 sizes",
-    lambda value: (
-        type(value) is list and len(value) <= 8 and all(_count(v) and v > 0 for v in value)
-    ),
-)
-
-
-def or_null(kind: Kind) -> Kind:
-    """`kind` or null."""
-    return Kind(f"{kind.description} or null", lambda value: value is None or kind.holds(value))
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -117,15 +81,21 @@ def _children(value: Any) -> Any:
     return value if type(value) is list else ()
 
 
-def require(values: dict[str, Any], kinds: dict[str, Kind], where: str = "") -> None:
-    """Raise CheckpointError for the first of `kinds` that is missing or of another type."""
-    for name, kind in kinds.items():
-        if name not in values:
-            raise CheckpointError(f"has no {where}{name}")
-        if not kind.holds(values[name]):
-            raise CheckpointError(
-                f"has {where}{name} = {shown(values[name])}, not {kind.description}"
-            )
+def validate(model: type[BaseModel], values: dict[str, Any], where: str = "") -> None:
+    """Raise CheckpointError for the first field that `model` refuses; `where` prefixes its name."""
+    try:
+        model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = [str(part) for part in first["loc"] if part != "[key]"]
+        name = where + ".".join(part if PLAIN.fullmatch(part) else shown(part) for part in path)
+        if first["type"] == "missing":
+            raise CheckpointError(f"has no {name}") from error
+        if first["type"] == "extra_forbidden":
+            raise CheckpointError(f"has the unknown field {name}") from error
+        requirement = re.sub(r"^\w+ ", "which ", first["msg"])
+        value = "" if "[key]" in first["loc"] else f" = {shown(first['input'])}"
+        raise CheckpointError(f"has {name}{value}, {requirement}") from error
 
 
 def shown(value: Any) -> str:
@@ -140,7 +110,7 @@ def require_listed(manifest: dict[str, Any], path: Path) -> None:
         raise CheckpointError(f"{path}: is not listed in the manifest; {ELSEWHERE}")
 
 
-def told_by_config(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+def read_checkpoint_config(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the `config.json` of a checkpoint; raise CheckpointError, naming the file."""
     path = directory / "config.json"
     require_listed(manifest, path)

@@ -205,7 +205,7 @@ def test_a_configuration_of_too_many_experts_is_refused(runs: Path, tmp_path: Pa
     manifest = json.loads((path / "manifest.json").read_text())
     claimed = json.loads((path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**claimed, "n_routed_experts": number}))
-    with pytest.raises(CheckpointError, match=r"n_routed_experts.* a whole number up to 1024"):
+    with pytest.raises(CheckpointError, match=r"n_routed_experts = .*, which should be "):
         read_config(tmp_path, manifest)
 
 

@@ -3,28 +3,106 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from minimind.errors import DataError
+from pydantic import Field
+
+from minimind.errors import CheckpointError, DataError
+from minimind.runtime.checked_json import CheckedJson, ClosedJson, Count, Positive, validate
 from minimind.runtime.durable_files import fingerprint, sha256_of
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2  # raise it when the same text would give other files
 SPLITS = ("train", "val")
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
-SHARD_NAME = re.compile(r"(train|val)-\d{5,9}\.bin")
-OWN_FILE = re.compile(r"(tokenizer/)?[A-Za-z0-9_]+\.[a-z]+")
-WHOLE: dict[str, type] = {"dtype": str, "vocab_size": int, "eos_id": int, "documents": int}
-WHOLE |= {"tokenizer": str, "fingerprint": str, "options": dict, "splits": dict, "sources": list}
-WHOLE |= {"rejected": dict, "files": dict}
-SPLIT: dict[str, type] = {"tokens": int, "documents": int, "text_bytes": int, "shards": list}
-SHARD: dict[str, type] = {"name": str, "tokens": int, "documents": int, "bytes": int}
-SHARD |= {"sha256": str, "index_sha256": str, "source": int}
-SOURCE: dict[str, type] = {"name": str, "documents": int, "tokens": dict, "text_bytes": int}
-SOURCE |= {"rejected": int, "sha256": str, "inputs": list}
-OPTIONS: dict[str, type] = {"text_field": str, "max_document_bytes": int, "val_fraction": float}
+
+
+class Shard(CheckedJson):
+    """A file of tokens, and its file of document ends."""
+
+    name: Annotated[str, Field(pattern=r"^(train|val)-[0-9]{5,9}\.bin$")]
+    tokens: Count
+    documents: Count
+    bytes: Count
+    sha256: str
+    index_sha256: str
+    source: Count
+
+
+class Split(CheckedJson):
+    """The training rows or the held-out rows."""
+
+    tokens: Count
+    documents: Count
+    text_bytes: Count
+    shards: list[Shard]
+
+
+class SplitCounts(CheckedJson):
+    """A number of each split."""
+
+    train: Count
+    val: Count
+
+
+class SourceFile(CheckedJson):
+    """A file of text."""
+
+    path: str
+    bytes: Count
+
+
+class Source(CheckedJson):
+    """A source of the mixture."""
+
+    name: str
+    documents: Count
+    tokens: SplitCounts
+    text_bytes: Count
+    rejected: Count
+    sha256: str
+    inputs: list[SourceFile]
+    split_bytes: SplitCounts = SplitCounts(train=0, val=0)  # of text; absent in early folders
+    weight: Positive | None = None
+
+
+class Options(ClosedJson):
+    """The options that determine the tokens."""
+
+    text_field: str
+    max_document_bytes: Count
+    val_fraction: float
+
+
+class Rejected(CheckedJson):
+    """Documents that were left out."""
+
+    count: Count
+    first: str
+
+
+class Splits(CheckedJson):
+    """Both splits."""
+
+    train: Split
+    val: Split
+
+
+class DatasetManifest(CheckedJson):
+    """`manifest.json` of a folder of shards."""
+
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: Count
+    eos_id: Count
+    documents: Count
+    tokenizer: str
+    fingerprint: str
+    options: Options
+    splits: Splits
+    sources: list[Source]
+    rejected: Rejected
+    files: dict[Annotated[str, Field(pattern=r"^(tokenizer/)?[A-Za-z0-9_]+\.[a-z]+$")], str]
 
 
 def index_name(shard: dict[str, Any]) -> str:
@@ -62,8 +140,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             raise ValueError(f"it is of version {found!r}, this version reads {FORMAT_VERSION}")
         if seal({k: v for k, v in manifest.items() if k != "sha256"}) != manifest:
             raise ValueError("it does not match its own sha256")
-        _require_sound(manifest)
-    except (OSError, ValueError, RecursionError) as error:
+        validate(DatasetManifest, manifest)
+        _require_matching_shards(manifest)
+    except (OSError, ValueError, RecursionError, CheckpointError) as error:
         raise DataError(
             f"{path}: cannot be read ({error}); delete the directory to build it again"
         ) from error
@@ -88,47 +167,13 @@ def require_untouched(directory: Path, manifest: dict[str, Any]) -> None:
                 )
 
 
-def _require(facts: Any, kinds: dict[str, type], where: str) -> None:
-    if not isinstance(facts, dict):
-        raise ValueError(f"{where} is no object")
-    for name, kind in kinds.items():
-        value = facts.get(name)
-        if type(value) is not kind or (type(value) is int and value < 0):
-            raise ValueError(f"{where}.{name} = {str(value)[:40]!r}")
-
-
-def _require_sound(manifest: dict[str, Any]) -> None:
-    """Raise ValueError for the first invalid value."""
-    _require(manifest, WHOLE, "manifest")
-    _require(manifest["options"], OPTIONS, "options")
-    _require(manifest["rejected"], {"count": int, "first": str}, "rejected")
-    if manifest["dtype"] not in ITEM_BYTES or len(manifest["options"]) != len(OPTIONS):
-        raise ValueError(f"dtype = {manifest['dtype']!r}, options = {[*manifest['options']]}")
-    for source in manifest["sources"]:
-        _require(source, SOURCE, "source")
-        _require(source["tokens"], dict.fromkeys(SPLITS, int), "source.tokens")
-        if "split_bytes" in source:  # of text; the first folders of this version do not tell
-            _require(source["split_bytes"], dict.fromkeys(SPLITS, int), "source.split_bytes")
-        weight = source.get("weight")
-        if not (weight is None or (type(weight) is float and 0 < weight < float("inf"))):
-            raise ValueError(f"source.weight = {weight!r}")
-        for given in source["inputs"]:
-            _require(given, {"path": str, "bytes": int}, "input")
-    for name, digest in manifest["files"].items():
-        if not OWN_FILE.fullmatch(name) or type(digest) is not str:
-            raise ValueError(f"files has {name[:40]!r}")
+def _require_matching_shards(manifest: dict[str, Any]) -> None:
+    """Raise ValueError for a shard whose size or source does not fit the manifest."""
     for split in SPLITS:
-        _require(manifest["splits"].get(split), SPLIT, split)
-        _require_sound_shards(manifest, manifest["splits"][split]["shards"])
-
-
-def _require_sound_shards(manifest: dict[str, Any], shards: list[Any]) -> None:
-    last = 0
-    for shard in shards:
-        _require(shard, SHARD, "shard")
-        size = shard["tokens"] * ITEM_BYTES[manifest["dtype"]]
-        if not SHARD_NAME.fullmatch(shard["name"]) or shard["bytes"] != size:
-            raise ValueError(f"shard {shard['name'][:40]!r} has {shard['bytes']} bytes")
-        if not last <= shard["source"] < len(manifest["sources"]):
-            raise ValueError(f"shard {shard['name']} is of source {shard['source']}")
-        last = shard["source"]
+        last = 0
+        for shard in manifest["splits"][split]["shards"]:
+            if shard["bytes"] != shard["tokens"] * ITEM_BYTES[manifest["dtype"]]:
+                raise ValueError(f"shard {shard['name']} has {shard['bytes']} bytes")
+            if not last <= shard["source"] < len(manifest["sources"]):
+                raise ValueError(f"shard {shard['name']} is of source {shard['source']}")
+            last = shard["source"]

@@ -61,7 +61,7 @@ def prepare_folder(
             begin.enter_context(held(out, "begin", fcntl.LOCK_EX))
             if is_locked_by_anyone(out, "work"):
                 _require_same(settings, draft, f"another prepare is at work on {out}", WAIT)
-            lock = stack.enter_context(held(out, "work", fcntl.LOCK_SH))
+            stack.enter_context(held(out, "work", fcntl.LOCK_SH))
             if is_prepared(out) and not force:
                 return _open_finished(settings, place)  # written by another job meanwhile
             if share:
@@ -69,7 +69,7 @@ def prepare_folder(
             work = _start_work(request, plan, settings, draft)
             begin.close()
             if not is_prepared(draft):  # or it was killed while it cleared up
-                encode_plan(work, share or (0, 1), request.processes, request.progress, [lock])
+                encode_plan(work, share or (0, 1), request.processes, request.progress)
         return None if share else _merged(work, settings, place, request.max_bad_fraction)
 
 

@@ -1,18 +1,13 @@
-"""Encode the work units of a plan into shards, on any number of processes.
+"""Encode a work unit of a plan into shards.
 
-    python -m minimind.data.prepare.encode DIRECTORY [--share I/N]
-
-is the command of the helper processes of `prepare`. The marker of a unit is written last, so that a
-killed preparation resumes with the units that have none.
+Its marker is written last, so that a killed preparation resumes with the units that have none.
 """
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import gc
 import json
-import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -26,11 +21,9 @@ import numpy as np
 
 from minimind.data.loader.manifest import SPLITS, is_whole
 from minimind.data.loader.token_shards import ShardWriter, token_dtype
-from minimind.data.prepare.plan_file import PLAN_NAME
 from minimind.data.prepare.unit_reader import Batch, UnitReader
 from minimind.data.prepare.work_units import Plan, Unit
-from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
-from minimind.errors import RunError
+from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.runtime.durable_files import canonical_json, storing, sync_directory, write_whole
 
 TOKENIZER_NAME = "tokenizer"
@@ -49,9 +42,7 @@ class Work:
     tokenizer: AnyTokenizer
     is_strict: bool  # the first rejection is an error
     threads: int = 1
-    report_bytes: Callable[[int], None] = lambda _: (
-        None
-    )  # bytes of input done since it was last called
+    report_bytes: Callable[[int], object] = lambda _: None  # bytes of input since the last call
     overlap_task: Callable[[], object] = lambda: None  # called while the end of a unit is tokenized
 
     def path(self, kind: str, number: int) -> Path:
@@ -88,17 +79,17 @@ class Work:
         write_whole(self.path("unit", unit.number), marker)
 
 
-def encode_share(work: Work, share: tuple[int, int] = (0, 1)) -> None:
-    """Encode all units of the share; those claimed by other processes come last."""
-    part, parts = share
-    own = [unit for unit in work.plan.units if unit.number % parts == part]
-    for waiting in (False, True):
-        for unit in own:
-            if work.done(unit):
-                continue
-            with _claimed(work.path("claim", unit.number), waiting) as is_ours:
-                if is_ours and not work.done(unit):
-                    encode_unit(work, unit)
+def encode_unclaimed(work: Work, unit: Unit, waiting: bool) -> bool:
+    """Encode a unit if it is not done; return False if another process has claimed it.
+
+    With `waiting`, wait for that process.
+    """
+    with _claimed(work.path("claim", unit.number), waiting) as is_ours:
+        if is_ours and work.done(unit):
+            work.report_bytes(unit.bytes)
+        elif is_ours:
+            encode_unit(work, unit)
+        return is_ours
 
 
 @contextmanager
@@ -149,7 +140,6 @@ def encode_unit(work: Work, unit: Unit) -> None:
             "sha256": reader.digest.hexdigest(),
         }
         work.mark(unit, found)
-    work.report_bytes(-reader.reported)  # the finished unit is visible on disk now
 
 
 @contextmanager
@@ -200,40 +190,3 @@ def _taken(
         found, ids = waiting.popleft()
         yield found, ids.result()
         del found, ids
-
-
-def parse_share(text: str) -> tuple[int, int]:
-    """Parse `I/N` to (i, n), with i from 0; raise ArgumentTypeError otherwise."""
-    part, slash, parts = text.partition("/")
-    if not (slash and part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no I/N with I from 0 to N - 1")
-    return int(part), int(parts)
-
-
-def main() -> int:
-    """Entry point of a helper: encode the remaining units; report errors as a line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--share", type=parse_share, default=(0, 1))
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--strict", action="store_true")
-    args = parser.parse_args()
-    try:
-        plan = Plan.from_json(json.loads((args.directory / PLAN_NAME).read_bytes()))
-        tokenizer = load_tokenizer(args.directory / TOKENIZER_NAME)
-        parent = os.getppid()
-
-        def follow(_: int) -> None:
-            if os.getppid() != parent:  # it was killed, and another command may start here
-                os._exit(RunError.status)
-
-        work = Work(args.directory, plan, tokenizer, args.strict, args.threads, follow)
-        encode_share(work, args.share)
-    except RunError as error:
-        print(json.dumps([type(error).__name__, str(error)]))
-        return error.status
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -85,7 +85,7 @@ class UnitReader:
         options: Options,
         is_strict: bool,
         listed: Path,
-        report_bytes: Callable[[int], None],
+        report_bytes: Callable[[int], object],
     ) -> None:
         self.unit = unit
         self.options = options

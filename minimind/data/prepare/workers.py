@@ -3,124 +3,120 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tqdm import tqdm
 
-import minimind.errors as errors
-from minimind.config.run_config import PROJECT
-from minimind.data.prepare.encode import Work, encode_share
-from minimind.data.prepare.work_units import Unit
+from minimind.data.prepare.encode import TOKENIZER_NAME, Work, encode_unclaimed
+from minimind.data.prepare.plan_file import PLAN_NAME
+from minimind.data.prepare.work_units import Plan, Unit
+from minimind.data.tokenizer.load import load_tokenizer
+from minimind.errors import RunError
 
 THREADS = 8  # tokenizing threads of a process; its reader keeps up with about as many
-POLL_INTERVAL = 0.5  # seconds
 
 
 def encode_plan(
-    work: Work,
-    share: tuple[int, int] = (0, 1),
-    processes: int | None = None,
-    progress: bool = True,
-    inherited: Sequence[int] = (),
+    work: Work, share: tuple[int, int] = (0, 1), processes: int | None = None, progress: bool = True
 ) -> None:
-    """Encode a share of the units on all cores; raise the error of the first process to fail.
+    """Encode a share of the units on all cores; raise the first error of any process.
 
-    The directory has the plan and the tokenizer, for the other processes to read; locks that they
-    must keep, should this one be killed, are `inherited`.
+    Several processes read the plan and the tokenizer from the directory.
     """
+    part, parts = share
+    units = [unit for unit in work.plan.units if unit.number % parts == part]
+    left = [unit for unit in units if not work.done(unit)]
     cores = len(os.sched_getaffinity(0))
-    units = [unit for unit in work.plan.units if unit.number % share[1] == share[0]]
-    processes = processes or min(-(-cores // THREADS), max(1, len(units)))
-    threads = max(1, cores // processes)
-    done = sum(unit.bytes for unit in units if work.done(unit))
-    left = sum(unit.bytes for unit in units) - done
-    with ExitStack() as stack:
-        command = [sys.executable, "-m", "minimind.data.prepare.encode", str(work.directory)]
-        command += ["--share", f"{share[0]}/{share[1]}", "--threads", str(threads)]
-        command += ["--strict"] if work.is_strict else []
-        helpers = [stack.enter_context(_started(command, inherited)) for _ in range(processes - 1)]
-        silent = not (progress and sys.stderr.isatty())
-        options = {"desc": "tokenizing", "unit": "B", "unit_scale": True, "disable": silent}
-        bar = tqdm(total=done + left, initial=done, **options)
-        look = _Look(work, units, helpers, stack.enter_context(bar))
-        own = replace(work, threads=threads, report_bytes=look.report_bytes)
-        if share == (0, 1):  # which `merge` requires next
-            own = replace(own, overlap_task=lambda: work.tokenizer.exported)
-        encode_share(own, share)
-        for helper in helpers:
-            helper.wait()
-        look.look()
+    processes = min(processes or -(-cores // THREADS), max(1, len(left)))
+    work = replace(work, threads=max(1, cores // processes))
+    if share == (0, 1):  # which `merge` requires next
+        work = replace(work, overlap_task=lambda: work.tokenizer.exported)
+    total, remaining = (sum(unit.bytes for unit in group) for group in (units, left))
+    silent = not (progress and sys.stderr.isatty())
+    options = {"desc": "tokenizing", "unit": "B", "unit_scale": True, "disable": silent}
+    with tqdm(total=total, initial=total - remaining, **options) as bar:
+        if processes > 1:
+            return _encode_in_processes(work, left, processes, bar)
+        work = replace(work, report_bytes=bar.update)
+        for waiting in (False, True):  # units that other commands have claimed come last
+            left = [unit for unit in left if not encode_unclaimed(work, unit, waiting)]
+
+
+def _encode_in_processes(work: Work, left: list[Unit], processes: int, bar: tqdm[Any]) -> None:
+    others = multiprocessing.active_children()
+    context = multiprocessing.get_context("spawn")  # a forked child may inherit a held lock
+    pool = ProcessPoolExecutor(processes, context, _end_with_parent)
+    settings = (work.directory, work.is_strict, work.threads)
+    try:
+        for waiting in (False, True):
+            with _spawning():
+                futures = {pool.submit(_encode, settings, unit, waiting): unit for unit in left}
+            work.overlap_task()
+            for future in as_completed(futures):
+                if future.result():
+                    left.remove(futures[future])
+                    bar.update(futures[future].bytes)
+    except BrokenProcessPool as error:
+        raise RunError(
+            "a process that tokenises was killed, perhaps for lack of memory; run the same command"
+            " again, perhaps with --processes 1"
+        ) from error
+    except BaseException:
+        for process in multiprocessing.active_children():
+            if process not in others:
+                process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
-def _started(command: list[str], inherited: Sequence[int]) -> Iterator[subprocess.Popen[str]]:
-    """Start a helper process that ends with the block; only the block handles Ctrl-C."""
-    package = [str(PROJECT), os.environ.get("PYTHONPATH", "")]  # for any working directory
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, package))}
-    # Helpers inherit the blocked SIGINT, so only this process handles Ctrl-C.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _spawning() -> Iterator[None]:
+    """Start processes that ignore Ctrl-C and do not import the main module.
+
+    The main module may be a user's script without `if __name__ == "__main__":`.
+    """
+    main = sys.modules["__main__"]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited
+    sys.modules["__main__"] = ModuleType("__main__")
     try:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=environ, pass_fds=tuple(inherited)
-        )
+        yield
     finally:
+        sys.modules["__main__"] = main
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
-class _Look:
-    """Updates the progress bar for all processes, and stops the work if one has failed."""
+def _end_with_parent() -> None:
+    """Exit as soon as the parent has ended, even by SIGKILL: another command may start then."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
 
-    def __init__(
-        self, work: Work, units: list[Unit], helpers: list[subprocess.Popen[str]], bar: tqdm[Any]
-    ) -> None:
-        self.work = work
-        self.helpers = helpers
-        self.bar = bar
-        self._left = units
-        self._own = 0  # bytes of the current unit of this process
-        self._done = 0
-        self._last = 0.0
+    def follow() -> None:
+        parent.join()
+        os._exit(RunError.status)
 
-    def report_bytes(self, size: int) -> None:
-        """Add `size` bytes done by this process."""
-        self._own += size
-        if time.monotonic() - self._last >= POLL_INTERVAL:
-            self.look()
-
-    def look(self) -> None:
-        """Update from the files of all processes."""
-        self._last = time.monotonic()
-        finished = [unit for unit in self._left if self.work.done(unit)]
-        self._left = [unit for unit in self._left if unit not in finished]
-        self._done += sum(unit.bytes for unit in finished)
-        self.bar.n = min(self._done + self._own, self.bar.total)
-        self.bar.refresh()
-        for helper in self.helpers:
-            if helper.poll():
-                _raise(helper.stdout.read() if helper.stdout else "", helper.returncode)
+    threading.Thread(target=follow, daemon=True).start()
 
 
-def _raise(message: str, status: int) -> None:
-    """Raise the error that a helper reported."""
-    try:
-        kind, message = json.loads(message)
-    except ValueError:
-        how = f"status {status}" if status > 0 else f"signal {-status}, perhaps for lack of memory"
-        raise errors.RunError(
-            f"a process that tokenises ended with {how}; run the same command again, perhaps with"
-            " --processes 1"
-        ) from None
-    raise getattr(errors, kind)(message)
+def _encode(settings: tuple[Path, bool, int], unit: Unit, waiting: bool) -> bool:
+    """Encode a unit in a worker process."""
+    return encode_unclaimed(_load(*settings), unit, waiting)
+
+
+@cache
+def _load(directory: Path, is_strict: bool, threads: int) -> Work:
+    plan = Plan.from_json(json.loads((directory / PLAN_NAME).read_bytes()))
+    return Work(directory, plan, load_tokenizer(directory / TOKENIZER_NAME), is_strict, threads)

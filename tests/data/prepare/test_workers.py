@@ -1,10 +1,13 @@
-"""The processes that encode beside the first one: what they get from it, and what they do not."""
+"""The worker processes of a preparation."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +15,9 @@ import numpy as np
 import pytest
 
 from minimind.cli.main import main
+from minimind.config.run_config import PROJECT
 from minimind.data.loader.token_shards import ShardWriter
 from minimind.data.prepare.unit_reader import Batch, UnitReader
-from minimind.data.prepare.workers import _started
 from minimind.data.tokenizer.sentencepiece import Tokenizer
 from tests.conftest import sentences
 
@@ -49,17 +52,68 @@ def test_the_export_is_made_while_the_end_is_tokenised_and_not_for_a_share(
     assert told[:4] == ["read", "export", "add", "add"]
 
 
-def test_a_helper_does_not_hear_of_ctrl_c_and_the_first_process_does():
-    code = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
-    with _started([sys.executable, "-c", code], []) as process:
-        assert process.communicate()[0] == "True\n"
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+def text_file(folder: Path, documents: int) -> str:
+    path = folder / "t.jsonl"
+    path.write_text("".join(f"{json.dumps({'text': t})}\n" for t in sentences(1, documents)))
+    return str(path)
 
 
-def test_a_helper_keeps_the_locks_of_a_first_process_that_is_killed(tmp_path: Path):
-    path = tmp_path / "lock"
-    lock = os.open(path, os.O_RDWR | os.O_CREAT)
-    code = f"import os; print(os.path.samestat(os.fstat({lock}), os.stat({str(path)!r})))"
-    with _started([sys.executable, "-c", code], [lock]) as process:
-        assert process.communicate()[0] == "True\n"
-    os.close(lock)
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {
+        p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.suffix in (".bin", ".idx")
+    }
+
+
+def test_a_script_without_a_main_guard_prepares_with_several_processes(tmp_path: Path):
+    """The worker processes do not import the script that started them."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pathlib, sys\n"
+        "pathlib.Path(sys.argv[1]).open('a').write('started\\n')\n"
+        "from minimind.cli.main import main\n"
+        "sys.exit(main(sys.argv[2:]))\n"
+    )
+    words = ["prepare", text_file(tmp_path, 3_000), "--vocab_size", "512", "--shard_bytes", "20000"]
+    starts = tmp_path / "starts"
+    for n in ("1", "3"):
+        command = [sys.executable, script, starts, *words, "--out", tmp_path / n, "--processes", n]
+        subprocess.run(
+            command, check=True, timeout=120, env={**os.environ, "PYTHONPATH": str(PROJECT)}
+        )
+    assert starts.read_text() == "started\n" * 2
+    assert bytes_of(tmp_path / "1") == bytes_of(tmp_path / "3")
+    assert len(bytes_of(tmp_path / "1")) > 3
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize(
+    ("stop", "victim"),
+    [(signal.SIGKILL, "parent"), (signal.SIGINT, "parent"), (signal.SIGKILL, "worker")],
+)
+def test_no_worker_survives_and_the_next_start_finishes(
+    stop: signal.Signals, victim: str, tmp_path: Path
+):
+    command = [sys.executable, "-m", "minimind", "prepare", text_file(tmp_path, 30_000)]
+    command += ["--vocab_size", "512", "--shard_bytes", "50000", "--processes", "2"]
+    command += ["--out", str(tmp_path / "out")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        workers: list[int] = []
+        while len(workers) < 3 or not list((tmp_path / "out.part").glob("unit-*.json")):
+            assert process.poll() is None
+            workers = children(process.pid)  # with the resource tracker
+            time.sleep(0.01)
+        os.kill(process.pid if victim == "parent" else workers[-1], stop)
+        errors = process.communicate(timeout=60)[1]
+    expected = {"worker": 70, "parent": -9 if stop == signal.SIGKILL else 130}[victim]
+    assert process.returncode == expected, errors
+    assert "Traceback" not in errors
+    if victim == "worker":
+        assert "--processes 1" in errors
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert subprocess.run(command, timeout=120).returncode == 0
