@@ -57,7 +57,7 @@ def _compare_buffers(a: Contents, b: Contents) -> Iterator[str]:
 
 
 def _compare_kind(kind: str, a: Contents, b: Contents) -> Iterator[str]:
-    there = [contents.runs.kinds.get(kind, set()) for contents in (a, b)]
+    there = [contents.shards.kinds.get(kind, set()) for contents in (a, b)]
     for side, own, others in (("first", *there), ("second", *reversed(there))):
         if missing := len(own - others):
             yield f"{kind}: {missing} parameters have it only in the {side}"

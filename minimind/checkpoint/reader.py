@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from minimind.checkpoint.directory import read_manifest
-from minimind.checkpoint.tensor_files import BUFFERS, RunFiles, readable
+from minimind.checkpoint.tensor_files import BUFFERS, ShardFiles, readable
 from minimind.checkpoint.validation import read_state
 from minimind.engine.optimizer_state import MASTER
 from minimind.errors import CheckpointError
@@ -20,13 +20,13 @@ from minimind.runtime.checked_json import ELSEWHERE, require_listed
 WITHOUT_STEP = ("momentum_buffer",)  # of SGD, which counts no updates
 
 
-def require_optimizer_step(runs: RunFiles, step: int, state: dict[str, Any]) -> None:
+def require_optimizer_step(shards: ShardFiles, step: int, state: dict[str, Any]) -> None:
     """Raise CheckpointError if an optimizer that counts updates has counted none."""
-    counting = {*runs.kinds} - {MASTER, *WITHOUT_STEP}
+    counting = {*shards.kinds} - {MASTER, *WITHOUT_STEP}
     updates = state["optimizer_step"]
     if counting and step > state["counters"]["skipped_steps"] and not updates:
         raise CheckpointError(
-            f"{runs.directory}/state.json: has optimizer_step = {updates} at step {step}, though"
+            f"{shards.directory}/state.json: has optimizer_step = {updates} at step {step}, though"
             f" {min(counting)} is there; {ELSEWHERE}"
         )
 
@@ -46,18 +46,18 @@ class Contents:
         require_listed(self.manifest, directory / BUFFERS)
         with readable(directory / BUFFERS):
             self.buffers = safe_open(directory / BUFFERS, framework="pt")
-        self.runs = RunFiles(directory, self.manifest["world_size"])
-        self.runs.require_whole(self.shapes)
-        moments = [names for kind, names in self.runs.kinds.items() if kind != MASTER]
+        self.shards = ShardFiles(directory, self.manifest["world_size"])
+        self.shards.require_whole(self.shapes)
+        moments = [names for kind, names in self.shards.kinds.items() if kind != MASTER]
         if any(names != moments[0] for names in moments):
             odd = sorted(set().union(*moments) - set.intersection(*moments))[0]
             raise CheckpointError(f"{directory}: not every moment of {odd!r} is there")
-        require_optimizer_step(self.runs, self.manifest["step"], self.state)
+        require_optimizer_step(self.shards, self.manifest["step"], self.state)
 
     def require_finite(self) -> None:
         """Read all tensors; raise CheckpointError for the first with non-finite values."""
         for kind in self.kinds:
-            for name in sorted(self.runs.kinds[kind]):
+            for name in sorted(self.shards.kinds[kind]):
                 if not torch.isfinite(self.read(kind, name)).all():
                     raise CheckpointError(
                         f"{self.directory}: {kind} of {name!r} has numbers that are not finite"
@@ -66,9 +66,9 @@ class Contents:
     @property
     def kinds(self) -> list[str]:
         """`fp32` and the moments present."""
-        return sorted(self.runs.kinds, key=lambda kind: (kind != MASTER, kind))
+        return sorted(self.shards.kinds, key=lambda kind: (kind != MASTER, kind))
 
     def read(self, kind: str, name: str) -> Tensor:
         """Read a tensor as float32 in the parameter's shape."""
         shape = self.shapes[name]
-        return self.runs.read(kind, name, 0, math.prod(shape)).view(shape)
+        return self.shards.read(kind, name, 0, math.prod(shape)).view(shape)

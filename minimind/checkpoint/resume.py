@@ -25,7 +25,7 @@ from minimind.checkpoint.directory import (
 )
 from minimind.checkpoint.reader import Contents, require_optimizer_step
 from minimind.checkpoint.saver import shapes
-from minimind.checkpoint.tensor_files import BUFFERS, RunFiles, read_buffers
+from minimind.checkpoint.tensor_files import BUFFERS, ShardFiles, read_buffers
 from minimind.checkpoint.train_state import TrainState
 from minimind.checkpoint.validation import read_state
 from minimind.engine.build import Engine
@@ -147,10 +147,10 @@ def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) ->
         require_listed(manifest, path / BUFFERS)
         own = dict(engine.model.named_buffers())
         buffers = read_buffers(path / BUFFERS, own)
-        runs = RunFiles(path, manifest["world_size"])
-        runs.require_whole(about["parameters"])
-        require_optimizer_step(runs, manifest["step"], about)
-        held.fill(runs.read, about["optimizer_step"])
+        shards = ShardFiles(path, manifest["world_size"])
+        shards.require_whole(about["parameters"])
+        require_optimizer_step(shards, manifest["step"], about)
+        held.fill(shards.read, about["optimizer_step"])
         for name, value in buffers.items():
             own[name].copy_(value)
 

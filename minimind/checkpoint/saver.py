@@ -23,7 +23,7 @@ from minimind.checkpoint.directory import (
     step_directory,
     write_manifest,
 )
-from minimind.checkpoint.tensor_files import BUFFERS, Staging, write_runs, write_tensors
+from minimind.checkpoint.tensor_files import BUFFERS, Staging, write_slices, write_tensors
 from minimind.checkpoint.train_state import TrainState
 from minimind.checkpoint.validation import shard_name
 from minimind.engine.build import Engine
@@ -40,7 +40,7 @@ class Snapshot:
     """Copies of what a save writes, independent of the training that continues."""
 
     state: TrainState
-    runs: list[tuple[str, Tensor]]
+    slices: list[tuple[str, Tensor]]
     buffers: dict[str, Tensor]
     about: dict[str, Any]
 
@@ -123,15 +123,15 @@ class Saver:
         self._last_begin = time.monotonic()
         engine = self.engine
         held = engine.backend.state()
-        runs = list(held.slices(engine.rank, engine.world_size))
+        slices = list(held.slices(engine.rank, engine.world_size))
         if self._staging:
-            runs = self._staging.take(runs)
+            slices = self._staging.copy(slices)
         about = {
             "parameters": shapes(engine.model),
             "optimizer_step": held.optimizer_step(),
             "counters": engine.backend.counters(),
         }
-        snapshot = Snapshot(state, runs, _persistent_buffers(engine.model), about)
+        snapshot = Snapshot(state, slices, _persistent_buffers(engine.model), about)
         future = self._thread.submit(self._save, snapshot, started)
         self._saving = Saving(future, (time.perf_counter() - started) * 1e3)
 
@@ -159,7 +159,7 @@ class Saver:
         event = saving.future.result()
         self._saving = None
         waited = (time.perf_counter() - waiting) * 1e3
-        copying = self._staging.settle() if self._staging else 0.0  # finished long ago
+        copying = self._staging.synchronize() if self._staging else 0.0  # finished long ago
         return {**event, "stall_ms": max(saving.stall_ms, copying) + waited}
 
     def retire(self) -> None:
@@ -211,10 +211,10 @@ class Saver:
     def _write_own_files(self, tmp: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
         rank, world_size = self.ranks.rank, self.ranks.world_size
         if self._staging:
-            self._staging.settle()
+            self._staging.synchronize()
         with storing(str(tmp), REMEDY, needed=self.bytes):
             tmp.mkdir(parents=True, exist_ok=True)
-            written = [write_runs(tmp / shard_name(rank, world_size), snapshot.runs)]
+            written = [write_slices(tmp / shard_name(rank, world_size), snapshot.slices)]
             if rank == 0:
                 write_tensors(tmp / BUFFERS, snapshot.buffers)
                 about = json.dumps(snapshot.about, indent=2).encode()
@@ -248,6 +248,6 @@ def _bytes(tensors: dict[str, Tensor]) -> int:
 
 def _elements(held: ZeroState, engine: Engine) -> int:
     """Elements in this rank's shard once optimizer state exists."""
-    runs = held.slices(engine.rank, engine.world_size)
-    weights = sum(run.numel() for key, run in runs if key.startswith(f"{MASTER}|"))
+    slices = held.slices(engine.rank, engine.world_size)
+    weights = sum(values.numel() for key, values in slices if key.startswith(f"{MASTER}|"))
     return weights * (1 + len(held.kinds))

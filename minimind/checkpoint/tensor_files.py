@@ -1,7 +1,7 @@
-"""Named flat runs <-> safetensors files: one per rank to write, all of them to read.
+"""Flat slices of parameters in safetensors files: write one file per rank, read them all.
 
-A key is `kind|parameter|start`; where the runs were cut does not matter to a reader, who asks for
-any stretch of any parameter and gets just those bytes.
+A key is `kind|parameter|start`. A reader requests any range of any parameter and reads only those
+bytes, wherever the slices were cut.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from minimind.runtime.durable_files import sync_file
 
 BUFFERS = "buffers.safetensors"
 PIECE = 4 * 2**20
-NOT_MAPPED = ("unable to open file", "unable to mmap")  # as torch says it, in a RuntimeError
-RUN = re.compile(r"([a-z0-9_]{1,40})\|([^|]{1,400})\|(0|[1-9][0-9]{0,15})")
+NOT_MAPPED = ("unable to open file", "unable to mmap")  # messages of torch's RuntimeError
+KEY = re.compile(r"([a-z0-9_]{1,40})\|([^|]{1,400})\|(0|[1-9][0-9]{0,15})")
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors to `path` and fsync it; an OSError when that cannot be."""
+    """Write tensors to `path` and fsync it; raise OSError on failure."""
     try:
         save_file({key: tensor.cpu() for key, tensor in tensors.items()}, path)
-    except SafetensorError as error:  # how it tells of a full disk
+    except SafetensorError as error:  # such as a full disk
         raise OSError(errno.EIO, str(error), str(path)) from error
-    os.chmod(path, 0o644)  # safetensors writes 0600, which a colleague could not resume from
+    os.chmod(path, 0o644)  # safetensors writes 0600, unreadable for other users
     sync_file(path)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a file: what the header says of it, and where its numbers are."""
+    """One tensor of a file: its header entry, and a function that reads it."""
 
     name: str
-    dtype: str  # as safetensors spells it: F32
+    dtype: str  # safetensors' name, such as F32
     shape: list[int]
     bytes: int
     read: Callable[[], Tensor]
@@ -59,31 +59,31 @@ class Part:
 def write_parts(
     path: Path, parts: Sequence[Part], metadata: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """Write tensors one after another, fsync, and return the manifest's entry of the file.
+    """Write tensors one after another, fsync, and return the file's manifest entry.
 
-    Hashed as it is written, so that nothing is read back. The format is safetensors' (a length, a
-    JSON header, the bytes), written here because that library wants all tensors at once, copies
-    each, and holds Python's lock meanwhile: a save in the background would stop the training.
+    The hash is computed while writing. The format is safetensors' (header length, JSON header,
+    data). Its library needs all tensors at once, copies each and holds the GIL while it writes, so
+    that a background save would block training.
     """
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for part in parts:
         start, end = end, end + part.bytes
         header[part.name] = {"dtype": part.dtype, "shape": part.shape, "data_offsets": [start, end]}
-    told = json.dumps(header, separators=(",", ":")).encode()
-    told += b" " * (-len(told) % 8)  # so that the numbers are aligned
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)  # aligns the data
     digest = hashlib.sha256()
     with open(path, "wb") as file:
-        for piece in _pieces(len(told).to_bytes(8, "little") + told, parts):
+        for piece in _pieces(len(head).to_bytes(8, "little") + head, parts):
             digest.update(piece)
             file.write(piece)
         file.flush()
         os.fsync(file.fileno())
-    return {"name": path.name, "bytes": 8 + len(told) + end, "sha256": digest.hexdigest()}
+    return {"name": path.name, "bytes": 8 + len(head) + end, "sha256": digest.hexdigest()}
 
 
 def _pieces(head: bytes, parts: Sequence[Part]) -> Iterator[bytes | memoryview]:
-    """The bytes of a file, a few MiB at a time: hashing and writing then let others run."""
+    """Yield the bytes of a file in pieces, between which other threads can run."""
     yield head
     for part in parts:
         content = part.read().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
@@ -91,21 +91,23 @@ def _pieces(head: bytes, parts: Sequence[Part]) -> Iterator[bytes | memoryview]:
             yield content[start : start + PIECE]
 
 
-def write_runs(path: Path, runs: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-    """Write 1-D float32 runs under their keys as `write_parts` does, and return its entry.
+def write_slices(path: Path, slices: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+    """Write 1-D float32 slices under their keys; return the file's manifest entry.
 
-    A NumericError before anything is written where a run is not finite.
+    Raise NumericError, before anything is written, if a slice has non-finite values.
     """
     parts = []
-    for key, run in runs:
-        require_finite(key, run)
-        parts.append(Part(key, "F32", [run.numel()], 4 * run.numel(), lambda run=run: run))
+    for key, values in slices:
+        require_finite(key, values)
+        parts.append(
+            Part(key, "F32", [values.numel()], 4 * values.numel(), lambda values=values: values)
+        )
     return write_parts(path, parts)
 
 
-def require_finite(key: str, run: Tensor) -> None:
-    """Nothing, or a NumericError that names the parameter."""
-    if not torch.isfinite(run).all():
+def require_finite(key: str, values: Tensor) -> None:
+    """Raise NumericError, naming the parameter, if a value is not finite."""
+    if not torch.isfinite(values).all():
         kind, parameter, _ = key.split("|")
         raise NumericError(
             f"{kind} of {parameter} is no longer finite, so nothing is saved; go back to the"
@@ -114,74 +116,74 @@ def require_finite(key: str, run: Tensor) -> None:
 
 
 class Staging:
-    """Memory for one rank's runs, used again at every save; training waits for the copy alone.
+    """Host memory for one rank's slices, reused by every save; training waits only for the copy.
 
-    On a GPU it is pinned and the copies are queued behind the step that made the numbers; whoever
-    reads the copies waits for them by `settle`.
+    For a GPU it is pinned, and the copies are queued on the stream after the step; call
+    `synchronize` before reading them.
     """
 
     def __init__(self, elements: int, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._memory = torch.empty(elements, dtype=torch.float32, pin_memory=self._on_gpu)
-        self._memory.zero_()  # touched now, or the first save would pay for every page
+        self._memory.zero_()  # commits the pages now instead of in the first save
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
-    def take(self, runs: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """The runs as they are now, under the same keys, copied here."""
-        taken, end = [], 0
+    def copy(self, slices: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Copy the current slices; return the copies under the same keys."""
+        copies, end = [], 0
         if self._on_gpu:
-            began, copied = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._events = began, copied
-            began.record()
-        for key, run in runs:
-            start, end = end, end + run.numel()
+            start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._events = start_event, end_event
+            start_event.record()
+        for key, values in slices:
+            start, end = end, end + values.numel()
             copy = self._memory[start:end]
-            copy.copy_(run, non_blocking=True)
-            taken.append((key, copy))
+            copy.copy_(values, non_blocking=True)
+            copies.append((key, copy))
         if self._events:
             self._events[1].record()
-        return taken
+        return copies
 
-    def settle(self) -> float:
-        """Wait until the copies are there; the ms for which they held up a GPU's stream."""
+    def synchronize(self) -> float:
+        """Wait for the copies; return the ms they took on the GPU's stream, 0 on the CPU."""
         if self._events is None:
             return 0.0
-        began, copied = self._events
-        copied.synchronize()
-        return began.elapsed_time(copied)
+        start_event, end_event = self._events
+        end_event.synchronize()
+        return start_event.elapsed_time(end_event)
 
 
-class RunFiles:
-    """All runs of a checkpoint directory, readable by parameter and position."""
+class ShardFiles:
+    """All slices of a checkpoint directory, readable by parameter and position."""
 
     def __init__(self, directory: Path, world_size: int) -> None:
         self.directory = directory
         self._files = {}
-        self._runs: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
+        self._slices: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
         for rank in range(world_size):
             name = shard_name(rank, world_size)
             with readable(directory / name):
                 file = self._files[name] = safe_open(directory / name, framework="pt")
                 for key in file.keys():
-                    kind, parameter, start, length = _run(key, file.get_slice(key))
-                    self._runs.setdefault((kind, parameter), []).append((start, length, name))
-        for pieces in self._runs.values():
+                    kind, parameter, start, length = _parse_slice(key, file.get_slice(key))
+                    self._slices.setdefault((kind, parameter), []).append((start, length, name))
+        for pieces in self._slices.values():
             pieces.sort()
 
     @property
     def kinds(self) -> dict[str, set[str]]:
-        """The parameters of which there is anything, by kind."""
-        found: dict[str, set[str]] = {}
-        for kind, parameter in self._runs:
-            found.setdefault(kind, set()).add(parameter)
-        return found
+        """Names of the stored parameters, by kind."""
+        kinds: dict[str, set[str]] = {}
+        for kind, parameter in self._slices:
+            kinds.setdefault(kind, set()).add(parameter)
+        return kinds
 
     def require_whole(self, shapes: dict[str, list[int]]) -> None:
-        """Nothing, or a CheckpointError unless the runs are these parameters, cut without a gap.
+        """Raise CheckpointError unless the slices cover these parameters without gap or overlap.
 
-        Every parameter must have its weights; moments are whole or not there.
+        Every parameter must have weights; its moments must be complete or absent.
         """
-        for (kind, parameter), pieces in self._runs.items():
+        for (kind, parameter), pieces in self._slices.items():
             position, size = 0, math.prod(shapes.get(parameter, [0]))
             for first, length, name in pieces:
                 end = first + length
@@ -197,14 +199,14 @@ class RunFiles:
                     f" {ELSEWHERE}"
                 )
         for parameter, shape in shapes.items():
-            if math.prod(shape) and ("fp32", parameter) not in self._runs:
+            if math.prod(shape) and ("fp32", parameter) not in self._slices:
                 raise CheckpointError(
                     f"{self.directory}: no shard has fp32 of {parameter!r}; {ELSEWHERE}"
                 )
 
     def read(self, kind: str, parameter: str, start: int, length: int) -> Tensor:
-        """float32 (length,): elements start..start + length; CheckpointError if one is missing."""
-        pieces = self._runs.get((kind, parameter), [])
+        """Read elements start..start + length, float32; raise CheckpointError if one is missing."""
+        pieces = self._slices.get((kind, parameter), [])
         at = max(0, bisect_right(pieces, (start, float("inf"), "")) - 1)
         parts, position = [], start
         for first, size, name in pieces[at:]:
@@ -213,8 +215,8 @@ class RunFiles:
             end = min(first + size, start + length)
             if end > position:
                 with readable(self.directory / name):
-                    run = self._files[name].get_slice(f"{kind}|{parameter}|{first}")
-                    parts.append(run[position - first : end - first])
+                    values = self._files[name].get_slice(f"{kind}|{parameter}|{first}")
+                    parts.append(values[position - first : end - first])
                 position = end
         if position != start + length:
             raise CheckpointError(
@@ -224,38 +226,42 @@ class RunFiles:
         return torch.cat(parts) if parts else torch.empty(0)
 
 
-def _run(key: str, stretch: Any) -> tuple[str, str, int, int]:
-    """Kind, parameter, start and length of one run of a shard."""
-    found = RUN.fullmatch(key)
-    shape, dtype = stretch.get_shape(), stretch.get_dtype()
-    if not found or dtype != "F32" or len(shape) != 1:
-        raise CheckpointError(f"holds {key[:80]!r} of {dtype} {shape}, which is no run")
-    return found[1], found[2], int(found[3]), shape[0]
+def _parse_slice(key: str, stored: Any) -> tuple[str, str, int, int]:
+    """Kind, parameter, start and length of one slice of a shard."""
+    match = KEY.fullmatch(key)
+    shape, dtype = stored.get_shape(), stored.get_dtype()
+    if not match or dtype != "F32" or len(shape) != 1:
+        raise CheckpointError(
+            f"holds {key[:80]!r} of {dtype} {shape}, which is no slice of a parameter"
+        )
+    return match[1], match[2], int(match[3]), shape[0]
 
 
 @contextmanager
-def readable(path: Path, way_out: str = ELSEWHERE) -> Iterator[None]:
-    """Turn what is wrong with the file read inside into a CheckpointError that names it."""
+def readable(path: Path, remedy: str = ELSEWHERE) -> Iterator[None]:
+    """Convert errors of reading `path` in the block to a CheckpointError that names it."""
     try:
         yield
     except OSError as error:
-        told = error.strerror or error
-        raise CheckpointError(f"{path}: cannot be read ({told}); {way_out}") from error
+        reason = error.strerror or error
+        raise CheckpointError(f"{path}: cannot be read ({reason}); {remedy}") from error
     except RuntimeError as error:
         if not str(error).startswith(NOT_MAPPED):
             raise
-        raise CheckpointError(f"{path}: cannot be read ({error}); {way_out}") from error
+        raise CheckpointError(f"{path}: cannot be read ({error}); {remedy}") from error
     except (SafetensorError, CheckpointError) as error:
-        raise CheckpointError(f"{path}: {error}; {way_out}") from error
+        raise CheckpointError(f"{path}: {error}; {remedy}") from error
 
 
 def read_buffers(path: Path, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file, which must be some of `own`; a CheckpointError otherwise."""
+    """Read the tensors of a file; raise CheckpointError for one that does not fit `own`."""
     with readable(path):
         saved = load_file(path)
         for name, value in saved.items():
             if name not in own:
-                raise CheckpointError(f"holds a buffer {name[:80]!r}, which this model has not")
+                raise CheckpointError(
+                    f"holds a buffer {name[:80]!r}, which this model does not have"
+                )
             ours = own[name]
             if value.shape != ours.shape or not torch.can_cast(value.dtype, ours.dtype):
                 raise CheckpointError(

@@ -1,6 +1,6 @@
-"""`minimind checkpoint list | verify | prune`: what lies in a run's folder, and is it whole.
+"""`minimind checkpoint list | verify | prune`: list, verify and delete checkpoints of a run.
 
-Neither DeepSpeed nor a GPU is needed, nor the number of processes that trained.
+Needs neither DeepSpeed nor a GPU nor the number of processes that trained.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ NAME_ONE = "name a run's out_dir or a step_ directory"
 
 
 @dataclass(frozen=True)
-class Found:
-    """One directory as `list` shows it; what a damaged manifest cannot say is None."""
+class Listing:
+    """A directory as listed; a field that a damaged manifest lacks is None."""
 
     path: str
     name: str
@@ -54,21 +54,21 @@ class Found:
 
 
 def place_of(positional: str | None, flag: str | None) -> str:
-    """The one place that was named, as a word or by --checkpoint; a UsageError otherwise."""
+    """Return the place given, positionally or by --checkpoint; raise UsageError unless one is."""
     named = [place for place in (positional, flag) if place is not None]
     if len(named) != 1:
-        told = "two places" if named else "no checkpoint"
-        raise UsageError(f"{told} given; name one run's out_dir, or one step_ directory")
+        number = "two places" if named else "no checkpoint"
+        raise UsageError(f"{number} given; name one run's out_dir, or one step_ directory")
     return named[0]
 
 
 def is_one(path: Path) -> bool:
-    """Whether a directory is one checkpoint, be it whole or not; else it is a run."""
+    """Whether a directory is one checkpoint, complete or not, and not a run."""
     return (path / MANIFEST).exists() or bool(ONE.fullmatch(path.name) and path.is_dir())
 
 
 def folder_of(place: str) -> Path:
-    """The checkpoints folder of a run directory; a CheckpointError for a place that has none."""
+    """Return the checkpoints folder of a run; raise CheckpointError if there is none."""
     for root in (Path(place) / "checkpoints", Path(place)):
         if root.is_dir() and (root.name == "checkpoints" or published_checkpoints(root)):
             return root
@@ -76,38 +76,38 @@ def folder_of(place: str) -> Path:
 
 
 def directories(place: str) -> list[Path]:
-    """Checkpoints that a run directory, or a step directory, means; a CheckpointError for none."""
+    """Return the checkpoints of a run, or the one named; raise CheckpointError if there is none."""
     if is_one(Path(place)):
         return [Path(place)]
-    found = published_checkpoints(folder_of(place))
-    if not found:
+    checkpoints = published_checkpoints(folder_of(place))
+    if not checkpoints:
         raise CheckpointError(f"--checkpoint {place}: holds no checkpoint; {NAME_ONE}")
-    return found
+    return checkpoints
 
 
-def list_checkpoints(place: str, is_verifying: bool) -> list[Found]:
-    """What lies at `place`: checkpoints, newest first, then what stepped aside or is unfinished."""
+def list_checkpoints(place: str, is_verifying: bool) -> list[Listing]:
+    """List published checkpoints, newest first, then those set aside and unfinished ones."""
     if is_one(Path(place)):
-        found = [_listed(Path(place), is_verifying)]
+        listings = [_listed(Path(place), is_verifying)]
     else:
         root = folder_of(place)
-        found = [_listed(path, is_verifying) for path in published_checkpoints(root)]
-        found += [look_at(path, "stepped aside, never chosen") for path in leftovers(root)]
-        found += [look_at(path, "unfinished") for path in unfinished(root)]
-    return [one for one in found if one is not None]
+        listings = [_listed(path, is_verifying) for path in published_checkpoints(root)]
+        listings += [look_at(path, "set aside, never chosen") for path in leftovers(root)]
+        listings += [look_at(path, "unfinished") for path in unfinished(root)]
+    return [listing for listing in listings if listing is not None]
 
 
-def _listed(path: Path, is_verifying: bool) -> Found | None:
+def _listed(path: Path, is_verifying: bool) -> Listing | None:
     if is_verifying:
         bad = verify(path)
         return look_at(path, str(bad or "ok, hashes read"))
     return look_at(path, "")
 
 
-def look_at(path: Path, state: str) -> Found | None:
-    """What is known of a directory without reading its tensors; `state`, or what the sizes tell.
+def look_at(path: Path, state: str) -> Listing | None:
+    """Describe a directory without reading its tensors; an empty `state` is set from the sizes.
 
-    None when it is gone by now: a run that goes on deletes its older ones.
+    Return None if it no longer exists: a run deletes its older checkpoints.
     """
     sizes = sizes_of(path)
     if sizes is None:
@@ -121,7 +121,7 @@ def look_at(path: Path, state: str) -> Found | None:
         wrong = [f["name"] for f in manifest["files"] if sizes.get(f["name"]) != f["bytes"]]
         state = f"DAMAGED: {wrong[0]}, by its size" if wrong else "published, hashes not read"
     stage, dtype = manifest.get("zero_stage"), manifest.get("dtype")
-    return Found(
+    return Listing(
         path=str(path),
         name=path.name,
         step=manifest.get("step"),
@@ -137,7 +137,7 @@ def look_at(path: Path, state: str) -> Found | None:
 
 
 def sizes_of(path: Path) -> dict[str, int] | None:
-    """Bytes of every file by name; None for a directory that is not there."""
+    """Size of every file in bytes, by name; None if there is no such directory."""
     try:
         return {file.name: file.lstat().st_size for file in path.iterdir()}
     except FileNotFoundError:
@@ -147,7 +147,7 @@ def sizes_of(path: Path) -> dict[str, int] | None:
 
 
 def _saved(path: Path) -> float:
-    """Unix seconds at which the manifest, or where there is none the directory, was written."""
+    """Modification time (unix seconds) of the manifest, or of the directory if it has none."""
     for place in (path / MANIFEST, path):
         try:
             return place.stat().st_mtime
@@ -156,9 +156,9 @@ def _saved(path: Path) -> float:
     return 0.0
 
 
-def as_table(found: list[Found]) -> str:
-    """One aligned line per directory."""
-    rows = [COLUMNS, *(_row(one) for one in found)]
+def as_table(listings: list[Listing]) -> str:
+    """Format one aligned line per directory."""
+    rows = [COLUMNS, *(_row(one) for one in listings)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     return "\n".join(
         "  ".join(
@@ -169,7 +169,7 @@ def as_table(found: list[Found]) -> str:
     )
 
 
-def _row(one: Found) -> tuple[str, ...]:
+def _row(one: Listing) -> tuple[str, ...]:
     stage = "" if one.zero_stage is None else f" x ZeRO-{one.zero_stage}"
     return (
         one.name,
@@ -183,21 +183,21 @@ def _row(one: Found) -> tuple[str, ...]:
     )
 
 
-def as_json(found: list[Found]) -> str:
-    """The same for programs."""
-    return json.dumps([asdict(one) for one in found], indent=1)
+def as_json(listings: list[Listing]) -> str:
+    """Format the listings as a JSON list."""
+    return json.dumps([asdict(one) for one in listings], indent=1)
 
 
 def verify_checkpoints(place: str) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """(checkpoint, faults, remarks) of every one at `place`: hashes first, then what is inside."""
+    """Yield (checkpoint, faults, remarks) of each one at `place`."""
     for path in directories(place):
         faults = faults_of(path)
-        if path.is_dir() or is_one(Path(place)):  # else deleted meanwhile, by a run that goes on
+        if path.is_dir() or is_one(Path(place)):  # else the run deleted it
             yield path, faults, [] if faults else unlisted(path)
 
 
 def faults_of(path: Path) -> list[str]:
-    """Every damaged file with the reason; where all are whole, what is missing inside."""
+    """Return the damaged files, by their hashes; if there are none, what the contents lack."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -215,34 +215,34 @@ def faults_of(path: Path) -> list[str]:
 
 
 def unlisted(path: Path) -> list[str]:
-    """Files that the manifest does not vouch for; they are never read."""
+    """Return one remark per file that the manifest does not list; such files are never read."""
     known = {MANIFEST, *(entry["name"] for entry in read_manifest(path)["files"])}
     extra = sorted(set(sizes_of(path) or ()) - known)
     return [f"{name!r} is not in the manifest, and is not read" for name in extra]
 
 
 def prune(place: str, keep: int, is_dry: bool) -> Iterator[tuple[Path, int, str]]:
-    """(directory, bytes, "") of each that is, or with a dry run would be, deleted, one by one.
+    """Delete all but the `keep` newest valid checkpoints; yield (directory, bytes, reason).
 
-    That is: checkpoints older than the `keep` newest valid ones, and all that stepped aside or was
-    left unfinished. A damaged one among the newest stays, and so does one that is being read; both
-    come with the reason. A LockedError while a run writes there.
+    The reason is empty for a directory that is, or in a dry run would be, deleted. Those set aside
+    and unfinished ones are deleted too. A damaged one among the newest and one that is being read
+    stay, with the reason. Raise LockedError while a run writes there.
     """
     if is_one(Path(place)):
         raise UsageError(f"--checkpoint {place} is one checkpoint; name the out_dir of its run")
     root = folder_of(place).resolve()
     with claim(root.parent if root.name == "checkpoints" else root):
-        found = published_checkpoints(root)
-        newest_valid(found, verify)  # raises where all are damaged: then nothing is deleted
+        older = published_checkpoints(root)
+        newest_valid(older, verify)  # raises if all are damaged, so that nothing is deleted
         valid = 0
-        while found and valid < keep:
-            path = found.pop(0)
+        while older and valid < keep:
+            path = older.pop(0)
             bad = verify(path)
             valid += bad is None
             if bad:
                 kind = "unreadable" if bad.is_unreadable else "damaged"
                 yield path, 0, f"is {kind} and not counted: {bad.file} {bad.reason}"
-        for path in [*reversed(found), *leftovers(root), *unfinished(root)]:
+        for path in [*reversed(older), *leftovers(root), *unfinished(root)]:
             size = sum((sizes_of(path) or {}).values())
             is_deleted = True
             if not is_dry:

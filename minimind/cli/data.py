@@ -1,4 +1,4 @@
-"""`minimind prepare` and `minimind data inspect`: their words, what they print, their status."""
+"""`minimind prepare` and `minimind data inspect`: flags, output and exit status."""
 
 from __future__ import annotations
 
@@ -20,54 +20,57 @@ from minimind.errors import DataError, Interrupted, UsageError
 from minimind.runtime.durable_files import mebibytes
 
 if TYPE_CHECKING:
-    from minimind.data.prepare.inspect import Found
+    from minimind.data.prepare.inspect import Inspection
     from minimind.data.prepare.prepare import Prepared, PrepareRequest
 
 OPTIONS = ("text_field", "max_document_bytes", "val_fraction")
 NOT_OF_A_MERGE = ("tokenizer", "vocab_size", *OPTIONS, "on_bad_data", "shard_bytes", "processes")
 LONGEST = (
     "longest document, in UTF-8 (default: 64MiB; 2MiB with a Hugging Face --tokenizer, 8MiB"
-    " with a SentencePiece model that does more than merge: they take a text at once)"
+    " with a SentencePiece model that is not plain BPE: these encode a document at once)"
 )
 INSPECT = "minimind data inspect dataset/tokens"
 BAR = 40  # characters of the longest bar
 
 
 def add_parsers(subs: Any) -> None:
-    """`prepare` and `data`."""
+    """Add the parsers of `prepare` and `data`."""
     added = subs.add_parser(
         "prepare",
-        help="text -> shards of tokens, to train on any number of times",
-        description="Text to shards of tokens in a folder that --data_path takes. Killed, it goes"
-        " on where it stood; on several machines, each with --shard I/N, then --merge.",
+        help="tokenize text into a folder of shards, for any number of runs",
+        description="Tokenize text into a folder of shards for --data_path. The same command"
+        " resumes after a kill. On several machines: --shard I/N on each, then --merge.",
         example="minimind prepare my_text.jsonl --out dataset/tokens",
     )
     add = added.add_argument
     add("paths", nargs="*", metavar="PATH", help="files, directories, globs, dataset directories")
     add("--data_path", nargs="+", default=[], metavar="PATH", help="more of them")
-    told = "NAME=PATH or NAME=PATH:WEIGHT; again for another source, or more of the same"
-    add("--source", action="append", default=[], help=told)
+    sources = "NAME=PATH or NAME=PATH:WEIGHT; repeat it for more sources or more paths of one"
+    add("--source", action="append", default=[], help=sources)
     add("--sources", type=Path, help="YAML file: {NAME: {paths: [...], weight: 2}}")
     add("--out", type=non_empty_path, required=True, help="a new folder")
-    add("--tokenizer", help="model or directory; without it one is learnt from the text")
-    add("--vocab_size", type=at_least(1), help=f"pieces of a learnt one{_default('vocab_size')}")
-    add("--val_fraction", type=fraction, help=f"share held out, by hash{_default('val_fraction')}")
-    told = f"field or column that has the text{_default('text_field')}"
-    add("--text_field", type=utf8, help=told)
-    add("--max_document_bytes", type=count_of_bytes, help=LONGEST)
-    told = "what is no document ends this (error), or is passed over and listed (default: error)"
-    add("--on_bad_data", choices=("error", "skip"), help=told)
-    told = f"share of the documents that may be bad{_default('max_bad_fraction')}"
-    add("--max_bad_fraction", type=fraction, help=told)
-    add("--shard", type=_share, metavar="I/N", help="do this share, counted from 0, and no merge")
-    add("--merge", action="store_true", help="put together what all --shard I/N have done")
-    how = "bytes of input for one shard file (default: by the size of all, at least 16MiB)"
-    add("--shard_bytes", type=count_of_bytes, help=how)
+    add("--tokenizer", help="model or directory (default: train one on the text)")
     add(
-        "--processes",
+        "--vocab_size",
         type=at_least(1),
-        help="processes that tokenise (default: one for every 8 cores)",
+        help=f"pieces of a trained tokenizer{_default('vocab_size')}",
     )
+    add(
+        "--val_fraction",
+        type=fraction,
+        help=f"fraction of documents held out, by hash{_default('val_fraction')}",
+    )
+    add("--text_field", type=utf8, help=f"field or column of the text{_default('text_field')}")
+    add("--max_document_bytes", type=count_of_bytes, help=LONGEST)
+    policy = "stop at a bad document (error), or skip and list it (default: error)"
+    add("--on_bad_data", choices=("error", "skip"), help=policy)
+    limit = f"fraction of the documents that may be bad{_default('max_bad_fraction')}"
+    add("--max_bad_fraction", type=fraction, help=limit)
+    add("--shard", type=_share, metavar="I/N", help="encode share I (from 0) of N, do not merge")
+    add("--merge", action="store_true", help="merge the output of all --shard I/N")
+    size = "bytes of input per shard file (default: from the total size, at least 16MiB)"
+    add("--shard_bytes", type=count_of_bytes, help=size)
+    add("--processes", type=at_least(1), help="tokenizing processes (default: one per 8 cores)")
     add("--force", action="store_true", help="replace an earlier --out")
     add("--debug", action="store_true", help="show tracebacks")
     _add_data(subs)
@@ -75,13 +78,15 @@ def add_parsers(subs: Any) -> None:
 
 def _add_data(subs: Any) -> None:
     group = subs.add_parser(
-        "data", help="inspect", description="What lies in prepared data.", example=INSPECT
+        "data", help="inspect", description="Inspect prepared data.", example=INSPECT
     )
     actions = group.add_subparsers(dest="action", required=True, parser_class=Parser)
-    told = "Counts, lengths, duplicates and rows; status 3 where a file is not what it was"
-    inspect = actions.add_parser("inspect", help=told, description=f"{told}.", example=INSPECT)
-    told = "a folder that `minimind prepare` wrote"
-    inspect.add_argument("directory", type=Path, metavar="DIR", help=told)
+    purpose = "Counts, lengths, duplicates and rows; status 3 if a file has changed"
+    inspect = actions.add_parser(
+        "inspect", help=purpose, description=f"{purpose}.", example=INSPECT
+    )
+    folder = "a folder that `minimind prepare` wrote"
+    inspect.add_argument("directory", type=Path, metavar="DIR", help=folder)
     inspect.add_argument("--rows", type=at_least(0), default=3, help="rows shown as text")
     inspect.add_argument(
         "--row_tokens", type=at_least(1), default=128, help="tokens shown of a row"
@@ -92,7 +97,7 @@ def _add_data(subs: Any) -> None:
 
 
 def _default(name: str) -> str:
-    """The default of a run's flag, which is the default here too."""
+    """Format the default that a flag shares with a run's flag."""
     return f" (default: {FLAGS[name].default})"
 
 
@@ -105,7 +110,7 @@ def _share(text: str) -> tuple[int, int]:
 
 
 def run_prepare(args: argparse.Namespace) -> int:
-    """Prepare, and print what there is now; an Interrupted says what a Ctrl-C leaves."""
+    """Prepare and print a summary; raise Interrupted, naming what Ctrl-C leaves."""
     from minimind.data.prepare.dataset_folder import draft_of
 
     try:
@@ -113,10 +118,9 @@ def run_prepare(args: argparse.Namespace) -> int:
     except KeyboardInterrupt as stop:
         draft = draft_of(args.out.expanduser().resolve())
         if not draft.exists():
-            told = "stopped with nothing to go on from; run the same command again"
-            raise Interrupted(told) from stop
+            raise Interrupted("stopped before anything was written; run it again") from stop
         raise Interrupted(
-            f"stopped; {draft} keeps what is done, and the same command goes on from there"
+            f"stopped; {draft} keeps what is done, and the same command resumes from it"
         ) from stop
 
 
@@ -126,14 +130,14 @@ def _prepare(args: argparse.Namespace) -> int:
     if args.merge and args.shard:
         raise UsageError("--merge and --shard were both given; give one of them")
     if args.merge and (args.paths or args.data_path or args.source or args.sources):
-        raise UsageError("--merge takes no text; leave it out, it is what the shares were made of")
+        raise UsageError("--merge takes no text; leave it out, the shares determine it")
     if args.merge and (given := _given(args, NOT_OF_A_MERGE)):
-        told = f"--merge takes no --{next(iter(given))}; leave it out, the shares have theirs"
-        raise UsageError(told)
+        name = next(iter(given))
+        raise UsageError(f"--merge takes no --{name}; leave it out, the shares determine it")
     if args.merge:
         prepared = merge_folder(args.out, args.force, args.max_bad_fraction)
     else:
-        prepared = prepare_folder(_asked(args), args.out, args.shard, args.force)
+        prepared = prepare_folder(_request(args), args.out, args.shard, args.force)
     if prepared is None:
         part, parts = args.shard
         print(f"share {part} of {parts} is done; --merge when all are: {args.out}.part")
@@ -143,12 +147,12 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Of these flags the ones that were typed."""
+    """Return those of these flags that were given."""
     values = ((name, getattr(args, name)) for name in names)
     return {name: value for name, value in values if value is not None}
 
 
-def _asked(args: argparse.Namespace) -> PrepareRequest:
+def _request(args: argparse.Namespace) -> PrepareRequest:
     from minimind.data.prepare.prepare import PrepareRequest
     from minimind.data.prepare.work_units import Options
     from minimind.data.text.sources import Source, join_sources, parse_source, read_sources
@@ -160,7 +164,7 @@ def _asked(args: argparse.Namespace) -> PrepareRequest:
     sources += read_sources(args.sources) if args.sources else []
     if not sources:
         raise UsageError("no text was named; give PATHs, --source NAME=PATH or --sources FILE.yaml")
-    _require_its_size(args)
+    _require_same_vocab_size(args)
     most: dict[str, Any] = {"max_document_bytes": longest_document(args.tokenizer)}
     return PrepareRequest(
         join_sources(sources),
@@ -173,15 +177,15 @@ def _asked(args: argparse.Namespace) -> PrepareRequest:
     )
 
 
-def _require_its_size(args: argparse.Namespace) -> None:
-    """Nothing, or a UsageError where a size is given that a given tokenizer has not."""
+def _require_same_vocab_size(args: argparse.Namespace) -> None:
+    """Raise UsageError if --vocab_size is not that of --tokenizer."""
     from minimind.data.tokenizer.load import load_tokenizer
 
     if args.tokenizer is None or args.vocab_size is None:
         return
-    if args.vocab_size != (found := load_tokenizer(args.tokenizer).vocab_size):
+    if args.vocab_size != (actual := load_tokenizer(args.tokenizer).vocab_size):
         raise UsageError(
-            f"--vocab_size {args.vocab_size}: --tokenizer {args.tokenizer} has {found}; leave one"
+            f"--vocab_size {args.vocab_size}: --tokenizer {args.tokenizer} has {actual}; leave one"
             " of them out"
         )
 
@@ -189,8 +193,8 @@ def _require_its_size(args: argparse.Namespace) -> None:
 def _print_prepared(prepared: Prepared) -> None:
     manifest = prepared.manifest
     _print_sources(manifest["sources"])
-    for split, found in manifest["splits"].items():
-        print(f"{split:<6} {found['tokens']:>14,} tokens, {found['documents']:,} documents")
+    for split, counts in manifest["splits"].items():
+        print(f"{split:<6} {counts['tokens']:>14,} tokens, {counts['documents']:,} documents")
     _print_rejected(manifest["rejected"])
     print(f"done: --data_path {prepared.directory}")
 
@@ -200,7 +204,7 @@ def _print_rejected(rejected: dict[str, Any]) -> None:
 
     if rejected["count"]:
         where = where_listed(rejected)
-        print(f"bad    {rejected['count']:>14,} passed over ({where}): {rejected['first']}")
+        print(f"bad    {rejected['count']:>14,} skipped ({where}): {rejected['first']}")
 
 
 def _print_sources(sources: list[dict[str, Any]]) -> None:
@@ -216,32 +220,34 @@ def _print_sources(sources: list[dict[str, Any]]) -> None:
 
 
 def run_data(args: argparse.Namespace) -> int:
-    """Print what is in a folder; 3, and what is damaged, where it is."""
+    """Print a summary of a folder; return 3, and print the damage, if a file has changed."""
     from minimind.data.prepare.inspect import damage, inspect
     from minimind.data.prepare.prepare import NEEDED, missing_of, open_prepared
 
     missing = missing_of(args.directory)
     if len(missing) == len(NEEDED):
-        raise DataError(f"{args.directory}: holds no prepared data; name what `prepare` wrote")
+        raise DataError(
+            f"{args.directory}: holds no prepared data; name a folder that `minimind prepare` wrote"
+        )
     if missing:
         raise DataError(
-            f"{args.directory}: has no {missing[0]}, without which it is no prepared data; put it"
-            " back, or prepare the text again"
+            f"{args.directory}: has no {missing[0]}, so it is no prepared data; restore it, or"
+            " prepare the text again"
         )
     damaged = [] if args.no_verify else list(damage(args.directory))
     if damaged:
-        print("\n".join(f"{args.directory}: DAMAGED: {told}" for told in damaged))
+        print("\n".join(f"{args.directory}: DAMAGED: {fault}" for fault in damaged))
         return DataError.status
     found = inspect(open_prepared(args.directory), args.rows, args.row_tokens)
     if args.json:
         print(found.to_json())
     else:
-        _print_found(found)
-        print("" if args.no_verify else "\nall files are as they were written")
+        _print_inspection(found)
+        print("" if args.no_verify else "\nall files match their hashes")
     return 0
 
 
-def _print_found(found: Found) -> None:
+def _print_inspection(found: Inspection) -> None:
     _print_sources(found.sources)
     for split, counts in found.splits.items():
         print(f"{split:<6} {counts['tokens']:>14,} tokens, {counts['documents']:,} documents")

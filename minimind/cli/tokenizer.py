@@ -176,10 +176,10 @@ def read_texts(path: Path, reading: Reading, skips_bad: bool) -> Iterator[str]:
     """
     from tqdm import tqdm
 
-    from minimind.data.prepare.unit_reader import documents_of, pass_over, refuse
+    from minimind.data.prepare.unit_reader import documents_of, ignore, refuse
     from minimind.data.text.inputs import segments_of
 
-    reject = pass_over if skips_bad else refuse
+    reject = ignore if skips_bad else refuse
     documents = documents_of(segments_of(path, 2**62), reading, reject)
     is_silent = not sys.stderr.isatty()
     bar = {"desc": path.name, "unit": " documents", "leave": False, "disable": is_silent}

@@ -1,14 +1,14 @@
-"""What other projects call our flags: the source of docs/coming_from.md and of the hints on unknown flags.
+"""The flags of other projects and their equivalents here: for docs/coming_from.md and hints.
 
-A row is `their names | ours | note`, ours separated by commas. As many on both sides pair up; otherwise
-all of theirs are the one on the right. Without a right side the note says why there is none.
+A row is `their names | ours | note`, ours separated by commas. Equally many on both sides pair up;
+otherwise all of theirs map to the one on the right. Without a right side the note says why there is none.
 """
 
 from __future__ import annotations
 
 import re
 
-# The order of the page; where two projects use a name for two things, the first one is hinted at.
+# In the order of the page. If two projects use one name differently, the hint is the first.
 TABLES = {
     "MiniMind": """
 hidden_size | --dim |
@@ -18,42 +18,42 @@ intermediate_size | --hidden_dim |
 save_dir | --out_dir | checkpoints are in its `checkpoints/`
 save_weight |  | one run has one `--out_dir`, which names its weights
 from_weight=NAME | --init_from FILE | a `.pth` file or a directory, [imported](export.md#in)
-from_resume=1 | --resume auto | the default; it keeps weights in fp32
-log_interval save_interval | --log_interval, --save_interval | steps here, micro-batches there; `--save_minutes` saves every 30 minutes besides
-max_seq_len | --max_seq_len | packed here; cut and padded there
-dtype=bfloat16 | --dtype bfloat16 | fp32 master weights behind it; `float32` as well
+from_resume=1 | --resume auto | the default; weights are saved in fp32
+log_interval save_interval | --log_interval, --save_interval | steps here, micro-batches there; `--save_minutes` also saves every 30 minutes
+max_seq_len | --max_seq_len | documents are packed here, truncated and padded there
+dtype=bfloat16 | --dtype bfloat16 | with fp32 master weights; or `float32`
 use_moe=1 | --use_moe | [its flags](experts.md)
-data_path=x.jsonl | --data_path x.jsonl | tokenised once, and kept
+data_path=x.jsonl | --data_path x.jsonl | tokenised once and cached
 use_wandb wandb_project | --report_to wandb, --wandb_project | or `--report_to swanlab`
 use_compile=1 | --compile on | `auto`, the default, is on for GPUs
-num_workers | --num_workers | threads that read rows ahead; 1 will do
-device=cuda:0 | --device cuda | which one: `CUDA_VISIBLE_DEVICES`
+num_workers | --num_workers | threads that prefetch rows; 1 is enough
+device=cuda:0 | --device cuda | select one by `CUDA_VISIBLE_DEVICES`
 flash_attn | --use_flash_attn | the default
 """,
     "nanoGPT": """
 out_dir log_interval eval_interval | --out_dir, --log_interval, --eval_interval |
-eval_iters | --eval_rows | rows, the same ones each time, not batches drawn anew
-always_save_checkpoint | --save_interval N | with `--keep_last`, whatever the validation says
+eval_iters | --eval_rows | counts rows, the same ones each time
+always_save_checkpoint | --save_interval N | with `--keep_last`, whatever the validation loss
 init_from=resume | --resume auto | the default
 init_from=gpt2 | --model hf:DIR | with `--init_from DIR`, a directory that `save_pretrained` wrote; [models of transformers](models.md)
-init_from=scratch | --resume none | what was there before is put aside
-dataset | --data_path | text, or a folder that `minimind prepare` wrote; `.bin` files of nanoGPT's are not read
-gradient_accumulation_steps | --accumulation_steps | of one process; nanoGPT's is divided by the processes
+init_from=scratch | --resume none | existing checkpoints are set aside
+dataset | --data_path | text, or a folder that `minimind prepare` wrote; `.bin` files of nanoGPT are not read
+gradient_accumulation_steps | --accumulation_steps | of one process; nanoGPT divides it by the processes
 batch_size block_size | --batch_size, --max_seq_len |
-n_layer n_head n_embd | --n_layers, --n_heads, --dim | and `--n_kv_heads`, 2 here unless given; for as many as heads give the same number
+n_layer n_head n_embd | --n_layers, --n_heads, --dim | and `--n_kv_heads` (default 2); without GQA, give the number of heads
 dropout bias |  | our decoder has neither dropout nor bias; GPT-2 by `--model hf:DIR` has both
 learning_rate weight_decay beta1 beta2 grad_clip | --learning_rate, --weight_decay, --beta1, --beta2, --grad_clip |
-max_iters lr_decay_iters | --max_steps | the decay ends there: both are one number here
+max_iters lr_decay_iters | --max_steps | the decay ends with the run
 warmup_iters | --warmup_steps |
-min_lr | --min_lr_ratio | a share of the peak, not a rate
+min_lr | --min_lr_ratio | a fraction of the peak, not a rate
 decay_lr=False | --schedule constant |
 wandb_log wandb_run_name | --report_to wandb, --wandb_run_name |
 compile=False | --compile off |
 backend |  | nccl on GPUs, gloo on CPUs
-start |  | a prompt is given to `minimind generate --prompt`, not to a run
+start |  | a flag of `minimind generate --prompt`
 """,
     "nanochat": """
-depth | --n_layers | width and heads do not follow from it: `--dim`, `--n_heads`, or `--model PRESET`
+depth | --n_layers | does not determine width and heads: set `--dim`, `--n_heads`, or `--model PRESET`
 aspect_ratio | --dim | the width itself: depth x aspect ratio
 head_dim | --n_heads | dim / head_dim
 device_batch_size | --batch_size |
@@ -80,36 +80,36 @@ core_metric_every core_metric_max_per_task |  | `minimind eval` and lm-eval run 
 output_dir | --out_dir |
 seed gradient_checkpointing | --seed, --gradient_checkpointing |
 per_device_train_batch_size | --batch_size |
-per_device_eval_batch_size | --eval_rows | the batch of a validation is that of training
-num_train_epochs | --epochs | with `--max_steps`, the first reached ends
+per_device_eval_batch_size | --eval_rows | evaluation uses the training batch size
+num_train_epochs | --epochs | with `--max_steps`, whichever ends first
 adam_beta1 adam_beta2 | --beta1, --beta2 |
 adam_epsilon |  | `optimizer.params.eps` of the DeepSpeed JSON
 max_grad_norm | --grad_clip | 0 switches it off
-lr_scheduler_type | --schedule | `cosine` ends at `--min_lr_ratio` of the peak, 0.1 unless given; the Trainer's ends at 0
+lr_scheduler_type | --schedule | `cosine` ends at `--min_lr_ratio` of the peak (default 0.1), the Trainer's at 0
 bf16 fp16 | --dtype bfloat16, --dtype float16 |
 logging_steps | --log_interval |
 eval_steps | --eval_interval | of `--eval_rows` rows
 save_steps save_total_limit | --save_interval, --keep_last |
 resume_from_checkpoint | --resume | `auto`, `none`, or a path
-data_seed | --seed | one for weights and order
+data_seed | --seed | one seed for weights and order
 full_determinism | --deterministic |
 torch_compile | --compile on |
 deepspeed | --deepspeed_config | every `"auto"` is filled; contradictions are errors
-fsdp | --deepspeed_config | ZeRO stage 3 does what it is for; FSDP itself is refused
+fsdp | --deepspeed_config | use ZeRO stage 3; FSDP is refused
 accelerator_config | --split_batches |
 dataloader_num_workers | --num_workers |
 run_name project | --wandb_run_name, --wandb_project | with `--report_to`, `none` by default
 ddp_timeout | --dist_timeout | seconds; 120 here
-ddp_find_unused_parameters |  | looked for only where there are some
+ddp_find_unused_parameters |  | searched for only if there are any
 use_cpu | --device cpu |
-auto_find_batch_size |  | `minimind plan --memory` says what fits, beforehand
-push_to_hub |  | no hub is asked; `minimind export` writes the directory
+auto_find_batch_size |  | `minimind plan --memory` lists what fits
+push_to_hub |  | not available; `minimind export` writes a directory to upload
 """,
     "run_clm.py of transformers": """
 model_name_or_path config_name | --model hf:DIR | with `--init_from DIR` for its weights
 tokenizer_name | --tokenizer PATH |
 train_file | --data_path |
-validation_file | --val_fraction | held out of the text; `minimind eval --data FILE` reads another one
+validation_file | --val_fraction | held out of the text; `minimind eval --data FILE` evaluates on another file
 preprocessing_num_workers |  | tokenising uses every core
 """,
     "litgpt": """
@@ -130,7 +130,7 @@ train.max_seq_length | --max_seq_len |
 train.max_norm train.min_lr | --grad_clip, --min_lr_ratio |
 train.tie_embeddings | --tie_word_embeddings |
 eval.interval eval.max_iters | --eval_interval, --eval_rows |
-devices num_nodes |  | the launcher says how many: `NUM_PROCESSES`, `NUM_MACHINES` of `run_accelerate.sh`
+devices num_nodes |  | set by the launcher: `NUM_PROCESSES`, `NUM_MACHINES` of `run_accelerate.sh`
 """,
     "Megatron-LM": """
 num_layers | --n_layers |
@@ -148,7 +148,7 @@ clip_grad | --grad_clip |
 save | --out_dir |
 load | --resume | `auto`, the default, or a path
 tokenizer_model | --tokenizer |
-split | --val_fraction | a share, held out
+split | --val_fraction | the held-out fraction
 rotary_base | --rope_theta |
 recompute_activations recompute_granularity | --gradient_checkpointing |
 exit_interval exit_duration_in_mins | --stop_at_step, --max_minutes |
@@ -185,24 +185,26 @@ Row = tuple[list[str], list[str], str]
 
 
 def rows(table: str) -> list[Row]:
-    """The names elsewhere, what to write here, and the note, of every row of a table."""
-    found = []
+    """Parse a table into (their names, our flags, note) rows."""
+    parsed = []
     for line in table.strip().splitlines():
         theirs, ours, note = (cell.strip() for cell in line.split("|"))
-        found.append((theirs.split(), ours.split(", ") if ours else [], note))
-    return found
+        parsed.append((theirs.split(), ours.split(", ") if ours else [], note))
+    return parsed
 
 
 def counterpart(flag: str) -> str:
     """Return the equivalent of another project's `flag` as a clause; "" if unknown."""
-    asked, _, value = flag.lstrip("-").replace("-", "_").partition("=")
-    found = []
+    wanted, _, value = flag.lstrip("-").replace("-", "_").partition("=")
+    clauses = []
     for names, ours, note in (row for table in TABLES.values() for row in rows(table)):
         for place, name in enumerate(names):
             known, _, its_value = name.partition("=")
-            if known == asked:
+            if known == wanted:
                 remark = re.sub(r"\[([^]]*)\]\([^)]*\)|`([^`]*)`", r"\1\2", note)
                 here = ours[place if len(ours) == len(names) else 0] if ours else ""
-                said = f"here it is {here}" + (f" ({remark})" if remark else "") if here else remark
-                found.insert(0 if its_value and its_value == value else len(found), said)
-    return found[0] if found else ""
+                clause = (
+                    f"here it is {here}" + (f" ({remark})" if remark else "") if here else remark
+                )
+                clauses.insert(0 if its_value and its_value == value else len(clauses), clause)
+    return clauses[0] if clauses else ""

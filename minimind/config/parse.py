@@ -1,7 +1,7 @@
 """Parse the command line, --config files and model presets into a `RunConfig`.
 
 Precedence: a flag on the command line > `--config FILE.yaml` > the model preset > the default.
-Values of the Accelerate and DeepSpeed files precede only the default: config/deepspeed/literals.py.
+Values of the Accelerate and DeepSpeed files override only the default (config_values.py).
 Imports only the standard library and PyYAML, so errors appear before torch is imported.
 """
 
@@ -92,26 +92,26 @@ def parse_flags(argv: Sequence[str]) -> RunConfig:
 def run_of(given: Mapping[str, Any], source: str, faults: Sequence[str] = ()) -> RunConfig:
     """Build the run from flags by name; `source` is the format of their source.
 
-    Raises a UsageError that lists `faults` and all faults of the values.
+    Raise a UsageError that lists `faults` and all faults of the values.
     """
-    found = [*faults, *_unknown_keys(given, "the arguments")]
+    all_faults = [*faults, *_unknown_keys(given, "the arguments")]
     values: dict[str, Any] = {}
     sources = dict.fromkeys(FLAGS, "default")
     refused = set()
-    for layer, source_of in _layers(given, source, found):
+    for layer, source_of in _layers(given, source, all_faults):
         for name in layer:
             where = source_of.format(name=name)
             try:
                 values[name], sources[name] = convert(name, layer[name], where), where
             except UsageError as error:
-                found.append(str(error))
+                all_faults.append(str(error))
                 refused.add(name)
     run = RunConfig(**values, sources=sources)
     # A refused field still has its default, whose conflicts are meaningless.
-    about = re.compile("|".join(rf"\b{name} [=(]" for name in refused) or "(?!)")
-    found += [conflict for conflict in conflicts(run) if not about.search(conflict)]
-    if found:
-        raise fault_error(found)
+    of_refused = re.compile("|".join(rf"\b{name} [=(]" for name in refused) or "(?!)")
+    all_faults += [conflict for conflict in conflicts(run) if not of_refused.search(conflict)]
+    if all_faults:
+        raise fault_error(all_faults)
     return run
 
 
@@ -190,10 +190,10 @@ def nearest(name: str, names: Sequence[str], otherwise: str = "--help lists ever
     return f"did you mean {plain[close[0]]}?" if close else otherwise
 
 
-def _unknown_keys(found: Mapping[str, Any], where: str | None) -> list[str]:
+def _unknown_keys(values: Mapping[str, Any], where: str | None) -> list[str]:
     return [
         f"unknown key {name!r} in {where}; {counterpart(str(name)) or nearest(name, list(FLAGS))}"
-        for name in found
+        for name in values
         if name not in FLAGS
     ]
 
@@ -227,7 +227,9 @@ def convert(name: str, raw: Any, source: str) -> Any:
     try:
         value = _CONVERSIONS[kind](raw)
     except (TypeError, ValueError, OverflowError) as error:
-        raise UsageError(f"{name} = {raw!r} ({source}) is not {_WORDS[kind]}; give one") from error
+        raise UsageError(
+            f"{name} = {raw!r} ({source}) is not {_KIND_NAMES[kind]}; give one"
+        ) from error
     _within_limits(name, value, source, spec.metadata)
     return value
 
@@ -244,9 +246,9 @@ def _within_limits(name: str, value: Any, source: str, limits: Mapping[str, Any]
         ("at_most", f"at most {limits.get('at_most')}", lambda bound: value <= bound),
         ("below", f"below {limits.get('below')}", lambda bound: value < bound),
     ]
-    for limit, words, holds in rules:
+    for limit, requirement, holds in rules:
         if limit in limits and not holds(limits[limit]):
-            raise UsageError(f"{name} = {value} ({source}) must be {words}; change it")
+            raise UsageError(f"{name} = {value} ({source}) must be {requirement}; change it")
 
 
 def _to_int(raw: Any) -> int:
@@ -289,7 +291,7 @@ _CONVERSIONS = {
     "str": _to_str,
     "tuple": _to_tuple,
 }
-_WORDS = {
+_KIND_NAMES = {
     "int": "a whole number",
     "float": "a finite number",
     "bool": "true or false",

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from minimind.config.deepspeed import engine_rules as rules
 from minimind.config.deepspeed.auto_values import offloads
-from minimind.config.deepspeed.literals import BATCH, leaves
+from minimind.config.deepspeed.config_values import BATCH, leaves
 from minimind.config.deepspeed.resolve import Resolved
 from minimind.config.deepspeed.schema import MODELS, format_model_fault, optimizer_name
 from minimind.config.launcher_env import configure_libraries, set_rendezvous_defaults
@@ -124,8 +124,8 @@ def _refusals(resolved: Resolved) -> Iterator[None]:
     try:
         yield
     except (*REFUSALS, DeepSpeedConfigError, ZeRORuntimeException) as error:
-        message = rules.words(error)
-        remedy = rules.way_out(resolved.config, message)
+        message = rules.one_line(error)
+        remedy = rules.remedy_for(resolved.config, message)
         raise UsageError(f"{resolved.path}: DeepSpeed refuses it: {message}; {remedy}") from error
     except OSError as error:
         if error.filename is None:
@@ -243,7 +243,7 @@ def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[st
             messages = [format_model_fault(section, fault) for fault in error.errors()]
             faults += [f"{path}: {message}; change or remove it" for message in messages]
         except AssertionError as error:  # an old and a new name together
-            remedy = rules.way_out({section: config[section]}, str(error))
+            remedy = rules.remedy_for({section: config[section]}, str(error))
             faults.append(f"{path}: {section} is refused by DeepSpeed: {error}; {remedy}")
     return faults
 
@@ -265,7 +265,7 @@ def require_accepted(resolved: Resolved, device: str) -> None:
     for key, value in sorted(items, key=lambda item: item[0] in rules.CHOOSERS):
         if not _refusal(rules.without(resolved.config, key)):
             raise UsageError(f"{refuses} {key} = {json.dumps(value)}: {reason}; remove {key}")
-    raise UsageError(f"{refuses} it: {reason}; {rules.way_out(resolved.config, reason)}")
+    raise UsageError(f"{refuses} it: {reason}; {rules.remedy_for(resolved.config, reason)}")
 
 
 def _refusal(config: Mapping[str, Any]) -> str:
@@ -289,5 +289,5 @@ def _refusal(config: Mapping[str, Any]) -> str:
             kind = getattr(lr_schedules, config["scheduler"]["type"])
             kind(optimizer, **config["scheduler"].get("params", {}))
     except Exception as error:  # its parsers raise many types
-        return rules.words(error)
+        return rules.one_line(error)
     return ""

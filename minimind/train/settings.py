@@ -203,6 +203,6 @@ def _require_usable(folder: Path, manifest: dict[str, Any], tokenizer: str | Non
                 )
     if tokenizer is not None and load_tokenizer(tokenizer).fingerprint != manifest["tokenizer"]:
         raise DataError(
-            f"{tokenizer}: is not the tokenizer that {folder} was made with; leave out"
+            f"{tokenizer}: is not the tokenizer of {folder}; leave out"
             " --tokenizer, or prepare the text again with it"
         )

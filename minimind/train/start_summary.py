@@ -140,7 +140,7 @@ def _data(context: RunContext, prepared: Prepared) -> list[str]:
     ]
     if rejected["count"]:
         bad = _count(rejected["count"], "bad document")
-        items.append(f"{bad} passed over ({where_listed(rejected)})")
+        items.append(f"{bad} skipped ({where_listed(rejected)})")
     return items
 
 

@@ -78,7 +78,7 @@ def test_list_shows_one_aligned_line_for_each_and_what_lies_beside(run_dir, caps
     column = lines[0].index("state")
     told = [line[column:] for line in lines[1:]]
     assert told[:3] == ["published, hashes not read"] * 3
-    assert told[3:] == ["stepped aside, never chosen"] * 2 + ["unfinished"]
+    assert told[3:] == ["set aside, never chosen"] * 2 + ["unfinished"]
     for expected in (" 600 ", " 7 ", " 0.2 MiB ", " float32 "):
         assert expected in lines[1]
 

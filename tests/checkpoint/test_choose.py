@@ -12,7 +12,7 @@ import pytest
 from minimind.checkpoint import directory as directories
 from minimind.checkpoint.choose import choose, read_chosen
 from minimind.checkpoint.directory import delete, published_checkpoints, retire, sweep
-from minimind.checkpoint.tensor_files import RunFiles
+from minimind.checkpoint.tensor_files import ShardFiles
 from minimind.cli.main import main
 from minimind.errors import CheckpointError
 from minimind.inference.load_model import load_model
@@ -84,7 +84,7 @@ def retires_once(monkeypatch: pytest.MonkeyPatch, run: Path, place: Any, name: s
 READERS = [
     (directories, "read_object"),  # before anything is read
     (directories, "sha256_of"),
-    (RunFiles, "__init__"),  # once it is verified
+    (ShardFiles, "__init__"),  # once it is verified
 ]
 
 

@@ -26,7 +26,7 @@ from minimind.checkpoint.directory import (
     verify,
     write_manifest,
 )
-from minimind.checkpoint.tensor_files import RunFiles, write_runs
+from minimind.checkpoint.tensor_files import ShardFiles, write_slices
 from minimind.checkpoint.validation import shard_name
 from minimind.errors import CheckpointError
 from minimind.runtime.durable_files import fingerprint
@@ -159,9 +159,9 @@ def test_any_stretch_of_a_parameter_is_read_wherever_the_runs_were_cut(tmp_path)
     whole = torch.randn(101)
     cuts = [0, 7, 40, 41, 80, 101]
     runs = [(f"fp32|w|{a}", whole[a:b]) for a, b in itertools.pairwise(cuts)]
-    write_runs(tmp_path / shard_name(0, 2), runs[::2])
-    write_runs(tmp_path / shard_name(1, 2), runs[1::2])
-    files = RunFiles(tmp_path, 2)
+    write_slices(tmp_path / shard_name(0, 2), runs[::2])
+    write_slices(tmp_path / shard_name(1, 2), runs[1::2])
+    files = ShardFiles(tmp_path, 2)
     draw = np.random.default_rng(0)
     for _ in range(200):
         start, end = sorted(draw.integers(0, 102, 2).tolist())
@@ -169,8 +169,8 @@ def test_any_stretch_of_a_parameter_is_read_wherever_the_runs_were_cut(tmp_path)
 
 
 def test_a_missing_run_is_named(tmp_path):
-    write_runs(tmp_path / shard_name(0, 1), [("fp32|w|0", torch.ones(5))])
-    files = RunFiles(tmp_path, 1)
+    write_slices(tmp_path / shard_name(0, 1), [("fp32|w|0", torch.ones(5))])
+    files = ShardFiles(tmp_path, 1)
     for name, start, length in (("w", 3, 4), ("w", 6, 1), ("v", 0, 1)):
         with pytest.raises(CheckpointError, match=f"of {name} has no element"):
             files.read("fp32", name, start, length)

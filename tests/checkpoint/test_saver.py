@@ -365,7 +365,7 @@ def test_a_full_disk_is_told_with_the_bytes_needed_and_free(tmp_path, monkeypatc
         raise OSError(number, os.strerror(number))
 
     keeper = saver(Engine(1), tmp_path)
-    monkeypatch.setattr(saver_module, "write_runs", full)
+    monkeypatch.setattr(saver_module, "write_slices", full)
     keeper.begin(TrainState(1, 0))
     with pytest.raises(StorageError, match=rf"step_00000001.*{keeper.bytes:,} bytes .*needed, \d"):
         keeper.poll(wait=True)

@@ -175,7 +175,7 @@ def test_bad_lines_are_an_error_or_skipped_and_reported(
     cache = ("--cache_dir", str(tmp_path / "cache"))
     ask = ("--checkpoint", str(trained.run), "--data", str(text), *cache)
     assert main(["eval", *ask]) == 3
-    assert "pass over what is bad with --on_bad_data skip" in capsys.readouterr().err
+    assert "skip bad documents with --on_bad_data skip" in capsys.readouterr().err
     assert main(["eval", *ask, "--on_bad_data", "skip"]) == 3
     assert "raise --max_bad_fraction" in capsys.readouterr().err
     assert main(["eval", *ask, "--on_bad_data", "skip", "--max_bad_fraction", "0.2"]) == 0

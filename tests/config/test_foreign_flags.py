@@ -63,7 +63,7 @@ NONE_HERE = {
     "save_weight": "--out_dir",
     "start": "minimind generate",
     "backend": "nccl",
-    "push_to_hub": "no hub",
+    "push_to_hub": "not available",
     "auto_find_batch_size": "minimind plan",
     "tensor-model-parallel-size": "not split",
     "fp8": "FP8",

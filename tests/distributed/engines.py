@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for e
 from minimind.checkpoint.resume import resume
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.train_state import TrainState
-from minimind.config.deepspeed.literals import put
+from minimind.config.deepspeed.config_values import put
 from minimind.config.deepspeed.resolve import Resolved, read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG

@@ -25,7 +25,7 @@ from minimind.checkpoint.directory import (
     verify,
 )
 from minimind.checkpoint.resume import load_weights
-from minimind.checkpoint.tensor_files import write_runs
+from minimind.checkpoint.tensor_files import write_slices
 from minimind.checkpoint.validation import shard_name
 from minimind.errors import CheckpointError
 from tests.faults.tampering import (
@@ -183,7 +183,7 @@ def in_two_shards(checkpoint: Path) -> None:
         halves[0].append((key, whole[:middle]))
         halves[1].append((f"{key.removesuffix('0')}{middle}", whole[middle:]))
     entries = [entry for entry in manifest["files"] if entry["name"] != SHARD]
-    entries += [write_runs(checkpoint / shard_name(n, 2), half) for n, half in enumerate(halves)]
+    entries += [write_slices(checkpoint / shard_name(n, 2), half) for n, half in enumerate(halves)]
     (checkpoint / SHARD).unlink()
     seal(checkpoint, {**manifest, "world_size": 2, "files": entries})
 

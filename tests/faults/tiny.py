@@ -22,7 +22,7 @@ from minimind.checkpoint.reader import Contents
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.resume import resume as resume_from
 from minimind.checkpoint.saver import Saver
-from minimind.checkpoint.tensor_files import shard_name, write_runs
+from minimind.checkpoint.tensor_files import shard_name, write_slices
 from minimind.checkpoint.train_state import TrainState
 from minimind.config.deepspeed.resolve import Resolved
 from minimind.config.parse import parse_flags
@@ -150,7 +150,7 @@ def recut(path: Path, root: Path, world_size: int, stage: int) -> Path:
                 run = whole[start : cuts[part + 1]]
                 runs[(part + at) % world_size].append((f"{kind}|{name}|{start}", run))
     for rank, own in enumerate(runs):
-        write_runs(final / shard_name(rank, world_size), own)
+        write_slices(final / shard_name(rank, world_size), own)
     manifest = read_manifest(path)
     files = [describe_file(f) for f in sorted(final.iterdir()) if f.name != "manifest.json"]
     kept = {key: v for key, v in manifest.items() if key not in ("format", "files", "sha256")}

@@ -53,7 +53,7 @@ def test_a_flag_that_the_folder_contradicts_is_refused(folder: Path):
 def test_another_tokenizer_than_the_folder_was_made_with_is_refused(folder: Path, tmp_path: Path):
     words = ["tokenizer", "train", str(tmp_path / "t.jsonl"), "--vocab_size", "512", "--out"]
     assert main([*words, str(tmp_path / "other")]) == 0
-    with pytest.raises(DataError, match="is not the tokenizer that"):
+    with pytest.raises(DataError, match="is not the tokenizer of"):
         told(folder, "--tokenizer", str(tmp_path / "other"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from minimind.config.deepspeed.literals import AUTO, BATCH, MICRO_BATCH, MISSING, get
+from minimind.config.deepspeed.config_values import AUTO, BATCH, MICRO_BATCH, MISSING, get
 from minimind.config.deepspeed.schema import ANY_CASE, OPTIMIZERS, optimizer_name
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, planned_warmup
@@ -115,9 +115,9 @@ def _optimizer(config: Mapping[str, Any], run: RunConfig) -> Filled:
     """
     params = get(config, "optimizer.params")
     named = [name for name in OWN_ADAM if isinstance(params, Mapping) and name in params]
-    literal = get(config, "optimizer.params.torch_adam")
-    in_torch = get(config, "optimizer") is MISSING or literal is True
-    in_torch = in_torch or (literal in (MISSING, AUTO) and not named)
+    config_value = get(config, "optimizer.params.torch_adam")
+    in_torch = get(config, "optimizer") is MISSING or config_value is True
+    in_torch = in_torch or (config_value in (MISSING, AUTO) and not named)
     otherwise = any(
         get(config, f"optimizer.params.{name}") is True for name in ("foreach", "differentiable")
     )

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from minimind.config.deepspeed.auto_values import offloads
+from minimind.config.deepspeed.config_values import AUTO, adopt_launch, get, put
 from minimind.config.deepspeed.effects import keys_without_effect
 from minimind.config.deepspeed.incompatible import precision_faults
-from minimind.config.deepspeed.literals import AUTO, adopt_launch, get, put
 from minimind.config.deepspeed.resolve import Resolved, Sections, read_deepspeed_json, resolve
 from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig

@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from minimind.config.deepspeed.config_values import MISSING, get, leaves
 from minimind.config.deepspeed.keys import AUTO
-from minimind.config.deepspeed.literals import MISSING, get, leaves
 
 # Keys and blocks that DeepSpeed's engine applies in the calls that this package makes.
 ENGINE = frozenset(

@@ -1,7 +1,7 @@
-"""Faults that DeepSpeed's engine raises for a configuration that its parser accepts.
+"""Settings that DeepSpeed's parser accepts and its engine refuses.
 
-The engine raises them when it is built or in the first step. These rules report them before the
-data is read, also for --dry_run, without importing deepspeed.
+The engine raises when it is built or in the first step. These rules report the same faults before
+the data is read, also for --dry_run, without importing deepspeed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from minimind.config.deepspeed.auto_values import offloads
+from minimind.config.deepspeed.config_values import MISSING, get, leaves
 from minimind.config.deepspeed.keys import DTYPES
-from minimind.config.deepspeed.literals import MISSING, get, leaves
 from minimind.config.deepspeed.schema import optimizer_name
 from minimind.config.run_config import RunConfig
 
@@ -28,7 +28,7 @@ ON_GPUS = (
 )
 # Blocks that import a package when the engine is built.
 PACKAGES = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
-# These select which other keys are read, so they are blamed last.
+# These select which other keys are read, so an error is attributed to them last.
 CHOOSERS = ("optimizer.type", "optimizer.params.torch_adam", "scheduler.type", f"{ZERO}stage")
 OUTPUTS = {  # path -> the switch of the block that writes there
     "tensorboard.output_path": "tensorboard.enabled",
@@ -39,25 +39,31 @@ OUTPUTS = {  # path -> the switch of the block that writes there
 
 def engine_faults(config: Mapping[str, Any], path: str, run: RunConfig, device: str) -> list[str]:
     """Return one sentence for each setting in a filled `config` that the engine refuses."""
-    found = _zero(config, device) + _norm(config) + _packages(config) + _adam(config)
-    literal = get(config, "data_types.param_dtype")
-    if isinstance(literal, str) and DTYPES.get(literal, run.dtype) != run.dtype:
-        found.append(
-            f"data_types.param_dtype is {literal}, and dtype = {run.dtype}"
-            f" ({run.sources['dtype']}); remove it, or give --dtype {DTYPES[literal]}"
+    faults = (
+        _zero_faults(config, device)
+        + _norm_faults(config)
+        + _packages_faults(config)
+        + _adam_faults(config)
+    )
+    config_value = get(config, "data_types.param_dtype")
+    if isinstance(config_value, str) and DTYPES.get(config_value, run.dtype) != run.dtype:
+        faults.append(
+            f"data_types.param_dtype is {config_value}, and dtype = {run.dtype}"
+            f" ({run.sources['dtype']}); remove it, or give --dtype {DTYPES[config_value]}"
         )
-    literal = get(config, "data_types.buffer_dtype")
-    if isinstance(literal, str) and DTYPES.get(literal) != "float32":
-        found.append(
-            f"data_types.buffer_dtype is {literal}, and rotary frequencies stay in fp32; remove it"
+    config_value = get(config, "data_types.buffer_dtype")
+    if isinstance(config_value, str) and DTYPES.get(config_value) != "float32":
+        faults.append(
+            f"data_types.buffer_dtype is {config_value}, and rotary frequencies stay in fp32;"
+            " remove it"
         )
     random_ltd = "data_efficiency.data_routing.random_ltd.enabled"
-    literal = get(config, random_ltd)
-    if literal is not MISSING and literal:  # DeepSpeed tests for truth, and only this key
-        found.append(
-            f"{random_ltd} is {json.dumps(literal)}, but no layer drops tokens here; remove it"
+    config_value = get(config, random_ltd)
+    if config_value is not MISSING and config_value:  # DeepSpeed tests for truth, and only this key
+        faults.append(
+            f"{random_ltd} is {json.dumps(config_value)}, but no layer drops tokens here; remove it"
         )
-    return [f"{path}: {fault}" for fault in found]
+    return [f"{path}: {fault}" for fault in faults]
 
 
 def outputs(config: Mapping[str, Any]) -> dict[str, str]:
@@ -67,30 +73,30 @@ def outputs(config: Mapping[str, Any]) -> dict[str, str]:
     return {key: place for key, place in named.items() if isinstance(place, str)}
 
 
-def _zero(config: Mapping[str, Any], device: str) -> list[str]:
-    found = []
+def _zero_faults(config: Mapping[str, Any], device: str) -> list[str]:
+    faults = []
     stage = get(config, f"{ZERO}stage")
     for name in WITHOUT_CHECKPOINTS:
         if get(config, ZERO + name) not in (MISSING, None, False):
-            found.append(f"{ZERO}{name} has an optimizer without checkpoints here; remove it")
+            faults.append(f"{ZERO}{name} has an optimizer without checkpoints here; remove it")
     for name in ON_GPUS:
         value = get(config, ZERO + name)
         if device == "cpu" and stage == 3 and value not in (MISSING, None, False, 0):
-            found.append(f"{ZERO}{name} is {json.dumps(value)} and needs a GPU; remove it")
+            faults.append(f"{ZERO}{name} is {json.dumps(value)} and needs a GPU; remove it")
     bucket = get(config, f"{ZERO}allgather_bucket_size")
     if stage in (1, 2) and isinstance(bucket, int | float) and bucket % 2:
-        found.append(f"{ZERO}allgather_bucket_size is {bucket}, an odd number; write an even one")
+        faults.append(f"{ZERO}allgather_bucket_size is {bucket}, an odd number; write an even one")
     ratio = get(config, f"{ZERO}offload_optimizer.ratio")
     is_part = isinstance(ratio, int | float) and ratio != 1
     if stage == 3 and is_part and not _is_cpu_adam(config):
-        found.append(
+        faults.append(
             f"{ZERO}offload_optimizer.ratio = {ratio} needs DeepSpeed's own Adam on the CPU;"
             ' remove it, or write "torch_adam": false in an AdamW block'
         )
-    return found
+    return faults
 
 
-def _adam(config: Mapping[str, Any]) -> list[str]:
+def _adam_faults(config: Mapping[str, Any]) -> list[str]:
     """Parameters that DeepSpeed's Adam classes reject after compilation."""
     name = optimizer_name(get(config, "optimizer.type"))
     in_torch = get(config, "optimizer.params.torch_adam") is True
@@ -107,7 +113,7 @@ def _is_cpu_adam(config: Mapping[str, Any]) -> bool:
     return name in ("Adam", "AdamW") and not in_torch and offloads(config, "optimizer")
 
 
-def _norm(config: Mapping[str, Any]) -> list[str]:
+def _norm_faults(config: Mapping[str, Any]) -> list[str]:
     """Settings that conflict with compute_grad_norm = false at stages 1 and 2."""
     key = f"{ZERO}compute_grad_norm"
     if get(config, key) is not False or get(config, f"{ZERO}stage") not in (1, 2):
@@ -120,7 +126,7 @@ def _norm(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _packages(config: Mapping[str, Any]) -> list[str]:
+def _packages_faults(config: Mapping[str, Any]) -> list[str]:
     return [
         f"{block}.enabled is true and the package {package} is not installed; remove the block, or"
         f" pip install {package}"
@@ -129,28 +135,31 @@ def _packages(config: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# --- which key an error of DeepSpeed concerns --------------------------------------------------
-
-
-def words(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """Return the text of an error on one line, or its type if it has none."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
-def way_out(config: Mapping[str, Any], told: str) -> str:
-    """Return what to change: the key of `config` that DeepSpeed's words mention first."""
+def remedy_for(config: Mapping[str, Any], message: str) -> str:
+    """Return what to change: the key of `config` that DeepSpeed's message mentions first."""
     names = {key: rf"\b{re.escape(key.rsplit('.', 1)[-1])}\b" for key in leaves(config)}
-    places = {key: found.start() for key, name in names.items() if (found := re.search(name, told))}
+    places = {
+        key: match.start() for key, name in names.items() if (match := re.search(name, message))
+    }
     key = min(places, key=places.__getitem__, default="")
     return f"change or remove {key}" if key else "correct the file"
 
 
 def tracker_refusal(error: Exception) -> str:
-    """Return what to do where a tracker that DeepSpeed opens raised `error`; else nothing."""
+    """Return the fault and its remedy if a tracker of DeepSpeed raised `error`; else ""."""
     package = type(error).__module__.partition(".")[0]
     block = next((block for block, name in PACKAGES.items() if name == package), "")
-    told = f"{block}.enabled is true and {package} fails: {words(error)}; correct that, or remove"
-    return f"{told} the block and give --report_to {package}, which stops no run" if block else ""
+    if not block:
+        return ""
+    return (
+        f"{block}.enabled is true and {package} fails: {one_line(error)}; correct that, or remove"
+        f" the block and give --report_to {package}, which stops no run"
+    )
 
 
 def without(config: Mapping[str, Any], key: str) -> dict[str, Any]:

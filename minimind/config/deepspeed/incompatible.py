@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from minimind.config.deepspeed.auto_values import offloads
+from minimind.config.deepspeed.config_values import BATCH, MISSING, get
 from minimind.config.deepspeed.effects import ignored_faults
-from minimind.config.deepspeed.literals import BATCH, MISSING, get
 from minimind.config.deepspeed.schema import OPTIMIZERS, optimizer_name
 from minimind.config.run_config import RunConfig
 
@@ -111,8 +111,10 @@ def _optimizer(config: Mapping[str, Any], device: str) -> list[str]:
 def _batch(config: Mapping[str, Any], run: RunConfig, world_size: int) -> list[str]:
     rows = run.micro_batch_rows(world_size)
     in_step = rows * run.accumulation_steps * world_size
-    literal = config[BATCH]
-    if literal == in_step or not isinstance(literal, int | None):  # the schema tells of its type
+    config_value = config[BATCH]
+    if config_value == in_step or not isinstance(
+        config_value, int | None
+    ):  # schema.py checks types
         return []
     return [
         f"{BATCH} is {json.dumps(config[BATCH])}, but {rows} rows ({run.sources['batch_size']}) x"
@@ -242,7 +244,7 @@ def _least(config: Mapping[str, Any]) -> list[str]:
 def _other_values(config: Mapping[str, Any]) -> list[str]:
     found = []
     for key, (value, why) in ONLY.items():
-        literal = get(config, key)
-        if literal is not MISSING and literal is not None and literal != value:
-            found.append(f"{key} is {json.dumps(literal)}, but {why}; remove it")
+        config_value = get(config, key)
+        if config_value is not MISSING and config_value is not None and config_value != value:
+            found.append(f"{key} is {json.dumps(config_value)}, but {why}; remove it")
     return found

@@ -1,6 +1,6 @@
 """Resolve a DeepSpeed JSON against a run: fill every "auto" and record the source of each value.
 
-Does not import deepspeed. Unknown keys, literals that contradict an explicit flag and "auto" values
+Does not import deepspeed. Unknown keys, values that contradict an explicit flag and "auto" values
 that cannot be filled are faults; all faults are reported together.
 """
 
@@ -13,9 +13,7 @@ from typing import Any
 
 from minimind.config.deepspeed import schema as deepspeed_schema
 from minimind.config.deepspeed.auto_values import auto_values, required_keys
-from minimind.config.deepspeed.engine_rules import engine_faults
-from minimind.config.deepspeed.incompatible import incompatible_settings
-from minimind.config.deepspeed.literals import (
+from minimind.config.deepspeed.config_values import (
     AUTO,
     BATCH,
     MICRO_BATCH,
@@ -27,6 +25,8 @@ from minimind.config.deepspeed.literals import (
     leaves,
     put,
 )
+from minimind.config.deepspeed.engine_rules import engine_faults
+from minimind.config.deepspeed.incompatible import incompatible_settings
 from minimind.config.deepspeed.normalize import normalize_config
 from minimind.config.launcher_env import Launch
 from minimind.config.run_config import RunConfig
@@ -192,8 +192,8 @@ def _fill(
     """Fill "auto" and missing required values in `config`, and record their sources."""
     required = required_keys(config)
     for key, (value, source) in auto_values(config, run, world_size, device, schedule).items():
-        literal = get(config, key)
-        if literal == AUTO or (literal is MISSING and key in required):
+        config_value = get(config, key)
+        if config_value == AUTO or (config_value is MISSING and key in required):
             put(config, key, value)
             sources[key] = source
 

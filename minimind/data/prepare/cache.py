@@ -1,4 +1,4 @@
-"""Directories that are built once, by whichever process comes first, and are whole or not there."""
+"""Directories that are built once, by the first process, and are complete or absent."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from minimind.runtime.durable_files import storing, sync_directory
 def build_once(
     directory: Path, build: Callable[[Path], None], remedy: str, is_resumable: bool = False
 ) -> None:
-    """Have `build` fill `directory`, unless it is there; others wait for the one that builds.
+    """Call `build` to fill `directory` unless it exists; other processes wait meanwhile.
 
-    What is left of a build that was killed is taken up again by one that `is_resumable`.
+    A resumable build continues from what a killed one left.
 
-    It works in a temporary directory beside, renamed when it is done, so what has its name is
-    complete, and can be used without a lock (from a read-only cache, too). The lock is the
-    kernel's: it goes with the process that held it. Its file stays, for removing it would let two
-    processes hold locks on two files of one name.
+    `build` fills a temporary directory that is renamed when complete, so `directory` can be used
+    without a lock, also in a read-only cache. The kernel releases the lock when its process ends.
+    The lock file stays: if it were removed, two processes could lock two files of one name.
     """
     if directory.is_dir():
         return
@@ -40,16 +39,16 @@ def _build(directory: Path, build: Callable[[Path], None], is_resumable: bool) -
         draft = directory.with_name(f"{directory.name}.part")
         draft.mkdir(exist_ok=True)
     else:
-        for leftover in directory.parent.glob(f"{directory.name}.tmp-*"):  # its builder is dead
+        for leftover in directory.parent.glob(f"{directory.name}.tmp-*"):  # of a killed process
             shutil.rmtree(leftover)
         draft = Path(tempfile.mkdtemp(prefix=f"{directory.name}.tmp-", dir=directory.parent))
-        draft.chmod(0o755)  # mkdtemp hides it from everybody else
+        draft.chmod(0o755)  # mkdtemp makes it private
     try:
         build(draft)
         sync_directory(draft)
         os.rename(draft, directory)
         sync_directory(directory.parent)
-    except BaseException as error:  # also a Ctrl-C, which only a resumable draft outlives
+    except BaseException as error:  # also KeyboardInterrupt; a resumable draft is kept then
         if isinstance(error, RunError | OSError) or not is_resumable:
             shutil.rmtree(draft, ignore_errors=True)
         raise

@@ -1,4 +1,4 @@
-"""What a prepared folder holds: counts, lengths, duplicates, rows, and whether it is whole."""
+"""Inspect a prepared folder: counts, lengths, duplicates, rows and damage."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from minimind.data.prepare.prepare import Prepared
 from minimind.errors import DataError
 from minimind.runtime.durable_files import sha256_of
 
-MOST_HASHES = 2**21  # documents whose hashes are compared; of more, a share chosen by hash
-END = " [end] "  # of a document, where a row is shown
+MOST_HASHES = 2**21  # documents compared; above this, a sample by hash
+END = " [end] "  # marks the end of a document in a row
 SHOWN = 72  # characters of a row or document
 
 
 @dataclass(frozen=True)
 class Duplicate:
-    """A document that is there several times, and how it begins."""
+    """A repeated document: its count, its length and the start of its text."""
 
     times: int
     tokens: int
@@ -35,33 +35,33 @@ class Duplicate:
 
 
 @dataclass(frozen=True)
-class Found:
-    """All of it, for a table or for JSON."""
+class Inspection:
+    """The result of an inspection."""
 
     sources: list[dict[str, Any]]
     splits: dict[str, dict[str, int]]
     rejected: dict[str, Any]
     lengths: list[tuple[int, int]]  # (longest of its bin in tokens, documents)
     duplicates: list[Duplicate]
-    duplicate_share: float  # of all documents, those that repeat another
-    compared: int  # documents; fewer than all where there are very many
+    duplicate_share: float  # fraction of documents that repeat another
+    compared: int  # documents; a sample if there are very many
     rows: list[str]
 
     def to_json(self) -> str:
-        """One object."""
+        """Format as one JSON object."""
         return json.dumps(asdict(self), ensure_ascii=False, indent=2)
 
 
-def inspect(prepared: Prepared, rows: int, row_tokens: int) -> Found:
-    """What is in a folder that is whole."""
+def inspect(prepared: Prepared, rows: int, row_tokens: int) -> Inspection:
+    """Inspect an undamaged folder."""
     manifest = prepared.manifest
     keys = ("name", "weight", "documents", "tokens", "text_bytes", "rejected", "sha256")
     duplicates, share, compared = _duplicates(prepared)
-    return Found(
+    return Inspection(
         sources=[{key: source[key] for key in keys} for source in manifest["sources"]],
         splits={
-            split: {key: found[key] for key in ("tokens", "documents", "text_bytes")}
-            for split, found in manifest["splits"].items()
+            split: {key: counts[key] for key in ("tokens", "documents", "text_bytes")}
+            for split, counts in manifest["splits"].items()
         },
         rejected=manifest["rejected"],
         lengths=_lengths(prepared),
@@ -73,34 +73,34 @@ def inspect(prepared: Prepared, rows: int, row_tokens: int) -> Found:
 
 
 def damage(directory: Path) -> Iterator[str]:
-    """`FILE: what` for everything that is not as it was written."""
+    """Yield `FILE: fault` for every file that is missing or changed."""
     manifest = read_manifest(directory)
     if manifest["fingerprint"] != tokens_fingerprint(manifest):
         yield "manifest.json: does not match its own fingerprint"
     expected = dict(manifest["files"])
     for _, shard in _shards(manifest):
         expected |= {shard["name"]: shard["sha256"], index_name(shard): shard["index_sha256"]}
-    for name, digest in _told(sorted(expected.items()), "hashing"):
+    for name, digest in _with_progress(sorted(expected.items()), "hashing"):
         if not (directory / name).is_file():
             yield f"{name}: is missing"
         elif sha256_of(directory / name) != digest:
             yield f"{name}: does not match its sha256"
 
 
-def _told(items: Sequence[Any], what: str) -> Iterable[Any]:
-    """The same, with how far one is on a terminal."""
+def _with_progress(items: Sequence[Any], what: str) -> Iterable[Any]:
+    """Wrap `items` in a progress bar if stderr is a terminal."""
     return tqdm(items, desc=what, unit=" files", leave=False, disable=not sys.stderr.isatty())
 
 
 def _shards(manifest: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for split, found in manifest["splits"].items():
-        for shard in found["shards"]:
+    for split, counts in manifest["splits"].items():
+        for shard in counts["shards"]:
             yield split, shard
 
 
 def _ends(directory: Path, shard: dict[str, Any]) -> np.ndarray:
-    """Where each document of a shard ends; a DataError where its index cannot be of it."""
-    path, remedy = directory / index_name(shard), "put back what it was, or prepare the text again"
+    """Return the end of each document in tokens; raise DataError for an invalid index."""
+    path, remedy = directory / index_name(shard), "restore it, or prepare the text again"
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -110,12 +110,12 @@ def _ends(directory: Path, shard: dict[str, Any]) -> np.ndarray:
         raise DataError(f"{path}: has {len(content)} bytes, not {size}; {remedy}")
     ends = np.frombuffer(content, dtype=INDEX_DTYPE)
     if ends[-1:].sum() != shard["tokens"] or (ends <= np.insert(ends[:-1], 0, 0)).any():
-        raise DataError(f"{path}: does not say where its documents end; {remedy}")
+        raise DataError(f"{path}: has impossible document ends; {remedy}")
     return ends.astype(np.int64)
 
 
 def _lengths(prepared: Prepared) -> list[tuple[int, int]]:
-    """Documents by length: up to 1, 2, 4, ... tokens, their end counted."""
+    """Count documents by length: up to 1, 2, 4, ... tokens, including the end token."""
     counts = np.zeros(64, dtype=np.int64)
     for _, shard in _shards(prepared.manifest):
         lengths = np.diff(_ends(prepared.directory, shard), prepend=0)
@@ -126,13 +126,13 @@ def _lengths(prepared: Prepared) -> list[tuple[int, int]]:
 
 
 def _duplicates(prepared: Prepared) -> tuple[list[Duplicate], float, int]:
-    """The documents that are there most often, the share that repeats, how many were compared."""
+    """Return the most frequent documents, the repeated fraction and the number compared."""
     directory, dtype = prepared.directory, np.dtype(prepared.manifest["dtype"]).newbyteorder("<")
     every = 1 + prepared.manifest["documents"] // MOST_HASHES
     hashes: list[int] = []
     places: list[tuple[int, int, int]] = []  # shard, start, end
     shards = [shard for _, shard in _shards(prepared.manifest)]
-    for number, shard in enumerate(_told(shards, "comparing")):
+    for number, shard in enumerate(_with_progress(shards, "comparing")):
         tokens = np.memmap(directory / shard["name"], dtype=dtype, mode="r")
         start = 0
         for end in _ends(directory, shard).tolist():
@@ -148,28 +148,28 @@ def _duplicates(prepared: Prepared) -> tuple[list[Duplicate], float, int]:
         np.array(hashes, dtype=np.uint64), return_index=True, return_counts=True
     )
     most = sorted(zip(-counts, firsts, strict=True))[:5]
-    found = []
+    duplicates = []
     for minus, first in most:
         if minus < -1:
             number, start, end = places[first]
             tokens = np.memmap(directory / shards[number]["name"], dtype=dtype, mode="r")
             text = prepared.tokenizer.decode(tokens[start : min(end, start + SHOWN)].tolist())
-            found.append(Duplicate(int(-minus), end - start, shown(text)))
-    return found, 1 - len(counts) / len(hashes), len(hashes)
+            duplicates.append(Duplicate(int(-minus), end - start, shown(text)))
+    return duplicates, 1 - len(counts) / len(hashes), len(hashes)
 
 
 def _rows(prepared: Prepared, count: int, row_tokens: int) -> Iterator[str]:
-    """Some rows from all over the training split, as text."""
+    """Yield evenly spaced rows of the training split as text."""
     total = prepared.train.rows(row_tokens)
     places = np.unique(np.linspace(0, total - 1, min(count, total)).astype(np.int64))
     for index, row in zip(places, prepared.train.read_rows(places, row_tokens), strict=True):
         ends = np.flatnonzero(row == prepared.tokenizer.eos_id)
-        parts = np.split(row, ends)  # all but the first begin with the end of a document
+        parts = np.split(row, ends)  # all but the first start with an end token
         text = END.join(prepared.tokenizer.decode(part.tolist()) for part in parts)
         yield f"row {index}: {shown(text, 4 * SHOWN)}"
 
 
 def shown(text: str, most: int = SHOWN) -> str:
-    """A text on one line of a terminal."""
+    """Escape and shorten a text to one line."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return line if len(line) <= most else f"{line[: most - 3]}..."

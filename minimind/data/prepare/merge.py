@@ -1,4 +1,4 @@
-"""Encoded units -> a folder of shards with the manifest that says what is in it."""
+"""Encoded units -> a folder of shards with a manifest."""
 
 from __future__ import annotations
 
@@ -37,17 +37,16 @@ REJECTED_NAME = "rejected.jsonl"
 
 
 def merge(work: Work, max_bad_fraction: float) -> dict[str, Any]:
-    """The manifest, written once every unit is done and before anything is removed.
+    """Write and return the manifest of the encoded units.
 
-    A UsageError names units that are not done; a DataError tells of too much bad text, or of none
-    to train on.
+    Raise UsageError if units are missing, DataError for too many bad documents or no training text.
     """
-    found = [work.done(unit) for unit in work.plan.units]
-    done = [one for one in found if one is not None]
-    if len(done) < len(found):
-        missing = [number for number, one in enumerate(found) if one is None]
+    markers = [work.done(unit) for unit in work.plan.units]
+    done = [marker for marker in markers if marker is not None]
+    if len(done) < len(markers):
+        missing = [number for number, marker in enumerate(markers) if marker is None]
         raise UsageError(
-            f"{work.directory}: {len(missing)} of {len(found)} units are not done, the first is"
+            f"{work.directory}: {len(missing)} of {len(markers)} units are not done, the first is"
             f" {missing[0]}; run the --shard I/N that are missing (unit % N == I), then --merge"
         )
     manifest = _manifest(work, done)
@@ -60,8 +59,8 @@ def merge(work: Work, max_bad_fraction: float) -> dict[str, Any]:
     for source in manifest["sources"]:
         if source["weight"] is not None and not source["tokens"]["train"]:
             raise DataError(
-                f"source {source['name']}: has a weight of {source['weight']:g} and no document to"
-                " train on; add documents, or leave it out"
+                f"source {source['name']}: has weight {source['weight']:g} and no training"
+                " document; add documents, or leave it out"
             )
     if rejected:
         _join_rejected(work, done)
@@ -76,7 +75,7 @@ def merge(work: Work, max_bad_fraction: float) -> dict[str, Any]:
 
 
 def clear(directory: Path) -> None:
-    """Remove all that the manifest does not name: markers, locks, and what others left here."""
+    """Remove every file that the manifest does not name, such as markers and locks."""
     manifest = read_manifest(directory)
     shards = [shard for split in manifest["splits"].values() for shard in split["shards"]]
     named = {name for shard in shards for name in (shard["name"], index_name(shard))}
@@ -93,7 +92,7 @@ def clear(directory: Path) -> None:
 def require_few_rejected(
     manifest: dict[str, Any], max_bad_fraction: float, sources: Sequence[Source]
 ) -> None:
-    """Nothing, or a DataError when more is bad than `max_bad_fraction` of all documents."""
+    """Raise DataError if more than `max_bad_fraction` of all documents are bad."""
     rejected = manifest["rejected"]["count"]
     total = rejected + manifest["documents"]
     if rejected > max_bad_fraction * total:
@@ -101,14 +100,14 @@ def require_few_rejected(
         where = f"{first} and {len(others)} more" if others else first
         raise DataError(
             f"{where}: {rejected:,} of {total:,} documents are bad, more than max_bad_fraction ="
-            f" {max_bad_fraction}; the first is {manifest['rejected']['first']}; mend the text, or"
-            " raise --max_bad_fraction"
+            f" {max_bad_fraction}; the first is {manifest['rejected']['first']}; correct the text,"
+            " or raise --max_bad_fraction"
         )
 
 
 def no_training_documents(val_fraction: float, documents: int) -> DataError:
-    """Every document was held out, or there was none."""
-    reason, remedy = "all were bad", "mend the text, or add documents"
+    """Return the error for a text without training documents."""
+    reason, remedy = "all were bad", "correct the text, or add documents"
     if documents:
         reason = f"val_fraction = {val_fraction} holds all of them out"
         remedy = "lower --val_fraction or add documents"
@@ -156,7 +155,7 @@ def _manifest(work: Work, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _source(
     plan: Plan, number: int, units: Sequence[tuple[Unit, dict[str, Any]]]
 ) -> dict[str, Any]:
-    """What the manifest says of one source: its inputs, and what came of its units."""
+    """Return the manifest entry of one source: its inputs and the totals of its units."""
     own = [one for unit, one in units if unit.source == number]
     inputs = (given for given in plan.inputs if given.source == number)
     return {
@@ -176,14 +175,14 @@ def _source(
 
 
 def tokens_fingerprint(manifest: dict[str, Any]) -> str:
-    """Of what a run reads: the tokens of each split, and how sources are mixed; no names."""
+    """Hash of the tokens of each split and the source weights; names do not count."""
     return fingerprint(
         {
             "tokenizer": manifest["tokenizer"],
             "weights": [source["weight"] for source in manifest["sources"]],
             "shards": {
-                split: [[s["source"], s["tokens"], s["sha256"]] for s in found["shards"]]
-                for split, found in manifest["splits"].items()
+                split: [[s["source"], s["tokens"], s["sha256"]] for s in content["shards"]]
+                for split, content in manifest["splits"].items()
             },
         }
     )
@@ -196,9 +195,9 @@ def _count(done: Sequence[dict[str, Any]], what: str) -> int:
 def _with_lines_before(
     done: Sequence[dict[str, Any]],
 ) -> Iterator[tuple[dict[str, Any], Counter[str]]]:
-    """What came of each unit, and how many lines of each .jsonl file the units before it have.
+    """Yield each unit's marker and the number of lines of each .jsonl file in earlier units.
 
-    A unit counts from its own first line of a file, so that none reads what others read.
+    A unit counts lines from its own start in a file, so that it need not read earlier ones.
     """
     before: Counter[str] = Counter()
     for one in done:

@@ -1,4 +1,4 @@
-"""plan.json: what identifies a preparation, and in what two of them differ."""
+"""plan.json, which identifies a preparation, and the differences between two of them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ TEXT = "text"
 def described(
     plan: Plan, skips_bad: bool, max_bad_fraction: float, vocab_size: int | None
 ) -> dict[str, Any]:
-    """What plan.json says, but for the tokenizer; of one that is learnt, how many pieces."""
+    """Return the content of plan.json without the tokenizer's fingerprint.
+
+    `vocab_size` is that of a tokenizer to train, None if one is given.
+    """
     policy = {"skips_bad": skips_bad, "max_bad_fraction": max_bad_fraction}
     return {**plan.to_json(), **policy, "vocab_size": vocab_size}
 
 
 def read_described(directory: Path) -> Any:
-    """What the folder's plan.json says, None where there is none or it is damaged."""
+    """Read plan.json; None if it is missing or damaged."""
     try:
         return json.loads((directory / PLAN_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -29,14 +32,14 @@ def read_described(directory: Path) -> Any:
 
 
 def differences(here: dict[str, Any], there: Any) -> list[str]:
-    """In what the preparation `there` is another than the one `here`, in words of the flags.
+    """Return the flags in which two preparations differ, with both values where they are short.
 
-    How its paths are spelled is nothing. A tokenizer that is learnt is the same where all else is.
+    The spelling of paths does not count. Trained tokenizers are equal if everything else is.
     """
     ours, theirs = _compared_values(here), _compared_values(there)
     if not theirs:
         return ["version"]
-    if ours[TEXT] != theirs[TEXT]:  # and so its units are others
+    if ours[TEXT] != theirs[TEXT]:  # which also changes the units
         ours.pop("shard_bytes")
     names = []
     for name, value in ours.items():

@@ -1,7 +1,7 @@
 """Text -> tokenizer and token shards, in the cache of a run.
 
-It is filled under another name and renamed when it is whole. A preparation that was
-killed goes on where it stood, and gives the same files as one that was not.
+The folder is filled under a temporary name and renamed when complete. A killed preparation resumes
+and gives the same files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from minimind.data.prepare.merge import (
     require_few_rejected,
 )
 from minimind.data.prepare.plan_file import PLAN_NAME
-from minimind.data.prepare.unit_reader import documents_of, pass_over, refusal, refuse, split_of
+from minimind.data.prepare.unit_reader import documents_of, ignore, refusal, refuse, split_of
 from minimind.data.prepare.work_units import Options, Plan, Unit, files_of, make_plan
 from minimind.data.prepare.workers import encode_plan
 from minimind.data.text.documents import Reading
@@ -50,16 +50,16 @@ from minimind.runtime.terminal import phase
 
 REMEDY = "free space or give another --cache_dir"
 NEEDED = (MANIFEST_NAME, PLAN_NAME, TOKENIZER_NAME)
-SAMPLED_BYTES = 2**30  # of input, in which passages for a tokenizer are looked for
+SAMPLED_BYTES = 2**30  # of input to train a tokenizer on
 
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """What is asked of a preparation."""
+    """The options of a preparation."""
 
     sources: tuple[Source, ...]
     tokenizer_path: str | None = None
-    vocab_size: int = 6400  # of the tokenizer that is learnt, where none is given
+    vocab_size: int = 6400  # of the tokenizer that is trained if none is given
     options: Options = field(default_factory=Options)
     skips_bad: bool = False
     max_bad_fraction: float = 0.05
@@ -68,7 +68,7 @@ class PrepareRequest:
     progress: bool = True
 
     def plan(self) -> Plan:
-        """The units of the text that is there now; a UsageError for a vocabulary that cannot be."""
+        """Plan the units of the text; raise UsageError for an impossible vocabulary size."""
         if self.tokenizer_path is None:
             require_learnable(self.vocab_size)
         return make_plan(self.sources, self.options, self.unit_bytes)
@@ -76,61 +76,61 @@ class PrepareRequest:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A tokenizer and the tokens of the two splits, ready to be read."""
+    """A tokenizer and the tokens of both splits, open for reading."""
 
     directory: Path
     tokenizer: AnyTokenizer
     train: TokenShards
     val: TokenShards
     manifest: dict[str, Any]
-    names: dict[str, str]  # of inputs as they were prepared -> as they are called now
+    names: dict[str, str]  # of inputs when they were prepared -> now
 
     @property
     def first_rejected(self) -> str:
-        """The first thing that was passed over, and why; empty where nothing was."""
+        """The first skipped document and the reason; "" if there is none."""
         first = self.manifest["rejected"]["first"]
         before = next((name for name in self.names if first.startswith(f"{name}:")), "")
         return self.names.get(before, "") + first[len(before) :]
 
     def list_rejected(self, out_dir: Path) -> None:
-        """Write rejected.jsonl there, if there is anything to list."""
+        """Write rejected.jsonl to `out_dir` if documents were skipped."""
         own = self.directory / REJECTED_NAME
         if own.exists():
-            with open(own, "rb") as lines, open(out_dir / REJECTED_NAME, "wb") as listed:
+            with open(own, "rb") as lines, open(out_dir / REJECTED_NAME, "wb") as copy:
                 for line in lines:
                     entry = json.loads(line)
                     entry["file"] = self.names.get(entry["file"], entry["file"])
-                    listed.write(canonical_json(entry) + b"\n")
+                    copy.write(canonical_json(entry) + b"\n")
 
 
 def is_prepared(path: str | Path) -> bool:
-    """Whether the folder holds shards, and not text."""
+    """Whether the folder holds shards and not text."""
     return not missing_of(path)
 
 
 def missing_of(path: str | Path) -> list[str]:
-    """Of what every prepared folder has, what this one has not."""
+    """Return the required files that a folder lacks."""
     return [name for name in NEEDED if not (Path(path).expanduser() / name).exists()]
 
 
 def open_prepared(
     directory: Path, tokenizer_path: str | None = None, names: Sequence[str] = ()
 ) -> Prepared:
-    """The shards of a folder; a DataError where they are of another tokenizer, or were changed.
+    """Open the shards of a folder; raise DataError if they changed or have another tokenizer.
 
-    `names` are what its inputs are called now, in their order.
+    `names` are the current names of its inputs, in order.
     """
     manifest = read_manifest(directory)
     require_untouched(directory, manifest)
     tokenizer = load_tokenizer(directory / TOKENIZER_NAME)
-    entry = f"is not the tokenizer that {directory} was made with"
+    problem = f"is not the tokenizer of {directory}"
     if tokenizer.fingerprint != manifest["tokenizer"]:
-        raise DataError(f"{tokenizer.path}: {entry}; put that back, or prepare the text again")
+        raise DataError(f"{tokenizer.path}: {problem}; restore that one, or prepare the text again")
     if tokenizer_path is not None:
         given = load_tokenizer(tokenizer_path)
         if given.fingerprint != manifest["tokenizer"]:
             raise DataError(
-                f"{tokenizer_path}: {entry}; leave out --tokenizer, or prepare the text"
+                f"{tokenizer_path}: {problem}; leave out --tokenizer, or prepare the text"
                 " again with it"
             )
     train, val = (TokenShards(directory, split) for split in ("train", "val"))
@@ -140,9 +140,9 @@ def open_prepared(
 
 
 def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
-    """The tokens of a run's text; every process calls it, one of them does the work.
+    """Prepare the tokens of a run's text; every process calls it and one does the work.
 
-    Found in the cache by the content of the text, whatever its files are called.
+    The cache is keyed by the content of the text, not by the names of its files.
     """
     plan = request.plan()
     contents = [_content(Path(given.path)) for given in plan.inputs]
@@ -152,12 +152,14 @@ def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
         "options": asdict(plan.options),
         "unit_bytes": request.unit_bytes,
     }
-    learnt = cache_dir / f"tokenizer-{fingerprint({**documents, 'vocab_size': request.vocab_size})}"
-    tokenizer = tokenizer_of(request, plan, learnt, REMEDY)
+    trained = (
+        cache_dir / f"tokenizer-{fingerprint({**documents, 'vocab_size': request.vocab_size})}"
+    )
+    tokenizer = tokenizer_of(request, plan, trained, REMEDY)
     directory = cache_dir / f"tokens-{fingerprint({**documents, 'is': tokenizer.fingerprint})}"
 
     def build(draft: Path) -> None:
-        if is_prepared(draft):  # it was killed while it cleared up
+        if is_prepared(draft):  # killed in clear()
             return clear(draft)
         write_tokenizer(draft / TOKENIZER_NAME, tokenizer.files())
         write_whole(draft / PLAN_NAME, canonical_json(plan.to_json()))
@@ -176,15 +178,15 @@ def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
 
 
 def _content(path: Path) -> list[str]:
-    """What the documents of an input depend on, but not what it is called."""
+    """The format of an input and the hashes of its files."""
     try:
         return [kind_of(path), *(sha256_of(file) for file in files_of(path))]
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror}); check it") from error
 
 
-def tokenizer_of(request: PrepareRequest, plan: Plan, learnt: Path, remedy: str) -> AnyTokenizer:
-    """The tokenizer that was given, or the one learnt into `learnt` by whoever comes first."""
+def tokenizer_of(request: PrepareRequest, plan: Plan, trained: Path, remedy: str) -> AnyTokenizer:
+    """Load the given tokenizer, or train one into `trained` unless it exists."""
     if request.tokenizer_path is not None:
         return load_tokenizer(request.tokenizer_path)
     texts = _training_texts(plan, request)
@@ -193,15 +195,15 @@ def tokenizer_of(request: PrepareRequest, plan: Plan, learnt: Path, remedy: str)
         with phase("training the tokenizer", on_any_rank=request.progress):
             train_tokenizer(texts, request.vocab_size, draft / MODEL_NAME)
 
-    build_once(learnt, build, remedy)
-    return load_tokenizer(learnt)
+    build_once(trained, build, remedy)
+    return load_tokenizer(trained)
 
 
 def _training_texts(plan: Plan, request: PrepareRequest) -> Iterator[str]:
-    """The documents of some units that are not held out; a DataError when there is none."""
-    options, found, held_out = plan.options, False, 0
+    """Yield training documents of a sample of units; raise DataError if there are none."""
+    options, is_empty, held_out = plan.options, True, 0
     reading = Reading(options.text_field, options.max_document_bytes)
-    reject = pass_over if request.skips_bad else refuse
+    reject = ignore if request.skips_bad else refuse
     segments = [segment for unit in _sampled(plan.units) for segment in unit.segments]
     total = sum(segment.weight for segment in segments)
     silent = not (request.progress and sys.stderr.isatty())
@@ -209,20 +211,20 @@ def _training_texts(plan: Plan, request: PrepareRequest) -> Iterator[str]:
         for text, reached in documents_of(segments, reading, reject):
             bar.update(reached - bar.n)
             if split_of(sha256(text.encode()).digest(), options.val_fraction) == "train":
-                found = True
+                is_empty = False
                 yield text
             else:
                 held_out += 1
         bar.update(total - bar.n)
-    if not found:
+    if is_empty:
         raise no_training_documents(options.val_fraction, held_out)
 
 
 def _sampled(units: Sequence[Unit]) -> list[Unit]:
-    """All units, or a seeded choice of about `SAMPLED_BYTES`, in their order."""
-    drawn = random.Random(0).sample(units, len(units))
+    """Return all units, or a seeded sample of about `SAMPLED_BYTES`, in order."""
+    shuffled = random.Random(0).sample(units, len(units))
     kept, size = [], 0
-    for unit in drawn:
+    for unit in shuffled:
         if kept and size + unit.bytes > SAMPLED_BYTES:
             break
         kept.append(unit)

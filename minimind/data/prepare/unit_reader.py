@@ -30,15 +30,15 @@ def split_of(digest: bytes, val_fraction: float) -> str:
 
 def refusal(message: str) -> DataError:
     """Return the error for a bad document when none may be skipped."""
-    return DataError(f"{message}; or pass over what is bad with --on_bad_data skip")
+    return DataError(f"{message}; or skip bad documents with --on_bad_data skip")
 
 
-def refuse(found: Rejection) -> None:
+def refuse(rejection: Rejection) -> None:
     """Raise for a bad document when none may be skipped."""
-    raise refusal(str(in_file(found)))
+    raise refusal(str(in_file(rejection)))
 
 
-def pass_over(found: Rejection) -> None:
+def ignore(rejection: Rejection) -> None:
     """Ignore a bad document."""
 
 
@@ -50,18 +50,18 @@ def documents_of(
 ) -> Iterator[tuple[str, int]]:
     """Yield each text with the bytes of input read so far; call `reject` for bad documents.
 
-    `lines` adds up, by segments that are over, how many each .jsonl file had.
+    `lines` counts the lines of each .jsonl file, once per finished segment.
     """
     before = 0
     for segment in segments:
         read = 0
-        for found in read_segment(segment, reading):
+        for document in read_segment(segment, reading):
             read += 1
-            if isinstance(found, Rejection):
-                reject(found)
+            if isinstance(document, Rejection):
+                reject(document)
                 continue
-            yield found[0], before + found[1]
-            del found
+            yield document[0], before + document[1]
+            del document
         before += segment.weight
         if lines is not None and kind_of(segment.path) == ".jsonl":
             lines[str(segment.path)] += read
@@ -110,12 +110,12 @@ class UnitReader:
             size += len(text) + DOCUMENT_CHARACTERS
             if size >= BATCH_CHARACTERS:
                 del text
-                self._tell(reached)
+                self._report(reached)
                 yield self._batch(texts)
                 texts, size = [], 0
         if texts:
             yield self._batch(texts)
-        self._tell(self.unit.bytes)
+        self._report(self.unit.bytes)
 
     def _batch(self, texts: list[str]) -> Batch:
         contents = [text.encode() for text in texts]
@@ -124,20 +124,20 @@ class UnitReader:
         splits = [split_of(digest, self.options.val_fraction) for digest in digests]
         return Batch(texts, splits, [*map(len, contents)])
 
-    def _tell(self, reached: int) -> None:
+    def _report(self, reached: int) -> None:
         self.report_bytes(reached - self.reported)
         self.reported = reached
 
-    def _reject(self, found: Rejection) -> None:
+    def _reject(self, rejection: Rejection) -> None:
         if self.is_strict:
-            refuse(found)
-        path = str(found.path)
-        number = found.line + self.lines[path]
+            refuse(rejection)
+        path = str(rejection.path)
+        number = rejection.line + self.lines[path]
         if self._rejections is None:
             self._rejections = open(self.listed, "wb")
-            self.first_rejected = {**asdict(found), "path": path, "line": number}
+            self.first_rejected = {**asdict(rejection), "path": path, "line": number}
         if self.rejected < MAX_LISTED:
-            line = {"file": path, "line": number, "byte": found.byte, "what": found.what}
+            line = {"file": path, "line": number, "byte": rejection.byte, "what": rejection.what}
             self._rejections.write(canonical_json(line) + b"\n")
         self.rejected += 1
 

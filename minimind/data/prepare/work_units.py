@@ -1,7 +1,7 @@
-"""What text there is, cut into units that are tokenised apart: the plan of a preparation.
+"""The plan of a preparation: input text divided into work units that are tokenised independently.
 
-A unit becomes one shard of each split. The plan depends on the inputs and options alone, never on
-how many processes work or on which were killed, and so do the files that come of it.
+A unit becomes one shard of each split. The plan and the shards depend only on the inputs and the
+options, not on the number of processes or on interruptions.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from minimind.data.text.sources import Source
 from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import fingerprint
 
-SMALLEST_UNIT = 2**24  # bytes of input; a killed preparation does so much again
-MOST_UNITS = 1024  # about; every rank of a run maps all shards
+SMALLEST_UNIT = 2**24  # bytes of input; a killed preparation repeats at most this much per process
+MAX_UNITS = 1024  # about; every rank of a run maps all shards
 
 
 @dataclass(frozen=True)
 class Input:
-    """A file (or a dataset's folder) as it was when the plan was made."""
+    """An input file or dataset folder, with the size and time it had when the plan was made."""
 
     path: str
     bytes: int
@@ -34,21 +34,21 @@ class Input:
 
     @classmethod
     def of(cls, path: Path, source: int) -> Input:
-        """As it is now; a link is called as it is named, for its name says what it holds."""
+        """Describe `path` as it is now. A link keeps its name: the suffix is the format."""
         placed = path.resolve() if path.is_dir() else path.parent.resolve() / path.name
         return cls(str(placed), *_size_and_time(path), source)
 
     def require_unchanged(self) -> None:
-        """Nothing, or a DataError when it is no longer what the plan was made of."""
+        """Raise DataError if the input changed since the plan was made."""
         path = Path(self.path)
         if not path.exists() or _size_and_time(path) != (self.bytes, self.modified_ns):
             raise DataError(
-                f"{path}: changed since its preparation began; put it back, or begin again"
+                f"{path}: changed since its preparation started; restore it, or start again"
             )
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file itself, or all of a dataset's folder, sorted."""
+    """Return the file itself, or all files of a dataset folder, sorted."""
     return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
 
 
@@ -62,7 +62,7 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Options:
-    """What decides which documents there are, and in which split each is."""
+    """Options that determine the documents and their splits."""
 
     text_field: str = "text"
     max_document_bytes: int = 64 * 2**20
@@ -71,7 +71,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Unit:
-    """Segments that are tokenised one after another, all of one source."""
+    """Segments of one source that are tokenised in order into one shard per split."""
 
     number: int
     source: int
@@ -79,13 +79,13 @@ class Unit:
 
     @property
     def bytes(self) -> int:
-        """Of input, about."""
+        """Approximate bytes of input."""
         return sum(segment.weight for segment in self.segments)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The units of a preparation, in the order of the rows they become."""
+    """The units of a preparation, in the order of their rows."""
 
     sources: tuple[Source, ...]
     inputs: tuple[Input, ...]
@@ -93,23 +93,23 @@ class Plan:
     units: tuple[Unit, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """For plan.json, from which other processes take it."""
+        """Return the content of plan.json, which other processes read."""
         return json.loads(json.dumps(asdict(self), default=str))
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Plan:
-        """The plan that `to_json` wrote."""
+    def from_json(cls, content: dict[str, Any]) -> Plan:
+        """Return the plan that `to_json` described."""
         segments = (
             tuple(Segment(**{**s, "path": Path(s["path"])}) for s in unit["segments"])
-            for unit in found["units"]
+            for unit in content["units"]
         )
         return cls(
-            tuple(Source(s["name"], tuple(s["paths"]), s["weight"]) for s in found["sources"]),
-            tuple(Input(**given) for given in found["inputs"]),
-            Options(**found["options"]),
+            tuple(Source(s["name"], tuple(s["paths"]), s["weight"]) for s in content["sources"]),
+            tuple(Input(**given) for given in content["inputs"]),
+            Options(**content["options"]),
             tuple(
                 Unit(unit["number"], unit["source"], own)
-                for unit, own in zip(found["units"], segments, strict=True)
+                for unit, own in zip(content["units"], segments, strict=True)
             ),
         )
 
@@ -118,12 +118,12 @@ class Plan:
         return {given.path: given for given in self.inputs}
 
     def inputs_of(self, unit: Unit) -> list[Input]:
-        """The inputs that a unit reads."""
+        """Return the inputs that a unit reads."""
         paths = dict.fromkeys(str(segment.path) for segment in unit.segments)
         return [self._by_path[path] for path in paths]
 
     def key_of(self, unit: Unit, tokenizer: str) -> str:
-        """What a unit's shards depend on; whatever has the same need not be made again."""
+        """Hash of all that determines a unit's shards; equal keys mean equal shards."""
         facts = {
             "format_version": FORMAT_VERSION,
             "tokenizer": tokenizer,
@@ -135,30 +135,30 @@ class Plan:
 
 
 def make_plan(sources: Sequence[Source], options: Options, unit_bytes: int | None = None) -> Plan:
-    """The units of all files of all sources; a DataError for a file that cannot be one."""
+    """Divide all files of all sources into units; raise DataError for an unusable file."""
     files = [(number, path) for number, s in enumerate(sources) for path in find_files(s.paths)]
     inputs = tuple(Input.of(path, number) for number, path in files)
     require_once([path for _, path in files])
-    most = None if unit_bytes is None else MOST_UNITS
+    max_units = None if unit_bytes is None else MAX_UNITS
     if unit_bytes is None:
-        unit_bytes = _fitting(inputs)
-    elif sum(i.bytes for i in inputs if is_cut(Path(i.path))) > MOST_UNITS * unit_bytes:
+        unit_bytes = _default_unit_bytes(inputs)
+    elif sum(i.bytes for i in inputs if is_cut(Path(i.path))) > MAX_UNITS * unit_bytes:
         raise _too_many_units(inputs, unit_bytes)
     units: list[Unit] = []
     for number in range(len(sources)):
         own = (Path(given.path) for given in inputs if given.source == number)
         segments = (segment for path in own for segment in segments_of(path, unit_bytes))
-        for group in _grouped(segments, unit_bytes):
-            if len(units) == most:
+        for group in _group(segments, unit_bytes):
+            if len(units) == max_units:
                 raise _too_many_units(inputs, unit_bytes)
             units.append(Unit(len(units), number, group))
     return Plan(tuple(sources), inputs, options, tuple(units))
 
 
-def _fitting(inputs: Sequence[Input]) -> int:
+def _default_unit_bytes(inputs: Sequence[Input]) -> int:
     total = sum(given.bytes for given in inputs)
     unit_bytes = SMALLEST_UNIT
-    while unit_bytes * MOST_UNITS < total:
+    while unit_bytes * MAX_UNITS < total:
         unit_bytes *= 2
     return unit_bytes
 
@@ -166,14 +166,14 @@ def _fitting(inputs: Sequence[Input]) -> int:
 def _too_many_units(inputs: Sequence[Input], unit_bytes: int) -> UsageError:
     total = sum(given.bytes for given in inputs)
     return UsageError(
-        f"shard_bytes = {unit_bytes:,} cuts {total:,} bytes of text into more than {MOST_UNITS:,}"
+        f"shard_bytes = {unit_bytes:,} cuts {total:,} bytes of text into more than {MAX_UNITS:,}"
         " shards, all of which every process of a run keeps open; raise --shard_bytes, or leave it"
         " out"
     )
 
 
-def _grouped(segments: Iterator[Segment], unit_bytes: int) -> Iterator[tuple[Segment, ...]]:
-    """Small files together, up to about `unit_bytes`."""
+def _group(segments: Iterator[Segment], unit_bytes: int) -> Iterator[tuple[Segment, ...]]:
+    """Yield groups of segments of up to about `unit_bytes`."""
     group: list[Segment] = []
     size = 0
     for segment in segments:

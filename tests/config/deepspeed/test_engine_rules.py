@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import minimind.train  # noqa: F401 (a module that is called)
-from minimind.config.deepspeed.engine_rules import way_out
-from minimind.config.deepspeed.literals import put
+from minimind.config.deepspeed.config_values import put
+from minimind.config.deepspeed.engine_rules import remedy_for
 from minimind.config.deepspeed.resolve import resolve
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
@@ -150,7 +150,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize(("edits", "device", "named"), RULES.values(), ids=RULES.keys())
-def test_a_rule_names_the_key_and_the_way_out(edits, device, named):
+def test_a_rule_names_the_key_and_the_remedy(edits, device, named):
     with pytest.raises(UsageError) as caught:
         resolved(edits, device)
     assert named in str(caught.value)
@@ -173,11 +173,11 @@ def test_the_closest_right_one_is_taken(edits, device):
     assert resolved(edits, device).backend == "deepspeed"
 
 
-def test_the_way_out_is_the_key_that_is_mentioned_first():
+def test_the_remedy_names_the_key_that_is_mentioned_first():
     config = {"bf16": {"bf16_optimizer_states": True, "enabled": True}}
     told = "bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled."
-    assert way_out(config, told) == "change or remove bf16.bf16_optimizer_states"
-    assert way_out(config, "no") == "correct the file"
+    assert remedy_for(config, told) == "change or remove bf16.bf16_optimizer_states"
+    assert remedy_for(config, "no") == "correct the file"
 
 
 # --- of a start ---------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minimind.config.deepspeed.backend_choice import with_compile
-from minimind.config.deepspeed.literals import put
+from minimind.config.deepspeed.config_values import put
 from minimind.config.deepspeed.resolve import Resolved, resolve
 from minimind.config.launcher_env import Launch, read_launch
 from minimind.config.parse import parse_flags

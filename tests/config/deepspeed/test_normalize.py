@@ -10,9 +10,9 @@ import pytest
 
 from minimind.config.deepspeed import effects
 from minimind.config.deepspeed.backend_choice import without_effect
+from minimind.config.deepspeed.config_values import get, put
 from minimind.config.deepspeed.incompatible import LEAST, ONLY
 from minimind.config.deepspeed.keys import CHOICES, MODELLED, SECTIONS, TOP_LEVEL
-from minimind.config.deepspeed.literals import get, put
 from minimind.config.deepspeed.normalize import normalize_config
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import UsageError

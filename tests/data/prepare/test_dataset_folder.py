@@ -19,7 +19,7 @@ from minimind.cli.main import main
 from minimind.data.prepare import dataset_folder as folder
 from minimind.data.prepare import encode, merge, unit_reader
 from minimind.data.prepare.prepare import open_prepared
-from minimind.data.prepare.work_units import MOST_UNITS, SMALLEST_UNIT, Options, Plan, make_plan
+from minimind.data.prepare.work_units import MAX_UNITS, SMALLEST_UNIT, Options, Plan, make_plan
 from minimind.data.text.sources import Source, parse_source
 from minimind.data.tokenizer.sentencepiece import MODEL_NAME, train_tokenizer
 from minimind.errors import UsageError
@@ -189,7 +189,7 @@ MISUSE: dict[str, tuple[list[str], str]] = {
     "no such file": (["nowhere.jsonl", "--out", "{out}"], "nowhere.jsonl: there is no such file"),
     "share": (["{text}", "--out", "{out}", "--shard", "3/3"], "'3/3' is no I/N with I from 0"),
     "both": (["--out", "{out}", "--merge", "--shard", "0/3"], "--merge and --shard were both"),
-    "merge of nothing": (["--out", "{out}", "--merge"], ".part: is not there; run"),
+    "merge of nothing": (["--out", "{out}", "--merge"], ".part: does not exist; run"),
     "source": (["--out", "{out}", "--source", "a.jsonl"], "is not NAME=PATH or NAME=PATH:WEIGHT"),
     "name": (["--out", "{out}", "--source", "a/b={text}"], "'a/b' is no name; use letters"),
     "weight": (["--out", "{out}", "--source", "a={text}:0"], "weight = 0 is no number above 0"),
@@ -234,7 +234,7 @@ MISUSE: dict[str, tuple[list[str], str]] = {
     "source nested": (["--out", "{out}", "--sources", "{here}/deep.yaml"], "deep.yaml: maximum"),
     "weight of nothing": (
         ["--out={out}", "--source=a={text}:1", "--source=b={here}/none.jsonl:2", *SKIPPING],
-        "source b: has a weight of 2 and no document to train on; add",
+        "source b: has weight 2 and no training document; add",
     ),
     "all bad": (
         ["--out", "{out}", "{here}/none.jsonl", "--on_bad_data", "skip"],
@@ -242,7 +242,7 @@ MISUSE: dict[str, tuple[list[str], str]] = {
     ),
     "empty file": (
         ["{here}/none.jsonl", "--out", "{out}"],
-        "none.jsonl:1 (byte 0): is empty; fill it or leave it out; or pass over what is bad",
+        "none.jsonl:1 (byte 0): is empty; fill it or leave it out; or skip bad documents",
     ),
     "fraction": (["{text}", "--out", "{out}", "--val_fraction", "1"], "1 is not from 0 to below 1"),
 }
@@ -355,9 +355,9 @@ def test_of_much_that_is_bad_all_is_counted_and_a_part_listed(
     command += [f"--source={name}={tmp_path / name}.jsonl" for name in "ab"]
     assert main([*command, "--out", str(tmp_path / "out")]) == 0
     told = capsys.readouterr().out
-    assert "7 passed over (5 of them in rejected.jsonl)" in told
+    assert "7 skipped (5 of them in rejected.jsonl)" in told
     assert main(["data", "inspect", str(tmp_path / "out")]) == 0
-    assert "7 passed over (5 of them in rejected.jsonl)" in capsys.readouterr().out
+    assert "7 skipped (5 of them in rejected.jsonl)" in capsys.readouterr().out
     manifest = open_prepared(tmp_path / "out").manifest
     assert manifest["rejected"]["count"] == 7
     assert [source["rejected"] for source in manifest["sources"]] == [5, 2]
@@ -473,7 +473,7 @@ def test_ctrl_c_is_answered_in_one_line_and_the_same_command_goes_on(
     assert process.returncode == 130
     assert told.decode().splitlines() == [
         f"minimind: error[INTERRUPTED]: stopped; {draft} keeps what is done, and the same command"
-        " goes on from there"
+        " resumes from it"
     ]
     names = [path.name.replace("unit", "train").replace("json", "bin") for path in done]
     kept = {name: (draft / name).stat().st_mtime_ns for name in names}
@@ -490,7 +490,7 @@ def test_ctrl_c_before_anything_is_kept_says_so(
     monkeypatch.setattr(folder.PrepareRequest, "plan", interrupted)
     assert main(words(place, tmp_path / "out")) == 130
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("stopped with nothing to go on from; run the same command again")
+    assert line.endswith("stopped before anything was written; run it again")
 
 
 def test_helpers_end_with_a_parent_that_is_killed(place: Path, tmp_path: Path):
@@ -564,11 +564,11 @@ def test_a_given_size_of_shards_makes_no_more_than_a_run_can_open(
         with pytest.raises(UsageError, match=told):
             make_plan(source, Options(), 1)
     else:
-        assert len(make_plan(source, Options(), 1).units) == MOST_UNITS
+        assert len(make_plan(source, Options(), 1).units) == MAX_UNITS
 
 
 def test_files_that_are_not_cut_are_counted_too(tmp_path: Path):
-    for number in range(MOST_UNITS + 1):
+    for number in range(MAX_UNITS + 1):
         (tmp_path / f"{number}.txt").write_text("x")
     with pytest.raises(UsageError, match="cuts 1,025 bytes of text into more than 1,024 shards"):
         make_plan([Source("x", (str(tmp_path),))], Options(), 1)
@@ -598,8 +598,8 @@ def test_a_plan_is_about_a_thousand_units_at_most(tmp_path: Path):
     file = tmp_path / "large.jsonl"
     with open(file, "wb") as made:
         made.truncate(40 * 2**30)  # sparse
-    for bytes_, most in ((2**20, 1), (20 * 2**20, 2), (40 * 2**30, MOST_UNITS)):
+    for bytes_, most in ((2**20, 1), (20 * 2**20, 2), (40 * 2**30, MAX_UNITS)):
         os.truncate(file, bytes_)
         units = make_plan([Source("x", (str(file),))], Options()).units
         assert most / 2 <= len(units) <= most
-        assert all(unit.bytes <= max(SMALLEST_UNIT, 2 * bytes_ // MOST_UNITS) for unit in units)
+        assert all(unit.bytes <= max(SMALLEST_UNIT, 2 * bytes_ // MAX_UNITS) for unit in units)

@@ -83,7 +83,7 @@ def test_a_job_that_finds_another_at_work_on_something_else_is_refused(
     before = (tmp_path / "out.part" / "plan.json").read_bytes()
     with held(out, "work", fcntl.LOCK_SH):
         told = refused(capsys, other(place, out, case))
-    assert "another prepare is at work on" in told
+    assert "another prepare is working on" in told
     assert OTHERS[case][1] in told
     assert "; give another --out, or wait" in told
     assert (tmp_path / "out.part" / "plan.json").read_bytes() == before
@@ -98,7 +98,7 @@ def test_shares_that_are_not_of_one_preparation_are_refused(
     assert main(words(place, out, "--shard", "0/2")) == 0
     command = [*other(place, out, case), "--shard", "1/2"]
     told = refused(capsys, command)
-    assert "out.part was begun with another" in told
+    assert "out.part was started with another" in told
     assert OTHERS[case][1] in told
     assert "; give all shares the same, or another --out" in told
 
@@ -239,7 +239,7 @@ def test_a_plan_that_was_replaced_before_its_merge_is_not_merged(
 
     monkeypatch.setattr(folder, "encode_plan", then_another)
     told = refused(capsys, words(place, out))
-    assert "another prepare has begun on" in told
+    assert "another prepare has started on" in told
     assert not out.exists()
 
 
@@ -340,7 +340,7 @@ def test_what_is_in_the_way_of_the_part_is_named(
     part.symlink_to("nothing") if is_link else part.touch()
     for more in ([], ["--shard", "0/2"]):
         told = refused(capsys, words(place, tmp_path / "out", *more))
-        assert f"{part} is a file or a link, and --out {tmp_path / 'out'} grows in" in told
+        assert f"{part} is a file or a link, and --out {tmp_path / 'out'} is built in" in told
         assert "; move it away, or give another --out" in told
 
 

@@ -39,8 +39,8 @@ DAMAGE: dict[str, tuple[bytes | None, str]] = {
     "gone": (None, "cannot be read (No such file or directory)"),
     "cut": (bytes(ENDS)[:-8], "has 2392 bytes, not 2400"),
     "odd": (bytes(ENDS) + b"x", "has 2401 bytes, not 2400"),
-    "full of ones": (b"\xff" * 2400, "does not say where its documents end"),
-    "of another shard": (bytes(ENDS), "does not say where its documents end"),
+    "full of ones": (b"\xff" * 2400, "has impossible document ends"),
+    "of another shard": (bytes(ENDS), "has impossible document ends"),
 }
 
 
@@ -53,14 +53,14 @@ def test_an_index_that_cannot_be_is_told_though_nothing_is_hashed(
     index.unlink() if content is None else index.write_bytes(content)
     assert main(["data", "inspect", str(out), "--no_verify"]) == 3
     error = capsys.readouterr().err
-    assert f"{index}: {told}; put back what it was, or prepare the text again" in error
+    assert f"{index}: {told}; restore it, or prepare the text again" in error
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "plan.json", "tokenizer"])
 def test_what_a_folder_lacks_is_named(name: str, out: Path, capsys: pytest.CaptureFixture[str]):
     shutil.rmtree(out / name) if name == "tokenizer" else (out / name).unlink()
     assert main(["data", "inspect", str(out)]) == 3
-    assert f"out: has no {name}, without which it is no prepared" in capsys.readouterr().err
+    assert f"out: has no {name}, so it is no prepared" in capsys.readouterr().err
 
 
 def test_another_tokenizer_in_the_folder_is_told_without_naming_a_flag(
@@ -71,8 +71,8 @@ def test_another_tokenizer_in_the_folder_is_told_without_naming_a_flag(
     shutil.copy(tmp_path / "t" / "tokenizer.model", out / "tokenizer")
     assert main(["data", "inspect", str(out), "--no_verify"]) == 3
     told = capsys.readouterr().err
-    assert "is not the tokenizer that" in told
-    assert "; put that back, or prepare the text again" in told
+    assert "is not the tokenizer of" in told
+    assert "; restore that one, or prepare the text again" in told
     assert "--tokenizer" not in told
 
 

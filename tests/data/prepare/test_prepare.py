@@ -221,7 +221,7 @@ def test_a_file_that_changes_while_it_is_read_is_told(
         return ((text, 1) for text in TEXTS)
 
     monkeypatch.setattr(unit_reader, "read_segment", growing)
-    with pytest.raises(DataError, match="changed since its preparation began"):
+    with pytest.raises(DataError, match="changed since its preparation started"):
         make([corpus], tmp_path / "cache", tokenizer_path)
     assert names(tmp_path / "cache") == []
 
@@ -449,8 +449,8 @@ def test_another_tokenizer_than_the_shards_have_is_refused(corpus, tmp_path, tok
     prepared = make([corpus], tmp_path / "cache", tokenizer_path)
     other = make([corpus], tmp_path / "other", vocab_size=513).tokenizer
     other.save(tmp_path / "tok")
-    with pytest.raises(DataError, match=r"is not the tokenizer that .* was made with"):
+    with pytest.raises(DataError, match=r"is not the tokenizer of "):
         module.open_prepared(prepared.directory, str(tmp_path / "tok"))
     other.save(prepared.directory / "tokenizer")
-    with pytest.raises(DataError, match=r"is not the tokenizer that .* was made with"):
+    with pytest.raises(DataError, match=r"is not the tokenizer of "):
         module.open_prepared(prepared.directory)

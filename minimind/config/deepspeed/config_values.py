@@ -53,13 +53,13 @@ def adopt_yaml_fields(
     """Write the YAML's ZeRO fields into `config`; return their sources by key."""
     sources: dict[str, str] = {}
     for key, (value, field) in launch.deepspeed.items():
-        literal = get(config, key)
-        if literal in (MISSING, AUTO):
+        config_value = get(config, key)
+        if config_value in (MISSING, AUTO):
             put(config, key, value)
             sources[key] = f"{launch.source}: {field}"
-        elif literal != value:
+        elif config_value != value:
             faults.append(
-                f"{path}: {key} is {json.dumps(literal)} but {launch.source} says {field} ="
+                f"{path}: {key} is {json.dumps(config_value)} but {launch.source} says {field} ="
                 f" {value}; remove one of them"
             )
     return sources
@@ -75,24 +75,24 @@ def adopt_file(
     if isinstance(total, int) and run.is_explicit("epochs") and not run.is_explicit("max_steps"):
         faults.append(
             f"{path}: {TOTAL} is {total} but {run.sources['epochs']} says epochs = {run.epochs};"
-            f" {auto}, or say the same with --max_steps"
+            f" {auto}, or give the same --max_steps"
         )
         run = run.with_values(f"{path}: {TOTAL}", max_steps=total)
     for key, name in FLAG_OF.items():
-        literal = get(config, key)
+        config_value = get(config, key)
         where = f"{path}: {key}"
         # null defers to the parameter groups; a list has one value per group.
-        if isinstance(literal, list) and run.is_explicit(name):
+        if isinstance(config_value, list) and run.is_explicit(name):
             faults.append(
-                f"{where} is {literal} but {run.sources[name]} says {name} = {getattr(run, name)};"
-                f" drop the latter, or {auto}"
+                f"{where} is {config_value} but {run.sources[name]} says {name} ="
+                f" {getattr(run, name)}; drop the latter, or {auto}"
             )
-        elif literal not in (MISSING, AUTO, None) and not isinstance(literal, list):
-            run = _adopt(run, name, literal, where, auto, faults)
+        elif config_value not in (MISSING, AUTO, None) and not isinstance(config_value, list):
+            run = _adopt(run, name, config_value, where, auto, faults)
     betas = get(config, BETAS)
     if isinstance(betas, list) and len(betas) == 2:
-        for place, (name, literal) in enumerate(zip(("beta1", "beta2"), betas, strict=True)):
-            run = _adopt(run, name, literal, f"{path}: {BETAS}[{place}]", auto, faults)
+        for place, (name, config_value) in enumerate(zip(("beta1", "beta2"), betas, strict=True)):
+            run = _adopt(run, name, config_value, f"{path}: {BETAS}[{place}]", auto, faults)
     elif betas not in (MISSING, AUTO) and isinstance(betas, list):  # else its type was reported
         faults.append(f"{path}: {BETAS} is {json.dumps(betas)}, not two numbers; write [0.9, 0.95]")
     rows, where = get(config, MICRO_BATCH), f"{path}: {MICRO_BATCH}"
@@ -107,7 +107,7 @@ def adopt_file(
 def _adopt_batch(
     config: Mapping[str, Any], path: str, run: RunConfig, world_size: int
 ) -> RunConfig:
-    """The run with the one of its two factors that a literal train_batch_size leaves open."""
+    """Derive accumulation_steps or batch_size, whichever is not explicit, from train_batch_size."""
     total = get(config, BATCH)
     if not isinstance(total, int) or isinstance(total, bool) or total < 1:
         return run
@@ -124,12 +124,12 @@ def _adopt_batch(
 
 
 def _adopt(
-    run: RunConfig, name: str, literal: Any, where: str, way_out: str, faults: list[str]
+    run: RunConfig, name: str, config_value: Any, where: str, remedy: str, faults: list[str]
 ) -> RunConfig:
-    """Adopt `literal` as `name`; add a fault if it contradicts an explicit value."""
+    """Adopt `config_value` as `name`; add a fault if it contradicts an explicit value."""
     current = getattr(run, name)
     try:
-        value = convert(name, literal, where)
+        value = convert(name, config_value, where)
     except UsageError as error:
         if not any(fault.startswith(f"{where} is ") for fault in faults):  # its type was reported
             faults.append(str(error))
@@ -138,8 +138,8 @@ def _adopt(
         return run if run.is_explicit(name) else run.with_values(where, **{name: value})
     if run.is_explicit(name):
         faults.append(
-            f"{where} is {literal} but {run.sources[name]} says {name} = {current};"
-            f" drop the latter, or {way_out}"
+            f"{where} is {config_value} but {run.sources[name]} says {name} = {current};"
+            f" drop the latter, or {remedy}"
         )
         return run
     return run.with_values(where, **{name: value})
@@ -149,26 +149,26 @@ def _adopt_dtype(
     config: Mapping[str, Any], path: str, run: RunConfig, faults: list[str]
 ) -> RunConfig:
     """Adopt the precision of the bf16 and fp16 blocks."""
-    asked = {name: get(config, f"{block}.enabled") for block, name in DTYPE_BLOCKS.items()}
+    enabled = {name: get(config, f"{block}.enabled") for block, name in DTYPE_BLOCKS.items()}
     for block, name in DTYPE_BLOCKS.items():
-        if asked[name] not in (MISSING, AUTO) and not isinstance(asked[name], bool):
-            told = json.dumps(asked[name])
-            faults.append(f'{path}: {block}.enabled is {told}; write true, false or "auto"')
+        if enabled[name] not in (MISSING, AUTO) and not isinstance(enabled[name], bool):
+            shown = json.dumps(enabled[name])
+            faults.append(f'{path}: {block}.enabled is {shown}; write true, false or "auto"')
             return run
-    on = [name for name, value in asked.items() if value is True]
+    on = [name for name, value in enabled.items() if value is True]
     if len(on) > 1:
         faults.append(f"{path}: bf16.enabled and fp16.enabled are both true; turn one off")
         return run
-    if not on and asked.get(run.dtype) is not False:
+    if not on and enabled.get(run.dtype) is not False:
         return run
     dtype = on[0] if on else "float32"
     block = next(b for b, name in DTYPE_BLOCKS.items() if name == (on[0] if on else run.dtype))
-    where, said = f"{path}: {block}.enabled", json.dumps(asked[DTYPE_BLOCKS[block]])
+    where, shown = f"{path}: {block}.enabled", json.dumps(enabled[DTYPE_BLOCKS[block]])
     if dtype == run.dtype:
         return run if run.is_explicit("dtype") else run.with_values(where, dtype=dtype)
     if run.is_explicit("dtype"):
         faults.append(
-            f"{where} is {said} but {run.sources['dtype']} says dtype = {run.dtype}; drop the"
+            f"{where} is {shown} but {run.sources['dtype']} says dtype = {run.dtype}; drop the"
             ' latter, or write "auto" in the file'
         )
         return run
@@ -198,10 +198,10 @@ def put(config: dict[str, Any], key: str, value: Any) -> None:
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return all values that are not objects, by dotted path."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:
-            found |= leaves(value, f"{prefix}{key}.")
+            values |= leaves(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            values[f"{prefix}{key}"] = value
+    return values
