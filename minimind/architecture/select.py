@@ -229,7 +229,7 @@ def hugging_face(path: Path) -> HuggingFace | None:
         require_model(original)
         return HuggingFace(str(path), values, config)
     except CheckpointError as error:
-        raise UsageError(f"--model hf:{path}: {error}; name another, or mend it") from error
+        raise UsageError(f"--model hf:{path}: {error}; name another, or correct it") from error
 
 
 def foreign_config_of(directory: Path, manifest: dict[str, Any]) -> PretrainedConfig | None:

@@ -85,7 +85,9 @@ def published_checkpoints(root: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise Unreadable(f"{root}: cannot be read ({error.strerror}); mend its rights") from error
+        raise Unreadable(
+            f"{root}: cannot be read ({error.strerror}); correct its permissions"
+        ) from error
     return sorted((root / name for name in names), key=step_of, reverse=True)
 
 

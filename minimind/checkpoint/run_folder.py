@@ -73,7 +73,7 @@ def require_folder(folder: Path, name: str) -> None:
         raise StorageError(f"{name} {folder}: {parent} is no folder; give another")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise StorageError(
-            f"{name} {folder}: {parent} cannot be written; mend its rights, or give another"
+            f"{name} {folder}: {parent} cannot be written; correct its permissions, or give another"
         )
 
 

@@ -32,7 +32,7 @@ from minimind.errors import RunError, StorageError
 from minimind.runtime.collectives import Ranks, on_rank_0, run_on_all_ranks
 from minimind.runtime.durable_files import free_bytes, mebibytes, storing, write_durably
 
-REMEDY = "free some space, or mend the path of --out_dir; earlier checkpoints are untouched"
+REMEDY = "free some space, or correct the path of --out_dir; earlier checkpoints are untouched"
 
 
 @dataclass(frozen=True)

@@ -246,6 +246,6 @@ def prune(place: str, keep: int, is_dry: bool) -> Iterator[tuple[Path, int, str]
             size = sum((sizes_of(path) or {}).values())
             is_deleted = True
             if not is_dry:
-                with storing(str(path), "mend its rights"):
+                with storing(str(path), "correct its permissions"):
                     is_deleted = delete(path)
             yield path, size, "" if is_deleted else "is being read"

@@ -48,7 +48,7 @@ def add_parsers(subs: Any) -> None:
     sources = "NAME=PATH or NAME=PATH:WEIGHT; repeat it for more sources or more paths of one"
     add("--source", action="append", default=[], help=sources)
     add("--sources", type=Path, help="YAML file: {NAME: {paths: [...], weight: 2}}")
-    add("--out", type=non_empty_path, required=True, help="a new folder")
+    add("--out", type=non_empty_path, required=True, help="new output folder")
     add("--tokenizer", help="model or directory (default: train one on the text)")
     add(
         "--vocab_size",
@@ -88,11 +88,9 @@ def _add_data(subs: Any) -> None:
     folder = "a folder that `minimind prepare` wrote"
     inspect.add_argument("directory", type=Path, metavar="DIR", help=folder)
     inspect.add_argument("--rows", type=at_least(0), default=3, help="rows shown as text")
-    inspect.add_argument(
-        "--row_tokens", type=at_least(1), default=128, help="tokens shown of a row"
-    )
+    inspect.add_argument("--row_tokens", type=at_least(1), default=128, help="tokens shown per row")
     inspect.add_argument("--no_verify", action="store_true", help="do not hash the files again")
-    inspect.add_argument("--json", action="store_true", help="for programs: one object")
+    inspect.add_argument("--json", action="store_true", help="print a JSON object")
     inspect.add_argument("--debug", action="store_true", help="show tracebacks")
 
 

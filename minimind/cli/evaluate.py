@@ -32,34 +32,34 @@ def add_parser(subs: Any) -> None:
     parser = subs.add_parser(
         "eval",
         help="loss, perplexity and bits per byte of a model on text",
-        description="Loss, perplexity and bits per byte of text, of each source and of all, in"
-        " one process or in several: torchrun --nproc-per-node 2 -m minimind eval ...",
+        description="Print loss, perplexity and bits per byte of text, per source and in total, in"
+        " one process or several: torchrun --nproc-per-node 2 -m minimind eval ...",
         example="minimind eval --checkpoint out --data held_out.jsonl",
     )
     add_model(parser)
     add = parser.add_argument
-    text = "text, each path one source; or folders that `minimind prepare` wrote"
+    text = "text, one source per path; or folders of `minimind prepare`"
     add("--data", nargs="+", required=True, metavar="PATH", help=text)
     text = "part of a prepared folder (default: val); raw text is read whole"
     add("--split", choices=tuple(SPLITS), help=text)
-    add("--batch_size", type=at_least(1), default=8, help="windows at once")
+    add("--batch_size", type=at_least(1), default=8, help="windows per batch")
     text = "tokens of a window (default: the positions of the model)"
     add("--max_seq_len", type=at_least(1), help=text)
-    text = "windows of each source in a split, and then to the document's end (default: all)"
+    text = "windows per source, up to the end of the last document (default: all)"
     add("--max_rows", type=at_least(1), help=text)
-    text = "each document by itself; off: as packed rows are read, one after another"
+    text = "evaluate each document separately; off: packed rows"
     add("--doc_mask", action=argparse.BooleanOptionalAction, help=text)
     parser.set_defaults(doc_mask=True)  # Python 3.10 would add its own default to the help
-    text = "field or column that has the text"
+    text = "field or column of the text"
     add("--text_field", type=utf8, default="text", help=text)
     text = "longest document of raw text (default: 64MiB, less with some tokenizers)"
     add("--max_document_bytes", type=count_of_bytes, help=text)
-    text = "what a malformed document of raw text does: end this, or be skipped and reported"
+    text = "stop at a bad document (error), or skip and report it"
     add("--on_bad_data", choices=("error", "skip"), default="error", help=text)
-    text = "share of the documents that may be bad, with skip"
+    text = "fraction of documents that may be bad, with skip"
     add("--max_bad_fraction", type=fraction, default=0.05, help=text)
-    add("--cache_dir", default="~/.cache/minimind", help="where tokens are kept")
-    add("--json", action="store_true", help="for programs: one object")
+    add("--cache_dir", default="~/.cache/minimind", help="cache of the tokens")
+    add("--json", action="store_true", help="print a JSON object")
 
 
 def run_eval(args: argparse.Namespace) -> int:

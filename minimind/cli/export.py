@@ -16,42 +16,42 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def add_parsers(subs: Any) -> None:
     """Add the parsers of `export` and `import`."""
-    text = "A model as other software loads it. No GPU is needed, one tensor is in memory at a time"
+    text = "Export a model for other software. Needs no GPU, and memory for one tensor"
     example = "minimind export --checkpoint out --format llama --out out/llama"
     parser = subs.add_parser("export", help=text, description=f"{text}.", example=example)
     add = parser.add_argument
-    text = "a run's out_dir, a step_ directory, or what `import` or `export` wrote"
+    text = "a run's out_dir, a step_ directory, or a directory of `import` or `export`"
     add("--checkpoint", type=non_empty, required=True, metavar="PLACE", help=text)
     text = (
-        "minimind: with our code, for transformers; llama: for whatever loads Llama; gguf;"
-        " transformers: a run of --model hf:, as the model that it is"
+        "minimind: with our modeling code, for transformers; llama: for software that loads Llama;"
+        " gguf; transformers: a run of --model hf:, in its own architecture"
     )
     add("--format", required=True, choices=FORMATS, help=text)
-    add("--dtype", choices=DTYPES, default="float32", help="precision of the numbers")
-    text = "largest size of a file of safetensors (default: 2GB)"
+    add("--dtype", choices=DTYPES, default="float32", help="dtype of the tensors")
+    text = "maximum size of a file of safetensors (default: 2GB)"
     add("--max_shard_size", type=size_in_bytes, help=text)
     _add_out(parser)
 
-    text = "Weights made elsewhere -> a directory of ours, to train or to generate with"
+    text = "Import the weights of other software, to train or to generate with"
     example = "minimind import --from llama path/to/llama --out out/imported"
     parser = subs.add_parser("import", help=text, description=f"{text}.", example=example)
     add = parser.add_argument
     add("source", type=non_empty_path, metavar="FILE|DIR", help="a file of weights, or a directory")
     text = "format of the source"
     add("--from", required=True, choices=("minimind2", "llama"), dest="kind", help=text)
-    text = "tokenizer, a file or directory (default: the one in DIR)"
+    text = "tokenizer file or directory (default: the one in DIR)"
     add("--tokenizer", type=non_empty_path, help=text)
-    shape = "of a file without config.json: "
+    shape = "for a file without config.json: "
     add("--n_heads", type=at_least(1), help=f"{shape}query heads")
-    add("--n_kv_heads", type=at_least(1), help=f"{shape}key/value heads, to be sure")
-    add("--rope_theta", type=positive, help=f"{shape}base of its rotations")
-    add("--norm_eps", type=positive, help=f"{shape}added in its norms")
-    add("--max_seq_len", type=at_least(1), help=f"{shape}positions it was trained on")
+    add("--n_kv_heads", type=at_least(1), help=f"{shape}key/value heads, as a check")
+    add("--rope_theta", type=positive, help=f"{shape}rotary base")
+    add("--norm_eps", type=positive, help=f"{shape}epsilon of the norms")
+    add("--max_seq_len", type=at_least(1), help=f"{shape}maximum positions")
     _add_out(parser)
 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=non_empty_path, required=True, help="a new folder")
+    parser.add_argument("--out", type=non_empty_path, required=True, help="new output folder")
     parser.add_argument("--force", action="store_true", help="replace an earlier --out")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 

@@ -29,32 +29,32 @@ def add_parser(subs: Any) -> None:
     """Add the parser of `generate`."""
     parser = subs.add_parser(
         "generate",
-        help="text from a checkpoint or an exported model",
-        description="Text from a checkpoint or an exported model, as it is generated. Without a"
-        " prompt it asks for one at a terminal, and reads standard input elsewhere.",
+        help="generate text with a checkpoint or an exported model",
+        description="Generate text with a checkpoint or an exported model. Without a prompt, ask"
+        " for one at a terminal, else read it from standard input.",
         example="minimind generate --checkpoint out --prompt 'Once upon a time' --temperature 0.7",
     )
     add_model(parser)
     add = parser.add_argument
-    add("--prompt", help="text to continue; '' begins a new document")
+    add("--prompt", help="text to continue; '' starts a document")
     add("--prompt_file", metavar="FILE", help="file whose content is the prompt")
-    text = "a prompt a line (blank ones skipped), or .jsonl with a prompt field"
-    add("--prompts", metavar="FILE", help=f"{text}; answers as JSON lines, in order")
-    text = "file for these answers, instead of standard output"
+    text = "one prompt per line (blank lines are skipped), or .jsonl with a prompt field"
+    add("--prompts", metavar="FILE", help=f"{text}; prints JSON lines in order")
+    text = "output file of --prompts (default: standard output)"
     add("--out", type=non_empty_path, metavar="FILE", help=text)
     add("--force", action="store_true", help="replace an earlier --out")
-    add("--batch_size", type=at_least(1), default=16, help="prompts at once")
-    add("--max_new_tokens", type=at_least(1), default=100, help="longest continuation")
-    text = "spread of the draw; 0: always the likeliest token"
+    add("--batch_size", type=at_least(1), default=16, help="prompts per batch")
+    add("--max_new_tokens", type=at_least(1), default=100, help="maximum tokens to generate")
+    text = "sampling temperature; 0: greedy"
     add("--temperature", type=finite, default=0.8, help=text)
-    text = "draw from this many of the likeliest tokens; 0: from all"
+    text = "sample from the k most likely tokens; 0: from all"
     add("--top_k", type=at_least(0), default=0, help=text)
-    text = "draw from the likeliest tokens whose probabilities add up to this; 1: from all"
+    text = "sample from the most likely tokens up to this total probability; 1: from all"
     add("--top_p", type=share, default=0.9, help=text)
-    text = "above 1, tokens that the text has already become less likely; 1: off"
+    text = "above 1, repeated tokens become less likely; 1: off"
     add("--repetition_penalty", type=penalty, default=1.0, help=text)
-    add("--stop", nargs="+", default=[], metavar="TEXT", help="end before any of these")
-    text = "seed; each text is drawn independently of the others"
+    add("--stop", nargs="+", default=[], metavar="TEXT", help="strings that end the text")
+    text = "seed; each text is sampled independently"
     add("--seed", type=at_least(0), default=42, help=text)
 
 

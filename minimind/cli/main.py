@@ -57,20 +57,20 @@ def _add_plan(subs: Any) -> None:
     parser = subs.add_parser(
         "plan",
         help="what fits: memory, communication and FLOPs of every ZeRO stage",
-        description="Memory, communication and FLOPs of every ZeRO stage, and which one fits."
+        description="Print memory, communication and FLOPs of every ZeRO stage, and which ones fit."
         " Takes the flags of train_pretrain.py too (--model, --dim, --batch_size, --dtype,"
         " --deepspeed_config, ...), of the same names and limits.",
         example="minimind plan --model 104m --gpus 8 --memory 24GiB --batch_size 16",
     )
     add = parser.add_argument
-    text = "processes, one for each GPU"
+    text = "processes, one per GPU"
     add("--gpus", "--world_size", type=at_least(1), default=1, help=text)
     text = "memory of one GPU: 24GiB, 24GB (10^9 bytes), 80G (as GiB), 512MiB"
     add("--memory", type=size_in_bytes, help=text)
     text = "10^12 FLOPs a second of one GPU in --dtype, dense"
     add("--peak_tflops", type=positive, help=text)
-    add("--mfu", type=share, default=0.4, help="share of the peak that is reached")
-    add("--tokens", type=positive, help="tokens to train on, say 1e9")
+    add("--mfu", type=share, default=0.4, help="fraction of the peak that is reached")
+    add("--tokens", type=positive, help="tokens to train on, such as 1e9")
 
 
 def _add_checkpoint(subs: Any) -> None:
@@ -88,32 +88,32 @@ def _add_checkpoint(subs: Any) -> None:
         parser.add_argument("--debug", action="store_true", help="show tracebacks")
         if name != "diff":
             parser.add_argument("place", nargs="?", help="a run's out_dir, or a step_ directory")
-            parser.add_argument("--checkpoint", metavar="PLACE", help="the same as the place")
+            parser.add_argument("--checkpoint", metavar="PLACE", help="same as place")
         return parser.add_argument
 
-    add = add_action("list", "Checkpoints, newest first, with those set aside or unfinished")
-    add("--verify", action="store_true", help="hash every file as well")
-    add("--json", action="store_true", help="for programs: a list of objects")
+    add = add_action("list", "List checkpoints, newest first, with those set aside and unfinished")
+    add("--verify", action="store_true", help="also verify the hash of every file")
+    add("--json", action="store_true", help="print a JSON list")
 
-    add_action("verify", "Hash every file and look for gaps inside; status 4 for any damage")
+    add_action("verify", "Verify the hash and the content of every file; status 4 for any damage")
 
-    text = "How two checkpoints differ; status 0 if they do not, else 1"
+    text = "Compare two checkpoints; status 0 if they are equal, else 1"
     add = add_action("diff", text, "out/a out/b")
     add("places", nargs="+", metavar="PLACE", help="two of them")
 
-    text = "Write whole tensors as safetensors, once the hashes are verified"
+    text = "Merge the shards into safetensors files, after verifying their hashes"
     add = add_action("consolidate", text, "out --out out/whole")
-    add("--out", type=non_empty_path, required=True, help="a new folder")
-    text = "precision of the numbers"
+    add("--out", type=non_empty_path, required=True, help="new output folder")
+    text = "dtype of the tensors"
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help=text)
-    text = "largest size of a file"
+    text = "maximum size of a file"
     add("--max_shard_size", type=size_in_bytes, default="2GB", help=text)
     add("--force", action="store_true", help="replace an earlier --out")
 
-    text = "Delete older checkpoints and leftovers; status 8 while the run goes on"
+    text = "Delete older checkpoints and leftovers; status 8 while the run is active"
     add = add_action("prune", text, "out --keep 2 --dry_run")
-    add("--keep", type=at_least(1), required=True, help="valid checkpoints that stay")
-    text = "print what would be deleted, and delete nothing"
+    add("--keep", type=at_least(1), required=True, help="valid checkpoints to keep")
+    text = "only print what would be deleted"
     add("--dry_run", action="store_true", help=text)
 
 

@@ -19,15 +19,15 @@ def add_parser(subs: Any) -> None:
     """Add `report`."""
     parser = subs.add_parser(
         "report",
-        help="what a run did: its curves, where its time went, how it was stopped and resumed",
-        description="What one run did, or several compared: a summary, or with --out one HTML file"
-        " with every curve, which needs no network.",
+        help="curves, step times, stops and resumes of a run",
+        description="Summarize one run or compare several; with --out, write one HTML file with all"
+        " curves, which needs no network.",
         example="minimind report out --out out/report.html",
     )
     add = parser.add_argument
     places = "a run's out_dir; several are compared"
     add("places", nargs="+", type=Path, metavar="OUT_DIR", help=places)
-    add("--out", type=Path, metavar="FILE.html", help="write the page there")
+    add("--out", type=Path, metavar="FILE.html", help="HTML file to write")
     add("--force", action="store_true", help="replace an earlier report at --out")
     add("--debug", action="store_true", help="show tracebacks")
 

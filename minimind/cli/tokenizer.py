@@ -45,31 +45,31 @@ def add_parser(subs: Any) -> None:
         add("--debug", action="store_true", help="show tracebacks")
         text = "longest document accepted (default: 64MiB, less with some tokenizers)"
         add("--max_document_bytes", type=count_of_bytes, help=text)
-        text = "what a malformed document does: end this, or be skipped"
+        text = "stop at a bad document (error), or skip it"
         add("--on_bad_data", choices=("error", "skip"), default="error", help=text)
-        text = "field or column that has the text"
+        text = "field or column of the text"
         add("--text_field", type=utf8, default="text", metavar="NAME", help=text)
         paths = {"nargs": "+", "action": "extend", "default": []}
         add("--data_path", **paths, metavar="PATH", help=TEXT_HELP)
         return add
 
-    text = "Learn byte-pair pieces from text, for --tokenizer and AutoTokenizer"
+    text = "Train a byte-pair tokenizer on text, for --tokenizer and AutoTokenizer"
     add = add_action("train", text, TRAIN)
     add("paths", nargs="*", metavar="PATH", help=TEXT_HELP)
-    add("--out", type=non_empty_path, required=True, metavar="DIR", help="a new folder")
+    add("--out", type=non_empty_path, required=True, metavar="DIR", help="new output folder")
     smallest = at_least(FLAGS["vocab_size"].metadata["at_least"])
-    add("--vocab_size", type=smallest, default=FLAGS["vocab_size"].default, help="pieces in all")
-    text = "pieces of yours that no text is made of, such as '<|im_start|>'"
+    add("--vocab_size", type=smallest, default=FLAGS["vocab_size"].default, help="number of pieces")
+    text = "additional pieces that text never encodes to, such as '<|im_start|>'"
     names = {"nargs": "+", "action": "extend", "default": []}
     add("--special_tokens", **names, metavar="NAME", help=text)
-    text = "bytes of text to learn from, taken from all over it"
+    text = "bytes of text to train on, sampled evenly"
     add("--sample_bytes", type=count_of_bytes, default="16MiB", help=text)
-    add("--seed", type=at_least(0), default=42, help="decides which text is taken")
-    text = "share of the documents a run holds out, so not learnt from"
+    add("--seed", type=at_least(0), default=42, help="seed of the sample")
+    text = "fraction of documents that a run holds out; they are not used"
     add("--val_fraction", type=fraction, default=FLAGS["val_fraction"].default, help=text)
     add("--force", action="store_true", help="replace an earlier --out")
 
-    text = "Pieces by kind, bytes per token by source, whether text comes back"
+    text = "Print pieces by kind, bytes per token by source, and whether text round-trips"
     example = "minimind tokenizer inspect out/tokenizer --data_path my_text.jsonl"
     add = add_action("inspect", text, example)
     add("tokenizer", metavar="DIR|FILE", help="as for --tokenizer of a run")
@@ -116,7 +116,7 @@ def _train(args: argparse.Namespace) -> int:
     passages = sample(reader.training_texts(paths), args.sample_bytes, args.seed)
     if not reader.training:
         raise DataError(
-            f"no document is left to learn from: --val_fraction {args.val_fraction} holds out all"
+            f"no document is left to train on: --val_fraction {args.val_fraction} holds out all"
             f" {reader.documents}; lower it, or add documents"
         )
     with out.written_aside() as draft:

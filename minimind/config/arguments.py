@@ -155,11 +155,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `minimind.inference.load_model`, and --debug."""
     add = parser.add_argument
     add("--checkpoint", metavar="PLACE", help="a run's out_dir, or a step_ directory")
-    exported = "what export wrote, or another directory of a Llama's or MiniMind2's weights"
+    exported = "exported directory, or one with weights of a Llama or MiniMind2 model"
     add("--model", metavar="DIR", help=exported)
     tokenizer = "tokenizer of --model (default: the one in DIR)"
     add("--tokenizer", type=non_empty, metavar="PATH", help=tokenizer)
-    device = "auto takes a GPU where there is one"
+    device = "auto uses a GPU if there is one"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
     add("--debug", action="store_true", help="show tracebacks")
 

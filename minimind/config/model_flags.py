@@ -34,9 +34,9 @@ class ModelFlags:
     """Flags of the model."""
 
     model: str | None = flag(
-        "preset (configs/models/*.yaml) or a YAML file, which the shape flags override; or hf: and"
-        " a directory with a config.json, or that file: the causal language model that transformers"
-        " makes of it, with random weights, whatever else is there, unless --init_from names some",
+        "preset (configs/models/*.yaml) or YAML file, overridden by the shape flags; or hf:DIR,"
+        " the model that transformers builds from DIR/config.json, randomly initialized unless"
+        " --init_from is given",
         None,
         "model",
     )
@@ -47,19 +47,16 @@ class ModelFlags:
         "key/value heads, shared by groups of query heads", 2, "model", at_least=1
     )
     hidden_dim: int | None = flag(
-        "width of the feed-forward (default: 8/3 dim, up to a multiple of 64)",
+        "width of the feed-forward layers (default: 8/3 dim, rounded up to a multiple of 64)",
         None,
         "model",
         at_least=1,
     )
     max_seq_len: int = flag(
-        "positions per row that are trained on; a row holds one token more",
-        512,
-        "model",
-        at_least=1,
+        "tokens per row that are trained on; a row has one more", 512, "model", at_least=1
     )
     vocab_size: int = flag(
-        "pieces of the tokenizer trained on the data when --tokenizer is not given",
+        "vocabulary size of the tokenizer trained on the data if --tokenizer is not given",
         6400,
         "model",
         at_least=512,
@@ -68,38 +65,31 @@ class ModelFlags:
     rope_theta: float = flag("base of the rotary frequencies", 1e6, "model", above=0.0)
     norm_eps: float = flag("added to the mean square in every norm", 1e-5, "model", above=0.0)
     use_flash_attn: bool = flag(
-        "torch's fused attention; off: the reference written out", True, "model"
+        "torch's fused attention; off: the explicit reference", True, "model"
     )
-    qk_norm: bool = flag("norm every head's query and key, as Qwen3 does", False, "model")
+    qk_norm: bool = flag("normalize each head's queries and keys, as in Qwen3", False, "model")
     tie_word_embeddings: bool = flag(
-        "one matrix as token embedding and output head; off: two", True, "model"
+        "share one matrix between token embedding and output head", True, "model"
     )
     use_moe: bool = flag(
-        "a mixture of experts, each of width hidden_dim, in the place of every feed-forward",
+        "replace every feed-forward layer by a mixture of experts of width hidden_dim",
         False,
         "model",
     )
     n_routed_experts: int = flag(
-        "experts that a token may choose", 4, "model", at_least=1, at_most=MOST_EXPERTS
+        "routed experts per layer", 4, "model", at_least=1, at_most=MOST_EXPERTS
     )
-    num_experts_per_tok: int = flag("routed experts that a token chooses", 2, "model", at_least=1)
+    num_experts_per_tok: int = flag("routed experts per token", 2, "model", at_least=1)
     n_shared_experts: int = flag(
-        "experts that every token visits", 1, "model", at_least=0, at_most=MOST_EXPERTS
+        "experts that process every token", 1, "model", at_least=0, at_most=MOST_EXPERTS
     )
-    aux_loss_alpha: float = flag(
-        "weight of the loss, of every layer, that asks for equally visited experts",
-        0.01,
-        "model",
-        at_least=0.0,
-    )
+    aux_loss_alpha: float = flag("weight of the load-balancing loss", 0.01, "model", at_least=0.0)
     norm_topk_prob: bool = flag(
-        "make the weights of a token's experts add up to 1; off: the gate's probabilities",
-        True,
-        "model",
+        "normalize the weights of a token's experts to a sum of 1", True, "model"
     )
     gradient_checkpointing: bool = flag(
-        "keep each block's input alone and compute the rest again in the backward pass: less memory"
-        " for a third more work, the same numbers",
+        "recompute each block in the backward pass: less memory, a third more work, the same"
+        " result",
         False,
         "model",
     )

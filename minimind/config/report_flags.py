@@ -17,37 +17,37 @@ TRACKERS = (
 class ReportFlags:
     """Outputs besides metrics.jsonl."""
 
-    profile: bool = flag("print where each step's time went", False, "output")
+    profile: bool = flag("print how each step's time is spent", False, "output")
     profile_interval: int = flag("optimizer steps between profile tables", 10, "output", at_least=1)
     trace_steps: str | None = flag(
-        "FIRST:LAST, both included: steps of which every rank writes a Chrome trace to"
+        "FIRST:LAST: steps, both included, of which every rank writes a Chrome trace to"
         " out_dir/traces",
         None,
         "output",
     )
     peak_tflops: float | None = flag(
-        "10^12 FLOPs a second of one device in --dtype, dense, against which MFU is told (default:"
-        " of NVIDIA's data sheets, for GPUs that are known)",
+        "peak of one device in TFLOPS in --dtype, dense, for MFU (default: data sheet values of"
+        " known NVIDIA GPUs)",
         None,
         "output",
         above=0.0,
     )
     report_to: str = flag(
-        "trackers that get every figure of metrics.jsonl too, by commas: none, or"
-        f" {', '.join(TRACKERS)}; one that fails never stops the run",
+        "trackers that receive all metrics, separated by commas: none, or"
+        f" {', '.join(TRACKERS)}; a failing one never stops the run",
         "none",
         "output",
     )
-    wandb_project: str = flag("project of the run in the trackers", "minimind", "output")
+    wandb_project: str = flag("project name in the trackers", "minimind", "output")
     wandb_run_name: str | None = flag(
-        "name of the run there (default: the last folder of --out_dir)", None, "output"
+        "run name in the trackers (default: the last folder of --out_dir)", None, "output"
     )
     sample_interval: int = flag(
-        "optimizer steps between samples of text; 0: none", 0, "output", at_least=0
+        "optimizer steps between text samples; 0: none", 0, "output", at_least=0
     )
     sample_prompts: str | None = flag(
-        "file of what the samples begin with: a prompt a line, or .jsonl with a prompt field"
-        " (default: one sample that begins a document)",
+        "file of prompts for the samples: one per line, or .jsonl with a prompt field (default:"
+        " one empty prompt)",
         None,
         "output",
     )

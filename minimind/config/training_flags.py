@@ -21,24 +21,23 @@ class TrainingFlags:
     """Length of the run and optimizer."""
 
     epochs: int | None = flag(
-        "passes over the training rows (1 unless --max_steps is given; with both, the first"
-        " reached ends)",
+        "passes over the training rows (default 1 unless --max_steps is given; with both,"
+        " whichever ends first)",
         None,
         "length",
         at_least=1,
     )
     max_steps: int | None = flag(
-        "optimizer steps in all, counted from step 0 of the run", None, "length", at_least=1
+        "total optimizer steps, counted from step 0 of the run", None, "length", at_least=1
     )
     stop_at_step: int | None = flag(
-        "save and exit 75 at this step, as a preemption would; the schedule is untouched",
+        "save and exit with status 75 at this step, like a preemption; the schedule is unchanged",
         None,
         "length",
         at_least=1,
     )
     max_minutes: float | None = flag(
-        "minutes after which to save and exit 75, as a preemption would; counted from the start"
-        " of the process",
+        "minutes from the start of the process after which to save and exit with status 75",
         None,
         "length",
         above=0.0,
@@ -49,30 +48,18 @@ class TrainingFlags:
         "length",
         at_least=1,
     )
-    split_batches: bool = flag(
-        "count --batch_size over all processes, so that more of them do not change the step",
-        False,
-        "length",
-    )
+    split_batches: bool = flag("count --batch_size over all processes together", False, "length")
     accumulation_steps: int = flag(
-        "micro-batches per optimizer step of one process", 1, "length", at_least=1
+        "micro-batches of one process per optimizer step", 1, "length", at_least=1
     )
     seed: int = flag(
-        "seeds the weights, the row order and every step",
-        42,
-        "length",
-        at_least=0,
-        at_most=2**32 - 1,
+        "seed of weights, row order and steps", 42, "length", at_least=0, at_most=2**32 - 1
     )
     deterministic: bool = flag("use deterministic kernels only", False, "length")
 
     learning_rate: float = flag("peak learning rate", 5e-4, "optimizer", above=0.0)
     min_lr_ratio: float = flag(
-        "learning rate at the end, as a share of the peak",
-        0.1,
-        "optimizer",
-        at_least=0.0,
-        at_most=1.0,
+        "final learning rate as a fraction of the peak", 0.1, "optimizer", at_least=0.0, at_most=1.0
     )
     warmup_steps: int | None = flag(
         "optimizer steps of linear warm-up (default: 5 % of all steps, at most 100)",
@@ -92,19 +79,18 @@ class TrainingFlags:
     beta1: float = flag("AdamW first-moment decay", 0.9, "optimizer", at_least=0.0, below=1.0)
     beta2: float = flag("AdamW second-moment decay", 0.95, "optimizer", at_least=0.0, below=1.0)
     grad_clip: float = flag(
-        "largest global gradient norm; 0 switches clipping off", 1.0, "optimizer", at_least=0.0
+        "maximum global gradient norm; 0 disables clipping", 1.0, "optimizer", at_least=0.0
     )
     dtype: str = flag(
-        "precision of the forward and backward pass; the optimizer's weights are float32",
+        "precision of forward and backward; the optimizer's weights are float32",
         "bfloat16",
         "optimizer",
         choices=("bfloat16", "float16", "float32"),
     )
 
     max_skipped: int = flag(
-        "optimizer steps that may be skipped because a loss or gradient is not finite, in all since"
-        " step 0 (in float16 in a row, as the loss scaler finds its scale by skipping); one more"
-        " ends the run with status 6",
+        "non-finite steps to skip before the run ends with status 6; counted since step 0, in"
+        " float16 only those in a row",
         10,
         "optimizer",
         at_least=0,
@@ -116,69 +102,64 @@ class PlaceFlags:
     """Data, output and engine."""
 
     data_path: tuple[str, ...] = flag(
-        "text files (.jsonl .jsonl.gz .jsonl.zst .txt .parquet), directories and globs of them,"
-        " Hugging Face dataset directories; or one folder that `minimind prepare` wrote",
+        "text files (.jsonl .jsonl.gz .jsonl.zst .txt .parquet), directories, globs or Hugging"
+        " Face dataset directories; or one folder of `minimind prepare`",
         (DEFAULT_DATA,),
         "data",
     )
     tokenizer: str | None = flag(
-        "SentencePiece .model file, Hugging Face tokenizer.json, or a directory that has either",
+        "SentencePiece .model file, Hugging Face tokenizer.json, or a directory with either",
         None,
         "data",
     )
     val_fraction: float = flag(
-        "share of the documents held out for validation, chosen by hash",
+        "fraction of documents held out for validation, by hash",
         0.01,
         "data",
         at_least=0.0,
         below=1.0,
     )
     max_document_bytes: int = flag(
-        "longest document accepted, in UTF-8 bytes; 2 or 8 MiB unless given where a --tokenizer"
-        " takes a text at once (docs/data.md)",
+        "longest document in UTF-8 bytes (default 2 or 8 MiB for some tokenizers, see"
+        " docs/data.md)",
         64 * 2**20,
         "data",
         at_least=1,
     )
-    text_field: str = flag("field or column that has the text", "text", "data")
+    text_field: str = flag("field or column of the text", "text", "data")
     on_bad_data: str = flag(
-        "what is no document ends the run (error), or is counted and listed in rejected.jsonl",
+        "stop at a bad document (error), or skip and list it in rejected.jsonl",
         "error",
         "data",
         choices=("error", "skip"),
     )
     max_bad_fraction: float = flag(
-        "share of the documents that may be bad with --on_bad_data skip",
+        "fraction of documents that may be bad with --on_bad_data skip",
         0.05,
         "data",
         at_least=0.0,
         below=1.0,
     )
     doc_mask: bool = flag(
-        "stop attention, and begin positions anew, where a document ends within a row",
-        False,
-        "data",
+        "restrict attention to the document, and restart positions in each", False, "data"
     )
     num_workers: int = flag(
-        "threads that read rows ahead, a step or, of small ones, several; 0: read when a step asks",
-        1,
-        "data",
-        at_least=0,
+        "threads that prefetch rows; 0: read in the training thread", 1, "data", at_least=0
     )
     cache_dir: str = flag(
-        "where tokenizers and token shards are kept, keyed by content", "~/.cache/minimind", "data"
+        "cache of tokenizers and token shards, keyed by content", "~/.cache/minimind", "data"
     )
 
     out_dir: str = flag("metrics, configuration and checkpoints of this run", "out", "output")
     resume: str = flag(
-        "auto: the newest valid checkpoint in out_dir; none: start over; or a checkpoint's path",
+        "auto: the newest valid checkpoint of out_dir; none: start over; or the path of a"
+        " checkpoint",
         "auto",
         "output",
     )
     init_from: str | None = flag(
-        "weights, shape and tokenizer that a new run begins with: a run's out_dir, a step_"
-        " directory, what `minimind export` or `import` wrote, a Llama directory, a MiniMind2 file"
-        " or directory",
+        "initial weights, shape and tokenizer: a run's out_dir, a step_ directory, a directory of"
+        " `minimind export` or `import`, a Llama directory, a MiniMind2 file or directory",
         None,
         "model",
     )
@@ -189,19 +170,20 @@ class PlaceFlags:
         at_least=1,
     )
     save_minutes: float = flag(
-        "minutes without a checkpoint after which one is saved as well; 0: only by --save_interval",
+        "also save after this many minutes without a checkpoint; 0: never",
         30.0,
         "output",
         at_least=0.0,
     )
-    keep_last: int = flag("checkpoints kept", 2, "output", at_least=1)
+    keep_last: int = flag("checkpoints to keep", 2, "output", at_least=1)
     async_save: bool = flag(
-        "write checkpoints while training goes on; costs a copy of the optimizer state in memory",
+        "write checkpoints in the background; needs memory for a copy of the optimizer state",
         True,
         "output",
     )
     allow_change: str | None = flag(
-        f"what may differ from the checkpoint on resume, by commas: {', '.join(CHANGEABLE)}",
+        "settings that may differ from the checkpoint, separated by commas:"
+        f" {', '.join(CHANGEABLE)}",
         None,
         "output",
     )
@@ -212,57 +194,45 @@ class PlaceFlags:
         at_least=1,
     )
     eval_rows: int = flag(
-        "held-out rows per validation, over all processes; 0 switches it off",
-        64,
-        "output",
-        at_least=0,
+        "held-out rows per validation, over all processes; 0 disables it", 64, "output", at_least=0
     )
-    log_interval: int = flag(
-        "optimizer steps between step lines; the last step and a stop have one too",
-        10,
-        "output",
-        at_least=1,
-    )
+    log_interval: int = flag("optimizer steps between log lines", 10, "output", at_least=1)
 
     compile: str = flag(
-        "torch.compile the model and its loss; auto: on GPUs, where the model is one graph (ZeRO"
-        " stages 0 to 2, no experts)",
+        "torch.compile the model and its loss; auto: on GPUs, for ZeRO stages 0 to 2 without"
+        " experts",
         "auto",
         "engine",
         choices=("auto", "on", "off"),
     )
     loss: str = flag(
-        "make the logits of a micro-batch at once (full), or of 1,024 positions at a time and again"
-        " in the backward pass: less memory for another pass through the head (chunked)",
+        "compute the logits of a micro-batch at once (full), or of 1,024 positions at a time,"
+        " recomputed in the backward pass (chunked): less memory, slower",
         "full",
         "engine",
         choices=("full", "chunked"),
     )
     deepspeed_config: str | None = flag(
         "DeepSpeed JSON, its 'auto' values filled from these flags; none: train without DeepSpeed"
-        " (default: what `accelerate launch` was told)",
+        " (default: the file of `accelerate launch`)",
         None,
         "engine",
     )
     device: str = flag(
-        "auto takes the GPUs where there are any", "auto", "engine", choices=("auto", "cpu", "cuda")
+        "auto uses GPUs if there are any", "auto", "engine", choices=("auto", "cpu", "cuda")
     )
-    dist_timeout: int = flag(
-        "seconds a rank waits for another before it gives up", 120, "engine", at_least=1
-    )
+    dist_timeout: int = flag("seconds that a rank waits for another", 120, "engine", at_least=1)
     local_rank: int | None = flag(
-        "appended by the deepspeed launcher; the environment says the same",
+        "set by the deepspeed launcher; the environment has the same value",
         None,
         "engine",
         at_least=0,
     )
-    dry_run: bool = flag(
-        "print what every number would be and what it would cost, and end", False, "engine"
-    )
+    dry_run: bool = flag("print every resolved value and its cost, then exit", False, "engine")
     verbose: bool = flag(
         "print every flag and DeepSpeed key with value and source at the start", False, "engine"
     )
     debug: bool = flag("show tracebacks and the launcher's own log", False, "engine")
     config: str | None = flag(
-        "YAML file of flag names and values; flags given beside it win", None, "engine"
+        "YAML file of flag names and values; the command line takes precedence", None, "engine"
     )

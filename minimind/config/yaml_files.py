@@ -68,9 +68,9 @@ def _load(path: str, source: str, parse: Callable[[str], Any]) -> dict[str, Any]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
-        raise UsageError(f"{where}: {error.problem}; mend the YAML there") from error
+        raise UsageError(f"{where}: {error.problem}; correct the YAML there") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date
-        raise UsageError(f"{path}: {error}; mend the YAML") from error
+        raise UsageError(f"{path}: {error}; correct the YAML") from error
     if not isinstance(document, dict):
         content = "nothing" if document is None else type(document).__name__
         raise UsageError(f"{path}: holds {content}, not `name: value` lines; write those")

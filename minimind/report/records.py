@@ -147,7 +147,7 @@ def read_starts(run_dir: Path) -> tuple[list[Start], int]:
         raise UsageError(f"{run_dir} {problem}; give the --out_dir of a run")
     starts: list[Start] = []
     unread = 0
-    with storing(str(path), "mend its rights"), open(path, "rb") as file:
+    with storing(str(path), "correct its permissions"), open(path, "rb") as file:
         for raw in file:
             try:
                 line = json.loads(raw)

@@ -140,7 +140,7 @@ def read_configuration(run_dir: Path) -> Configuration:
     """Read both files; a missing or malformed one is empty."""
     texts = []
     for path in (run_dir / "config.yaml", run_dir / "ds_config.resolved.json"):
-        with storing(str(path), "mend its rights"):
+        with storing(str(path), "correct its permissions"):
             texts.append(path.read_text("utf-8", "replace") if path.is_file() else "")
     lines = re.sub(r"\n +", " ", texts[0]).splitlines()  # long values are wrapped
     flags = {}

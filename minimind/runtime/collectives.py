@@ -123,7 +123,7 @@ def run_on_all_ranks(ranks: Gatherer, work: Callable[[], Any]) -> list[Any]:
         result = work()
     except OSError as error:
         path = f"{error.filename}: " if error.filename else ""
-        message = f"{path}{error.strerror or error}; mend the path or its rights"
+        message = f"{path}{error.strerror or error}; correct the path or its permissions"
         problem = StorageError, message, ()
         own = error
     except RunError as error:

@@ -67,7 +67,7 @@ class RunLogger:
     def event(self, name: str, **fields: Any) -> None:
         """Append an event to metrics.jsonl and pass it to the trackers."""
         if self._metrics:
-            with storing(str(self._path), "free some space, or mend the path of --out_dir"):
+            with storing(str(self._path), "free some space, or correct the path of --out_dir"):
                 self._metrics.write(name, **fields)
             self.trackers.event(name, fields)
 

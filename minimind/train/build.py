@@ -209,7 +209,9 @@ def require_same_files(engine: Engine, out_dir: Path, prepared: Prepared) -> Non
         try:
             probe.touch()
         except OSError as error:  # raised by all ranks below: the others would wait for rank 0
-            problem = f"out_dir {out_dir}: {error.strerror}; mend its rights, or give another"
+            problem = (
+                f"out_dir {out_dir}: {error.strerror}; correct its permissions, or give another"
+            )
     if problem := engine.gather(problem)[0]:
         raise StorageError(problem, cause_rank=0)
     text = prepared.manifest["fingerprint"], prepared.tokenizer.fingerprint

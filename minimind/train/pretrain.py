@@ -115,7 +115,7 @@ def train_resolved(
     cleanup.callback(engine.release)
     engine.introduce(progress.peers)
     require_same_files(engine, out_dir, prepared)
-    with storing(str(out_dir), "mend its rights, or give another --out_dir"):
+    with storing(str(out_dir), "correct its permissions, or give another --out_dir"):
         mfu = mfu_per_speed(run, initial.architecture, engine.device, engine.world_size)
         logger = RunLogger(
             out_dir, schedule.total_steps, engine.device, engine.rank == 0, run.profile, mfu

@@ -66,7 +66,7 @@ def test_a_run_that_ends_early_writes_what_it_has_and_a_full_disk_is_told(tmp_pa
     blocked = Trace((1, 9), tmp_path / "file", rank=0)
     (tmp_path / "file").write_text("")
     blocked.begin(0)
-    with pytest.raises(StorageError, match="; free some space, or mend the path of --out_dir"):
+    with pytest.raises(StorageError, match="; free some space, or correct the path of --out_dir"):
         blocked.write(1)
 
 

@@ -95,10 +95,10 @@ def read_deepspeed_json(path: str, source: str = "--deepspeed_config") -> dict[s
         raise UsageError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
     except json.JSONDecodeError as error:
         raise UsageError(
-            f"{path}:{error.lineno}:{error.colno}: {error.msg}; mend the JSON there"
+            f"{path}:{error.lineno}:{error.colno}: {error.msg}; correct the JSON there"
         ) from error
     except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
-        raise UsageError(f"{path}: {error}; mend the JSON") from error
+        raise UsageError(f"{path}: {error}; correct the JSON") from error
     except KeyError as error:
         raise UsageError(f"{path}: {error.args[0]} is written twice; remove one") from error
     if not isinstance(config, dict):

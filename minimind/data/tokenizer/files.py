@@ -18,7 +18,7 @@ LARGEST_FILE = 2**28  # bytes; a million pieces take a tenth of it
 def write_tokenizer(directory: str | Path, files: Mapping[str, bytes]) -> None:
     """Write each file atomically and remove those of another tokenizer."""
     directory = Path(directory)
-    with storing(f"{directory}: cannot write the tokenizer", "free space, or mend the path"):
+    with storing(f"{directory}: cannot write the tokenizer", "free space, or correct the path"):
         directory.mkdir(parents=True, exist_ok=True)
         for name in TOKENIZER_FILES:
             for leftover in directory.glob(f"{name}.tmp-*"):  # of a killed process

@@ -227,7 +227,7 @@ def test_it_ends_a_dry_run_and_a_start_before_anything_is_prepared(edits, named,
     with pytest.raises(UsageError) as caught:
         train(started(tmp_path, edits, dry_run=dry_run))
     assert named in str(caught.value)
-    assert "mend it" not in str(caught.value)
+    assert "correct it" not in str(caught.value)
     assert not (tmp_path / "cache").exists()
     assert not (tmp_path / "out").exists()
 
