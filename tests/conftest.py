@@ -111,8 +111,12 @@ class Launcher:
 
     @staticmethod
     def environment(processes: int = 2) -> dict[str, str]:
-        told = {"NUM_PROCESSES": str(processes), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
-        return {**os.environ, **told}
+        reported = {
+            "NUM_PROCESSES": str(processes),
+            "OMP_NUM_THREADS": "1",
+            "PYTHON": sys.executable,
+        }
+        return {**os.environ, **reported}
 
     def run(self, out_dir: Path, flags: str = "", processes: int = 2, **options: Any) -> Run:
         done = subprocess.run(

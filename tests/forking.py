@@ -53,9 +53,9 @@ class Nursery:
         for rank, stop in enumerate(stops):
             environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank)}
             environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-            told: dict[str, Any] = {"module": module, "argv": argv, "stop": stop}
-            told |= {"environ": environ if world > 1 else {}, "out": str(out), "err": str(err)}
-            pids.append(self.ask(**told))
+            reported: dict[str, Any] = {"module": module, "argv": argv, "stop": stop}
+            reported |= {"environ": environ if world > 1 else {}, "out": str(out), "err": str(err)}
+            pids.append(self.ask(**reported))
         return pids
 
     def wait(self, pids: list[int]) -> tuple[list[int], float]:

@@ -57,11 +57,11 @@ def test_the_benchmark_for_gpus_runs_whole_on_a_cpu(tmp_path: Path):
         **PLACE,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(out.read_text())
-    peak = told["device"]["peak_tflops"]
+    output = json.loads(out.read_text())
+    peak = output["device"]["peak_tflops"]
     assert peak["vendor"] is None
     assert peak["measured"] > 0
-    (found,) = told["found"].values()
+    (found,) = output["found"].values()
     assert [*found["table"]] == [*found["turns"]] == list(NAMES)
     for name, row in found["table"].items():
         assert name in done.stdout
@@ -96,7 +96,9 @@ def test_a_model_whose_process_ends_costs_the_others_no_figures(tmp_path, monkey
 
 
 @pytest.mark.parametrize("steps", [0, 5, 6, 8])
-def test_no_figures_are_told_of_a_race_that_was_stopped(steps: int, tmp_path, monkeypatch, capsys):
+def test_no_figures_are_reported_of_a_race_that_was_stopped(
+    steps: int, tmp_path, monkeypatch, capsys
+):
     """A signal ends the run as any other, saved and without an error, wherever it is."""
     out = tmp_path / "overhead.json"
 
@@ -126,28 +128,28 @@ def test_a_race_that_was_not_stopped_has_its_figures(tmp_path, monkeypatch):
         ]
 
     monkeypatch.setattr(overhead, "run", whole)
-    asked = ["overhead", "text.jsonl", "--pairs", "3", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", asked)
+    requested = ["overhead", "text.jsonl", "--pairs", "3", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", requested)
     overhead.main()
-    told = json.loads(out.read_text())
-    found = told["found"]
+    report = json.loads(out.read_text())
+    found = report["found"]
     assert found["loop_over_engine_ms"] == pytest.approx(1500)
     assert found["loop_over_engine_ms, 95 %"] == pytest.approx([1499, 1501])
     assert found["hooks_ms"] == pytest.approx(200)
     assert found["hooks_ms, 95 %"] == pytest.approx([200, 200])
     assert found["hooks_share"] == pytest.approx(0.1)
     assert found["profile_ms"] == pytest.approx(-300)
-    assert told["microseconds_of_pairs"]["hooks"][1] == [1_000_000, 2_200_000]
+    assert report["microseconds_of_pairs"]["hooks"][1] == [1_000_000, 2_200_000]
 
-    monkeypatch.setattr(sys, "argv", [*asked, "--hooks_only"])
+    monkeypatch.setattr(sys, "argv", [*requested, "--hooks_only"])
     overhead.main()
-    told = json.loads(out.read_text())
-    assert told["found"]["hooks_share"] == pytest.approx(0.1)
-    assert not {"bare_ms", "profile_ms", "loop_over_engine_ms"} & {*told["found"]}
-    assert told["microseconds_of_pairs"]["neither"][1] == [2_000_000]
+    report = json.loads(out.read_text())
+    assert report["found"]["hooks_share"] == pytest.approx(0.1)
+    assert not {"bare_ms", "profile_ms", "loop_over_engine_ms"} & {*report["found"]}
+    assert report["microseconds_of_pairs"]["neither"][1] == [2_000_000]
 
 
-def test_the_interval_holds_the_median_as_often_as_it_says():
+def test_the_interval_holds_the_median_as_often_as_it_states():
     draws = random.Random(5)
     held = 0
     for _ in range(2000):
@@ -156,14 +158,14 @@ def test_the_interval_holds_the_median_as_often_as_it_says():
     assert 0.94 <= held / 2000 <= 0.985  # ranks are whole: a little more than asked for
 
 
-def test_results_say_whether_the_cpu_multiplies_bf16(tmp_path, monkeypatch):
+def test_results_state_whether_the_cpu_multiplies_bf16(tmp_path, monkeypatch):
     for has in (True, False):
         monkeypatch.setattr(record, "HAS_BF16", has)
         record.record(tmp_path / "of.json", "of", None)
         assert json.loads((tmp_path / "of.json").read_text())["machine"]["bf16"] is has
 
 
-def test_every_contender_of_a_race_compiles_anew(tmp_path, monkeypatch):
+def test_every_contender_of_a_race_compiles_again(tmp_path, monkeypatch):
     """A cache of the race before hides what compiling takes: 120 to 240 MiB of ours."""
     caches, text = [], tmp_path / "text.jsonl"
     text.write_text("{}")
@@ -190,15 +192,15 @@ def test_every_contender_of_a_race_compiles_anew(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("bf16", [True, False])
-def test_the_table_says_whose_figures_they_are(bf16: bool, tmp_path, monkeypatch):
+def test_the_table_states_whose_figures_they_are(bf16: bool, tmp_path, monkeypatch):
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
     newest = max((ROOT / "benchmarks" / "results").glob("throughput-*.json"))
-    told = json.loads(newest.read_text())
-    told["machine"] = {"cpus": 3, "processor": "Abacus", "bf16": bf16}
-    told["load"] = {"before": [0.25, 0, 0], "after": [2.5, 0, 0]}
-    told["command"] = "python -m benchmarks.throughput kjv.jsonl --rounds 9 --out of.json"
-    (results / newest.name).write_text(json.dumps(told))
+    report = json.loads(newest.read_text())
+    report["machine"] = {"cpus": 3, "processor": "Abacus", "bf16": bf16}
+    report["load"] = {"before": [0.25, 0, 0], "after": [2.5, 0, 0]}
+    report["command"] = "python -m benchmarks.throughput kjv.jsonl --rounds 9 --out of.json"
+    (results / newest.name).write_text(json.dumps(report))
     monkeypatch.setattr(table, "ROOT", tmp_path)
     last = table.table().splitlines()[-1]
     assert f"(Abacus, {'with' if bf16 else 'without'} instructions for bf16)" in last

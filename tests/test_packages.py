@@ -48,7 +48,7 @@ def test_packages_modules_and_functions_stay_small():
     assert sources["minimind.train.loop"].count("\n") < 120
 
 
-def test_every_package_says_what_it_is_for():
+def test_every_package_reports_what_it_is_for():
     for package in packages.PACKAGES:
         folder = packages.ROOT / "minimind" / package.replace(".", "/")
         if folder.is_dir():

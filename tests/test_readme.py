@@ -45,8 +45,10 @@ def test_the_exit_statuses_are_the_errors_own():
 
     kinds = [k for k in vars(errors).values() if isinstance(k, type)]
     known = {0, errors.PREEMPTED, *(k.status for k in kinds if issubclass(k, errors.RunError))}
-    told = README.split("The exit status says how a run ended:")[1].split("run the same command")[0]
-    assert {int(n) for n in re.findall(r"\b(\d+) [a-z]", told)} <= known
+    report = README.split("The exit status says how a run ended:")[1].split("run the same command")[
+        0
+    ]
+    assert {int(n) for n in re.findall(r"\b(\d+) [a-z]", report)} <= known
 
 
 def test_the_chinese_one_has_all_that_this_one_has():
@@ -58,8 +60,8 @@ def test_the_chinese_one_has_all_that_this_one_has():
     for block in README.split("```")[1::2]:
         for command in re.findall(r"^(?:bash|\.venv/bin/minimind) [^\"#\n]+", block, re.MULTILINE):
             assert command in chinese
-    told = README.split("The exit status says")[1].split("run the same command")[0]
-    assert re.findall(r"\d+", told) == re.findall(
+    report = README.split("The exit status says")[1].split("run the same command")[0]
+    assert re.findall(r"\d+", report) == re.findall(
         r"\d+", chinese.split("退出码说明")[1].split("请再次运行")[0]
     )
 

@@ -29,7 +29,7 @@ def strangers(text: str) -> list[str]:
     return STRANGER.findall(joined)
 
 
-def test_nobody_is_sent_to_another_authors_package():
+def test_no_one_is_sent_to_another_authors_package():
     names = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
     files = [ROOT / name for name in names if (ROOT / name).is_file()]
     texts = {path: path.read_bytes().decode(errors="replace") for path in files}

@@ -23,7 +23,7 @@ from tests.train.hub_kernels import ACCEPTED, LLAMA, REFUSED
 
 
 @pytest.mark.parametrize(
-    ("told", "named"),
+    ("report", "named"),
     [
         ({"_attn_implementation": "org/repo"}, "_attn_implementation = 'org/repo'"),
         ({"attn_implementation": "org/repo@rev:f"}, "attn_implementation = 'org/repo@rev:f'"),
@@ -42,14 +42,14 @@ from tests.train.hub_kernels import ACCEPTED, LLAMA, REFUSED
         ({"attribute_map": {"x": "_attn_implementation"}, "x": "a/b"}, "attribute_map"),
     ],
 )
-def test_code_of_a_hub_is_refused_by_the_name_of_its_key(told, named):
+def test_code_of_a_hub_is_refused_by_the_name_of_its_key(report, named):
     with pytest.raises(CheckpointError) as caught:
-        foreign_config({**LLAMA, **told})
+        foreign_config({**LLAMA, **report})
     assert named in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "told",
+    "report",
     [
         {"attn_implementation": "sdpa"},
         {"_attn_implementation": None},
@@ -58,8 +58,8 @@ def test_code_of_a_hub_is_refused_by_the_name_of_its_key(told, named):
         {"auto_map": None},
     ],
 )
-def test_what_transformers_has_of_its_own_is_taken(told):
-    assert foreign_config({**LLAMA, **told}).hidden_size == LLAMA["hidden_size"]
+def test_what_transformers_has_of_its_own_is_taken(report):
+    assert foreign_config({**LLAMA, **report}).hidden_size == LLAMA["hidden_size"]
 
 
 def test_every_model_whose_code_asks_a_hub_is_known():
@@ -83,7 +83,7 @@ def test_every_model_whose_code_asks_a_hub_is_known():
 
 
 @pytest.mark.launch
-def test_kernels_is_never_asked_for_code(tmp_path):
+def test_kernels_is_never_requested_code(tmp_path):
     """With a stub of that package installed, which transformers would use."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.train.hub_kernels", str(tmp_path)],

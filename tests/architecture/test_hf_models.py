@@ -52,17 +52,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 KINDS = tuple(CONFIGS)
 
 
-def described(folder: Path, told: dict[str, Any]) -> Path:
+def described(folder: Path, report: dict[str, Any]) -> Path:
     """A directory with that config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(told))
+    (folder / "config.json").write_text(json.dumps(report))
     return folder
 
 
-def random_model(told: dict[str, Any]) -> Any:
+def random_model(report: dict[str, Any]) -> Any:
     torch.manual_seed(5)
-    kind = told["model_type"]
-    config = AutoConfig.for_model(**{**told, "bos_token_id": 1, "eos_token_id": 2})
+    kind = report["model_type"]
+    config = AutoConfig.for_model(**{**report, "bos_token_id": 1, "eos_token_id": 2})
     assert config.model_type == kind
     return AutoModelForCausalLM.from_config(config).eval()
 
@@ -128,20 +128,20 @@ def events_of(out: Path) -> list[Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_loss_is_that_of_transformers(kind, text, tmp_path):
-    told = {**CONFIGS[kind], **(NO_DROPOUT if kind == "gpt2" else {})}
-    source = random_model(told)
+    report = {**CONFIGS[kind], **(NO_DROPOUT if kind == "gpt2" else {})}
+    source = random_model(report)
     source.save_pretrained(tmp_path / "place")
     more = {"init_from": str(tmp_path / "place"), "dtype": "float32", "max_steps": 1}
-    begun, step = run(text, tmp_path / "place", tmp_path / "out", **more)[:2]
+    started, step = run(text, tmp_path / "place", tmp_path / "out", **more)[:2]
     rows = first_rows(text)
     with torch.no_grad():
         theirs = float(source(input_ids=rows, labels=rows).loss)
     assert abs(step["loss"] - theirs) <= 1e-6 * theirs
-    assert begun["init_from"] == {"place": str(tmp_path / "place"), "kind": "transformers"}
+    assert started["init_from"] == {"place": str(tmp_path / "place"), "kind": "transformers"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(kind, text, trained, tmp_path):
+def test_a_run_that_was_stopped_continues_bit_for_bit(kind, text, trained, tmp_path):
     straight = run(text, trained(kind) / "place", tmp_path / "out")
     resumed = events_of(trained(kind) / "out")
     assert course(resumed) == course(straight)
@@ -207,24 +207,24 @@ def test_blocks_that_are_computed_again_give_the_same_gradients(kind):
 def test_compiled_it_has_the_same_loss(kind, monkeypatch):
     tokens = torch.randint(VOCABULARY, (2, 16), generator=torch.manual_seed(1))
     model = model_of(random_model({**CONFIGS[kind], **NO_DROPOUT}).config).train()
-    asked = {"input_ids": tokens, "shift_labels": tokens, "loss_chunk_size": 0}
-    eager = model(**asked).loss_sum
+    requested = {"input_ids": tokens, "shift_labels": tokens, "loss_chunk_size": 0}
+    eager = model(**requested).loss_sum
     torch._dynamo.reset()
     whole = partial(torch.compile, fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", whole)
     compile_model(model, parse_flags(["--compile", "on"]), "cpu")
-    compiled = model(**asked).loss_sum
+    compiled = model(**requested).loss_sum
     with uncompiled(model):
-        again = model(**asked).loss_sum
+        again = model(**requested).loss_sum
     torch._dynamo.reset()
     assert torch.allclose(compiled, eager, rtol=1e-6, atol=0)
     assert torch.equal(again, eager)
 
 
-def test_it_is_compiled_only_when_asked(tmp_path):
+def test_it_is_compiled_only_when_requested(tmp_path):
     place = described(tmp_path, CONFIGS["llama"])
-    for asked, expected in (("auto", "off"), ("on", "on")):
-        words = ["--model", f"hf:{place}", "--deepspeed_config", "none", "--compile", asked]
+    for requested, expected in (("auto", "off"), ("on", "on")):
+        words = ["--model", f"hf:{place}", "--deepspeed_config", "none", "--compile", requested]
         setup = read_setup(read_initial(parse_flags(words)).run, read_launch({}))
         assert setup.resolve().run.compile == expected
 
@@ -258,8 +258,8 @@ def test_sums_are_of_its_own_logits_and_targets_of_minus_100_count_for_nothing(k
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_flops_and_parameters_are_counted_as_ours(tied, text, tmp_path):
-    told = {**CONFIGS["llama"], "tie_word_embeddings": tied}
-    model = hugging_face(config_file(str(described(tmp_path, told))))
+    report = {**CONFIGS["llama"], "tie_word_embeddings": tied}
+    model = hugging_face(config_file(str(described(tmp_path, report))))
     assert isinstance(model, HuggingFace)
     words = "--dim 32 --hidden_dim 96 --n_layers 2 --n_heads 4 --n_kv_heads 2 --max_seq_len 32"
     ours = parse_flags([*words.split(), "--vocab_size", str(VOCABULARY)])
@@ -268,7 +268,7 @@ def test_flops_and_parameters_are_counted_as_ours(tied, text, tmp_path):
     initial = read_initial(parse_flags([*given, "--deepspeed_config", "none"]))
     setup = read_setup(initial.run, read_launch({}))
     out = dry_run_text(setup, setup.resolve(), initial.architecture)
-    assert f"parameters  {random_model(told).num_parameters():,}: llama of transformers" in out
+    assert f"parameters  {random_model(report).num_parameters():,}: llama of transformers" in out
     assert "rope_theta" not in out
 
 
@@ -283,8 +283,8 @@ def test_a_run_written_out_is_what_transformers_loads(kind, command, trained, tm
     assert main([*command.split(), *place]) == 0
     assert capsys.readouterr().err == ""
     loaded: Any = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-    theirs, told = loaded
-    assert not any(told.values())
+    theirs, output = loaded
+    assert not any(output.values())
     assert theirs.config.architectures == [type(theirs).__name__]
     model, tokenizer, _ = load_model(str(trained(kind) / "out"), None)
     assert type(model).__name__ == type(theirs).__name__
@@ -295,8 +295,8 @@ def test_a_run_written_out_is_what_transformers_loads(kind, command, trained, tm
     texts = [*sentences(9, 200), "🙂👩‍👧", "春眠不覺曉。", "a ▁ b", "</s>"]
     assert [reader.encode(text) for text in texts] == list(map(tokenizer.encode, texts))
     ids = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
-    for said in (theirs.config, theirs.generation_config, reader):
-        assert (said.bos_token_id, said.eos_token_id, said.pad_token_id) == ids
+    for stated in (theirs.config, theirs.generation_config, reader):
+        assert (stated.bos_token_id, stated.eos_token_id, stated.pad_token_id) == ids
     assert tokenizer.vocab_size == PIECES
 
 
@@ -342,8 +342,8 @@ def test_a_format_of_the_minimind_decoder_is_refused_with_the_one_that_fits(
 # --- what does not fit --------------------------------------------------------------------------
 
 
-def refused(tmp_path: Path, told: dict[str, Any] | None, *words: str) -> str:
-    place = described(tmp_path / "place", told) if told else tmp_path / "place"
+def refused(tmp_path: Path, report: dict[str, Any] | None, *words: str) -> str:
+    place = described(tmp_path / "place", report) if report else tmp_path / "place"
     given = ["--model", f"hf:{place}", "--out_dir", str(tmp_path / "out"), *words]
     with pytest.raises(UsageError) as caught:
         read_initial(parse_flags(given))
@@ -369,7 +369,7 @@ def test_a_flag_beside_the_file_is_refused(words, named, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("told", "named"),
+    ("report", "named"),
     [
         ({"auto_map": {"AutoModelForCausalLM": "evil.Evil"}}, "auto_map"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -381,8 +381,8 @@ def test_a_flag_beside_the_file_is_refused(words, named, tmp_path):
         ({"num_hidden_layers": 10**7}, "more than 4096 layers"),
     ],
 )
-def test_a_file_that_is_not_trained_says_why(told, named, tmp_path):
-    assert named in refused(tmp_path, {**CONFIGS["llama"], **told})
+def test_a_file_that_is_not_trained_gives_the_reason(report, named, tmp_path):
+    assert named in refused(tmp_path, {**CONFIGS["llama"], **report})
 
 
 def test_a_name_at_a_hub_is_no_place(tmp_path, monkeypatch):
@@ -394,19 +394,19 @@ def test_a_name_at_a_hub_is_no_place(tmp_path, monkeypatch):
 
 
 def test_a_tokenizer_that_is_too_large_ends_the_start(text, tmp_path):
-    told = {**CONFIGS["llama"], "vocab_size": PIECES - 1}
-    place = described(tmp_path / "place", told)
+    report = {**CONFIGS["llama"], "vocab_size": PIECES - 1}
+    place = described(tmp_path / "place", report)
     with pytest.raises(UsageError, match=r"has 600 pieces, and .* vocab_size = 599"):
         run(text, place, tmp_path / "out")
     given = ("--tokenizer", str(text / "data" / "tokenizer"))
-    assert "has 600 pieces" in refused(tmp_path, told, *given)
+    assert "has 600 pieces" in refused(tmp_path, report, *given)
 
 
 def test_a_model_that_fills_gaps_is_found_out(text, tmp_path):
     """Its loss would fall to 0, for it sees what it is to predict."""
-    told = {**WIDE, "model_type": "bert"}
+    report = {**WIDE, "model_type": "bert"}
     with pytest.raises(UsageError, match="sees the tokens that it has to predict"):
-        run(text, described(tmp_path / "place", told), tmp_path / "out")
+        run(text, described(tmp_path / "place", report), tmp_path / "out")
 
 
 def test_weights_are_all_there_and_of_the_shape(tmp_path):

@@ -81,12 +81,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("kind", "told", "named"), CASES, ids=[str(c[1])[:40] for c in CASES])
+@pytest.mark.parametrize(("kind", "report", "named"), CASES, ids=[str(c[1])[:40] for c in CASES])
 def test_the_key_is_named_in_a_dry_run_and_before_a_run_reads_its_text(
-    kind, told, named, text, tmp_path
+    kind, report, named, text, tmp_path
 ):
     place = described(
-        tmp_path / "place", {**CONFIGS.get(kind, {"model_type": kind, **WIDE}), **told}
+        tmp_path / "place", {**CONFIGS.get(kind, {"model_type": kind, **WIDE}), **report}
     )
     given = {"model": f"hf:{place}", "data_path": [str(text)], "out_dir": str(tmp_path / "out")}
     given |= {"cache_dir": str(tmp_path / "cache"), "deepspeed_config": "none", "device": "cpu"}

@@ -61,14 +61,14 @@ def run(stopped: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stopped / "run", tmp_path / "run"))
 
 
-def test_nothing_changed_goes_on_bit_for_bit(stopped: Path, run: Path, flags: dict[str, Any]):
+def test_nothing_changed_continues_bit_for_bit(stopped: Path, run: Path, flags: dict[str, Any]):
     assert train(flags, out_dir=str(run)) == 0
     names = ("loss", "lr", "grad_norm", "tokens", "rows")
     for step, line in steps(stopped / "whole").items():
         assert [steps(run)[step][n] for n in names] == [line[n] for n in names]
 
 
-def test_variants_go_on_bit_for_bit_and_recomputing_is_none_of_them(
+def test_variants_continue_bit_for_bit_and_recomputing_is_none_of_them(
     stopped: Path, flags: dict[str, Any], tmp_path: Path
 ):
     """Normed heads and a head of its own are trained, saved, resumed and consolidated."""
@@ -104,11 +104,11 @@ def test_a_checkpoint_from_before_there_were_variants_is_one_without_them():
     now = {"model": {"dim": 32, "qk_norm": False, "tie_word_embeddings": True}}
     assert differences(before, now) == []
     now["model"] |= {"qk_norm": True, "tie_word_embeddings": False}
-    told = ["model.qk_norm: False -> True", "model.tie_word_embeddings: True -> False"]
-    assert [str(one) for one in differences(before, now)] == told
+    report = ["model.qk_norm: False -> True", "model.tie_word_embeddings: True -> False"]
+    assert [str(one) for one in differences(before, now)] == report
 
 
-def test_documents_masked_apart_go_on_bit_for_bit(
+def test_documents_masked_apart_continue_bit_for_bit(
     stopped: Path, flags: dict[str, Any], tmp_path: Path
 ):
     masked = {**flags, "doc_mask": True, "eval_rows": 4}
@@ -129,7 +129,7 @@ def test_documents_masked_apart_go_on_bit_for_bit(
     assert generate_texts(model, tokenizer, ["the "], how).texts[0] == text
 
 
-def test_another_split_of_the_same_global_batch_is_allowed_and_told(
+def test_another_split_of_the_same_global_batch_is_allowed_and_reported(
     stopped: Path, run: Path, flags: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ):
     train(flags, out_dir=str(run), batch_size=4, accumulation_steps=2)
@@ -145,7 +145,7 @@ def test_another_split_of_the_same_global_batch_is_allowed_and_told(
 
 
 @pytest.mark.parametrize(
-    ("change", "told", "group"),
+    ("change", "report", "group"),
     [
         ({"learning_rate": 1e-3}, "lr.learning_rate: 0.002 -> 0.001", "lr"),
         ({"beta2": 0.9}, "lr.betas: [0.9, 0.95] -> [0.9, 0.9]", "lr"),
@@ -159,15 +159,15 @@ def test_another_split_of_the_same_global_batch_is_allowed_and_told(
     ],
 )
 def test_a_change_is_refused_with_old_and_new_and_the_flag_that_allows_it(
-    run: Path, flags: dict[str, Any], change: dict[str, Any], told: str, group: str
+    run: Path, flags: dict[str, Any], change: dict[str, Any], report: str, group: str
 ):
     with pytest.raises(CheckpointError) as caught:
         train(flags, out_dir=str(run), **change)
-    assert told in str(caught.value)
+    assert report in str(caught.value)
     assert f"--allow_change {group}" in str(caught.value)
     allowed = str(caught.value).split("--allow_change ")[1].split(", or")[0]
     train(flags, out_dir=str(run), stop_at_step=8, allow_change=allowed, **change)
-    assert told in events(run, "run_changed")[0]["changes"]
+    assert report in events(run, "run_changed")[0]["changes"]
     assert max(steps(run)) == 8
     # And what was changed is what the next start is held to.
     train(flags, out_dir=str(run), stop_at_step=9, **change)
@@ -225,7 +225,7 @@ def test_another_sequence_length_is_a_change_of_the_batch_alone(run: Path, flags
     assert steps(run)[6]["rows"] == [40, 48]
 
 
-def test_what_changed_is_told_as_a_table(run: Path, flags: dict[str, Any]):
+def test_what_changed_is_reported_as_a_table(run: Path, flags: dict[str, Any]):
     changes = {"learning_rate": 1e-3, "seed": 7, "allow_change": "seed"}
     with pytest.raises(CheckpointError) as caught:
         train(flags, out_dir=str(run), **changes)
@@ -249,9 +249,11 @@ def test_text_changed_under_a_running_job_ends_it_before_the_next_save(
         return rows_at(self, step)
 
     monkeypatch.setattr(Batches, "at", at)
-    with pytest.raises(DataError, match=r"train-00000\.bin: was changed or removed while") as told:
+    with pytest.raises(
+        DataError, match=r"train-00000\.bin: was changed or removed while"
+    ) as caught:
         train(flags, out_dir=str(out), cache_dir=str(cache), save_interval=3)
-    assert told.value.status == 3
+    assert caught.value.status == 3
     assert [path.name for path in (out / "checkpoints").glob("step_*")] == ["step_00000003"]
 
 
@@ -260,7 +262,7 @@ def test_a_model_of_another_width_cannot_be_allowed(run: Path, flags: dict[str, 
         train(flags, out_dir=str(run), dim=64, allow_change="model")
 
 
-def test_a_run_beyond_its_end_is_told(run: Path, flags: dict[str, Any]):
+def test_a_run_beyond_its_end_is_reported(run: Path, flags: dict[str, Any]):
     with pytest.raises(UsageError, match="of step 5, and the run has 3 steps"):
         train(flags, out_dir=str(run), max_steps=3, allow_change="schedule")
 

@@ -76,14 +76,14 @@ def test_list_shows_one_aligned_line_for_each_and_what_lies_beside(run_dir, caps
         *("abandoned-step_00000008", "rejected-step_00000005", "step_00000009.tmp-ab12"),
     ]
     column = lines[0].index("state")
-    told = [line[column:] for line in lines[1:]]
-    assert told[:3] == ["published, hashes not read"] * 3
-    assert told[3:] == ["set aside, never chosen"] * 2 + ["unfinished"]
+    output = [line[column:] for line in lines[1:]]
+    assert output[:3] == ["published, hashes not read"] * 3
+    assert output[3:] == ["set aside, never chosen"] * 2 + ["unfinished"]
     for expected in (" 600 ", " 7 ", " 0.2 MiB ", " float32 "):
         assert expected in lines[1]
 
 
-def test_list_tells_damage_by_size_at_once_and_by_hash_when_asked(run_dir, capsys):
+def test_list_reports_damage_by_size_at_once_and_by_hash_when_requested(run_dir, capsys):
     damage(step(run_dir, 6) / "state.json")
     shard = step(run_dir, 4) / "shard-0-of-1.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -116,19 +116,19 @@ def test_a_run_without_a_checkpoint_is_listed_as_such_and_cannot_be_verified(tmp
     assert capsys.readouterr().err.count("error[E_CHECKPOINT]") == 2
 
 
-def test_verify_names_every_bad_file_and_those_that_nobody_vouches_for(run_dir, capsys):
+def test_verify_names_every_bad_file_and_those_that_no_one_vouches_for(run_dir, capsys):
     (step(run_dir, 6) / "core").write_bytes(b"dumped")
     assert checkpoint("verify", run_dir) == 0
-    told = capsys.readouterr().out
-    assert "step_00000006: note: 'core' is not in the manifest" in told
-    assert told.count(": ok") == 3
+    output = capsys.readouterr().out
+    assert "step_00000006: note: 'core' is not in the manifest" in output
+    assert output.count(": ok") == 3
     damage(step(run_dir, 4) / "state.json")
     (step(run_dir, 4) / "tokenizer.model").unlink()
     assert checkpoint("verify", "--checkpoint", run_dir) == 4
-    told = capsys.readouterr().out
-    assert "step_00000004: DAMAGED: state.json does not match its sha256" in told
-    assert "step_00000004: DAMAGED: tokenizer.model is missing" in told
-    assert told.count(": ok") == 2
+    output = capsys.readouterr().out
+    assert "step_00000004: DAMAGED: state.json does not match its sha256" in output
+    assert "step_00000004: DAMAGED: tokenizer.model is missing" in output
+    assert output.count(": ok") == 2
     assert checkpoint("verify", step(run_dir, 2)) == 0
     assert checkpoint("verify", step(run_dir, 4)) == 4
 
@@ -190,7 +190,7 @@ def test_diff_takes_two(run_dir, capsys):
     assert "two checkpoints, not 1" in capsys.readouterr().err
 
 
-def test_diff_and_consolidate_pass_over_the_damaged_and_say_so(run_dir, tmp_path, capsys):
+def test_diff_and_consolidate_pass_over_the_damaged_and_state_so(run_dir, tmp_path, capsys):
     damage(step(run_dir, 6) / "state.json")
     assert checkpoint("diff", run_dir, step(run_dir, 4)) == 0
     assert "step_00000006 is passed over: state.json" in capsys.readouterr().err
@@ -299,7 +299,7 @@ def test_what_appears_during_the_work_is_not_replaced(run_dir, tmp_path, capsys,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["flat", "run"]
 
 
-def test_a_full_disk_leaves_nothing_and_tells_what_was_needed(
+def test_a_full_disk_leaves_nothing_and_reports_what_was_needed(
     run_dir, tmp_path, capsys, monkeypatch
 ):
     def full(path, parts, metadata):
@@ -308,10 +308,10 @@ def test_a_full_disk_leaves_nothing_and_tells_what_was_needed(
 
     monkeypatch.setattr(whole_files, "write_parts", full)
     assert checkpoint("consolidate", run_dir, "--out", tmp_path / "flat") == 5
-    told = capsys.readouterr().err
-    assert "error[E_STORAGE]" in told
-    assert "bytes" in told
-    assert "needed" in told
+    output = capsys.readouterr().err
+    assert "error[E_STORAGE]" in output
+    assert "bytes" in output
+    assert "needed" in output
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
@@ -350,8 +350,8 @@ def test_prune_keeps_the_newest_and_sweeps_the_rest(run_dir, capsys):
 def test_prune_counts_only_what_is_valid(run_dir, capsys):
     damage(step(run_dir, 6) / "state.json")
     assert checkpoint("prune", run_dir, "--keep", 1) == 0
-    told = capsys.readouterr().out
-    assert "step_00000006 stays, but is damaged and not counted: state.json" in told
+    output = capsys.readouterr().out
+    assert "step_00000006 stays, but is damaged and not counted: state.json" in output
     assert names(run_dir) == ["step_00000004", "step_00000006"]
 
 

@@ -112,13 +112,13 @@ def test_without_locks_a_reader_chooses_again(
     known = {"RUN": str(run), "OUT": str(tmp_path / "out")}
     assert main([known.get(word, word) for word in words.split()]) == 0
     assert left == ["step_00000002"]
-    told = capsys.readouterr()
-    assert "step_00000002" in told.out + told.err
-    assert "passed over" not in told.err
+    output = capsys.readouterr()
+    assert "step_00000002" in output.out + output.err
+    assert "passed over" not in output.err
 
 
 @pytest.mark.parametrize(("place", "name"), READERS)
-def test_one_that_was_named_and_is_gone_is_told_so(
+def test_one_that_was_named_and_is_gone_is_reported_so(
     place: Any,
     name: str,
     run: Path,
@@ -128,8 +128,8 @@ def test_one_that_was_named_and_is_gone_is_told_so(
     retires_once(monkeypatch, run, place, name)
     named = run / "checkpoints" / "step_00000004"
     assert main(["generate", "--checkpoint", str(named), "--prompt", "a"]) == 4
-    told = f"error[E_CHECKPOINT]: {named}: was removed while it was read; name another"
-    assert told in capsys.readouterr().err
+    output = f"error[E_CHECKPOINT]: {named}: was removed while it was read; name another"
+    assert output in capsys.readouterr().err
 
 
 def test_the_number_of_choices_is_bounded(run: Path, monkeypatch: pytest.MonkeyPatch):
@@ -166,12 +166,12 @@ def test_a_newest_checkpoint_that_cannot_be_read_is_not_passed_over(
 ):
     unreadable(monkeypatch, name, code)
     named = run / "checkpoints" / "step_00000004" / name
-    told = f"{named}: cannot be read ({os.strerror(code)}); it may be intact"
+    output = f"{named}: cannot be read ({os.strerror(code)}); it may be intact"
     assert main(["generate", "--checkpoint", str(run), "--prompt", "a"]) == 4
-    assert f"error[E_CHECKPOINT]: {told}" in capsys.readouterr().err
+    assert f"error[E_CHECKPOINT]: {output}" in capsys.readouterr().err
     with pytest.raises(CheckpointError) as raised:
         tiny.resume(run)
-    assert told in str(raised.value)
+    assert output in str(raised.value)
     assert steps(run) == ["step_00000004", "step_00000002"]
     assert main(["checkpoint", "verify", str(run)]) == 4
     assert f"UNREADABLE: {name} cannot be read" in capsys.readouterr().out

@@ -66,7 +66,7 @@ def damage_bit(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "harm", "told"),
+    ("name", "harm", "report"),
     [
         (SHARD, damage_bit, "sha256"),
         (SHARD, lambda f: f.write_bytes(f.read_bytes()[:-1]), "11 of 12 bytes"),
@@ -78,15 +78,15 @@ def damage_bit(file: Path) -> None:
         ("manifest.json", lambda f: f.write_text("[]"), "no JSON object"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(tmp_path, name, harm, told):
+def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(tmp_path, name, harm, report):
     older, newer = saved(tmp_path, 1), saved(tmp_path, 2)
     harm(newer / name)
     chosen, rejected = newest_valid(published_checkpoints(tmp_path), verify)
     assert chosen == older
     (bad,) = rejected
     assert (bad.path, bad.file) == (newer, name)
-    if name == SHARD or told != "manifest":
-        assert told in bad.reason
+    if name == SHARD or report != "manifest":
+        assert report in bad.reason
 
 
 def test_when_all_are_damaged_nothing_starts_at_step_0(tmp_path):

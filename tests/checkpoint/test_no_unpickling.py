@@ -34,35 +34,35 @@ def faults(source: str) -> list[str]:
             names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
         else:
             names = []
-        told = [f"imports {n}" for n in names if n.split(".")[0] in MODULES]
-        told += [f"imports {n}" for n in names if n in ("torch.load", "yaml.load", "numpy.load")]
+        report = [f"imports {n}" for n in names if n.split(".")[0] in MODULES]
+        report += [f"imports {n}" for n in names if n in ("torch.load", "yaml.load", "numpy.load")]
         if isinstance(node, ast.Attribute) and node.attr in YAML:
-            told.append(node.attr)
+            report.append(node.attr)
         if isinstance(node, ast.Call):
-            told += call_faults(node, safe)
-        found += [f"line {getattr(node, 'lineno', 0)}: {text}" for text in told]
+            report += call_faults(node, safe)
+        found += [f"line {getattr(node, 'lineno', 0)}: {text}" for text in report]
     return found
 
 
 def call_faults(call: ast.Call, safe_loaders: set[str]) -> list[str]:
     name = ast.unparse(call.func)
     keywords = {k.arg: k.value for k in call.keywords}
-    told = []
+    calls = []
     if name in CALLS or name.startswith("builtins."):
-        told.append(name)
+        calls.append(name)
     if name == "torch.load" and "weights_only" not in keywords:
-        told.append("torch.load without weights_only=True")
+        calls.append("torch.load without weights_only=True")
     if name == "yaml.load":
         given = [*call.args[1:], *(v for k, v in keywords.items() if k == "Loader")]
         if not given or ast.unparse(given[0]) not in safe_loaders:
-            told.append("yaml.load without a SafeLoader")
+            calls.append("yaml.load without a SafeLoader")
     for keyword, shut in KEYWORDS.items():
         value = keywords.get(keyword)
         if value is not None and getattr(value, "value", None) is not shut:
-            told.append(f"{keyword}={ast.unparse(value)}")
+            calls.append(f"{keyword}={ast.unparse(value)}")
     if None in keywords and name in ("torch.load", "np.load", "numpy.load"):
-        told.append(f"{name} with keywords that cannot be read here")
-    return told
+        calls.append(f"{name} with keywords that cannot be read here")
+    return calls
 
 
 def sources() -> list[Path]:
@@ -73,8 +73,8 @@ def sources() -> list[Path]:
 def test_no_module_can_unpickle_or_run_what_it_reads():
     paths = sources()
     assert len(paths) > 40
-    told = {str(p.relative_to(ROOT)): faults(p.read_text(encoding="utf-8")) for p in paths}
-    assert {path: found for path, found in told.items() if found} == {}
+    report = {str(p.relative_to(ROOT)): faults(p.read_text(encoding="utf-8")) for p in paths}
+    assert {path: found for path, found in report.items() if found} == {}
 
 
 @pytest.mark.parametrize(

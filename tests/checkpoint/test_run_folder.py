@@ -28,7 +28,7 @@ def full():
     switch(False)
 
 
-def test_a_folder_that_cannot_be_claimed_for_want_of_room_is_told_as_storage(tmp_path, full):
+def test_a_folder_that_cannot_be_claimed_for_want_of_room_is_reported_as_storage(tmp_path, full):
     full(True)
     try:
         with pytest.raises(StorageError, match=str(tmp_path)):
@@ -82,10 +82,10 @@ def test_metrics_that_are_no_file_are_refused_at_the_start(kind: str, tmp_path: 
     else:
         os.mkfifo(tmp_path / "pipe")
         path.symlink_to(tmp_path / "pipe")
-    told = f"{path}: is a folder, a pipe or a device, not a file; move it away"
+    report = f"{path}: is a folder, a pipe or a device, not a file; move it away"
     with pytest.raises(StorageError) as raised:
         require_writable(tmp_path)
-    assert str(raised.value).startswith(told)
+    assert str(raised.value).startswith(report)
     with pytest.raises(OSError, match="not a file"):
         Metrics(path)
 

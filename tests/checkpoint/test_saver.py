@@ -101,14 +101,14 @@ def save(engine: Engine, root: Any, state: TrainState, keep_last: int = 2) -> di
 def resume(
     engine: Engine,
     root: Any,
-    asked: str = "auto",
+    requested: str = "auto",
     identity: Any = FACTS["identity"],
     allowed: Any = frozenset(),
 ) -> Resumed:
-    return resume_from(engine, engine, root, asked, identity, allowed)  # type: ignore[arg-type]
+    return resume_from(engine, engine, root, requested, identity, allowed)  # type: ignore[arg-type]
 
 
-def test_a_resumed_engine_goes_on_as_the_saved_one(tmp_path):
+def test_a_resumed_engine_continues_as_the_saved_one(tmp_path):
     root = tmp_path / "checkpoints"
     first = Engine(1)
     first.train(3)
@@ -216,12 +216,12 @@ def test_an_unpublished_save_is_swept_at_the_next_start(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"), [("nowhere", "cannot be read"), ("empty", "holds no checkpoint")]
+    ("requested", "report"), [("nowhere", "cannot be read"), ("empty", "holds no checkpoint")]
 )
-def test_a_named_checkpoint_that_is_not_there_is_an_error(tmp_path, asked, told):
+def test_a_named_checkpoint_that_is_not_there_is_an_error(tmp_path, requested, report):
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=told):
-        resume(Engine(1), tmp_path / "run", str(tmp_path / asked))
+    with pytest.raises(CheckpointError, match=report):
+        resume(Engine(1), tmp_path / "run", str(tmp_path / requested))
 
 
 def test_checkpoints_that_are_gone_are_no_fresh_start(tmp_path):
@@ -247,9 +247,9 @@ def test_only_what_is_allowed_may_change(tmp_path):
     other = {"seed": {"seed": 2}, "lr": {"beta": 1}}
     with pytest.raises(
         CheckpointError, match=r"lr\.beta: None -> 1\);.*allow_change lr,seed"
-    ) as told:
+    ) as report:
         resume(Engine(1), tmp_path, identity=other, allowed={"seed"})
-    assert "seed.seed" not in str(told.value)
+    assert "seed.seed" not in str(report.value)
     resumed = resume(Engine(1), tmp_path, identity=other, allowed={"seed", "lr", "batch"})
     assert list(map(str, resumed.changed)) == ["lr.beta: None -> 1", "seed.seed: 1 -> 2"]
 
@@ -300,7 +300,9 @@ def test_what_is_saved_is_the_state_at_the_beginning_of_the_save(tmp_path):
             assert name == "table" or not torch.equal(value, engine.model.state_dict()[name])
 
 
-def test_a_save_that_fails_in_the_background_is_told_when_it_is_waited_for(tmp_path, monkeypatch):
+def test_a_save_that_fails_in_the_background_is_reported_when_it_is_waited_for(
+    tmp_path, monkeypatch
+):
     engine = Engine(1)
     keeper = saver(engine, tmp_path)
     monkeypatch.setattr(saver_module, "publish", lambda tmp, final: os.rename(tmp / "x", final))
@@ -313,7 +315,7 @@ def test_a_save_that_fails_in_the_background_is_told_when_it_is_waited_for(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_older_checkpoints_go_only_after_the_new_one_was_told_of(tmp_path, monkeypatch):
+def test_older_checkpoints_continuely_after_the_new_one_was_reported_of(tmp_path, monkeypatch):
     save(Engine(1), tmp_path, TrainState(1, 0))
     keeper = saver(Engine(1), tmp_path, keep_last=1)
     keeper.begin(TrainState(2, 0))
@@ -324,7 +326,7 @@ def test_older_checkpoints_go_only_after_the_new_one_was_told_of(tmp_path, monke
     assert [p.name for p in published_checkpoints(tmp_path)] == ["step_00000002"]
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_is_told_and_the_new_one_lasts(
+def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_the_new_one_lasts(
     tmp_path, monkeypatch
 ):
     def refuse(root, keep_last):
@@ -360,7 +362,7 @@ def test_the_room_for_a_checkpoint_is_known_before_the_first(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_told_with_the_bytes_needed_and_free(tmp_path, monkeypatch, number):
+def test_a_full_disk_is_reported_with_the_bytes_needed_and_free(tmp_path, monkeypatch, number):
     def full(path, runs):
         raise OSError(number, os.strerror(number))
 

@@ -70,7 +70,7 @@ NONE_HERE = {
 }
 
 
-def told(word: str) -> str:
+def reported(word: str) -> str:
     with pytest.raises(UsageError) as caught:
         parse_flags([word, "1"])
     return str(caught.value)
@@ -80,16 +80,16 @@ def told(word: str) -> str:
 def test_a_name_of_another_project_is_answered_with_ours(name: str, meant: str):
     assert len(MEANT) == 47
     for word in (f"--{name}", f"--{name.replace('_', '-')}"):
-        said = told(word)
-        assert said == f"unknown flag {word}; here it is {meant}" or said.startswith(
+        text = reported(word)
+        assert text == f"unknown flag {word}; here it is {meant}" or text.startswith(
             f"unknown flag {word}; here it is {meant} ("
         )
 
 
 @pytest.mark.parametrize(("name", "words"), NONE_HERE.items())
-def test_a_name_without_a_counterpart_says_so(name: str, words: str):
-    assert words in told(f"--{name}")
-    assert "did you mean" not in told(f"--{name}")
+def test_a_name_without_a_counterpart_reports_it(name: str, words: str):
+    assert words in reported(f"--{name}")
+    assert "did you mean" not in reported(f"--{name}")
 
 
 def test_a_value_decides_where_the_same_name_means_two_things():
@@ -108,7 +108,7 @@ def test_every_right_side_is_a_flag_of_ours():
 
 @pytest.mark.parametrize("word", ["--frobnicate", "--quux_size", "--train", "--tokens_per_second"])
 def test_no_hint_is_better_than_a_wrong_one(word: str):
-    assert told(word) == f"unknown flag {word}; --help lists every flag"
+    assert reported(word) == f"unknown flag {word}; --help lists every flag"
 
 
 @pytest.mark.parametrize(
@@ -129,12 +129,12 @@ def test_every_fault_of_a_command_line_is_reported_at_once(tmp_path):
     line = "--save_dir x --use_wandb --dim 256 --n_heads 7 --allow_change schedul --max_steps many"
     with pytest.raises(UsageError) as caught:
         parse_flags([*line.split(), "--config", str(file), "--model", "big"])
-    said = str(caught.value)
+    text = str(caught.value)
     parts = ("--save_dir", "--use_wandb", "hidden_size", "seed = 'soon'", "max_steps = 'many'")
     parts += ("'schedul' is none", "dim = 256", "--model big: no such preset")
     for part in parts:
-        assert part in said
-    assert said.startswith("9 faults: (1) ")
+        assert part in text
+    assert text.startswith("9 faults: (1) ")
 
 
 def test_a_refused_value_leaves_no_conflict_with_its_default():

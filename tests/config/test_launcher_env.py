@@ -27,7 +27,7 @@ FROM_YAML = {**ENGAGED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "configs/ds_config.j
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch):
+def requested(monkeypatch: pytest.MonkeyPatch):
     """The setup of flags under a launcher's environment, started by a shell."""
     monkeypatch.setattr("minimind.config.deepspeed.backend_choice.parent_command", lambda: ["bash"])
 
@@ -50,11 +50,11 @@ def test_every_launchers_variables_are_read():
 
 
 @pytest.mark.parametrize(
-    ("lacking", "told"),
+    ("lacking", "report"),
     [({"LOCAL_RANK"}, "LOCAL_RANK"), ({"RANK", "LOCAL_RANK"}, "RANK and LOCAL")],
 )
-def test_a_rank_that_does_not_know_which_it_is_is_refused(lacking, told):
-    with pytest.raises(RendezvousError, match=f"WORLD_SIZE is 2.*{told}.*; set"):
+def test_a_rank_that_does_not_know_which_it_is_is_refused(lacking, report):
+    with pytest.raises(RendezvousError, match=f"WORLD_SIZE is 2.*{report}.*; set"):
         read_launch({name: value for name, value in TWO.items() if name not in lacking})
 
 
@@ -78,24 +78,26 @@ def test_the_file_given_to_the_script_is_the_source():
         ("--deepspeed_config none", FROM_YAML, "ddp"),
     ],
 )
-def test_deepspeed_is_in_force_when_a_file_is_named_or_the_launcher_says_so(
-    asked, line, environ, backend
+def test_deepspeed_is_in_force_when_a_file_is_named_or_the_launcher_reports_it(
+    requested, line, environ, backend
 ):
-    assert asked(line, environ).backend == backend
-    assert asked(line, environ).resolve().backend == backend
+    assert requested(line, environ).backend == backend
+    assert requested(line, environ).resolve().backend == backend
 
 
-def test_the_yamls_path_is_found_from_any_directory_and_the_flag_wins(asked, tmp_path, monkeypatch):
+def test_the_yamls_path_is_found_from_any_directory_and_the_flag_wins(
+    requested, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    found = asked("", FROM_YAML)
+    found = requested("", FROM_YAML)
     assert found.path == SHIPPED
     assert found.resolve().run.sources["deepspeed_config"] == f"{GIVEN}: deepspeed_config_file"
     mine = tmp_path / "mine.json"
     mine.write_text('{"zero_optimization": {"stage": 3}}')
-    assert asked(f"--deepspeed_config {mine}", FROM_YAML).resolve().zero_stage == 3
+    assert requested(f"--deepspeed_config {mine}", FROM_YAML).resolve().zero_stage == 3
 
 
-def test_zero_fields_of_the_yaml_alone_fill_the_shipped_file(asked):
+def test_zero_fields_of_the_yaml_alone_fill_the_shipped_file(requested):
     fields = {
         "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
         "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
@@ -104,23 +106,23 @@ def test_zero_fields_of_the_yaml_alone_fill_the_shipped_file(asked):
         "ACCELERATE_GRADIENT_CLIPPING": "0.5",
         "ACCELERATE_MIXED_PRECISION": "no",
     }
-    found = asked("", {**ENGAGED, **fields}).resolve()
+    found = requested("", {**ENGAGED, **fields}).resolve()
     assert found.zero_stage == 3
     assert found.config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
     assert found.config["gradient_accumulation_steps"] == 4
     assert found.config["gradient_clipping"] == 0.5
     assert found.sources["zero_optimization.stage"] == f"{GIVEN}: zero_stage"
     assert "gradient_clipping" in found.run.sources["grad_clip"]
-    assert asked("", ENGAGED).resolve().zero_stage == 2  # Accelerate's own default
+    assert requested("", ENGAGED).resolve().zero_stage == 2  # Accelerate's own default
 
 
-def test_the_seed_layout_mixed_precision_beside_a_deepspeed_file_works(asked):
-    found = asked("", {**FROM_YAML, "ACCELERATE_MIXED_PRECISION": "bf16"}).resolve()
+def test_the_seed_layout_mixed_precision_beside_a_deepspeed_file_works(requested):
+    found = requested("", {**FROM_YAML, "ACCELERATE_MIXED_PRECISION": "bf16"}).resolve()
     assert found.run.dtype == "bfloat16"
     assert found.run.sources["dtype"] == f"{GIVEN}: mixed_precision"
     assert found.config["bf16"]["enabled"] is True
     with pytest.raises(UsageError, match=r"mixed_precision is bfloat16 but --dtype says"):
-        asked("--dtype float32", {**FROM_YAML, "ACCELERATE_MIXED_PRECISION": "bf16"}).resolve()
+        requested("--dtype float32", {**FROM_YAML, "ACCELERATE_MIXED_PRECISION": "bf16"}).resolve()
 
 
 MULTI_GPU = "python /bin/accelerate launch --multi_gpu --num_processes=2"
@@ -129,23 +131,23 @@ MULTI_GPU = "python /bin/accelerate launch --multi_gpu --num_processes=2"
 @pytest.mark.parametrize("form", ["--deepspeed_config_file {}", "--deepspeed-config-file={}"])
 @pytest.mark.parametrize("name", [SHIPPED, "configs/ds_config.json", "ds_config.json"])
 def test_a_deepspeed_file_that_accelerate_launch_drops_engages_deepspeed(
-    asked, monkeypatch, tmp_path: Path, form: str, name: str
+    requested, monkeypatch, tmp_path: Path, form: str, name: str
 ):
     monkeypatch.chdir(tmp_path)
     words = f"{MULTI_GPU} {form.format(name)} train_pretrain.py --dim 8".split()
     monkeypatch.setattr("minimind.config.deepspeed.backend_choice.parent_command", lambda: words)
-    found = asked("", TWO)
+    found = requested("", TWO)
     assert (found.backend, Path(found.path)) == ("deepspeed", DEFAULT_DEEPSPEED_CONFIG)
     resolved = found.resolve()
     assert resolved.run.sources["deepspeed_config"] == f"{GIVEN}: deepspeed_config_file"
-    (told,) = [one for one in advice(found, resolved) if "engaged" in one]
-    assert told.startswith(f"DeepSpeed is engaged by --deepspeed_config_file {name}, which")
-    assert asked(f"--deepspeed_config {SHIPPED}", TWO).launch.dropped_config is None
-    assert asked("--deepspeed_config none", TWO).backend == "ddp"
+    (report,) = [one for one in advice(found, resolved) if "engaged" in one]
+    assert report.startswith(f"DeepSpeed is engaged by --deepspeed_config_file {name}, which")
+    assert requested(f"--deepspeed_config {SHIPPED}", TWO).launch.dropped_config is None
+    assert requested("--deepspeed_config none", TWO).backend == "ddp"
     mine = tmp_path / "mine.json"
     mine.write_text("{}")
     with pytest.raises(UsageError, match=r"--deepspeed_config is .*mine.json but .*; drop one"):
-        asked(f"--deepspeed_config {mine}", TWO)
+        requested(f"--deepspeed_config {mine}", TWO)
 
 
 def test_other_deepspeed_flags_that_accelerate_launch_drops_are_refused():
@@ -159,7 +161,7 @@ def test_other_deepspeed_flags_that_accelerate_launch_drops_are_refused():
 
 
 @pytest.mark.parametrize("form", ["--config_file {}", "--config_file={}", "--config-file {}"])
-def test_a_deepspeed_block_that_accelerate_launch_drops_is_told(tmp_path: Path, form: str):
+def test_a_deepspeed_block_that_accelerate_launch_drops_is_reported(tmp_path: Path, form: str):
     path = tmp_path / "my-own=1.yaml"
     path.write_text("distributed_type: MULTI_GPU\ndeepspeed_config: {zero_stage: 3}\n")
     words = f"python /bin/accelerate launch {form.format(path)} t.py --dim 8".split()
@@ -175,7 +177,7 @@ def test_a_deepspeed_block_that_accelerate_launch_drops_is_told(tmp_path: Path, 
     )
 
 
-def test_too_few_gpus_are_refused_and_too_many_are_told(monkeypatch):
+def test_too_few_gpus_are_refused_and_too_many_are_reported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     run = parse_flags([])
@@ -202,38 +204,38 @@ def test_one_process_alone_gets_a_port_and_several_keep_theirs():
             set_rendezvous_defaults(partly)
 
 
-def test_device_auto_is_no_contradiction_of_a_yaml_that_says_cpu():
+def test_device_auto_is_no_contradiction_of_a_yaml_that_states_cpu():
     launch = read_launch({"MINIMIND_CPU_BY": "use_cpu"})
     found = read_setup(parse_flags(["--device", "auto"]), launch).resolve()
     assert (found.run.device, found.run.sources["device"].split(": ")[1]) == ("cpu", "use_cpu")
 
 
-def test_zero_at_one_process_is_said_to_buy_nothing(asked):
-    def told(line: str, environ: dict[str, str]) -> str:
-        setup = asked(line, environ)
+def test_zero_at_one_process_is_stated_to_buy_nothing(requested):
+    def report(line: str, environ: dict[str, str]) -> str:
+        setup = requested(line, environ)
         return "\n".join(advice(setup, setup.resolve()))
 
     shipped = f"--deepspeed_config {SHIPPED}"
-    assert "ZeRO stage 2 has nothing to share" in told(shipped, {})
-    assert "--deepspeed_config none" in told(shipped, {})
-    assert told(shipped, TWO) == told("", {}) == told("", TWO) == ""
+    assert "ZeRO stage 2 has nothing to share" in report(shipped, {})
+    assert "--deepspeed_config none" in report(shipped, {})
+    assert report(shipped, TWO) == report("", {}) == report("", TWO) == ""
     beside = DEFAULT_DEEPSPEED_CONFIG.parent / "deepspeed"
-    assert "stage 0" in told(f"--deepspeed_config {beside / 'zero0.json'}", {})
-    assert told(f"--deepspeed_config {beside / 'zero2_offload.json'}", {}) == ""
-    assert told(f"--deepspeed_config {beside / 'warmup_cosine.json'} --max_steps 9", {}) == ""
+    assert "stage 0" in report(f"--deepspeed_config {beside / 'zero0.json'}", {})
+    assert report(f"--deepspeed_config {beside / 'zero2_offload.json'}", {}) == ""
+    assert report(f"--deepspeed_config {beside / 'warmup_cosine.json'} --max_steps 9", {}) == ""
 
 
-def test_transformers_layers_in_bf16_are_said_to_crawl_where_a_cpu_has_no_instructions_for_it(
-    asked, monkeypatch, tmp_path
+def test_transformers_layers_in_bf16_are_stated_to_crawl_where_a_cpu_has_no_instructions_for_it(
+    requested, monkeypatch, tmp_path
 ):
-    def told(line: str, device: str = "cpu") -> str:
-        setup = replace(asked(f"--deepspeed_config none {line}", {}), device=device)
+    def report(line: str, device: str = "cpu") -> str:
+        setup = replace(requested(f"--deepspeed_config none {line}", {}), device=device)
         return "\n".join(advice(setup, setup.resolve()))
 
     model = f"--model hf:{tmp_path}"
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     for has, count in ((False, 1), (True, 0)):
         monkeypatch.setattr("minimind.config.deepspeed.backend_choice.HAS_BF16", has)
-        assert told(model).count("--dtype float32") == count
-        assert told(f"{model} --dtype float32") == told("--model 26m") == ""
-        assert told(model, "cuda") == ""
+        assert report(model).count("--dtype float32") == count
+        assert report(f"{model} --dtype float32") == report("--model 26m") == ""
+        assert report(model, "cuda") == ""

@@ -725,12 +725,12 @@ def test_what_cannot_be_is_one_line_and_status_2_before_any_work(row: Bad, monke
 
     status = train_pretrain.main(given + row.flags.split())
 
-    told = capfd.readouterr().err
-    assert status == 2, told
-    assert LINE.fullmatch(told), told
+    output = capfd.readouterr().err
+    assert status == 2, output
+    assert LINE.fullmatch(output), output
     for words in row.words:
-        assert words in told
-    assert (" faults: " in told) == row.several  # one mistake is told once
+        assert words in output
+    assert (" faults: " in output) == row.several  # one mistake is told once
     assert not Path("out").exists()
     assert not Path("cache").exists()
 

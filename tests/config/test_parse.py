@@ -38,7 +38,7 @@ def test_an_empty_place_is_not_the_current_directory(words, flag, capsys, tmp_pa
     assert not [*tmp_path.iterdir()]
 
 
-def test_the_seed_documents_line_means_what_it_says():
+def test_the_seed_documents_line_means_what_it_states():
     run = parse(SEED_LINE)
     assert (run.epochs, run.batch_size, run.accumulation_steps) == (3, 24, 32)
     assert (run.learning_rate, run.dtype, run.grad_clip) == (2e-4, "bfloat16", 1.0)
@@ -89,7 +89,7 @@ def test_every_flag_is_in_the_help_under_a_group():
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "report"),
     [
         ("--batch_sise 4", ["--batch_sise", "did you mean --batch_size?"]),
         ("--batch 4", ["unknown flag --batch"]),
@@ -115,15 +115,15 @@ def test_every_flag_is_in_the_help_under_a_group():
         ("--vocab_size 100", ["vocab_size = 100", "at least 512"]),
     ],
 )
-def test_a_mistake_is_told_with_field_value_and_source(line, told):
+def test_a_mistake_is_reported_with_field_value_and_source(line, report):
     with pytest.raises(UsageError) as caught:
         parse(line)
-    for words in told:
+    for words in report:
         assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "report"),
     [
         ("dim: 64\n  n_heads: 4\n", ["run.yaml:2:10"]),
         ("dim: [1\n", ["run.yaml:2:1"]),
@@ -135,16 +135,16 @@ def test_a_mistake_is_told_with_field_value_and_source(line, told):
         ("", ["holds nothing"]),
     ],
 )
-def test_a_mistake_in_a_config_file_names_the_place(tmp_path, content, told):
+def test_a_mistake_in_a_config_file_names_the_place(tmp_path, content, report):
     file = tmp_path / "run.yaml"
     file.write_text(content)
     with pytest.raises(UsageError) as caught:
         parse(f"--config {file}")
-    for words in told:
+    for words in report:
         assert words in str(caught.value)
 
 
-def test_split_batches_shares_the_batch_out_or_says_that_it_cannot():
+def test_split_batches_shares_the_batch_out_or_states_that_it_cannot():
     run = parse("--batch_size 6 --split_batches")
     assert (run.micro_batch_rows(2), run.micro_batch_rows(3)) == (3, 2)
     assert parse("--batch_size 6").micro_batch_rows(4) == 6
@@ -159,9 +159,11 @@ LATER = ("config", "model")  # files that are opened first, and not found
 @pytest.mark.parametrize("name", [name for name in TEXTS if name not in LATER])
 def test_a_value_that_is_not_utf8_is_refused(name):
     choices = "choices" in FLAGS[name].metadata
-    with pytest.raises(UsageError, match="must be one of" if choices else "is not UTF-8; ") as told:
+    with pytest.raises(
+        UsageError, match="must be one of" if choices else "is not UTF-8; "
+    ) as caught:
         parse_flags([f"--{name}", "x\udcff"])
-    assert f"{name} = " in str(told.value)
+    assert f"{name} = " in str(caught.value)
 
 
 def test_a_current_directory_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
@@ -172,7 +174,7 @@ def test_a_current_directory_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
         parse_flags(["--dry_run"])
 
 
-def test_a_warm_up_longer_than_the_run_is_told_before_any_data_is_read():
+def test_a_warm_up_longer_than_the_run_is_reported_before_any_data_is_read():
     with pytest.raises(UsageError, match=r"warmup_steps = 9 .* max_steps = 5"):
         parse("--warmup_steps 9 --max_steps 5")
 
@@ -182,7 +184,7 @@ def test_what_the_deepspeed_launcher_appends_is_accepted():
     assert parse("--local-rank 0").local_rank == 0
 
 
-def test_flags_by_keyword_are_told_as_such():
+def test_flags_by_keyword_are_reported_as_such():
     run = run_of({"batch_size": 3, "data_path": "a.jsonl"}, "train({name}=...)")
     assert (run.batch_size, run.data_path) == (3, ("a.jsonl",))
     assert run.sources["batch_size"] == "train(batch_size=...)"

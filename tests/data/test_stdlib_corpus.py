@@ -16,14 +16,14 @@ def write(path, megabytes="1"):
 
 def test_the_corpus_is_the_same_every_time_and_readable(tmp_path):
     first, second = tmp_path / "a.jsonl", tmp_path / "new" / "b.jsonl"
-    told = write(first)
+    report = write(first)
     write(second)
     assert first.read_bytes() == second.read_bytes()
     before = first.stat()
-    assert write(first) == told
+    assert write(first) == report
     assert first.stat().st_mtime_ns == before.st_mtime_ns
     assert [path.name for path in second.parent.iterdir()] == ["b.jsonl"]
     documents = documents_of(first, max_document_bytes=64_000)
-    assert told == f"{len(documents)} documents, {before.st_size / 1e6:.1f} MB, {first}\n"
+    assert report == f"{len(documents)} documents, {before.st_size / 1e6:.1f} MB, {first}\n"
     assert 0.8e6 < before.st_size <= 1e6
     assert any("import " in document for document in documents)

@@ -166,7 +166,7 @@ def main() -> int:
     hops = [SAVED + sum(steps for _, steps in CHAIN[:hop]) for hop in range(len(CHAIN))]
     failed = 0
     for source, target, key in lines:
-        told = []
+        calls = []
         for dtype, limit in WITHIN.items():
             if key == "chain":
                 curve = [step for hop in hops for step in curves[f"{dtype}|chain {hop}"]]
@@ -174,9 +174,9 @@ def main() -> int:
                 curve = curves[f"{dtype}|{key}"]
             unbroken = curves[f"{dtype}|{source}"]
             text, is_right = shown(curve, unbroken, limit, is_same=source == target)
-            told.append(text)
+            calls.append(text)
             failed += not is_right
-        print(f"{source:<14}{target:<14}{told[0]:>22}{told[1]:>22}")
+        print(f"{source:<14}{target:<14}{calls[0]:>22}{calls[1]:>22}")
     limits = ", ".join(f"{limit:g} in {dtype}" for dtype, limit in WITHIN.items())
     print(f"within {limits}" if not failed else f"{failed} are not within {limits}")
     return 1 if failed else 0

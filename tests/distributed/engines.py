@@ -172,5 +172,5 @@ def save(engine: Engine, root: Path, step: int) -> None:
 
 def load(engine: Engine, root: Path, step: int) -> None:
     """The engine as it was saved at `step` under `root`, by whichever configuration."""
-    asked = str(root / f"step_{step:08d}")
-    assert resume(engine, engine, root / "of-nobody", asked, {}).state.step == step
+    requested = str(root / f"step_{step:08d}")
+    assert resume(engine, engine, root / "of-nobody", requested, {}).state.step == step

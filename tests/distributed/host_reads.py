@@ -152,7 +152,7 @@ if __name__ == "__main__":
         for stage in (0, 1, 2)
         for dtype in ("bfloat16", "float32")
     }
-    told = {name: reads_of_steps(case, device) for name, case in cases.items()}
-    print(json.dumps(told, indent=1))
+    reported = {name: reads_of_steps(case, device) for name, case in cases.items()}
+    print(json.dumps(reported, indent=1))
     if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(told))
+        Path(sys.argv[1]).write_text(json.dumps(reported))

@@ -67,11 +67,11 @@ def require_in_force(deepspeed: Any, config: dict[str, Any]) -> None:
         "gradient_clipping": deepspeed.gradient_clipping(),
     }
     assert live == {name: config[name] for name in live}, (live, config)
-    asked = config["zero_optimization"]
+    requested = config["zero_optimization"]
     assert (int(zero.stage), zero.reduce_bucket_size, zero.overlap_comm) == (
-        asked["stage"],
-        asked["reduce_bucket_size"],
-        asked["overlap_comm"],
+        requested["stage"],
+        requested["reduce_bucket_size"],
+        requested["overlap_comm"],
     )
     params = config["optimizer"]["params"]
     for group in deepspeed.optimizer.param_groups:

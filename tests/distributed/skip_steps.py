@@ -153,7 +153,7 @@ def course(stage: int | None, dtype: str, changes: list[str], out_dir: Path) -> 
 
 def main() -> None:
     """Take every case of the command line; rank 0 writes the list."""
-    root, told = Path(sys.argv[1]), []
+    root, report = Path(sys.argv[1]), []
     for words in sys.argv[2:]:
         stage, dtype, *changes = words.split(",")
         out_dir = root / words
@@ -161,9 +161,9 @@ def main() -> None:
         seen = course(None if stage == "None" else int(stage), dtype, changes, out_dir)
         by_rank: list[Any] = [None, None]
         dist.all_gather_object(by_rank, seen)
-        told.append(by_rank)
+        report.append(by_rank)
     if dist.get_rank() == 0:
-        (root / "told.json").write_text(json.dumps(told))
+        (root / "told.json").write_text(json.dumps(report))
     dist.barrier()
     os._exit(0)  # several engines share one process group: none of them may take it down
 

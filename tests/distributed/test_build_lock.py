@@ -22,7 +22,7 @@ def write_compiling(path: Path) -> Path:
     return path
 
 
-def test_without_a_compiler_the_way_out_is_told(
+def test_without_a_compiler_the_way_out_is_reported(
     launch: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))

@@ -68,7 +68,7 @@ def test_an_example_trains_as_the_shipped_file_does(name: str, trained: dict[str
 
 @pytest.mark.long
 @pytest.mark.launch
-def test_a_schedule_of_deepspeeds_goes_on_where_it_was(
+def test_a_schedule_of_deepspeeds_continues_where_it_was(
     launch: Launcher, trained: dict[str, Run], tmp_path: Path
 ):
     whole = trained["warmup_cosine"]

@@ -34,8 +34,8 @@ def saved_by(
     assert run.status == 0, run.stderr
     assert len(run.events("step")) == (0 if resume else STEPS)
     (step, *_) = published_checkpoints(folder / "out" / "checkpoints")
-    told = read_manifest(step)
-    assert (told["step"], told["world_size"], told["zero_stage"]) == (STEPS, processes, stage)
+    output = read_manifest(step)
+    assert (output["step"], output["world_size"], output["zero_stage"]) == (STEPS, processes, stage)
     assert len(list(step.glob("shard-*.safetensors"))) == processes
     return step
 

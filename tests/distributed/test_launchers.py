@@ -77,8 +77,8 @@ def flags_of(launch: Launcher, out_dir: Path) -> list[str]:
 
 def environment(**more: str) -> dict[str, str]:
     """This environment, less what would speak to the launch script."""
-    said = ("NUM_PROCESSES", "NUM_MACHINES", "MACHINE_RANK", "MAIN_IP", "MAIN_PORT", "CONFIG_FILE")
-    kept = {name: value for name, value in os.environ.items() if name not in said}
+    text = ("NUM_PROCESSES", "NUM_MACHINES", "MACHINE_RANK", "MAIN_IP", "MAIN_PORT", "CONFIG_FILE")
+    kept = {name: value for name, value in os.environ.items() if name not in text}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {**kept, "PATH": path, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **more}
 
@@ -122,13 +122,13 @@ def test_two_starts_of_one_process_are_a_world_of_two(
     """RANK and its kin set by hand; and run_accelerate.sh as on each of two hosts."""
     port, flags = str(free_port()), flags_of(launch, tmp_path)
     if how == "by hand":
-        told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        starts = [{**told, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+        report = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        starts = [{**report, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
         command = [sys.executable, SCRIPT, *flags, *NAMED]
     else:
-        told = {"NUM_MACHINES": "2", "NUM_PROCESSES": "2"}
-        told |= {"MAIN_IP": "127.0.0.1", "MAIN_PORT": port}
-        starts = [{**told, "MACHINE_RANK": rank} for rank in ("1", "0")]
+        report = {"NUM_MACHINES": "2", "NUM_PROCESSES": "2"}
+        report |= {"MAIN_IP": "127.0.0.1", "MAIN_PORT": port}
+        starts = [{**report, "MACHINE_RANK": rank} for rank in ("1", "0")]
         command = ["bash", str(ROOT / "run_accelerate.sh"), *flags]
     started = [subprocess.Popen(command, env=environment(**start)) for start in starts]
     assert [start.wait(timeout=300) for start in started] == [0, 0]
@@ -170,7 +170,7 @@ def test_processes_come_from_the_environment_then_the_yaml_then_the_gpus(
     assert launched["distributed_type"] == ("DEEPSPEED" if deepspeed else "MULTI_GPU")
 
 
-def test_a_literal_that_the_environment_overrides_is_told():
+def test_a_literal_that_the_environment_overrides_is_reported():
     settings = LaunchSettings({**DEEPSPEED, "num_processes": 3}, "a.yaml", {"NUM_PROCESSES": "2"})
     plan(settings, 0)
     assert settings.overridden == ["NUM_PROCESSES=2 overrides num_processes: 3 of a.yaml"]
@@ -189,7 +189,7 @@ HOSTS = {"NUM_MACHINES": "2", "MACHINE_RANK": "0", "MAIN_IP": "a", "MAIN_PORT": 
 
 
 @pytest.mark.parametrize(
-    ("document", "environ", "told"),
+    ("document", "environ", "report"),
     [
         (DEEPSPEED, {"NUM_PROCESSES": "0"}, "NUM_PROCESSES is 0, not a whole number from 1"),
         ({**DEEPSPEED, "num_processes": "two"}, {}, "num_processes in a.yaml is two"),
@@ -216,10 +216,10 @@ HOSTS = {"NUM_MACHINES": "2", "MACHINE_RANK": "0", "MAIN_IP": "a", "MAIN_PORT": 
         ({**DEEPSPEED, "deepspeed_config": {"bf16": {}}}, {}, "'bf16' in deepspeed_config; remove"),
     ],
 )
-def test_a_number_or_type_that_cannot_be_is_told_with_its_giver(document, environ, told):
+def test_a_number_or_type_that_cannot_be_is_reported_with_its_giver(document, environ, report):
     with pytest.raises(UsageError) as caught:
         planned(document, **environ)
-    assert told in str(caught.value)
+    assert report in str(caught.value)
     assert "; " in str(caught.value)
 
 
@@ -264,11 +264,11 @@ def script(tmp_path: Path) -> Callable[..., Run]:
     """run_accelerate.sh with a launcher that prints its arguments and the YAML it got."""
     (tmp_path / "bin").mkdir()
     stub = tmp_path / "bin" / "python"
-    told = "file=$MINIMIND_CONFIG_FILE cpu_by=$MINIMIND_CPU_BY omp=$OMP_NUM_THREADS"
-    told += " ds=$DS_ACCELERATOR gpus=$CUDA_VISIBLE_DEVICES"
+    output = "file=$MINIMIND_CONFIG_FILE cpu_by=$MINIMIND_CPU_BY omp=$OMP_NUM_THREADS"
+    output += " ds=$DS_ACCELERATOR gpus=$CUDA_VISIBLE_DEVICES"
     stub.write_text(
         f'#!/bin/sh\n[ "${{1##*/}}" = accelerate_launch.py ] || exec "{sys.executable}" "$@"\n'
-        f'echo "$@" "{told}"\ncat "$3"\n'
+        f'echo "$@" "{output}"\ncat "$3"\n'
     )
     stub.chmod(0o755)
 
@@ -323,7 +323,7 @@ def test_the_checkouts_environment_is_used_whichever_other_one_is_active(checkou
     assert python_of(checkout).stdout == f"{conda} with {conda}\n"
 
 
-def test_an_environment_that_lacks_accelerate_is_told_with_a_command_that_mends_it(
+def test_an_environment_that_lacks_accelerate_is_reported_with_a_command_that_mends_it(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (checkout / ".venv" / "bin" / "python").unlink()  # as after an upgrade of the system's Python
@@ -384,7 +384,7 @@ def test_a_yaml_for_the_cpu_is_handed_on_as_such_and_not_as_a_flag(
     assert (launched["distributed_type"], launched["use_cpu"]) == ("MULTI_GPU", False)
 
 
-def test_gpus_named_in_the_yaml_are_those_visible_unless_the_environment_says(
+def test_gpus_named_in_the_yaml_are_those_visible_unless_the_environment_states(
     script, tmp_path: Path
 ):
     path = tmp_path / "a.yaml"
@@ -419,11 +419,11 @@ def test_a_config_file_that_cannot_be_is_one_line_and_2(script, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("number", "told"),
+    ("number", "output"),
     [(signal.SIGTERM, "SIGTERM"), (signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "Ctrl-C")],
 )
 def test_a_stop_before_the_launch_answers_75(
-    script, tmp_path: Path, number: signal.Signals, told: str
+    script, tmp_path: Path, number: signal.Signals, output: str
 ):
     """A `python` of ours, where the checks start, signals the script that waits for it."""
     stub = tmp_path / "bin" / "python"
@@ -433,7 +433,7 @@ def test_a_stop_before_the_launch_answers_75(
     assert stopped.status == 75
     *_, last = stopped.stderr.splitlines()
     assert last == (
-        f"run_accelerate.sh: stopped on {told} before the first step; run it again to go on"
+        f"run_accelerate.sh: stopped on {output} before the first step; run it again to go on"
     )
     assert stopped.stdout == ""
 
@@ -451,11 +451,11 @@ def test_the_slurm_script_starts_one_task_a_node_and_queues_a_saved_run_again(tm
     for name, body in stubs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    told = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "node[7-8]"}
+    report = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "node[7-8]"}
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", str(ROOT / "scripts" / "slurm.sbatch"), "--out_dir", "out/a b"],
-        env={**environment(**told), "PATH": path},
+        env={**environment(**report), "PATH": path},
         cwd=tmp_path,
     )
     assert done.returncode == 75

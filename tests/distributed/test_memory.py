@@ -32,8 +32,8 @@ def measured(
 ) -> dict[tuple[Any, ...], dict[str, Any]]:
     out = tmp_path_factory.mktemp("memory") / "held.json"
     cases = [f"{stage},{dtype},{accumulation}" for stage, dtype, accumulation in CASES]
-    statuses, _, told = nursery.run("tests.distributed.measure_memory", [str(out), *cases], out)
-    assert statuses == [0, 0], told
+    statuses, _, report = nursery.run("tests.distributed.measure_memory", [str(out), *cases], out)
+    assert statuses == [0, 0], report
     return {tuple(found["of"]): found for found in json.loads(Path(out).read_text())}
 
 

@@ -103,9 +103,9 @@ def faulty(
 
 
 def ended(started: subprocess.Popen[str], out_dir: Path, within: float) -> Run:
-    _, told = started.communicate(timeout=within)
+    _, report = started.communicate(timeout=within)
     assert left_over(out_dir) == []
-    return Run(out_dir, started.returncode, "", told)
+    return Run(out_dir, started.returncode, "", report)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_killed_launcher_leaves_no_workers(who: str, begin, tmp_path: Path):
         pytest.param("worker", signal.SIGTERM, marks=pytest.mark.long),
     ],
 )
-def test_a_stop_asked_twice_saves_once_and_loses_no_step(
+def test_a_stop_requested_twice_saves_once_and_loses_no_step(
     who: str, number: signal.Signals, begin, tmp_path: Path
 ):
     started = begin(tmp_path, ENDLESS)

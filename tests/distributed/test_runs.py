@@ -23,7 +23,7 @@ from tests.train.starts import require_fit, start_of
 pytestmark = pytest.mark.launch
 
 
-def test_a_run_ends_well_and_says_what_ran(unbroken: Run):
+def test_a_run_ends_well_and_reports_what_ran(unbroken: Run):
     assert unbroken.status == 0, unbroken.stderr
     (start,) = unbroken.events("run_start")
     assert start["backend"] == "deepspeed"
@@ -94,8 +94,8 @@ def test_every_resolved_value_is_kept_and_the_table_is_a_flag_away(unbroken: Run
     resolved = json.loads((unbroken.out_dir / "ds_config.resolved.json").read_text())
     assert "auto" not in json.dumps(resolved)
     assert resolved["train_batch_size"] == 8
-    for told in ("gradient_accumulation_steps", "grad_clip (default)"):
-        assert told not in unbroken.stdout  # without --verbose
+    for output in ("gradient_accumulation_steps", "grad_clip (default)"):
+        assert output not in unbroken.stdout  # without --verbose
     assert "batch_size: 2  # --batch_size" in (unbroken.out_dir / "config.yaml").read_text()
 
 
@@ -118,9 +118,9 @@ def test_text_is_generated_from_a_checkpoint(unbroken: Run, capsys: pytest.Captu
 
     ask = ["generate", "--checkpoint", str(unbroken.out_dir), "--prompt", "春眠", "--seed", "1"]
     assert main([*ask, "--max_new_tokens", "12"]) == 0
-    told = capsys.readouterr()
-    assert told.out.startswith("春眠")
-    assert "step_00000060" in told.err
+    output = capsys.readouterr()
+    assert output.out.startswith("春眠")
+    assert "step_00000060" in output.err
 
 
 def test_another_stage_in_the_json_alone_gives_the_same_losses(
@@ -215,7 +215,7 @@ def test_killed_stopped_and_started_again_it_repeats_the_unbroken_run_bit_for_bi
 @pytest.mark.parametrize(
     "stage", [pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 3)]
 )
-def test_a_stopped_run_goes_on_bit_for_bit_in_bf16(stage: int, forked: Launcher, tmp_path: Path):
+def test_a_stopped_run_continues_bit_for_bit_in_bf16(stage: int, forked: Launcher, tmp_path: Path):
     """Stage 2 is the test above; stage 1 has its wrapper, stage 0 is also in test_zero_state."""
     config = config_of_stage(stage, tmp_path)
     flags = f"--deepspeed_config {config} --save_interval 9 --keep_last 3"
@@ -227,7 +227,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_in_bf16(stage: int, forked: Launcher,
     assert resumed.curve() == whole.curve()[9:]
 
 
-def test_one_run_goes_on_along_a_chain_of_world_sizes_and_stages(
+def test_one_run_continues_along_a_chain_of_world_sizes_and_stages(
     forked: Launcher, fp32: Run, tmp_path: Path
 ):
     """Processes 2 -> 1 -> 4 -> 2, stages 2 -> 3 -> 0 -> 2: the rows and losses of the unbroken run.
@@ -257,7 +257,9 @@ def test_one_run_goes_on_along_a_chain_of_world_sizes_and_stages(
         saved = out / "checkpoints" / f"step_{last or 20:08d}"
 
 
-def test_a_checkpoint_of_deepspeed_goes_on_without_it(forked: Launcher, fp32: Run, tmp_path: Path):
+def test_a_checkpoint_of_deepspeed_continues_without_it(
+    forked: Launcher, fp32: Run, tmp_path: Path
+):
     saved = fp32.out_dir / "checkpoints" / "step_00000009"
     flags = f"{FP32} --deepspeed_config none --resume {saved}"
     resumed = forked.run(tmp_path / "out", flags)
@@ -268,7 +270,7 @@ def test_a_checkpoint_of_deepspeed_goes_on_without_it(forked: Launcher, fp32: Ru
         assert after == pytest.approx(unbroken, rel=2e-6)
 
 
-def test_a_stop_signal_saves_and_answers_75_and_meanwhile_nobody_else_gets_in(
+def test_a_stop_signal_saves_and_answers_75_and_meanwhile_no_one_else_gets_in(
     launch: Launcher, tmp_path: Path
 ):
     """Also: tables come at their own interval, between step lines that are further apart."""
@@ -279,15 +281,15 @@ def test_a_stop_signal_saves_and_answers_75_and_meanwhile_nobody_else_gets_in(
     assert intruder.status == 8
     assert "in use by process" in intruder.stderr
     os.kill(started.pid, signal.SIGUSR1)
-    shown, told = started.communicate(timeout=60)
-    stopped = Run(tmp_path, started.returncode, "", told)
-    assert stopped.status == 75, told
+    shown, output = started.communicate(timeout=60)
+    stopped = Run(tmp_path, started.returncode, "", output)
+    assert stopped.status == 75, output
     assert "stopped on SIGUSR1, saved at step" in shown  # not the TERM that it is passed on as
     (saved,) = stopped.events("checkpoint_saved")
     assert saved["step"] == stopped.events("exit")[-1]["step"]
     assert [p["step"] for p in stopped.events("profile")[:3]] == [2, 4, 6]
     assert [s["step"] for s in stopped.events("step")[:2]] == [4, 8]
-    assert "Traceback" not in told
+    assert "Traceback" not in output
 
 
 def test_a_changed_run_is_refused_with_a_table_of_the_differences(launch: Launcher, fp32: Run):

@@ -30,10 +30,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(root: Path, nursery: Nursery) -> dict[str, list[dict[str, Any]]]:
+def reported(root: Path, nursery: Nursery) -> dict[str, list[dict[str, Any]]]:
     words = [str(root), *CASES]
-    statuses, _, said = nursery.run("tests.distributed.skip_steps", words, root / "ranks")
-    assert statuses == [0, 0], said
+    statuses, _, text = nursery.run("tests.distributed.skip_steps", words, root / "ranks")
+    assert statuses == [0, 0], text
     return dict(zip(CASES, json.loads((root / "told.json").read_text()), strict=True))
 
 
@@ -42,17 +42,17 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_all_ranks_skip_the_same_steps_and_count_them(told, case):
+def test_all_ranks_skip_the_same_steps_and_count_them(reported, case):
     so_far = [sum(step <= at for step in SPOILT) for at in range(1, len(COURSE) + 1)]
     expected = [[at in SPOILT, count] for at, count in enumerate(so_far, 1)]
     for rank in (0, 1):
-        assert told[case][rank]["skipped"] == expected
+        assert reported[case][rank]["skipped"] == expected
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_skipped_step_changes_nothing_and_the_others_are_as_without_it(told, case):
+def test_a_skipped_step_changes_nothing_and_the_others_are_as_without_it(reported, case):
     for rank in (0, 1):
-        seen = told[case][rank]
+        seen = reported[case][rank]
         assert seen["unchanged"] == [bool(fault) for fault in COURSE]
         spoilt, clean = seen["ends"]
         assert spoilt == clean
@@ -60,26 +60,26 @@ def test_a_skipped_step_changes_nothing_and_the_others_are_as_without_it(told, c
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_only_the_spoilt_loss_is_not_finite(told, case):
+def test_only_the_spoilt_loss_is_not_finite(reported, case):
     for rank in (0, 1):
-        for fault, losses in zip(COURSE, told[case][rank]["losses"], strict=True):
+        for fault, losses in zip(COURSE, reported[case][rank]["losses"], strict=True):
             bad = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
             assert bad == ([fault[1]] if rank == 1 and fault and fault[0] == "loss" else [])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_stage_goes_on_alike(told, dtype):
+def test_every_stage_continues_alike(reported, dtype):
     rel, abs_ = (2e-6, None) if dtype == "float32" else (None, 2e-3)
     for case in (case for case in CASES if dtype in case and "=" not in case):
         for rank in (0, 1):
-            losses, ddp = told[case][rank]["losses"], told[f"None,{dtype}"][rank]["losses"]
+            losses, ddp = reported[case][rank]["losses"], reported[f"None,{dtype}"][rank]["losses"]
             for at in (at for at, fault in enumerate(COURSE) if not fault):
                 assert losses[at] == pytest.approx(ddp[at], rel=rel, abs=abs_)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_too_many_is_the_end_on_every_rank(told, case):
-    raised = [told[case][rank]["raised"] for rank in (0, 1)]
+def test_one_too_many_is_the_end_on_every_rank(reported, case):
+    raised = [reported[case][rank]["raised"] for rank in (0, 1)]
     assert raised[0] == raised[1]
     step, message, cause_rank = raised[0]
     assert (step, cause_rank) == (SPOILT[-1], 1)
@@ -89,7 +89,7 @@ def test_one_too_many_is_the_end_on_every_rank(told, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_rows_at_fault_are_dumped(told, root, case):
+def test_the_rows_at_fault_are_dumped(reported, root, case):
     lines = lines_of(root / case / "nonfinite_rows.jsonl")
     rows = all_rows()
     expected = []
@@ -110,7 +110,7 @@ def test_the_rows_at_fault_are_dumped(told, root, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_is_an_event(told, root, case):
+def test_each_is_an_event(reported, root, case):
     lines = lines_of(root / case / "metrics.jsonl")
     events = [{k: line[k] for k in line if k != "time"} for line in lines]
     assert events == [
@@ -119,7 +119,7 @@ def test_each_is_an_event(told, root, case):
     ]
 
 
-def test_a_run_that_diverges_ends_with_6_and_is_told_once(launch: Launcher, tmp_path: Path):
+def test_a_run_that_diverges_ends_with_6_and_is_reported_once(launch: Launcher, tmp_path: Path):
     flags = "--learning_rate 1e30 --warmup_steps 0 --max_skipped 2 --save_interval 1"
     run = launch.run(tmp_path / "out", flags)
     assert run.status == 6, run.stderr

@@ -110,9 +110,9 @@ def check(command: str, any_program: bool = False) -> None:
         if program in CHECKS:
             try:
                 CHECKS[program](given)
-            except SystemExit as told:  # --help
-                if told.code:
-                    raise UsageError(f"{command}: ends with {told.code}") from told
+            except SystemExit as report:  # --help
+                if report.code:
+                    raise UsageError(f"{command}: ends with {report.code}") from report
         elif program not in ORDINARY and not any_program:
             raise UsageError(f"{program} is no program of this project")
 

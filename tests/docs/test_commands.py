@@ -37,23 +37,23 @@ STATUS = {"minimind checkpoint diff": 1}  # its checkpoints differ
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_a_block_is_commands_or_output_and_says_what_it_needs(block: Block):
+def test_a_block_is_commands_or_output_and_reports_what_it_needs(block: Block):
     assert block.language in (*SHELLS, *OUTPUT)
     assert set(block.needs) <= set(REASONS)
     if block.language in SHELLS:
         assert block.commands()
         return
     assert not block.needs
-    begun = {line.split(" ")[0].removeprefix(".venv/bin/") for line in block.lines}
-    assert not begun & set(CHECKS), "commands; tag the block bash"
+    started = {line.split(" ")[0].removeprefix(".venv/bin/") for line in block.lines}
+    assert not started & set(CHECKS), "commands; tag the block bash"
 
 
 def test_no_reason_stands_away_from_a_block():
     for page in {block.page for block in BLOCKS}:
         text = (ROOT / page).read_text(encoding="utf-8")
-        said = [line for line in text.splitlines() if "<!-- needs" in line]
-        assert len(said) == sum(bool(block.needs) for block in BLOCKS if block.page == page)
-        assert all(map(NEEDS.fullmatch, said))
+        stated = [line for line in text.splitlines() if "<!-- needs" in line]
+        assert len(stated) == sum(bool(block.needs) for block in BLOCKS if block.page == page)
+        assert all(map(NEEDS.fullmatch, stated))
 
 
 def faults(block: Block) -> Iterator[str]:
@@ -121,8 +121,8 @@ def test_blocks_are_read_as_they_stand():
 def commands_of(page: str) -> list[str]:
     """What is run of a page; what the README has said already is not run again."""
     own = [command for block in RUNNABLE if block.page == page for command in block.commands()]
-    said = commands_of("README.md") if page == "README_zh.md" else []
-    known = {bare(command) for command in said}
+    text = commands_of("README.md") if page == "README_zh.md" else []
+    known = {bare(command) for command in text}
     return [command for command in own if bare(command) not in known]
 
 
@@ -144,12 +144,12 @@ def run(command: str, place: Path) -> str:
         start_new_session=True,
     )
     try:
-        told, _ = started.communicate(timeout=SECONDS)
+        output, _ = started.communicate(timeout=SECONDS)
     except BaseException:
         os.killpg(started.pid, signal.SIGTERM)  # run_accelerate.sh hands it on
         raise
     status = next((s for part, s in STATUS.items() if command.startswith(part)), 0)
-    ended = f"{command}\n  ended with {started.returncode}\n{told[-5000:]}"
+    ended = f"{command}\n  ended with {started.returncode}\n{output[-5000:]}"
     return "" if started.returncode == status else ended
 
 
@@ -168,7 +168,7 @@ def test_what_a_command_writes_is_not_there_before_it():
     assert needed(commands, names) == ["books/", "kjv.jsonl", "exported", "DIR"]
 
 
-def test_a_command_that_ends_otherwise_is_told(tmp_path: Path):
+def test_a_command_that_ends_otherwise_is_reported(tmp_path: Path):
     assert run("echo so; exit 3", tmp_path).endswith("ended with 3\nso\n")
     assert run("false | cat", tmp_path)
     assert run("cat  # nothing is typed", tmp_path) == ""

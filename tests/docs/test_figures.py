@@ -53,28 +53,28 @@ def test_the_messages_shown_are_those_of_the_program(
     Path("small.yaml").write_text("learning_rat: 1.0e-3\n")
     for (words, document, environ), line in zip(MISTAKES, shown, strict=True):
         Path("ds.json").write_text(json.dumps(document))
-        with pytest.raises(UsageError) as told:
+        with pytest.raises(UsageError) as caught:
             ask(words.split(), environ)
-        assert line == str(told.value)
+        assert line == str(caught.value)
 
 
 def test_the_plan_shown_is_what_minimind_plan_prints(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     command, shown = blocks(PAGES["zero.md"])
-    asked = ".venv/bin/minimind plan --gpus 4 --memory 16GiB "
-    assert command.startswith(asked)
-    flags = command.removeprefix(asked).split()
+    requested = ".venv/bin/minimind plan --gpus 4 --memory 16GiB "
+    assert command.startswith(requested)
+    flags = command.removeprefix(requested).split()
     assert shown.rstrip() == plan(flags, Machine(gpus=4, memory=16 * GIB))
 
 
-def test_the_memory_shown_is_as_near_the_arithmetic_as_the_page_says():
+def test_the_memory_shown_is_as_near_the_arithmetic_as_the_page_states():
     shape = shape_of(parse_flags(["--model", "tiny"]))
     table = rows(PAGES["zero.md"], "## Measured")
     assert [cells[0] for cells in table] == list(STAGES)
-    for name, measured, told in table:
+    for name, measured, report in table:
         held = memory(shape, Layout(STAGES[name], 2, "bfloat16", 1, 1, 12 * 192**2, device="cpu"))
         predicted = held.weights + held.optimizer + max(held.gradients + held.buffers, held.update)
-        assert told == f"{predicted / MIB:.1f}"
+        assert report == f"{predicted / MIB:.1f}"
         assert float(measured) == pytest.approx(predicted / MIB, rel=0.05)
 
 
@@ -86,8 +86,8 @@ def test_the_times_of_the_stages_are_those_of_the_results_file():
     assert [cells[0] for cells in table] == list(STAGES)
     for name, *cells in table:
         shown = []
-        for asked in ("1 x 2 rows", "2 x 1 rows"):
-            found = results[f"{asked}, {name.replace('without', 'no')}"]
+        for requested in ("1 x 2 rows", "2 x 1 rows"):
+            found = results[f"{requested}, {name.replace('without', 'no')}"]
             shown += [f"{found['peak_mib']:,.0f}", f"{found['ms']:,.0f}"]
         assert cells == shown
 
@@ -96,8 +96,8 @@ def test_the_times_of_the_stages_are_those_of_the_results_file():
     ("page", "heading"),
     [("troubleshooting.md", "\n## Exit status\n"), ("troubleshooting_zh.md", "\n## 退出码\n")],
 )
-def test_every_exit_status_is_told_with_its_name(page: str, heading: str):
+def test_every_exit_status_is_reported_with_its_name(page: str, heading: str):
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     known = {(kind.status, kind.code) for kind in kinds if issubclass(kind, errors.RunError)}
-    told = {(int(cells[0]), cells[1].strip("`")) for cells in rows(PAGES[page], heading)}
-    assert told == known | {(0, "")}
+    report = {(int(cells[0]), cells[1].strip("`")) for cells in rows(PAGES[page], heading)}
+    assert report == known | {(0, "")}

@@ -65,10 +65,10 @@ def test_every_page_is_in_the_nav():
 
 
 def test_all_that_is_broken_is_an_error_and_no_plugin_needs_a_network():
-    said = site()
-    assert {*said["validation"]["nav"].values(), *said["validation"]["links"].values()} == {"warn"}
-    assert said["theme"]["font"] is False
-    plugins = [next(iter(one)) if isinstance(one, dict) else one for one in said["plugins"]]
+    text = site()
+    assert {*text["validation"]["nav"].values(), *text["validation"]["links"].values()} == {"warn"}
+    assert text["theme"]["font"] is False
+    plugins = [next(iter(one)) if isinstance(one, dict) else one for one in text["plugins"]]
     assert plugins == ["search"]
 
 

@@ -76,7 +76,7 @@ def test_without_our_hand_ddp_would_send_it(group, monkeypatch):
     assert [t for t in sent_by_ddp(model, monkeypatch) if t.is_complex()]
 
 
-def test_the_model_alone_tells_ddp_too(group, monkeypatch):
+def test_the_model_alone_reports_ddp_too(group, monkeypatch):
     assert not [t for t in sent_by_ddp(MiniMindForCausalLM(TINY), monkeypatch) if t.is_complex()]
 
 
@@ -95,7 +95,7 @@ def engine_of(model: MiniMindForCausalLM, monkeypatch: pytest.MonkeyPatch, line:
     return build_engine(Resolved(parse_flags(line.split()), "ddp"), model, "cpu")
 
 
-def test_the_flag_says_which_device_the_two_libraries_take(monkeypatch):
+def test_the_flag_names_which_device_the_two_libraries_take(monkeypatch):
     """Not a variable that a launcher left: with it DeepSpeed sent from the CPU, over NCCL."""
     for name in ("DS_ACCELERATOR", "ACCELERATE_TORCH_DEVICE"):
         monkeypatch.setenv(name, "cpu")  # restored behind this test

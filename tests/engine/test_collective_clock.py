@@ -39,8 +39,8 @@ def test_time_in_which_several_are_under_way_counts_once(monkeypatch):
     clock = CommunicationClock(CPU)
     # [1, 3], [2, 4] overlap; [6, 6.5] is apart; seconds in, milliseconds out
     monkeypatch.setattr(communication.time, "perf_counter", Told([3.0, 4.0, 6.5]))
-    for begun in (1.0, 2.0, 6.0):
-        clock.add(begun)
+    for started in (1.0, 2.0, 6.0):
+        clock.add(started)
     assert clock.take() == pytest.approx(3500.0)
     assert clock.take() == 0.0
 

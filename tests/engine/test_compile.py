@@ -125,7 +125,7 @@ def test_a_choice_of_kernels_breaks_no_graph_and_compiling_is_timed(quickly, mon
 
 
 @pytest.mark.long
-def test_a_run_tells_how_much_of_its_first_step_was_compiling(quickly, corpus, tmp_path, capsys):
+def test_a_run_reports_how_much_of_its_first_step_was_compiling(quickly, corpus, tmp_path, capsys):
     train: Any = training  # a package that is called like a function
     shape = {"dim": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 32, "vocab_size": 600}
     pace = {"max_steps": 3, "log_interval": 1, "device": "cpu", "deepspeed_config": "none"}
@@ -134,12 +134,12 @@ def test_a_run_tells_how_much_of_its_first_step_was_compiling(quickly, corpus, t
         places = {"data_path": [str(corpus)], "cache_dir": str(tmp_path / "cache")}
         assert train(**shape, **pace, **places, out_dir=str(out), compile=compiles) == 0
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        told = [line for line in lines if line["event"] == "compiled"]
+        reported = [line for line in lines if line["event"] == "compiled"]
         first = next(line for line in lines if line["event"] == "step")
         if compiles == "off":
-            assert not told
+            assert not reported
             continue
-        (line,) = told
+        (line,) = reported
         assert line["step"] == 1
         assert 0 < line["seconds"] * 1e3 < first["step_ms"]
         assert (
@@ -151,14 +151,14 @@ def test_a_run_tells_how_much_of_its_first_step_was_compiling(quickly, corpus, t
 def test_deterministic_has_the_compiler_choose_by_no_measurement(monkeypatch):
     """What is picked by its time, here and now, may sum in another order after a resume."""
     given: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda forward, **asked: given.append(asked))
+    monkeypatch.setattr(torch, "compile", lambda forward, **requested: given.append(requested))
     for more in ("", "--deterministic"):
         compile_model(built(), parse_flags(f"--compile on {more}".split()), "cpu")
     assert [options["options"] for options in given] == [None, {"deterministic": True}]
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def reported(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What is made and run of graphs, in order; they run as they are."""
     found: list[str] = []
 
@@ -185,33 +185,35 @@ AT_ITS_USE = ["forward made", "forward runs", "backward made", "backward runs"]
 
 
 @pytest.mark.parametrize(("device", "order"), [("cpu", EAGER_BACKWARD), ("cuda", AT_ITS_USE)])
-def test_for_a_cpu_the_backward_pass_is_made_before_anything_is_kept_for_it(told, device, order):
+def test_for_a_cpu_the_backward_pass_is_made_before_anything_is_kept_for_it(
+    reported, device, order
+):
     model = built()
     compile_model(model, COMPILED, device)
     for _ in range(2):
         model(ROWS[:, :-1], shift_labels=ROWS[:, 1:]).loss.backward()
-    assert told == [*order, "forward runs", "backward runs"]
+    assert reported == [*order, "forward runs", "backward runs"]
 
 
-def test_so_it_is_by_an_engine_and_by_nobody_else_in_the_process(told, monkeypatch):
+def test_so_it_is_by_an_engine_and_by_no_one_else_in_the_process(reported, monkeypatch):
     engine = engine_of(built(), monkeypatch, "--dtype float32 --accumulation_steps 2 --compile on")
     try:
         losses_of(engine, 1)
     finally:
         leave_process_group()
-    assert told == [*EAGER_BACKWARD, "forward runs", "backward runs"]
-    del told[:]
+    assert reported == [*EAGER_BACKWARD, "forward runs", "backward runs"]
+    del reported[:]
     x = torch.ones(3, requires_grad=True)
     torch.compile(lambda x: (x.sin().exp() * x).tanh().sum())(x).backward(retain_graph=True)
-    assert told == AT_ITS_USE
+    assert reported == AT_ITS_USE
 
 
-def test_a_torch_that_does_not_know_how_compiles_all_the_same(told, monkeypatch):
+def test_a_torch_that_does_not_know_how_compiles_all_the_same(reported, monkeypatch):
     model = built()
     monkeypatch.setattr(compiled, "EAGER_BACKWARD", "a_name_that_is_gone")
     compile_model(model, COMPILED, "cpu")
     model(ROWS[:, :-1], shift_labels=ROWS[:, 1:]).loss.backward()
-    assert told == AT_ITS_USE
+    assert reported == AT_ITS_USE
 
 
 def test_only_what_is_compiled_for_a_cpu_computes_again(monkeypatch):
@@ -257,9 +259,9 @@ def test_auto_compiles_on_a_gpu_where_the_model_is_one_graph(stage, device, expe
     settled = with_compile(Resolved(run, "single", config), device).run
     assert settled.compile == ("on" if device == "cuda" and stage != 3 and not experts else "off")
     assert settled.sources["compile"].startswith("derived: ")
-    for asked in ("on", "off"):
-        run = parse_flags([*experts.split(), "--compile", asked])
-        assert with_compile(Resolved(run, "single", config), device).run.compile == asked
+    for requested in ("on", "off"):
+        run = parse_flags([*experts.split(), "--compile", requested])
+        assert with_compile(Resolved(run, "single", config), device).run.compile == requested
 
 
 def test_the_settled_value_is_what_a_run_is_given():
@@ -304,7 +306,7 @@ def test_logits_made_in_parts_are_not_kept_for_the_backward_pass():
     assert largest[8] == 0
 
 
-def test_only_the_model_is_uncompiled_where_it_is_asked_to_be(quickly):
+def test_only_the_model_is_uncompiled_where_it_is_requested_to_be(quickly):
     model = built()
     compile_model(model, COMPILED, "cpu")
     doubled = torch.compile(lambda x: x * 2)

@@ -88,7 +88,7 @@ def test_a_table_is_of_the_collectives_since_the_last_one(comm: Any, monkeypatch
     assert capsys.readouterr().out == ""
 
 
-def test_the_profiler_is_told_when_the_model_began():
+def test_the_profiler_is_reported_when_the_model_began():
     class Profiler:
         def start_profile(self, ignore_list: Any = None) -> None:
             model.__start_time__ = 0
@@ -116,12 +116,12 @@ def logged(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.long
 @pytest.mark.launch
-def test_the_table_of_collectives_is_told_and_is_of_the_steps(logged: Run):
+def test_the_table_of_collectives_is_reported_and_is_of_the_steps(logged: Run):
     first, second = (
         logged.stdout.split(f"DeepSpeed's comms_logger, up to step {step}:")[1] for step in (3, 6)
     )
-    for told, event in zip((first, second), logged.events("profile"), strict=True):
-        rows = re.findall(r"\n {20}(\S+ K?B) +(\d+) +([\d.]+) ", told.split("\nstep")[0])
+    for output, event in zip((first, second), logged.events("profile"), strict=True):
+        rows = re.findall(r"\n {20}(\S+ K?B) +(\d+) +([\d.]+) ", output.split("\nstep")[0])
         counts = {size: int(count) for size, count, _ in rows}
         assert counts["133.5 KB"] == 3  # the weights, gathered once a step
         assert counts["4.0 B"] == 6
@@ -142,15 +142,15 @@ def test_verbose_lines_get_past_our_silence_with_a_time_each(logged: Run):
 
 @pytest.mark.long
 @pytest.mark.launch
-def test_the_flops_of_the_model_are_told_with_its_time(logged: Run):
+def test_the_flops_of_the_model_are_reported_with_its_time(logged: Run):
     profiles = logged.stdout.split("DeepSpeed Flops Profiler ---")[1:]
     assert len(profiles) == 2  # one for each micro-batch of the fourth step
     attention = 2 * HEADS * POSITIONS**2 * (HIDDEN // HEADS)
     weights = HIDDEN * (2 * HIDDEN + 2 * HIDDEN // HEADS * KV_HEADS + 3 * FEED_FORWARD)
     macs = ROWS * (LAYERS * (attention + POSITIONS * weights) + POSITIONS * HIDDEN * VOCABULARY)
-    for told in profiles:
-        assert f"{macs / 1e6:.4g} MMACs = 100% MACs" in told
-        times = dict(re.findall(r"fwd latency - \{'(\w+)': '(\S+ \S+)'\}", told))
+    for output in profiles:
+        assert f"{macs / 1e6:.4g} MMACs = 100% MACs" in output
+        times = dict(re.findall(r"fwd latency - \{'(\w+)': '(\S+ \S+)'\}", output))
         assert "MiniMindForCausalLM" in times
         assert {time.split()[1] for time in times.values()} <= {"us", "ms"}  # the whole model's too
 

@@ -82,7 +82,7 @@ def test_a_lock_whose_owner_was_killed_is_taken_over(holder, lock):
     assert not lock.exists()
 
 
-def test_a_lock_whose_owner_lives_is_waited_for_and_told_of_once(holder, lock, capsys):
+def test_a_lock_whose_owner_lives_is_waited_for_and_reported_of_once(holder, lock, capsys):
     baton = MonitoredBaton(str(lock))
     assert not baton.try_acquire()
     timer = threading.Timer(0.6, lock.unlink)
@@ -178,7 +178,7 @@ def test_of_many_that_find_a_dead_lock_one_gets_it(lock):
     assert winners.stdout == "1\n", winners.stderr
 
 
-def test_an_extensions_folder_that_cannot_be_written_is_told(lock):
+def test_an_extensions_folder_that_cannot_be_written_is_reported(lock):
     shutil.rmtree(lock.parent)
     with pytest.raises(StorageError, match="TORCH_EXTENSIONS_DIR"):
         MonitoredBaton(str(lock)).try_acquire()
@@ -206,7 +206,7 @@ def test_what_is_built_inside_is_minded_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    ("name", "fault", "told"),
+    ("name", "fault", "report"),
     [
         (
             "fused_adam",
@@ -233,11 +233,11 @@ def test_what_is_built_inside_is_minded_and_nothing_else():
         ("cpu_lion", OSError(), "(no reason given); install what is missing, or do without it"),
     ],
 )
-def test_an_op_that_cannot_be_compiled_is_told_in_one_line(monkeypatch, name, fault, told):
+def test_an_op_that_cannot_be_compiled_is_reported_in_one_line(monkeypatch, name, fault, report):
     monkeypatch.setattr(Op, "name", name)
     monkeypatch.setattr(Op, "fault", fault)
-    told = f"ds.json: it takes DeepSpeed's {name}, which cannot be compiled here {told}"
-    with pytest.raises(UsageError, match=f"^{re.escape(told)}$"), monitored_builds(Op, FILE):
+    report = f"ds.json: it takes DeepSpeed's {name}, which cannot be compiled here {report}"
+    with pytest.raises(UsageError, match=f"^{re.escape(report)}$"), monitored_builds(Op, FILE):
         Op().jit_load()
 
 
@@ -272,7 +272,7 @@ def test_what_fails_for_another_reason_is_not_put_down_to_it():
         done_without_and_then_failing()
 
 
-def test_what_is_told_already_stays_as_it_is(monkeypatch):
+def test_what_is_reported_already_stays_as_it_is(monkeypatch):
     monkeypatch.setattr(Op, "fault", StorageError("lock: somebody ended too early"))
     with pytest.raises(StorageError, match="somebody"), monitored_builds(Op, FILE):
         Op().jit_load()

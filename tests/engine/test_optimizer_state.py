@@ -103,7 +103,7 @@ def test_padding_is_zeroed_before_fragments_are_filled():
     assert flat.tolist() == [0, 1, 1, 1, 1, 0]
 
 
-def test_counters_come_back_and_micro_batches_are_counted_anew():
+def test_counters_come_back_and_micro_batches_are_counted_again():
     source, target = engine(1), engine(2)
     target.global_steps = target.skipped_steps = 0
     DeepSpeedBackend(target).restore_counters(DeepSpeedBackend(source).counters())
@@ -198,7 +198,7 @@ def test_what_deepspeed_counts_in_cpp_is_counted_again():
     assert resumed.state[flat]["step"] == 12
 
 
-def test_no_more_is_counted_again_than_can_be_told():
+def test_no_more_is_counted_again_than_can_be_reported():
     """From there on the factor of the moments is 1 in float32."""
     flat = nn.Parameter(torch.zeros(4))
     resumed = DeepSpeedCPUAdam(flat)
@@ -239,7 +239,7 @@ def test_the_tested_version_is_the_pinned_one(file):
 
 
 @pytest.mark.parametrize(
-    ("change", "is_same", "told", "is_right"),
+    ("change", "is_same", "report", "is_right"),
     [
         ({}, True, "bit for bit", True),
         ({}, False, "bit for bit", True),
@@ -251,8 +251,8 @@ def test_the_tested_version_is_the_pinned_one(file):
         ({"rows": [2, 1]}, False, "OTHER ROWS", False),
     ],
 )
-def test_the_table_of_make_elastic_tells_what_is_not_within_its_limit(
-    change, is_same, told, is_right
+def test_the_table_of_make_elastic_reports_what_is_not_within_its_limit(
+    change, is_same, report, is_right
 ):
     unbroken = [{"rows": [1, 2], "loss": 4.0, "norm": 1.0}]
-    assert shown([{**unbroken[0], **change}], unbroken, 2e-6, is_same) == (told, is_right)
+    assert shown([{**unbroken[0], **change}], unbroken, 2e-6, is_same) == (report, is_right)

@@ -63,8 +63,8 @@ def in_order(names: Iterable[str]) -> list[str]:
 def studied(nursery: Nursery, directory: Path, names: Iterable[str]) -> dict[str, Any]:
     out = directory / "found.json"
     words = [str(out), *in_order(names)]
-    statuses, _, told = nursery.run("tests.distributed.adapters", words, directory / "ranks")
-    assert statuses == [0, 0], told[-3000:]
+    statuses, _, report = nursery.run("tests.distributed.adapters", words, directory / "ranks")
+    assert statuses == [0, 0], report[-3000:]
     return json.loads(out.read_text())
 
 
@@ -92,7 +92,7 @@ def marked(names: Iterable[str], long: Iterable[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", marked(CASES, LONG))
-def test_the_same_configuration_goes_on_bit_for_bit(found: dict[str, Any], name: str):
+def test_the_same_configuration_continues_bit_for_bit(found: dict[str, Any], name: str):
     """Made anew, in an engine that trained on meanwhile, and from before the first step."""
     seen = found[name]
     assert [step["step"] for step in seen["unbroken"]] == list(range(LAST))
@@ -135,7 +135,7 @@ def test_the_cases_are_what_they_are_called(found: dict[str, Any], name: str):
 
 
 @pytest.mark.parametrize("name", marked([name for name in CASES if "fp16" in name], LONG))
-def test_the_loss_scale_goes_on_through_overflows(found: dict[str, Any], name: str):
+def test_the_loss_scale_continues_through_overflows(found: dict[str, Any], name: str):
     """What the bit-for-bit test compares does happen: halved and doubled before and after."""
     steps = found[name]["unbroken"]
     assert steps[SAVED - 1]["skipped"] > 0
@@ -146,7 +146,7 @@ def test_the_loss_scale_goes_on_through_overflows(found: dict[str, Any], name: s
 
 
 @pytest.mark.parametrize("name", marked([*SHORT_CROSSINGS, *LONG_CROSSINGS], LONG_CROSSINGS))
-def test_another_wrapper_or_optimizer_class_goes_on_with_the_same_moments(
+def test_another_wrapper_or_optimizer_class_continues_with_the_same_moments(
     found: dict[str, Any], name: str
 ):
     """Without the moments the first losses would differ by hundredths."""

@@ -42,7 +42,7 @@ def test_every_moment_of_a_step_is_charged_to_one_phase():
     assert clock.take() == []
 
 
-def test_means_and_table_say_the_same():
+def test_means_and_table_state_the_same():
     steps = [{**dict.fromkeys(PHASES, float(n)), "step": 4.0 * n} for n in (1, 2, 3)]
     assert mean_ms(steps)["forward_ms"] == 2.0
     table = profile_table(steps, {"checkpoint": 12.5})
@@ -108,7 +108,7 @@ def test_a_straggler_shows_by_its_rank(tmp_path, capsys):
     assert event["forward_ms"] == pytest.approx(14 / 3)
 
 
-def test_pauses_are_told_and_read_by_the_same_names():
+def test_pauses_are_reported_and_read_by_the_same_names():
     assert tuple(records.PAUSES) == tuple(PAUSES)
 
 
@@ -141,8 +141,8 @@ def test_the_phases_are_the_time_from_one_line_to_the_next(corpus, tmp_path, mon
     fixed = {"device": "cpu", "deepspeed_config": "none", "save_interval": 100}
     assert train({**shape, **pace, **places, **rest, **fixed}, profile=True) == 0
     text = (tmp_path / "out" / "metrics.jsonl").read_text()
-    told = [json.loads(line) for line in text.splitlines()]
-    lines = [one for one in told if one["event"] == "step"]
+    report = [json.loads(line) for line in text.splitlines()]
+    lines = [one for one in report if one["event"] == "step"]
     least = {"data_ms": 30, "forward_ms": 40, "backward_ms": 60, "optimizer_ms": 20}
     assert all(line[name] >= ms for line in lines for name, ms in least.items())
     shares = [
@@ -152,14 +152,16 @@ def test_the_phases_are_the_time_from_one_line_to_the_next(corpus, tmp_path, mon
     assert 0.98 < median(shares) < 1.0
     # What lies between steps is told by its cause, and tokens/s are those of the steps alone.
     assert [one["step"] for one in lines if one["gc_ms"] >= 500] == [GC_WARMUP_STEPS + 1]
-    (start,) = (one for one in told if one["event"] == "run_start")
+    (start,) = (one for one in report if one["event"] == "run_start")
     alone = [start["tokens_per_step"] / line["step_ms"] * 1e3 for line in lines]
     speed = [line["tokens_per_second"] / of for line, of in zip(lines, alone, strict=True)]
     assert median(speed) == pytest.approx(1, rel=0.1)
     assert speed[GC_WARMUP_STEPS] > 0.5  # 0.25 if the time of `gc.freeze` counted
 
 
-def test_what_follows_the_last_line_is_told_at_the_end_and_a_stop_has_a_profile(corpus, tmp_path):
+def test_what_follows_the_last_line_is_reported_at_the_end_and_a_stop_has_a_profile(
+    corpus, tmp_path
+):
     train: Any = training  # a package that is called like a function
     shape = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32}
     places = {"data_path": [str(corpus)], "cache_dir": str(tmp_path / "cache")}
@@ -174,21 +176,21 @@ def test_what_follows_the_last_line_is_told_at_the_end_and_a_stop_has_a_profile(
         "out_dir": str(tmp_path / "o"),
     }
 
-    def told(name: str) -> list[dict[str, Any]]:
+    def report(name: str) -> list[dict[str, Any]]:
         lines = map(json.loads, (tmp_path / "o" / "metrics.jsonl").read_text().splitlines())
         return [line for line in lines if line["event"] == name]
 
     assert train(run, profile=True, stop_at_step=3) == 75
-    assert [(one["step"], one["steps"]) for one in told("profile")] == [(3, 3)]
-    assert [one["step"] for one in told("step")] == [3]  # 4 would be the first by the interval
+    assert [(one["step"], one["steps"]) for one in report("profile")] == [(3, 3)]
+    assert [one["step"] for one in report("step")] == [3]  # 4 would be the first by the interval
     assert train(run, profile=True) == 0
-    assert [one["step"] for one in told("profile")] == [3, 5, 6]
-    stopped, done = told("exit")
+    assert [one["step"] for one in report("profile")] == [3, 5, 6]
+    stopped, done = report("exit")
     assert stopped["checkpoint_ms"] > 0
     assert "evaluate_ms" not in stopped
     assert done["checkpoint_ms"] > 0
     assert done["evaluate_ms"] > 0
-    assert all(line["evaluate_ms"] == 0 for line in told("step"))
+    assert all(line["evaluate_ms"] == 0 for line in report("step"))
     with pytest.raises(
         UsageError, match=r"trace_steps = 7:9 \(.*\) begins after the run's last step, 6"
     ):

@@ -67,5 +67,5 @@ def shape(text: str) -> list[str]:
 
 def promised(name: str) -> list[str]:
     """The shape of the output that an example's docstring shows."""
-    told = ast.get_docstring(ast.parse((EXAMPLES / name).read_text(encoding="utf-8"))) or ""
-    return shape("\n".join(re.findall(r"^    \| (.*)$", told, re.MULTILINE)))
+    report = ast.get_docstring(ast.parse((EXAMPLES / name).read_text(encoding="utf-8"))) or ""
+    return shape("\n".join(re.findall(r"^    \| (.*)$", report, re.MULTILINE)))

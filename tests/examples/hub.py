@@ -29,8 +29,8 @@ class Answers(BaseHTTPRequestHandler):
 
     server: Hub  # type: ignore[assignment]
 
-    def answer(self, status: int, told: Any = None, **headers: str) -> None:
-        content = json.dumps(told).encode()
+    def answer(self, status: int, reported: Any = None, **headers: str) -> None:
+        content = json.dumps(reported).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         for name, value in headers.items():
@@ -48,8 +48,8 @@ class Answers(BaseHTTPRequestHandler):
         content = self.rfile.read(int(self.headers["Content-Length"]))
         path = self.path.partition("?")[0]
         if path == "/api/repos/create":
-            asked = json.loads(content)
-            name = f"{asked['organization']}/{asked['name']}"
+            requested = json.loads(content)
+            name = f"{requested['organization']}/{requested['name']}"
             self.server.created.append(name)
             self.answer(200, {"url": f"{self.server.url}/{name}", "name": name})
         elif path == "/api/validate-yaml":

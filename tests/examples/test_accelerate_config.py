@@ -50,37 +50,37 @@ def test_config_default_asks_nothing(
     written = yaml.safe_load(path.read_text())
     assert (written["mixed_precision"], written["num_machines"]) == ("bf16", 1)
     if not torch.cuda.is_available():
-        told = (written["use_cpu"], written["num_processes"], written["distributed_type"])
-        assert told == (True, 1, "NO")
+        output = (written["use_cpu"], written["num_processes"], written["distributed_type"])
+        assert output == (True, 1, "NO")
 
 
-def test_env_tells_versions_and_the_configuration(
+def test_env_reports_versions_and_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     path = tmp_path / "basic.json"
     assert write_basic_config(mixed_precision="bf16", save_location=str(path))
     monkeypatch.setattr(sys, "argv", ["accelerate", "env", "--config_file", str(path)])
     main()
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for line in (
         f"- `Accelerate` version: {accelerate.__version__}",
         f"- PyTorch version: {torch.__version__}",
         "- `Accelerate` config passed:",
         "\t- mixed_precision: bf16",
     ):
-        assert f"{line}\n" in told
+        assert f"{line}\n" in output
 
 
-def until(terminal: int, told: str, question: str, seen: int, raw: bool) -> str:
+def until(terminal: int, report: str, question: str, seen: int, raw: bool) -> str:
     """What was told, once the question is in it and the terminal reads as its kind does."""
     end = time.monotonic() + PATIENCE
-    while question not in told[seen:] or raw == bool(
+    while question not in report[seen:] or raw == bool(
         termios.tcgetattr(terminal)[3] & termios.ICANON
     ):
-        assert time.monotonic() < end, f"not asked: {question}\n{told}"
+        assert time.monotonic() < end, f"not asked: {question}\n{report}"
         if select.select([terminal], [], [], 0.05)[0]:
-            told += os.read(terminal, 65536).decode()
-    return told
+            report += os.read(terminal, 65536).decode()
+    return report
 
 
 @pytest.mark.long
@@ -91,14 +91,14 @@ def test_answers_typed_at_a_terminal_give_what_this_project_ships(tmp_path: Path
     terminal, theirs = pty.openpty()
     line += ["--config_file", str(path)]
     own = environment(tmp_path / "hf")
-    asked = subprocess.Popen(line, stdin=theirs, stdout=theirs, stderr=theirs, env=own)
+    requested = subprocess.Popen(line, stdin=theirs, stdout=theirs, stderr=theirs, env=own)
     os.close(theirs)
-    told, seen = "", 0
+    output, seen = "", 0
     for question, answer in ANSWERS:
-        told = until(terminal, told, question, seen, raw=answer.endswith("\r"))
-        seen = len(told)
+        output = until(terminal, output, question, seen, raw=answer.endswith("\r"))
+        seen = len(output)
         os.write(terminal, answer.encode())
-    assert asked.wait(timeout=PATIENCE) == 0
+    assert requested.wait(timeout=PATIENCE) == 0
     os.close(terminal)
     written = yaml.safe_load(path.read_text())
     shipped = yaml.safe_load((ROOT / "configs" / "accelerate_config.yaml").read_text())

@@ -29,8 +29,8 @@ def learnt(example: Any) -> Any:
     return example.tokenizer_and_rows()
 
 
-def losses(told: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"loss (\S+)", told)]
+def losses(report: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"loss (\S+)", report)]
 
 
 def weights(place: Path) -> dict[str, torch.Tensor]:
@@ -122,13 +122,13 @@ def test_the_mean_of_shares_is_not_the_mean_of_all_where_they_have_other_counts(
 def test_it_prints_what_it_promises_by_every_launcher(
     start: Start, launcher: str, processes: int, tmp_path: Path
 ):
-    told = start(NAME, "", launcher, processes)
-    assert shape(told) == promised(NAME)
+    report = start(NAME, "", launcher, processes)
+    assert shape(report) == promised(NAME)
     rows = 8 * processes
-    assert told.startswith(f"{processes} processes x 8 rows = {rows} rows a step, {480 // rows} ")
-    assert told.endswith("the same in a bare model: True\n")
-    assert losses(told)[-1] < losses(told)[0] - 0.2
-    assert len(set(re.findall(r"begins with row (\d+)", told))) == 3  # set_epoch was called
+    assert report.startswith(f"{processes} processes x 8 rows = {rows} rows a step, {480 // rows} ")
+    assert report.endswith("the same in a bare model: True\n")
+    assert losses(report)[-1] < losses(report)[0] - 0.2
+    assert len(set(re.findall(r"begins with row (\d+)", report))) == 3  # set_epoch was called
     assert not any(name.startswith("module.") for name in weights(tmp_path / "out" / "mlm"))
 
 
@@ -150,7 +150,7 @@ def test_two_processes_and_data_parallel_train_as_one_process_does(start: Start,
 
 @pytest.mark.long
 @pytest.mark.launch
-def test_a_second_run_goes_on_from_the_weights_of_the_first(start: Start):
+def test_a_second_run_continues_from_the_weights_of_the_first(start: Start):
     first = start(NAME, "--epochs 2", processes=2)
     second = start(NAME, "--epochs 1 --weights out/mlm/weights.pt --out more", processes=2)
     assert losses(second)[0] < losses(first)[0] - 0.2

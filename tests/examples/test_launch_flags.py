@@ -46,8 +46,8 @@ def launched(tmp_path: Path) -> Launched:
             timeout=300,
         )
         assert done.returncode == 0, done.stderr
-        told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        return sorted(told, key=lambda one: one["RANK"] or "")
+        output = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        return sorted(output, key=lambda one: one["RANK"] or "")
 
     return run
 
@@ -67,7 +67,7 @@ def test_the_help_of_accelerate_launch_names_the_flags_of_the_page():
 @pytest.mark.parametrize(
     "flags", ["--cpu --num_processes 2", "--num_processes=2", "--config_file multi_cpu.yaml"]
 )
-def test_these_start_one_process_where_two_were_asked_for(
+def test_these_start_one_process_where_two_were_requested(
     flags: str, launched: Launched, tmp_path: Path
 ):
     path = tmp_path / "multi_cpu.yaml"
@@ -78,7 +78,7 @@ def test_these_start_one_process_where_two_were_asked_for(
 
 @pytest.mark.long
 @pytest.mark.launch
-def test_multi_gpu_starts_as_many_as_asked_for_with_port_and_precision(launched: Launched):
+def test_multi_gpu_starts_as_many_as_requested_with_port_and_precision(launched: Launched):
     port = str(free_port())
     flags = f"--multi_gpu --mixed_precision=fp16 --num_processes=2 --main_process_port={port}"
     both = launched(flags, "--learning_rate 1 words")
@@ -91,7 +91,7 @@ def test_multi_gpu_starts_as_many_as_asked_for_with_port_and_precision(launched:
 
 @pytest.mark.long
 @pytest.mark.launch
-def test_a_config_file_says_it_and_a_flag_says_otherwise(launched: Launched, tmp_path: Path):
+def test_a_config_file_states_it_and_a_flag_states_otherwise(launched: Launched, tmp_path: Path):
     path = tmp_path / "two.yaml"
     path.write_text(
         "distributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 2\nmixed_precision: bf16\n"
@@ -107,7 +107,7 @@ def test_a_config_file_says_it_and_a_flag_says_otherwise(launched: Launched, tmp
 
 @pytest.mark.long
 @pytest.mark.launch
-def test_visible_gpus_are_those_of_the_environment_unless_gpu_ids_says(launched: Launched):
+def test_visible_gpus_are_those_of_the_environment_unless_gpu_ids_states(launched: Launched):
     (one,) = launched("--num_processes 1", CUDA_VISIBLE_DEVICES="0")
     assert one["CUDA_VISIBLE_DEVICES"] == "0"
     (one,) = launched("--num_processes 1 --gpu_ids 1", CUDA_VISIBLE_DEVICES="0")

@@ -16,7 +16,7 @@ from tests.examples.conftest import EXAMPLES, environment
 NOTEBOOK = EXAMPLES / "notebook.ipynb"
 
 
-def test_it_is_kept_as_nobody_has_run_it():
+def test_it_is_kept_as_no_one_has_run_it():
     kept = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     code = [cell for cell in kept["cells"] if cell["cell_type"] == "code"]
     assert len(code) == 4
@@ -42,12 +42,14 @@ def test_it_trains_and_draws_the_loss(processes: int, tmp_path: Path):
     client.execute(env=environment(tmp_path / "hf") | {"PYTHONPATH": str(ROOT)})
     lines = (tmp_path / "out/notebook/run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     events = [json.loads(line) for line in lines]
-    (begun,) = [event for event in events if event["event"] == "run_start"]
-    assert (begun["backend"], begun["world_size"]) == ("deepspeed", processes)
+    (started,) = [event for event in events if event["event"] == "run_start"]
+    assert (started["backend"], started["world_size"]) == ("deepspeed", processes)
     losses = [event["loss"] for event in events if event["event"] == "step"]
     assert len(losses) == 48
     assert losses[-1] < losses[0] - 1
-    told, drawn = (cell["outputs"] for cell in notebook["cells"] if cell["id"] in ("read", "draw"))
-    assert told[0]["text"] == f"48 steps, loss {losses[0]:.2f} to {losses[-1]:.2f}\n"
+    report, drawn = (
+        cell["outputs"] for cell in notebook["cells"] if cell["id"] in ("read", "draw")
+    )
+    assert report[0]["text"] == f"48 steps, loss {losses[0]:.2f} to {losses[-1]:.2f}\n"
     (image,) = [output["data"]["image/png"] for output in drawn if "data" in output]
     assert base64.b64decode(image).startswith(b"\x89PNG")

@@ -16,10 +16,10 @@ pytestmark = [pytest.mark.long, pytest.mark.launch]
 NAME = "process_control.py"
 
 
-def who(told: str) -> dict[str, list[str]]:
+def who(report: str) -> dict[str, list[str]]:
     """The processes that said each thing."""
     found: dict[str, list[str]] = {}
-    for line in told.splitlines():
+    for line in report.splitlines():
         what, _, rank = line.partition(": process ")
         if rank:
             found.setdefault(what, []).append(rank)
@@ -28,7 +28,7 @@ def who(told: str) -> dict[str, list[str]]:
 
 @by_every_launcher
 def test_each_thing_is_done_by_the_processes_it_names(start: Start, launcher: str, processes: int):
-    told = start(NAME, "", launcher, processes)
+    report = start(NAME, "", launcher, processes)
     everybody = [str(rank) for rank in range(processes)]
     shares = {1: ["a b c"], 2: ["a b", "c"]}[processes]
     expected = {
@@ -40,16 +40,16 @@ def test_each_thing_is_done_by_the_processes_it_names(start: Start, launcher: st
         "on_process the last": [everybody[-1]],
         "on_local_process 0": ["0"],
     }
-    found = who(told)
-    split = [line for line in told.splitlines() if "split_between_processes" in line]
+    found = who(report)
+    split = [line for line in report.splitlines() if "split_between_processes" in line]
     assert sorted(split) == [
         f"split_between_processes: process {rank} has {share}" for rank, share in enumerate(shares)
     ]
     assert {name: found[name] for name in expected} == expected
-    assert told.splitlines()[0] == "main_process_first: process 0"
-    assert told.count(f"print: once for all {processes}") == 1
+    assert report.splitlines()[0] == "main_process_first: process 0"
+    assert report.count(f"print: once for all {processes}") == 1
     if processes == 2:
-        assert Counter(shape(told)) == Counter(promised(NAME))
+        assert Counter(shape(report)) == Counter(promised(NAME))
 
 
 def test_on_two_hosts_each_has_a_local_main_process(tmp_path: Path):
@@ -63,9 +63,9 @@ def test_on_two_hosts_each_has_a_local_main_process(tmp_path: Path):
         subprocess.Popen([*line, "--node_rank", str(rank), str(EXAMPLES / NAME)], **options)
         for rank in range(2)
     ]
-    told = [host.communicate(timeout=300)[0] for host in hosts]
+    output = [host.communicate(timeout=300)[0] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0]
-    first, second = map(who, told)
+    first, second = map(who, output)
     for local in ("is_local_main_process", "on_local_main_process", "on_local_process 0"):
         assert (first[local], second[local]) == (["0"], ["1"])
     for once in ("is_main_process", "on_main_process"):

@@ -19,9 +19,9 @@ NAME = "save_and_load.py"
 def test_weights_come_back_from_shards_and_from_a_models_folder(
     start: Start, launcher: str, processes: int, tmp_path: Path
 ):
-    told = start(NAME, f"--out {tmp_path / 'saved'}", launcher, processes)
-    assert shape(told) == promised(NAME)
-    assert told.count("the same: True") == 2
+    report = start(NAME, f"--out {tmp_path / 'saved'}", launcher, processes)
+    assert shape(report) == promised(NAME)
+    assert report.count("the same: True") == 2
     weights = tmp_path / "saved" / "weights"
     assert not (weights / "pytorch_model.bin").exists()
     index = json.loads((weights / "model.safetensors.index.json").read_text())
@@ -32,7 +32,7 @@ def test_weights_come_back_from_shards_and_from_a_models_folder(
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_stopped_and_taken_up_again_ends_with_the_same_parameters(
+def test_a_run_stopped_and_resumed_ends_with_the_same_parameters(
     start: Start, processes: int, tmp_path: Path
 ):
     whole = start(NAME, f"--out {tmp_path / 'whole'}", processes=processes)
@@ -50,10 +50,10 @@ def test_one_process_pushes_to_the_hub_once(start: Start, processes: int, tmp_pa
     with open_hub() as hub:
         flags = f"--out {tmp_path / 'saved'} --push_to me/tiny"
         online = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "nobodys"}
-        told = start(NAME, flags, processes=processes, **online)
+        report = start(NAME, flags, processes=processes, **online)
     assert hub.created == ["me/tiny"]
     (commit,) = hub.commits
-    assert told.endswith(f"push_to_hub: {hub.url}/me/tiny/commit/{1:040x}\n")
+    assert report.endswith(f"push_to_hub: {hub.url}/me/tiny/commit/{1:040x}\n")
     assert {"README.md", "config.json", "model.safetensors"} <= set(commit)
     saved = load_file(tmp_path / "saved" / "pretrained" / "model.safetensors")
     sent = load(commit["model.safetensors"])

@@ -45,7 +45,7 @@ def test_main_process_is_an_attribute_and_not_a_call():
     assert isinstance(Accelerator.is_local_main_process, property)
 
 
-def test_save_model_writes_safetensors_unless_told_otherwise():
+def test_save_model_writes_safetensors_unless_reported_otherwise():
     taken = inspect.signature(Accelerator.save_model).parameters
     assert taken["safe_serialization"].default is True
 
@@ -82,13 +82,13 @@ def test_write_basic_config_writes_what_accelerate_launch_reads(tmp_path: Path):
 @pytest.mark.launch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_without_gpus_only_cpu_true_makes_processes_know_one_another(start: Start, tmp_path: Path):
-    for given, told in (("", "1 cpu\n" * 2), ("cpu=True", "2 cpu:0\n" * 2)):
+    for given, output in (("", "1 cpu\n" * 2), ("cpu=True", "2 cpu:0\n" * 2)):
         script = tmp_path / "count.py"
         script.write_text(
             f"from accelerate import Accelerator\na = Accelerator({given})\n"
             "import sys; sys.stdout.write(f'{a.num_processes} {a.device}\\n')\na.end_training()\n"
         )
-        assert start(str(script), processes=2) == told
+        assert start(str(script), processes=2) == output
 
 
 def test_load_checkpoint_in_model_takes_the_word_cpu_and_no_device_of_torchs(tmp_path: Path):

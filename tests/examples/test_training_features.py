@@ -13,34 +13,34 @@ pytestmark = [pytest.mark.long, pytest.mark.launch]
 NAME = "training_features.py"
 
 
-def parameters(told: str) -> str:
-    return told.splitlines()[-1]
+def parameters(report: str) -> str:
+    return report.splitlines()[-1]
 
 
 @by_every_launcher
 def test_a_prepared_schedule_moves_on_once_for_each_process(
     start: Start, launcher: str, processes: int
 ):
-    told = start(NAME, "", launcher, processes)
-    assert shape(told) == promised(NAME)
+    report = start(NAME, "", launcher, processes)
+    assert shape(report) == promised(NAME)
     steps = 8 // processes  # 128 rows, 8 of each process, two micro-batches a step
-    assert f"{2 * steps} micro-batches each, {steps} steps" in told
-    assert f"schedule moved on {steps * processes} times" in told
+    assert f"{2 * steps} micro-batches each, {steps} steps" in report
+    assert f"schedule moved on {steps * processes} times" in report
 
 
 def test_more_micro_batches_of_fewer_rows_are_the_same_step(start: Start):
-    told = [start(NAME, f"--accumulation_steps {n} --batch_size {16 // n}") for n in (1, 2, 4)]
-    assert len({parameters(text) for text in told}) == 1
+    report = [start(NAME, f"--accumulation_steps {n} --batch_size {16 // n}") for n in (1, 2, 4)]
+    assert len({parameters(text) for text in report}) == 1
 
 
 def test_clipping_by_norm_and_by_value_differ_and_hold_their_limits(start: Start):
     by_norm, by_value, free = (start(NAME, f"--clip {how}") for how in ("norm", "value", "none"))
     norm, value, unclipped = (
-        float(re.findall(r"gradient norm (\S+)", told)[0]) for told in (by_norm, by_value, free)
+        float(re.findall(r"gradient norm (\S+)", report)[0]) for report in (by_norm, by_value, free)
     )
     assert norm == pytest.approx(0.05, abs=1e-3)
     assert norm < value < unclipped
-    assert len({parameters(told) for told in (by_norm, by_value, free)}) == 3
+    assert len({parameters(report) for report in (by_norm, by_value, free)}) == 3
 
 
 def test_bf16_computes_in_bf16(start: Start):

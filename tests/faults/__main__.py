@@ -25,14 +25,14 @@ from tests.faults.syscalls import injected
 
 Part = Callable[[Site, argparse.Namespace], Iterator[Outcome]]
 PARTS: dict[str, Part] = {
-    "kills": lambda site, asked: random_kills(site, asked.kills, asked.kills * 3 // 10),
-    "starts": lambda site, asked: killed_starts(site, asked.starts),
-    "calls": lambda site, asked: injected(site),
-    "places": lambda site, asked: places(site),
-    "peers": lambda site, asked: peers(site),
-    "damages": lambda site, asked: damages(site, asked.damages),
-    "reads": lambda site, asked: live_reads(site, asked.reads),
-    "signals": lambda site, asked: preemptions(site, asked.signals),
+    "kills": lambda site, requested: random_kills(site, requested.kills, requested.kills * 3 // 10),
+    "starts": lambda site, requested: killed_starts(site, requested.starts),
+    "calls": lambda site, requested: injected(site),
+    "places": lambda site, requested: places(site),
+    "peers": lambda site, requested: peers(site),
+    "damages": lambda site, requested: damages(site, requested.damages),
+    "reads": lambda site, requested: live_reads(site, requested.reads),
+    "signals": lambda site, requested: preemptions(site, requested.signals),
 }
 
 
@@ -45,21 +45,23 @@ def main() -> int:
     parser.add_argument("--signals", type=int, default=2, help="times each signal to each process")
     parser.add_argument("--reads", type=int, default=200, help="readings of a run that goes on")
     parser.add_argument("--seed", type=int, default=1)
-    asked = parser.parse_args()
-    if unknown := set(asked.parts) - set(PARTS):
+    requested = parser.parse_args()
+    if unknown := set(requested.parts) - set(PARTS):
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # with the table so far
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="minimind-faults-") as name:
-        site = Site(Path(name), asked.seed)
+        site = Site(Path(name), requested.seed)
         try:
             site.measure()
-            print(f"a clean start takes {site.clean_start:.1f} s; seed {asked.seed}", flush=True)
-            for part in asked.parts or PARTS:
-                for outcome in PARTS[part](site, asked):
+            print(
+                f"a clean start takes {site.clean_start:.1f} s; seed {requested.seed}", flush=True
+            )
+            for part in requested.parts or PARTS:
+                for outcome in PARTS[part](site, requested):
                     outcomes.append(outcome)
-                    told = "; ".join(outcome.wrong) or "as it should"
-                    print(f"{time.strftime('%T')} {outcome.fault}: {told}", flush=True)
+                    reported = "; ".join(outcome.wrong) or "as it should"
+                    print(f"{time.strftime('%T')} {outcome.fault}: {reported}", flush=True)
         finally:
             site.close()
             wrong = report(outcomes)

@@ -152,8 +152,8 @@ class Bench:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _wait_for(reached: Callable[[], bool], told: str) -> None:
+def _wait_for(reached: Callable[[], bool], report: str) -> None:
     deadline = time.monotonic() + SILENT
     while not reached():
-        assert time.monotonic() < deadline, f"a process {told} after {SILENT:.0f} s"
+        assert time.monotonic() < deadline, f"a process {report} after {SILENT:.0f} s"
         time.sleep(0.002)

@@ -38,8 +38,8 @@ def acknowledged(recorded: Iterable[dict[str, Any]]) -> int:
 def gist(text: str) -> str:
     """The error lines of an output, or else its last lines."""
     lines = [line for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if "error[" in line or "Error" in line]
-    return " | ".join(told or lines[-4:])[:1500] or "(nothing)"
+    reported = [line for line in lines if "error[" in line or "Error" in line]
+    return " | ".join(reported or lines[-4:])[:1500] or "(nothing)"
 
 
 def unfinished(out_dir: Path) -> list[str]:
@@ -84,6 +84,6 @@ def report(outcomes: list[Outcome]) -> int:
     print("\n".join(table(outcomes)))
     bad = [o for o in outcomes if o.wrong]
     for outcome in bad:
-        for told in outcome.wrong:
-            print(f"wrong after {outcome.fault}: {told}", file=sys.stderr)
+        for output in outcome.wrong:
+            print(f"wrong after {outcome.fault}: {output}", file=sys.stderr)
     return len(bad)

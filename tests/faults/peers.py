@@ -56,8 +56,8 @@ def lost_launcher(site: Site, role: str) -> Iterator[Outcome]:
     outcome = Outcome(f"SIGKILL {role}", start.process.returncode, seconds, left)
     if left:
         outcome.wrong.append(f"{left} processes were left after {seconds:.0f} s")
-    told = start.stderr
-    if role == "launcher" and ("again" not in told or "line " in told or "Traceback" in told):
+    output = start.stderr
+    if role == "launcher" and ("again" not in output or "line " in output or "Traceback" in output):
         outcome.wrong.append(f"the user is told: {gist(start.stderr)}")
     site.go_on(out_dir, outcome)
     yield outcome

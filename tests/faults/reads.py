@@ -43,13 +43,13 @@ def read(site: Site, out_dir: Path, words: str) -> Outcome:
     """What came of one command, run in this process."""
     out = site.root / "read"
     known = {"RUN": out_dir, "TEXT": site.corpus, "CACHE": site.root / "cache", "OUT": out}
-    began, told = time.monotonic(), io.StringIO()
-    with redirect_stdout(told), redirect_stderr(told):
+    began, output = time.monotonic(), io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
         status = main([str(known.get(word, word)) for word in words.split()])
     outcome = Outcome(f"live: {words.split(' RUN')[0][:34]}", status, time.monotonic() - began)
     right = (0, 1) if " diff " in words else (0,)
-    if status not in right or "passed over" in told.getvalue():
-        outcome.wrong.append(f"{words}: {status}: {gist(told.getvalue())}")
+    if status not in right or "passed over" in output.getvalue():
+        outcome.wrong.append(f"{words}: {status}: {gist(output.getvalue())}")
     shutil.rmtree(out, ignore_errors=True)
     return outcome
 

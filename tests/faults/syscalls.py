@@ -29,9 +29,9 @@ def kill_at_each(bench: Bench, call: str, rank: int, since: str) -> Iterator[Out
         ended = bench.run(out_dir, inject=inject, ranks=(rank,), since=since)
         hit = ended.statuses[rank] == -signal.SIGKILL
         # The others are told of a peer that is lost, or are ended as by a launcher.
-        told = {status for other, status in enumerate(ended.statuses) if other != rank or not hit}
+        report = {status for other, status in enumerate(ended.statuses) if other != rank or not hit}
         outcome = Outcome(fault, " ".join(map(str, ended.statuses)), ended.seconds)
-        if told - ({7, -signal.SIGTERM} if hit else {0}):
+        if report - ({7, -signal.SIGTERM} if hit else {0}):
             outcome.wrong.append(f"{call} {number}: {ended.statuses}: {gist(ended.log)}")
         bench.check(out_dir, outcome)
         bench.clear(out_dir)
@@ -63,8 +63,8 @@ def fail_at_each(bench: Bench, call: str, error: str, since: str) -> Iterator[Ou
         # strace counts for each thread, so that one that serves the others may have been hit too;
         # they then cannot be told what rank 0 met.
         deaf = {7} if any("<socket:" in line for line in hit) else set()
-        told = [line for line in ended.log.splitlines() if "error[" in line]
-        told = [line for line in told if not (deaf and "error[E_PEER] rank=1" in line)]
+        report = [line for line in ended.log.splitlines() if "error[" in line]
+        report = [line for line in report if not (deaf and "error[E_PEER] rank=1" in line)]
         where = f"{call} {number} ({hit[0].split(' ', 1)[1]})"
         recorded = events(out_dir)[before:]
         if "tmp-retired" in hit[0] or f"step_{2:08d}" in hit[0]:
@@ -73,7 +73,7 @@ def fail_at_each(bench: Bench, call: str, error: str, since: str) -> Iterator[Ou
                 outcome.wrong.append(f"{where}: {ended.statuses}: {gist(ended.log)}")
         elif ended.statuses[0] != 5 or set(ended.statuses[1:]) - {5} - deaf:
             outcome.wrong.append(f"{where}: {ended.statuses}: {gist(ended.log)}")
-        elif len(told) != 1 or str(out_dir) not in told[0] or "Traceback" in ended.log:
+        elif len(report) != 1 or str(out_dir) not in report[0] or "Traceback" in ended.log:
             outcome.wrong.append(f"{where}: not one line with a path: {gist(ended.log)}")
         elif call != "write" and any(e["event"] == "checkpoint_saved" for e in recorded):
             outcome.wrong.append(f"{where}: a checkpoint was acknowledged that may not last")
@@ -107,14 +107,14 @@ def in_order(bench: Bench) -> Outcome:
 
     published = span("rename", f'"{final}"')
     parent = after(calls, "fsync", f"{final.parent}>", published[1])
-    told = span("write", '\\"checkpoint_saved\\"')
+    report = span("write", '\\"checkpoint_saved\\"')
     retired = span("rename", "step_00000002.tmp-")
     for path in [*final.iterdir(), None]:
         name = f"{final}.tmp-[^/]*" + (f"/{re.escape(path.name)}" if path else "")
         synced = [c for c in calls if c[2] == "fsync" and re.search(f"<{name}>", c[3])]
         if not any(c[1] <= published[0] for c in synced):
             outcome.wrong.append(f"{path or 'its directory'} was not synced before the rename")
-    if not parent <= told[0]:
+    if not parent <= report[0]:
         outcome.wrong.append("checkpoint_saved was told before the directory was synced")
     if not parent <= retired[0]:
         outcome.wrong.append("the older checkpoint was cleared before the new one was durable")

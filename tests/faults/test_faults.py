@@ -31,7 +31,7 @@ def bench(site: Site, nursery: Nursery) -> Bench:
 
 
 def require_right(outcomes: list[Outcome]) -> None:
-    wrong = [told for outcome in outcomes for told in outcome.wrong]
+    wrong = [report for outcome in outcomes for report in outcome.wrong]
     assert not wrong, "\n".join([*table(outcomes), *wrong])
 
 
@@ -45,18 +45,18 @@ def test_killed_at_random_it_repeats_the_unbroken_run_bit_for_bit(site: Site, ki
     require_right(outcomes)
 
 
-def test_a_save_is_on_the_disk_before_it_has_its_name_and_is_told(bench: Bench):
+def test_a_save_is_on_the_disk_before_it_has_its_name_and_is_reported(bench: Bench):
     require_right([in_order(bench)])
 
 
 @pytest.mark.parametrize(("call", "at_least"), [("fsync", 8), ("rename", 2)])
-def test_killed_at_each_call_of_a_save_it_goes_on(call: str, at_least: int, bench: Bench):
+def test_killed_at_each_call_of_a_save_it_continues(call: str, at_least: int, bench: Bench):
     outcomes = list(kill_at_each(bench, call, rank=0, since="training"))
     assert len(outcomes) >= at_least
     require_right(outcomes)
 
 
-def test_a_disk_that_fails_is_told_and_costs_no_checkpoint(bench: Bench):
+def test_a_disk_that_fails_is_reported_and_costs_no_checkpoint(bench: Bench):
     outcomes = list(fail_at_each(bench, "rename", "EDQUOT", "training"))
     assert len(outcomes) >= 2
     require_right(outcomes)

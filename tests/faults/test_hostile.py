@@ -71,10 +71,10 @@ def bounded() -> Iterator[None]:
 def refused(checkpoint: Path, file: str, capsys: pytest.CaptureFixture[str], *by: str) -> None:
     """Every command of `by` ends in one line that names the file."""
     for command in by or COMMANDS:
-        status, told = ending(command, checkpoint.parent.parent, capsys)
-        assert status == CheckpointError.status, (command, status, told)
-        assert file in told, (command, told)
-        assert len(told.strip().splitlines()) == 1, (command, told)
+        status, report = ending(command, checkpoint.parent.parent, capsys)
+        assert status == CheckpointError.status, (command, status, report)
+        assert file in report, (command, report)
+        assert len(report.strip().splitlines()) == 1, (command, report)
 
 
 # --- JSON ---------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def changed(document: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", [MANIFEST, STATE, CONFIG])
-def test_any_other_value_anywhere_is_borne_or_told(
+def test_any_other_value_anywhere_is_accepted_or_reported(
     name: str, only: Path, capsys: pytest.CaptureFixture[str]
 ):
     document = json.loads((only / name).read_bytes())
@@ -135,14 +135,14 @@ def test_any_other_value_anywhere_is_borne_or_told(
             (only / name).write_text(json.dumps(hostile))
             reseal(only)
         # What is only told to the reader may be anything; what is read is refused in a line.
-        status, told = ending(command, only.parent.parent, capsys)
-        case = (path, wrong, status, told)
+        status, report = ending(command, only.parent.parent, capsys)
+        case = (path, wrong, status, report)
         assert status in (0, CheckpointError.status), case
         if status:
             refusals += 1
-            assert name in told or only.name in told, case
-            assert len(told.strip().splitlines()) == 1, case
-            assert "\x1b" not in told, case
+            assert name in report or only.name in report, case
+            assert len(report.strip().splitlines()) == 1, case
+            assert "\x1b" not in report, case
         for aside in only.parent.glob("*-step_*"):
             aside.rename(only)
         assert only.is_dir(), case
@@ -251,9 +251,9 @@ def test_counters_that_are_not_those_of_the_step(
     refused(only, STATE, capsys, "resume", "generate")
     status = TOOLS["verify"](only.parent.parent)
     assert status == CheckpointError.status
-    told = capsys.readouterr().out
-    assert f"{only}: DAMAGED: {STATE}: has " in told
-    assert "at step 1" in told
+    output = capsys.readouterr().out
+    assert f"{only}: DAMAGED: {STATE}: has " in output
+    assert "at step 1" in output
 
 
 @pytest.mark.parametrize("kind", ["fp32", "exp_avg_sq"])
@@ -267,8 +267,8 @@ def test_numbers_that_are_not_finite_are_found_by_verify(
     save_file(tensors, only / SHARD)
     reseal(only)
     assert TOOLS["verify"](only.parent.parent) == CheckpointError.status
-    told = f"{kind} of {key.split('|')[1]!r} has numbers that are not finite"
-    assert f"{only}: DAMAGED: {told}" in capsys.readouterr().out
+    output = f"{kind} of {key.split('|')[1]!r} has numbers that are not finite"
+    assert f"{only}: DAMAGED: {output}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("order", [{"step": 2}, {"step": 2**53}, {"offset": 2**53}])
@@ -326,7 +326,7 @@ def test_a_mixture_that_cannot_be(
     refused(only, MANIFEST, capsys, "resume")
 
 
-def test_epochs_that_nobody_can_have_read(only: Path, capsys: pytest.CaptureFixture[str]):
+def test_epochs_that_no_one_can_have_read(only: Path, capsys: pytest.CaptureFixture[str]):
     manifest = manifest_of(only)
     seal(only, {**manifest, "order": {**manifest["order"], "epoch": 2**53}})
     refused(only, MANIFEST, capsys, "resume")
@@ -355,8 +355,8 @@ def test_more_ranks_than_shards(only: Path, capsys: pytest.CaptureFixture[str]):
 def test_a_configuration_that_the_weights_do_not_bear_out(
     claim: dict[str, Any], only: Path, capsys: pytest.CaptureFixture[str]
 ):
-    told = json.loads((only / CONFIG).read_bytes())
-    (only / CONFIG).write_text(json.dumps({**told, **claim}))
+    report = json.loads((only / CONFIG).read_bytes())
+    (only / CONFIG).write_text(json.dumps({**report, **claim}))
     reseal(only)
     refused(only, CONFIG, capsys, "generate")
 
@@ -379,8 +379,8 @@ def header_of(content: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def with_header(header: Any, data: bytes) -> bytes:
-    told = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(told)) + told + data
+    report = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(report)) + report + data
 
 
 NORM = "fp32|model.norm.weight|0"  # 32 numbers, 128 bytes
@@ -483,6 +483,6 @@ def test_weights_that_no_token_can_be_drawn_from(only: Path, capsys: pytest.Capt
     nan = struct.pack("<f", float("nan")) * 32
     (only / SHARD).write_bytes(with_header(header, data[:first] + nan + data[last:]))
     reseal(only)
-    status, told = ending("generate", only.parent.parent, capsys)
-    assert (status, "model.norm.weight has numbers that are not finite" in told) == (4, True)
-    assert len(told.strip().splitlines()) == 1
+    status, report = ending("generate", only.parent.parent, capsys)
+    assert (status, "model.norm.weight has numbers that are not finite" in report) == (4, True)
+    assert len(report.strip().splitlines()) == 1

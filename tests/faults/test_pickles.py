@@ -111,15 +111,15 @@ def test_no_pickle_in_any_file_is_run_by_any_command(
                 (newer / name).write_bytes(content)
                 if is_sealed and name != MANIFEST:
                     reseal(newer)
-                status, told = ending(command, copy, capsys)
-                case = f"{kind} as {name}, sealed: {is_sealed}, {command}: {status} {told}"
+                status, report = ending(command, copy, capsys)
+                case = f"{kind} as {name}, sealed: {is_sealed}, {command}: {status} {report}"
                 assert not canary.exists(), case
-                assert "Traceback" not in told, case
+                assert "Traceback" not in report, case
                 if not is_sealed or name == MANIFEST:
                     assert status == 0, case  # the one before is whole
                 elif status:
                     assert status == CheckpointError.status, case
-                    assert name in told, case
+                    assert name in report, case
                     assert name not in unread, case
     assert not canary.exists()
 
@@ -137,10 +137,10 @@ def test_no_pickle_in_any_file_is_run_by_any_tool(
             (newer / name).write_bytes(content)
             if is_sealed and name != MANIFEST:
                 reseal(newer)
-            status, told = ending(tool, copy, capsys)
-            case = f"{kind} as {name}, sealed: {is_sealed}, {tool}: {status} {told}"
+            status, report = ending(tool, copy, capsys)
+            case = f"{kind} as {name}, sealed: {is_sealed}, {tool}: {status} {report}"
             assert not canary.exists(), case
-            assert "Traceback" not in told, case
+            assert "Traceback" not in report, case
             # `verify` answers 4 for one damaged among several, the others go on with what is whole.
             is_seen = not is_sealed or name == MANIFEST
             assert status in ((4,) if tool == "verify" and is_seen else (0, 4)), case
@@ -156,9 +156,9 @@ def test_pickles_in_all_files_of_all_checkpoints_end_in_one_line(
     for checkpoint in published_checkpoints(copy / "checkpoints"):
         for name in files_of(checkpoint):
             (checkpoint / name).write_bytes(pickle.dumps(Payload(canary)))
-    status, told = ending(command, copy, capsys)
-    assert (status, told.count("\n") <= 1) == (CheckpointError.status, True)
-    assert "step_00000002: manifest.json is not JSON" in told
+    status, report = ending(command, copy, capsys)
+    assert (status, report.count("\n") <= 1) == (CheckpointError.status, True)
+    assert "step_00000002: manifest.json is not JSON" in report
     assert not canary.exists()
 
 

@@ -107,9 +107,9 @@ def new_run(
     return out_dir
 
 
-def resume(out_dir: Path, asked: str = "auto", seed: int = 2) -> tuple[Engine, Resumed]:
+def resume(out_dir: Path, requested: str = "auto", seed: int = 2) -> tuple[Engine, Resumed]:
     engine = Engine(seed)
-    found = resume_from(engine, engine, out_dir / "checkpoints", asked, IDENTITY)  # type: ignore[arg-type]
+    found = resume_from(engine, engine, out_dir / "checkpoints", requested, IDENTITY)  # type: ignore[arg-type]
     return engine, found
 
 
@@ -129,8 +129,8 @@ def vouch(directory: Path, **facts: Any) -> None:
 def forge(directory: Path, manifest: dict[str, Any]) -> None:
     """Write any manifest, with the hash of its own that it should have."""
     body = {key: value for key, value in manifest.items() if key != "sha256"}
-    told = manifest_text({**body, "sha256": fingerprint(body)})
-    (directory / "manifest.json").write_bytes(told)
+    report = manifest_text({**body, "sha256": fingerprint(body)})
+    (directory / "manifest.json").write_bytes(report)
 
 
 def recut(path: Path, root: Path, world_size: int, stage: int) -> Path:

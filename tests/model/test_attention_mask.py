@@ -118,7 +118,7 @@ def test_rows_without_a_border_are_what_they_are_without_the_mask(use_flash_attn
         )
 
 
-def test_positions_begin_anew_at_each_border():
+def test_positions_begin_again_at_each_border():
     ids = torch.tensor([[9, 9, EOS, 9, 9, EOS, EOS, 9], [EOS, 9, 9, 9, 9, 9, 9, EOS]])
     starts = document_starts(ids, None, EOS)
     positions = document_positions(0, None, starts)

@@ -132,7 +132,7 @@ def test_parts_make_the_whole_product_and_no_more_is_held_in_fp32(
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_what_the_compiler_is_told_of_the_operation_is_true(is_transposed: bool):
+def test_what_the_compiler_is_reported_of_the_operation_is_true(is_transposed: bool):
     one = torch.randn(E, 5).bfloat16().t() if is_transposed else torch.randn(5, E).bfloat16()
     opcheck(products._opaque, (one, torch.randn(E, V).bfloat16()))
 

@@ -131,12 +131,12 @@ def test_flash_attention_equals_the_reference_under_a_mask():
 
 @pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("queries", [T, 1])
-def test_on_a_gpu_kernels_are_asked_in_our_order(monkeypatch, queries: int, is_masked: bool):
+def test_on_a_gpu_kernels_are_requested_in_our_order(monkeypatch, queries: int, is_masked: bool):
     """cuDNN's first for whole rows, and not at all where torch's have faults."""
-    asked, attend = [], F.scaled_dot_product_attention
+    requested, attend = [], F.scaled_dot_product_attention
 
     def noting(*given, **options):
-        asked.extend(_cur_sdpa_kernel_backends(with_priority=True))
+        requested.extend(_cur_sdpa_kernel_backends(with_priority=True))
         return attend(*given, **options)
 
     parts = heads_of(queries, T)
@@ -147,7 +147,7 @@ def test_on_a_gpu_kernels_are_asked_in_our_order(monkeypatch, queries: int, is_m
     assert torch.equal(flash_attention(*parts, mask), expected)
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     is_row = queries > 1 and not is_masked
-    assert asked == ([SDPBackend.CUDNN_ATTENTION, *order] if is_row else order)
+    assert requested == ([SDPBackend.CUDNN_ATTENTION, *order] if is_row else order)
     assert _cur_sdpa_kernel_backends(True) == before
 
 

@@ -115,7 +115,7 @@ def test_in_bf16_the_experts_and_their_weights_are_those_of_fp32_within_rounding
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_expert_that_nobody_visits_gets_gradients_of_zero(dtype: torch.dtype):
+def test_an_expert_that_no_one_visits_gets_gradients_of_zero(dtype: torch.dtype):
     mixture = layer().to(dtype)
     x = x_BTE().abs().to(dtype)
     mixture.gate.weight.data[2] = -10  # of positive numbers

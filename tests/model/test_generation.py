@@ -146,8 +146,8 @@ def refused(kind: str, config: MiniMindConfig) -> Any:
     ],
 )
 def test_a_cache_that_forgets_or_rounds_is_refused(kind: str, model: Any, batch: dict[str, Tensor]):
-    told = f"past_key_values has a {kind}, which MiniMind does not support: give a"
-    with pytest.raises(ValueError, match=told):
+    report = f"past_key_values has a {kind}, which MiniMind does not support: give a"
+    with pytest.raises(ValueError, match=report):
         greedy(model, batch, 4, past_key_values=refused(kind, model.config))
 
 

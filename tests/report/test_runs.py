@@ -101,7 +101,7 @@ def test_a_start_that_failed_before_it_began_undoes_nothing(tmp_path):
     assert run.outcomes(NOW)[-1][0] == "failed"
 
 
-def test_steps_that_go_back_without_a_run_start_begin_anew(tmp_path):
+def test_steps_that_go_back_without_a_run_start_begin_again(tmp_path):
     lines = [run_start(), step_line(1), step_line(2), step_line(3), '{"event": "run_st\n']
     run = made_run(tmp_path, [*lines, step_line(2, loss=0.25), step_line(3, loss=0.5)])
     assert run.column("step").tolist() == [1, 2, 3]
@@ -141,7 +141,7 @@ def test_a_run_of_nothing_or_of_one_step_has_a_summary(tmp_path, lines):
     assert "nan" not in text.lower()
 
 
-def test_the_summary_says_what_a_reader_asks_first(tmp_path):
+def test_the_summary_reports_what_a_reader_asks_first(tmp_path):
     run = made_run(tmp_path, crashed_and_resumed())
     text = Summary(run, NOW).as_text()
     for expected in (

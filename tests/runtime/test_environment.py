@@ -22,7 +22,7 @@ MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 @pytest.mark.parametrize("name", RANGES)
 @pytest.mark.parametrize("value", ["", " ", "abc", "-1", "1.5", "1e3", "\u0661", str(2**31)])
-def test_a_number_that_is_none_is_told_by_name_and_value(name: str, value: str):
+def test_a_number_that_is_none_is_reported_by_name_and_value(name: str, value: str):
     with pytest.raises(RendezvousError) as caught:
         require_environment({name: value})
     assert f"{name} is {value!r} in the environment" in str(caught.value)
@@ -31,7 +31,7 @@ def test_a_number_that_is_none_is_told_by_name_and_value(name: str, value: str):
 
 
 @pytest.mark.parametrize(
-    ("environ", "told"),
+    ("environ", "report"),
     [
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'.*from 1 to"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT is '0'.*from 1 to 65535"),
@@ -56,13 +56,13 @@ def test_a_number_that_is_none_is_told_by_name_and_value(name: str, value: str):
         ({"TMPDIR": __file__}, "not a folder that can be written to"),
     ],
 )
-def test_what_is_out_of_range_or_contradicts_another_is_told(
-    environ: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
+def test_what_is_out_of_range_or_contradicts_another_is_reported(
+    environ: dict[str, str], report: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(environment, "GPU_DRIVERS", (Path("/dev/null"),))
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
     kind = StorageError if "TMPDIR" in environ else RendezvousError
-    with pytest.raises(RunError, match=told) as caught:
+    with pytest.raises(RunError, match=report) as caught:
         require_environment(environ)
     assert type(caught.value) is kind
     with pytest.raises(kind):
@@ -103,7 +103,7 @@ def test_a_port_without_an_address_is_that_of_this_host():
 
 
 @pytest.mark.parametrize(
-    ("environ", "status", "told"),
+    ("environ", "status", "output"),
     [
         ({"RANK": ""}, 9, "error[E_RENDEZVOUS] rank=0 step=0: RANK is '' in the environment"),
         ({"MINIMIND_SCRIPT_PID": "abc"}, 9, "MINIMIND_SCRIPT_PID is 'abc'"),
@@ -111,7 +111,7 @@ def test_a_port_without_an_address_is_that_of_this_host():
     ],
 )
 def test_the_script_ends_in_one_line_before_it_imports_torch(
-    environ: dict[str, str], status: int, told: str
+    environ: dict[str, str], status: int, output: str
 ):
     done = subprocess.run(
         [sys.executable, "-X", "importtime", str(ROOT / "train_pretrain.py"), "--dry_run"],
@@ -121,7 +121,7 @@ def test_the_script_ends_in_one_line_before_it_imports_torch(
     )
     lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert (done.returncode, done.stdout, len(lines)) == (status, "", 1)
-    assert told in lines[0]
+    assert output in lines[0]
     assert "| torch\n" not in done.stderr
 
 

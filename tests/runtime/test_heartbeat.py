@@ -46,11 +46,11 @@ class Store:
     def multi_get(self, keys: list[str]) -> list[str]:
         return [self.kept[key] for key in keys]
 
-    def beat(self, rank: int, **said: Any) -> None:
+    def beat(self, rank: int, **text: Any) -> None:
         """What another rank says; it counts by itself."""
         before = json.loads(self.kept.get(str(rank), '{"count": 0}'))
         beat = {"at": [12, 3], "phase": "backward", "where": "in step, minimind/x.py:5"}
-        beat |= {"gave_up": False, "verdict": None, **before, **said}
+        beat |= {"gave_up": False, "verdict": None, **before, **text}
         self.kept[str(rank)] = json.dumps({**beat, "count": before["count"] + 1})
 
 
@@ -141,9 +141,9 @@ def test_a_process_is_running_stopped_or_gone_and_no_other_is_taken_for_it(child
         (None, "died, perhaps killed", 7),
     ],
 )
-def test_how_a_process_ended_says_what_the_run_answers(status, words, answer):
-    told, code = describe_end(status)
-    assert words in told
+def test_how_a_process_ended_reports_what_the_run_answers(status, words, answer):
+    report, code = describe_end(status)
+    assert words in report
     assert code == answer
 
 
@@ -260,7 +260,7 @@ def test_whoever_did_not_give_up_is_guilty(meeting):
     assert json.loads(store.kept["0"])["gave_up"] is True
 
 
-def test_when_all_gave_up_nobody_is_guilty(meeting):
+def test_when_all_gave_up_no_one_is_guilty(meeting):
     peers, store = meeting(far(1), far(2))
     store.beat(1, gave_up=True)
     store.beat(2, gave_up=True)

@@ -70,7 +70,7 @@ def test_a_phase_is_named_once_when_it_has_lasted_two_seconds(clock: Clock, caps
     assert (out, err.splitlines()) == ("", ["reading the text ...", "training the tokenizer ..."])
 
 
-def test_a_short_phase_says_nothing_also_where_it_fails(clock: Clock, capsys):
+def test_a_short_phase_states_nothing_also_where_it_fails(clock: Clock, capsys):
     @phase("building the engine")
     def build() -> None:
         clock.pass_by(1)
@@ -100,7 +100,9 @@ def test_the_first_call_of_a_compiled_model_is_named_and_no_later_one(clock: Clo
     assert capsys.readouterr().err == ""
 
 
-def test_a_start_goes_on_where_its_stderr_is_closed(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+def test_a_start_continues_where_its_stderr_is_closed(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
     closed = open("/dev/full", "w")
     monkeypatch.setattr(sys, "stderr", closed)
     with phase("reading the text"):
@@ -110,20 +112,20 @@ def test_a_start_goes_on_where_its_stderr_is_closed(clock: Clock, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("hosts", "count", "gpus", "told"),
+    ("hosts", "count", "gpus", "report"),
     [
         (1, 2, 0, "starting 2 processes on the CPU (configs/a.yaml"),
         (1, 1, 1, "starting 1 process on 1 GPU (configs/a.yaml"),
         (2, 8, 4, "starting 8 processes on 2 hosts, this one is host 1, 4 GPUs (configs/a.yaml"),
     ],
 )
-def test_the_first_line_says_what_is_started(
-    hosts: int, count: int, gpus: int, told: str, monkeypatch: pytest.MonkeyPatch
+def test_the_first_line_reports_what_is_started(
+    hosts: int, count: int, gpus: int, report: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(PROJECT)
     launched = {"num_processes": count, "num_machines": hosts, "machine_rank": 1}
     path = str(PROJECT / "configs" / "a.yaml")
     monkeypatch.setattr(sys, "prefix", str(PROJECT / ".venv"))
-    assert starting(launched, gpus, path) == f"{told}) ..."
+    assert starting(launched, gpus, path) == f"{report}) ..."
     monkeypatch.setattr(sys, "prefix", "/opt/conda")
-    assert starting(launched, gpus, path) == f"{told}, {sys.executable}) ..."
+    assert starting(launched, gpus, path) == f"{report}, {sys.executable}) ..."

@@ -81,7 +81,7 @@ def test_a_signal_is_remembered_and_the_first_one_is_the_reason(number: signal.S
     assert stop.reason == ("Ctrl-C" if number == signal.SIGINT else number.name)
 
 
-def test_max_minutes_asks_by_the_clock_and_says_so(monkeypatch: pytest.MonkeyPatch):
+def test_max_minutes_asks_by_the_clock_and_reports_it(monkeypatch: pytest.MonkeyPatch):
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     stop = StopRequest()
@@ -97,7 +97,7 @@ def test_max_minutes_asks_by_the_clock_and_says_so(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("handlers")
-def test_training_begins_to_listen_also_where_nobody_did_before():
+def test_training_begins_to_listen_also_where_no_one_did_before():
     progress = Progress()
     assert not progress.is_training
     stop = progress.begin()
@@ -142,10 +142,10 @@ def test_before_training_a_stop_ends_a_worker_deep_in_c_and_claims_75(
     started = stuck(tmp_path)
     started.send_signal(number)
     started.send_signal(number)
-    _, told = started.communicate(timeout=60)
+    _, report = started.communicate(timeout=60)
     assert started.returncode == 75
     assert (tmp_path / "status").read_text() == "75 1\n"
-    assert told == (
+    assert report == (
         f"train_pretrain: stopped on {number.name} before the first step, with nothing to save;"
         " run the same command again\n"
     )
@@ -161,19 +161,21 @@ def test_a_term_that_follows_the_death_of_a_peer_is_the_peers_death(tmp_path: Pa
         dead.kill()
         dead.wait()
         started.terminate()
-        _, told = started.communicate(timeout=60)
-    assert started.returncode == 7, told
+        _, report = started.communicate(timeout=60)
+    assert started.returncode == 7, report
     assert (tmp_path / "status").read_text() == "7 0\n"
-    assert f"error[E_PEER] rank=1 step=0: rank 0 (process {dead.pid} on " in told
-    assert "died: killed by SIGKILL, perhaps for lack of memory; run the same command" in told
+    assert f"error[E_PEER] rank=1 step=0: rank 0 (process {dead.pid} on " in report
+    assert "died: killed by SIGKILL, perhaps for lack of memory; run the same command" in report
 
 
-def test_a_term_that_follows_what_a_peer_told_says_nothing_and_answers_the_same(tmp_path: Path):
+def test_a_term_that_follows_what_a_peer_reported_states_nothing_and_answers_the_same(
+    tmp_path: Path,
+):
     started = stuck(tmp_path)
     (tmp_path / "status").write_text("3 0\n")
     started.terminate()
-    _, told = started.communicate(timeout=60)
-    assert (started.returncode, told) == (3, "")
+    _, report = started.communicate(timeout=60)
+    assert (started.returncode, report) == (3, "")
 
 
 @pytest.mark.parametrize("variable", ["MINIMIND_LAUNCHER_PID", "MINIMIND_SCRIPT_PID"])
@@ -181,10 +183,10 @@ def test_a_worker_ends_when_a_launcher_is_gone_even_as_a_zombie(variable: str, t
     launcher = subprocess.Popen(["sleep", "600"])
     started = stuck(tmp_path, **{variable: str(launcher.pid)})
     launcher.kill()  # and not waited for yet
-    _, told = started.communicate(timeout=60)
+    _, report = started.communicate(timeout=60)
     launcher.wait()
     assert started.returncode == 7
-    assert f"the launcher (process {launcher.pid}) was ended" in told
+    assert f"the launcher (process {launcher.pid}) was ended" in report
 
 
 @pytest.mark.parametrize(
@@ -213,8 +215,8 @@ def test_a_run_outlives_the_shell_that_started_it_but_not_a_launcher(
     os.kill(pid, signal.SIGHUP)
     try:
         assert is_over(pid, within=3 if goes_on else 60) != goes_on
-        told = (tmp_path / "err").read_text()
-        assert (f"the launcher (process {shell.pid}) was ended" in told) != goes_on
+        output = (tmp_path / "err").read_text()
+        assert (f"the launcher (process {shell.pid}) was ended" in output) != goes_on
     finally:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -279,7 +281,7 @@ def test_a_disk_that_a_library_finds_full_is_storage_and_no_bug(place, capsys):
     assert f": {place or 'a file that was being written'}: No space left on device; free" in line
 
 
-def test_the_tutorials_name_of_the_script_says_which_name_it_has_here():
+def test_the_tutorials_name_of_the_script_names_which_name_it_has_here():
     command = [sys.executable, str(ROOT / "train_pretrain_accelerate.py"), "--epochs", "3"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
@@ -289,7 +291,7 @@ def test_the_tutorials_name_of_the_script_says_which_name_it_has_here():
 
 @pytest.mark.usefixtures("handlers", "status_file")
 @pytest.mark.parametrize("word", ["Ctrl-C", "SIGUSR1", "SIGHUP"])
-def test_a_stop_that_was_passed_on_as_term_is_told_as_what_it_was(word: str):
+def test_a_stop_that_was_passed_on_as_term_is_reported_as_what_it_was(word: str):
     record_stop(word)
     record_stop("SIGTERM")  # the first word stands
     stop = StopRequest()

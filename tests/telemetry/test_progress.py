@@ -19,7 +19,7 @@ class Full(io.StringIO):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_behind_standard_output_is_told(tmp_path, monkeypatch):
+def test_a_full_disk_behind_standard_output_is_reported(tmp_path, monkeypatch):
     logger = RunLogger(tmp_path, 10, torch.device("cpu"), is_rank_0=True, is_profiling=False)
     monkeypatch.setattr(sys, "stdout", Full())
     with pytest.raises(StorageError, match="standard output: No space left"):
@@ -27,7 +27,7 @@ def test_a_full_disk_behind_standard_output_is_told(tmp_path, monkeypatch):
     logger.close()
 
 
-def test_when_the_reader_is_gone_the_run_goes_on_and_is_still_recorded(tmp_path, monkeypatch):
+def test_when_the_reader_is_gone_the_run_continues_and_is_still_recorded(tmp_path, monkeypatch):
     class Closed(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))

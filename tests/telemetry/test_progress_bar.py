@@ -66,7 +66,7 @@ def logger_at(tmp_path: Path) -> RunLogger:
     return RunLogger(tmp_path, 10, torch.device("cpu"), is_rank_0=True, is_profiling=False)
 
 
-def test_within_a_long_step_the_bar_says_which_micro_batch_is_computed(
+def test_within_a_long_step_the_bar_names_which_micro_batch_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     terminal = use_terminal(monkeypatch)

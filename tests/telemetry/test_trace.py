@@ -52,7 +52,7 @@ def test_a_trace_has_the_phases_of_its_steps_and_no_others(tmp_path: Path, begin
     assert names.count("aten::dot") == 8 * steps
 
 
-def test_a_run_that_ends_early_writes_what_it_has_and_a_full_disk_is_told(tmp_path: Path):
+def test_a_run_that_ends_early_writes_what_it_has_and_a_full_disk_is_reported(tmp_path: Path):
     trace = Trace((1, 9), tmp_path, rank=0)
     assert trace.stop() is None  # nothing begun, nothing written
     assert not trace.is_due(0, is_over=True)

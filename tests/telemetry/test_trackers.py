@@ -28,7 +28,7 @@ def flags(trained: Trained, **more: Any) -> dict[str, Any]:
     return {**SMALL, **places, "sample_interval": 3, **more}
 
 
-def told(out_dir: Path) -> dict[int, dict[str, Any]]:
+def reported(out_dir: Path) -> dict[int, dict[str, Any]]:
     """The figures in metrics.jsonl by step, called as trackers are told them."""
     found: dict[int, dict[str, Any]] = {}
     for line in (out_dir / "metrics.jsonl").read_text().splitlines():
@@ -66,7 +66,7 @@ def wandb_history(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield record.history.step.num, own
 
 
-def test_what_is_nested_is_told_by_its_path():
+def test_what_is_nested_is_reported_by_its_path():
     facts = {
         **{"step": 7, "loss": 2.5, "clipped": True, "rows": [8, 16], "comm_ms": None},
         **{"by_source": {"a": {"val_loss": 3.0}}},
@@ -81,18 +81,18 @@ def test_wandb_and_tensorboard_hold_what_metrics_jsonl_holds_over_a_resume(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    asked = flags(trained, report_to="wandb,tensorboard", out_dir=str(tmp_path / "run"))
-    assert train(asked, stop_at_step=3) == 75
+    requested = flags(trained, report_to="wandb,tensorboard", out_dir=str(tmp_path / "run"))
+    assert train(requested, stop_at_step=3) == 75
     own_id = json.loads((tmp_path / "run" / "trackers.json").read_text())["wandb"]
-    assert train(asked) == 0
-    expected = told(tmp_path / "run")
+    assert train(requested) == 0
+    expected = reported(tmp_path / "run")
     assert {2, 3, 4, 6} <= expected.keys()
     assert {"train/loss", "train/lr"} <= expected[6].keys()
     assert {"eval/val_loss", "eval/b/val_bpb", "sample/0"} <= expected[6].keys()
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert [path.name for path in files] == [f"run-{own_id}.wandb"] * 2
     assert dict(record for path in files for record in wandb_history(path)) == expected
-    assert train(asked) == 0  # nothing is left to do, and nothing to tell
+    assert train(requested) == 0  # nothing is left to do, and nothing to tell
     assert sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")) == files
     assert "| max_steps | `6` |" in configuration(tmp_path / "run" / "tensorboard")
     assert scalars(tmp_path / "run" / "tensorboard") == {
@@ -123,17 +123,17 @@ def scalars(folder: Path) -> dict[tuple[int, str], np.float32]:
     return found
 
 
-def test_what_tensorboard_was_told_beyond_the_checkpoint_is_purged_when_a_run_goes_on(
+def test_what_tensorboard_was_reported_beyond_the_checkpoint_is_purged_when_a_run_continues(
     tmp_path: Path,
 ):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = parse_flags(["--report_to", "tensorboard", "--out_dir", str(tmp_path)])
     for first, last in ((0, 5), (3, 6)):  # killed at step 5, resumed from the checkpoint of step 3
-        told = trackers.open_trackers(run, first, {})
+        reported = trackers.open_trackers(run, first, {})
         for step in range(first + 1, last + 1):
-            told.event("step", {"step": step, "loss": float(10 * first + step)})
-        told.close(60)
+            reported.event("step", {"step": step, "loss": float(10 * first + step)})
+        reported.close(60)
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
     assert [(one.step, one.value) for one in found] == [
         *((1, 1.0), (2, 2.0), (3, 3.0)),
@@ -163,7 +163,7 @@ def test_wandb_knows_a_resumed_run_as_itself_and_a_new_one_in_the_same_folder_as
 class Broken:
     """A tracker that breaks at its second line."""
 
-    writer = SimpleNamespace(add_text=lambda *told: None)
+    writer = SimpleNamespace(add_text=lambda *reported: None)
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, Any]]] = []
@@ -177,7 +177,7 @@ class Broken:
         raise AssertionError("it is left alone once it broke")
 
 
-def test_a_tracker_that_breaks_or_is_missing_is_told_of_once_and_the_run_goes_on(
+def test_a_tracker_that_breaks_or_is_missing_is_reported_of_once_and_the_run_continues(
     trained: Trained,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -191,18 +191,18 @@ def test_a_tracker_that_breaks_or_is_missing_is_told_of_once_and_the_run_goes_on
         return opened.setdefault(name, Broken())
 
     monkeypatch.setattr(trackers, "open_tracker", open_tracker)
-    asked = flags(trained, report_to="mlflow,tensorboard", out_dir=str(tmp_path / "run"))
-    assert train(asked) == 0
+    requested = flags(trained, report_to="mlflow,tensorboard", out_dir=str(tmp_path / "run"))
+    assert train(requested) == 0
     warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert sorted(warnings) == [
-        f"warning: tracker {told}; training goes on without it, and metrics.jsonl has everything"
-        for told in ("mlflow: No module named 'mlflow'", "tensorboard: the other end is gone")
+        f"warning: tracker {reason}; training goes on without it, and metrics.jsonl has everything"
+        for reason in ("mlflow: No module named 'mlflow'", "tensorboard: the other end is gone")
     ]
     assert [step for step, _ in opened["tensorboard"].lines] == [2]
-    assert told(tmp_path / "run").keys() == {2, 3, 4, 6}
+    assert reported(tmp_path / "run").keys() == {2, 3, 4, 6}
 
 
-def test_without_a_key_wandb_asks_nobody_and_is_left_out(
+def test_without_a_key_wandb_asks_no_one_and_is_left_out(
     trained: Trained,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -212,8 +212,8 @@ def test_without_a_key_wandb_asks_nobody_and_is_left_out(
         raise ConnectionError("has no API key (run `wandb login`, or set WANDB_MODE=offline)")
 
     monkeypatch.setattr(trackers, "_require_key", no_key)
-    asked = flags(trained, report_to="wandb", max_steps=1, out_dir=str(tmp_path / "run"))
-    assert train(asked) == 0
+    requested = flags(trained, report_to="wandb", max_steps=1, out_dir=str(tmp_path / "run"))
+    assert train(requested) == 0
     assert "warning: tracker wandb: has no API key" in capsys.readouterr().err
 
 
@@ -239,12 +239,12 @@ def test_a_misspelt_tracker_is_refused(trained: Trained, tmp_path: Path):
         train(flags(trained, report_to="wandbb", out_dir=str(tmp_path / "run")))
 
 
-@pytest.mark.parametrize("asked", ["none,wandb", "wandb, none", "none,none"])
-def test_none_beside_trackers_is_refused(asked: str):
+@pytest.mark.parametrize("requested", ["none,wandb", "wandb, none", "none,none"])
+def test_none_beside_trackers_is_refused(requested: str):
     with pytest.raises(
         UsageError, match=r"report_to = .*none cannot be combined with other trackers; drop one"
     ):
-        parse_flags(["--report_to", asked])
+        parse_flags(["--report_to", requested])
     assert parse_flags(["--report_to", "none"]).trackers() == ()
 
 
@@ -258,10 +258,10 @@ def test_samples_are_written_and_change_nothing(trained: Trained, tmp_path: Path
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "曉處"}\n{"prompt": "a b"}\n', encoding="utf-8")
     with_samples, without = tmp_path / "with", tmp_path / "without"
-    asked = flags(trained, sample_interval=2, sample_prompts=str(prompts), log_interval=1)
-    assert train(asked, out_dir=str(with_samples)) == 0
-    asked = flags(trained, sample_interval=0, log_interval=1)
-    assert train(asked, out_dir=str(without)) == 0
+    requested = flags(trained, sample_interval=2, sample_prompts=str(prompts), log_interval=1)
+    assert train(requested, out_dir=str(with_samples)) == 0
+    requested = flags(trained, sample_interval=0, log_interval=1)
+    assert train(requested, out_dir=str(without)) == 0
     assert curve(with_samples) == curve(without)
     lines = (with_samples / "metrics.jsonl").read_text().splitlines()
     samples = [one for one in map(json.loads, lines) if one["event"] == "sample"]
@@ -296,17 +296,17 @@ def test_samples_draw_on_random_numbers_of_their_own(trained: Trained):
 
 
 @pytest.mark.parametrize(
-    ("asked", "error", "words"),
+    ("requested", "error", "words"),
     [
         ({"sample_prompts": "nowhere.txt"}, DataError, "--sample_prompts nowhere.txt: No such"),
         ({"sample_prompts": "LONG"}, UsageError, r"prompt 1 has \d+ tokens, and max_seq_len is 64"),
         ({"sample_prompts": "LONG", "sample_interval": 0}, UsageError, "without --sample_interval"),
     ],
 )
-def test_prompts_that_cannot_be_used_are_told_before_training(
-    trained: Trained, tmp_path: Path, asked: dict[str, Any], error: type[Exception], words: str
+def test_prompts_that_cannot_be_used_are_reported_before_training(
+    trained: Trained, tmp_path: Path, requested: dict[str, Any], error: type[Exception], words: str
 ):
     (tmp_path / "LONG").write_text("abc " * 60)
-    prompts = {"sample_prompts": str(tmp_path / "LONG")} if "LONG" in asked.values() else {}
+    prompts = {"sample_prompts": str(tmp_path / "LONG")} if "LONG" in requested.values() else {}
     with pytest.raises(error, match=words):
-        train(flags(trained, **{**asked, **prompts}), out_dir=str(tmp_path / "run"))
+        train(flags(trained, **{**requested, **prompts}), out_dir=str(tmp_path / "run"))

@@ -85,9 +85,9 @@ def install_stub(folder: Path) -> None:
     """Write the stub and the metadata by which transformers finds its version."""
     (folder / "kernels").mkdir()
     (folder / "kernels" / "__init__.py").write_text(STUB)
-    told = folder / "kernels-0.18.2.dist-info"
-    told.mkdir()
-    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n")
+    report = folder / "kernels-0.18.2.dist-info"
+    report.mkdir()
+    (report / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n")
 
 
 def main(folder: Path) -> None:
@@ -101,10 +101,10 @@ def main(folder: Path) -> None:
 
     train: Any = sys.modules["minimind.train"]
     ended: dict[str, list[Any]] = {}
-    for name, told in {**REFUSED, **ACCEPTED}.items():
+    for name, report in {**REFUSED, **ACCEPTED}.items():
         place = folder / name.replace(" ", "-")
         place.mkdir()
-        (place / "config.json").write_text(json.dumps(told))
+        (place / "config.json").write_text(json.dumps(report))
         given = {"model": f"hf:{place}", "deepspeed_config": "none", "device": "cpu"}
         try:
             train({**given, "dry_run": True})

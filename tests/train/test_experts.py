@@ -63,7 +63,7 @@ def step_of(engine: Engine, micro_batches: list[torch.Tensor]) -> Any:
     return engine.step(micro_batches, 1e-3, clock)
 
 
-def test_the_balance_is_trained_and_the_loss_told_is_the_cross_entropy(monkeypatch):
+def test_the_balance_is_trained_and_the_loss_reported_is_the_cross_entropy(monkeypatch):
     reference = built(aux_loss_alpha=3.0).train()
     out = reference(ROWS[:, :-1])
     loss, count = next_token_loss(out.logits, ROWS[:, 1:])
@@ -128,7 +128,7 @@ def runs(flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(runs: Path):
+def test_a_resumed_run_continues_bit_for_bit(runs: Path):
     assert curve(runs / "resumed") == curve(runs / "whole")
     assert events(runs / "resumed", "eval")[-1]["val_loss"] == pytest.approx(
         events(runs / "whole", "eval")[-1]["val_loss"], abs=0
@@ -138,7 +138,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(runs: Path):
     assert [name for (name, value), again in pairs if not torch.equal(value, again)] == []
 
 
-def test_a_step_line_tells_the_balance_and_the_load(runs: Path):
+def test_a_step_line_reports_the_balance_and_the_load(runs: Path):
     for line in events(runs / "whole", "step"):
         assert line["aux_loss"] == pytest.approx(2 * 0.01, rel=0.2)  # of two layers
         assert sum(line["expert_load"]) == pytest.approx(1)
@@ -146,7 +146,7 @@ def test_a_step_line_tells_the_balance_and_the_load(runs: Path):
         assert least <= 4 * min(line["expert_load"]) <= 4 * max(line["expert_load"]) <= most
 
 
-def test_the_load_is_read_only_for_a_step_that_is_told(
+def test_the_load_is_read_only_for_a_step_that_is_reported(
     flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     read = []
@@ -157,13 +157,13 @@ def test_the_load_is_read_only_for_a_step_that_is_told(
     assert len(read) == 3
 
 
-def test_a_dense_run_tells_nothing_of_experts(flags: dict[str, Any], tmp_path: Path):
+def test_a_dense_run_reports_nothing_of_experts(flags: dict[str, Any], tmp_path: Path):
     train(flags, out_dir=str(tmp_path), use_moe=False, max_steps=1)
     assert not {"aux_loss", "expert_load"} & {*events(tmp_path, "step")[0]}
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "report"),
     [
         ({"aux_loss_alpha": 0.1}, r"aux_loss_alpha"),
         ({"num_experts_per_tok": 1}, r"num_experts_per_tok"),
@@ -171,9 +171,9 @@ def test_a_dense_run_tells_nothing_of_experts(flags: dict[str, Any], tmp_path: P
     ],
 )
 def test_another_mixture_is_another_run(
-    runs: Path, flags: dict[str, Any], changes: dict[str, Any], told: str
+    runs: Path, flags: dict[str, Any], changes: dict[str, Any], report: str
 ):
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=report):
         train({**flags, **changes}, out_dir=str(runs / "stopped"))
 
 
@@ -210,7 +210,7 @@ def test_a_configuration_of_too_many_experts_is_refused(runs: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "report"),
     [
         ("--use_moe --num_experts_per_tok 5", "is more than n_routed_experts = 4"),
         ("--n_routed_experts 8", "has no effect without experts; give --use_moe"),
@@ -218,8 +218,8 @@ def test_a_configuration_of_too_many_experts_is_refused(runs: Path, tmp_path: Pa
         ("--use_moe --aux_loss_alpha -1", "must be at least 0"),
     ],
 )
-def test_flags_that_do_not_fit_are_refused(line: str, told: str):
-    with pytest.raises(UsageError, match=told):
+def test_flags_that_do_not_fit_are_refused(line: str, report: str):
+    with pytest.raises(UsageError, match=report):
         parse_flags(line.split())
 
 
@@ -230,9 +230,9 @@ def test_in_200_steps_the_loss_falls_and_the_load_comes_within_twice_of_even(
     """Stopped halfway and resumed it is the same bit for bit; without the loss it never is even."""
     longer = {**flags, "max_steps": 200, "batch_size": 8, "max_seq_len": 64}
     train(longer, out_dir=str(tmp_path / "whole"))
-    told = events(tmp_path / "whole", "step")
-    assert told[-1]["loss"] < told[0]["loss"] / 2
-    for line in told[50:]:
+    report = events(tmp_path / "whole", "step")
+    assert report[-1]["loss"] < report[0]["loss"] / 2
+    for line in report[50:]:
         least, most = line["expert_load_range"]
         assert 0.5 < least < most < 2
     assert train(longer, out_dir=str(tmp_path / "resumed"), stop_at_step=100) == 75

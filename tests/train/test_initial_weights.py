@@ -92,16 +92,16 @@ def source_loss(folder: Path) -> float:
 @pytest.mark.parametrize("place", PLACES)
 def test_the_loss_of_step_1_is_that_of_the_source(place, places, tmp_path, capsys):
     more = of_pth() if place.endswith(".pth") else {}
-    begun, step = run(places, tmp_path / "out", places / place, **more)[:2]
+    started, step = run(places, tmp_path / "out", places / place, **more)[:2]
     assert abs(step["loss"] - source_loss(places)) <= 1e-5
     path = places / ("run/checkpoints/step_00000001" if place.startswith("run") else place)
     kind = {"file.pth": "minimind2", "ours": "minimind", "llama": "llama"}.get(place, "checkpoint")
-    assert begun["init_from"] == {"place": str(path), "kind": kind}
-    assert (begun["step"], begun["resume_from"]) == (0, None)
-    told = unbroken_text(start_of(capsys.readouterr().out))
-    assert f"weights from {path} ({kind})" in told
+    assert started["init_from"] == {"place": str(path), "kind": kind}
+    assert (started["step"], started["resume_from"]) == (0, None)
+    output = unbroken_text(start_of(capsys.readouterr().out))
+    assert f"weights from {path} ({kind})" in output
     (saved,) = published_checkpoints(tmp_path / "out" / "checkpoints")
-    assert read_manifest(saved)["init_from"] == begun["init_from"]
+    assert read_manifest(saved)["init_from"] == started["init_from"]
     assert load_weights_from(saved).config.rms_norm_eps == 1e-4
 
 
@@ -155,9 +155,9 @@ def test_a_resumed_run_ignores_it_and_needs_it_no_more(places, tmp_path, capsys)
     assert train(flags(places, out, source, stop_at_step=1, **more)) == 75
     shutil.rmtree(source)
     again = run(places, out, source, **more)
-    begun = [event for event in again if event["event"] == "run_start"]
-    assert [event["init_from"]["place"] for event in begun] == [str(source)] * 2
-    assert begun[1]["resume_from"]
+    started = [event for event in again if event["event"] == "run_start"]
+    assert [event["init_from"]["place"] for event in started] == [str(source)] * 2
+    assert started[1]["resume_from"]
     assert f"--init_from {source} is ignored" in " ".join(capsys.readouterr().out.split())
     straight = run(places, tmp_path / "straight", places / "ours", **more)
     losses = [[e["loss"] for e in events if e["event"] == "step"] for events in (again, straight)]
@@ -187,12 +187,12 @@ def test_a_flag_that_contradicts_the_shape_is_named_with_it(words, places, tmp_p
     given = ["--init_from", str(places / "llama"), "--out_dir", str(tmp_path), *words]
     with pytest.raises(UsageError) as caught:
         read_initial(parse_flags(given))
-    told = str(caught.value)
-    assert f"--init_from {places / 'llama'}" in told
-    assert words[0].removeprefix("--") in told
+    report = str(caught.value)
+    assert f"--init_from {places / 'llama'}" in report
+    assert words[0].removeprefix("--") in report
 
 
-def test_the_length_of_a_row_is_free_and_that_of_the_source_where_none_is_said(places, tmp_path):
+def test_the_length_of_a_row_is_free_and_that_of_the_source_where_none_is_stated(places, tmp_path):
     given = ["--init_from", str(places / "ours"), "--out_dir", str(tmp_path)]
     assert read_initial(parse_flags(given)).run.max_seq_len == LENGTH
     run = read_initial(parse_flags([*given, "--max_seq_len", "48", "--dim", "32"])).run
@@ -202,30 +202,30 @@ def test_the_length_of_a_row_is_free_and_that_of_the_source_where_none_is_said(p
 
 
 @pytest.mark.parametrize("name", ["n_heads", "rope_theta", "norm_eps"])
-def test_what_a_file_does_not_tell_must_be_said(name, places, tmp_path):
-    said = {key: value for key, value in of_pth().items() if key != name}
-    words = [word for key, value in said.items() for word in (f"--{key}", str(value))]
+def test_what_a_file_does_not_report_must_be_stated(name, places, tmp_path):
+    text = {key: value for key, value in of_pth().items() if key != name}
+    words = [word for key, value in text.items() for word in (f"--{key}", str(value))]
     given = ["--init_from", str(places / "file.pth"), "--out_dir", str(tmp_path), *words]
     with pytest.raises(UsageError, match=f"--{name}"):
         read_initial(parse_flags(given))
 
 
-def test_the_length_of_a_row_is_not_ascribed_to_a_file_that_does_not_tell_it(places, tmp_path):
-    said = {key: value for key, value in of_pth().items() if key != "max_seq_len"}
-    words = [word for key, value in said.items() for word in (f"--{key}", str(value))]
+def test_the_length_of_a_row_is_not_ascribed_to_a_file_that_does_not_report_it(places, tmp_path):
+    text = {key: value for key, value in of_pth().items() if key != "max_seq_len"}
+    words = [word for key, value in text.items() for word in (f"--{key}", str(value))]
     given = ["--init_from", str(places / "file.pth"), "--out_dir", str(tmp_path), *words]
     run = read_initial(parse_flags([*given, "--data_path", str(places / "data")])).run
     assert (run.max_seq_len, run.sources["max_seq_len"]) == (512, "default")
     assert run.sources["n_layers"] == f"--init_from {places / 'file.pth'}"
 
 
-def test_a_directory_of_minimind2_tells_its_length_and_leaves_it_free(places, tmp_path):
+def test_a_directory_of_minimind2_reports_its_length_and_leaves_it_free(places, tmp_path):
     folder = tmp_path / "MiniMind2"
     folder.mkdir()
     shutil.copy(places / "file.pth", folder / "pytorch_model.bin")
     shutil.copy(places / "tokenizer.model", folder / "tokenizer.model")
-    told = {name: getattr(SHAPE, name) for name in minimind2.Shape.__dataclass_fields__}
-    (folder / "config.json").write_text(json.dumps({**told, "max_seq_len": 8192}))
+    report = {name: getattr(SHAPE, name) for name in minimind2.Shape.__dataclass_fields__}
+    (folder / "config.json").write_text(json.dumps({**report, "max_seq_len": 8192}))
     given = ["--init_from", str(folder), "--out_dir", str(tmp_path)]
     run = read_initial(parse_flags(given)).run
     assert (run.max_seq_len, run.sources["max_seq_len"]) == (8192, f"--init_from {folder}")
@@ -234,7 +234,7 @@ def test_a_directory_of_minimind2_tells_its_length_and_leaves_it_free(places, tm
         read_initial(parse_flags([*given, "--rope_theta", "7"]))
 
 
-def test_numbers_that_are_none_are_told_by_the_name_that_the_file_has(places, tmp_path):
+def test_numbers_that_are_none_are_reported_by_the_name_that_the_file_has(places, tmp_path):
     wrong = {**WEIGHTS, "layers.1.attention.wq.weight": torch.full((32, 32), torch.nan)}
     torch.save(wrong, tmp_path / "file.pth")
     with pytest.raises(CheckpointError, match=r"file\.pth: layers\.1\.attention\.wq\.weight has"):

@@ -57,7 +57,7 @@ def test_objects_frozen_by_a_notebook_stay_frozen(corpus: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "interval", "told"),
+    ("seconds", "interval", "output"),
     [
         (
             40.0,
@@ -73,13 +73,13 @@ def test_objects_frozen_by_a_notebook_stay_frozen(corpus: Path, tmp_path: Path):
         ),
     ],
 )
-def test_an_hour_without_a_step_line_is_said_once_steps_are_timed(
+def test_an_hour_without_a_step_line_is_stated_once_steps_are_timed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     seconds: float,
     interval: int,
-    told: str,
+    output: str,
 ):
     now = 1000.0
     monkeypatch.setattr(report_module.time, "perf_counter", lambda: now)
@@ -96,5 +96,5 @@ def test_an_hour_without_a_step_line_is_said_once_steps_are_timed(
         logger.add_pause("evaluate", 500e3)
     logger.close()
     found = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert len(found) == bool(told)
-    assert told in "".join(found)
+    assert len(found) == bool(output)
+    assert output in "".join(found)

@@ -102,9 +102,9 @@ def test_a_run_out_of_memory_ends_with_10_in_one_line_and_keeps_its_checkpoint(
     with monkeypatch.context() as patched:
         fail_at(patched, 4, torch.OutOfMemoryError(CUDA))
         assert ended(flags) == 10
-    told = capsys.readouterr().err
-    assert "Traceback" not in told
-    (line,) = [line for line in told.splitlines() if "error[" in line]
+    output = capsys.readouterr().err
+    assert "Traceback" not in output
+    (line,) = [line for line in output.splitlines() if "error[" in line]
     assert line.startswith("train_pretrain: error[E_MEMORY] rank=0 step=3: the device is out of")
     assert "tried to allocate 20.00 GiB" in line
     assert "4 rows (--batch_size 4) x 64 tokens (--max_seq_len 64)" in line
@@ -142,10 +142,10 @@ def advice(line: str, memory: float, world_size: int = 1, **more: Any) -> str:
     return remedy(run, resolved, world_size, "cuda", int(memory * GIB))
 
 
-def test_the_advice_is_what_plan_says_fits(capsys: pytest.CaptureFixture[str]):
-    told = advice("--batch_size 64 --accumulation_steps 2 --deepspeed_config none", 12)
-    found = re.search(r"--batch_size (\d+) --accumulation_steps (\d+) fits", told)
-    assert found, told
+def test_the_advice_is_what_plan_states_fits(capsys: pytest.CaptureFixture[str]):
+    output = advice("--batch_size 64 --accumulation_steps 2 --deepspeed_config none", 12)
+    found = re.search(r"--batch_size (\d+) --accumulation_steps (\d+) fits", output)
+    assert found, output
     rows, steps = map(int, found.groups())
     assert (rows * steps, rows < 64) == (128, True)
     flags = f"--model 104m --batch_size {rows} --accumulation_steps {steps}"
@@ -163,7 +163,7 @@ def test_the_advice_where_it_should_fit_and_where_nothing_does():
     assert "ZeRO-1 with --batch_size 1 --accumulation_steps 1 fits" in sharded
 
 
-def test_a_gpu_run_without_host_memory_is_told_so(monkeypatch: pytest.MonkeyPatch):
+def test_a_gpu_run_without_host_memory_is_reported_so(monkeypatch: pytest.MonkeyPatch):
     class Setup:
         device = "cuda"
         launch = type("Launch", (), {"world_size": 1, "local_world_size": 1})
@@ -182,11 +182,11 @@ def test_a_command_out_of_memory_ends_with_10(
         raise torch.OutOfMemoryError(CUDA)
 
     monkeypatch.setattr("minimind.inference.generate.generate_texts", fail)
-    asked = ["generate", "--checkpoint", str(trained.run), "--prompt", "a"]
-    assert main(asked) == 10
-    told = capsys.readouterr().err
-    assert "error[E_MEMORY]: the device is out of memory (CUDA out of memory." in told
-    assert "Traceback" not in told
+    requested = ["generate", "--checkpoint", str(trained.run), "--prompt", "a"]
+    assert main(requested) == 10
+    output = capsys.readouterr().err
+    assert "error[E_MEMORY]: the device is out of memory (CUDA out of memory." in output
+    assert "Traceback" not in output
 
 
 def test_the_script_answers_10_and_the_other_rank_does_not_hang(launch: Launcher, tmp_path: Path):

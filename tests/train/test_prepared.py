@@ -39,7 +39,7 @@ def flags(place: Path, data: str, **changes: Any) -> dict[str, Any]:
     return {**BASE, "data_path": f"{place}/{data}", "cache_dir": cache, **changes}
 
 
-def test_a_folder_trains_as_its_text_does_and_each_goes_on_from_the_other(
+def test_a_folder_trains_as_its_text_does_and_each_continues_from_the_other(
     place: Path, tmp_path: Path
 ):
     whole, changed = str(tmp_path / "whole"), str(tmp_path / "changed")
@@ -100,16 +100,16 @@ def test_a_source_without_a_row_is_named(place: Path, tmp_path: Path):
         train(flags(place, "", data_path=f"{tmp_path}/data"), out_dir=str(tmp_path / "out"))
 
 
-def test_too_much_bad_text_is_told_by_the_path_of_the_text(place: Path, tmp_path: Path):
+def test_too_much_bad_text_is_reported_by_the_path_of_the_text(place: Path, tmp_path: Path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text((place / "b.jsonl").read_text() + "[]\n" * 30)
-    asked = {"on_bad_data": "skip", "max_bad_fraction": 0.1, "cache_dir": f"{tmp_path}/cache"}
-    asked["tokenizer"] = f"{place}/raw/tokenizer"
+    requested = {"on_bad_data": "skip", "max_bad_fraction": 0.1, "cache_dir": f"{tmp_path}/cache"}
+    requested["tokenizer"] = f"{place}/raw/tokenizer"
     wanted = rf"^{bad}: 30 of 130 documents are bad, more than max_bad_fraction = 0\.1; the first"
     for _ in range(2):
         with pytest.raises(DataError, match=wanted):
-            train(flags(place, "", **asked, data_path=[str(bad)]), out_dir=f"{tmp_path}/out")
-    train(flags(place, "", **{**asked, "max_bad_fraction": 0.5}, data_path=[str(bad)]),
+            train(flags(place, "", **requested, data_path=[str(bad)]), out_dir=f"{tmp_path}/out")
+    train(flags(place, "", **{**requested, "max_bad_fraction": 0.5}, data_path=[str(bad)]),
           out_dir=f"{tmp_path}/out")  # fmt: skip
     with pytest.raises(DataError, match=wanted):
-        train(flags(place, "", **asked, data_path=[str(bad)]), out_dir=f"{tmp_path}/other")
+        train(flags(place, "", **requested, data_path=[str(bad)]), out_dir=f"{tmp_path}/other")

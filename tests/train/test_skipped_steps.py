@@ -49,8 +49,8 @@ def alone(out_dir: Path, flags: str, rows: int = 2) -> tuple[SkippedSteps, Ear]:
 
 
 def result(losses: list[float], skipped_so_far: Any, is_skipped: Any) -> StepResult:
-    told = tuple(torch.tensor(loss) for loss in losses)
-    return StepResult(told, (torch.tensor(3),) * 2, NAN, 1.0, skipped_so_far, is_skipped)
+    report = tuple(torch.tensor(loss) for loss in losses)
+    return StepResult(report, (torch.tensor(3),) * 2, NAN, 1.0, skipped_so_far, is_skipped)
 
 
 def micro_batches(rows: int = 2) -> list[torch.Tensor]:
@@ -72,8 +72,8 @@ def test_a_skipped_step_is_one_line_one_event_and_its_rows(tmp_path):
     steps, ear = alone(tmp_path, "--max_skipped 3")
     steps.check(2, result([1.0, NAN], 1, True))
     assert ear.events == [{"event": "step_skipped", "step": 2, "reason": "loss", "ranks": [0]}]
-    (said,) = ear.said
-    assert said == (
+    (text,) = ear.said
+    assert text == (
         "step 2 is skipped: the loss is not finite on rank 0 (micro-batch 1); 1 in all, 3 are"
         " allowed (--max_skipped)"
     )
@@ -85,7 +85,7 @@ def test_a_skipped_step_is_one_line_one_event_and_its_rows(tmp_path):
     ]
 
 
-def test_of_a_gradient_alone_the_range_of_rows_is_told(tmp_path):
+def test_of_a_gradient_alone_the_range_of_rows_is_reported(tmp_path):
     steps, ear = alone(tmp_path, "")
     steps.check(2, result([1.0, 2.0], 1, True))
     assert lines_of(tmp_path) == [{"step": 2, "reason": "gradient", "positions": [4, 8]}]
@@ -93,7 +93,7 @@ def test_of_a_gradient_alone_the_range_of_rows_is_told(tmp_path):
     assert "the gradient is not finite, though every loss is" in ear.said[0]
 
 
-def test_no_more_than_so_many_rows_of_a_step_are_dumped_and_that_is_told(tmp_path):
+def test_no_more_than_so_many_rows_of_a_step_are_dumped_and_that_is_reported(tmp_path):
     steps, _ = alone(tmp_path, "", rows=MAX_ROWS)
     steps.check(1, result([NAN, NAN], 1, True))
     *rows, last = lines_of(tmp_path)
@@ -101,7 +101,7 @@ def test_no_more_than_so_many_rows_of_a_step_are_dumped_and_that_is_told(tmp_pat
     assert last == {"step": 1, "rank": 0, "rows_left_out": MAX_ROWS}
 
 
-def test_what_only_the_device_knows_is_asked_when_due_or_of_many_steps(tmp_path):
+def test_what_only_the_device_knows_is_requested_when_due_or_of_many_steps(tmp_path):
     steps, ear = alone(tmp_path, "--max_skipped 3")
     for step in range(1, MAX_PENDING):
         so_far, is_skipped = torch.tensor(int(step >= 2)), torch.tensor(step == 2)
@@ -168,9 +168,9 @@ def test_a_run_over_its_budget_ends_with_6_and_resumed_still_knows_its_count(
         train(given)
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["event"] == "step_skipped"] == [2, 5]
-    told = [(e["step"], e["skipped"], e["loss"]) for e in events if e["event"] == "step"]
-    assert [(step, skipped) for step, skipped, _ in told] == [(1, 0), (2, 1), (3, 1), (4, 1)]
-    assert told[1][2] is None
+    report = [(e["step"], e["skipped"], e["loss"]) for e in events if e["event"] == "step"]
+    assert [(step, skipped) for step, skipped, _ in report] == [(1, 0), (2, 1), (3, 1), (4, 1)]
+    assert report[1][2] is None
     tokenizer = Tokenizer(tmp_path / "tokenizer")
     lines = lines_of(tmp_path)
     assert [line["step"] for line in lines] == [2, 2, 5, 5]
@@ -181,5 +181,5 @@ def test_a_run_over_its_budget_ends_with_6_and_resumed_still_knows_its_count(
     spoilt_losses.clear()
     assert train(given, stop_at_step=6) == 75
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    resumed = [(e["step"], e["skipped"]) for e in events if e["event"] == "step"][len(told) :]
+    resumed = [(e["step"], e["skipped"]) for e in events if e["event"] == "step"][len(report) :]
     assert resumed == [(4, 1), (5, 1), (6, 1)]

@@ -90,14 +90,14 @@ def start(line: str, backend: str, path: Path | None = None) -> list[str]:
 def test_a_start_fits_20_lines_of_100_columns(backend: str, flags: str):
     lines = start(TINY + flags, backend)
     require_fit(lines)
-    told = unbroken_text(lines)
-    assert "--verbose" in told
-    assert f"backend {backend.split(',')[0]}" in told
+    report = unbroken_text(lines)
+    assert "--verbose" in report
+    assert f"backend {backend.split(',')[0]}" in report
     if not flags:
-        assert "flags max_steps 40, batch_size 2, device cpu preset dim 192, n_layers 4" in told
-        assert "derived compile off (no GPU)" in told
-        assert "default" not in told
-        assert "these are not all" not in told
+        assert "flags max_steps 40, batch_size 2, device cpu preset dim 192, n_layers 4" in report
+        assert "derived compile off (no GPU)" in report
+        assert "default" not in report
+        assert "these are not all" not in report
 
 
 def test_a_real_run_prints_the_same_start(
@@ -111,8 +111,8 @@ def test_a_real_run_prints_the_same_start(
     require_fit(lines)
     assert lines[-1] == "start    at step 0"
     assert train({**flags, "max_steps": 3}, out_dir=str(out), verbose=True) == 0
-    told = capsys.readouterr().out
-    again = start_of(told)
+    output = capsys.readouterr().out
+    again = start_of(output)
     assert again[-1] == "start    resuming at step 2 from checkpoints/step_00000002 (verified)"
     named = {line.split()[0] for line in again if line.startswith("  ")}
     values = {n for n in FLAGS if n not in ("local_rank", "config")}
@@ -121,15 +121,15 @@ def test_a_real_run_prints_the_same_start(
 
 
 def test_verbose_prints_every_flag_and_every_key_of_deepspeed():
-    told = unbroken_text(start(f"{TINY} --verbose", "deepspeed"))
+    report = unbroken_text(start(f"{TINY} --verbose", "deepspeed"))
     context, _ = stand_in(TINY, "deepspeed")
     resolved = context.engine.resolved
     for name in (n for n in FLAGS if getattr(resolved.run, n) is not None):
-        assert f" {name} " in told
+        assert f" {name} " in report
     for key, source in resolved.sources.items():
-        assert f" {key} " in told
-        assert source in told
-    assert "--verbose, or" not in told
+        assert f" {key} " in report
+        assert source in report
+    assert "--verbose, or" not in report
 
 
 def differing_of(line: str, backend: str = "single") -> dict[str, str]:
@@ -149,8 +149,8 @@ def test_a_value_from_a_file_is_shown_with_the_file(
     (tmp_path / "ds.json").write_text(json.dumps(document))
     monkeypatch.setitem(BACKENDS, "mine", (2, "ds.json"))
     found = differing_of(TINY, "mine")
-    told = "gradient_clipping 0.5, zero_optimization.reduce_scatter false (ds.json)"
-    assert found["files"] == told
+    report = "gradient_clipping 0.5, zero_optimization.reduce_scatter false (ds.json)"
+    assert found["files"] == report
     (tmp_path / "run.yaml").write_text("batch_size: 4\nlog_interval: 10\n")
     assert differing_of("--config run.yaml")["files"] == "batch_size 4 (--config run.yaml)"
 
@@ -196,12 +196,12 @@ WARNINGS = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "step", "told"), WARNINGS)
-def test_a_start_says_what_will_not_happen_before_the_end(flags: str, step: int, told: str):
+@pytest.mark.parametrize(("flags", "step", "report"), WARNINGS)
+def test_a_start_reports_what_will_not_happen_before_the_end(flags: str, step: int, report: str):
     run = parse_flags(f"--max_steps 40 {flags}".split())
     found = cadence_warnings(run, plan_schedule(run, 100), {}, step)
-    assert len(found) == bool(told)
-    assert told in " ".join(found)
+    assert len(found) == bool(report)
+    assert report in " ".join(found)
 
 
 @pytest.mark.parametrize(

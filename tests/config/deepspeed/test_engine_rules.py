@@ -175,8 +175,8 @@ def test_the_closest_right_one_is_taken(edits, device):
 
 def test_the_remedy_names_the_key_that_is_mentioned_first():
     config = {"bf16": {"bf16_optimizer_states": True, "enabled": True}}
-    told = "bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled."
-    assert remedy_for(config, told) == "change or remove bf16.bf16_optimizer_states"
+    report = "bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled."
+    assert remedy_for(config, report) == "change or remove bf16.bf16_optimizer_states"
     assert remedy_for(config, "no") == "correct the file"
 
 

@@ -189,7 +189,7 @@ def test_the_closest_right_one_is_taken(right: dict[str, Any], wrong: dict[str, 
         ("--split_batches --batch_size 4", 64, 4, 16),
     ],
 )
-def test_a_batch_in_the_file_settles_the_factor_that_nobody_gave(
+def test_a_batch_in_the_file_settles_the_factor_that_no_one_gave(
     line: str, total: int, batch_size: int, accumulation_steps: int
 ):
     found = resolved(line, {"train_batch_size": total})
@@ -238,14 +238,14 @@ def test_a_stage_of_the_file_is_no_conflict_with_accelerates_default(stage: int)
     assert resolved("", {f"{ZERO}stage": stage}, launch=launch).zero_stage == stage
 
 
-def test_an_accelerate_yaml_that_says_the_same_is_no_conflict():
-    said = {"DEEPSPEED_ZERO_STAGE": "3", "MIXED_PRECISION": "bf16", "GRADIENT_CLIPPING": "none"}
-    launch = read_launch({**ENGAGED, **{f"ACCELERATE_{k}": v for k, v in said.items()}})
+def test_an_accelerate_yaml_that_states_the_same_is_no_conflict():
+    text = {"DEEPSPEED_ZERO_STAGE": "3", "MIXED_PRECISION": "bf16", "GRADIENT_CLIPPING": "none"}
+    launch = read_launch({**ENGAGED, **{f"ACCELERATE_{k}": v for k, v in text.items()}})
     assert resolved("--dtype bfloat16", {f"{ZERO}stage": 3}, launch=launch).zero_stage == 3
 
 
 @pytest.mark.parametrize(
-    ("config", "line", "told"),
+    ("config", "line", "report"),
     [
         ({"scheduler": {"type": "WarmupLR"}}, "--min_lr_ratio 0.5", "min_lr_ratio = 0.5"),
         ({"scheduler": CYCLE}, "--warmup_steps 4", "warmup_steps = 4"),
@@ -257,15 +257,15 @@ def test_an_accelerate_yaml_that_says_the_same_is_no_conflict():
         ({"optimizer": {"type": "RAdam"}}, "", "RAdam has no checkpoints"),
     ],
 )
-def test_a_number_that_a_block_cannot_hear_is_refused(config, line, told):
+def test_a_number_that_a_block_cannot_hear_is_refused(config, line, report):
     if line:  # without the flag it is right
         resolve(config, "ds.json", parse_flags([]), 1, "cpu")
     with pytest.raises(UsageError) as caught:
         resolve(config, "ds.json", parse_flags(line.split()), 1, "cpu")
-    assert told in str(caught.value)
+    assert report in str(caught.value)
 
 
-def test_momenta_that_onecycle_would_pass_over_are_told():
+def test_momenta_that_onecycle_would_pass_over_are_reported():
     params = {**CYCLE["params"], "cycle_min_mom": 0.5}
     config: dict[str, Any] = {"scheduler": {"type": "OneCycle", "params": params}}
     with pytest.raises(UsageError, match="cycle_min_mom is ignored"):

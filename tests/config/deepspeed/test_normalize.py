@@ -166,7 +166,7 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("edits", HARMLESS, ids=json.dumps)
-def test_what_asks_for_nothing_is_taken(edits: dict[str, Any]):
+def test_what_requests_nothing_is_taken(edits: dict[str, Any]):
     assert verdict(edits) == ""
 
 
@@ -190,9 +190,9 @@ def test_what_asks_for_nothing_is_taken(edits: dict[str, Any]):
     ],
 )
 def test_what_nothing_obeys_is_refused_with_the_way_that_works(edits: dict[str, Any], remedy: str):
-    told = verdict(edits)
-    assert remedy in told
-    assert "faults" not in told
+    report = verdict(edits)
+    assert remedy in report
+    assert "faults" not in report
 
 
 def test_keys_of_another_stage_are_listed():

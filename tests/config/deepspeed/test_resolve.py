@@ -100,10 +100,10 @@ def test_beside_what_only_deepspeeds_adamw_takes_auto_is_that(name):
     assert found.sources["optimizer.params.torch_adam"] == f"derived: of {name}"
 
 
-def test_deepspeeds_clock_waits_for_no_gpu_unless_asked_to():
+def test_deepspeeds_clock_waits_for_no_gpu_unless_requested_to():
     assert resolved(device="cuda").config["timers"] == {"throughput": {"synchronized": False}}
-    asked = with_value("timers.throughput.synchronized", True)
-    assert resolved(config=asked).config["timers"] == asked["timers"]
+    requested = with_value("timers.throughput.synchronized", True)
+    assert resolved(config=requested).config["timers"] == requested["timers"]
 
 
 def test_communication_overlaps_on_several_gpus_only():
@@ -131,7 +131,7 @@ def test_a_literal_equal_to_the_flag_is_no_conflict():
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "line", "told"),
+    ("key", "value", "line", "report"),
     [
         ("gradient_clipping", 0.5, "--grad_clip 1.0", ["0.5", "--grad_clip", "grad_clip = 1.0"]),
         ("train_micro_batch_size_per_gpu", 4, "--batch_size 8", ["4", "batch_size = 8"]),
@@ -158,11 +158,11 @@ def test_a_literal_equal_to_the_flag_is_no_conflict():
         ("fp16.enabled", True, "", ["float16", "GPU"]),
     ],
 )
-def test_a_contradiction_names_both_sides(key, value, line, told):
+def test_a_contradiction_names_both_sides(key, value, line, report):
     config = with_value(key, value)
     with pytest.raises(UsageError) as caught:
         resolved(line, config=config)
-    for words in told:
+    for words in report:
         assert words in str(caught.value)
 
 
@@ -173,7 +173,7 @@ def test_two_precisions_at_once_are_refused():
         resolved(config=config)
 
 
-def test_several_contradictions_are_told_together():
+def test_several_contradictions_are_reported_together():
     config = with_value("gradient_clipping", 0.5)
     config["gradient_accumulation_steps"] = 9
     with pytest.raises(UsageError) as caught:
@@ -189,7 +189,7 @@ def test_a_precision_the_file_spells_out_is_the_runs():
     assert fp16.config["bf16"]["enabled"] is False
 
 
-def test_malformed_json_is_told_with_line_and_column(tmp_path):
+def test_malformed_json_is_reported_with_line_and_column(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text('{\n  "a": 1,\n}\n')
     with pytest.raises(UsageError, match=r"ds\.json:3:1"):

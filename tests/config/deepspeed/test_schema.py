@@ -335,11 +335,11 @@ BAD = [
 
 
 @pytest.mark.parametrize(("config", "what", "advice"), BAD, ids=lambda value: str(value)[:50])
-def test_one_fault_is_one_sentence_that_says_what_to_do(config, what, advice):
-    (told,) = faults(config, "ds.json")
-    assert told.startswith("ds.json: ")
-    assert what in told
-    assert advice in told
+def test_one_fault_is_one_sentence_that_reports_what_to_do(config, what, advice):
+    (report,) = faults(config, "ds.json")
+    assert report.startswith("ds.json: ")
+    assert what in report
+    assert advice in report
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_one_fault_is_one_sentence_that_says_what_to_do(config, what, advice):
     ],
     ids=str,
 )
-def test_what_deepspeed_obeys_or_another_module_tells_is_no_fault(inside):
+def test_what_deepspeed_obeys_or_another_module_reports_is_no_fault(inside):
     assert faults({"zero_optimization": inside}, "ds.json") == []
 
 

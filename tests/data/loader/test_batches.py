@@ -69,7 +69,7 @@ def test_one_rank_and_two_ranks_read_the_same_rows(batches):
         assert all(map(torch.equal, alone.at(step), shared))
 
 
-def test_a_failed_read_surfaces_where_a_step_of_its_block_is_asked_for(shards, batches):
+def test_a_failed_read_surfaces_where_a_step_of_its_block_is_requested(shards, batches):
     class Failing:
         def read_rows(self, indices, row_tokens):
             if threading.current_thread() is threading.main_thread() or len(seen) == 1:
@@ -87,7 +87,7 @@ def test_a_failed_read_surfaces_where_a_step_of_its_block_is_asked_for(shards, b
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_what_follows_is_read_before_it_is_asked_for(shards, batches, workers):
+def test_what_follows_is_read_before_it_is_requested(shards, batches, workers):
     class Counting:
         def read_rows(self, indices, row_tokens):
             found = shards.read_rows(indices, row_tokens)
@@ -121,9 +121,9 @@ def test_places_are_computed_once_though_blocks_take_turns(batches, monkeypatch,
     monkeypatch.setattr(Order, "rows_for", counted)
     stretch = ROWS_AT_ONCE // 8
     for step in range(stretch):  # as one thread and another, a stretch ahead, ask in turn
-        for asked in (step, stretch + step):
+        for requested in (step, stretch + step):
             np.testing.assert_array_equal(
-                reader._rows_for(asked), rows_for(reader.order, asked, 0, 1)
+                reader._rows_for(requested), rows_for(reader.order, requested, 0, 1)
             )
     assert computed == [0, stretch]
 

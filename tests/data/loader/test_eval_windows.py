@@ -39,7 +39,7 @@ def test_of_a_source_so_many_windows_are_enough_and_its_last_document_is_whole(t
     assert windows_of(read, 4, EOS, apart=False, most=2).starts.tolist() == [0, 4, 20, 24]
 
 
-def test_an_index_that_does_not_fit_its_tokens_is_told(tmp_path):
+def test_an_index_that_does_not_fit_its_tokens_is_reported(tmp_path):
     write(tmp_path, np.arange(40), "<u2", 20)
     read = TokenShards(tmp_path, "train")
     index = tmp_path / "train-00001.idx"

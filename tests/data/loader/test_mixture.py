@@ -36,7 +36,7 @@ def test_quotas_are_whole_shares_of_an_epoch():
         assert Mixture(sizes, tuple(4 * weight for weight in weights)).quotas == quotas
 
 
-def test_an_epoch_reads_each_source_as_often_as_its_quota_says():
+def test_an_epoch_reads_each_source_as_often_as_its_quota_states():
     order = mixed()
     for epoch in range(3):
         source, _ = source_and_row(order.rows_for(epoch * 1073, 0, 1, 1073))
@@ -58,8 +58,8 @@ def test_every_pass_over_a_source_meets_each_of_its_rows_once(number):
     assert passes == {0: 2, 1: 18, 2: 286}[number]
     for done in range(passes):
         assert sorted(stream[done * size : (done + 1) * size]) == list(range(size))
-    begun = stream[passes * size :]
-    assert len(set(begun)) == len(begun)
+    started = stream[passes * size :]
+    assert len(set(started)) == len(started)
     same_place = np.equal(stream[:size], stream[size : 2 * size]).sum()
     assert size == 3 or same_place < 8  # shuffled anew; one is expected by chance
 
@@ -140,7 +140,7 @@ def test_a_trillion_rows_take_no_memory(weights):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "weights", "told"),
+    ("sizes", "weights", "report"),
     [
         ((5, 0), (1.0, 1.0), "source 1 has 0 rows"),
         ((5, 5), (1.0, 0.0), "source 1 has the weight 0"),
@@ -153,8 +153,8 @@ def test_a_trillion_rows_take_no_memory(weights):
         ((1,) * 10_001, (1.0,) * 10_001, "at most 10,000"),
     ],
 )
-def test_a_mixture_that_leaves_a_source_unread_is_refused(sizes, weights, told):
-    with pytest.raises(ValueError, match=told):
+def test_a_mixture_that_leaves_a_source_unread_is_refused(sizes, weights, report):
+    with pytest.raises(ValueError, match=report):
         Mixture(sizes, weights)
 
 

@@ -14,7 +14,7 @@ def test_a_permutation_meets_every_row_once(size):
 
 
 @pytest.mark.parametrize("size", [10**12, 2**62])
-def test_a_permutation_of_a_trillion_is_computed_where_it_is_asked(size):
+def test_a_permutation_of_a_trillion_is_computed_where_it_is_requested(size):
     positions = np.concatenate([np.arange(5000), size - 1 - np.arange(5000)])
     image = permute(positions, size, seed=0, epoch=0)
     assert len(set(image.tolist())) == 10_000
@@ -101,7 +101,7 @@ def test_another_batch_reads_on_where_the_first_stood():
     assert places == list(range(56, 56 + 4 * 53))
 
 
-def test_an_order_taken_over_twice_goes_on_as_one_taken_over_once():
+def test_an_order_taken_over_twice_continues_as_one_taken_over_once():
     first = Order(103, 8, 5)
     once = Order(103, 4, 5, first.origin_at(20, is_same_text=True))
     twice = Order(103, 4, 5, once.origin_at(31, is_same_text=True))

@@ -47,7 +47,7 @@ def test_the_dtype_is_the_smallest_that_holds_every_id():
     assert token_dtype(65537) == np.dtype("<u4")
 
 
-def test_an_index_says_where_each_document_ends(tmp_path):
+def test_an_index_names_where_each_document_ends(tmp_path):
     with closing(ShardWriter(tmp_path, "train-00000", np.dtype("<u2"))) as writer:
         for ids, lengths in (([5, 6, 2, 2], [3, 1]), ([], []), ([7, 2], [2])):
             writer.add(np.array(ids, dtype=int), np.array(lengths, dtype=int))
@@ -77,7 +77,7 @@ def test_a_row_that_is_not_there_is_refused(tmp_path):
             read.read_rows(np.array([0, index]), 3)
 
 
-def test_a_cut_or_missing_shard_is_told(tmp_path):
+def test_a_cut_or_missing_shard_is_reported(tmp_path):
     write(tmp_path, np.arange(10), "<u2", 4)
     path = tmp_path / "train-00001.bin"
     path.write_bytes(path.read_bytes()[:-1])
@@ -92,23 +92,23 @@ def test_a_cut_or_missing_shard_is_told(tmp_path):
             TokenShards(tmp_path, "train")
 
 
-def test_an_id_beyond_the_vocabulary_is_told_with_its_file_and_place(tmp_path):
+def test_an_id_beyond_the_vocabulary_is_reported_with_its_file_and_place(tmp_path):
     tokens = np.arange(100) % 50
     tokens[[63, 64]] = 50, 999
     shards = write(tmp_path, tokens, "<u2", 30)
     describe(tmp_path, "<u2", shards, vocab_size=50)
     read = TokenShards(tmp_path, "train")
     assert read.read_rows(np.array([11, 0, 5, 13]), 5).shape == (4, 5)
-    told = r"train-00002\.bin: token 3 \(counted from 0\) is 50, and the vocabulary has 50 ids; "
-    with pytest.raises(DataError, match=told):
+    report = r"train-00002\.bin: token 3 \(counted from 0\) is 50, and the vocabulary has 50 ids; "
+    with pytest.raises(DataError, match=report):
         read.read_rows(np.array([3, 12, 0]), 5)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=report):
         read.read_rows(np.array([1]), 40)  # a row that lies in two shards
     describe(tmp_path, "<u2", shards, vocab_size=1000)
     assert TokenShards(tmp_path, "train").read_rows(np.array([12]), 5)[0, 4] == 999
 
 
-def test_a_shard_that_was_changed_or_removed_under_the_reader_is_told(tmp_path):
+def test_a_shard_that_was_changed_or_removed_under_the_reader_is_reported(tmp_path):
     write(tmp_path, np.arange(10), "<u2", 4)
     read = TokenShards(tmp_path, "train")
     path, other = tmp_path / "train-00001.bin", tmp_path / "other"
@@ -124,22 +124,22 @@ def test_a_shard_that_was_changed_or_removed_under_the_reader_is_told(tmp_path):
 
     restored()
     os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns + 10**9))
-    told = r"train-00001\.bin: was changed or removed"
-    with pytest.raises(DataError, match=told):
+    report = r"train-00001\.bin: was changed or removed"
+    with pytest.raises(DataError, match=report):
         read.require_unchanged()
     restored()
     path.write_bytes(content[:-2])
     dated(path)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=report):
         read.require_unchanged()
     restored()
     other.write_bytes(content)  # the same to the last byte, but another file
     dated(other)
     os.replace(other, path)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=report):
         read.require_unchanged()
     path.unlink()
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=report):
         read.require_unchanged()
 
 

@@ -60,7 +60,7 @@ def whole(place: Path) -> dict[str, bytes]:
     return files
 
 
-def test_killed_while_it_writes_the_tokenizer_it_goes_on(
+def test_killed_while_it_writes_the_tokenizer_it_continues(
     place: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def stop(*_: object) -> None:
@@ -76,7 +76,7 @@ def test_killed_while_it_writes_the_tokenizer_it_goes_on(
 
 
 @pytest.mark.parametrize("path", ["~nobody-of-this-name/a.jsonl", "x" * 5000 + ":2"])
-def test_a_path_that_cannot_be_is_told_like_any_other(
+def test_a_path_that_cannot_be_is_reported_like_any_other(
     path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     for words in ([path], ["--source", f"a={path}"]):
@@ -115,7 +115,7 @@ def kill_at_random(place: Path, out: Path, times: int, seed: int, *more: str) ->
 
 @pytest.mark.parametrize("more", [(), ("--processes", "2")])
 @pytest.mark.parametrize("kills", [4, pytest.param(30, marks=pytest.mark.long)])
-def test_killed_at_random_and_begun_again_gives_the_same_bytes(
+def test_killed_at_random_and_started_again_gives_the_same_bytes(
     place: Path, whole: dict[str, bytes], tmp_path: Path, more: tuple[str, ...], kills: int
 ):
     hits = rounds = 0
@@ -252,7 +252,7 @@ MISUSE: dict[str, tuple[list[str], str]] = {
 def test_a_mistake_is_one_line_and_leaves_no_folder(
     case: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    given, told = MISUSE[case]
+    given, output = MISUSE[case]
     out = tmp_path / "out"
     (tmp_path / "none.jsonl").touch()
     for name, content in (("twice", "a: x\na: y"), ("day", "a: 2024-99-99"), ("deep", "[" * 3000)):
@@ -262,7 +262,7 @@ def test_a_mistake_is_one_line_and_leaves_no_folder(
     filled = [word.format(**known) for word in given]
     assert main(["prepare", *filled]) in (2, 3)
     error = capsys.readouterr().err
-    assert told in error
+    assert output in error
     assert error.count("\n") == 1
     assert not out.exists()
 
@@ -354,8 +354,8 @@ def test_of_much_that_is_bad_all_is_counted_and_a_part_listed(
     command = ["prepare", "--on_bad_data", "skip", "--tokenizer", str(place / MODEL_NAME)]
     command += [f"--source={name}={tmp_path / name}.jsonl" for name in "ab"]
     assert main([*command, "--out", str(tmp_path / "out")]) == 0
-    told = capsys.readouterr().out
-    assert "7 skipped (5 of them in rejected.jsonl)" in told
+    output = capsys.readouterr().out
+    assert "7 skipped (5 of them in rejected.jsonl)" in output
     assert main(["data", "inspect", str(tmp_path / "out")]) == 0
     assert "7 skipped (5 of them in rejected.jsonl)" in capsys.readouterr().out
     manifest = open_prepared(tmp_path / "out").manifest
@@ -456,7 +456,7 @@ def test_two_at_once_in_one_folder_are_one_preparation(
 
 
 @pytest.mark.parametrize("more", [(), ("--processes", "2")])
-def test_ctrl_c_is_answered_in_one_line_and_the_same_command_goes_on(
+def test_ctrl_c_is_answered_in_one_line_and_the_same_command_continues(
     place: Path, tmp_path: Path, more: tuple[str, ...]
 ):
     text, out, draft = tmp_path / "long.jsonl", tmp_path / "out", tmp_path / "out.part"
@@ -469,9 +469,9 @@ def test_ctrl_c_is_answered_in_one_line_and_the_same_command_goes_on(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, told = process.communicate()
+    _, output = process.communicate()
     assert process.returncode == 130
-    assert told.decode().splitlines() == [
+    assert output.decode().splitlines() == [
         f"minimind: error[INTERRUPTED]: stopped; {draft} keeps what is done, and the same command"
         " resumes from it"
     ]
@@ -481,7 +481,7 @@ def test_ctrl_c_is_answered_in_one_line_and_the_same_command_goes_on(
     assert {name: (out / name).stat().st_mtime_ns for name in names} == kept
 
 
-def test_ctrl_c_before_anything_is_kept_says_so(
+def test_ctrl_c_before_anything_is_kept_reports_it(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def interrupted(_: Any) -> None:
@@ -544,9 +544,9 @@ def test_inspect_shows_what_is_there_and_finds_damage(
     assert main(["data", "inspect", str(out)]) == 3
     (out / "train-00000.idx").unlink()
     assert main(["data", "inspect", str(out)]) == 3
-    told = capsys.readouterr().out
-    assert "DAMAGED: train-00000.bin: does not match its sha256" in told
-    assert "DAMAGED: train-00000.idx: is missing" in told
+    output = capsys.readouterr().out
+    assert "DAMAGED: train-00000.bin: does not match its sha256" in output
+    assert "DAMAGED: train-00000.idx: is missing" in output
     assert main(["data", "inspect", str(place)]) == 3
     assert "holds no prepared data" in capsys.readouterr().err
 
@@ -560,8 +560,8 @@ def test_a_given_size_of_shards_makes_no_more_than_a_run_can_open(
         made.truncate(bytes_)  # sparse
     source = [Source("x", (str(file),))]
     if is_refused:
-        told = f"shard_bytes = 1 cuts {bytes_:,} bytes of text into more than 1,024 shards"
-        with pytest.raises(UsageError, match=told):
+        report = f"shard_bytes = 1 cuts {bytes_:,} bytes of text into more than 1,024 shards"
+        with pytest.raises(UsageError, match=report):
             make_plan(source, Options(), 1)
     else:
         assert len(make_plan(source, Options(), 1).units) == MAX_UNITS

@@ -104,9 +104,9 @@ def test_a_document_that_a_tokenizer_would_need_too_much_memory_for_is_refused(
     text.write_text('{"text": "short"}\n' + json.dumps({"text": "a " * MIB + "b"}) + "\n")
     command = ["prepare", str(text), "--tokenizer", tokenizer, "--val_fraction", "0"]
     assert main([*command, "--out", str(tmp_path / "out")]) == 3
-    told = capsys.readouterr().err
-    assert "t.jsonl:2 (byte 18): the document has 2097153 bytes, more than max_document_b" in told
-    assert "raise --max_document_bytes" in told
+    output = capsys.readouterr().err
+    assert "t.jsonl:2 (byte 18): the document has 2097153 bytes, more than max_document_b" in output
+    assert "raise --max_document_bytes" in output
     command += ["--out", str(tmp_path / "skipped"), "--on_bad_data", "skip"]
     assert main([*command, "--max_bad_fraction", "0.5"]) == 0
     manifest = open_prepared(tmp_path / "skipped").manifest

@@ -47,9 +47,9 @@ def refused(capsys: pytest.CaptureFixture[str], command: list[str]) -> str:
     """The one line of a command that must end with status 2."""
     capsys.readouterr()
     assert main(command) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    return told
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1
+    return output
 
 
 OTHERS: dict[str, tuple[list[str], str]] = {
@@ -82,10 +82,10 @@ def test_a_job_that_finds_another_at_work_on_something_else_is_refused(
     assert main(words(place, out, "--shard", "0/2")) == 0
     before = (tmp_path / "out.part" / "plan.json").read_bytes()
     with held(out, "work", fcntl.LOCK_SH):
-        told = refused(capsys, other(place, out, case))
-    assert "another prepare is working on" in told
-    assert OTHERS[case][1] in told
-    assert "; give another --out, or wait" in told
+        report = refused(capsys, other(place, out, case))
+    assert "another prepare is working on" in report
+    assert OTHERS[case][1] in report
+    assert "; give another --out, or wait" in report
     assert (tmp_path / "out.part" / "plan.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["out.part"]
 
@@ -97,13 +97,13 @@ def test_shares_that_are_not_of_one_preparation_are_refused(
     out = tmp_path / "out"
     assert main(words(place, out, "--shard", "0/2")) == 0
     command = [*other(place, out, case), "--shard", "1/2"]
-    told = refused(capsys, command)
-    assert "out.part was started with another" in told
-    assert OTHERS[case][1] in told
-    assert "; give all shares the same, or another --out" in told
+    report = refused(capsys, command)
+    assert "out.part was started with another" in report
+    assert OTHERS[case][1] in report
+    assert "; give all shares the same, or another --out" in report
 
 
-def test_a_share_goes_on_after_its_text_was_mended(place: Path, tmp_path: Path):
+def test_a_share_continues_after_its_text_was_mended(place: Path, tmp_path: Path):
     write(tmp_path / "t.jsonl", ["one", "two"])
     out = tmp_path / "out"
     command = words(place, out, f"--source=t={tmp_path}/t.jsonl:1", "--val_fraction", "0")
@@ -174,7 +174,7 @@ def test_other_weights_are_another_fingerprint(place: Path, tmp_path: Path):
     assert len(found) == 2
 
 
-def test_a_whole_preparation_replaces_another_that_nobody_works_on(place: Path, tmp_path: Path):
+def test_a_whole_preparation_replaces_another_that_no_one_works_on(place: Path, tmp_path: Path):
     out = tmp_path / "out"
     assert main(words(place, out, "--shard", "0/2", text=("a",))) == 0
     assert main(words(place, out, text=("b",))) == 0
@@ -187,12 +187,12 @@ def finish_while_waited_for(out: Path, monkeypatch: pytest.MonkeyPatch, command:
     waiting = threading.Event()
     flock = fcntl.flock
 
-    def told(descriptor: int, how: int) -> None:
+    def report(descriptor: int, how: int) -> None:
         if how == fcntl.LOCK_SH:
             waiting.set()
         flock(descriptor, how)
 
-    monkeypatch.setattr(fcntl, "flock", told)
+    monkeypatch.setattr(fcntl, "flock", report)
     with held(out, "work", fcntl.LOCK_EX):
         thread = threading.Thread(target=lambda: status.append(main(command)))
         thread.start()
@@ -238,8 +238,8 @@ def test_a_plan_that_was_replaced_before_its_merge_is_not_merged(
         path.write_text(json.dumps({**json.loads(path.read_bytes()), "skips_bad": True}))
 
     monkeypatch.setattr(folder, "encode_plan", then_another)
-    told = refused(capsys, words(place, out))
-    assert "another prepare has started on" in told
+    report = refused(capsys, words(place, out))
+    assert "another prepare has started on" in report
     assert not out.exists()
 
 
@@ -323,13 +323,13 @@ def test_a_lock_is_kept_while_another_shares_it_and_removed_by_the_last(tmp_path
     assert not is_locked_by_anyone(out, "work")
 
 
-def test_a_lock_that_cannot_be_made_names_the_folder_asked_for(
+def test_a_lock_that_cannot_be_made_names_the_folder_requested(
     place: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert main(words(place, Path("/proc/out"))) == 5
-    told = capsys.readouterr().err
-    assert " /proc/out: " in told
-    assert "lock" not in told
+    output = capsys.readouterr().err
+    assert " /proc/out: " in output
+    assert "lock" not in output
 
 
 @pytest.mark.parametrize("is_link", [False, True])
@@ -339,9 +339,9 @@ def test_what_is_in_the_way_of_the_part_is_named(
     part = tmp_path / "out.part"
     part.symlink_to("nothing") if is_link else part.touch()
     for more in ([], ["--shard", "0/2"]):
-        told = refused(capsys, words(place, tmp_path / "out", *more))
-        assert f"{part} is a file or a link, and --out {tmp_path / 'out'} is built in" in told
-        assert "; move it away, or give another --out" in told
+        report = refused(capsys, words(place, tmp_path / "out", *more))
+        assert f"{part} is a file or a link, and --out {tmp_path / 'out'} is built in" in report
+        assert "; move it away, or give another --out" in report
 
 
 def test_an_out_of_too_long_a_name_is_named_as_it_was_given(

@@ -45,15 +45,15 @@ DAMAGE: dict[str, tuple[bytes | None, str]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_an_index_that_cannot_be_is_told_though_nothing_is_hashed(
+def test_an_index_that_cannot_be_is_reported_though_nothing_is_hashed(
     case: str, out: Path, capsys: pytest.CaptureFixture[str]
 ):
-    content, told = DAMAGE[case]
+    content, output = DAMAGE[case]
     index = out / "train-00000.idx"
     index.unlink() if content is None else index.write_bytes(content)
     assert main(["data", "inspect", str(out), "--no_verify"]) == 3
     error = capsys.readouterr().err
-    assert f"{index}: {told}; restore it, or prepare the text again" in error
+    assert f"{index}: {output}; restore it, or prepare the text again" in error
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "plan.json", "tokenizer"])
@@ -63,17 +63,17 @@ def test_what_a_folder_lacks_is_named(name: str, out: Path, capsys: pytest.Captu
     assert f"out: has no {name}, so it is no prepared" in capsys.readouterr().err
 
 
-def test_another_tokenizer_in_the_folder_is_told_without_naming_a_flag(
+def test_another_tokenizer_in_the_folder_is_reported_without_naming_a_flag(
     out: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     text = str(whole.with_name("t.jsonl"))
     assert main(["tokenizer", "train", text, "--vocab_size", "520", "--out", f"{tmp_path}/t"]) == 0
     shutil.copy(tmp_path / "t" / "tokenizer.model", out / "tokenizer")
     assert main(["data", "inspect", str(out), "--no_verify"]) == 3
-    told = capsys.readouterr().err
-    assert "is not the tokenizer of" in told
-    assert "; restore that one, or prepare the text again" in told
-    assert "--tokenizer" not in told
+    output = capsys.readouterr().err
+    assert "is not the tokenizer of" in output
+    assert "; restore that one, or prepare the text again" in output
+    assert "--tokenizer" not in output
 
 
 def test_a_row_shows_where_its_documents_end(

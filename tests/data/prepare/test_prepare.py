@@ -163,13 +163,13 @@ print(len(made.train), made.directory, made.tokenizer.fingerprint)
     started = [subprocess.Popen(command, **pipes) for _ in range(2)]
     ended = [process.communicate(timeout=60) for process in started]
     assert [error for _, error in ended] == ["", ""]
-    said = sorted(out.splitlines() for out, _ in ended)
-    assert [len(lines) for lines in said] in ([1, 2], [2, 1])
-    assert said[0][-1] == said[1][-1]
+    text = sorted(out.splitlines() for out, _ in ended)
+    assert [len(lines) for lines in text] in ([1, 2], [2, 1])
+    assert text[0][-1] == text[1][-1]
     assert len(names(tmp_path / "cache")) == 2
 
 
-def test_a_build_that_is_cut_is_taken_up_again(corpus, tmp_path, tokenizer_path, monkeypatch):
+def test_a_build_that_is_cut_is_resumed(corpus, tmp_path, tokenizer_path, monkeypatch):
     cache = tmp_path / "cache"
     options = {"tokenizer_path": tokenizer_path, "unit_bytes": 4096}
     written = []
@@ -213,7 +213,7 @@ def test_a_mistake_in_the_text_leaves_nothing(corpus, tmp_path, tokenizer_path):
     assert names(tmp_path / "cache") == []
 
 
-def test_a_file_that_changes_while_it_is_read_is_told(
+def test_a_file_that_changes_while_it_is_read_is_reported(
     corpus, tmp_path, tokenizer_path, monkeypatch
 ):
     def growing(segment, reading):
@@ -235,8 +235,8 @@ def test_bad_documents_are_passed_over_listed_and_limited(corpus, tmp_path, toke
     skipping = {"skips_bad": True, "unit_bytes": 4096}
     prepared = make([corpus], tmp_path / "cache", tokenizer_path, **skipping)
     assert documents_of(prepared, "train") == good
-    told = (prepared.directory / "rejected.jsonl").read_text().splitlines()
-    listed = [json.loads(line) for line in told]
+    report = (prepared.directory / "rejected.jsonl").read_text().splitlines()
+    listed = [json.loads(line) for line in report]
     assert [(Path(bad["file"]), bad["line"]) for bad in listed] == [
         (corpus, 8),
         (corpus, 9),
@@ -276,14 +276,14 @@ def test_no_line_is_read_again_to_number_what_is_passed_over(tmp_path, tokenizer
     assert (
         made[0].manifest["rejected"] == made[1].manifest["rejected"] == made[2].manifest["rejected"]
     )
-    told = [json.loads(line) for line in listed[0].splitlines()]
+    report = [json.loads(line) for line in listed[0].splitlines()]
     contents = {str(path): path.read_bytes() for path in (*paths[:2], paths[3])}
     contents[str(paths[2])] = contents[str(paths[0])]
-    assert len(told) == 4 + 79 + 4 + 1 + 4
-    for bad in told[:-5]:
+    assert len(report) == 4 + 79 + 4 + 1 + 4
+    for bad in report[:-5]:
         assert contents[bad["file"]][: bad["byte"]].count(b"\n") == bad["line"] - 1
-    assert (told[-5]["file"], told[-5]["line"]) == (str(paths[3]), 3)
-    assert [bad["line"] for bad in told[-4:]] == [98, 195, 292, 389]
+    assert (report[-5]["file"], report[-5]["line"]) == (str(paths[3]), 3)
+    assert [bad["line"] for bad in report[-4:]] == [98, 195, 292, 389]
 
 
 def test_parts_of_one_file_in_one_unit_number_its_lines_as_one(tmp_path):
@@ -308,7 +308,7 @@ def test_a_document_keeps_its_place_however_the_text_is_cut(corpus, tmp_path, to
         assert documents_of(cut, split) == documents_of(whole, split)
 
 
-def test_nothing_left_to_train_on_is_told(corpus, tmp_path, tokenizer_path):
+def test_nothing_left_to_train_on_is_reported(corpus, tmp_path, tokenizer_path):
     for tokenizer in (None, tokenizer_path):
         with pytest.raises(DataError, match="no document is left to train on"):
             make([corpus], tmp_path / "cache", tokenizer, val_fraction=1.0)
@@ -328,7 +328,7 @@ def test_too_few_pieces_are_refused_before_anything_is_read(tmp_path):
         make([tmp_path / "missing.jsonl"], tmp_path / "cache", vocab_size=100)
 
 
-def test_a_cache_that_cannot_be_written_is_told_but_can_be_read(
+def test_a_cache_that_cannot_be_written_is_reported_but_can_be_read(
     corpus, tmp_path, tokenizer_path, monkeypatch
 ):
     (tmp_path / "file").write_text("in the way")
@@ -339,7 +339,7 @@ def test_a_cache_that_cannot_be_written_is_told_but_can_be_read(
     make([corpus], tmp_path / "cache", tokenizer_path)
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(corpus, tmp_path, tokenizer_path, monkeypatch):
+def test_a_full_disk_is_named_and_leaves_nothing(corpus, tmp_path, tokenizer_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -422,9 +422,9 @@ def test_a_manifest_that_is_sealed_but_makes_no_sense_is_refused(
 ):
     directory = make([corpus], tmp_path / "cache", tokenizer_path).directory
     path = directory / "manifest.json"
-    told = {**json.loads(path.read_bytes()), **HOSTILE[case]}
-    told.pop("sha256")
-    path.write_text(json.dumps(seal(told)))
+    report = {**json.loads(path.read_bytes()), **HOSTILE[case]}
+    report.pop("sha256")
+    path.write_text(json.dumps(seal(report)))
     with pytest.raises(DataError, match=r"manifest\.json: cannot be read \("):
         module.open_prepared(directory)
 
@@ -435,10 +435,10 @@ def test_a_manifest_that_is_sealed_but_makes_no_sense_is_refused(
 def test_a_shard_that_cannot_be_is_refused(wrong, corpus, tmp_path, tokenizer_path):
     directory = make([corpus], tmp_path / "cache", tokenizer_path).directory
     path = directory / "manifest.json"
-    told = json.loads(path.read_bytes())
-    told["splits"]["train"]["shards"][0] |= wrong
-    told.pop("sha256")
-    path.write_text(json.dumps(seal(told)))
+    report = json.loads(path.read_bytes())
+    report["splits"]["train"]["shards"][0] |= wrong
+    report.pop("sha256")
+    path.write_text(json.dumps(seal(report)))
     with pytest.raises(
         DataError, match=r"manifest\.json: cannot be read \((shard|has splits\.train\.shards\.0\.)"
     ):

@@ -25,19 +25,19 @@ from tests.conftest import sentences
 def test_the_export_is_made_while_the_end_is_tokenised_and_not_for_a_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    told: list[str] = []
+    calls: list[str] = []
     export, add, batches = Tokenizer.exported.func, ShardWriter.add, UnitReader.batches
 
     def read(reader: UnitReader) -> Iterator[Batch]:
         yield from batches(reader)
-        told.append("read")
+        calls.append("read")
 
     def recorded(tokenizer: Tokenizer) -> dict[str, bytes]:
-        told.append("export")
+        calls.append("export")
         return export(tokenizer)
 
     def added(writer: ShardWriter, ids: np.ndarray, lengths: np.ndarray) -> None:
-        told.append("add")
+        calls.append("add")
         add(writer, ids, lengths)
 
     monkeypatch.setattr(Tokenizer, "exported", property(recorded))
@@ -46,10 +46,10 @@ def test_the_export_is_made_while_the_end_is_tokenised_and_not_for_a_share(
     (tmp_path / "t.txt").write_text("\n".join(sentences(1, 200)))
     words = ["prepare", str(tmp_path / "t.txt"), "--vocab_size", "512", "--val_fraction", "0"]
     assert main([*words, "--out", str(tmp_path / "share"), "--shard", "0/2"]) == 0
-    assert told == ["read", "add", "add"]
-    told.clear()
+    assert calls == ["read", "add", "add"]
+    calls.clear()
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
-    assert told[:4] == ["read", "export", "add", "add"]
+    assert calls[:4] == ["read", "export", "add", "add"]
 
 
 def text_file(folder: Path, documents: int) -> str:

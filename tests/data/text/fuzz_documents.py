@@ -250,9 +250,9 @@ def _require_true(rejection: Rejection, line: bytes, begin: int, field: str) -> 
         assert f"(0x{line[at]:02x}" in rejection.what
     else:
         assert at == 0
-    told = [claim for words, claim in CLAIMS.items() if words in rejection.what]
-    assert told, rejection.what
-    assert any(claim(line, field) for claim in told), rejection.what
+    report = [claim for words, claim in CLAIMS.items() if words in rejection.what]
+    assert report, rejection.what
+    assert any(claim(line, field) for claim in report), rejection.what
 
 
 def _is_broken(content: bytes) -> bool:
@@ -317,13 +317,13 @@ def _packed(path: Path, content: bytes) -> bytes:
 def _require_told(found: list[str | Rejection], whole: list[Any], cut: bool) -> None:
     """What was read of a damaged packed file is never silently less than it held."""
     last = found[-1] if found else None
-    told = isinstance(last, Rejection) and "compressed stream" in last.what
-    if isinstance(last, Rejection) and told:
+    report = isinstance(last, Rejection) and "compressed stream" in last.what
+    if isinstance(last, Rejection) and report:
         assert last.line == len(found)
     if cut:
-        assert told
+        assert report
         assert _without_path(found[:-1]) == whole[: len(found) - 1]
-    if not told:  # a bit can stand where it changes nothing, such as the time in the header
+    if not report:  # a bit can stand where it changes nothing, such as the time in the header
         assert _without_path(found) == whole
 
 
@@ -368,13 +368,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--inputs", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
-    asked = parser.parse_args()
-    print(f"seed {asked.seed}", flush=True)
+    requested = parser.parse_args()
+    print(f"seed {requested.seed}", flush=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
-        lines, rejected = check_inputs(asked.inputs, asked.seed, Path(directory))
+        lines, rejected = check_inputs(requested.inputs, requested.seed, Path(directory))
     seconds = time.monotonic() - began
-    print(f"{asked.inputs} damaged files, {lines} lines, {rejected} rejected, {seconds:.0f} s")
+    print(f"{requested.inputs} damaged files, {lines} lines, {rejected} rejected, {seconds:.0f} s")
 
 
 if __name__ == "__main__":

@@ -70,15 +70,17 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("line", "byte", "words"), MISTAKES)
-def test_a_mistake_is_told_with_its_line_and_byte_and_reading_goes_on(tmp_path, line, byte, words):
-    first, told, last = found_in(tmp_path, GOOD + line + b"\n" + GOOD)
+def test_a_mistake_is_reported_with_its_line_and_byte_and_reading_continues(
+    tmp_path, line, byte, words
+):
+    first, report, last = found_in(tmp_path, GOOD + line + b"\n" + GOOD)
     assert (first, last) == ("one", "one")
-    assert isinstance(told, Rejection)
-    assert (told.path, told.line, told.byte) == (tmp_path / "a.jsonl", 2, SECOND + byte)
-    assert str(told).startswith(f"{tmp_path / 'a.jsonl'}:2 (byte {SECOND + byte}): ")
-    assert words in told.what
-    assert str(told).endswith(f"; {told.remedy}")
-    assert "\n" not in str(told)
+    assert isinstance(report, Rejection)
+    assert (report.path, report.line, report.byte) == (tmp_path / "a.jsonl", 2, SECOND + byte)
+    assert str(report).startswith(f"{tmp_path / 'a.jsonl'}:2 (byte {SECOND + byte}): ")
+    assert words in report.what
+    assert str(report).endswith(f"; {report.remedy}")
+    assert "\n" not in str(report)
 
 
 FINE = [
@@ -101,24 +103,24 @@ def test_what_is_strange_beside_the_text_is_no_mistake(tmp_path, line):
     assert documents(tmp_path, GOOD + line + b"\n") == ["one", "two"]
 
 
-def test_a_byte_order_mark_is_told(tmp_path):
+def test_a_byte_order_mark_is_reported(tmp_path):
     for name, others in (("a.jsonl", ["one"]), ("a.txt", [])):
-        told, *rest = found_in(tmp_path, b"\xef\xbb\xbf" + GOOD + GOOD, name)
-        assert ":1 (byte 0): begins with a byte order mark; " in str(told)
+        report, *rest = found_in(tmp_path, b"\xef\xbb\xbf" + GOOD + GOOD, name)
+        assert ":1 (byte 0): begins with a byte order mark; " in str(report)
         assert rest == others
 
 
-def test_a_file_cut_off_in_the_last_line_is_told(tmp_path):
-    _, told = found_in(tmp_path, GOOD + GOOD[:-4])
-    assert ":2 (byte 16): is cut off" in str(told)
+def test_a_file_cut_off_in_the_last_line_is_reported(tmp_path):
+    _, report = found_in(tmp_path, GOOD + GOOD[:-4])
+    assert ":2 (byte 16): is cut off" in str(report)
 
 
 def test_another_field_can_hold_the_text(tmp_path):
     content = b'{"text": 3, "Inhalt": "eins"}\n{"text": "two"}\n'
-    one, told = found_in(tmp_path, content, text_field="Inhalt")
+    one, report = found_in(tmp_path, content, text_field="Inhalt")
     assert one == "eins"
     remedy = 'give --text_field text, or write {"Inhalt": "..."}'
-    assert f'has no "Inhalt" but "text"; {remedy}' in str(told)
+    assert f'has no "Inhalt" but "text"; {remedy}' in str(report)
 
 
 NO_TEXT = [
@@ -133,17 +135,17 @@ NO_TEXT = [
 
 @pytest.mark.parametrize(("line", "words"), NO_TEXT)
 def test_the_field_that_has_the_text_is_named_with_the_flag_for_it(tmp_path, line, words):
-    (told,) = found_in(tmp_path, json.dumps(line).encode() + b"\n")
-    assert words in str(told)
-    assert "\x1b" not in str(told)
+    (report,) = found_in(tmp_path, json.dumps(line).encode() + b"\n")
+    assert words in str(report)
+    assert "\x1b" not in str(report)
 
 
 @pytest.mark.parametrize("field", ["conversations", "messages", "chosen"])
 def test_fine_tuning_data_is_called_so(tmp_path, field):
     line = {field: [{"role": "user", "content": "Hi"}]}
-    (told,) = found_in(tmp_path, json.dumps(line).encode() + b"\n")
-    assert f'has "{field}", a conversation to fine-tune on, and no "text"; ' in str(told)
-    assert 'fine-tuning data is not supported; write {"text": "..."}, plain text' in str(told)
+    (report,) = found_in(tmp_path, json.dumps(line).encode() + b"\n")
+    assert f'has "{field}", a conversation to fine-tune on, and no "text"; ' in str(report)
+    assert 'fine-tuning data is not supported; write {"text": "..."}, plain text' in str(report)
 
 
 @pytest.mark.parametrize("field", ["text", "te.x(t", "文\u2028", 'a"b\\', ""])
@@ -213,7 +215,7 @@ def test_a_text_file_is_one_document_as_it_is(tmp_path):
         (b"a" * 1001, 1, 0, "longer than max_document_bytes = 1000"),
     ],
 )
-def test_a_mistake_in_a_text_file_is_told_too(tmp_path, content, line, byte, words):
-    (told,) = found_in(tmp_path, content, "a.txt")
-    assert f"a.txt:{line} (byte {byte}): " in str(told)
-    assert words in str(told)
+def test_a_mistake_in_a_text_file_is_reported_too(tmp_path, content, line, byte, words):
+    (report,) = found_in(tmp_path, content, "a.txt")
+    assert f"a.txt:{line} (byte {byte}): " in str(report)
+    assert words in str(report)

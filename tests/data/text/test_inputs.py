@@ -196,7 +196,7 @@ def test_a_link_is_read_by_the_name_it_has_here(tmp_path):
     assert texts == [["one"], [GOOD.decode()]]
 
 
-def test_a_file_that_is_there_twice_is_told_with_both_names(tmp_path):
+def test_a_file_that_is_there_twice_is_reported_with_both_names(tmp_path):
     write(tmp_path, "a.jsonl")
     require_once(find_files([tmp_path]))
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "a.jsonl")
@@ -218,8 +218,8 @@ def test_what_a_preparation_wrote_is_no_text(tmp_path):
 def test_a_file_of_no_bytes_is_rejected_like_a_line(tmp_path, name):
     (tmp_path / name).touch()
     row = "row 1" if name == "a.parquet" else "byte 0"
-    texts, told = read(tmp_path / name)
-    assert (texts, told) == (
+    texts, report = read(tmp_path / name)
+    assert (texts, report) == (
         [],
         [f"{tmp_path / name}:1 ({row}): is empty; fill it or leave it out"],
     )
@@ -233,9 +233,9 @@ def test_what_holds_no_line_or_row_is_empty_too(tmp_path):
     datasets.Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "c")
     datasets.Dataset.from_dict({"text": ["a"]}).select([]).save_to_disk(tmp_path / "d")
     for name in ("a.jsonl.gz", "b.parquet", "c", "d"):
-        texts, (told,) = read(tmp_path / name)
+        texts, (report,) = read(tmp_path / name)
         assert texts == []
-        assert "): is empty; fill it or leave it out" in told
+        assert "): is empty; fill it or leave it out" in report
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

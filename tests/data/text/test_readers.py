@@ -53,7 +53,7 @@ def test_lines_of_many_pieces_are_found_the_same_in_segments(tmp_path, monkeypat
         assert read(path, unit, **how) == whole
 
 
-def test_a_bad_line_is_numbered_from_the_segment_until_its_place_in_the_file_is_asked_for(tmp_path):
+def test_a_bad_line_is_numbered_from_the_segment_until_its_place_in_the_file_is_requested(tmp_path):
     path = put(tmp_path / "a.jsonl", GOOD * 90 + b"[]\n" + GOOD + b'{"text": "\xff"}\n')
     _, segment = segments_of(path, 85 * len(GOOD))
     bad = [one for one in read_segment(segment, Reading()) if isinstance(one, Rejection)]
@@ -90,16 +90,16 @@ def test_streams_behind_one_another_are_one_content(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_packed_file_that_is_cut_off_is_told_at_the_line_where_it_ends(tmp_path, suffix):
+def test_a_packed_file_that_is_cut_off_is_reported_at_the_line_where_it_ends(tmp_path, suffix):
     lines = b"".join(b'{"text": "%x"}\n' % (n**9 + 1) for n in range(20_000))
     content = packed(tmp_path / f"a.jsonl{suffix}", lines).read_bytes()
     for size in (1, len(content) // 2, len(content) - 1):
         path = put(tmp_path / f"a.jsonl{suffix}", content[:size])
-        *documents, told = read(path)
+        *documents, report = read(path)
         complete = "".join(f'{{"text": "{one}"}}\n' for one in documents).encode()
         assert lines.startswith(complete)
-        assert str(told).startswith(f"{path}:{len(documents) + 1} (byte {len(complete)}): ")
-        assert "is cut off; copy the file again" in str(told)
+        assert str(report).startswith(f"{path}:{len(documents) + 1} (byte {len(complete)}): ")
+        assert "is cut off; copy the file again" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -116,28 +116,28 @@ def test_a_packed_file_that_is_cut_off_is_told_at_the_line_where_it_ends(tmp_pat
         ("a.jsonl.zst", zstandard.compress(GOOD) + b"trailing"),
     ],
 )
-def test_a_damaged_packed_file_is_told(tmp_path, name, content):
-    *_, told = read(put(tmp_path / name, content))
-    assert isinstance(told, Rejection)
-    assert "the compressed stream is damaged (" in told.what
+def test_a_damaged_packed_file_is_reported(tmp_path, name, content):
+    *_, report = read(put(tmp_path / name, content))
+    assert isinstance(report, Rejection)
+    assert "the compressed stream is damaged (" in report.what
 
 
 def test_a_window_that_is_too_large_is_no_damage(tmp_path):
     window = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
     packer = zstandard.ZstdCompressor(compression_params=window).compressobj()
     (tmp_path / "a.jsonl.zst").write_bytes(packer.compress(GOOD) + packer.flush())
-    (told,) = map(str, read(tmp_path / "a.jsonl.zst"))
-    assert "a.jsonl.zst:1 (byte 0): the compressed stream looks further back than 128 MiB" in told
-    assert told.endswith("; compress it again without --long, or with --long=27 at most")
+    (report,) = map(str, read(tmp_path / "a.jsonl.zst"))
+    assert "a.jsonl.zst:1 (byte 0): the compressed stream looks further back than 128 MiB" in report
+    assert report.endswith("; compress it again without --long, or with --long=27 at most")
 
 
-def test_zstandard_that_is_not_installed_is_told(tmp_path, monkeypatch):
+def test_zstandard_that_is_not_installed_is_reported(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(DataError, match=r"zstandard; pip install zstandard"):
         read(packed(tmp_path / "a.jsonl.zst", GOOD))
 
 
-def test_a_file_that_is_gone_is_told(tmp_path):
+def test_a_file_that_is_gone_is_reported(tmp_path):
     path = put(tmp_path / "a.jsonl", GOOD)
     (segment,) = segments_of(path, 100)
     path.unlink()
@@ -176,6 +176,6 @@ def test_a_gibibyte_without_a_newline_is_never_held(tmp_path, name):
             file.write(b"x")
     command = [sys.executable, "-c", MEASURED_READ, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    (told,), peak = json.loads(done.stdout)
-    assert "--max_document_bytes" in told or "NUL byte" in told
+    (output,), peak = json.loads(done.stdout)
+    assert "--max_document_bytes" in output or "NUL byte" in output
     assert peak < 300

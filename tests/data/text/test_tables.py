@@ -85,17 +85,17 @@ def test_row_groups_of_any_size_are_read_once(tmp_path):
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_a_bad_cell_is_told_with_its_row(tmp_path, write):
+def test_a_bad_cell_is_reported_with_its_row(tmp_path, write):
     cells = ["good"] * 300
     for place, (cell, _) in enumerate(BAD_CELLS):
         cells[254 + place] = cell
     path = write(tmp_path, cells, None)
     for unit in (500, 10**9):
         found = read(path, unit, max_document_bytes=1000)
-        told = [one for one in found if isinstance(one, Rejection)]
+        report = [one for one in found if isinstance(one, Rejection)]
         assert found.count("good") == 300 - len(BAD_CELLS)
-        assert len(told) == len(BAD_CELLS)
-        for row, one, (_, words) in zip(range(255, 300), told, BAD_CELLS, strict=False):
+        assert len(report) == len(BAD_CELLS)
+        for row, one, (_, words) in zip(range(255, 300), report, BAD_CELLS, strict=False):
             assert (one.line, one.byte) == (row, None)
             assert str(one).startswith(f"{path}:{row} (row {row}): ")
             assert words in one.what
@@ -104,8 +104,8 @@ def test_a_bad_cell_is_told_with_its_row(tmp_path, write):
 @pytest.mark.parametrize("write", WRITERS)
 def test_a_table_without_a_column_of_text_is_refused(tmp_path, write):
     path = write(tmp_path, TEXTS, None)
-    told = 'has no column "content" but "id", "text"; give --text_field text$'
-    with pytest.raises(DataError, match=told):
+    report = 'has no column "content" but "id", "text"; give --text_field text$'
+    with pytest.raises(DataError, match=report):
         read(path, text_field="content")
     with pytest.raises(DataError, match='column "id" holds int64, not string; '):
         read(path, text_field="id")
@@ -136,7 +136,7 @@ def test_a_dataset_of_splits_gives_train_or_names_them(tmp_path):
         segments_of(tmp_path / "b", 1000)
 
 
-def test_a_damaged_parquet_file_is_refused_or_told_at_its_row(tmp_path):
+def test_a_damaged_parquet_file_is_refused_or_reported_at_its_row(tmp_path):
     path = write_parquet(
         tmp_path / "a.parquet", TEXTS, row_group_size=100, write_page_checksum=True
     )
@@ -152,31 +152,31 @@ def test_a_damaged_parquet_file_is_refused_or_told_at_its_row(tmp_path):
     whole = bytearray(path.read_bytes())
     whole[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 1
     path.write_bytes(whole)
-    *documents, told = read(path)
+    *documents, report = read(path)
     assert documents == TEXTS[: len(documents)]
-    assert isinstance(told, Rejection)
-    assert told.line == len(documents) + 1 <= 400
+    assert isinstance(report, Rejection)
+    assert report.line == len(documents) + 1 <= 400
     assert len(documents) >= 256
-    assert "cannot be read (" in told.what
+    assert "cannot be read (" in report.what
 
 
-def test_rows_that_are_missing_are_told(tmp_path):
+def test_rows_that_are_missing_are_reported(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", TEXTS)
     (segment,) = segments_of(path, 10**9)
     write_parquet(path, TEXTS[:500])
-    *documents, told = read_segment(segment, Reading())
+    *documents, report = read_segment(segment, Reading())
     assert len(documents) == 500
-    assert str(told).startswith(f"{path}:501 (row 501): the rows from here to 700 are missing; ")
+    assert str(report).startswith(f"{path}:501 (row 501): the rows from here to 700 are missing; ")
 
 
-def test_a_dataset_whose_texts_lie_in_the_wrong_place_is_told(tmp_path):
+def test_a_dataset_whose_texts_lie_in_the_wrong_place_is_reported(tmp_path):
     path = write_dataset(tmp_path / "saved", TEXTS) / "data-00000-of-00001.arrow"
     ends = list(accumulate(len(text.encode()) for text in TEXTS[:20]))
     whole, wrong = path.read_bytes(), [*ends[:9], 0, *ends[10:]]
     assert whole.count(struct.pack("<20i", *ends)) == 1
     path.write_bytes(whole.replace(struct.pack("<20i", *ends), struct.pack("<20i", *wrong)))
-    (told,) = read(tmp_path / "saved")
-    assert ":1 (row 1): cannot be read (" in str(told)
+    (report,) = read(tmp_path / "saved")
+    assert ":1 (row 1): cannot be read (" in str(report)
 
 
 def test_a_damaged_dataset_is_refused(tmp_path):
@@ -198,7 +198,7 @@ def test_a_damaged_dataset_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("package", "name"), [("pyarrow", "a.parquet"), ("datasets", "saved")])
-def test_what_is_not_installed_is_told(tmp_path, monkeypatch, package, name):
+def test_what_is_not_installed_is_reported(tmp_path, monkeypatch, package, name):
     write_parquet(tmp_path / "a.parquet", TEXTS)
     write_dataset(tmp_path / "saved", TEXTS)
     monkeypatch.setitem(sys.modules, package, None)

@@ -71,17 +71,17 @@ def test_short_texts_encoded_as_one_have_the_ids_of_each(model, monkeypatch, thr
     texts += ["a" * 70_000, "", " ", "a", *more, *verse(2, 50), " a ", "\n"]
     short = sum(len(text) <= text_encoder.CHUNK_CHARACTERS for text in texts)
     assert 300 < short <= len(texts) - 10
-    asked = []
+    requested = []
     whole = encoder._whole
 
     def recorded(encode, texts, **options):
-        asked.extend(texts)
+        requested.extend(texts)
         return whole(encode, texts, **options)
 
     monkeypatch.setattr(encoder, "_whole", recorded)
     found = [ids.tolist() for ids in tokenizer.encode_arrays(texts, threads)]
     assert found == tokenizer.encode_batch(texts, threads=1)
-    assert len(asked) == 1 + len(texts) - (0 if more else short)
+    assert len(requested) == 1 + len(texts) - (0 if more else short)
     assert tokenizer.encode_arrays([], threads) == []
 
 
@@ -206,7 +206,7 @@ def test_a_model_with_rules_of_normalisation_is_given_whole_texts(tmp_path, look
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_half_a_character_is_told_and_the_table_is_free_again(model, looked_up, threads):
+def test_half_a_character_is_reported_and_the_table_is_free_again(model, looked_up, threads):
     tokenizer = Tokenizer(model)
     for given in (
         ["a b \ud800"],

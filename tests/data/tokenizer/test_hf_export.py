@@ -74,7 +74,7 @@ def test_the_special_ids_are_ours_and_nothing_is_added(pair):
     assert theirs.decode(ids, skip_special_tokens=True) == "text"
 
 
-def test_our_own_reader_of_tokenizer_json_says_the_same(pair):
+def test_our_own_reader_of_tokenizer_json_states_the_same(pair):
     ours, _, directory = pair
     theirs = load_tokenizer(directory)
     texts = documents()
@@ -152,8 +152,8 @@ def test_the_trial_is_spared_only_where_just_these_files_stand_beside_the_model(
     assert len(tried) == 2
     assert load_tokenizer(tmp_path).exported == exported
     assert len(tried) == 2
-    told = (tmp_path / "tokenizer.json").read_text()
-    (tmp_path / "tokenizer.json").write_text(told.replace("1.0", "1.00"))
+    report = (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(report.replace("1.0", "1.00"))
     assert load_tokenizer(tmp_path).exported == exported
     assert len(tried) == 3
 

@@ -69,9 +69,9 @@ def test_ids_cover_added_tokens_and_the_roles_are_those_of_the_files_beside(dire
     assert (load_tokenizer(directory).bos_id, load_tokenizer(directory).eos_id) == (0, 701)
     config = {"eos_token": {"content": END, "lstrip": False}, "pad_token": "<pad>"}
     write(directory / "tokenizer_config.json", config)
-    told = load_tokenizer(directory / "tokenizer.json")
-    assert (told.bos_id, told.eos_id, told.pad_id) == (0, 0, 701)
-    assert len({plain.fingerprint, told.fingerprint, load_tokenizer(directory).fingerprint}) == 2
+    report = load_tokenizer(directory / "tokenizer.json")
+    assert (report.bos_id, report.eos_id, report.pad_id) == (0, 0, 701)
+    assert len({plain.fingerprint, report.fingerprint, load_tokenizer(directory).fingerprint}) == 2
 
 
 def test_truncation_padding_and_dropout_of_the_file_are_left_out(tmp_path):
@@ -121,21 +121,21 @@ def test_text_is_prepared_with_it(directory, tmp_path):
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "t.jsonl").write_text(lines)
     source = Source("data", (str(tmp_path / "t.jsonl"),))
-    asked = PrepareRequest((source,), str(directory), options=Options(val_fraction=0.1))
-    prepared = prepare_for_run(asked, tmp_path / "cache")
+    requested = PrepareRequest((source,), str(directory), options=Options(val_fraction=0.1))
+    prepared = prepare_for_run(requested, tmp_path / "cache")
     assert prepared.manifest["vocab_size"] == 702
     tokens = len(prepared.train) + len(prepared.val)
     assert tokens == sum(len(prepared.tokenizer.encode(text)) + 1 for text in texts)
 
 
-def test_half_a_character_is_told(directory):
+def test_half_a_character_is_reported(directory):
     for threads in (1, 2):
         with pytest.raises(DataError, match="surrogate"):
             load_tokenizer(directory).encode_batch(["fine", "a\ud83d"], threads)
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "report"),
     [
         (b"", "not JSON"),
         (b"{", "not JSON"),
@@ -147,13 +147,13 @@ def test_half_a_character_is_told(directory):
         (pickle.dumps({"model": {}}), "not JSON"),
     ],
 )
-def test_a_file_that_is_none_is_told(tmp_path, content, told):
+def test_a_file_that_is_none_is_reported(tmp_path, content, report):
     (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(DataError, match=rf"tokenizer\.json: is {told}.*; restore it"):
+    with pytest.raises(DataError, match=rf"tokenizer\.json: is {report}.*; restore it"):
         load_tokenizer(tmp_path)
 
 
-def test_a_truncated_file_is_told_wherever_it_ends(directory):
+def test_a_truncated_file_is_reported_wherever_it_ends(directory):
     whole = (directory / "tokenizer.json").read_bytes()
     for share in (0.01, 0.3, 0.7, 0.999):
         (directory / "tokenizer.json").write_bytes(whole[: int(share * len(whole))])
@@ -161,7 +161,7 @@ def test_a_truncated_file_is_told_wherever_it_ends(directory):
             load_tokenizer(directory)
 
 
-def test_one_without_an_end_of_document_is_told_where_to_name_it(tmp_path):
+def test_one_without_an_end_of_document_is_reported_where_to_name_it(tmp_path):
     library = Library(models.BPE({"a": 0, "b": 1}, []))
     library.save(str(tmp_path / "tokenizer.json"))
     message = r'token that ends a document.*"eos_token".*tokenizer_config\.json'

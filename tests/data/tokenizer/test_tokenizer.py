@@ -112,7 +112,7 @@ def test_the_same_texts_give_the_same_model(tmp_path):
 
 
 @pytest.mark.parametrize("texts", [["a"], ["hello hello"], ["\n\nx"], ["春眠不覺曉。"] * 3, [" "]])
-def test_tiny_text_still_gives_exactly_the_pieces_asked_for(tmp_path, texts):
+def test_tiny_text_still_gives_exactly_the_pieces_requested(tmp_path, texts):
     train_tokenizer(texts, 1000, tmp_path / "t.model")
     tokenizer = Tokenizer(tmp_path / "t.model")
     assert tokenizer.vocab_size == 1000
@@ -176,7 +176,7 @@ def test_too_few_pieces_and_no_text_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_half_a_character_is_told(tokenizer):
+def test_half_a_character_is_reported(tokenizer):
     with pytest.raises(DataError, match="surrogate"):
         tokenizer.encode("a\ud83d")
 
@@ -193,7 +193,7 @@ def test_a_saved_tokenizer_is_the_same_and_loads_from_its_directory(tokenizer, t
         tokenizer.save(tmp_path / "file")
 
 
-def test_a_missing_or_damaged_model_is_told(tokenizer, tmp_path):
+def test_a_missing_or_damaged_model_is_reported(tokenizer, tmp_path):
     with pytest.raises(DataError, match=r"tokenizer\.model: .*cannot be read"):
         Tokenizer(tmp_path)
     model = tokenizer.path.read_bytes()
@@ -204,7 +204,7 @@ def test_a_missing_or_damaged_model_is_told(tokenizer, tmp_path):
             Tokenizer(tmp_path / "t.model")
 
 
-def test_a_model_with_bytes_of_another_is_told_or_works(tokenizer, tmp_path):
+def test_a_model_with_bytes_of_another_is_reported_or_works(tokenizer, tmp_path):
     """Some damages only show as a piece, or as a message, that is not UTF-8."""
     whole, draw = tokenizer.path.read_bytes(), random.Random(1)
     path = tmp_path / "t.model"
