@@ -4,10 +4,9 @@ May import `minimind.engine` and below. The format is in `directory.py` and `ten
 value that a resume compares begins in `identity.py`.
 
 choose           the newest readable checkpoint, locked while it is read
-compare          `minimind checkpoint diff`
 directory        the protocol of a checkpoint directory
 identity         values that must not change on resume
-reader           whole tensors of a checkpoint, verified
+reader           whole tensors of a checkpoint, verified; the differences of two
 resume           select a checkpoint and load its state
 run_folder       out_dir: locked by one run at a time
 saver            saves in the background, on all ranks

@@ -56,7 +56,7 @@ def run_diff(args: argparse.Namespace) -> int:
     """Print every difference between two checkpoints; return 1 if there is any."""
     if len(args.places) != 2:
         raise UsageError(f"diff takes two checkpoints, not {len(args.places)}")
-    from minimind.checkpoint.compare import compare  # imports torch
+    from minimind.checkpoint.reader import compare  # imports torch
 
     first, second = args.places
     a, b, lines = _read(first, lambda a: _read(second, lambda b: (a, b, list(compare(a, b)))))

@@ -21,8 +21,7 @@ from minimind.runtime.durable_files import printing, storing
 if TYPE_CHECKING:
     from minimind.data.prepare.prepare import Prepared
     from minimind.data.tokenizer.load import AnyTokenizer
-    from minimind.train.evaluate import LossSums
-    from minimind.train.evaluate_texts import Part
+    from minimind.train.evaluate import LossSums, Part
 
 SPLITS = {"train": ("train",), "val": ("val",), "all": ("train", "val")}
 
@@ -70,7 +69,7 @@ def run_eval(args: argparse.Namespace) -> int:
     from minimind.data.text.inputs import find_files, require_once
     from minimind.engine.build import forward_only
     from minimind.inference.load_model import load_model
-    from minimind.train.evaluate_texts import score
+    from minimind.train.evaluate import score
 
     files: list[Path] = []
     for place in args.data:
@@ -160,9 +159,9 @@ def _open_data(
 
 def _parts(place: str, prepared: Prepared, length: int, args: argparse.Namespace) -> list[Part]:
     """The windows of each split to be read."""
-    from minimind.data.loader.eval_windows import windows_of
+    from minimind.data.loader.batches import windows_of
     from minimind.data.prepare.prepare import is_prepared
-    from minimind.train.evaluate_texts import Part
+    from minimind.train.evaluate import Part
 
     splits, sources = ("train",), prepared.manifest["sources"]
     names = (place,) * len(sources)

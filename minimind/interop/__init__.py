@@ -3,14 +3,13 @@
 May import `minimind.checkpoint` and below. A new format starts in `export.py` and
 `weight_names.py`.
 
-auto             register the model type with transformers' Auto classes
+auto             the model as code: Auto classes of transformers, files for trust_remote_code
 consolidate      a checkpoint as whole tensors
 export           `minimind export` and `minimind import`
 foreign_config   the shape of a model made elsewhere
 gguf             a model as one GGUF file
 hf_folder        `export --format transformers`
 hf_weights       weights under the names of a model of transformers
-remote_code      the model's modules as trust_remote_code files
 tensor_sources   named tensors of checkpoints, safetensors and .pth files
 weight_names     tensor names and layouts of other formats
 weights          a model from any source, under our tensor names

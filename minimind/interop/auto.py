@@ -1,13 +1,45 @@
-"""Register MiniMind with the Auto classes of transformers.
+"""The model for transformers' Auto classes: registered here, or as files for trust_remote_code.
 
 Importing `minimind` registers nothing, as the registry belongs to the process and training does not
 need it. Tools that load a directory by name without trust_remote_code do.
+
+The files load without this package: every module that the decoder imports is included, with
+relative imports; all else that they import comes with transformers.
 """
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
+
+AUTO_MAP = {
+    "AutoConfig": "configuration.MiniMindConfig",
+    "AutoModelForCausalLM": "decoder.MiniMindForCausalLM",
+}
+"""The "auto_map" of config.json: file and class by Auto class."""
+
+_PACKAGE = Path(__file__).parents[1]
+_IMPORT = re.compile(r"^([ \t]*)from minimind((?:\.\w+)*)\.(\w+) import ", re.MULTILINE)
+
+
+def remote_code() -> dict[str, bytes]:
+    """Content by file name, sorted, read from this package: what is exported is what ran."""
+    files: dict[str, bytes] = {}
+    pending = [(".model", entry.split(".")[0]) for entry in AUTO_MAP.values()]
+    while pending:
+        package, module = pending.pop()
+        if f"{module}.py" in files:
+            continue
+        folder = _PACKAGE.joinpath(*package.split("."))
+        source = (folder / f"{module}.py").read_text(encoding="utf-8")
+        files[f"{module}.py"] = _IMPORT.sub(r"\1from .\3 import ", source).encode()
+        pending += [(package, name) for _, package, name in _IMPORT.findall(source)]
+    return dict(sorted(files.items()))
 
 
 def register() -> None:

@@ -18,6 +18,7 @@ from minimind.data.tokenizer.files import TOKENIZER_FILES
 from minimind.data.tokenizer.gguf_vocabulary import gguf_vocabulary
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
+from minimind.interop.auto import AUTO_MAP, remote_code
 from minimind.interop.gguf import NAME as GGUF_NAME
 from minimind.interop.gguf import gguf_parts, require_gguf, write_gguf
 from minimind.interop.hf_folder import (
@@ -25,7 +26,6 @@ from minimind.interop.hf_folder import (
     configuration_files,
     transformers_files,
 )
-from minimind.interop.remote_code import AUTO_MAP, remote_code
 from minimind.interop.tensor_sources import INDEX, WHOLE
 from minimind.interop.weight_names import to_gguf, to_rotate_half
 from minimind.interop.weights import TRANSFORMERS, Weights, check_vocabulary

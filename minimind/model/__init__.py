@@ -5,9 +5,8 @@ May import `minimind.config` and below; independent of data and training. A mode
 
 activation_checkpointing  recomputation in the backward pass
 attention_kernels         blockwise attention on a CPU, flex attention within documents
-attention_mask            masks and positions: causal, padding, documents
+attention_mask            masks and positions: causal, padding, documents, caches
 bf16_matmul               matrix products in bfloat16, also on CPUs without instructions for it
-caches                    checks of transformers' key/value caches
 configuration             the model configuration
 decoder                   the whole model
 experts                   mixture of experts

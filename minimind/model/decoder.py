@@ -13,9 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, initialization
 
-from minimind.model.attention_mask import document_positions, document_starts, make_attention_mask
+from minimind.model.attention_mask import (
+    cache_sizes,
+    document_positions,
+    document_starts,
+    make_attention_mask,
+)
 from minimind.model.bf16_matmul import Linear
-from minimind.model.caches import cache_sizes
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.experts import MiniMindOutput, Routing, combine_routings
 from minimind.model.layers import Block, ResidualOutput, RMSNorm

@@ -4,8 +4,7 @@ May import `minimind.engine` and below. A new tracker begins in `trackers.py`, a
 step line in `progress.py`.
 
 mfu              peak FLOPs of the device and model FLOPs utilization
-progress         metrics.jsonl and the step lines
-progress_bar     the progress bar on a terminal
+progress         metrics.jsonl, the step lines and the progress bar
 trace            Chrome traces of some steps
 trackers         wandb, TensorBoard and others
 """

@@ -6,8 +6,7 @@ that can be called: notebooks know a run as `minimind.train`, and `import minimi
 too. Nothing heavy is imported before the call.
 
 build             text, row order, schedule: what the loop needs
-evaluate          validation loss of held-out rows
-evaluate_texts    the same over every token of whole texts, for `minimind eval`
+evaluate          validation loss of held-out rows, and of whole texts
 initial_weights   weights that a run starts from
 loop              the training loop
 loop_actions      log, evaluate, save: the actions between steps

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import minimind.train as training
-from minimind.telemetry import progress_bar
+from minimind.telemetry import progress
 from minimind.telemetry.progress import RunLogger
 from tests.train.terminal import Terminal, scrollback
 
@@ -33,8 +33,8 @@ def use_terminal(monkeypatch: pytest.MonkeyPatch, is_redrawn_always: bool = True
     monkeypatch.setattr(sys, "stdout", found)
     monkeypatch.setattr(sys, "stderr", found)
     if is_redrawn_always:
-        monkeypatch.setattr(progress_bar, "REDRAW_INTERVAL", 0.0)
-        monkeypatch.setattr(progress_bar, "MICRO_BATCH_INTERVAL", 0.0)
+        monkeypatch.setattr(progress, "REDRAW_INTERVAL", 0.0)
+        monkeypatch.setattr(progress, "MICRO_BATCH_INTERVAL", 0.0)
     return found
 
 

@@ -8,9 +8,8 @@ dataset_folder   a folder of shards that several jobs fill
 encode           work units -> shards
 inspect          `minimind data inspect`
 merge            encoded units -> a folder with its manifest
-plan_file        plan.json: what identifies a preparation
 prepare          text -> tokenizer and shards
 unit_reader      the documents of a work unit in batches
-work_units       sources -> work units
+work_units       sources -> work units, and plan.json that identifies them
 workers          the processes of a host that encode together
 """

@@ -14,7 +14,6 @@ from typing import Any
 from minimind.data.loader.manifest import MANIFEST_NAME
 from minimind.data.prepare.encode import TOKENIZER_NAME, Work
 from minimind.data.prepare.merge import clear, merge
-from minimind.data.prepare.plan_file import PLAN_NAME, TEXT, described, differences, read_described
 from minimind.data.prepare.prepare import (
     Prepared,
     PrepareRequest,
@@ -22,7 +21,14 @@ from minimind.data.prepare.prepare import (
     open_prepared,
     tokenizer_of,
 )
-from minimind.data.prepare.work_units import Plan
+from minimind.data.prepare.work_units import (
+    PLAN_NAME,
+    TEXT,
+    Plan,
+    described,
+    differences,
+    read_described,
+)
 from minimind.data.prepare.workers import encode_plan
 from minimind.data.tokenizer.files import write_tokenizer
 from minimind.data.tokenizer.load import load_tokenizer

@@ -20,9 +20,8 @@ from minimind.data.loader.manifest import (
 )
 from minimind.data.loader.token_shards import token_dtype
 from minimind.data.prepare.encode import TOKENIZER_NAME, Work
-from minimind.data.prepare.plan_file import PLAN_NAME
 from minimind.data.prepare.unit_reader import MAX_LISTED, refusal
-from minimind.data.prepare.work_units import Plan, Source, Unit
+from minimind.data.prepare.work_units import PLAN_NAME, Plan, Source, Unit
 from minimind.data.text.documents import Rejection
 from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import (

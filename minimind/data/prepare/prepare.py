@@ -33,9 +33,8 @@ from minimind.data.prepare.merge import (
     no_training_documents,
     require_few_rejected,
 )
-from minimind.data.prepare.plan_file import PLAN_NAME
 from minimind.data.prepare.unit_reader import documents_of, ignore, refusal, refuse, split_of
-from minimind.data.prepare.work_units import Options, Plan, Unit, files_of, make_plan
+from minimind.data.prepare.work_units import PLAN_NAME, Options, Plan, Unit, files_of, make_plan
 from minimind.data.prepare.workers import encode_plan
 from minimind.data.text.documents import Reading
 from minimind.data.text.inputs import kind_of

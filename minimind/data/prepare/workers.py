@@ -21,8 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from minimind.data.prepare.encode import TOKENIZER_NAME, Work, encode_unclaimed
-from minimind.data.prepare.plan_file import PLAN_NAME
-from minimind.data.prepare.work_units import Plan, Unit
+from minimind.data.prepare.work_units import PLAN_NAME, Plan, Unit
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import RunError
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from minimind.data.loader.eval_windows import windows_of
+from minimind.data.loader.batches import windows_of
 from minimind.data.loader.token_shards import TokenShards
 from minimind.errors import DataError
 from tests.data.made import describe, write
