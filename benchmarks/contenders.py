@@ -35,7 +35,7 @@ class Gate:
     """Lets so many steps through as each line it reads says, and answers with what one took."""
 
     def __init__(self, read: int, write: int) -> None:
-        self.asked, self.answers = open(read), open(write, "w")
+        self.requests, self.answers = open(read), open(write, "w")
         self.since: tuple[float, float] | None = None
         self.turn = self.left = 0  # steps
 
@@ -48,10 +48,10 @@ class Gate:
             wall, cpu = (
                 (now - then) / self.turn for now, then in zip(_clocks(), self.since, strict=True)
             )
-            told = {"seconds": wall, "cpu": cpu, "peak_mib": _peak_mib()}
-            self.answers.write(json.dumps(told) + "\n")
+            result = {"seconds": wall, "cpu": cpu, "peak_mib": _peak_mib()}
+            self.answers.write(json.dumps(result) + "\n")
             self.answers.flush()
-        line = self.asked.readline()
+        line = self.requests.readline()
         if not line:
             os._exit(0)
         self.turn = self.left = int(line)

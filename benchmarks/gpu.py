@@ -108,16 +108,16 @@ def shown(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run it, print the table, write the JSON."""
-    asked = arguments(__doc__)
-    asked.add_argument("text", type=Path, nargs="?")
-    asked.add_argument("--models", nargs="+", default=list(ROWS))
-    asked.add_argument("--rows", nargs="+", type=int, help="per step, of each model")
-    asked.add_argument("--max_seq_len", type=int, default=1024)
-    asked.add_argument("--rounds", type=int, default=10)
-    asked.add_argument("--steps", type=int, default=10)
-    asked.add_argument("--minutes", type=float, default=7.0)
-    asked.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    given = asked.parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("text", type=Path, nargs="?")
+    parser.add_argument("--models", nargs="+", default=list(ROWS))
+    parser.add_argument("--rows", nargs="+", type=int, help="per step, of each model")
+    parser.add_argument("--max_seq_len", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--minutes", type=float, default=7.0)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU here; --device cpu --models tiny tries the command")
     rows = given.rows or [ROWS.get(model, 2) for model in given.models]
@@ -128,7 +128,7 @@ def main() -> None:
     vendor = peak_of(parse_flags(["--dtype", "bfloat16"]), device)
     peaks = {"vendor": vendor and vendor[0], "measured": measured_peak(device)}
     print(f"{name}: bf16 TFLOP/s of {vendor or 'no data sheet'}, {peaks['measured']:.1f} measured")
-    told = {"name": name, "peak_tflops": peaks, "cuda": torch.version.cuda}
+    result = {"name": name, "peak_tflops": peaks, "cuda": torch.version.cuda}
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as kept:
         folder = Path(kept)
@@ -141,7 +141,7 @@ def main() -> None:
             print(shown({model: one}) if isinstance(one, dict) else f"{model}: {one}", flush=True)
             seconds = time.perf_counter() - started
             whole = {model: one for model, one in found.items() if isinstance(one, dict)}
-            record(given.out, "gpu", before, device=told, seconds=seconds, found=whole)
+            record(given.out, "gpu", before, device=result, seconds=seconds, found=whole)
     print(f"{(time.perf_counter() - started) / 60:.1f} minutes")
     if failed := [model for model, one in found.items() if isinstance(one, SystemExit)]:
         raise SystemExit(

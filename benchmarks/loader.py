@@ -53,13 +53,13 @@ def by_steps(shards: TokenShards, rows: int, mixture: Mixture | None) -> Callabl
     n_rows = mixture.n_rows if mixture else shards.rows(ROW_TOKENS)
     order = Order(n_rows, rows, 1, mixture=mixture)
     batches = Batches(shards, order, ROW_TOKENS, rows, 0, 1, CPU)
-    begun = [0]
+    started = [0]
 
     def read() -> int:
         steps = READ // (rows * ROW_TOKENS)
-        for step in range(begun[0], begun[0] + steps):
+        for step in range(started[0], started[0] + steps):
             batches.at(step)
-        begun[0] += steps
+        started[0] += steps
         return steps * rows * ROW_TOKENS
 
     return read
@@ -123,8 +123,8 @@ def main() -> None:
         print(
             f"  {rows} rows a step / {rows} windows: {statistics.median(ratios[rows]):.2f} (median)"
         )
-    told = {"tokens": args.tokens, "ms_per_4096_tokens": found, "ratios": ratios}
-    record(args.out, "loader", load, **told)
+    result = {"tokens": args.tokens, "ms_per_4096_tokens": found, "ratios": ratios}
+    record(args.out, "loader", load, **result)
 
 
 if __name__ == "__main__":

@@ -44,12 +44,12 @@ def step(vocabulary: int, rows: int, positions: int) -> dict[str, float]:
 
 def main() -> None:
     """Run it, print the table, write the JSON."""
-    asked = arguments(__doc__)
-    asked.add_argument("--vocab_sizes", type=int, nargs="+", default=[6400, 64_000])
-    asked.add_argument("--rows", type=int, default=8)
-    asked.add_argument("--rounds", type=int, default=3)
-    asked.add_argument("--alone", help="a measurement: VOCABULARY,full or VOCABULARY,chunked")
-    given = asked.parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--vocab_sizes", type=int, nargs="+", default=[6400, 64_000])
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--alone", help="a measurement: VOCABULARY,full or VOCABULARY,chunked")
+    given = parser.parse_args()
     if given.alone:
         vocabulary, how = given.alone.split(",")
         print(json.dumps(step(int(vocabulary), given.rows, POSITIONS[how])))
@@ -60,16 +60,16 @@ def main() -> None:
         for _ in range(given.rounds):
             for how, steps in turns.items():
                 command = [sys.executable, "-m", "benchmarks.loss", "--rows", str(given.rows)]
-                told = subprocess.check_output([*command, "--alone", f"{size},{how}"], text=True)
-                steps.append(json.loads(told))
+                result = subprocess.check_output([*command, "--alone", f"{size},{how}"], text=True)
+                steps.append(json.loads(result))
         pairs = list(zip(turns["chunked"], turns["full"], strict=True))
         for what in ("seconds", "peak_mib"):
             values = {
                 how: statistics.median(s[what] for s in steps) for how, steps in turns.items()
             }
             share = statistics.median(ours[what] / theirs[what] for ours, theirs in pairs)
-            told = ", ".join(f"{how} {value:,.1f}" for how, value in values.items())
-            print(f"{size:>8,} pieces, {what:<9} {told}: {share:.2f}")
+            result = ", ".join(f"{how} {value:,.1f}" for how, value in values.items())
+            print(f"{size:>8,} pieces, {what:<9} {result}: {share:.2f}")
         found[size] = turns
     record(given.out, "loss", load, found=found)
 

@@ -200,14 +200,14 @@ def summary(race: Race) -> dict[str, Any]:
 
 def main() -> None:
     """Run it, print the figures, write the JSON."""
-    asked = arguments(__doc__)
-    asked.add_argument("text", type=Path)
-    asked.add_argument("--model", default="tiny")
-    asked.add_argument("--batch_size", type=int, help="rows of a step; the preset's own if absent")
-    asked.add_argument("--pairs", type=int, default=100)
-    asked.add_argument("--hooks_only", action="store_true")
-    asked.add_argument("--deepspeed_config", default="configs/ds_config.json")
-    given = asked.parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--batch_size", type=int, help="rows of a step; the preset's own if absent")
+    parser.add_argument("--pairs", type=int, default=100)
+    parser.add_argument("--hooks_only", action="store_true")
+    parser.add_argument("--deepspeed_config", default="configs/ds_config.json")
+    given = parser.parse_args()
     race, before = Race(given.pairs, given.hooks_only), os.getloadavg()
     with tempfile.TemporaryDirectory() as kept:
         run(race, given, Path(kept))

@@ -48,11 +48,11 @@ def measure(
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model / "tokenizer.model"))
     hugging_face = AutoTokenizer.from_pretrained(model)
     sources = (Source("data", tuple(map(str, files))),)
-    asked = PrepareRequest(sources, str(model), progress=False)
+    request = PrepareRequest(sources, str(model), progress=False)
     found: dict[str, list[float]] = {"prepare": [], "SentencePiece": [], "Hugging Face loop": []}
     for number in range(rounds):
         out = folder / f"out-{number}"
-        found["prepare"].append(seconds(lambda out=out: prepare_folder(asked, out)))
+        found["prepare"].append(seconds(lambda out=out: prepare_folder(request, out)))
         shutil.rmtree(out)
         whole = seconds(lambda: processor.encode(texts, num_threads=threads))
         found["SentencePiece"].append(whole)

@@ -42,10 +42,10 @@ def forward_and_backward(
 
 def main() -> None:
     """Run it, print the table, write the JSON."""
-    asked = arguments(__doc__)
-    asked.add_argument("--rounds", type=int, default=10)
-    asked.add_argument("--tokens", type=int, default=512)
-    given = asked.parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=512)
+    given = parser.parse_args()
     before, widen = os.getloadavg(), WidenedLinear.apply
     steps = {
         "bf16, torch's": forward_and_backward(F.linear, given.tokens, torch.bfloat16),

@@ -32,7 +32,7 @@ def record(out: Path | None, name: str, load_before: Any, **found: Any) -> None:
     """Write what `benchmarks.name` found to `out`, if that was asked for."""
     if out is None:
         return
-    told = {
+    result = {
         # Where files lie on this machine tells nobody anything.
         "command": " ".join(
             [f"python -m benchmarks.{name}", *(word.split("/")[-1] for word in sys.argv[1:])]
@@ -49,7 +49,7 @@ def record(out: Path | None, name: str, load_before: Any, **found: Any) -> None:
         "versions": versions(),
         **found,
     }
-    out.write_text(json.dumps(told, indent=1) + "\n")
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def preset(name: str) -> MiniMindForCausalLM:

@@ -69,9 +69,9 @@ def reordering(dtype: torch.dtype) -> Callable[[], None]:
 
 def main() -> None:
     """Run it, print the table, write the JSON."""
-    asked = arguments(__doc__)
-    asked.add_argument("--rounds", type=int, default=40)
-    given = asked.parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=40)
+    given = parser.parse_args()
     warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex")
     pos_cis, before = build_pos_cis(CHANNELS, POSITIONS, 1e6), os.getloadavg()
     reals, found = pos_cis_as_reals(pos_cis), {}

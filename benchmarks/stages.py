@@ -7,7 +7,7 @@
 Every contender is train_pretrain.py, eager, on the CPU, as one process or two that meet over gloo.
 FLAGs are handed to all of them: --max_seq_len 128 where the CPU multiplies bf16 slowly. All are
 warm and wait; each round lets every one of them take one step (benchmarks/throughput.py). A process
-has the threads that OMP_NUM_THREADS says: one core each makes two processes two devices. Ratios are
+has OMP_NUM_THREADS threads: one core each makes two processes two devices. Ratios are
 medians over rounds of two steps of the same round.
 
 stages: without DeepSpeed (alone, DDP) and at stages 0 to 3. `--rows` are those of a step: two
@@ -148,15 +148,15 @@ def summary(
 
 def scaling(found: Mapping[str, Any], rows: int) -> dict[str, dict[str, float]]:
     """How many times the tokens/s of one process two reach: strong and weak, by kind."""
-    told: dict[str, dict[str, float]] = {}
+    result: dict[str, dict[str, float]] = {}
     for kind in STAGES:
         one = f"1 x {rows} rows, {kind}"
         strong, weak = f"2 x {rows // 2} rows, {kind}", f"2 x {rows} rows, {kind}"
         if one in found and strong in found:
-            told[kind] = {"strong": ratio(found, strong, one, "seconds")}
+            result[kind] = {"strong": ratio(found, strong, one, "seconds")}
             if weak in found:
-                told[kind]["weak"] = 2 * ratio(found, weak, one, "seconds")
-    return told
+                result[kind]["weak"] = 2 * ratio(found, weak, one, "seconds")
+    return result
 
 
 def shown(table: Mapping[str, Mapping[str, Any]], base: str) -> str:
@@ -174,8 +174,8 @@ def shown(table: Mapping[str, Mapping[str, Any]], base: str) -> str:
     return "\n".join([*lines, f"time, quartiles and by CPU against: {base}"])
 
 
-def asked() -> tuple[argparse.Namespace, list[str]]:
-    """What the command line says, and the flags that are train_pretrain.py's."""
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command line; return the options and the flags for train_pretrain.py."""
     parser = arguments(__doc__)
     parser.add_argument("text", type=Path)
     parser.add_argument("--race", choices=RACES, default="stages")
@@ -192,7 +192,7 @@ def asked() -> tuple[argparse.Namespace, list[str]]:
 
 def main() -> None:
     """Run it, print the table, write the JSON."""
-    (given, flags), before = asked(), os.getloadavg()
+    (given, flags), before = parse_arguments(), os.getloadavg()
     run = parse_flags(["--model", given.model, *flags])
     entries = RACES[given.race](given.rows, given.processes)
     base = next(iter(entries))

@@ -21,29 +21,29 @@ BEGIN, END = "<!-- benchmarks.table -->", "<!-- /benchmarks.table -->"
 def table() -> str:
     """Markdown: a line per loop of a race of all of them, and one that says where and when."""
     newest = max((ROOT / "benchmarks" / "results").glob("throughput-*.json"))
-    told = json.loads(newest.read_text())
+    result = json.loads(newest.read_text())
     lines = [
         "| loop | tokens/s | speed | by CPU time | against bare | against Trainer | peak memory |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, row in told["table"].items():
-        against = ratio(told["steps"], name, TRAINER, "seconds")
+    for name, row in result["table"].items():
+        against = ratio(result["steps"], name, TRAINER, "seconds")
         lines.append(
             f"| {name} | {row['tokens_per_second']:,.0f} | {row['speed']:.2f} |"
             f" {row['speed_by_cpu']:.2f} | {row['speed_against_bare']:.2f} |"
             f" {against:.2f} |"
             f" {row['peak_mib']:,.0f} MiB ({row['memory']:.2f}) |"
         )
-    versions, machine, load = told["versions"], told["machine"], told["load"]
+    versions, machine, load = result["versions"], result["machine"], result["load"]
     bf16 = "with" if machine["bf16"] else "without"
-    rounds = len(next(iter(told["steps"].values())))
+    rounds = len(next(iter(result["steps"].values())))
     lines.append("")
     lines.append(
-        f"{told['date']}, {machine['cpus']} CPU cores ({machine['processor']}, {bf16} instructions"
-        f" for bf16), {told['threads']} threads, load {load['before'][0]:.1f} before and"
+        f"{result['date']}, {machine['cpus']} CPU cores ({machine['processor']}, {bf16}"
+        f" instructions for bf16), {result['threads']} threads, load {load['before'][0]:.1f} before and"
         f" {load['after'][0]:.1f} after; torch {versions['torch']}, transformers"
         f" {versions['transformers']}, DeepSpeed {versions['deepspeed']};"
-        f" medians of {rounds} rounds, `{told['command'].partition(' --')[0]}`"
+        f" medians of {rounds} rounds, `{result['command'].partition(' --')[0]}`"
         f" (`benchmarks/results/{newest.name}`)."
     )
     return "\n".join(lines)

@@ -10,7 +10,7 @@ that all see the same machine and none shares an allocator. Each round lets ever
 one step, in an order that moves on. A ratio is the median over rounds of two steps of the same
 round; the process's own CPU seconds stand beside the clock's, as they hear less of the neighbours.
 Memory is the peak of resident memory, the imports and the compiling included: each compiles anew.
-All compute in bf16 unless told otherwise: ours and the Trainer with bf16 weights and fp32 masters,
+All compute in bf16 unless --dtype says otherwise: ours and the Trainer with bf16 weights and fp32 masters,
 as DeepSpeed has it, the loops written by hand with fp32 weights under autocast, as such loops have
 it.
 """
@@ -68,11 +68,11 @@ class Contender:
             (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
             place = [shape, str(rows), str(theirs_in), str(theirs_out), str(folder)]
             who = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if meeting else {}
-            with log.open("w") as told:
+            with log.open("w") as result:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "benchmarks.contenders", name, *place, *flags],
                     pass_fds=(theirs_in, theirs_out),
-                    stdout=told,
+                    stdout=result,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **meeting, **who, **environment},
                 )
@@ -114,8 +114,8 @@ def meeting_place(processes: int) -> dict[str, str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     size = str(processes)
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return told | {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    result = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return result | {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
 
 
 def compiling_anew(folder: Path, number: int) -> dict[str, str]:
@@ -204,15 +204,15 @@ def installed() -> list[str]:
 
 def main() -> None:
     """Run it, print the table, write the JSON."""
-    asked = arguments(__doc__)
-    asked.add_argument("text", type=Path)
-    asked.add_argument("--model", default="26m")
-    asked.add_argument("--rows", type=int, default=8)
-    asked.add_argument("--rounds", type=int, default=20)
-    asked.add_argument("--warm", type=int, default=WARM)
-    asked.add_argument("--only", nargs="+", choices=CONTENDERS, default=installed())
-    asked.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    given = asked.parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--model", default="26m")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warm", type=int, default=WARM)
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=installed())
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    given = parser.parse_args()
     before = os.getloadavg()
     with tempfile.TemporaryDirectory() as kept:
         folder = Path(kept)

@@ -50,11 +50,11 @@ def step_of(text: torch.Tensor, dtype: torch.dtype, how: Any) -> Callable[[], No
 
 def main() -> None:
     """Run it, print the ratio, write the JSON."""
-    asked = arguments(__doc__)
-    asked.add_argument("--rounds", type=int, default=25)
-    asked.add_argument("--rows", type=int, default=2)
-    asked.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    given = asked.parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    given = parser.parse_args()
     before, dtype = os.getloadavg(), getattr(torch, given.dtype)
     text = torch.randint(preset("26m").config.vocab_size, (given.rows, 513))
     ways = {"kept": kept, "again": layers.recompute_if_compiled}

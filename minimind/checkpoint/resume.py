@@ -113,7 +113,7 @@ def _require_nothing_lost(root: Path) -> None:
     step = newest_acknowledged(root.parent / "metrics.jsonl")
     if step is not None:
         raise CheckpointError(
-            f"{root} holds no checkpoint, and metrics.jsonl tells of one at step {step}{remedy}"
+            f"{root} holds no checkpoint, and metrics.jsonl has one at step {step}{remedy}"
         )
 
 

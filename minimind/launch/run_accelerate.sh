@@ -6,13 +6,13 @@ set -euo pipefail
 
 # Any stop signal is passed to the launcher as TERM; the launcher passes it to the workers, which
 # save. A second Ctrl-C kills the launcher; its workers notice and end by themselves.
-launcher='' stopping=0 asked='' scratch=''
+launcher='' stopping=0 received='' scratch=''
 # shellcheck disable=SC2317,SC2329 # called by the traps
 stop() {
   stopping=$((stopping + 1))
-  asked=${asked:-$1}
+  received=${received:-$1}
   if [[ -n $scratch && ! -e $scratch/stop ]]; then
-    echo "$asked" >"$scratch/stop" || true # for the workers' messages (minimind/runtime/process.py)
+    echo "$received" >"$scratch/stop" || true # for the workers' messages (minimind/runtime/process.py)
   fi
   if [[ -z $launcher ]]; then
     return 0 # no launcher yet; checked before the launch
@@ -27,7 +27,7 @@ leave() {
   local code=$?
   [[ -z $scratch ]] || rm -rf -- "$scratch"
   if [[ $stopping -gt 0 && -z $launcher ]]; then
-    echo "run_accelerate.sh: stopped on $asked before the first step; run it again to go on" >&2
+    echo "run_accelerate.sh: stopped on $received before the first step; run it again to go on" >&2
     code=75
   fi
   exit "$code"
@@ -127,7 +127,7 @@ if [[ -s $MINIMIND_STATUS_FILE ]]; then
   read -r code _ <"$MINIMIND_STATUS_FILE"
 elif [[ $stopping -gt 0 ]]; then
   code=75
-  echo "run_accelerate.sh: stopped on $asked before the first step or by force; run it again to go on" >&2
+  echo "run_accelerate.sh: stopped on $received before the first step or by force; run it again to go on" >&2
 elif [[ $code -gt 128 ]]; then
   echo "run_accelerate.sh: the launcher was killed (signal $((code - 128))); run it again" >&2
   code=7
