@@ -40,8 +40,8 @@ def table() -> str:
     lines.append("")
     lines.append(
         f"{result['date']}, {machine['cpus']} CPU cores ({machine['processor']}, {bf16}"
-        f" instructions for bf16), {result['threads']} threads, load {load['before'][0]:.1f} before and"
-        f" {load['after'][0]:.1f} after; torch {versions['torch']}, transformers"
+        f" instructions for bf16), {result['threads']} threads, load {load['before'][0]:.1f}"
+        f" before and {load['after'][0]:.1f} after; torch {versions['torch']}, transformers"
         f" {versions['transformers']}, DeepSpeed {versions['deepspeed']};"
         f" medians of {rounds} rounds, `{result['command'].partition(' --')[0]}`"
         f" (`benchmarks/results/{newest.name}`)."

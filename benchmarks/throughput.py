@@ -10,9 +10,8 @@ that all see the same machine and none shares an allocator. Each round lets ever
 one step, in an order that moves on. A ratio is the median over rounds of two steps of the same
 round; the process's own CPU seconds stand beside the clock's, as they hear less of the neighbours.
 Memory is the peak of resident memory, the imports and the compiling included: each compiles anew.
-All compute in bf16 unless --dtype says otherwise: ours and the Trainer with bf16 weights and fp32 masters,
-as DeepSpeed has it, the loops written by hand with fp32 weights under autocast, as such loops have
-it.
+All compute in bf16 unless --dtype is given: ours and the Trainer with bf16 weights and fp32 master
+weights, as in DeepSpeed, the plain loops with fp32 weights under autocast.
 """
 
 from __future__ import annotations
