@@ -38,7 +38,7 @@ Experts = Annotated[int, Field(ge=0, le=MOST_EXPERTS)]
 ParameterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,400}$")]
 
 
-class FileEntry(CheckedJson):
+class FileEntry(ClosedJson):
     """A file of the checkpoint, in its own directory."""
 
     name: FileName
@@ -56,7 +56,7 @@ class Manifest(CheckedJson):
     files: list[FileEntry]
 
 
-class Counters(CheckedJson):
+class Counters(ClosedJson):
     """The engine's counters in `state.json`."""
 
     global_steps: Count
@@ -71,7 +71,7 @@ class Numbers(RootModel[dict[str, FiniteFloat]]):
     model_config = ConfigDict(strict=True)
 
 
-class State(CheckedJson):
+class State(ClosedJson):
     """`state.json`: the shape of each parameter, and counters."""
 
     parameters: dict[ParameterName, Shape]
@@ -79,7 +79,7 @@ class State(CheckedJson):
     counters: Counters
 
 
-class Mixture(CheckedJson):
+class Mixture(ClosedJson):
     """Rows and weight of each source."""
 
     sizes: list[Size]

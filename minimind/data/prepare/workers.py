@@ -40,6 +40,8 @@ def encode_plan(
     left = [unit for unit in units if not work.done(unit)]
     cores = len(os.sched_getaffinity(0))
     processes = min(processes or -(-cores // THREADS), max(1, len(left)))
+    if multiprocessing.current_process().daemon:  # which may not have children
+        processes = 1
     work = replace(work, threads=max(1, cores // processes))
     if share == (0, 1):  # which `merge` requires next
         work = replace(work, overlap_task=lambda: work.tokenizer.exported)
