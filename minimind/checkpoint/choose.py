@@ -67,15 +67,15 @@ def read_chosen(place: str, use: Callable[[Chosen], T]) -> T:
 
 
 def newest_valid(
-    found: list[Path], check: Callable[[Path], Rejected | None]
+    checkpoints: list[Path], check: Callable[[Path], Rejected | None]
 ) -> tuple[Path | None, list[Rejected]]:
-    """Return the first of `found` that passes `check`, and the rejected ones before it.
+    """Return the first of `checkpoints` that passes `check`, and the rejected ones before it.
 
-    None if `found` is empty. Raise CheckpointError if all are damaged (never start silently at step
+    None if there are none. Raise CheckpointError if all are damaged (never start silently at step
     0), and Unreadable for one that cannot be read, since it may be intact.
     """
     rejected = []
-    for path in found:
+    for path in checkpoints:
         bad = check(path)
         if bad is None:
             return path, rejected
@@ -87,10 +87,12 @@ def newest_valid(
         rejected.append(bad)
     if rejected:
         reasons = "; ".join(f"{r.path.name}: {r.file} {r.reason}" for r in rejected)
-        which = f"no checkpoint in {found[0].parent}" if len(found) > 1 else str(found[0])
+        if len(checkpoints) > 1:
+            which = f"no checkpoint in {checkpoints[0].parent} can"
+        else:
+            which = f"{checkpoints[0]} cannot"
         raise CheckpointError(
-            f"{which} {'can' if len(found) > 1 else 'cannot'} be used ({reasons}); restore one, or"
-            " start afresh in another folder"
+            f"{which} be used ({reasons}); restore one, or start afresh in another folder"
         )
     return None, []
 
@@ -103,8 +105,8 @@ def _run_of(place: str) -> Path | None:
 
 def _choose(place: str) -> Chosen:
     root = _run_of(place)
-    found = published_checkpoints(root) if root else [Path(place)]
-    if not Path(place).is_dir() or not found:
+    checkpoints = published_checkpoints(root) if root else [Path(place)]
+    if not Path(place).is_dir() or not checkpoints:
         raise CheckpointError(
             f"--checkpoint {place}: holds no checkpoint; name a run's out_dir or a step_ directory"
         )
@@ -120,7 +122,7 @@ def _choose(place: str) -> Chosen:
             raise _removed(path)
         return bad
 
-    path, rejected = newest_valid(found, check)
+    path, rejected = newest_valid(checkpoints, check)
     assert path is not None  # newest_valid raises if none verifies
     return Chosen(path, rejected, locks[path])
 

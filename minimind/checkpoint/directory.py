@@ -245,14 +245,14 @@ class Difference:
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[Difference]:
     """All values, by group and name, that differ."""
-    found = []
+    differing = []
     for group in sorted({*saved, *now}):
         old, new = saved.get(group, {}), now.get(group, {})
         for key in sorted({*old, *new}):
             before, after = (side.get(key, LEGACY_DEFAULTS.get(key)) for side in (old, new))
             if canonical_json(before) != canonical_json(after):
-                found.append(Difference(group, key, before, after))
-    return found
+                differing.append(Difference(group, key, before, after))
+    return differing
 
 
 def difference_table(changed: list[Difference], allowed: Set[str]) -> list[str]:

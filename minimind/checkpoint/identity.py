@@ -99,8 +99,8 @@ def facts(run: RunConfig, identity: dict[str, Any], order: Order, engine: Engine
 def versions() -> dict[str, str]:
     """Versions of Python, this package and the libraries that affect numerics."""
     libraries = ("torch", "accelerate", "deepspeed", "transformers", "sentencepiece")
-    found = {"python": platform.python_version(), "minimind": __version__}
-    return found | {name: version(name) for name in libraries}
+    versions = {"python": platform.python_version(), "minimind": __version__}
+    return versions | {name: version(name) for name in libraries}
 
 
 def source_commit() -> str:

@@ -63,8 +63,8 @@ def resume(
     and newer checkpoints of `root`, and all of them when resuming from elsewhere, are set aside, so
     that pruning and later resumes ignore them.
     """
-    found = on_rank_0(ranks, lambda: _candidates(root, requested))
-    path, rejected = newest_valid(found, lambda path: _verify_on_all_ranks(ranks, path))
+    candidates = on_rank_0(ranks, lambda: _candidates(root, requested))
+    path, rejected = newest_valid(candidates, lambda path: _verify_on_all_ranks(ranks, path))
     if path is None:
         return Resumed(rejected=rejected)
     manifest = on_rank_0(ranks, lambda: read_manifest(path))
@@ -84,12 +84,12 @@ def _candidates(root: Path, requested: str) -> list[Path]:
     sync_directory(root.parent)
     if requested == "none":
         start_over(root)
-    found = requested_checkpoints(root, requested)
-    if requested == "auto" and not found:
+    candidates = requested_checkpoints(root, requested)
+    if requested == "auto" and not candidates:
         _require_nothing_lost(root)
-    elif requested != "none" and not found:
+    elif requested != "none" and not candidates:
         raise CheckpointError(f"--resume {requested}: holds no checkpoint; use auto or none")
-    return found
+    return candidates
 
 
 def requested_checkpoints(root: Path, requested: str) -> list[Path]:
@@ -118,9 +118,9 @@ def _require_nothing_lost(root: Path) -> None:
 
 
 def _step_aside(root: Path, resumed: Path, rejected: set[Path]) -> None:
-    found = published_checkpoints(root)
-    is_own = resumed.resolve() in {path.resolve() for path in found}
-    for path in found:
+    candidates = published_checkpoints(root)
+    is_own = resumed.resolve() in {path.resolve() for path in candidates}
+    for path in candidates:
         if path in rejected:
             set_aside(path, "rejected")
         elif not is_own or step_of(path) > step_of(resumed):
@@ -129,8 +129,8 @@ def _step_aside(root: Path, resumed: Path, rejected: set[Path]) -> None:
 
 def _verify_on_all_ranks(ranks: Ranks, path: Path) -> Rejected | None:
     """Return the first damage found by any rank; each hashes a share of the files."""
-    found = run_on_all_ranks(ranks, lambda: verify(path, ranks.rank, ranks.world_size))
-    return next((bad for bad in found if bad), None)
+    damages = run_on_all_ranks(ranks, lambda: verify(path, ranks.rank, ranks.world_size))
+    return next((bad for bad in damages if bad), None)
 
 
 def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) -> None:

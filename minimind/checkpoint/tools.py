@@ -202,8 +202,8 @@ def faults_of(path: Path) -> list[str]:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return [str(rejected(path, MANIFEST, error))]
-    found = (fault(path / entry["name"], entry) for entry in manifest["files"])
-    if faults := [str(bad) for bad in found if bad]:
+    damages = (fault(path / entry["name"], entry) for entry in manifest["files"])
+    if faults := [str(bad) for bad in damages if bad]:
         return faults
     from minimind.checkpoint.reader import Contents  # imports torch
 

@@ -236,25 +236,25 @@ def run_data(args: argparse.Namespace) -> int:
     if damaged:
         print("\n".join(f"{args.directory}: DAMAGED: {fault}" for fault in damaged))
         return DataError.status
-    found = inspect(open_prepared(args.directory), args.rows, args.row_tokens)
+    inspection = inspect(open_prepared(args.directory), args.rows, args.row_tokens)
     if args.json:
-        print(found.to_json())
+        print(inspection.to_json())
     else:
-        _print_inspection(found)
+        _print_inspection(inspection)
         print("" if args.no_verify else "\nall files match their hashes")
     return 0
 
 
-def _print_inspection(found: Inspection) -> None:
-    _print_sources(found.sources)
-    for split, counts in found.splits.items():
+def _print_inspection(inspection: Inspection) -> None:
+    _print_sources(inspection.sources)
+    for split, counts in inspection.splits.items():
         print(f"{split:<6} {counts['tokens']:>14,} tokens, {counts['documents']:,} documents")
-    _print_rejected(found.rejected)
+    _print_rejected(inspection.rejected)
     print("\ntokens of a document, up to")
-    most = max((count for _, count in found.lengths), default=1)
-    for longest, count in found.lengths:
+    most = max((count for _, count in inspection.lengths), default=1)
+    for longest, count in inspection.lengths:
         print(f"{longest:>12,} {count:>12,} {'#' * -(-BAR * count // most)}")
-    print(f"\n{found.duplicate_share:.2%} of {found.compared:,} documents repeat another")
-    for one in found.duplicates:
+    print(f"\n{inspection.duplicate_share:.2%} of {inspection.compared:,} documents repeat another")
+    for one in inspection.duplicates:
         print(f"{one.times:>8,} times, {one.tokens:,} tokens: {one.text}")
-    print("".join(f"\n{row}" for row in found.rows))
+    print("".join(f"\n{row}" for row in inspection.rows))

@@ -215,8 +215,8 @@ def _advice(run: RunConfig, here: Layout, memory: int, path: str) -> str:
     rows = best.rows * (gpus if run.split_batches else 1)
     typed = f"{_typed(run)} --batch_size {rows} --accumulation_steps {best.accumulation_steps}"
     others = [replace(here, world_size=gpus * n) for n in (2, 4, 8) if best.offload_optimizer]
-    found = [recommend(shape, other, memory) for other in others]
-    more = [s.world_size for s in found if s and not s.offload_optimizer]
+    layouts = [recommend(shape, other, memory) for other in others]
+    more = [s.world_size for s in layouts if s and not s.offload_optimizer]
     return (
         f"Recommended: {name_of(best)}, micro-batch {best.rows}, accumulation"
         f" {best.accumulation_steps}: {held.total / GIB:.2f} of {memory / GIB:.2f} GiB{host}.\n"

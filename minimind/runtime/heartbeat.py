@@ -217,8 +217,8 @@ class Peers:
         deadline = time.monotonic() + (VERDICT_TIMEOUT if self._store else 1.0)
         while self._watched and not is_reported():
             self._exchange()
-            if found := self._verdict_of_others() or self.gone() or self._stopped_peer():
-                return None if is_reported() else found
+            if culprit := self._verdict_of_others() or self.gone() or self._stopped_peer():
+                return None if is_reported() else culprit
             if self._store and all(self._has_given_up(rank) for rank in self._watched):
                 return None  # nobody is stuck: the connection failed
             if time.monotonic() >= deadline:
@@ -235,8 +235,8 @@ class Peers:
 
     def _stopped_peer(self) -> Lost | None:
         others = [other.worker for other in self._watched.values()]
-        found = [w for w in others if w.is_here() and w.state() == "stopped"]
-        return _stopped(found[0]) if found else None
+        stopped = [w for w in others if w.is_here() and w.state() == "stopped"]
+        return _stopped(stopped[0]) if stopped else None
 
     def _most_likely_culprit(self) -> Lost | None:
         if self._store is None:

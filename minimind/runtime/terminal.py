@@ -24,7 +24,7 @@ CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 def printable(text: str) -> str:
     r"""`text` with its control characters as `\x1b` and the like; newlines and tabs stay."""
-    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def for_stdout(text: str) -> str:

@@ -42,8 +42,8 @@ def peak_of(run: RunConfig, device: torch.device) -> tuple[float, str] | None:
     if device.type != "cuda" or run.dtype == "float32":
         return None
     name = torch.cuda.get_device_name(device)
-    found = next((model for model in VENDOR if is_model(model, name)), None)
-    return None if found is None else (VENDOR[found], f"NVIDIA's data sheet, {found}, dense bf16")
+    known = next((model for model in VENDOR if is_model(model, name)), None)
+    return None if known is None else (VENDOR[known], f"NVIDIA's data sheet, {known}, dense bf16")
 
 
 def is_model(model: str, name: str) -> bool:

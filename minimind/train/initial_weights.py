@@ -98,8 +98,8 @@ def read_initial(run: RunConfig) -> InitialModel:
     """
     if run.hugging_face is not None:
         path = config_file(run.hugging_face)
-        if found := hugging_face(path):
-            return _of_transformers(run, found, path.parent)
+        if config_path := hugging_face(path):
+            return _of_transformers(run, config_path, path.parent)
         run = _with_shape(run, f"--model {run.model}", MiniMindConfig(**read_config(path.parent)))
         run = run.with_values("its config.json", model=None)
     if run.init_from is None:

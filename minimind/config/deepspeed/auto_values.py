@@ -65,8 +65,8 @@ def auto_values(
     schedule: Schedule | None,
 ) -> Filled:
     """Return value and source of every key that this package can fill."""
-    found = _numbers(run, world_size) | _buckets(run, world_size, device)
-    return found | _optimizer(config, run) | _rates(run, schedule)
+    values = _numbers(run, world_size) | _buckets(run, world_size, device)
+    return values | _optimizer(config, run) | _rates(run, schedule)
 
 
 def _by(run: RunConfig, name: str) -> str:

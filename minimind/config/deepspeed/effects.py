@@ -122,29 +122,29 @@ ZERO = "zero_optimization."
 
 def ignored_faults(config: Mapping[str, Any]) -> list[str]:
     """Return one sentence per setting without effect in a normalized `config`."""
-    found = []
+    faults = []
     for name, value in leaves(config).items():
         rules = [key for key in IGNORED if f"{name}.".startswith(f"{key}.")]
         if rules and value != AUTO:
             harmless, remedy = IGNORED[max(rules, key=len)]
             if not _is_one_of(value, harmless) and not (value == {} and harmless):
-                found.append(f"{name} is {json.dumps(value)}, which has no effect here; {remedy}")
+                faults.append(f"{name} is {json.dumps(value)}, which has no effect here; {remedy}")
     for key, why in OFF.items():
         block = get(config, key)
         if isinstance(block, Mapping) and block and block.get("enabled") is not False:
             shown = json.dumps(block.get("enabled", "missing"))
-            found.append(
+            faults.append(
                 f'{key}.enabled is {shown}, but {why}; write "enabled": false or remove it'
             )
     stage = get(config, f"{ZERO}stage")
     for name, harmless in SAVINGS.items():
         value = get(config, ZERO + name)
         if stage in (0, 1, 2) and value not in (MISSING, AUTO) and not _is_one_of(value, harmless):
-            found.append(
+            faults.append(
                 f"{ZERO}{name} is {json.dumps(value)}, which only stage 3 supports, and stage is"
                 f' {stage}; remove it, or write "stage": 3'
             )
-    return found
+    return faults
 
 
 def keys_without_effect(
@@ -152,17 +152,17 @@ def keys_without_effect(
 ) -> list[str]:
     """Return the ZeRO keys of the file (`path`) that have no effect at its stage or device."""
     stage = get(config, f"{ZERO}stage")
-    found = []
+    keys = []
     for key, source in sources.items():
         name = key.removeprefix(ZERO)
         block = name.split(".")[0]
         if source != path or not key.startswith(ZERO) or block in EVERY_STAGE:
             continue
         if stage not in STAGES.get(block, (stage,)):
-            found.append(name)
+            keys.append(name)
         elif name in NVME_ONLY and get(config, f"{ZERO}{block}.device") != "nvme":
-            found.append(name)
-    return found
+            keys.append(name)
+    return keys
 
 
 def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:

@@ -57,16 +57,16 @@ def incompatible_settings(
     sources: Mapping[str, str],
 ) -> list[str]:
     """Return one sentence per incompatible combination in a filled `config`."""
-    found = _batch(config, run, world_size) + _scheduler(config, run)
-    found += [
+    faults = _batch(config, run, world_size) + _scheduler(config, run)
+    faults += [
         f"{block}.type is {kind}, which ignores {name} = {getattr(run, name)}"
         f" ({run.sources[name]}); drop the latter, or change the block"
         for block, kind, name in ignored_flags(config)
         if run.is_explicit(name)
     ]
-    found += _least(config) + _other_values(config) + ignored_faults(config)
+    faults += _least(config) + _other_values(config) + ignored_faults(config)
     if run.compile == "on" and get(config, "flops_profiler.enabled") is True:
-        found.append(
+        faults.append(
             "flops_profiler.enabled is true, and in a model that is compiled the profiler miscounts"
             f" and has it compiled again and again; drop compile = on ({run.sources['compile']})"
             " or switch the profiler off"
@@ -74,13 +74,13 @@ def incompatible_settings(
     stage = get(config, f"{ZERO}stage")
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         where = sources.get(f"{ZERO}stage", path)
-        found.append(
+        faults.append(
             f"zero_optimization.stage is {json.dumps(stage)} ({where}); write 0, 1, 2 or 3"
         )
     else:
-        found += _precision(config, run, device, stage) + _optimizer(config, device)
-        found += _stage(config, stage, sources) + _reduction(config, stage)
-    return [f"{path}: {fault}" for fault in found]
+        faults += _precision(config, run, device, stage) + _optimizer(config, device)
+        faults += _stage(config, stage, sources) + _reduction(config, stage)
+    return [f"{path}: {fault}" for fault in faults]
 
 
 def ignored_flags(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -132,119 +132,119 @@ def precision_faults(run: RunConfig, device: str) -> list[str]:
 
 
 def _precision(config: Mapping[str, Any], run: RunConfig, device: str, stage: int) -> list[str]:
-    found = precision_faults(run, device)
-    if run.dtype == "float16" and stage == 0 and not found:
-        found.append(
+    faults = precision_faults(run, device)
+    if run.dtype == "float16" and stage == 0 and not faults:
+        faults.append(
             f"dtype = float16 ({run.sources['dtype']}) trains incorrectly at ZeRO stage 0 in"
             " DeepSpeed 0.19.8 (gradients are unscaled that were never scaled); use bfloat16, or"
             " stage 1 to 3"
         )
     accumulated = get(config, "data_types.grad_accum_dtype")
     if accumulated == "fp32" and run.dtype == "bfloat16" and stage == 0:
-        found.append(
+        faults.append(
             "data_types.grad_accum_dtype is fp32 in bfloat16 at stage 0, which DeepSpeed 0.19.8 has"
             " not implemented; use stage 1 to 3"
         )
-    return found
+    return faults
 
 
 def _stage(config: Mapping[str, Any], stage: int, sources: Mapping[str, str]) -> list[str]:
     """Offload options that the stage does not support."""
-    found = []
+    faults = []
     for what, least in (("optimizer", 1), ("param", 3)):
         name = f"{ZERO}offload_{what}"
         if offloads(config, what) and stage < least:
             where = sources[f"{name}.device"]
-            found.append(
+            faults.append(
                 f"{name} ({where}) needs stage {least} or above and stage is"
                 f" {stage} ({sources[f'{ZERO}stage']}); change one"
             )
         elif get(config, f"{name}.device") == "nvme":
-            found.append(
+            faults.append(
                 f'{name}.device is "nvme" ({sources[f"{name}.device"]}), of which there are no'
                 ' checkpoints; write "cpu"'
             )
-    return found
+    return faults
 
 
 def _reduction(config: Mapping[str, Any], stage: int) -> list[str]:
     """Gradient reduction options that only some stages support."""
-    found = []
+    faults = []
     ratio = get(config, f"{ZERO}offload_optimizer.ratio")
     if isinstance(ratio, int | float) and ratio != 1 and stage != 3:
-        found.append(f"{ZERO}offload_optimizer.ratio = {ratio} needs stage 3; remove it")
+        faults.append(f"{ZERO}offload_optimizer.ratio = {ratio} needs stage 3; remove it")
     if get(config, f"{ZERO}compute_grad_norm") is False and stage in (0, 3):
-        found.append(f"{ZERO}compute_grad_norm is false, which stage {stage} refuses; remove it")
+        faults.append(f"{ZERO}compute_grad_norm is false, which stage {stage} refuses; remove it")
     if stage >= 2 and get(config, f"{ZERO}reduce_scatter") in (MISSING, True):
         if get(config, "gradient_predivide_factor") not in (MISSING, 1, 1.0):
-            found.append(
+            faults.append(
                 "gradient_predivide_factor is refused beside reduce_scatter at stage"
                 f' {stage}; remove it, or write "reduce_scatter": false'
             )
         if get(config, "prescale_gradients") is True:
-            found.append(
+            faults.append(
                 f"prescale_gradients is refused beside reduce_scatter at stage {stage}; remove it,"
                 ' or write "reduce_scatter": false'
             )
     if stage == 3 and get(config, f"{ZERO}round_robin_gradients") is True:
-        found.append(
+        faults.append(
             f"{ZERO}round_robin_gradients is for stages 1 and 2, and stage is 3; remove it"
         )
     for block in ("bf16", "fp16"):
         if get(config, f"{block}.{block}_master_weights_and_grads") is True:
-            found.append(
+            faults.append(
                 f"{block}.{block}_master_weights_and_grads gives up the fp32 weights, which every"
                 " checkpoint holds; remove it"
             )
-    return found
+    return faults
 
 
 def _scheduler(config: Mapping[str, Any], run: RunConfig) -> list[str]:
-    found = []
+    faults = []
     momenta = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
     given = [n for n in momenta if get(config, f"scheduler.params.{n}") is not MISSING]
     if given and get(config, "scheduler.params.cycle_momentum") is False:
-        found.append(
+        faults.append(
             f"scheduler.params.{given[0]} is ignored while cycle_momentum is false; write"
             " true, or remove it"
         )
     warmup, total = (get(config, f"scheduler.params.{n}_num_steps") for n in ("warmup", "total"))
     if isinstance(warmup, int) and warmup < 2:
-        found.append(
+        faults.append(
             f"scheduler.params.warmup_num_steps = {warmup}, and DeepSpeed's schedulers warm up over"
             " 2 steps at least; write 2 or more"
         )
     elif warmup == 2 and run.is_explicit("warmup_steps") and run.warmup_steps in (0, 1):
-        found.append(
+        faults.append(
             f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}), and DeepSpeed's"
             " schedulers warm up over 2 steps at least; raise it, or remove the scheduler block"
         )
     total = run.max_steps if total is MISSING else total
     if isinstance(warmup, int) and isinstance(total, int) and total < warmup:
         length = run.sources["max_steps"] if total == run.max_steps else "the steps of the run"
-        found.append(
+        faults.append(
             f"scheduler.params.total_num_steps = {total} ({length}) is less than warmup_num_steps ="
             f" {warmup} ({run.sources['warmup_steps']}); lower the warm-up, or train longer"
         )
-    return found
+    return faults
 
 
 def _least(config: Mapping[str, Any]) -> list[str]:
     """Numbers below their lower bound."""
-    found = []
+    faults = []
     for bound, (keys, words) in LEAST.items():
         for key in keys.split():
             value = get(config, key)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 if value < 0 or (bound == "above" and value == 0):
-                    found.append(f"{key} is {json.dumps(value)}, not {words}; change it")
-    return found
+                    faults.append(f"{key} is {json.dumps(value)}, not {words}; change it")
+    return faults
 
 
 def _other_values(config: Mapping[str, Any]) -> list[str]:
-    found = []
+    faults = []
     for key, (value, why) in ONLY.items():
         config_value = get(config, key)
         if config_value is not MISSING and config_value is not None and config_value != value:
-            found.append(f"{key} is {json.dumps(config_value)}, but {why}; remove it")
-    return found
+            faults.append(f"{key} is {json.dumps(config_value)}, but {why}; remove it")
+    return faults

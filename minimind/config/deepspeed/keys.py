@@ -11,13 +11,13 @@ AUTO = "auto"
 
 def _kinds(table: str) -> dict[str, str]:
     """Name -> kind, of words in which `kind:` stands before the names it holds for."""
-    found, kind = {}, ""
+    kinds, kind = {}, ""
     for word in table.split():
         if word.endswith(":"):
             kind = word[:-1]
         else:
-            found[word] = kind
-    return found
+            kinds[word] = kind
+    return kinds
 
 
 TOP_LEVEL = _kinds("""

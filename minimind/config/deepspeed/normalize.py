@@ -24,28 +24,28 @@ def normalize_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Values that DeepSpeed does not convert stay for the schema to check, including strings for
     booleans that it only tests for truth, where "false" would be true.
     """
-    found = _block("", config)
-    written = found.get("optimizer")
+    normalized = _block("", config)
+    written = normalized.get("optimizer")
     if isinstance(written, dict) and (name := optimizer_name(written.get("type"))):
         written["type"] = name
-    return found
+    return normalized
 
 
 def _block(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
     kinds = MODELLED.get(where, READ_BY_PYDANTIC.get(where, {}))
-    found: dict[str, Any] = {}
+    normalized: dict[str, Any] = {}
     for key, value in block.items():
         name = f"{where}.{key}" if where else str(key)
         if isinstance(value, Mapping):
-            found[key] = _block(name, value)
+            normalized[key] = _block(name, value)
         elif value == AUTO:
-            found[key] = value
+            normalized[key] = value
         elif name in LOWERED and isinstance(value, str):
-            found[key] = value.lower()
+            normalized[key] = value.lower()
         else:
             kind = kinds.get(key, "")
-            found[key] = _as_pydantic_reads(value, OTHER_KINDS[key] if kind == "any" else kind)
-    return found
+            normalized[key] = _as_pydantic_reads(value, OTHER_KINDS[key] if kind == "any" else kind)
+    return normalized
 
 
 def _as_pydantic_reads(value: Any, kind: str) -> Any:

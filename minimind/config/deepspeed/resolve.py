@@ -107,12 +107,12 @@ def read_deepspeed_json(path: str, source: str = "--deepspeed_config") -> dict[s
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    unique: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:  # the json module would let the last one win
+        if key in unique:  # the json module would let the last one win
             raise KeyError(key)
-        found[key] = value
-    return found
+        unique[key] = value
+    return unique
 
 
 def resolve(
@@ -140,8 +140,8 @@ def resolve(
         run = adopt_launch(run, launch, faults)
     from_yaml = adopt_yaml_fields(config, path, launch, faults) if launch else {}
     faults += deepspeed_schema.faults(config, path)
-    found = {key: get(config, key) for key in OBJECTS}
-    odd = {k: v for k, v in found.items() if v is not MISSING and not isinstance(v, dict)}
+    blocks = {key: get(config, key) for key in OBJECTS}
+    odd = {k: v for k, v in blocks.items() if v is not MISSING and not isinstance(v, dict)}
     odd = {k: v for k, v in odd.items() if v is not None or "offload" not in k}  # null: none
     if odd:  # the checks below read these objects
         raise fault_error(

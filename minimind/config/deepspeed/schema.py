@@ -43,10 +43,10 @@ def faults(config: Mapping[str, Any], path: str) -> list[str]:
     """
     if not isinstance(config, Mapping):
         return [f"{path}: holds {_shown(config)}, not a JSON object; write one"]
-    found = _members("", config, TOP_LEVEL) + _extremes("", config)
-    found += _built("optimizer", config.get("optimizer"), OPTIMIZERS, "AdamW")
-    found += _built("scheduler", config.get("scheduler"), SCHEDULERS, "WarmupLR")
-    return [f"{path}: {fault}" for fault in found]
+    problems = _members("", config, TOP_LEVEL) + _extremes("", config)
+    problems += _built("optimizer", config.get("optimizer"), OPTIMIZERS, "AdamW")
+    problems += _built("scheduler", config.get("scheduler"), SCHEDULERS, "WarmupLR")
+    return [f"{path}: {fault}" for fault in problems]
 
 
 def optimizer_name(written: Any) -> str | None:
@@ -61,17 +61,17 @@ def _members(
     where: str, block: Any, kinds: Mapping[str, str], what: str = f"key of DeepSpeed {VERSION}"
 ) -> list[str]:
     """The faults of an object's keys and values; other types are reported one level up."""
-    found = []
+    problems = []
     for key, value in block.items() if isinstance(block, Mapping) else ():
         name = f"{where}{key}"
         if name in REMOVED:
-            found += _removed(name, value, block)
+            problems += _removed(name, value, block)
         elif key in kinds:
-            found += _wrong(name, value, kinds[key])
-            found += _members(f"{name}.", value, INSIDE[name]) if name in INSIDE else []
+            problems += _wrong(name, value, kinds[key])
+            problems += _members(f"{name}.", value, INSIDE[name]) if name in INSIDE else []
         else:
-            found.append(f"{name} is no {what}; {_advice(str(key), kinds, where)}")
-    return found
+            problems.append(f"{name} is no {what}; {_advice(str(key), kinds, where)}")
+    return problems
 
 
 def _extremes(where: str, value: Any) -> list[str]:
@@ -111,9 +111,12 @@ def _built(name: str, block: Any, types: Mapping[str, str], example: str) -> lis
         advice = _advice(written, types, f"{name}.")
         return [f"{name}.type is {_shown(written)}, no {name} of DeepSpeed {VERSION}; {advice}"]
     kinds = {param: PARAMS.get(param, "number") for param in types[known].split()}
-    found = _members(f"{name}.params.", params, kinds, f"parameter of {known}")
+    problems = _members(f"{name}.params.", params, kinds, f"parameter of {known}")
     missing = [n for n in NEEDED.get(known, ()) if isinstance(params, Mapping) and n not in params]
-    return found + [f"{name}.params.{n} is missing; {known} needs it, write one" for n in missing]
+    required = f"is missing; {known} needs it, write one"
+    return problems + [f"{name}.params.{n} {required}" for n in missing]
+        f"{name}.params.{n} is missing; {known} needs it, write one" for n in missing
+    ]
 
 
 def _advice(name: str, names: Iterable[str], where: str) -> str:

@@ -134,14 +134,14 @@ class Batches:
         The current stream waits for rows that are still being copied.
         """
         number, at = divmod(step - self.order.origin.step, self._steps_at_once)
-        found = self._last
-        if found is None or found.number != number:
-            found = self._last = self._block(number) if self._ahead else self._read(number)
-        if found.arrived is not None:
+        block = self._last
+        if block is None or block.number != number:
+            block = self._last = self._block(number) if self._ahead else self._read(number)
+        if block.arrived is not None:
             stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(found.arrived)
-            found.rows.record_stream(stream)  # or its memory would be reused while it is read
-        return found.steps[at]
+            stream.wait_event(block.arrived)
+            block.rows.record_stream(stream)  # or its memory would be reused while it is read
+        return block.steps[at]
 
     def _block(self, number: int) -> Block:
         """Return a block, read ahead or now, and start reading the next ones."""
@@ -150,11 +150,11 @@ class Batches:
             self._pending.pop(other).cancel()
         if number not in self._pending:
             self._pending[number] = self._reader.submit(self._read, number)
-        found = self._pending[number].result()
+        block = self._pending[number].result()
         for later in wanted[1:]:
             if later not in self._pending:
                 self._pending[later] = self._reader.submit(self._read, later)
-        return found
+        return block
 
     def require_unchanged(self) -> None:
         """Raise DataError if a token file changed since it was opened."""
@@ -190,8 +190,8 @@ class Batches:
         with self._places:
             if number not in self._known:
                 first = step - at
-                found = self.order.rows_for(first, self._rank, self._world_size, self._stretch)
-                self._known[number] = found.reshape(self._stretch, self._share)
+                indices = self.order.rows_for(first, self._rank, self._world_size, self._stretch)
+                self._known[number] = indices.reshape(self._stretch, self._share)
                 if len(self._known) > self._ahead + 2:
                     self._known.pop(next(iter(self._known)))
             return self._known[number][at]

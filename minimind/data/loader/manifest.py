@@ -136,8 +136,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_bytes())
         if not isinstance(manifest, dict):
             raise ValueError("it describes no shards")
-        if (found := manifest.get("format_version")) != FORMAT_VERSION:
-            raise ValueError(f"it is of version {found!r}, this version reads {FORMAT_VERSION}")
+        if (version := manifest.get("format_version")) != FORMAT_VERSION:
+            raise ValueError(f"it is of version {version!r}, this version reads {FORMAT_VERSION}")
         if seal({k: v for k, v in manifest.items() if k != "sha256"}) != manifest:
             raise ValueError("it does not match its own sha256")
         validate(DatasetManifest, manifest)

@@ -142,13 +142,17 @@ class TokenShards:
         ends = [np.zeros(0, dtype=np.int64)]
         for path, start, stop in zip(self._paths, self._starts, self._starts[1:], strict=False):
             index = path.with_suffix(".idx")
-            found = start + _read_index(index)
-            if not len(found) or found[-1] != stop or (np.diff(found, prepend=start) < 0).any():
+            shard_ends = start + _read_index(index)
+            if (
+                not len(shard_ends)
+                or shard_ends[-1] != stop
+                or (np.diff(shard_ends, prepend=start) < 0).any()
+            ):
                 raise DataError(
                     f"{index}: does not say where the documents of {path.name} end; delete"
                     f" {path.parent} to build it again"
                 )
-            ends.append(found)
+            ends.append(shard_ends)
         return np.concatenate(ends)
 
     def stretch(self, start: int, length: int) -> np.ndarray:
@@ -216,8 +220,8 @@ def _read_index(path: Path) -> np.ndarray:
 
 
 def _state(path: Path) -> tuple[int, int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns, found.st_ino
+    state = path.stat()
+    return state.st_size, state.st_mtime_ns, state.st_ino
 
 
 def _opened(path: Path, shard: dict[str, Any], dtype: np.dtype[Any]) -> tuple[int, int, int]:

@@ -54,13 +54,13 @@ class Work:
         """Return the marker of a finished unit of this text with intact shards, else None."""
         path = self.path("unit", unit.number)
         try:
-            found = json.loads(path.read_bytes())
+            marker = json.loads(path.read_bytes())
         except (FileNotFoundError, ValueError):
             return None
-        if not isinstance(found, dict) or found.get("key") != self._key(unit):
+        if not isinstance(marker, dict) or marker.get("key") != self._key(unit):
             return None  # of another text or version
-        shards = found["shards"].values()
-        return found if all(is_whole(self.directory, shard) for shard in shards) else None
+        shards = marker["shards"].values()
+        return marker if all(is_whole(self.directory, shard) for shard in shards) else None
 
     def _key(self, unit: Unit) -> str:
         return f"{MARKER_VERSION}-{self.plan.key_of(unit, self.tokenizer.fingerprint)}"
@@ -72,10 +72,10 @@ class Work:
                 (self.directory / f"{split}-{unit.number:05d}.{suffix}").unlink(missing_ok=True)
         self.path("rejected", unit.number).unlink(missing_ok=True)
 
-    def mark(self, unit: Unit, found: dict[str, Any]) -> None:
+    def mark(self, unit: Unit, content: dict[str, Any]) -> None:
         """Write the marker of a finished unit, whose files are durable."""
         sync_directory(self.directory)
-        marker = canonical_json({**found, "key": self._key(unit)})
+        marker = canonical_json({**content, "key": self._key(unit)})
         write_whole(self.path("unit", unit.number), marker)
 
 
@@ -131,7 +131,7 @@ def encode_unit(work: Work, unit: Unit) -> None:
         reader.finish()
         for given in work.plan.inputs_of(unit):
             given.require_unchanged()
-        found = {
+        content = {
             "shards": {split: shard for split, shard in shards.items() if shard},
             "text_bytes": text_bytes,
             "rejected": reader.rejected,
@@ -139,7 +139,7 @@ def encode_unit(work: Work, unit: Unit) -> None:
             "lines": reader.lines,
             "sha256": reader.digest.hexdigest(),
         }
-        work.mark(unit, found)
+        work.mark(unit, content)
 
 
 @contextmanager
@@ -187,6 +187,6 @@ def _taken(
 ) -> Iterator[tuple[Batch, list[np.ndarray]]]:
     """Yield the oldest results until `left` are pending."""
     while len(waiting) > left:
-        found, ids = waiting.popleft()
-        yield found, ids.result()
-        del found, ids
+        batch, ids = waiting.popleft()
+        yield batch, ids.result()
+        del batch, ids

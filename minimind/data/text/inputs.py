@@ -55,15 +55,15 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
     """
     if any(str(path) == "" for path in paths):
         raise UsageError("the path of a text is empty, as of a variable that is not set; name one")
-    found: list[Path] = []
+    files: list[Path] = []
     for path in (Path(os.path.expanduser(path)) for path in paths):
         try:
-            found += _named_by(path)
+            files += _named_by(path)
         except OSError as error:
             raise DataError(
                 f"{error.filename or path}: cannot be read ({error.strerror}); check the path"
             ) from error
-    return found
+    return files
 
 
 def require_once(files: Sequence[Path], more: str = WEIGHTED) -> None:
@@ -84,27 +84,27 @@ def _named_by(path: Path) -> list[Path]:
             " or what it has finished alone as --data_path of a run"
         )
     if path.exists() or not glob.has_magic(str(path)):
-        found = _inputs_of(path)
-        if not found:
+        files = _inputs_of(path)
+        if not files:
             raise DataError(f"{path}: holds no {KNOWN} file; name one that does")
     else:
         parts = path.parts[1:] if path.anchor else path.parts
         matches = sorted(_matching(Path(path.anchor or "."), parts), key=str)
         wanted = (p for p in matches if _is_wanted(p) and not _is_ours(p) | _is_ours(p.parent))
         inside = [p for match in wanted for p in _inputs_of(match)]
-        found = list(dict.fromkeys(inside))  # "**" gives a directory and what is in it
-        if not found:
+        files = list(dict.fromkeys(inside))  # "**" gives a directory and what is in it
+        if not files:
             raise DataError(f"{path}: matches no {KNOWN} file; correct the pattern")
-    for file in found:
+    for file in files:
         _require_printable(file)
         _require_readable(file)
-    return found
+    return files
 
 
 def _inputs_of(path: Path) -> list[Path]:
     if not path.is_dir() or is_dataset(path):
         return [path]
-    return [found for found, is_folder in _walk(path) if not is_folder]
+    return [file for file, is_folder in _walk(path) if not is_folder]
 
 
 def _walk(top: Path) -> Iterator[tuple[Path, bool]]:

@@ -40,8 +40,8 @@ def missing_in_table(columns: Sequence[str], texts: Sequence[str], field: str) -
 
 def _conversation(lists: Sequence[str], name: str) -> str:
     """The problem of fine-tuning data, if a list field looks like conversations."""
-    found = [json.dumps(key) for key in lists if key in CONVERSATIONS]
-    return f"has {found[0]}, a conversation to fine-tune on, and no {name}" if found else ""
+    keys = [json.dumps(key) for key in lists if key in CONVERSATIONS]
+    return f"has {keys[0]}, a conversation to fine-tune on, and no {name}" if keys else ""
 
 
 def _way(texts: Sequence[str], what: str) -> str:

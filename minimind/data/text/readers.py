@@ -124,11 +124,11 @@ def _judged(line: bytes | bytearray | None, reading: Reading) -> str | Flaw:
         return flaw
 
 
-def in_file(found: Rejection) -> Rejection:
+def in_file(rejection: Rejection) -> Rejection:
     """Return the rejection with its line number in the file, which requires reading up to it."""
-    if found.byte is None or kind_of(found.path) != ".jsonl":
-        return found
-    return replace(found, line=_line_number(found.path, found.byte))
+    if rejection.byte is None or kind_of(rejection.path) != ".jsonl":
+        return rejection
+    return replace(rejection, line=_line_number(rejection.path, rejection.byte))
 
 
 def _line_number(path: Path, offset: int) -> int:

@@ -49,8 +49,8 @@ def _exists(path: str) -> bool:
 
 def read_sources(path: Path) -> list[Source]:
     """Read the sources of a YAML file: `{NAME: {paths: [...], weight: 2}}`, or NAME: PATH."""
-    found = load_texts(str(path), "--sources")
-    return [_source(str(name), given, f"--sources {path}") for name, given in found.items()]
+    entries = load_texts(str(path), "--sources")
+    return [_source(str(name), given, f"--sources {path}") for name, given in entries.items()]
 
 
 def _source(name: str, given: Any, where: str) -> Source:
