@@ -115,8 +115,6 @@ def _built(name: str, block: Any, types: Mapping[str, str], example: str) -> lis
     missing = [n for n in NEEDED.get(known, ()) if isinstance(params, Mapping) and n not in params]
     required = f"is missing; {known} needs it, write one"
     return problems + [f"{name}.params.{n} {required}" for n in missing]
-        f"{name}.params.{n} is missing; {known} needs it, write one" for n in missing
-    ]
 
 
 def _advice(name: str, names: Iterable[str], where: str) -> str:
