@@ -1,7 +1,7 @@
 """Checkpoints: written aside, hashed, renamed, verified before reading; elastic.
 
 May import `minimind.engine` and below. The format is in `directory.py` and `tensor_files.py`; a
-value that a resume compares begins in `identity.py`.
+value that a resume compares starts in `identity.py`.
 
 choose           the newest readable checkpoint, locked while it is read
 directory        the protocol of a checkpoint directory

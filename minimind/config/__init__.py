@@ -1,7 +1,7 @@
 """Flags, YAML, presets and the launcher's environment as one `RunConfig` with a source per value.
 
 May import `minimind.runtime` and `minimind.errors`; neither torch nor deepspeed, so that a mistake
-is reported at once. A new flag begins in `training_flags.py`, `model_flags.py` or
+is reported at once. A new flag starts in `training_flags.py`, `model_flags.py` or
 `report_flags.py`.
 
 arguments        types of the arguments of `minimind SUBCOMMAND`

@@ -1,7 +1,7 @@
 """One optimizer step on DeepSpeed, DDP or a single process, and the optimizer state in our format.
 
 `build.py` is the only module of the library that imports accelerate and deepspeed. May import
-`minimind.model`, `minimind.config` and below. A DeepSpeed wrapper begins in
+`minimind.model`, `minimind.config` and below. A DeepSpeed wrapper starts in
 `optimizer_state_adapters.py`, a backend in `build.py`.
 
 build                     engine creation through Accelerate

@@ -1,6 +1,6 @@
 """Starting a run: the launch script, the launcher under it, and the program each worker executes.
 
-May import everything but `minimind.cli`. A new launch field begins in `plan.py`; the order of
+May import everything but `minimind.cli`. A new launch field starts in `plan.py`; the order of
 signals, processes and exit statuses is in `run_accelerate.sh`. `run_accelerate.sh` and
 `train_pretrain.py` of a checkout start the files of the same name here.
 

@@ -1,6 +1,6 @@
 """The decoder: RMSNorm, grouped-query attention, SwiGLU, rotary position, a loss as sum and count.
 
-May import `minimind.config` and below; independent of data and training. A model variant begins in
+May import `minimind.config` and below; independent of data and training. A model variant starts in
 `configuration.py` and `layers.py`. Exports include these modules as remote code.
 
 activation_checkpointing  recomputation in the backward pass

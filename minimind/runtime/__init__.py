@@ -1,6 +1,6 @@
 """Processes, signals, exit status, files and locks.
 
-May import `minimind.errors` only. A new way for a run to end begins in `exit.py`, a new kind of
+May import `minimind.errors` only. A new way for a run to end starts in `exit.py`, a new kind of
 file in `durable_files.py`.
 
 checked_json     untrusted JSON objects: bounded size and depth, checked types

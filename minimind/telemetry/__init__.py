@@ -1,6 +1,6 @@
 """Logging of a run: metrics, progress, trackers, traces, MFU. Only rank 0 prints.
 
-May import `minimind.engine` and below. A new tracker begins in `trackers.py`, a new value of the
+May import `minimind.engine` and below. A new tracker starts in `trackers.py`, a new value of the
 step line in `progress.py`.
 
 mfu              peak FLOPs of the device and model FLOPs utilization

@@ -1,9 +1,9 @@
 """The training of a run, and `minimind.train(...)`, which is this package called as a function.
 
-May import everything below `minimind.cli`. The loop is `loop.py`; what happens between its steps
-begins in `loop_actions.py`, what a start reads and checks in `pretrain.py`. The package is a module
-that can be called: notebooks know a run as `minimind.train`, and `import minimind.train.loop` works
-too. Nothing heavy is imported before the call.
+May import everything below `minimind.cli`. A change of the loop starts in `loop.py`, of an action
+between steps in `loop_actions.py`, of what a start reads and checks in `pretrain.py`. The package is
+a callable module, so that `minimind.train(...)` and `import minimind.train.loop` both work; torch is
+imported by the call.
 
 build             text, row order, schedule: what the loop needs
 evaluate          validation loss of held-out rows, and of whole texts
@@ -33,12 +33,12 @@ from minimind.runtime.process import CAUGHT, Progress
 
 class _CallableModule(ModuleType):
     def __call__(self, flags: Mapping[str, Any] | None = None, **more: Any) -> int:
-        """0 when the run is done, 75 when it stopped on request and saved itself.
+        """Train; return 0 if the run is done, 75 if it was stopped and saved.
 
-        Keywords, and the keys of `flags`, are the flags of train_pretrain.py: `train(model="tiny",
+        Keywords and the keys of `flags` are the flags of train_pretrain.py: `train(model="tiny",
         data_path=["text.jsonl"], deepspeed_config="configs/ds_config.json")`. Under
         `notebook_launcher` every process calls it: `notebook_launcher(minimind.train, (flags,),
-        num_processes=2)`. Raises a RunError where train_pretrain.py would print one.
+        num_processes=2)`. Raise RunError for errors that train_pretrain.py prints.
         """
         require_environment(os.environ)  # before torch reads it
         environ, handlers = dict(os.environ), {n: signal.getsignal(n) for n in CAUGHT}
@@ -52,7 +52,7 @@ class _CallableModule(ModuleType):
         run = run_of({**(flags or {}), **more}, "train({name}=...)")
         if dist.is_initialized():
             raise UsageError(
-                "this process is in a process group already, and train(...) makes its own; leave"
+                "this process already has a process group, and train(...) creates its own; leave"
                 " it first (torch.distributed.destroy_process_group)"
             )
         progress = Progress(rank=rank_of(os.environ))

@@ -1,6 +1,6 @@
 """Resolver of a DeepSpeed JSON against a `RunConfig`: fills "auto" values and reports all faults.
 
-May import `minimind.config` and below; pure, without deepspeed. A new DeepSpeed key begins in
+May import `minimind.config` and below; pure, without deepspeed. A new DeepSpeed key starts in
 `keys.py`, a combination that cannot be trained in `incompatible.py`.
 
 auto_values      the value of each "auto", and its source

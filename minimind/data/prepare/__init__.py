@@ -1,6 +1,6 @@
 """Text -> token shards: cut into work units, encoded by several processes, merged, cached.
 
-May import `minimind.data.loader` and below. Begin in `prepare.py` for the cache of a run, in
+May import `minimind.data.loader` and below. Start in `prepare.py` for the cache of a run, in
 `dataset_folder.py` for `minimind prepare`.
 
 cache            folders that are built once and are complete or absent

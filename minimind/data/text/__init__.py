@@ -1,6 +1,6 @@
 """Readers of documents from files, folders and globs; rejections have file, line and byte.
 
-May import `minimind.config` and below. A new text format begins in `documents.py`.
+May import `minimind.config` and below. A new text format starts in `documents.py`.
 
 compressed       .gz and .zst as bounded streams
 documents        parse a line, a text or a cell into a document

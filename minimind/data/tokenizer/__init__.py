@@ -1,6 +1,6 @@
 """Tokenizers: lossless SentencePiece models, tokenizer.json files, and their export.
 
-May import `minimind.data.text` and below. A new kind of tokenizer begins in `load.py`.
+May import `minimind.data.text` and below. A new kind of tokenizer starts in `load.py`.
 
 encoder          encode texts, long ones in chunks
 escaping         keep U+2581 distinct from a space
