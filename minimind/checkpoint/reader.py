@@ -18,6 +18,7 @@ from minimind.engine.optimizer_state import MASTER
 from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import ELSEWHERE, require_listed
 
+LAYOUT = ("world_size", "zero_stage", "backend", "micro_batch_rows", "accumulation_steps")
 WITHOUT_STEP = ("momentum_buffer",)  # of SGD, which counts no updates
 
 
@@ -73,9 +74,6 @@ class Contents:
         """Read a tensor as float32 in the parameter's shape."""
         shape = self.shapes[name]
         return self.shards.read(kind, name, 0, math.prod(shape)).view(shape)
-
-
-LAYOUT = ("world_size", "zero_stage", "backend", "micro_batch_rows", "accumulation_steps")
 
 
 def compare(one: Path, other: Path) -> Iterator[str]:

@@ -17,6 +17,10 @@ from minimind.model.configuration import MiniMindConfig
 AttentionMask = Tensor | BlockMask | None
 
 
+# Sliding layers drop keys, quantized ones round them, encoder layers hold keys of other text.
+EXACT = (DynamicLayer, StaticLayer)
+
+
 def document_starts(input_ids: Tensor, attention_mask: Tensor | None, eos_id: int) -> Tensor:
     """Mark the first position of each document, bool (B, T): the eos of the previous document.
 
@@ -105,10 +109,6 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """
     bias = torch.zeros_like(mask, dtype=dtype)
     return bias.masked_fill_(~mask, float("-inf"))
-
-
-# Sliding layers drop keys, quantized ones round them, encoder layers hold keys of other text.
-EXACT = (DynamicLayer, StaticLayer)
 
 
 def cache_sizes(cache: Cache, length: int) -> tuple[int, int]:

@@ -19,6 +19,8 @@ from minimind.runtime.durable_files import Metrics, storing
 from minimind.runtime.terminal import for_stdout
 from minimind.telemetry.trackers import Trackers
 
+PAUSES: tuple[str, ...] = ("evaluate", "checkpoint", "sample", "trace", "gc")
+ERROR_TIMEOUT = 3.0  # seconds that a tracker gets to finish when a run ends by an error
 REDRAW_INTERVAL = 0.1  # seconds, between steps
 MICRO_BATCH_INTERVAL = 2.0  # seconds, within a step of many micro-batches
 
@@ -84,10 +86,6 @@ class TrackedMicroBatches(Sequence[Tensor]):
         for number, rows in enumerate(self._micro_batches, 1):
             self._bar.reach(number, len(self))
             yield rows
-
-
-PAUSES: tuple[str, ...] = ("evaluate", "checkpoint", "sample", "trace", "gc")
-ERROR_TIMEOUT = 3.0  # seconds that a tracker gets to finish when a run ends by an error
 
 
 class RunLogger:

@@ -15,15 +15,19 @@ import torch
 from minimind.data.loader.row_order import Order
 from minimind.data.loader.token_shards import TokenShards
 
+ROWS_AT_ONCE = 1024  # row indices computed at once, for all steps that they cover
+# Smaller steps are read in blocks: handing over to a thread costs more than reading them.
+TOKENS_AT_ONCE = 2**15
+
 
 @dataclass(frozen=True)
 class Windows:
     """Ranges of a split; the token before a range is its first input."""
 
     shards: TokenShards
-    starts: np.ndarray  # int64, of what is predicted, counted through the split
+    starts: np.ndarray  # int64, position of the first target in the split
     lengths: np.ndarray
-    opens: np.ndarray  # whether a text begins here: then what comes before is an end of document
+    opens: np.ndarray  # whether a text starts here; its first input is then an end token
     sources: np.ndarray
     eos_id: int
 
@@ -63,11 +67,6 @@ def windows_of(
     reached = first if apart else np.arange(len(starts))
     kept = reached - np.searchsorted(sources, sources) < most
     return Windows(shards, starts[kept], lengths[kept], (number == 0)[kept], sources[kept], eos_id)
-
-
-ROWS_AT_ONCE = 1024  # whose places in the order are computed together, as many steps as they are
-# Steps of fewer tokens are read several together: handing over to a thread costs more than they do.
-TOKENS_AT_ONCE = 2**15
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class Batches:
         self._steps_at_once = max(1, small) if workers else 1
         self._reader = ThreadPoolExecutor(max(1, workers), thread_name_prefix="read-ahead")
         self._pending: dict[int, Future[Block]] = {}  # by number of the block
-        self._last: Block | None = None  # that was asked for
+        self._last: Block | None = None  # the block of the last request
         self._places = threading.Lock()
         self._stretch = max(1, ROWS_AT_ONCE // self._share)  # steps
         self._known: dict[int, np.ndarray] = {}  # row indices by number of the stretch
@@ -140,7 +139,7 @@ class Batches:
         if block.arrived is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(block.arrived)
-            block.rows.record_stream(stream)  # or its memory would be reused while it is read
+            block.rows.record_stream(stream)  # keeps its memory until this stream has read it
         return block.steps[at]
 
     def _block(self, number: int) -> Block:

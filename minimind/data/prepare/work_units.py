@@ -19,6 +19,8 @@ from minimind.data.text.sources import Source
 from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import fingerprint
 
+PLAN_NAME = "plan.json"
+TEXT = "text"
 SMALLEST_UNIT = 2**24  # bytes of input; a killed preparation repeats at most this much per process
 MAX_UNITS = 1024  # about; every rank of a run maps all shards
 
@@ -184,10 +186,6 @@ def _group(segments: Iterator[Segment], unit_bytes: int) -> Iterator[tuple[Segme
         size += segment.weight
     if group:
         yield tuple(group)
-
-
-PLAN_NAME = "plan.json"
-TEXT = "text"
 
 
 def described(
