@@ -71,6 +71,10 @@ def fail_at_each(bench: Bench, call: str, error: str, since: str) -> Iterator[Ou
             # The new checkpoint lasts, and only clearing away the old one failed: a warning.
             if set(ended.statuses) != {0} or "could not be deleted" not in ended.log:
                 outcome.wrong.append(f"{where}: {ended.statuses}: {gist(ended.log)}")
+        elif "/report.html" in hit[0]:
+            # Training is done and saved; one line names the report that is missing.
+            if set(ended.statuses) != {0} or f"no report: {out_dir}" not in ended.log:
+                outcome.wrong.append(f"{where}: {ended.statuses}: {gist(ended.log)}")
         elif ended.statuses[0] != 5 or set(ended.statuses[1:]) - {5} - deaf:
             outcome.wrong.append(f"{where}: {ended.statuses}: {gist(ended.log)}")
         elif len(report) != 1 or str(out_dir) not in report[0] or "Traceback" in ended.log:
