@@ -1,6 +1,6 @@
-"""The architecture of a run: our decoder, or a model of transformers by its config.json.
+"""The architecture of a run: our decoder, or a transformers model given by a config.json.
 
-Both have one interface; no other module distinguishes them.
+Both classes have config, build, identity, flops_per_token, costs and line.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ NO_SHAPE = (
     *("transformers_version", "_name_or_path", "architectures", "use_cache", "torch_dtype"),
     *("dtype", *IDS),
 )
-# Raised by transformers for unusable values. RuntimeError may be out of memory instead.
+# Raised by transformers for invalid values; not RuntimeError, which may be out of memory.
 VALUE_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, TypeError, ValueError)
-# Names of transformers 4 that 5 reads under another name.
+# Not reported as ignored by `line`: old names, and keys that are not of the model.
 OLD_NAMES = ("rope_theta", "rope_scaling", "auto_map", *NO_SHAPE)
 
 
@@ -130,8 +130,8 @@ class HuggingFace:
         """Raise UsageError if the tokenizer has more pieces than the embedding has rows."""
         if vocab_size > self.parsed.vocab_size:
             raise UsageError(
-                f"{by}: has {vocab_size} pieces, and {self.path} vocab_size ="
-                f" {self.parsed.vocab_size}; take a smaller tokenizer, or raise it there"
+                f"{by}: has {vocab_size} pieces, more than vocab_size ="
+                f" {self.parsed.vocab_size} of {self.path}; use a smaller tokenizer, or raise it"
             )
 
     def require_recomputable(self, run: RunConfig) -> None:
@@ -152,13 +152,13 @@ class HuggingFace:
             raise UsageError(f"{self.path}: {first_line(error)}; correct it there") from error
         if not is_causal:
             raise UsageError(
-                f"{self.path}: its {type(model).__name__} sees the tokens that it has to predict;"
-                " name a causal language model (of some, is_decoder makes one)"
+                f"{self.path}: {type(model).__name__} attends to later tokens;"
+                " name a causal language model (some need is_decoder: true)"
             )
         return model
 
     def identity(self, run: RunConfig) -> dict[str, Any]:
-        """Values that must not change on resume: all that describe the model."""
+        """Return the keys that describe the model: none may change on resume."""
         return {name: self.values[name] for name in sorted({*self.values} - {*NO_SHAPE})}
 
     def flops_per_token(self, run: RunConfig) -> int:
@@ -175,7 +175,7 @@ class HuggingFace:
             f"parameters  {parameters:,}: {self.parsed.model_type} of transformers,"
             f" by {self.path}\n"
             f"FLOPs       {self.flops_per_token(run) / 1e9:.3g} G per token\n"
-            "memory      not estimated: only that of our own decoder is"
+            "memory estimated for the MiniMind decoder only"
         )
 
     def _meta_model(self) -> Any:
@@ -187,7 +187,7 @@ class HuggingFace:
         """A line for the start summary, with the keys that transformers does not read."""
         known = {*type(self.parsed)().to_dict(), *self.parsed.attribute_map, *OLD_NAMES}
         unknown = sorted(name for name in self.values if name not in known)
-        ignored = f"; it does not know {', '.join(map(shown, unknown))} there" if unknown else ""
+        ignored = f"; ignored keys: {', '.join(map(shown, unknown))}" if unknown else ""
         return (
             f"model    {self.parsed.model_type} of transformers, by {self.path}, with the"
             f" tokenizer's special ids{ignored}"
@@ -200,7 +200,7 @@ Architecture = Own | HuggingFace
 def special_ids(tokenizer: AnyTokenizer) -> dict[str, int | None]:
     """Special ids of a tokenizer by the names of transformers' configuration.
 
-    No pad id if it is the eos id: transformers does not train the embedding row of a pad.
+    pad_token_id is None if it is the eos id: nn.Embedding does not train row padding_idx.
     """
     return {
         "bos_token_id": tokenizer.bos_id if tokenizer.bos_id >= 0 else None,
@@ -219,7 +219,7 @@ def config_file(place: str) -> Path:
 
 
 def hugging_face(path: Path) -> HuggingFace | None:
-    """Read a config.json; None if it is one of ours. Raise UsageError if it cannot be trained."""
+    """Read a config.json; None for a MiniMind model. Raise UsageError if unsupported."""
     try:
         values, _ = read_object(path.resolve())  # a hub's cache consists of links
         if values.get("model_type") == OURS:

@@ -186,7 +186,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     body = {key: value for key, value in manifest.items() if key != "sha256"}
     try:
         is_whole = fingerprint(body) == manifest["sha256"]
-    except UnicodeEncodeError:  # half a surrogate pair, escaped
+    except UnicodeEncodeError:  # a lone surrogate, escaped
         is_whole = False
     # Reject a manifest that is not byte-identical to our serialization: something rewrote it.
     if not is_whole or text != manifest_text(manifest):

@@ -1,14 +1,14 @@
-"""The flags of other projects and their equivalents here: for docs/coming_from.md and hints.
+"""Equivalents of other projects' flags, for docs/coming_from.md and error messages.
 
-A row is `their names | ours | note`, ours separated by commas. Equally many on both sides pair up;
-otherwise all of theirs map to the one on the right. Without a right side the note says why there is none.
+A row is `their names | ours | note`, ours separated by commas. With equal counts, names pair up in
+order; otherwise each maps to the first of ours. If ours is empty, the note gives the reason.
 """
 
 from __future__ import annotations
 
 import re
 
-# In the order of the page. If two projects use one name differently, the hint is the first.
+# In the order of the page. The first row of a name gives the hint, unless a `=value` matches.
 TABLES = {
     "MiniMind": """
 hidden_size | --dim |
@@ -16,7 +16,7 @@ num_hidden_layers | --n_layers |
 num_attention_heads num_key_value_heads | --n_heads, --n_kv_heads |
 intermediate_size | --hidden_dim |
 save_dir | --out_dir | checkpoints are in its `checkpoints/`
-save_weight |  | one run has one `--out_dir`, which names its weights
+save_weight |  | not needed: `--out_dir` identifies the weights
 from_weight=NAME | --init_from FILE | a `.pth` file or a directory, [imported](export.md#in)
 from_resume=1 | --resume auto | the default; weights are saved in fp32
 log_interval save_interval | --log_interval, --save_interval | steps here, micro-batches there; `--save_minutes` also saves every 30 minutes
@@ -32,8 +32,8 @@ flash_attn | --use_flash_attn | the default
 """,
     "nanoGPT": """
 out_dir log_interval eval_interval | --out_dir, --log_interval, --eval_interval |
-eval_iters | --eval_rows | counts rows, the same ones each time
-always_save_checkpoint | --save_interval N | with `--keep_last`, whatever the validation loss
+eval_iters | --eval_rows | in rows; the same rows every time
+always_save_checkpoint | --save_interval N | with `--keep_last`; ignores the validation loss
 init_from=resume | --resume auto | the default
 init_from=gpt2 | --model hf:DIR | with `--init_from DIR`, a directory that `save_pretrained` wrote; [models of transformers](models.md)
 init_from=scratch | --resume none | existing checkpoints are set aside
@@ -50,7 +50,7 @@ decay_lr=False | --schedule constant |
 wandb_log wandb_run_name | --report_to wandb, --wandb_run_name |
 compile=False | --compile off |
 backend |  | nccl on GPUs, gloo on CPUs
-start |  | a flag of `minimind generate --prompt`
+start |  | `--prompt` of `minimind generate`
 """,
     "nanochat": """
 depth | --n_layers | does not determine width and heads: set `--dim`, `--n_heads`, or `--model PRESET`
@@ -74,7 +74,7 @@ run | --wandb_run_name | with `--report_to wandb`
 device_type | --device |
 fp8 fp8_recipe |  | training in FP8 is not available
 window_pattern |  | attention is not windowed
-core_metric_every core_metric_max_per_task |  | `minimind eval` and lm-eval run on a checkpoint, beside the run
+core_metric_every core_metric_max_per_task |  | evaluate a checkpoint with `minimind eval` or lm-eval
 """,
     "the Trainer of transformers": """
 output_dir | --out_dir |
@@ -100,7 +100,7 @@ accelerator_config | --split_batches |
 dataloader_num_workers | --num_workers |
 run_name project | --wandb_run_name, --wandb_project | with `--report_to`, `none` by default
 ddp_timeout | --dist_timeout | seconds; 120 here
-ddp_find_unused_parameters |  | searched for only if there are any
+ddp_find_unused_parameters |  | set if the model has unused parameters
 use_cpu | --device cpu |
 auto_find_batch_size |  | `minimind plan --memory` lists what fits
 push_to_hub |  | not available; `minimind export` writes a directory to upload

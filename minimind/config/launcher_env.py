@@ -154,7 +154,7 @@ def with_dropped_config(launch: Launch, own_config: str | None, launcher: Sequen
     flags = _flags_of(launcher[started[-1] + 1 :])
     if dropped := next((name for name in DROPPED if name in flags), None):
         raise UsageError(
-            f"--{dropped} was passed to `accelerate launch`, which drops it"
+            f"--{dropped} was passed to `accelerate launch`, which drops it without"
             " --use_deepspeed; add --use_deepspeed (and remove --multi_gpu), or write it into the"
             " DeepSpeed file"
         )

@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of --help; values stay strings and are converted later."""
+    """Build the parser; values stay strings until `convert`."""
     parser = _Parser(
         prog="train_pretrain.py",
         allow_abbrev=False,
@@ -90,7 +90,7 @@ def parse_flags(argv: Sequence[str]) -> RunConfig:
 
 
 def run_of(given: Mapping[str, Any], source: str, faults: Sequence[str] = ()) -> RunConfig:
-    """Build the run from flags by name; `source` is the format of their source.
+    """Build a RunConfig from `given` (name: value); `source` is a template such as "--{name}".
 
     Raise a UsageError that lists `faults` and all faults of the values.
     """
@@ -107,7 +107,7 @@ def run_of(given: Mapping[str, Any], source: str, faults: Sequence[str] = ()) ->
                 all_faults.append(str(error))
                 refused.add(name)
     run = RunConfig(**values, sources=sources)
-    # A refused field still has its default, whose conflicts are meaningless.
+    # An invalid field keeps its default: skip conflicts that mention it.
     of_refused = re.compile("|".join(rf"\b{name} [=(]" for name in refused) or "(?!)")
     all_faults += [conflict for conflict in conflicts(run) if not of_refused.search(conflict)]
     if all_faults:
@@ -295,6 +295,6 @@ _KIND_NAMES = {
     "int": "a whole number",
     "float": "a finite number",
     "bool": "true or false",
-    "str": "a text",
+    "str": "a non-empty string",
     "tuple": "a list of paths",
 }

@@ -22,14 +22,14 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             name = str(key.value)
             if name in seen:
-                problem = f"{name} is written twice"
+                problem = f"duplicate key {name}"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             seen.add(name)
         return super().construct_mapping(node, deep)
 
 
 class _TextLoader(_Loader):
-    """Loader that keeps every scalar as text, as on a command line: 010 is 010, no is no."""
+    """Loader that keeps every scalar as text: `010` is not octal, `no` is not false."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -41,14 +41,14 @@ class _TextLoader(_Loader):
         """Return the text of a node; raise MarkedYAMLError if it is empty."""
         if node.style is None and node.value in ("", "~", "null", "Null", "NULL"):
             raise yaml.MarkedYAMLError(
-                problem="the value is empty, which no flag is; remove the line, or quote the text",
+                problem="the value is empty; remove the line, or quote the text",
                 problem_mark=node.start_mark,
             )
         return super().construct_scalar(node)
 
 
 def load_yaml(path: str, source: str) -> dict[str, Any]:
-    """Load a mapping with YAML's types; `source` is the origin of the path in error messages."""
+    """Load a mapping with YAML's types; `source` names its flag or variable in errors."""
     return _load(path, source, lambda text: yaml.load(text, _Loader))
 
 
@@ -72,6 +72,6 @@ def _load(path: str, source: str, parse: Callable[[str], Any]) -> dict[str, Any]
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date
         raise UsageError(f"{path}: {error}; correct the YAML") from error
     if not isinstance(document, dict):
-        content = "nothing" if document is None else type(document).__name__
-        raise UsageError(f"{path}: holds {content}, not `name: value` lines; write those")
+        content = "empty" if document is None else type(document).__name__
+        raise UsageError(f"{path}: is {content}, not a mapping; write `name: value` lines")
     return document

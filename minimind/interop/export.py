@@ -52,13 +52,13 @@ def export(
     max_shard_bytes: int | None = None,
     force: bool = False,
 ) -> WrittenModel:
-    """Write the model as `form` to a new folder `out`: minimind, llama, gguf or transformers.
+    """Write the model to a new folder `out` as `form` (minimind, llama, gguf, transformers).
 
-    `out` appears complete or not at all. Raise UsageError, StorageError or CheckpointError before.
+    Raise UsageError, StorageError or CheckpointError, and leave `out` as it was.
     """
     out = out.resolve()
     if out == weights.path.resolve():
-        raise UsageError(f"--out {out} is what is read; give another folder")
+        raise UsageError(f"--out {out} is the source; give another folder")
     folder = NewFolder(out, force, OWN, "export")
     folder.require_free()
     check_form(weights, form)
@@ -73,7 +73,7 @@ def export(
         require_gguf()
         parts = gguf_parts(config, source, torch_dtype)
         name, vocabulary = run_name(weights.path), gguf_vocabulary(tokenizer)
-        # Tokenizer files too: from a GGUF file alone transformers adds a space before a text.
+        # With the tokenizer files: without them transformers prepends a space to a text.
         write_gguf(folder, config, name, vocabulary, parts, torch_dtype, tokenizer.exported)
         files = [GGUF_NAME]
     else:
@@ -94,8 +94,8 @@ def check_form(weights: Weights, form: str) -> None:
     is_ours = isinstance(weights.config, MiniMindConfig)
     if is_ours and form == TRANSFORMERS:
         raise UsageError(
-            f"--format {form} is for runs of --model hf:, and {weights.path} is of the MiniMind"
-            " decoder; give --format llama, or minimind"
+            f"--format {form} is for runs of --model hf:, and {weights.path} is a MiniMind"
+            f" model; give --format llama, or minimind"
         )
     if not is_ours and form != TRANSFORMERS:
         raise UsageError(
@@ -105,7 +105,7 @@ def check_form(weights: Weights, form: str) -> None:
 
 
 def run_name(path: Path) -> str:
-    """The name of the run of a step directory, or of the directory or file itself."""
+    """Return the run's name for a step directory, else that of the directory or file."""
     path = path.resolve()
     named = path.parent.parent if path.parent.name == "checkpoints" else path
     return os.fsencode(named.stem if named.is_file() else named.name).decode(errors="replace")
@@ -121,7 +121,7 @@ def check_names(names: Iterable[str], form: str) -> None:
 def _small_files(
     config: PretrainedConfig, tokenizer: AnyTokenizer, form: str, dtype: str
 ) -> tuple[dict[str, bytes], str | None]:
-    """The small files of a directory that Hugging Face libraries load, and a note on them."""
+    """Return the files besides the weights by name, and a note for the user or None."""
     if not isinstance(config, MiniMindConfig):
         return transformers_files(config, tokenizer, dtype)
     ids = {
@@ -142,9 +142,8 @@ def _small_files(
 
 
 def _llama_config(config: MiniMindConfig) -> dict[str, Any]:
-    """The configuration of an equal LlamaForCausalLM or Qwen3ForCausalLM.
-
-    Equal for rows of one document: neither has doc_mask.
+    """Return the config of an equivalent LlamaForCausalLM or Qwen3ForCausalLM. Under doc_mask,
+    which neither has, only rows of one document are equivalent.
     """
     has_norms = getattr(config, "qk_norm", False)
     own = {"use_sliding_window": False} if has_norms else {"mlp_bias": False}

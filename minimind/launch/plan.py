@@ -1,7 +1,7 @@
-"""The YAML that run_accelerate.sh launches: CONFIG_FILE and environment, checked and merged.
+"""Build the YAML for `accelerate launch` from CONFIG_FILE and the environment.
 
 Run as `plan.py TARGET DEVICE`: writes TARGET for `accelerate launch` and prints the variables that
-the script has to export as NAME=VALUE lines. Imports nothing slow.
+the script has to export as NAME=VALUE lines. Imports torch only if nvidia-smi is missing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LaunchSettings:
         """Return (value, its source); the value is empty if not set."""
         value = self.environ.get(variable, "")
         document_value = self.document.get(field)
-        is_auto = document_value in (None, "auto", -1)  # torchrun counts for `auto`
+        is_auto = document_value in (None, "auto", -1)  # left to `plan`
         literal = "" if is_auto else str(document_value)
         if value and literal and value != literal:
             self.overridden.append(
@@ -61,7 +61,7 @@ class LaunchSettings:
         return (value, variable) if value else (literal, f"{field} in {self.path}")
 
     def number(self, variable: str, field: str, allowed: range) -> int | None:
-        """Return a value of the `allowed` range; raise UsageError naming the source of another."""
+        """Return an int in `allowed`, None if not set; raise UsageError otherwise."""
         value, source = self.text(variable, field)
         if value and not (value.isdecimal() and int(value) in allowed):
             raise UsageError(
@@ -107,7 +107,7 @@ def refuse_unknown(names: Iterable[Any], known: Sequence[str], path: str, where:
 
 
 def fields() -> list[str]:
-    """Keys of Accelerate's configuration, parsed from its source; others raise there."""
+    """Return the keys of Accelerate's YAML, parsed from its source; it rejects others."""
     spec = find_spec("accelerate")
     assert spec is not None  # checked by require_installed
     source = Path(str(spec.origin)).parent / "commands" / "config" / "config_args.py"
@@ -126,8 +126,8 @@ def plan(settings: LaunchSettings, gpus: int) -> dict[str, Any]:
     processes = requested or each * machines
     if processes % machines:
         raise UsageError(
-            f"NUM_PROCESSES is {processes}, over all hosts, and NUM_MACHINES is {machines}, which"
-            " does not divide it; change one"
+            f"NUM_PROCESSES = {processes} (all hosts) is not divisible by NUM_MACHINES ="
+            f" {machines}; change one"
         )
     rank = settings.number("MACHINE_RANK", "machine_rank", range(machines))
     ip = settings.text("MAIN_IP", "main_process_ip")[0]
@@ -135,7 +135,9 @@ def plan(settings: LaunchSettings, gpus: int) -> dict[str, Any]:
     needed = {"MACHINE_RANK": rank is not None, "MAIN_IP": ip, "MAIN_PORT": port}
     missing = " and ".join(name for name, is_set in needed.items() if not is_set)
     if machines > 1 and missing:
-        raise UsageError(f"NUM_MACHINES is {machines}, which needs {missing}; set it on every host")
+        raise UsageError(
+            f"NUM_MACHINES is {machines}, which needs {missing}; set each on every host"
+        )
     kept = {key: value for key, value in settings.document.items() if key != "gpu_ids"}
     return {
         "same_network": True,  # else Accelerate requires a rendezvous service
@@ -153,7 +155,7 @@ def plan(settings: LaunchSettings, gpus: int) -> dict[str, Any]:
 
 
 def count_gpus(visible: str | None) -> int:
-    """Count the GPUs torch will see: those of CUDA_VISIBLE_DEVICES up to a -1, or all."""
+    """Count the GPUs of torch: those of CUDA_VISIBLE_DEVICES before an invalid one, or all."""
     if visible is not None:
         names = [name.strip() for name in visible.split(",")]
         are_valid = [name.isdecimal() or name.startswith(("GPU-", "MIG-")) for name in names]
@@ -189,7 +191,7 @@ def require_installed(environ: Mapping[str, str]) -> None:
         remedy = "install it there"
     elif environ.get("PYTHON"):
         remedy = "unset PYTHON to use the environment of this project"
-    elif (PROJECT / ".venv").exists():  # incomplete, but `make setup` may take it for complete
+    elif (PROJECT / ".venv").exists():  # incomplete; -B rebuilds it even if up to date
         remedy = setup.replace("make", "make -B")
     else:
         remedy = f"{setup} installs into {PROJECT / '.venv'}"
@@ -235,7 +237,7 @@ def main(target: str, device: str) -> dict[str, Any]:
 
 
 def starting(launched: Mapping[str, Any], gpus: int, path: str) -> str:
-    """First line of a start: processes and devices, and the Python if it is not that of .venv."""
+    """Return the start message: processes, devices, YAML, and the Python if not .venv's."""
     count, hosts = launched["num_processes"], launched["num_machines"]
     processes = f"{count} process{'es' if count > 1 else ''}"
     device = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "the CPU"

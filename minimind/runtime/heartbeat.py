@@ -1,8 +1,8 @@
 """Liveness of the other ranks: who is alive, where they are, and which one failed.
 
 A stopped or stuck process is silent, and ranks that wait for it only see a timeout. So every rank
-writes heartbeats to the process group's store, beside the collectives: its position, and whether it
-gave up waiting. A rank that did not give up is the one that delays the others.
+writes heartbeats to the process group's store, beside the collectives: its step, and whether a
+collective failed on it. A rank where none failed delays the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from minimind.runtime.local_workers import (
 from minimind.runtime.process import STATUS_FILE, Progress
 
 HEARTBEAT_INTERVAL = 2.0  # seconds
-GONE_GRACE = 5.0  # seconds; a rank waiting for a dead one learns it sooner from its connection
+GONE_GRACE = 5.0  # seconds; ranks in a collective with a dead one get an error sooner
 VERDICT_TIMEOUT = 6.0  # seconds for the others to report that they gave up: three heartbeats
 
 
@@ -46,7 +46,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Lost:
-    """The rank that ended the run, how it did, and the resulting exit status."""
+    """The rank that ended the run, a description, and the run's exit status."""
 
     rank: int
     description: str
@@ -101,7 +101,7 @@ class Peers:
         register(self.me)
 
     def meet(self, everyone: Sequence[Worker], store: Store) -> None:
-        """Set all ranks and write the first heartbeat; call `begin` after every rank did."""
+        """Set the peers and write the first heartbeat; call `begin` once all ranks have."""
         self._watched = {w.rank: PeerState(w) for w in everyone if w.rank != self.me.rank}
         self._store = store
         store.set(str(self.me.rank), self._heartbeat())
@@ -167,10 +167,10 @@ class Peers:
             self._heard.wait(seconds)
 
     def look(self, seconds: float) -> Lost | None:
-        """Return a rank that is certainly lost; call every `seconds`.
+        """Return a failed rank, if any; `seconds` is the time since the last call.
 
-        Only what cannot be slowness: a process that is gone, one that was stopped or silent for
-        `patience`, or one for which others wait that long in a later phase of a step.
+        Failed is a process that exited, one that was stopped or silent for `patience`, or one that
+        is behind this rank while neither has moved for longer.
         """
         if self._closed.is_set():
             return None
@@ -191,7 +191,7 @@ class Peers:
         return None
 
     def _add_registered(self) -> None:
-        """Add the ranks registered on this host until all ranks are known."""
+        """Add the ranks registered on this host; no-op after `meet`."""
         for worker in registered_workers() if self._store is None else ():
             if worker.rank != self.me.rank:
                 self._watched.setdefault(worker.rank, PeerState(worker))
@@ -208,7 +208,7 @@ class Peers:
         return _died(dead[0]) if dead else None
 
     def find_culprit(self, is_reported: Callable[[], bool]) -> Lost | None:
-        """Return the rank responsible for a failed collective; None if unknown.
+        """Return the rank that made a collective fail; None if unknown or `is_reported()`.
 
         A peer that died or is stopped is found at once. Otherwise the others have VERDICT_TIMEOUT
         to report that they gave up too; the one that does not is responsible.

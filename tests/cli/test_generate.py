@@ -371,7 +371,7 @@ def test_conversation_continues_after_an_invalid_prompt(
     assert main([*ask, "--top_p", "1"]) == 0
     output = capsys.readouterr()
     assert "prompt 1 has 121 tokens and the model 64 positions; shorten it" in output.err
-    assert "half a surrogate pair" in output.err
+    assert "a lone surrogate" in output.err
     texts = output.out.split("> ")[1:]
     assert [text[:2] for text in texts] == ["", "", "ab", "ab", "\n"]
     assert texts[2] != texts[3], "a repeated prompt gets another text"
@@ -437,7 +437,7 @@ def test_prompts_of_a_file_are_answered_in_order(
         ("--prompt a --repetition_penalty 1e-45", 2, "1e-45 is not from 0.01 to 100"),
         ("--prompt a --temperature inf", 2, "inf is not 0 or more and finite"),
         ("--prompt a --temperature nan", 2, "nan is not 0 or more and finite"),
-        ("--prompts HALF.jsonl", 3, "prompt 1: a text is not Unicode: half a surrogate pair"),
+        ("--prompts HALF.jsonl", 3, "prompt 1: a text is not Unicode: a lone surrogate"),
         ("--prompts P --out " + "x" * 300, 5, "cannot be written (File name too long)"),
         ("--prompts P --out nowhere/answers", 5, "there is no folder nowhere; make it"),
         ("--prompts P --out /proc/answers", 5, "--out /proc/answers: cannot be written (No such"),

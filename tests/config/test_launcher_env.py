@@ -152,7 +152,9 @@ def test_a_deepspeed_file_that_accelerate_launch_drops_engages_deepspeed(
 
 def test_other_deepspeed_flags_that_accelerate_launch_drops_are_refused():
     words = f"{MULTI_GPU} --zero_stage=3 t.py".split()
-    with pytest.raises(UsageError, match=r"--zero_stage was passed .*, which drops it .*; add"):
+    with pytest.raises(
+        UsageError, match=r"--zero_stage was passed .*, which drops it without --use_deepspeed; add"
+    ):
         with_dropped_config(Launch(world_size=2), None, words)
     engaged = Launch(uses_deepspeed=True)
     assert with_dropped_config(engaged, None, words) == engaged

@@ -158,12 +158,14 @@ FLAGS = {
 YAML_FILES = {
     "yaml bracket": bad("run.yaml:2:5: ", yaml="data_path: [a, b\nseed: 3\n"),
     "yaml tab": bad("run.yaml:2:1: ", yaml="seed:\n\tvalue: 3\n"),
-    "yaml list": bad("run.yaml: holds list", yaml="- seed\n- 3\n"),
-    "yaml empty": bad("run.yaml: holds nothing", yaml="# seed: 3\n"),
+    "yaml list": bad("run.yaml: is list, not a mapping", yaml="- seed\n- 3\n"),
+    "yaml empty": bad("run.yaml: is empty, not a mapping", yaml="# seed: 3\n"),
     "yaml unknown key": bad("'batchsize' in run.yaml", "mean batch_size?", yaml="batchsize: 3"),
     "yaml key no text": bad("3", "run.yaml", yaml="3: 4"),
     "yaml key null": bad("run.yaml:1:1: the value is empty", yaml="~: 4"),
-    "yaml key twice": bad("batch_size", "run.yaml", "twice", yaml="batch_size: 3\nbatch_size: 4"),
+    "yaml key twice": bad(
+        "batch_size", "run.yaml", "duplicate key", yaml="batch_size: 3\nbatch_size: 4"
+    ),
     "yaml negative": bad("save_interval = -5 (--config run.yaml)", yaml="save_interval: -5"),
     "yaml infinity": bad("batch_size = '.inf' (--config run.yaml)", yaml="batch_size: .inf"),
     "yaml number beyond floats": bad("grad_clip", "--config run.yaml", yaml=f"grad_clip: {HUGE}"),
@@ -301,11 +303,11 @@ TYPES = {
         json=scheduler("OneCycle", cycle_min_lr=1e-4, cycle_max_lr=1e-3, cycle_first_step_size=0),
     ),
     "value auto unfilled": bad(
-        'nothing fills "auto" of optimizer.params.foreach',
+        '"auto" is not supported for optimizer.params.foreach',
         json={"optimizer.params.foreach": "auto"},
     ),
     "value auto unfilled at the top": bad(
-        '"auto" of steps_per_print', json={"steps_per_print": "auto"}
+        '"auto" is not supported for steps_per_print', json={"steps_per_print": "auto"}
     ),
 }
 

@@ -132,7 +132,7 @@ def test_a_mistake_is_reported_with_field_value_and_source(line, report):
         ("config: other.yaml\n", ["'config'"]),
         ("dim: wide\n", ["'wide'", "config"]),
         ("profile: 3\n", ["profile", "true or false"]),
-        ("", ["holds nothing"]),
+        ("", ["is empty, not a mapping"]),
     ],
 )
 def test_a_mistake_in_a_config_file_names_the_place(tmp_path, content, report):

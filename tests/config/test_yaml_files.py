@@ -64,7 +64,7 @@ def test_on_and_off_are_true_and_false_alone(name: str, tmp_path: Path):
         ("data_path: []\n", "data_path = \\[\\] .* is not a list of paths"),
         ("seed: !!int 010\n", "could not determine a constructor for the tag"),
         ("seed: [1, 2]\n", "is not a whole number"),
-        ("out_dir: {a: b}\n", "is not a text"),
+        ("out_dir: {a: b}\n", "is not a non-empty string"),
         ("<<: {seed: 3}\n", "unknown key '<<'"),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from tests.faults.forked import ALONE, PAIR, TRACED, Bench, Kind, no_strace
 from tests.faults.harness import Site
@@ -60,30 +62,37 @@ def fail_at_each(bench: Bench, call: str, error: str, since: str) -> Iterator[Ou
             continue
         fault = f"{error} of each {call} since {since}, {bench.kind.name}"
         outcome = Outcome(fault, ended.statuses[0], ended.seconds)
-        # strace counts for each thread, so that one that serves the others may have been hit too;
-        # they then cannot be told what rank 0 met.
-        deaf = {7} if any("<socket:" in line for line in hit) else set()
-        report = [line for line in ended.log.splitlines() if "error[" in line]
-        report = [line for line in report if not (deaf and "error[E_PEER] rank=1" in line)]
         where = f"{call} {number} ({hit[0].split(' ', 1)[1]})"
         recorded = events(out_dir)[before:]
-        if "tmp-retired" in hit[0] or f"step_{2:08d}" in hit[0]:
-            # The new checkpoint lasts, and only clearing away the old one failed: a warning.
-            if set(ended.statuses) != {0} or "could not be deleted" not in ended.log:
-                outcome.wrong.append(f"{where}: {ended.statuses}: {gist(ended.log)}")
-        elif "/report.html" in hit[0]:
-            # Training is done and saved; one line names the report that is missing.
-            if set(ended.statuses) != {0} or f"no report: {out_dir}" not in ended.log:
-                outcome.wrong.append(f"{where}: {ended.statuses}: {gist(ended.log)}")
-        elif ended.statuses[0] != 5 or set(ended.statuses[1:]) - {5} - deaf:
-            outcome.wrong.append(f"{where}: {ended.statuses}: {gist(ended.log)}")
-        elif len(report) != 1 or str(out_dir) not in report[0] or "Traceback" in ended.log:
-            outcome.wrong.append(f"{where}: not one line with a path: {gist(ended.log)}")
-        elif call != "write" and any(e["event"] == "checkpoint_saved" for e in recorded):
-            outcome.wrong.append(f"{where}: a checkpoint was acknowledged that may not last")
+        outcome.wrong += _wrong_ending(ended, hit, out_dir, where)
+        if call != "write" and ended.statuses[0] == 5:
+            if any(e["event"] == "checkpoint_saved" for e in recorded):
+                outcome.wrong.append(f"{where}: a checkpoint was acknowledged that may not last")
         bench.check(out_dir, outcome)
         bench.clear(out_dir)
         yield outcome
+
+
+def _wrong_ending(ended: Any, hit: list[str], out_dir: Path, where: str) -> list[str]:
+    """What is wrong with how a start ended after the injected errors `hit`."""
+    wrong = [f"{where}: {ended.statuses}: {gist(ended.log)}"]
+    if "tmp-retired" in hit[0] or f"step_{2:08d}" in hit[0]:
+        # The new checkpoint lasts, and only clearing away the old one failed: a warning.
+        return wrong if {*ended.statuses} != {0} or "could not be deleted" not in ended.log else []
+    if "/report.html" in hit[0]:
+        # Training is done and saved; one line names the report that is missing.
+        no_report = f"no report: {out_dir}"
+        return wrong if {*ended.statuses} != {0} or no_report not in ended.log else []
+    # strace counts per thread, so that a thread that serves the other ranks may have been hit too;
+    # they then do not receive rank 0's error.
+    deaf = {7} if any("<socket:" in line for line in hit) else set()
+    if ended.statuses[0] != 5 or {*ended.statuses[1:]} - {5} - deaf:
+        return wrong
+    errors = [line for line in ended.log.splitlines() if "error[" in line]
+    errors = [line for line in errors if not (deaf and "error[E_PEER] rank=1" in line)]
+    if len(errors) != 1 or str(out_dir) not in errors[0] or "Traceback" in ended.log:
+        return [f"{where}: not one line with a path: {gist(ended.log)}"]
+    return []
 
 
 STAMPED = re.compile(r"(\d+\.\d+) (\w+)\((.*)\)\s+= (-?\d+).* <(\d+\.\d+)>$")

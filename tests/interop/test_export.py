@@ -263,7 +263,7 @@ def test_python_code_of_the_docs_loads_each_export(exports, tmp_path):
 
 def test_format_for_other_models_is_rejected(runs, tmp_path, capsys):
     assert export(runs["plain"], "transformers", tmp_path / "out") == 2
-    assert "is of the MiniMind decoder; give --format llama, or minimind" in capsys.readouterr().err
+    assert "is a MiniMind model; give --format llama, or minimind" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_source_is_not_overwritten(exports: Path, capsys: pytest.CaptureFixture[
     place = first(exports)
     before = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()}
     assert export(place, "minimind", place, "--force") == 2
-    assert "is what is read; give another folder" in capsys.readouterr().err
+    assert "is the source; give another folder" in capsys.readouterr().err
     assert {p.name: p.read_bytes() for p in place.iterdir() if p.is_file()} == before
 
 

@@ -1,7 +1,7 @@
 """Adopt values of the DeepSpeed and Accelerate files as values of the run.
 
-A config value overrides a default, with the file as its source. If it contradicts an explicit flag,
-that is a fault that names both values and both remedies.
+A config value overrides a default, with the file as its source. A contradiction with an explicit
+flag is a fault that names both values and both remedies.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BETAS, TOTAL = "optimizer.params.betas", "scheduler.params.total_num_steps"
 def adopt_launch(run: RunConfig, launch: Launch, faults: list[str]) -> RunConfig:
     """Adopt precision, accumulation, clipping and config file of `accelerate launch`."""
     for name, (value, field) in launch.flags.items():
-        if name == "device" and run.device == "auto":  # also if it is explicit
+        if name == "device" and run.device == "auto":  # even an explicit --device auto
             run = run.with_values(f"{launch.source}: {field}", device=value)
             continue
         run = _adopt(run, name, value, f"{launch.source}: {field}", "remove it there", faults)
@@ -85,7 +85,7 @@ def adopt_file(
         if isinstance(config_value, list) and run.is_explicit(name):
             faults.append(
                 f"{where} is {config_value} but {run.sources[name]} says {name} ="
-                f" {getattr(run, name)}; drop the latter, or {auto}"
+                f" {getattr(run, name)}; drop {name}, or {auto}"
             )
         elif config_value not in (MISSING, AUTO, None) and not isinstance(config_value, list):
             run = _adopt(run, name, config_value, where, auto, faults)
@@ -93,7 +93,7 @@ def adopt_file(
     if isinstance(betas, list) and len(betas) == 2:
         for place, (name, config_value) in enumerate(zip(("beta1", "beta2"), betas, strict=True)):
             run = _adopt(run, name, config_value, f"{path}: {BETAS}[{place}]", auto, faults)
-    elif betas not in (MISSING, AUTO) and isinstance(betas, list):  # else its type was reported
+    elif betas not in (MISSING, AUTO) and isinstance(betas, list):  # schema.py reports other types
         faults.append(f"{path}: {BETAS} is {json.dumps(betas)}, not two numbers; write [0.9, 0.95]")
     rows, where = get(config, MICRO_BATCH), f"{path}: {MICRO_BATCH}"
     if isinstance(rows, int) and run.split_batches:
@@ -139,7 +139,7 @@ def _adopt(
     if run.is_explicit(name):
         faults.append(
             f"{where} is {config_value} but {run.sources[name]} says {name} = {current};"
-            f" drop the latter, or {remedy}"
+            f" drop {name}, or {remedy}"
         )
         return run
     return run.with_values(where, **{name: value})
@@ -168,8 +168,8 @@ def _adopt_dtype(
         return run if run.is_explicit("dtype") else run.with_values(where, dtype=dtype)
     if run.is_explicit("dtype"):
         faults.append(
-            f"{where} is {shown} but {run.sources['dtype']} says dtype = {run.dtype}; drop the"
-            ' latter, or write "auto" in the file'
+            f"{where} is {shown} but {run.sources['dtype']} says dtype = {run.dtype}; drop"
+            ' dtype, or write "auto" in the file'
         )
         return run
     return run.with_values(where, dtype=dtype)
@@ -197,7 +197,7 @@ def put(config: dict[str, Any], key: str, value: Any) -> None:
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return all values that are not objects, by dotted path."""
+    """Return all values but non-empty objects, by dotted path."""
     values: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:

@@ -28,7 +28,7 @@ ON_GPUS = (
 )
 # Blocks that import a package when the engine is built.
 PACKAGES = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
-# These select which other keys are read, so an error is attributed to them last.
+# These select which other keys are read; require_accepted tries them last.
 CHOOSERS = ("optimizer.type", "optimizer.params.torch_adam", "scheduler.type", f"{ZERO}stage")
 OUTPUTS = {  # path -> the switch of the block that writes there
     "tensorboard.output_path": "tensorboard.enabled",
@@ -67,7 +67,7 @@ def engine_faults(config: Mapping[str, Any], path: str, run: RunConfig, device: 
 
 
 def outputs(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the folders and files that DeepSpeed makes and writes to, by their key."""
+    """Return the output paths of DeepSpeed by their config key."""
     switched_on = [key for key, switch in OUTPUTS.items() if get(config, switch) is True]
     named = {key: get(config, key) for key in switched_on}
     return {key: place for key, place in named.items() if isinstance(place, str)}
@@ -78,7 +78,7 @@ def _zero_faults(config: Mapping[str, Any], device: str) -> list[str]:
     stage = get(config, f"{ZERO}stage")
     for name in WITHOUT_CHECKPOINTS:
         if get(config, ZERO + name) not in (MISSING, None, False):
-            faults.append(f"{ZERO}{name} has an optimizer without checkpoints here; remove it")
+            faults.append(f"{ZERO}{name} has an optimizer that cannot be checkpointed; remove it")
     for name in ON_GPUS:
         value = get(config, ZERO + name)
         if device == "cpu" and stage == 3 and value not in (MISSING, None, False, 0):
@@ -120,7 +120,9 @@ def _norm_faults(config: Mapping[str, Any]) -> list[str]:
         return []
     clipping = get(config, "gradient_clipping")
     if isinstance(clipping, int | float) and clipping > 0:
-        return [f"{key} is false beside gradient_clipping = {clipping}; remove it, or clip at 0"]
+        return [
+            f"{key} is false beside gradient_clipping = {clipping}; remove it, or set that to 0"
+        ]
     if offloads(config, "optimizer"):
         return [f"{key} is false beside {ZERO}offload_optimizer; remove one"]
     return []
@@ -158,7 +160,7 @@ def tracker_refusal(error: Exception) -> str:
         return ""
     return (
         f"{block}.enabled is true and {package} fails: {one_line(error)}; correct that, or remove"
-        f" the block and give --report_to {package}, which stops no run"
+        f" the block and give --report_to {package}, which never stops the run"
     )
 
 

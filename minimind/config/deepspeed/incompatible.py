@@ -60,7 +60,7 @@ def incompatible_settings(
     faults = _batch(config, run, world_size) + _scheduler(config, run)
     faults += [
         f"{block}.type is {kind}, which ignores {name} = {getattr(run, name)}"
-        f" ({run.sources[name]}); drop the latter, or change the block"
+        f" ({run.sources[name]}); drop {name}, or change the block"
         for block, kind, name in ignored_flags(config)
         if run.is_explicit(name)
     ]

@@ -34,7 +34,7 @@ from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.durable_files import read_small_text
 
-# The first three are flags; the others select an implementation with the same results.
+# Not part of the identity: the first three are flags, the others select an implementation.
 NOT_IDENTITY = ("lr", "betas", "weight_decay", "torch_adam", "foreach", "fused", "capturable")
 Sections = Callable[[Mapping[str, Any], str], list[str]]
 
@@ -97,7 +97,7 @@ def read_deepspeed_json(path: str, source: str = "--deepspeed_config") -> dict[s
         raise UsageError(
             f"{path}:{error.lineno}:{error.colno}: {error.msg}; correct the JSON there"
         ) from error
-    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+    except (ValueError, RecursionError) as error:  # too many digits, or nested too deeply
         raise UsageError(f"{path}: {error}; correct the JSON") from error
     except KeyError as error:
         raise UsageError(f"{path}: {error.args[0]} is written twice; remove one") from error
@@ -109,7 +109,7 @@ def read_deepspeed_json(path: str, source: str = "--deepspeed_config") -> dict[s
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique: dict[str, Any] = {}
     for key, value in pairs:
-        if key in unique:  # the json module would let the last one win
+        if key in unique:  # json keeps the last one
             raise KeyError(key)
         unique[key] = value
     return unique
@@ -127,9 +127,9 @@ def resolve(
 ) -> Resolved:
     """Resolve `written` (read from `path`) against `run` for `world_size` processes on `device`.
 
-    Without `schedule` (before the data is read), a run of unknown length has one step more than its
-    warm-up. `sections` returns the faults that DeepSpeed's own models find in a filled config.
-    Raise a UsageError that lists all faults.
+    Without `schedule` and --max_steps, total_num_steps is a placeholder: one more than the warm-up.
+    `sections` returns the faults that DeepSpeed's own models find in a filled config. Raise a
+    UsageError that lists all faults.
     """
     config = normalize_config(json.loads(json.dumps(written)))
     for key in (BATCH, MICRO_BATCH, "gradient_accumulation_steps"):
@@ -201,5 +201,7 @@ def _fill(
 def _unfilled(config: Mapping[str, Any], path: str) -> list[str]:
     keys = [key for key, value in leaves(config).items() if value == AUTO]
     return (
-        [f'{path}: nothing fills "auto" of {", ".join(keys)}; write a value there'] if keys else []
+        [f'{path}: "auto" is not supported for {", ".join(keys)}; write a value there']
+        if keys
+        else []
     )

@@ -1,4 +1,4 @@
-"""Parse a line of JSON, a text or a cell into a document, or explain why it is none."""
+"""Parse a JSON line, a text file or a table cell into a document, or raise Flaw."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 from minimind.data.text.missing_text import missing_in_line
 
 BOM = b"\xef\xbb\xbf"
-# JSON may spell a byte of text in six ("\u0001"), and may carry other fields beside the text.
+# JSON may escape a byte of text as six ("\u0001"); a line may have other fields.
 LINE_BYTES_PER_TEXT_BYTE = 6
 LINE_BYTES_BESIDE_TEXT = 2**16
-# Bounds of our own: Python's depend on its version, its environment and how deep the caller is,
-# and a document has to be judged the same way on every rank.
+# Fixed limits: Python's depend on version, environment and stack depth, and every rank must accept
+# the same documents.
 MOST_DIGITS = 4300
 MOST_NESTED = 100
 
@@ -71,7 +71,7 @@ class Flaw(Exception):
 
 
 def is_too_long(line_bytes: int, backslashes: int, reading: Reading) -> bool:
-    """Whether a line, or its beginning, is longer than a document within the limit can be.
+    """Whether a line, or its beginning, is too long for a document within the limit.
 
     Only escaped characters take more bytes in JSON than in UTF-8, so a long line without
     backslashes is recognized after little more than `max_document_bytes`.
@@ -85,7 +85,7 @@ def too_long_line(reading: Reading) -> Flaw:
     """The Flaw of a line that is too long to be read."""
     return Flaw(
         f"the line is longer than max_document_bytes = {reading.max_document_bytes} and"
-        f" {LINE_BYTES_BESIDE_TEXT} bytes for what is beside the text",
+        f" {LINE_BYTES_BESIDE_TEXT} bytes for other fields",
         "cut the document, or raise --max_document_bytes",
     )
 
@@ -97,8 +97,7 @@ def document_of_line(line: bytes | bytearray, reading: Reading) -> str:
     except Flaw:
         _explain(line)
         raise
-    # UTF-8 has no half characters and JSON no NUL, unless spelt by number; a text is no longer than
-    # its line.
+    # Lone surrogates and NUL require a \u escape, and a text is no longer than its line.
     if not text or b"\\u" in line or len(line) > reading.max_document_bytes:
         require_usable(text, reading)
     return text
@@ -110,10 +109,7 @@ def _text_of(line: str, reading: Reading) -> str:
 
 
 def _text_alone(line: str, reading: Reading) -> str | None:
-    """The text of the commonest line of all, one field that is a string, without more ado.
-
-    None for any other line.
-    """
+    """Fast path: the text of a line whose only field is the text. None for any other line."""
     opened = reading.opening.match(line) if line.endswith(USUAL_END) else None
     if not opened:
         return None
@@ -162,7 +158,7 @@ def document_of_file(content: bytes, reading: Reading) -> str:
     nul = content.find(b"\0")
     if nul >= 0:
         begin = content.rfind(b"\n", 0, nul) + 1
-        raise Flaw("holds a NUL byte", "is this a binary file? remove it", begin)
+        raise Flaw("holds a NUL byte", "remove it, or give text files only", begin)
     if len(content) > reading.max_document_bytes:
         raise Flaw(
             f"the document is longer than max_document_bytes = {reading.max_document_bytes}",
@@ -190,7 +186,7 @@ def require_usable(text: str, reading: Reading) -> None:
         size = len(text.encode())
     except UnicodeEncodeError as error:
         lone = f"\\u{ord(text[error.start]):04x}"
-        what = f"half a surrogate pair ({lone}) is no character"
+        what = f"contains a lone surrogate ({lone})"
         raise Flaw(what, "write the pair or drop it") from None
     if size > reading.max_document_bytes:
         raise too_long_document(size, reading)
@@ -222,13 +218,13 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _integer(digits: str) -> int:
-    """Some integer: nobody asks which."""
+    """Return 0, as numbers are unused; raise Flaw for too many digits."""
     if len(digits) > MOST_DIGITS:
         raise Flaw(f"holds a number with too many digits ({len(digits)})", "shorten it")
     return 0
 
 
-# An object becomes a tuple of its pairs, so that a field that is there twice can be seen.
+# Objects become tuples of pairs, so that duplicate fields are detected.
 _JSON = json.JSONDecoder(object_pairs_hook=tuple, parse_constant=_no_number, parse_int=_integer)
 _STRING = _JSON.parse_string  # pyright: ignore[reportAttributeAccessIssue] (stubs leave it out)
 USUAL_END = '"}\n'  # of a line whose text is its last field

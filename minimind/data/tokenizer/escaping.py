@@ -33,6 +33,6 @@ def require_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"a text is not Unicode: half a surrogate pair at character {error.start};"
+            f"a text is not Unicode: a lone surrogate at character {error.start};"
             " check its encoding"
         ) from error

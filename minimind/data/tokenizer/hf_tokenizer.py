@@ -128,7 +128,7 @@ class HuggingFaceTokenizer:
             if threads == 1:
                 return [self._tokenizer.encode(t, add_special_tokens=False).ids for t in texts]
             encodings = self._tokenizer.encode_batch_fast([*texts], add_special_tokens=False)
-        except TypeError:  # raised for half a surrogate pair
+        except TypeError:  # raised for a lone surrogate
             for text in texts:
                 require_unicode(text)
             raise

@@ -147,7 +147,7 @@ def test_a_literal_equal_to_the_flag_is_no_conflict():
             ["train_batch_size is 7", "2 rows (--batch_size)"],
         ),
         ("zero_optimization.stage", 4, "", ["stage is 4", "0, 1, 2 or 3"]),
-        ("optimizer.params.foreach", "auto", "", ["optimizer.params.foreach", "nothing fills"]),
+        ("optimizer.params.foreach", "auto", "", ["optimizer.params.foreach", "not supported"]),
         ("optimizer.params.epz", 1e-8, "", ["optimizer.params.epz", "did you mean eps?"]),
         ("gradient_clipping", "big", "", ["gradient_clipping", '"big"', "number"]),
         ("gradient_clipping", -1, "", ["grad_clip = -1.0 (ds.json: gradient_clipping)"]),

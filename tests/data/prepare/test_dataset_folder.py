@@ -229,7 +229,7 @@ MISUSE: dict[str, tuple[list[str], str]] = {
     "weight of a glob": (["--out", "{out}", "--source", "a=*.txt:2x"], "weight = 2x is no number"),
     "source twice": (
         ["--out", "{out}", "--sources", "{here}/twice.yaml"],
-        "twice.yaml:2:1: a is written twice; correct the YAML",
+        "twice.yaml:2:1: duplicate key a; correct the YAML",
     ),
     "source nested": (["--out", "{out}", "--sources", "{here}/deep.yaml"], "deep.yaml: maximum"),
     "weight of nothing": (

@@ -234,7 +234,9 @@ CLAIMS: dict[str, Callable[[bytes, str], bool]] = {
     "not a string": lambda line, field: not isinstance(_objects_field(line, field)[0], str),
     "the document is empty": lambda line, field: _objects_field(line, field) == [""],
     "a NUL character": lambda line, field: "\0" in _objects_field(line, field)[0],
-    "half a surrogate pair": lambda line, field: re.search(rb"\\u[dD][89a-fA-F]", line) is not None,
+    "contains a lone surrogate": lambda line, field: (
+        re.search(rb"\\u[dD][89a-fA-F]", line) is not None
+    ),
     "the document has ": lambda line, field: len(_objects_field(line, field)[0].encode()) > LIMIT,
     "the line is longer": lambda line, field: len(line) > LIMIT + 65536,
 }

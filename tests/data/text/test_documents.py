@@ -59,7 +59,7 @@ MISTAKES = [
     (b'{"text": ""}', 0, "document is empty"),
     (b"", 0, "line is blank"),
     (b" \t\r", 0, "line is blank"),
-    (b'{"text": "\\ud83d"}', 0, "half a surrogate pair (\\ud83d)"),
+    (b'{"text": "\\ud83d"}', 0, "contains a lone surrogate (\\ud83d)"),
     (b'{"text": "' + b"a" * 1001 + b'"}', 0, "has 1001 bytes"),
     (b'{"text": "' + "字".encode() * 334 + b'"}', 0, "has 1002 bytes"),
     (b'{"text": "' + b"a" * 100_000 + b'"}', 0, "line is longer"),

@@ -213,7 +213,7 @@ def test_half_a_character_is_reported_and_the_table_is_free_again(model, looked_
         ["one", "abcd\udc00", "three"],
         ["one", "x" * 4 + "\ud800" * 600],
     ):
-        with pytest.raises(DataError, match="half a surrogate pair at character 4"):
+        with pytest.raises(DataError, match="a lone surrogate at character 4"):
             tokenizer.encode_arrays(given, threads)
         assert not tokenizer._encoder._lock.locked()
 
