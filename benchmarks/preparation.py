@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from benchmarks.record import arguments, record
 from minimind.data.prepare.dataset_folder import prepare_folder
 from minimind.data.prepare.prepare import PrepareRequest
-from minimind.data.text.documents import Reading
+from minimind.data.text.documents import ReadOptions
 from minimind.data.text.inputs import find_files, segments_of
 from minimind.data.text.readers import read_segment
 from minimind.data.text.sources import Source
@@ -70,7 +70,7 @@ def main() -> None:
     args = parser.parse_args()
     files = find_files(args.files)
     segments = [segment for file in files for segment in segments_of(file, 2**40)]
-    read = (one for segment in segments for one in read_segment(segment, Reading()))
+    read = (one for segment in segments for one in read_segment(segment, ReadOptions()))
     texts = [one[0] for one in read if isinstance(one, tuple)]
     size = sum(len(text.encode()) for text in texts)
     load = os.getloadavg()

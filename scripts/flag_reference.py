@@ -15,7 +15,7 @@ from minimind.cli import main as cli
 from minimind.config.arguments import EXAMPLE, Number, count_of_bytes, non_empty_path, size_in_bytes
 from minimind.config.foreign_flags import TABLES
 from minimind.config.foreign_flags import rows as foreign_rows
-from minimind.config.parse import kind_of
+from minimind.config.parse import type_name
 from minimind.config.run_config import FLAGS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
@@ -104,7 +104,7 @@ def _field_row(name: str, spec: Any) -> Row:
     """The row of a flag of train_pretrain.py."""
     meta = spec.metadata
     limits = [f"{words} {_number(meta[key])}" for key, words in LIMITS.items() if key in meta]
-    value = ", ".join([KINDS[kind_of(spec)], *limits])
+    value = ", ".join([KINDS[type_name(spec)], *limits])
     if "choices" in meta:
         value = _choices(meta["choices"])
     return _codes([f"--{name}"]), value, _default(spec.default), _escape(meta["help"])

@@ -39,11 +39,11 @@ NO_SHAPE = (
 )
 # Raised by transformers for invalid values; not RuntimeError, which may be out of memory.
 VALUE_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, TypeError, ValueError)
-# Not reported as ignored by `line`: old names, and keys that are not of the model.
-OLD_NAMES = ("rope_theta", "rope_scaling", "auto_map", *NO_SHAPE)
+# Not reported as ignored by `start_summary_line`: old names, and keys that are not of the model.
+NOT_REPORTED = ("rope_theta", "rope_scaling", "auto_map", *NO_SHAPE)
 
 
-class Own:
+class MiniMind:
     """The MiniMind decoder, described by the shape flags."""
 
     def config(self, run: RunConfig, tokenizer: AnyTokenizer) -> MiniMindConfig:
@@ -103,7 +103,7 @@ class Own:
         """Empty: `minimind plan` estimates them."""
         return ""
 
-    def line(self) -> str:
+    def start_summary_line(self) -> str:
         """A line for the start summary; empty, since the flags describe the model."""
         return ""
 
@@ -118,7 +118,7 @@ class HuggingFace:
 
     def config(self, run: RunConfig, tokenizer: AnyTokenizer) -> PretrainedConfig:
         """The configuration with the tokenizer's ids; raise UsageError if they do not fit."""
-        self.require_room(tokenizer.vocab_size, str(tokenizer.path))
+        self.require_embedding_rows(tokenizer.vocab_size, str(tokenizer.path))
         config = deepcopy(self.parsed)
         for name, value in special_ids(tokenizer).items():
             setattr(config, name, value)
@@ -126,7 +126,7 @@ class HuggingFace:
             config._attn_implementation = "eager"
         return config
 
-    def require_room(self, vocab_size: int, by: str) -> None:
+    def require_embedding_rows(self, vocab_size: int, by: str) -> None:
         """Raise UsageError if the tokenizer has more pieces than the embedding has rows."""
         if vocab_size > self.parsed.vocab_size:
             raise UsageError(
@@ -134,7 +134,7 @@ class HuggingFace:
                 f" {self.parsed.vocab_size} of {self.path}; use a smaller tokenizer, or raise it"
             )
 
-    def require_recomputable(self, run: RunConfig) -> None:
+    def require_gradient_checkpointing(self, run: RunConfig) -> None:
         """Raise UsageError if the model does not support --gradient_checkpointing."""
         model = self._meta_model() if run.gradient_checkpointing else None
         if model is not None and not model.supports_gradient_checkpointing:
@@ -183,9 +183,9 @@ class HuggingFace:
         with torch.device("meta"):
             return transformers_model(self.parsed, dtype=torch.float32)
 
-    def line(self) -> str:
+    def start_summary_line(self) -> str:
         """A line for the start summary, with the keys that transformers does not read."""
-        known = {*type(self.parsed)().to_dict(), *self.parsed.attribute_map, *OLD_NAMES}
+        known = {*type(self.parsed)().to_dict(), *self.parsed.attribute_map, *NOT_REPORTED}
         unknown = sorted(name for name in self.values if name not in known)
         ignored = f"; ignored keys: {', '.join(map(shown, unknown))}" if unknown else ""
         return (
@@ -194,7 +194,7 @@ class HuggingFace:
         )
 
 
-Architecture = Own | HuggingFace
+Architecture = MiniMind | HuggingFace
 
 
 def special_ids(tokenizer: AnyTokenizer) -> dict[str, int | None]:

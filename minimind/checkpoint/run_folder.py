@@ -13,7 +13,7 @@ from typing import IO
 import yaml
 
 from minimind.config.deepspeed.incompatible import ignored_flags
-from minimind.config.deepspeed.resolve import Resolved
+from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.model_flags import SHAPE
 from minimind.errors import LockedError, StorageError
 from minimind.runtime.durable_files import require_regular, storing, write_whole
@@ -85,7 +85,7 @@ def require_output(place: Path, name: str) -> None:
     require_folder(place.parent if is_file else place, name)
 
 
-def write_reference(out_dir: Path, resolved: Resolved) -> None:
+def write_reference(out_dir: Path, resolved: ResolvedConfig) -> None:
     """Write `config.yaml`, which repeats the run with `--config`, and `ds_config.resolved.json`."""
     flags = asdict(resolved.run)
     # Flags that DeepSpeed's scheduler or optimizer ignores are refused, so they are left out.

@@ -58,7 +58,7 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
 
 def run_export(args: argparse.Namespace) -> int:
     """Write a model in another format and print a summary."""
-    from minimind.interop.export import OWN, export  # imports torch
+    from minimind.interop.export import REPLACEABLE, export  # imports torch
     from minimind.interop.weights import Weights, read_weights
 
     def write(weights: Weights) -> str:
@@ -68,18 +68,20 @@ def run_export(args: argparse.Namespace) -> int:
             print(f"{args.out}: {written.note}", file=sys.stderr)
         return written.summary(f"as {args.format} in {args.dtype}", weights.path, args.out)
 
-    NewFolder(args.out, args.force, OWN, "export").require_free()  # before gigabytes are hashed
+    NewFolder(
+        args.out, args.force, REPLACEABLE, "export"
+    ).require_free()  # before gigabytes are hashed
     print(read_weights(args.checkpoint, write))
     return 0
 
 
 def run_import(args: argparse.Namespace) -> int:
     """Write a model made elsewhere in our format and print a summary."""
-    from minimind.interop.export import OWN, export  # imports torch
+    from minimind.interop.export import REPLACEABLE, export  # imports torch
     from minimind.interop.foreign_config import ShapeFlags, check_flags
     from minimind.interop.weights import load_weights_from
 
-    NewFolder(args.out, args.force, OWN, "export").require_free()
+    NewFolder(args.out, args.force, REPLACEABLE, "export").require_free()
     names = ("n_heads", "n_kv_heads", "rope_theta", "norm_eps", "max_seq_len")
     flags = ShapeFlags(*(getattr(args, name) for name in names))
     weights = load_weights_from(args.source, flags, args.kind)

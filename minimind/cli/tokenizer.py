@@ -23,7 +23,7 @@ from minimind.errors import DataError, Interrupted, UsageError
 from minimind.runtime.durable_files import mebibytes
 
 if TYPE_CHECKING:
-    from minimind.data.text.documents import Reading
+    from minimind.data.text.documents import ReadOptions
 
 HELD_OUT_BYTES = 2**22
 SMALLEST_SAMPLE = 2**16
@@ -143,7 +143,7 @@ def _train(args: argparse.Namespace) -> int:
 class Reader:
     """Read the training documents of some files once, and keep some of the held-out ones."""
 
-    def __init__(self, val_fraction: float, reading: Reading, skips_bad: bool) -> None:
+    def __init__(self, val_fraction: float, reading: ReadOptions, skips_bad: bool) -> None:
         self.val_fraction = val_fraction
         self.reading = reading
         self.skips_bad = skips_bad
@@ -169,7 +169,7 @@ class Reader:
                     self._held_out_bytes += len(content)
 
 
-def read_texts(path: Path, reading: Reading, skips_bad: bool) -> Iterator[str]:
+def read_texts(path: Path, reading: ReadOptions, skips_bad: bool) -> Iterator[str]:
     """The texts of one input, with a progress bar on a terminal.
 
     Raise DataError for a malformed document unless these are skipped.
@@ -187,11 +187,11 @@ def read_texts(path: Path, reading: Reading, skips_bad: bool) -> Iterator[str]:
         yield text
 
 
-def _reading(args: argparse.Namespace, tokenizer: str | None) -> Reading:
-    from minimind.data.text.documents import Reading
+def _reading(args: argparse.Namespace, tokenizer: str | None) -> ReadOptions:
+    from minimind.data.text.documents import ReadOptions
     from minimind.data.tokenizer.load import longest_document
 
-    return Reading(args.text_field, args.max_document_bytes or longest_document(tokenizer))
+    return ReadOptions(args.text_field, args.max_document_bytes or longest_document(tokenizer))
 
 
 def run_inspect(args: argparse.Namespace) -> int:

@@ -193,7 +193,7 @@ def rows(table: str) -> list[Row]:
     return parsed
 
 
-def counterpart(flag: str) -> str:
+def equivalent_flag(flag: str) -> str:
     """Return the equivalent of another project's `flag` as a clause; "" if unknown."""
     wanted, _, value = flag.lstrip("-").replace("-", "_").partition("=")
     clauses = []

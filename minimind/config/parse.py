@@ -17,18 +17,18 @@ from typing import Any, NoReturn
 
 from minimind.config.arguments import EXAMPLE, Formatter, PrintCompletion, format_default
 from minimind.config.checks import conflicts
-from minimind.config.foreign_flags import counterpart
+from minimind.config.foreign_flags import equivalent_flag
 from minimind.config.model_flags import HUGGING_FACE, SHAPE
 from minimind.config.run_config import CONFIGS, DISTRIBUTION, FLAGS, RunConfig
-from minimind.config.yaml_files import load_texts
+from minimind.config.yaml_files import load_yaml_texts
 from minimind.errors import UsageError, fault_error
 
-_SPELLED = [
+_FLAG_NAMES = [
     *FLAGS,
     *(f"no-{name}" for name, spec in FLAGS.items() if isinstance(spec.default, bool)),
 ]
 PRESETS = CONFIGS / "models"
-ENDING = ("--help", "-h", "--version", "--print_completion")  # flags that exit
+EXIT_FLAGS = ("--help", "-h", "--version", "--print_completion")  # flags that exit
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,11 +74,11 @@ def _help(spec: Any) -> str:
 
 def _metavar(spec: Any) -> str:
     choices = spec.metadata.get("choices")
-    kind = {"str": "TEXT", "tuple": "PATH"}.get(kind_of(spec), kind_of(spec).upper())
+    kind = {"str": "TEXT", "tuple": "PATH"}.get(type_name(spec), type_name(spec).upper())
     return "{" + ",".join(choices) + "}" if choices else kind
 
 
-def kind_of(spec: Any) -> str:
+def type_name(spec: Any) -> str:
     """Return `int`, `float`, `str`, `bool` or `tuple`, from the annotation."""
     return spec.type.split(" ")[0].split("[")[0]
 
@@ -86,10 +86,10 @@ def kind_of(spec: Any) -> str:
 def parse_flags(argv: Sequence[str]) -> RunConfig:
     """Parse `argv`; raise a UsageError that lists all faults."""
     flags, faults = _parse_argv(argv)
-    return run_of(flags, "--{name}", faults)
+    return build_config(flags, "--{name}", faults)
 
 
-def run_of(given: Mapping[str, Any], source: str, faults: Sequence[str] = ()) -> RunConfig:
+def build_config(given: Mapping[str, Any], source: str, faults: Sequence[str] = ()) -> RunConfig:
     """Build a RunConfig from `given` (name: value); `source` is a template such as "--{name}".
 
     Raise a UsageError that lists `faults` and all faults of the values.
@@ -97,7 +97,7 @@ def run_of(given: Mapping[str, Any], source: str, faults: Sequence[str] = ()) ->
     all_faults = [*faults, *_unknown_keys(given, "the arguments")]
     values: dict[str, Any] = {}
     sources = dict.fromkeys(FLAGS, "default")
-    refused = set()
+    invalid = set()
     for layer, source_of in _layers(given, source, all_faults):
         for name in layer:
             where = source_of.format(name=name)
@@ -105,11 +105,11 @@ def run_of(given: Mapping[str, Any], source: str, faults: Sequence[str] = ()) ->
                 values[name], sources[name] = convert(name, layer[name], where), where
             except UsageError as error:
                 all_faults.append(str(error))
-                refused.add(name)
+                invalid.add(name)
     run = RunConfig(**values, sources=sources)
     # An invalid field keeps its default: skip conflicts that mention it.
-    of_refused = re.compile("|".join(rf"\b{name} [=(]" for name in refused) or "(?!)")
-    all_faults += [conflict for conflict in conflicts(run) if not of_refused.search(conflict)]
+    of_invalid = re.compile("|".join(rf"\b{name} [=(]" for name in invalid) or "(?!)")
+    all_faults += [conflict for conflict in conflicts(run) if not of_invalid.search(conflict)]
     if all_faults:
         raise fault_error(all_faults)
     return run
@@ -123,7 +123,7 @@ def _layers(
     preset: Mapping[str, Any] = {}
     path = given.get("config")
     try:
-        from_file = load_texts(path, "--config") if path is not None else {}
+        from_file = load_yaml_texts(path, "--config") if path is not None else {}
         faults += _unknown_keys(from_file, path)
         if "config" in from_file:
             faults.append(f"'config' in {path}: a file cannot include another; remove it")
@@ -143,7 +143,7 @@ def _parse_argv(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the values by flag, and one sentence per unknown argument."""
     faults = _unknown_flags(argv)
     try:
-        namespace, unknown = build_parser().parse_known_args([_underscored(w) for w in argv])
+        namespace, unknown = build_parser().parse_known_args([_normalize_flag(w) for w in argv])
     except UsageError as error:  # argparse ends at the first one
         return {}, [*faults, str(error)]
     if unknown and not faults:
@@ -153,22 +153,22 @@ def _parse_argv(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def _unknown_flags(argv: Sequence[str]) -> list[str]:
     """Return one sentence per unknown flag."""
-    spelled = [f"--{name}" for name in _SPELLED]
+    spelled = [f"--{name}" for name in _FLAG_NAMES]
     return [
         unknown_flag(word, spelled)
         for word in dict.fromkeys(argv)
         if re.match(r"--?[A-Za-z]", word)
-        and _underscored(word).split("=")[0] not in (*spelled, *ENDING)
+        and _normalize_flag(word).split("=")[0] not in (*spelled, *EXIT_FLAGS)
     ]
 
 
 def unknown_flag(word: str, known: Sequence[str]) -> str:
     """Describe an unknown flag and suggest its equivalent or the closest known one."""
     name = word.split("=")[0]
-    return f"unknown flag {name}; {counterpart(word) or nearest(name, known)}"
+    return f"unknown flag {name}; {equivalent_flag(word) or suggest(name, known)}"
 
 
-def _underscored(word: str) -> str:
+def _normalize_flag(word: str) -> str:
     """Rewrite `--a-b=c` to `--a_b=c` and `--no_a` to `--no-a`; other words stay."""
     if not word.startswith("--"):
         return word
@@ -179,7 +179,7 @@ def _underscored(word: str) -> str:
     return f"--{name}{equals}{value}"
 
 
-def nearest(name: str, names: Sequence[str], otherwise: str = "--help lists every flag") -> str:
+def suggest(name: str, names: Sequence[str], otherwise: str = "--help lists every flag") -> str:
     """Suggest the name closest to an unknown one; `otherwise` if none is close."""
     plain = {known.lstrip("-"): known for known in names}
     word = str(name).lstrip("-")
@@ -191,11 +191,9 @@ def nearest(name: str, names: Sequence[str], otherwise: str = "--help lists ever
 
 
 def _unknown_keys(values: Mapping[str, Any], where: str | None) -> list[str]:
-    return [
-        f"unknown key {name!r} in {where}; {counterpart(str(name)) or nearest(name, list(FLAGS))}"
-        for name in values
-        if name not in FLAGS
-    ]
+    unknown = [name for name in values if name not in FLAGS]
+    hints = [equivalent_flag(str(name)) or suggest(name, list(FLAGS)) for name in unknown]
+    return [f"unknown key {n!r} in {where}; {hint}" for n, hint in zip(unknown, hints, strict=True)]
 
 
 def load_preset(name: str) -> dict[str, Any]:
@@ -209,19 +207,19 @@ def load_preset(name: str) -> dict[str, Any]:
     if not path.is_file():
         raise UsageError(
             f"--model {name}: no such preset or file;"
-            f" {nearest(name, known, 'give one')} ({', '.join(known)})"
+            f" {suggest(name, known, 'give one')} ({', '.join(known)})"
         )
-    shape = load_texts(str(path), "--model")
+    shape = load_yaml_texts(str(path), "--model")
     for key in shape:
         if key not in SHAPE:
-            raise UsageError(f"{path}: {key!r} is not a shape field; {nearest(key, SHAPE)}")
+            raise UsageError(f"{path}: {key!r} is not a shape field; {suggest(key, SHAPE)}")
     return shape
 
 
 def convert(name: str, raw: Any, source: str) -> Any:
     """Convert `raw` to the type of field `name`; raise UsageError outside its limits."""
     spec = FLAGS[name]
-    kind = kind_of(spec)
+    kind = type_name(spec)
     if raw is None and spec.default is None:
         return None
     try:

@@ -52,7 +52,7 @@ def load_yaml(path: str, source: str) -> dict[str, Any]:
     return _load(path, source, lambda text: yaml.load(text, _Loader))
 
 
-def load_texts(path: str, source: str) -> dict[str, Any]:
+def load_yaml_texts(path: str, source: str) -> dict[str, Any]:
     """Load a mapping with every scalar as text."""
     return _load(path, source, lambda text: yaml.load(text, _TextLoader))
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from minimind.config.deepspeed import engine_rules as rules
 from minimind.config.deepspeed.auto_values import offloads
 from minimind.config.deepspeed.config_values import BATCH, leaves
-from minimind.config.deepspeed.resolve import Resolved
+from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.schema import MODELS, format_model_fault, optimizer_name
 from minimind.config.launcher_env import configure_libraries, set_rendezvous_defaults
 from minimind.engine.deepspeed_backend import Backend, DeepSpeedBackend
@@ -48,7 +48,7 @@ PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
 @phase("building the engine")
-def build_engine(resolved: Resolved, model: PreTrainedModel, device: str) -> Engine:
+def build_engine(resolved: ResolvedConfig, model: PreTrainedModel, device: str) -> Engine:
     """Build the resolved backend with its process group and optimizer.
 
     DeepSpeed gets a copy of the resolved configuration, because it writes its defaults into it.
@@ -66,7 +66,7 @@ def build_engine(resolved: Resolved, model: PreTrainedModel, device: str) -> Eng
 
 
 def _deepspeed(
-    resolved: Resolved, model: PreTrainedModel, device: str
+    resolved: ResolvedConfig, model: PreTrainedModel, device: str
 ) -> tuple[Backend, torch.device]:
     import deepspeed
     from accelerate import Accelerator
@@ -116,7 +116,7 @@ def _deepspeed(
 
 
 @contextmanager
-def _refusals(resolved: Resolved) -> Iterator[None]:
+def _refusals(resolved: ResolvedConfig) -> Iterator[None]:
     """Convert DeepSpeed's configuration errors into errors that name the key or file."""
     from deepspeed.runtime.config import DeepSpeedConfigError
     from deepspeed.runtime.zero.utils import ZeRORuntimeException
@@ -124,7 +124,7 @@ def _refusals(resolved: Resolved) -> Iterator[None]:
     try:
         yield
     except (*REFUSALS, DeepSpeedConfigError, ZeRORuntimeException) as error:
-        message = rules.one_line(error)
+        message = rules.error_text(error)
         remedy = rules.remedy_for(resolved.config, message)
         raise UsageError(f"{resolved.path}: DeepSpeed refuses it: {message}; {remedy}") from error
     except OSError as error:
@@ -148,7 +148,9 @@ def _enable_logs(deepspeed: Any, engine: Any, config: Mapping[str, Any]) -> Coll
     return log
 
 
-def _plain(resolved: Resolved, model: PreTrainedModel, device: str) -> tuple[Backend, torch.device]:
+def _plain(
+    resolved: ResolvedConfig, model: PreTrainedModel, device: str
+) -> tuple[Backend, torch.device]:
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
@@ -248,7 +250,7 @@ def section_faults(config: Mapping[str, Any], path: str, device: str) -> list[st
     return faults
 
 
-def require_accepted(resolved: Resolved, device: str) -> None:
+def require_accepted(resolved: ResolvedConfig, device: str) -> None:
     """Raise UsageError if DeepSpeed's configuration, optimizer or scheduler refuses a value.
 
     Starts and compiles nothing. The message names the key without which the configuration is
@@ -262,7 +264,7 @@ def require_accepted(resolved: Resolved, device: str) -> None:
         return
     refuses = f"{resolved.path}: DeepSpeed refuses"
     items = leaves(resolved.config).items()
-    for key, value in sorted(items, key=lambda item: item[0] in rules.CHOOSERS):
+    for key, value in sorted(items, key=lambda item: item[0] in rules.SELECTORS):
         if not _refusal(rules.without(resolved.config, key)):
             raise UsageError(f"{refuses} {key} = {json.dumps(value)}: {reason}; remove {key}")
     raise UsageError(f"{refuses} it: {reason}; {rules.remedy_for(resolved.config, reason)}")
@@ -289,5 +291,5 @@ def _refusal(config: Mapping[str, Any]) -> str:
             kind = getattr(lr_schedules, config["scheduler"]["type"])
             kind(optimizer, **config["scheduler"].get("params", {}))
     except Exception as error:  # its parsers raise many types
-        return rules.one_line(error)
+        return rules.error_text(error)
     return ""

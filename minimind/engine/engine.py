@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from minimind.config.deepspeed.resolve import Resolved
+from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.engine.collective_clock import CommunicationClock
 from minimind.engine.deepspeed_backend import Backend
 from minimind.engine.loss_of_batch import (
@@ -27,7 +27,7 @@ class Engine(Ranks):
     """Runs optimizer steps over all ranks on one of the backends."""
 
     def __init__(
-        self, backend: Backend, resolved: Resolved, device: torch.device, parameters: int
+        self, backend: Backend, resolved: ResolvedConfig, device: torch.device, parameters: int
     ) -> None:
         super().__init__(timedelta(seconds=resolved.run.dist_timeout))
         self.backend = backend

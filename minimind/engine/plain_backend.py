@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from minimind.config.deepspeed.resolve import Resolved
+from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.engine.collective_clock import CommunicationClock
 from minimind.engine.optimizer import adamw
 from minimind.engine.optimizer_state import ZeroState
@@ -82,7 +82,7 @@ class PlainBackend:
     """A model under DDP or in a single process, with torch's AdamW."""
 
     def __init__(
-        self, forward: nn.Module, module: nn.Module, resolved: Resolved, groups: Groups
+        self, forward: nn.Module, module: nn.Module, resolved: ResolvedConfig, groups: Groups
     ) -> None:
         run = resolved.run
         is_low = run.dtype != "float32"

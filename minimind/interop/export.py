@@ -33,10 +33,10 @@ from minimind.interop.write_folder import SHARDS, WrittenModel, new_folder, writ
 from minimind.model.configuration import MiniMindConfig
 from minimind.runtime.output_folder import NewFolder
 
-SMALL = ("config.json", "generation_config.json", *TOKENIZER_FILES)
-OWN = (*SMALL, INDEX, WHOLE, SHARDS, GGUF_NAME, *remote_code())
+SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+REPLACEABLE = (*SMALL_FILES, INDEX, WHOLE, SHARDS, GGUF_NAME, *remote_code())
 SHARD_BYTES = 2 * 10**9
-SHAPE = (
+LLAMA_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
     *("rms_norm_eps", "rope_theta", "tie_word_embeddings"),  # transformers 4 reads rope_theta
@@ -59,7 +59,7 @@ def export(
     out = out.resolve()
     if out == weights.path.resolve():
         raise UsageError(f"--out {out} is the source; give another folder")
-    folder = NewFolder(out, force, OWN, "export")
+    folder = NewFolder(out, force, REPLACEABLE, "export")
     folder.require_free()
     check_form(weights, form)
     check_vocabulary(tokenizer, weights.config)
@@ -83,8 +83,8 @@ def export(
                 lambda name, value: to_rotate_half(name, value, config.head_dim),
             )
         parts = source.parts(torch_dtype)
-        texts, note = _small_files(config, tokenizer, form, dtype)
-        with new_folder(folder, parts, texts) as draft:
+        small_files, note = _small_files(config, tokenizer, form, dtype)
+        with new_folder(folder, parts, small_files) as draft:
             files = write_shards(parts, draft, max_shard_bytes or SHARD_BYTES)
     return WrittenModel(files, weights.tensors.shapes, parts, note)
 
@@ -145,13 +145,13 @@ def _llama_config(config: MiniMindConfig) -> dict[str, Any]:
     """Return the config of an equivalent LlamaForCausalLM or Qwen3ForCausalLM. Under doc_mask,
     which neither has, only rows of one document are equivalent.
     """
-    has_norms = getattr(config, "qk_norm", False)
-    own = {"use_sliding_window": False} if has_norms else {"mlp_bias": False}
+    has_qk_norm = getattr(config, "qk_norm", False)
+    extra = {"use_sliding_window": False} if has_qk_norm else {"mlp_bias": False}
     return {
-        "architectures": ["Qwen3ForCausalLM" if has_norms else "LlamaForCausalLM"],
-        "model_type": "qwen3" if has_norms else "llama",
-        **own,
-        **{name: getattr(config, name) for name in SHAPE},
+        "architectures": ["Qwen3ForCausalLM" if has_qk_norm else "LlamaForCausalLM"],
+        "model_type": "qwen3" if has_qk_norm else "llama",
+        **extra,
+        **{name: getattr(config, name) for name in LLAMA_KEYS},
         "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
         "attention_bias": False,
         "hidden_act": "silu",

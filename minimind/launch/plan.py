@@ -21,7 +21,7 @@ PROJECT = Path(__file__).resolve().parents[2]  # the checkout, or site-packages
 if not __package__:  # run as a script: import the package from there, installed or not
     sys.path[0:1] = [] if str(PROJECT) in sys.path else [str(PROJECT)]
 from minimind.errors import RendezvousError, RunError, UsageError
-from minimind.runtime.environment import OF_LAUNCHERS, require_numbers
+from minimind.runtime.environment import LAUNCHER_VARIABLES, require_numbers
 from minimind.runtime.terminal import one_line, phase
 
 # Device files of NVIDIA, AMD and Windows drivers; nvidia-smi may still be missing.
@@ -201,7 +201,9 @@ def require_installed(environ: Mapping[str, str]) -> None:
 def main(target: str, device: str) -> dict[str, Any]:
     """Write the YAML to `target`; return the variables to export."""
     require_installed(os.environ)
-    require_numbers({name: value for name, value in os.environ.items() if value}, OF_LAUNCHERS)
+    require_numbers(
+        {name: value for name, value in os.environ.items() if value}, LAUNCHER_VARIABLES
+    )
     import yaml  # after the check that it is installed
 
     from minimind.config.run_config import CONFIGS

@@ -34,7 +34,7 @@ def _main(argv: Sequence[str]) -> int:
         progress.peers = Peers(progress)
         run = parse_flags(argv)
         ending.debug = run.debug
-        progress.peers.patience = run.dist_timeout
+        progress.peers.timeout = run.dist_timeout
         # run_accelerate.sh has printed a line already; otherwise print one within a second.
         delay = LONG if SCRIPT_PID in os.environ else 0.5
         with phase("importing libraries", delay):

@@ -92,9 +92,9 @@ class Ranks:
         with lost_peers():  # a separate connection: calls on one are serialized
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             store = TCPStore(host, port, is_master=False, wait_for_workers=False)
-            peers.meet(everyone, PrefixStore("peers", store))
+            peers.set_peers(everyone, PrefixStore("peers", store))
         self.barrier()
-        peers.begin()
+        peers.start()
 
     def another_group(self, seconds: float) -> Ranks:
         """A separate group of the same ranks, for a thread beside the training loop."""

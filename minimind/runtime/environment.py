@@ -16,12 +16,12 @@ from minimind.errors import RendezvousError, StorageError
 from minimind.runtime.process import LAUNCHER_PID, SCRIPT_PID
 
 COUNT, INDEX = range(1, 2**31), range(2**31)
-OF_LAUNCHERS = ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")  # also read by launchers
+LAUNCHER_VARIABLES = ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")  # also read by launchers
 RANGES = {
     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), COUNT),
     **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK"), INDEX),
     "MASTER_PORT": range(1, 65_536),
-    **dict.fromkeys(OF_LAUNCHERS, COUNT),
+    **dict.fromkeys(LAUNCHER_VARIABLES, COUNT),
     **dict.fromkeys((SCRIPT_PID, LAUNCHER_PID), COUNT),
 }
 CHOICES = {"TORCH_DISTRIBUTED_DEBUG": ("OFF", "INFO", "DETAIL")}

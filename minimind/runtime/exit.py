@@ -19,7 +19,7 @@ from pathlib import Path
 
 from minimind.errors import PREEMPTED, PeerError, RendezvousError, RunError, Stopped, known_error
 from minimind.runtime.durable_files import Metrics
-from minimind.runtime.heartbeat import Lost
+from minimind.runtime.heartbeat import FailedRank
 from minimind.runtime.local_workers import is_alive
 from minimind.runtime.process import (
     CAUGHT,
@@ -76,7 +76,7 @@ class Ending:
                 self._status = self._report(error)
             return self._status
 
-    def _report(self, error: Exception, lost: Lost | None = None) -> int:
+    def _report(self, error: Exception, lost: FailedRank | None = None) -> int:
         rank, peers = self.progress.rank, self.progress.peers
         known = known_error(error)
         is_bug = known is None
@@ -98,7 +98,7 @@ class Ending:
             # Before out_dir is set all ranks raise the same error, and one reports it.
             print(f"{PROGRAM}: stopped because rank {claim.rank} failed", file=sys.stderr)
         if peers and claim.is_ours:
-            peers.announce(lost or Lost(rank, f"rank {rank} ended: {reported}", claim.status))
+            peers.announce(lost or FailedRank(rank, f"rank {rank} ended: {reported}", claim.status))
         if lost and lost.worker:
             lost.worker.kill()  # otherwise the launcher waits for it
         return claim.status
@@ -157,7 +157,7 @@ class Ending:
             if end:
                 self._leave(end)
 
-    def _check(self, seconds: float) -> RunError | Lost | None:
+    def _check(self, seconds: float) -> RunError | FailedRank | None:
         """Return what has ended the run, if anything."""
         progress = self.progress
         gone = [pid for pid in self._launchers if not is_alive(pid)]
@@ -181,13 +181,13 @@ class Ending:
                 f"stopped on {progress.stop.signal} before the first step, with nothing to save;"
                 f" {RUN_AGAIN}"
             )
-        return progress.peers.look(seconds) if progress.peers and claim is None else None
+        return progress.peers.check(seconds) if progress.peers and claim is None else None
 
-    def _leave(self, end: RunError | Lost) -> None:
+    def _leave(self, end: RunError | FailedRank) -> None:
         # With a timeout: the main thread may hold the lock while it is blocked on output.
         is_free = self._lock.acquire(timeout=10 * POLL)
         if is_free and self._status is None:
-            is_lost = isinstance(end, Lost)
+            is_lost = isinstance(end, FailedRank)
             error, lost = (end.error(), end) if is_lost else (end, None)
             self._status = self._report(error, lost)
         os._exit(self._status or PeerError.status)

@@ -45,7 +45,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class Lost:
+class FailedRank:
     """The rank that ended the run, a description, and the run's exit status."""
 
     rank: int
@@ -64,22 +64,22 @@ class PeerState:
     """State of another rank, with the seconds that each condition has lasted."""
 
     worker: Worker
-    gone: float = 0.0
-    stopped: float = 0.0
-    silent: float = 0.0
-    unmoved: float = 0.0
+    gone_seconds: float = 0.0
+    stopped_seconds: float = 0.0
+    silent_seconds: float = 0.0
+    unmoved_seconds: float = 0.0
     beat: dict[str, Any] | None = None
 
     def update(self, beat: dict[str, Any] | None, seconds: float) -> None:
         """Update with the latest heartbeat, `seconds` after the last update."""
         state = self.worker.state() if self.worker.is_here() else "elsewhere"
-        self.gone = self.gone + seconds if state == "gone" else 0.0
-        self.stopped = self.stopped + seconds if state == "stopped" else 0.0
+        self.gone_seconds = self.gone_seconds + seconds if state == "gone" else 0.0
+        self.stopped_seconds = self.stopped_seconds + seconds if state == "stopped" else 0.0
         before, self.beat = self.beat, beat
         is_heard = before is None or (beat or before)["count"] != before["count"]
-        self.silent = 0.0 if is_heard else self.silent + seconds
+        self.silent_seconds = 0.0 if is_heard else self.silent_seconds + seconds
         has_moved = before is None or (beat or before)["at"] != before["at"]
-        self.unmoved = 0.0 if has_moved else self.unmoved + seconds
+        self.unmoved_seconds = 0.0 if has_moved else self.unmoved_seconds + seconds
 
 
 class Peers:
@@ -88,25 +88,25 @@ class Peers:
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.me = this_worker(progress.rank)
-        self.patience = 120.0  # --dist_timeout
+        self.timeout = 120.0  # --dist_timeout
         self._watched: dict[int, PeerState] = {}
         self._own_state = PeerState(self.me)
         self._store: Store | None = None
         self._beats: dict[int, dict[str, Any]] = {}
         self._count = 0
         self._gave_up = False
-        self._verdict: Lost | None = None
+        self._verdict: FailedRank | None = None
         self._wake, self._heard, self._closed = (threading.Event() for _ in range(3))
         self._thread: threading.Thread | None = None
         register(self.me)
 
-    def meet(self, everyone: Sequence[Worker], store: Store) -> None:
+    def set_peers(self, everyone: Sequence[Worker], store: Store) -> None:
         """Set the peers and write the first heartbeat; call `begin` once all ranks have."""
         self._watched = {w.rank: PeerState(w) for w in everyone if w.rank != self.me.rank}
         self._store = store
         store.set(str(self.me.rank), self._heartbeat())
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Send heartbeats until `close`."""
         self._thread = threading.Thread(target=self._send_heartbeats, daemon=True, name="beat")
         self._thread.start()
@@ -118,7 +118,7 @@ class Peers:
         if self._thread:
             self._thread.join(timeout=2 * HEARTBEAT_INTERVAL)
 
-    def announce(self, lost: Lost) -> None:
+    def announce(self, lost: FailedRank) -> None:
         """Publish the verdict to all ranks through the store, if it can be reached.
 
         Ranks without the shared status file learn it from the store. Wait one heartbeat for them,
@@ -166,7 +166,7 @@ class Peers:
             self._wake.set()
             self._heard.wait(seconds)
 
-    def look(self, seconds: float) -> Lost | None:
+    def check(self, seconds: float) -> FailedRank | None:
         """Return a failed rank, if any; `seconds` is the time since the last call.
 
         Failed is a process that exited, one that was stopped or silent for `patience`, or one that
@@ -178,15 +178,19 @@ class Peers:
         self._own_state.update(json.loads(self._heartbeat()), seconds)
         for rank, other in list(self._watched.items()):
             other.update(self._beats.get(rank), seconds)
-            if other.gone > GONE_GRACE:
+            if other.gone_seconds > GONE_GRACE:
                 return _died(other.worker)
-            if other.stopped > self.patience:
+            if other.stopped_seconds > self.timeout:
                 return _stopped(other.worker)
-            if self._store and other.silent > self.patience:
-                return Lost(rank, f"{other.worker} was not heard of for {other.silent:.0f} s")
-        late = self.patience + GONE_GRACE  # collectives time out before
-        if self.progress.is_training and self._own_state.unmoved > late:
-            behind = [o for o in self._watched.values() if o.unmoved > late and self._is_behind(o)]
+            if self._store and other.silent_seconds > self.timeout:
+                return FailedRank(
+                    rank, f"{other.worker} was not heard of for {other.silent_seconds:.0f} s"
+                )
+        late = self.timeout + GONE_GRACE  # collectives time out before
+        if self.progress.is_training and self._own_state.unmoved_seconds > late:
+            behind = [
+                o for o in self._watched.values() if o.unmoved_seconds > late and self._is_behind(o)
+            ]
             return _stuck(behind[0]) if behind else None
         return None
 
@@ -200,14 +204,14 @@ class Peers:
         mine = self._own_state.beat
         return bool(other.beat and mine and other.beat["at"] < mine["at"])
 
-    def gone(self) -> Lost | None:
+    def gone(self) -> FailedRank | None:
         """Return a rank of this host that ended, without waiting for its report."""
         self._add_registered()
         others = [other.worker for other in self._watched.values()]
         dead = [w for w in others if w.is_here() and w.state() == "gone"]
         return _died(dead[0]) if dead else None
 
-    def find_culprit(self, is_reported: Callable[[], bool]) -> Lost | None:
+    def find_culprit(self, is_reported: Callable[[], bool]) -> FailedRank | None:
         """Return the rank that made a collective fail; None if unknown or `is_reported()`.
 
         A peer that died or is stopped is found at once. Otherwise the others have VERDICT_TIMEOUT
@@ -229,44 +233,54 @@ class Peers:
     def _has_given_up(self, rank: int) -> bool:
         return bool(self._beats.get(rank, {}).get("gave_up"))
 
-    def _verdict_of_others(self) -> Lost | None:
-        description = [beat["verdict"] for beat in list(self._beats.values()) if beat["verdict"]]
-        return Lost(*description[0]) if description else None
+    def _verdict_of_others(self) -> FailedRank | None:
+        verdicts = [beat["verdict"] for beat in list(self._beats.values()) if beat["verdict"]]
+        return FailedRank(*verdicts[0]) if verdicts else None
 
-    def _stopped_peer(self) -> Lost | None:
+    def _stopped_peer(self) -> FailedRank | None:
         others = [other.worker for other in self._watched.values()]
         stopped = [w for w in others if w.is_here() and w.state() == "stopped"]
         return _stopped(stopped[0]) if stopped else None
 
-    def _most_likely_culprit(self) -> Lost | None:
+    def _most_likely_culprit(self) -> FailedRank | None:
         if self._store is None:
             return None
-        left = [other for rank, other in self._watched.items() if not self._has_given_up(rank)]
-        for other in left:
+        remaining = [other for rank, other in self._watched.items() if not self._has_given_up(rank)]
+        for other in remaining:
             other.beat = self._beats.get(other.worker.rank)
-        silent = [o for o in left if not o.worker.is_here() and o.silent > 2 * HEARTBEAT_INTERVAL]
+        silent = [
+            o
+            for o in remaining
+            if not o.worker.is_here() and o.silent_seconds > 2 * HEARTBEAT_INTERVAL
+        ]
         if silent:
-            return Lost(silent[0].worker.rank, f"{silent[0].worker} died or cannot be reached")
-        heard = [o for o in left if o.beat]
-        return _stuck(min(heard, key=lambda o: (o.beat or {})["at"])) if heard else None
+            return FailedRank(
+                silent[0].worker.rank, f"{silent[0].worker} died or cannot be reached"
+            )
+        with_heartbeat = [o for o in remaining if o.beat]
+        return (
+            _stuck(min(with_heartbeat, key=lambda o: (o.beat or {})["at"]))
+            if with_heartbeat
+            else None
+        )
 
 
-def _died(worker: Worker) -> Lost:
+def _died(worker: Worker) -> FailedRank:
     how, status = describe_end(read_end(worker.pid, wait_seconds=1.0))
-    return Lost(worker.rank, f"{worker} {how}", status)
+    return FailedRank(worker.rank, f"{worker} {how}", status)
 
 
-def _stopped(worker: Worker) -> Lost:
-    return Lost(worker.rank, f"{worker} is stopped (SIGSTOP)", worker=worker)
+def _stopped(worker: Worker) -> FailedRank:
+    return FailedRank(worker.rank, f"{worker} is stopped (SIGSTOP)", worker=worker)
 
 
-def _stuck(other: PeerState) -> Lost:
+def _stuck(other: PeerState) -> FailedRank:
     beat = other.beat or {}
     phase = f", phase {beat['phase']}" if beat["phase"] else ""
     description = (
         f"{other.worker} has not moved since step {beat['at'][0]}{phase} ({beat['where']})"
     )
-    return Lost(
+    return FailedRank(
         other.worker.rank, description, worker=other.worker if other.worker.is_here() else None
     )
 

@@ -44,12 +44,12 @@ class _CallableModule(ModuleType):
         environ, handlers = dict(os.environ), {n: signal.getsignal(n) for n in CAUGHT}
         import torch.distributed as dist
 
-        from minimind.config.parse import run_of
+        from minimind.config.parse import build_config
         from minimind.engine.build import leave_process_group
         from minimind.errors import UsageError
         from minimind.train.pretrain import pretrain
 
-        run = run_of({**(flags or {}), **more}, "train({name}=...)")
+        run = build_config({**(flags or {}), **more}, "train({name}=...)")
         if dist.is_initialized():
             raise UsageError(
                 "this process already has a process group, and train(...) creates its own; leave"

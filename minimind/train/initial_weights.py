@@ -14,7 +14,13 @@ from typing import Any
 import torch
 
 from minimind.architecture.hf_config import POSITIONS
-from minimind.architecture.select import Architecture, HuggingFace, Own, config_file, hugging_face
+from minimind.architecture.select import (
+    Architecture,
+    HuggingFace,
+    MiniMind,
+    config_file,
+    hugging_face,
+)
 from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import Rejected, read_manifest, rejected
 from minimind.checkpoint.resume import requested_checkpoints
@@ -103,11 +109,11 @@ def read_initial(run: RunConfig) -> InitialModel:
         run = _with_shape(run, f"--model {run.model}", MiniMindConfig(**read_config(path.parent)))
         run = run.with_values("its config.json", model=None)
     if run.init_from is None:
-        return InitialModel(run, Own())
+        return InitialModel(run, MiniMind())
     if path := _checkpoint_to_resume(run, read_config):
         config = MiniMindConfig(**read_config(path, read_manifest(path)))
         run = _with_shape_and_tokenizer(run, f"checkpoint {path}", config, path)
-        return InitialModel(run, Own())
+        return InitialModel(run, MiniMind())
     weights = load_weights_from(run.init_from, _shape_flags(run))
     by = f"--init_from {run.init_from}"
     if not isinstance(weights.config, MiniMindConfig):
@@ -115,7 +121,7 @@ def read_initial(run: RunConfig) -> InitialModel:
             f"{by} is a model of transformers; give --model hf:{weights.path} beside it"
         )
     run = _with_shape_and_tokenizer(run, by, weights.config, weights.tokenizer)
-    return InitialModel(run, Own(), weights)
+    return InitialModel(run, MiniMind(), weights)
 
 
 def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> InitialModel:
@@ -139,14 +145,16 @@ def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> Initia
                 f" {limit}; lower {name}, or raise {field}"
             )
         run = run.with_values(by, **{name: limit}) if value > limit else run
-    model.require_recomputable(run)
+    model.require_gradient_checkpointing(run)
     if run.tokenizer is None and not is_prepared(run.data_path[0]):
         own = (
             find_tokenizer(folder) if folder == Path(run.hugging_face or "").expanduser() else None
         )
         run = run.with_values(by, tokenizer=str(own)) if own else run
     if run.tokenizer is not None:
-        model.require_room(load_tokenizer(run.tokenizer).vocab_size, f"--tokenizer {run.tokenizer}")
+        model.require_embedding_rows(
+            load_tokenizer(run.tokenizer).vocab_size, f"--tokenizer {run.tokenizer}"
+        )
     if run.init_from is None or _checkpoint_to_resume(run):
         return InitialModel(run, model)
     return InitialModel(run, model, load_transformers_weights(run.init_from, config))

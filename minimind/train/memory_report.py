@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from minimind.config.deepspeed.backend_choice import Setup
-from minimind.config.deepspeed.resolve import Resolved
+from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.run_config import RunConfig
 from minimind.errors import MemoryFull, which_memory
 from minimind.estimate import costs
@@ -22,7 +22,7 @@ ALLOCATION = re.compile(r"tried to allocate ([0-9.]+ [A-Za-z]+)", re.IGNORECASE)
 
 
 @contextmanager
-def report_out_of_memory(setup: Setup, resolved: Resolved) -> Iterator[None]:
+def report_out_of_memory(setup: Setup, resolved: ResolvedConfig) -> Iterator[None]:
     """Convert a failed allocation inside the block into MemoryFull; other errors pass unchanged."""
     try:
         yield
@@ -33,7 +33,7 @@ def report_out_of_memory(setup: Setup, resolved: Resolved) -> Iterator[None]:
         raise MemoryFull(_message(error, where, setup, resolved)) from error
 
 
-def _message(error: BaseException, where: str, setup: Setup, resolved: Resolved) -> str:
+def _message(error: BaseException, where: str, setup: Setup, resolved: ResolvedConfig) -> str:
     run, world_size = resolved.run, setup.launch.world_size
     allocation = ALLOCATION.search(str(error))
     tried = f" (tried to allocate {allocation[1]})" if allocation else ""
@@ -60,7 +60,9 @@ def _capacity(setup: Setup) -> int:
     return host // setup.launch.local_world_size
 
 
-def remedy(run: RunConfig, resolved: Resolved, world_size: int, device: str, memory: int) -> str:
+def remedy(
+    run: RunConfig, resolved: ResolvedConfig, world_size: int, device: str, memory: int
+) -> str:
     """Return the change that makes the step fit, by the estimate of `minimind plan`."""
     recompute = "" if run.gradient_checkpointing else ", or give --gradient_checkpointing"
     if run.hugging_face is not None:

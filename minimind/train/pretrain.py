@@ -18,8 +18,8 @@ from minimind.checkpoint.run_folder import claim, require_output, require_writab
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.train_state import TrainState
 from minimind.config.deepspeed.backend_choice import Setup, advice, read_setup
-from minimind.config.deepspeed.engine_rules import outputs
-from minimind.config.deepspeed.resolve import Resolved
+from minimind.config.deepspeed.engine_rules import output_paths
+from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import read_launch
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.config.schedule import Schedule
@@ -61,8 +61,7 @@ from minimind.train.settings import dry_run_text
 from minimind.train.skipped_steps import SkippedSteps
 from minimind.train.start_summary import startup_summary
 
-# How long a rank waits for another one that reads or writes a checkpoint: a disk may be slow, and a
-# dead or stopped rank is detected by other means.
+# For reading and writing: a disk may be slow, and a dead rank is detected by other means.
 CHECKPOINT_TIMEOUT_S = 3600
 SHARDING = ("world_size", "zero_stage")
 
@@ -77,7 +76,7 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     # Report every mistake before the long work.
     resolved = setup.resolve(sections=partial(section_faults, device=setup.device))
     require_accepted(resolved, setup.device)
-    for key, path in outputs(resolved.config).items():
+    for key, path in output_paths(resolved.config).items():
         require_output(Path(path), f"{resolved.path}: {key}")
     read_sample_prompts(run)
     traced_steps(run)
@@ -93,7 +92,11 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
 
 
 def train_resolved(
-    setup: Setup, resolved: Resolved, initial: InitialModel, progress: Progress, cleanup: ExitStack
+    setup: Setup,
+    resolved: ResolvedConfig,
+    initial: InitialModel,
+    progress: Progress,
+    cleanup: ExitStack,
 ) -> int:
     """Prepare the data, build the engine, train; `cleanup` closes what is opened."""
     run, is_rank_0 = setup.run, setup.launch.rank == 0
@@ -248,9 +251,7 @@ def log_run_start(
     )
     saved = {key: resumed.manifest.get(key, current[key]) for key in current}
     if path and saved != current:
-        changes = [
-            f"{key} {saved[key]} -> {now}" for key, now in current.items() if saved[key] != now
-        ]
+        changes = [f"{k} {saved[k]} -> {new}" for k, new in current.items() if saved[k] != new]
         logger.print(f"checkpoint resharded: {', '.join(changes)}")
         before, after = ({key: side[key] for key in SHARDING} for side in (saved, current))
         if before != after:
@@ -259,7 +260,7 @@ def log_run_start(
         changes = [str(one) for one in resumed.changed]
         logger.event("run_changed", changes=changes)
         logger.print(f"changed with --allow_change: {'; '.join(changes)}")
-    notes = [*filter(None, (initial.architecture.line(), initial.line())), *notes]
+    notes = [*filter(None, (initial.architecture.start_summary_line(), initial.line())), *notes]
     if (traced := traced_steps(run)) and traced[1] <= state.step:
         notes.append(f"trace    none: --trace_steps {run.trace_steps} is before step {state.step}")
     logger.print(startup_summary(context, prepared, resumed, room, notes))

@@ -13,7 +13,7 @@ from tqdm.utils import disp_len, disp_trim
 
 from minimind.architecture.select import Architecture
 from minimind.config.deepspeed.backend_choice import Setup, dropped_config_notice
-from minimind.config.deepspeed.resolve import Resolved, leaves
+from minimind.config.deepspeed.resolve import ResolvedConfig, leaves
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.data.loader.manifest import is_whole, read_manifest
 from minimind.data.prepare.work_units import Options
@@ -54,18 +54,18 @@ def flags_table(run: RunConfig, names: Iterable[str] = FLAGS) -> str:
     return "\n".join(f"  {n:<{name_width}}  {v:<{width}}  {run.sources[n]}" for n, v in rows)
 
 
-def resolved_table(resolved: Resolved) -> str:
+def resolved_table(resolved: ResolvedConfig) -> str:
     """Every flag and every key of the resolved DeepSpeed configuration: name, value, source."""
     flags = f"flags:\n{flags_table(resolved.run)}"
     return f"{flags}\n{deepspeed_table(resolved)}" if resolved.config else flags
 
 
-def deepspeed_table(resolved: Resolved) -> str:
+def deepspeed_table(resolved: ResolvedConfig) -> str:
     """Every key of the resolved DeepSpeed configuration: name, value, source."""
     return f"resolved DeepSpeed configuration:\n{resolved.table()}"
 
 
-def non_default_settings(resolved: Resolved) -> dict[str, list[str]]:
+def non_default_settings(resolved: ResolvedConfig) -> dict[str, list[str]]:
     """Settings that are not default, as pieces for `labelled_lines`, by label."""
     groups: dict[str, dict[str, list[str]]]  # label: source: settings
     groups = {"files": {}, "flags": {}, "preset": {}, "derived": {}}
@@ -88,7 +88,7 @@ def non_default_settings(resolved: Resolved) -> dict[str, list[str]]:
     return {label: _pieces(by_source) for label, by_source in groups.items() if by_source}
 
 
-def _label_of_flag(resolved: Resolved, name: str, value: Any, source: str) -> str:
+def _label_of_flag(resolved: ResolvedConfig, name: str, value: Any, source: str) -> str:
     """Return the label of a flag; empty if it is not shown."""
     if value is None or source == "default" or name in (*SHOWN_ABOVE, *NOT_TRAINING):
         return ""
@@ -105,7 +105,7 @@ def _label_of_flag(resolved: Resolved, name: str, value: Any, source: str) -> st
     return "derived" if source.startswith("derived: ") else "files"
 
 
-def _label_of_key(resolved: Resolved, key: str, value: Any, source: str) -> str:
+def _label_of_key(resolved: ResolvedConfig, key: str, value: Any, source: str) -> str:
     """Return the label of a key of the DeepSpeed configuration; empty if it is not shown."""
     is_stage_3 = key.rsplit(".", 1)[-1].startswith("stage3_")
     if is_stage_3 and resolved.zero_stage != 3:
@@ -164,7 +164,7 @@ def labelled_lines(label: str, pieces: Iterable[str]) -> list[str]:
     return [f"{'' if number else label:<{LABEL}}{line}" for number, line in enumerate(lines)]
 
 
-def dry_run_text(setup: Setup, resolved: Resolved, model: Architecture) -> str:
+def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) -> str:
     """Return the settings and the estimated cost of the run; raise what its start would raise.
 
     Of a prepared folder the manifest and the sizes of the shards are read, no tokens.

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import minimind.train
 from minimind.architecture.hf_models import model_of
-from minimind.architecture.select import HuggingFace, Own, config_file, hugging_face
+from minimind.architecture.select import HuggingFace, MiniMind, config_file, hugging_face
 from minimind.cli.main import main
 from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.launcher_env import read_launch
@@ -263,7 +263,7 @@ def test_flops_and_parameters_are_counted_as_ours(tied, text, tmp_path):
     assert isinstance(model, HuggingFace)
     words = "--dim 32 --hidden_dim 96 --n_layers 2 --n_heads 4 --n_kv_heads 2 --max_seq_len 32"
     ours = parse_flags([*words.split(), "--vocab_size", str(VOCABULARY)])
-    assert model.flops_per_token(ours) == Own().flops_per_token(ours)
+    assert model.flops_per_token(ours) == MiniMind().flops_per_token(ours)
     given = ["--model", f"hf:{tmp_path}", "--data_path", str(text / "data"), "--max_seq_len", "32"]
     initial = read_initial(parse_flags([*given, "--deepspeed_config", "none"]))
     setup = read_setup(initial.run, read_launch({}))
@@ -441,7 +441,7 @@ def test_a_directory_of_ours_gives_its_shape(tmp_path, text):
     place = described(tmp_path / "place", config.to_dict())
     given = ["--model", f"hf:{place}", "--data_path", str(text / "data")]
     found = read_initial(parse_flags(given))
-    assert isinstance(found.architecture, Own)
+    assert isinstance(found.architecture, MiniMind)
     assert (found.run.dim, found.run.n_layers, found.run.max_seq_len) == (32, 1, 24)
 
 

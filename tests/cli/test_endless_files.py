@@ -11,14 +11,14 @@ import pytest
 from minimind.checkpoint.run_folder import claim
 from minimind.config.deepspeed.resolve import read_deepspeed_json
 from minimind.config.parse import load_preset
-from minimind.config.yaml_files import load_texts
+from minimind.config.yaml_files import load_yaml_texts
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import RunError, StorageError
 from minimind.inference.prompts import read_text
 from minimind.runtime.durable_files import read_small_text
 
 READERS: dict[str, Callable[[str], object]] = {
-    "--config": lambda path: load_texts(path, "--config"),
+    "--config": lambda path: load_yaml_texts(path, "--config"),
     "--deepspeed_config": read_deepspeed_json,
     "--tokenizer": load_tokenizer,
     "--prompts": lambda path: read_text(path, "--prompts"),

@@ -2,8 +2,8 @@
 
 import pytest
 
-from minimind.config.foreign_flags import TABLES, counterpart, rows
-from minimind.config.parse import nearest, parse_flags
+from minimind.config.foreign_flags import TABLES, equivalent_flag, rows
+from minimind.config.parse import parse_flags, suggest
 from minimind.config.run_config import FLAGS
 from minimind.errors import UsageError
 
@@ -93,8 +93,8 @@ def test_a_name_without_a_counterpart_reports_it(name: str, words: str):
 
 
 def test_a_value_decides_where_the_same_name_means_two_things():
-    assert counterpart("--init_from=resume").startswith("here it is --resume auto")
-    assert counterpart("--init_from=gpt2").startswith("here it is --model hf:DIR")
+    assert equivalent_flag("--init_from=resume").startswith("here it is --resume auto")
+    assert equivalent_flag("--init_from=gpt2").startswith("here it is --model hf:DIR")
 
 
 def test_every_right_side_is_a_flag_of_ours():
@@ -120,7 +120,7 @@ def test_no_hint_is_better_than_a_wrong_one(word: str):
     ],
 )
 def test_a_misspelling_is_answered_with_the_closest_flag(typed: str, meant: str):
-    assert nearest(typed, [f"--{name}" for name in FLAGS]) == f"did you mean {meant}?"
+    assert suggest(typed, [f"--{name}" for name in FLAGS]) == f"did you mean {meant}?"
 
 
 def test_every_fault_of_a_command_line_is_reported_at_once(tmp_path):

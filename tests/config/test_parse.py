@@ -3,7 +3,7 @@
 import pytest
 
 from minimind.cli.main import main
-from minimind.config.parse import build_parser, kind_of, parse_flags, run_of
+from minimind.config.parse import build_config, build_parser, parse_flags, type_name
 from minimind.config.run_config import FLAGS
 from minimind.errors import UsageError
 
@@ -152,7 +152,7 @@ def test_split_batches_shares_the_batch_out_or_states_that_it_cannot():
         run.micro_batch_rows(4)
 
 
-TEXTS = [name for name, spec in FLAGS.items() if kind_of(spec) in ("str", "tuple")]
+TEXTS = [name for name, spec in FLAGS.items() if type_name(spec) in ("str", "tuple")]
 LATER = ("config", "model")  # files that are opened first, and not found
 
 
@@ -185,11 +185,11 @@ def test_what_the_deepspeed_launcher_appends_is_accepted():
 
 
 def test_flags_by_keyword_are_reported_as_such():
-    run = run_of({"batch_size": 3, "data_path": "a.jsonl"}, "train({name}=...)")
+    run = build_config({"batch_size": 3, "data_path": "a.jsonl"}, "train({name}=...)")
     assert (run.batch_size, run.data_path) == (3, ("a.jsonl",))
     assert run.sources["batch_size"] == "train(batch_size=...)"
     assert run.is_explicit("batch_size")
     with pytest.raises(UsageError, match="did you mean batch_size"):
-        run_of({"batch_sise": 3}, "train({name}=...)")
+        build_config({"batch_sise": 3}, "train({name}=...)")
     with pytest.raises(UsageError, match=r"train\(batch_size=...\)"):
-        run_of({"batch_size": 0}, "train({name}=...)")
+        build_config({"batch_size": 0}, "train({name}=...)")

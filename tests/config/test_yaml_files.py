@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minimind.config.parse import kind_of, parse_flags
+from minimind.config.parse import parse_flags, type_name
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import UsageError
 
@@ -24,7 +24,7 @@ def outcome(argv: list[str]) -> RunConfig | None:
         return None
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if kind_of(FLAGS[n]) != "bool"])
+@pytest.mark.parametrize("name", [n for n in NAMES if type_name(FLAGS[n]) != "bool"])
 def test_the_file_means_what_the_command_line_means(name: str, tmp_path: Path):
     for text in TEXTS:
         file = tmp_path / "run.yaml"
@@ -45,7 +45,7 @@ def test_an_empty_value_is_refused_with_its_place(name: str, text: str, tmp_path
         parse_flags(["--config", str(file)])
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if kind_of(FLAGS[n]) == "bool"])
+@pytest.mark.parametrize("name", [n for n in NAMES if type_name(FLAGS[n]) == "bool"])
 def test_on_and_off_are_true_and_false_alone(name: str, tmp_path: Path):
     file = tmp_path / "run.yaml"
     for text, value in (("true", True), ("False", False), ("TRUE", True)):

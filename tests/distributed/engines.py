@@ -19,7 +19,7 @@ from minimind.checkpoint.resume import resume
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.train_state import TrainState
 from minimind.config.deepspeed.config_values import put
-from minimind.config.deepspeed.resolve import Resolved, read_deepspeed_json, resolve
+from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.data.loader.row_order import Order
@@ -90,7 +90,7 @@ def build(case: Case, seed: int, on: str = "cpu") -> Engine:
         f" --accumulation_steps {case.accumulation} --dtype {case.dtype} --device {on} {case.flags}"
     )
     run = parse_flags(words.split())
-    resolved = Resolved(run, "ddp" if world_size > 1 else "single")
+    resolved = ResolvedConfig(run, "ddp" if world_size > 1 else "single")
     if case.stage is not None:
         written = read_deepspeed_json(str(DEFAULT_DEEPSPEED_CONFIG))
         put(written, "zero_optimization.stage", case.stage)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for every engine)
 
-from minimind.config.deepspeed.resolve import Resolved, read_deepspeed_json, resolve
+from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_json, resolve
 from minimind.config.parse import SHAPE, parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine.build import build_engine
@@ -131,7 +131,7 @@ def measure(watch: Watch, stage: int | None, dtype: str, accumulation: int) -> d
     written["zero_optimization"]["stage"] = stage or 0
     resolved = resolve(written, "measured.json", run, int(os.environ["WORLD_SIZE"]), "cpu")
     zero = resolved.config["zero_optimization"]
-    resolved = Resolved(run, "ddp") if stage is None else resolved
+    resolved = ResolvedConfig(run, "ddp") if stage is None else resolved
     shape = {name: getattr(run, name) for name in SHAPE if name != "rope_theta"}
     model = MiniMindForCausalLM(MiniMindConfig(**shape))
     for parameter in model.parameters():

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for every engine)
 
 from minimind.config.deepspeed.config_values import put
-from minimind.config.deepspeed.resolve import Resolved, read_deepspeed_json, resolve
+from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.data.loader.row_order import Order
@@ -61,7 +61,7 @@ def engine_of(stage: int | None, dtype: str, changes: list[str], out_dir: Path) 
     resolved = resolve(written, "spoilt.json", run, 2, "cpu")
     torch.manual_seed(1)
     model = MiniMindForCausalLM(SHAPE)
-    return build_engine(Resolved(run, "ddp") if stage is None else resolved, model, "cpu")
+    return build_engine(ResolvedConfig(run, "ddp") if stage is None else resolved, model, "cpu")
 
 
 class Spoiler:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimind.architecture.select import Own
+from minimind.architecture.select import MiniMind
 from minimind.checkpoint.directory import published_checkpoints
 from minimind.checkpoint.resume import load_weights
 from minimind.config.parse import parse_flags
@@ -34,7 +34,7 @@ def test_one_step_moves_the_weights_by_exactly_the_clipping_norm(forked: Launche
     assert step["grad_norm"] > 0.25
     torch.manual_seed(42)
     model = MiniMindForCausalLM(
-        Own().config(parse_flags(SHAPE.split()), Tokenizer(out / "tokenizer"))
+        MiniMind().config(parse_flags(SHAPE.split()), Tokenizer(out / "tokenizer"))
     )
     after = load_weights(published_checkpoints(out / "checkpoints")[0])
     moved = [(after[name] - p.detach()).double() for name, p in model.named_parameters()]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from minimind.config.deepspeed.resolve import Resolved
+from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import configure_libraries
 from minimind.config.parse import parse_flags
 from minimind.engine.build import Engine, build_engine, leave_process_group
@@ -92,7 +92,7 @@ def engine_of(model: MiniMindForCausalLM, monkeypatch: pytest.MonkeyPatch, line:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**alone, "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
-    return build_engine(Resolved(parse_flags(line.split()), "ddp"), model, "cpu")
+    return build_engine(ResolvedConfig(parse_flags(line.split()), "ddp"), model, "cpu")
 
 
 def test_the_flag_names_which_device_the_two_libraries_take(monkeypatch):
@@ -126,7 +126,7 @@ def plain(line: str) -> tuple[PlainBackend, MiniMindForCausalLM]:
     torch.manual_seed(1)
     model = MiniMindForCausalLM(TINY).to(getattr(torch, run.dtype))
     groups = parameter_groups(model, run.weight_decay)
-    return PlainBackend(model, model, Resolved(run, "single"), groups), model
+    return PlainBackend(model, model, ResolvedConfig(run, "single"), groups), model
 
 
 def test_bf16_weights_are_the_rounded_fp32_ones_of_a_plain_adamw():

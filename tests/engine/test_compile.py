@@ -20,7 +20,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 
 import minimind.train as training
 from minimind.config.deepspeed.backend_choice import Setup, read_setup, with_compile
-from minimind.config.deepspeed.resolve import Resolved
+from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
@@ -256,12 +256,12 @@ def test_inductor_gives_the_losses_of_an_eager_run(monkeypatch, more):
 def test_auto_compiles_on_a_gpu_where_the_model_is_one_graph(stage, device, experts):
     run = parse_flags(experts.split())
     config = {} if stage is None else {"zero_optimization": {"stage": stage}}
-    settled = with_compile(Resolved(run, "single", config), device).run
+    settled = with_compile(ResolvedConfig(run, "single", config), device).run
     assert settled.compile == ("on" if device == "cuda" and stage != 3 and not experts else "off")
     assert settled.sources["compile"].startswith("derived: ")
     for requested in ("on", "off"):
         run = parse_flags([*experts.split(), "--compile", requested])
-        assert with_compile(Resolved(run, "single", config), device).run.compile == requested
+        assert with_compile(ResolvedConfig(run, "single", config), device).run.compile == requested
 
 
 def test_the_settled_value_is_what_a_run_is_given():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from minimind.config.deepspeed.resolve import Resolved
+from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.engine import optimizer_state_adapters as adapters
 from minimind.engine.deepspeed_backend import DeepSpeedBackend
@@ -117,11 +117,13 @@ def scaler(**changed: float) -> SimpleNamespace:
     return SimpleNamespace(**{**known, "dynamic": True, **changed})
 
 
-def in_torch(scale: float = 1.0) -> PlainBackend:
+def is_torch_adam(scale: float = 1.0) -> PlainBackend:
     """fp16 without DeepSpeed."""
     model = nn.Linear(2, 2).half()
     groups = [{"params": list(model.parameters())}]
-    backend = PlainBackend(model, model, Resolved(parse_flags(["--dtype", "float16"]), "x"), groups)
+    backend = PlainBackend(
+        model, model, ResolvedConfig(parse_flags(["--dtype", "float16"]), "x"), groups
+    )
     backend.scaler.load_state_dict({**backend.scaler.state_dict(), "scale": scale})
     return backend
 
@@ -144,7 +146,7 @@ def test_a_loss_scale_that_the_file_fixes_is_not_taken_from_a_checkpoint():
 
 
 def test_the_loss_scale_crosses_from_deepspeed_to_torch_and_back():
-    source, target, plain = engine(1, fp16=True), engine(2, fp16=True), in_torch()
+    source, target, plain = engine(1, fp16=True), engine(2, fp16=True), is_torch_adam()
     source.optimizer.loss_scaler = scaler()
     target.optimizer.loss_scaler = scaler(cur_scale=2.0, cur_iter=0, last_overflow_iter=-1)
     plain.restore_counters(DeepSpeedBackend(source).counters())
@@ -158,7 +160,7 @@ def test_the_loss_scale_crosses_from_deepspeed_to_torch_and_back():
 
 def test_a_run_without_a_loss_scale_leaves_the_first_one_of_fp16_alone():
     """Resumed in another precision: a scale of 1 would let small gradients vanish."""
-    source, target, plain = engine(1), engine(2, fp16=True), in_torch(512.0)
+    source, target, plain = engine(1), engine(2, fp16=True), is_torch_adam(512.0)
     target.optimizer.loss_scaler = scaler()
     unscaled = DeepSpeedBackend(source).counters()
     DeepSpeedBackend(target).restore_counters(unscaled)
@@ -229,7 +231,7 @@ def test_an_untested_deepspeed_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(adapters, "version", lambda name: "0.20.0")
     with pytest.raises(CheckpointError, match=r"DeepSpeed 0\.20\.0 .* deepspeed==0\.19\.8"):
         found.state()
-    assert in_torch().state().fragments  # without DeepSpeed its version is nobody's concern
+    assert is_torch_adam().state().fragments  # without DeepSpeed its version is nobody's concern
 
 
 @pytest.mark.parametrize("file", ["constraints.txt", "pyproject.toml"])

@@ -24,7 +24,7 @@ from minimind.checkpoint.resume import resume as resume_from
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.tensor_files import shard_name, write_slices
 from minimind.checkpoint.train_state import TrainState
-from minimind.config.deepspeed.resolve import Resolved
+from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.engine.optimizer import parameter_groups
@@ -68,7 +68,7 @@ class Engine:
         self.model = MiniMindForCausalLM(MiniMindConfig(**SHAPE))
         run = parse_flags(["--dtype", "float32", "--learning_rate", "0.01"])
         groups = parameter_groups(self.model, 0.1)
-        self.backend = PlainBackend(self.model, self.model, Resolved(run, "single"), groups)
+        self.backend = PlainBackend(self.model, self.model, ResolvedConfig(run, "single"), groups)
 
     def gather(self, value: Any) -> list[Any]:
         return [value]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from minimind.runtime import heartbeat as module
-from minimind.runtime.heartbeat import Lost, Peers, main_thread_location
+from minimind.runtime.heartbeat import FailedRank, Peers, main_thread_location
 from minimind.runtime.local_workers import (
     Worker,
     describe_end,
@@ -82,18 +82,18 @@ def meeting() -> Iterator[Callable[..., tuple[Peers, Store]]]:
     """Rank 0 at step 12 among these others, beating."""
     met: list[Peers] = []
 
-    def meet(*others: Worker) -> tuple[Peers, Store]:
+    def set_peers(*others: Worker) -> tuple[Peers, Store]:
         progress = Progress(step=12, clock=Clock(4, "optimizer"), is_training=True)
         peers, store = Peers(progress), Store()
-        peers.patience = 10.0
+        peers.timeout = 10.0
         for other in others:
             store.beat(other.rank)
-        peers.meet([peers.me, *others], store)
-        peers.begin()
+        peers.set_peers([peers.me, *others], store)
+        peers.start()
         met.append(peers)
         return peers, store
 
-    yield meet
+    yield set_peers
     for peers in met:
         peers.close()
 
@@ -162,12 +162,12 @@ def test_the_dead_is_named_before_the_process_group_stands(tmp_path, monkeypatch
     worker = worker_of(child, 1)
     (tmp_path / "worker-1").write_text(f"1 {worker.pid} {worker.started}\n")
     peers = Peers(Progress())
-    assert peers.look(1.0) is None
+    assert peers.check(1.0) is None
     child.kill()
     child.wait()
     record_end(tmp_path, child.pid, 0)
-    assert [peers.look(2.0) for _ in range(2)] == [None, None]  # it may have told its end
-    lost = peers.look(2.0)
+    assert [peers.check(2.0) for _ in range(2)] == [None, None]  # it may have told its end
+    lost = peers.check(2.0)
     assert lost is not None
     assert (lost.rank, lost.status) == (1, 7)
     assert lost.description == f"{worker} left before the others, with exit status 0"
@@ -176,20 +176,20 @@ def test_the_dead_is_named_before_the_process_group_stands(tmp_path, monkeypatch
 def test_a_stopped_process_is_lost_only_after_the_patience_in_one_go(meeting, child):
     peers, store = meeting(worker_of(child, 1))
 
-    def look() -> Lost | None:
+    def check() -> FailedRank | None:
         store.beat(1, at=[12, 4])  # its other threads live, for all we know
         heard(peers)
-        return peers.look(4.0)
+        return peers.check(4.0)
 
     child.send_signal(signal.SIGSTOP)
     seen(child, "stopped")
-    assert [look() for _ in range(2)] == [None, None]
+    assert [check() for _ in range(2)] == [None, None]
     child.send_signal(signal.SIGCONT)
     seen(child, "running")
-    assert look() is None
+    assert check() is None
     child.send_signal(signal.SIGSTOP)
     seen(child, "stopped")
-    found = [look() for _ in range(3)]
+    found = [check() for _ in range(3)]
     assert found[:2] == [None, None]
     assert found[2] is not None
     assert found[2].description.endswith("is stopped (SIGSTOP)")
@@ -207,13 +207,13 @@ def test_a_rank_elsewhere_that_beats_is_not_lost_however_long_it_works(meeting):
     for _ in range(20):
         store.beat(1, at=[12, 4])
         heard(peers)
-        assert peers.look(4.0) is None
+        assert peers.check(4.0) is None
 
 
 def test_a_rank_elsewhere_that_is_silent_is_lost(meeting):
     peers, _ = meeting(far(1))
     heard(peers)
-    found = [peers.look(4.0) for _ in range(5)]
+    found = [peers.check(4.0) for _ in range(5)]
     assert found[:3] == [None] * 3
     assert "rank 1 (process 4711 on elsewhere) was not heard of for 1" in found[4].description
     assert found[4].worker is None
@@ -226,14 +226,14 @@ def test_a_rank_behind_us_that_does_not_move_is_stuck_and_one_beside_us_is_not(m
         store.beat(1, at=[12, 4])  # as far as we are: all may be compiling
         store.beat(2, at=[12, 4])
         heard(peers)
-        found.append(peers.look(4.0))
+        found.append(peers.check(4.0))
     assert found == [None] * 6
     found = []
     for _ in range(6):
         store.beat(1, at=[12, 4])
         store.beat(2, at=[12, 2], phase="forward")
         heard(peers)
-        found.append(peers.look(4.0))
+        found.append(peers.check(4.0))
     lost = next(lost for lost in found if lost)
     assert lost.rank == 2
     assert (
@@ -246,7 +246,7 @@ def test_nothing_is_lost_after_the_ranks_parted(meeting, child):
     peers.close()
     child.kill()
     child.wait()
-    assert [peers.look(4.0) for _ in range(5)] == [None] * 5
+    assert [peers.check(4.0) for _ in range(5)] == [None] * 5
 
 
 def test_whoever_did_not_give_up_is_guilty(meeting):
@@ -313,10 +313,10 @@ def test_whoever_ends_is_heard_before_it_takes_the_store_along(monkeypatch: pyte
     ranks = [Peers(Progress(rank=rank)) for rank in range(2)]
     everyone = [peers.me for peers in ranks]
     for peers in ranks:
-        peers.meet(everyone, store)
+        peers.set_peers(everyone, store)
     for peers in ranks:
-        peers.begin()
-    lost = Lost(0, "rank 0 ended: /x: No space left on device", 5)
+        peers.start()
+    lost = FailedRank(0, "rank 0 ended: /x: No space left on device", 5)
     ranks[0].announce(lost)
     is_gone.set()  # it was rank 0's
     assert ranks[1].find_culprit(lambda: False) == lost

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimind.architecture.select import Own
+from minimind.architecture.select import MiniMind
 from minimind.config.parse import parse_flags
 from minimind.engine.phase_clock import PHASES, PhaseClock
 from minimind.errors import StorageError, UsageError
@@ -116,9 +116,9 @@ def test_mfu_is_flops_over_a_stated_peak():
     run = parse_flags("--model tiny --peak_tflops 2".split())
     per_token = 0.0165e9  # as `minimind plan` has it
     assert peak_of(run, CPU) == (2.0, "--peak_tflops")
-    share = mfu_per_speed(run, Own(), CPU, world_size=4)
+    share = mfu_per_speed(run, MiniMind(), CPU, world_size=4)
     assert share == pytest.approx(per_token / (4 * 2e12), rel=5e-3)
     assert "MFU of 2 TFLOP/s (--peak_tflops)" in peak_text(run, CPU)
     unknown = parse_flags(["--model", "tiny"])
-    assert (peak_of(unknown, CPU), mfu_per_speed(unknown, Own(), CPU, 1)) == (None, None)
+    assert (peak_of(unknown, CPU), mfu_per_speed(unknown, MiniMind(), CPU, 1)) == (None, None)
     assert peak_text(unknown, CPU) == ""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minimind.architecture.select import Own
+from minimind.architecture.select import MiniMind
 from minimind.cli.main import main
 from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.launcher_env import read_launch
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 def reported(folder: Path, *words: str) -> str:
     given = ["--deepspeed_config", "none", "--data_path", str(folder), *words]
     setup = read_setup(parse_flags(given), read_launch({}))
-    return dry_run_text(setup, setup.resolve(), Own())
+    return dry_run_text(setup, setup.resolve(), MiniMind())
 
 
 def test_the_table_reports_what_the_folder_holds(folder: Path):

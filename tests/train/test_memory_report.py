@@ -15,8 +15,8 @@ import torch
 import minimind.train as training
 from minimind.checkpoint.directory import published_checkpoints, verify
 from minimind.cli.main import main
-from minimind.config.deepspeed.resolve import Resolved
-from minimind.config.parse import parse_flags, run_of
+from minimind.config.deepspeed.resolve import ResolvedConfig
+from minimind.config.parse import build_config, parse_flags
 from minimind.engine.build import leave_process_group
 from minimind.engine.engine import Engine
 from minimind.errors import MemoryFull, which_memory
@@ -79,7 +79,7 @@ def ended(flags: dict[str, Any]) -> int:
     environ, progress = dict(os.environ), Progress()
     ending = Ending(progress, debug=False)
     try:
-        return ending.done(pretrain(run_of(flags, "{name}"), progress))
+        return ending.done(pretrain(build_config(flags, "{name}"), progress))
     except Exception as error:
         return ending.report(error)
     finally:
@@ -138,7 +138,7 @@ def test_wherever_it_happens(
 
 def advice(line: str, memory: float, world_size: int = 1, **more: Any) -> str:
     run = parse_flags(["--model", "104m", *line.split()])
-    resolved = Resolved(run, "single", **more)
+    resolved = ResolvedConfig(run, "single", **more)
     return remedy(run, resolved, world_size, "cuda", int(memory * GIB))
 
 
@@ -169,7 +169,7 @@ def test_a_gpu_run_without_host_memory_is_reported_so(monkeypatch: pytest.Monkey
         launch = type("Launch", (), {"world_size": 1, "local_world_size": 1})
 
     monkeypatch.setattr(memory_report, "_capacity", lambda setup: 80 * GIB)
-    resolved = Resolved(parse_flags([]), "single")
+    resolved = ResolvedConfig(parse_flags([]), "single")
     with pytest.raises(MemoryFull, match=r"^the host is out of memory, not the GPU; give --no-"):
         with memory_report.report_out_of_memory(Setup, resolved):  # type: ignore[arg-type]
             raise MemoryError

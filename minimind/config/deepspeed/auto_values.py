@@ -116,13 +116,13 @@ def _optimizer(config: Mapping[str, Any], run: RunConfig) -> Filled:
     params = get(config, "optimizer.params")
     named = [name for name in OWN_ADAM if isinstance(params, Mapping) and name in params]
     config_value = get(config, "optimizer.params.torch_adam")
-    in_torch = get(config, "optimizer") is MISSING or config_value is True
-    in_torch = in_torch or (config_value in (MISSING, AUTO) and not named)
+    is_torch_adam = get(config, "optimizer") is MISSING or config_value is True
+    is_torch_adam = is_torch_adam or (config_value in (MISSING, AUTO) and not named)
     otherwise = any(
         get(config, f"optimizer.params.{name}") is True for name in ("foreach", "differentiable")
     )
     one_kernel = {"optimizer.params.fused": (True, "derived: an AdamW of torch's, in one kernel")}
-    return (one_kernel if in_torch and not otherwise else {}) | {
+    return (one_kernel if is_torch_adam and not otherwise else {}) | {
         "optimizer.params.lr": (run.learning_rate, _by(run, "learning_rate")),
         "optimizer.params.betas": (
             [run.beta1, run.beta2],
@@ -136,8 +136,8 @@ def _optimizer(config: Mapping[str, Any], run: RunConfig) -> Filled:
         ),
         "zero_allow_untested_optimizer": (True, "derived: an optimizer of torch's"),
         "zero_force_ds_cpu_optimizer": (
-            not in_torch,
-            f"derived: the optimizer is {'torch' if in_torch else 'DeepSpeed'}'s",
+            not is_torch_adam,
+            f"derived: the optimizer is {'torch' if is_torch_adam else 'DeepSpeed'}'s",
         ),
     }
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from minimind.config.deepspeed.auto_values import offloads
-from minimind.config.deepspeed.config_values import AUTO, adopt_launch, get, put
+from minimind.config.deepspeed.config_values import AUTO, apply_launch, get, put
 from minimind.config.deepspeed.effects import keys_without_effect
 from minimind.config.deepspeed.incompatible import precision_faults
-from minimind.config.deepspeed.resolve import Resolved, Sections, read_deepspeed_json, resolve
+from minimind.config.deepspeed.resolve import ResolvedConfig, Sections, read_deepspeed_json, resolve
 from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
 from minimind.config.schedule import Schedule
@@ -33,19 +33,19 @@ class Setup:
 
     def resolve(
         self, schedule: Schedule | None = None, sections: Sections = lambda config, path: []
-    ) -> Resolved:
+    ) -> ResolvedConfig:
         """Resolve flags, files and launcher; raise a UsageError that lists all faults."""
         world_size, run = self.launch.world_size, self.run
         if self.backend == "deepspeed":
             place = (self.document, self.path, run, world_size, self.device)
             return with_compile(resolve(*place, schedule, self.launch, sections), self.device)
         faults: list[str] = []
-        run = adopt_launch(run, self.launch, faults)
+        run = apply_launch(run, self.launch, faults)
         faults += precision_faults(run, self.device)
         if faults:
             raise fault_error(faults)
         run.micro_batch_rows(world_size)  # raises if the batch does not divide evenly
-        return with_compile(Resolved(run, self.backend), self.device)
+        return with_compile(ResolvedConfig(run, self.backend), self.device)
 
 
 def read_setup(run: RunConfig, launch: Launch) -> Setup:
@@ -56,7 +56,7 @@ def read_setup(run: RunConfig, launch: Launch) -> Setup:
     """
     launch = with_dropped_config(launch, run.deepspeed_config, parent_command())
     faults: list[str] = []  # reported by resolve(), with those of the file
-    adopted = adopt_launch(run, launch, faults)
+    adopted = apply_launch(run, launch, faults)
     try:
         device = choose_device(adopted, launch)
     except UsageError as error:
@@ -75,7 +75,7 @@ def read_setup(run: RunConfig, launch: Launch) -> Setup:
     return Setup(run, launch, device, "deepspeed", document, shipped)
 
 
-def with_compile(resolved: Resolved, device: str) -> Resolved:
+def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
     """Replace `compile = auto` by on or off."""
     run = resolved.run
     if run.compile != "auto":
@@ -112,7 +112,7 @@ def device_for(requested: str, source: str, launch: Launch) -> str:
     return "cuda"
 
 
-def advice(setup: Setup, resolved: Resolved) -> list[str]:
+def advice(setup: Setup, resolved: ResolvedConfig) -> list[str]:
     """Return notices about settings that waste time, memory or devices."""
     launch = setup.launch
     notices = (
@@ -147,7 +147,7 @@ def idle_gpus(device: str, launch: Launch) -> str:
     )
 
 
-def single_process_advice(resolved: Resolved, world_size: int) -> str:
+def single_process_advice(resolved: ResolvedConfig, world_size: int) -> str:
     """Advice to disable DeepSpeed where one process gains nothing from ZeRO; else empty."""
     config = resolved.config
     offloaded = any(offloads(config, what) for what in ("optimizer", "param"))
@@ -170,7 +170,7 @@ def slow_bf16(run: RunConfig, device: str) -> str:
     )
 
 
-def without_effect(resolved: Resolved) -> str:
+def without_effect(resolved: ResolvedConfig) -> str:
     """Notice of ZeRO keys that have no effect at this stage or device; else empty."""
     keys = keys_without_effect(resolved.config, resolved.sources, resolved.path)
     return f"no effect at ZeRO stage {resolved.zero_stage}: {', '.join(keys)}" if keys else ""

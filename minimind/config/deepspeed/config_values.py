@@ -18,7 +18,7 @@ from minimind.errors import UsageError
 
 MISSING = object()
 DTYPE_BLOCKS = {"bf16": "bfloat16", "fp16": "float16"}
-FLAG_OF = {
+FLAG_OF_KEY = {
     "gradient_accumulation_steps": "accumulation_steps",
     "gradient_clipping": "grad_clip",
     "optimizer.params.lr": "learning_rate",
@@ -31,23 +31,23 @@ FLAG_OF = {
     "scheduler.params.cos_min_ratio": "min_lr_ratio",
 }
 MICRO_BATCH, BATCH = "train_micro_batch_size_per_gpu", "train_batch_size"
-BETAS, TOTAL = "optimizer.params.betas", "scheduler.params.total_num_steps"
+BETAS, TOTAL_STEPS = "optimizer.params.betas", "scheduler.params.total_num_steps"
 
 
-def adopt_launch(run: RunConfig, launch: Launch, faults: list[str]) -> RunConfig:
+def apply_launch(run: RunConfig, launch: Launch, faults: list[str]) -> RunConfig:
     """Adopt precision, accumulation, clipping and config file of `accelerate launch`."""
     for name, (value, field) in launch.flags.items():
         if name == "device" and run.device == "auto":  # even an explicit --device auto
             run = run.with_values(f"{launch.source}: {field}", device=value)
             continue
-        run = _adopt(run, name, value, f"{launch.source}: {field}", "remove it there", faults)
+        run = _apply(run, name, value, f"{launch.source}: {field}", "remove it there", faults)
     if launch.deepspeed_config and not run.is_explicit("deepspeed_config"):
         source = f"{launch.source}: deepspeed_config_file"
         run = run.with_values(source, deepspeed_config=launch.deepspeed_config)
     return run
 
 
-def adopt_yaml_fields(
+def apply_yaml_fields(
     config: dict[str, Any], path: str, launch: Launch, faults: list[str]
 ) -> dict[str, str]:
     """Write the YAML's ZeRO fields into `config`; return their sources by key."""
@@ -65,20 +65,20 @@ def adopt_yaml_fields(
     return sources
 
 
-def adopt_file(
+def apply_file(
     config: Mapping[str, Any], path: str, run: RunConfig, world_size: int, faults: list[str]
 ) -> RunConfig:
     """Adopt every value of the DeepSpeed file that corresponds to a flag."""
-    run = _adopt_dtype(config, path, run, faults)
+    run = _apply_dtype(config, path, run, faults)
     auto = 'write "auto" in the file'
-    total = get(config, TOTAL)
+    total = get(config, TOTAL_STEPS)
     if isinstance(total, int) and run.is_explicit("epochs") and not run.is_explicit("max_steps"):
         faults.append(
-            f"{path}: {TOTAL} is {total} but {run.sources['epochs']} says epochs = {run.epochs};"
-            f" {auto}, or give the same --max_steps"
+            f"{path}: {TOTAL_STEPS} is {total} but {run.sources['epochs']} says epochs ="
+            f" {run.epochs}; {auto}, or give the same --max_steps"
         )
-        run = run.with_values(f"{path}: {TOTAL}", max_steps=total)
-    for key, name in FLAG_OF.items():
+        run = run.with_values(f"{path}: {TOTAL_STEPS}", max_steps=total)
+    for key, name in FLAG_OF_KEY.items():
         config_value = get(config, key)
         where = f"{path}: {key}"
         # null defers to the parameter groups; a list has one value per group.
@@ -88,23 +88,23 @@ def adopt_file(
                 f" {getattr(run, name)}; drop {name}, or {auto}"
             )
         elif config_value not in (MISSING, AUTO, None) and not isinstance(config_value, list):
-            run = _adopt(run, name, config_value, where, auto, faults)
+            run = _apply(run, name, config_value, where, auto, faults)
     betas = get(config, BETAS)
     if isinstance(betas, list) and len(betas) == 2:
         for place, (name, config_value) in enumerate(zip(("beta1", "beta2"), betas, strict=True)):
-            run = _adopt(run, name, config_value, f"{path}: {BETAS}[{place}]", auto, faults)
-    elif betas not in (MISSING, AUTO) and isinstance(betas, list):  # schema.py reports other types
+            run = _apply(run, name, config_value, f"{path}: {BETAS}[{place}]", auto, faults)
+    elif isinstance(betas, list):  # schema.py reports other types
         faults.append(f"{path}: {BETAS} is {json.dumps(betas)}, not two numbers; write [0.9, 0.95]")
     rows, where = get(config, MICRO_BATCH), f"{path}: {MICRO_BATCH}"
     if isinstance(rows, int) and run.split_batches:
         rows *= world_size  # --batch_size then counts all processes
         where += f" x {world_size} processes (--split_batches)"
     if rows not in (MISSING, AUTO):
-        run = _adopt(run, "batch_size", rows, where, auto, faults)
-    return _adopt_batch(config, path, run, world_size)
+        run = _apply(run, "batch_size", rows, where, auto, faults)
+    return _apply_batch(config, path, run, world_size)
 
 
-def _adopt_batch(
+def _apply_batch(
     config: Mapping[str, Any], path: str, run: RunConfig, world_size: int
 ) -> RunConfig:
     """Derive accumulation_steps or batch_size, whichever is not explicit, from train_batch_size."""
@@ -123,7 +123,7 @@ def _adopt_batch(
     return run
 
 
-def _adopt(
+def _apply(
     run: RunConfig, name: str, config_value: Any, where: str, remedy: str, faults: list[str]
 ) -> RunConfig:
     """Adopt `config_value` as `name`; add a fault if it contradicts an explicit value."""
@@ -145,7 +145,7 @@ def _adopt(
     return run.with_values(where, **{name: value})
 
 
-def _adopt_dtype(
+def _apply_dtype(
     config: Mapping[str, Any], path: str, run: RunConfig, faults: list[str]
 ) -> RunConfig:
     """Adopt the precision of the bf16 and fp16 blocks."""

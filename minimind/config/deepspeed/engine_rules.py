@@ -22,14 +22,14 @@ from minimind.config.run_config import RunConfig
 ZERO = "zero_optimization."
 WITHOUT_CHECKPOINTS = ("zenflow", "offload_optimizer.super_offload")
 # Stage 3 options that DeepSpeed implements for GPUs only.
-ON_GPUS = (
+GPU_ONLY = (
     *("zero_quantized_weights", "zero_quantized_gradients"),
     "stage3_module_granularity_threshold",
 )
 # Blocks that import a package when the engine is built.
 PACKAGES = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
 # These select which other keys are read; require_accepted tries them last.
-CHOOSERS = ("optimizer.type", "optimizer.params.torch_adam", "scheduler.type", f"{ZERO}stage")
+SELECTORS = ("optimizer.type", "optimizer.params.torch_adam", "scheduler.type", f"{ZERO}stage")
 OUTPUTS = {  # path -> the switch of the block that writes there
     "tensorboard.output_path": "tensorboard.enabled",
     "csv_monitor.output_path": "csv_monitor.enabled",
@@ -66,7 +66,7 @@ def engine_faults(config: Mapping[str, Any], path: str, run: RunConfig, device: 
     return [f"{path}: {fault}" for fault in faults]
 
 
-def outputs(config: Mapping[str, Any]) -> dict[str, str]:
+def output_paths(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the output paths of DeepSpeed by their config key."""
     switched_on = [key for key, switch in OUTPUTS.items() if get(config, switch) is True]
     named = {key: get(config, key) for key in switched_on}
@@ -79,7 +79,7 @@ def _zero_faults(config: Mapping[str, Any], device: str) -> list[str]:
     for name in WITHOUT_CHECKPOINTS:
         if get(config, ZERO + name) not in (MISSING, None, False):
             faults.append(f"{ZERO}{name} has an optimizer that cannot be checkpointed; remove it")
-    for name in ON_GPUS:
+    for name in GPU_ONLY:
         value = get(config, ZERO + name)
         if device == "cpu" and stage == 3 and value not in (MISSING, None, False, 0):
             faults.append(f"{ZERO}{name} is {json.dumps(value)} and needs a GPU; remove it")
@@ -99,9 +99,9 @@ def _zero_faults(config: Mapping[str, Any], device: str) -> list[str]:
 def _adam_faults(config: Mapping[str, Any]) -> list[str]:
     """Parameters that DeepSpeed's Adam classes reject after compilation."""
     name = optimizer_name(get(config, "optimizer.type"))
-    in_torch = get(config, "optimizer.params.torch_adam") is True
+    is_torch_adam = get(config, "optimizer.params.torch_adam") is True
     key = "optimizer.params.amsgrad"
-    if name not in ("Adam", "AdamW") or in_torch or get(config, key) is not True:
+    if name not in ("Adam", "AdamW") or is_torch_adam or get(config, key) is not True:
         return []
     return [f'{key} is true, and only torch\'s Adam has it; write "torch_adam": true, or remove it']
 
@@ -109,8 +109,8 @@ def _adam_faults(config: Mapping[str, Any]) -> list[str]:
 def _is_cpu_adam(config: Mapping[str, Any]) -> bool:
     """Return whether DeepSpeed builds its DeepSpeedCPUAdam."""
     name = optimizer_name(get(config, "optimizer.type"))
-    in_torch = get(config, "optimizer.params.torch_adam") is True
-    return name in ("Adam", "AdamW") and not in_torch and offloads(config, "optimizer")
+    is_torch_adam = get(config, "optimizer.params.torch_adam") is True
+    return name in ("Adam", "AdamW") and not is_torch_adam and offloads(config, "optimizer")
 
 
 def _norm_faults(config: Mapping[str, Any]) -> list[str]:
@@ -137,7 +137,7 @@ def _packages_faults(config: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def one_line(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Return the text of an error on one line, or its type if it has none."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
@@ -159,7 +159,7 @@ def tracker_refusal(error: Exception) -> str:
     if not block:
         return ""
     return (
-        f"{block}.enabled is true and {package} fails: {one_line(error)}; correct that, or remove"
+        f"{block}.enabled is true and {package} fails: {error_text(error)}; correct that, or remove"
         f" the block and give --report_to {package}, which never stops the run"
     )
 

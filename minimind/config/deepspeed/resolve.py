@@ -18,9 +18,9 @@ from minimind.config.deepspeed.config_values import (
     BATCH,
     MICRO_BATCH,
     MISSING,
-    adopt_file,
-    adopt_launch,
-    adopt_yaml_fields,
+    apply_file,
+    apply_launch,
+    apply_yaml_fields,
     get,
     leaves,
     put,
@@ -40,7 +40,7 @@ Sections = Callable[[Mapping[str, Any], str], list[str]]
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedConfig:
     """The resolved run, the backend and its DeepSpeed config, with the source of each value."""
 
     run: RunConfig
@@ -62,8 +62,8 @@ class Resolved:
     @property
     def optimizer(self) -> str:
         """Name of the optimizer: from the file, else AdamW."""
-        written = self.config.get("optimizer", {}).get("type")
-        return deepspeed_schema.optimizer_name(written) or "AdamW"
+        type_name = self.config.get("optimizer", {}).get("type")
+        return deepspeed_schema.optimizer_name(type_name) or "AdamW"
 
     @property
     def optimizer_params(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def resolve(
-    written: Mapping[str, Any],
+    document: Mapping[str, Any],
     path: str,
     run: RunConfig,
     world_size: int,
@@ -124,41 +124,43 @@ def resolve(
     schedule: Schedule | None = None,
     launch: Launch | None = None,
     sections: Sections = lambda config, path: [],
-) -> Resolved:
+) -> ResolvedConfig:
     """Resolve `written` (read from `path`) against `run` for `world_size` processes on `device`.
 
     Without `schedule` and --max_steps, total_num_steps is a placeholder: one more than the warm-up.
     `sections` returns the faults that DeepSpeed's own models find in a filled config. Raise a
     UsageError that lists all faults.
     """
-    config = normalize_config(json.loads(json.dumps(written)))
+    config = normalize_config(json.loads(json.dumps(document)))
     for key in (BATCH, MICRO_BATCH, "gradient_accumulation_steps"):
         if key in config and config[key] is None:  # DeepSpeed treats null as unset
             config[key] = AUTO
     faults: list[str] = []
     if launch:
-        run = adopt_launch(run, launch, faults)
-    from_yaml = adopt_yaml_fields(config, path, launch, faults) if launch else {}
+        run = apply_launch(run, launch, faults)
+    from_yaml = apply_yaml_fields(config, path, launch, faults) if launch else {}
     faults += deepspeed_schema.faults(config, path)
     blocks = {key: get(config, key) for key in OBJECTS}
-    odd = {k: v for k, v in blocks.items() if v is not MISSING and not isinstance(v, dict)}
-    odd = {k: v for k, v in odd.items() if v is not None or "offload" not in k}  # null: none
-    if odd:  # the checks below read these objects
+    wrong_types = {k: v for k, v in blocks.items() if v is not MISSING and not isinstance(v, dict)}
+    wrong_types = {
+        k: v for k, v in wrong_types.items() if v is not None or "offload" not in k
+    }  # null: none
+    if wrong_types:  # the checks below read these objects
         raise fault_error(
             faults
             + [
                 f"{path}: {k} is {json.dumps(v)}, not an object; write {{...}}"
-                for k, v in odd.items()
+                for k, v in wrong_types.items()
             ]
         )
-    run = adopt_file(config, path, run, world_size, faults)
+    run = apply_file(config, path, run, world_size, faults)
     try:
         run.micro_batch_rows(world_size)
     except UsageError as error:
         raise fault_error([*faults, str(error)]) from error
     sources = {key: path for key in leaves(config)} | from_yaml
     _fill(config, sources, run, world_size, device, schedule)
-    faults += _unfilled(config, path)
+    faults += _unsupported_autos(config, path)
     faults += incompatible_settings(config, path, run, world_size, device, sources)
     faults += engine_faults(config, path, run, device)
     # Skip DeepSpeed's message for a key that already has a fault.
@@ -168,7 +170,7 @@ def resolve(
             faults.append(fault)
     if faults:
         raise fault_error(faults)
-    return Resolved(run, "deepspeed", config, {k: sources[k] for k in leaves(config)}, path)
+    return ResolvedConfig(run, "deepspeed", config, {k: sources[k] for k in leaves(config)}, path)
 
 
 def _key(fault: str, path: str) -> str:
@@ -198,7 +200,7 @@ def _fill(
             sources[key] = source
 
 
-def _unfilled(config: Mapping[str, Any], path: str) -> list[str]:
+def _unsupported_autos(config: Mapping[str, Any], path: str) -> list[str]:
     keys = [key for key, value in leaves(config).items() if value == AUTO]
     return (
         [f'{path}: "auto" is not supported for {", ".join(keys)}; write a value there']

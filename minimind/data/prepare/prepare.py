@@ -36,7 +36,7 @@ from minimind.data.prepare.merge import (
 from minimind.data.prepare.unit_reader import documents_of, ignore, refusal, refuse, split_of
 from minimind.data.prepare.work_units import PLAN_NAME, Options, Plan, Unit, files_of, make_plan
 from minimind.data.prepare.workers import encode_plan
-from minimind.data.text.documents import Reading
+from minimind.data.text.documents import ReadOptions
 from minimind.data.text.inputs import kind_of
 from minimind.data.text.sources import Source
 from minimind.data.tokenizer.files import MODEL_NAME, write_tokenizer
@@ -201,7 +201,7 @@ def tokenizer_of(request: PrepareRequest, plan: Plan, trained: Path, remedy: str
 def _training_texts(plan: Plan, request: PrepareRequest) -> Iterator[str]:
     """Yield training documents of a sample of units; raise DataError if there are none."""
     options, is_empty, held_out = plan.options, True, 0
-    reading = Reading(options.text_field, options.max_document_bytes)
+    reading = ReadOptions(options.text_field, options.max_document_bytes)
     reject = ignore if request.skips_bad else refuse
     segments = [segment for unit in _sampled(plan.units) for segment in unit.segments]
     total = sum(segment.weight for segment in segments)

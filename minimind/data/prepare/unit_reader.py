@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from minimind.data.prepare.work_units import Options, Unit
-from minimind.data.text.documents import Reading, Rejection
+from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import Segment, kind_of
 from minimind.data.text.readers import in_file, read_segment
 from minimind.errors import DataError
@@ -44,7 +44,7 @@ def ignore(rejection: Rejection) -> None:
 
 def documents_of(
     segments: Iterable[Segment],
-    reading: Reading,
+    reading: ReadOptions,
     reject: Callable[[Rejection], None],
     lines: Counter[str] | None = None,
 ) -> Iterator[tuple[str, int]]:
@@ -102,7 +102,7 @@ class UnitReader:
 
     def batches(self) -> Iterator[Batch]:
         """Yield batches of about `BATCH_CHARACTERS`."""
-        reading = Reading(self.options.text_field, self.options.max_document_bytes)
+        reading = ReadOptions(self.options.text_field, self.options.max_document_bytes)
         texts: list[str] = []
         size = 0
         for text, reached in documents_of(self.unit.segments, reading, self._reject, self.lines):

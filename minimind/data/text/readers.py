@@ -11,8 +11,8 @@ from typing import BinaryIO
 
 from minimind.data.text.compressed import BUFFER_BYTES, Damage, unpacked
 from minimind.data.text.documents import (
-    Flaw,
-    Reading,
+    DocumentError,
+    ReadOptions,
     Rejection,
     document_of_file,
     document_of_line,
@@ -27,7 +27,7 @@ Found = Iterator[tuple[str, int] | Rejection]
 PIECE_BYTES = 2**20
 
 
-def read_segment(segment: Segment, reading: Reading) -> Found:
+def read_segment(segment: Segment, reading: ReadOptions) -> Found:
     r"""Yield documents or rejections, with the bytes of the segment read so far.
 
     A document is the `text_field` of a line or a row, or a whole .txt file with its newlines; lines
@@ -48,16 +48,16 @@ def read_segment(segment: Segment, reading: Reading) -> Found:
         raise DataError(f"{segment.path}: cannot be read ({reason}); check the file") from error
 
 
-def _plain_lines(segment: Segment, reading: Reading) -> Found:
+def _plain_lines(segment: Segment, reading: ReadOptions) -> Found:
     with open(segment.path, "rb", buffering=BUFFER_BYTES) as file:
         first = _first_line_within(file, segment)
         lines = _lines(file, first, segment.stop, reading)
         for number, (begin, end, line) in enumerate(lines, 1):
-            judged = _judged(line, reading)
-            if isinstance(judged, str):
-                yield judged, end - segment.start
+            document = _document_or_error(line, reading)
+            if isinstance(document, str):
+                yield document, end - segment.start
             else:
-                yield _rejection(segment.path, number, begin, judged)
+                yield _rejection(segment.path, number, begin, document)
 
 
 def _first_line_within(file: BinaryIO, segment: Segment) -> int:
@@ -75,7 +75,7 @@ def _first_line_within(file: BinaryIO, segment: Segment) -> int:
 
 
 def _lines(
-    file: BinaryIO, begin: int, stop: int, reading: Reading
+    file: BinaryIO, begin: int, stop: int, reading: ReadOptions
 ) -> Iterator[tuple[int, int, bytes | bytearray | None]]:
     """Yield start, end and content of the lines that begin between `begin` and `stop`.
 
@@ -95,7 +95,7 @@ def _lines(
 
 
 def _long_line(
-    file: BinaryIO, piece: bytes, stop: int, reading: Reading
+    file: BinaryIO, piece: bytes, stop: int, reading: ReadOptions
 ) -> tuple[bytearray | None, int]:
     """Return a line read in pieces, or None if too long, and its size in bytes.
 
@@ -115,13 +115,13 @@ def _long_line(
     return held, size
 
 
-def _judged(line: bytes | bytearray | None, reading: Reading) -> str | Flaw:
+def _document_or_error(line: bytes | bytearray | None, reading: ReadOptions) -> str | DocumentError:
     if line is None:
         return too_long_line(reading)
     try:
         return document_of_line(line, reading)
-    except Flaw as flaw:
-        return flaw
+    except DocumentError as error:
+        return error
 
 
 def in_file(rejection: Rejection) -> Rejection:
@@ -141,49 +141,49 @@ def _line_number(path: Path, offset: int) -> int:
     return newlines + 1
 
 
-def _packed_lines(segment: Segment, reading: Reading) -> Found:
+def _packed_lines(segment: Segment, reading: ReadOptions) -> Found:
     with unpacked(segment.path) as content, io.BufferedReader(content, BUFFER_BYTES) as file:
         number = position = 0
         try:
             for begin, end, line in _lines(file, 0, sys.maxsize, reading):
                 number, position = number + 1, end
-                judged = _judged(line, reading)
-                if isinstance(judged, str):
-                    yield judged, content.consumed
+                document = _document_or_error(line, reading)
+                if isinstance(document, str):
+                    yield document, content.consumed
                 else:
-                    yield _rejection(segment.path, number, begin, judged)
+                    yield _rejection(segment.path, number, begin, document)
             if not number:
                 yield _emptiness(segment.path)
         except Damage as damage:
-            flaw = Flaw(str(damage), damage.remedy)
-            yield _rejection(segment.path, number + 1, position, flaw)
+            error = DocumentError(str(damage), damage.remedy)
+            yield _rejection(segment.path, number + 1, position, error)
 
 
-def _whole_file(segment: Segment, reading: Reading) -> Found:
+def _whole_file(segment: Segment, reading: ReadOptions) -> Found:
     with open(segment.path, "rb") as file:
         content = file.read(reading.max_document_bytes + 1)
     try:
         yield document_of_file(content, reading), segment.weight
-    except Flaw as flaw:
-        line = 1 + content.count(b"\n", 0, flaw.at)
-        yield _rejection(segment.path, line, 0, flaw)
+    except DocumentError as error:
+        line = 1 + content.count(b"\n", 0, error.at)
+        yield _rejection(segment.path, line, 0, error)
 
 
-def _parquet_rows(segment: Segment, reading: Reading) -> Found:
+def _parquet_rows(segment: Segment, reading: ReadOptions) -> Found:
     return _rows(segment, parquet_texts(segment.path, segment.start, segment.stop, reading))
 
 
-def _dataset_rows(segment: Segment, reading: Reading) -> Found:
+def _dataset_rows(segment: Segment, reading: ReadOptions) -> Found:
     return _rows(segment, dataset_texts(segment.path, segment.start, segment.stop, reading))
 
 
-def _rows(segment: Segment, texts: Iterator[str | Flaw]) -> Found:
+def _rows(segment: Segment, texts: Iterator[str | DocumentError]) -> Found:
     row = segment.start
     try:
         for text in texts:
             row += 1
-            if isinstance(text, Flaw):
-                yield Rejection(segment.path, row, None, text.what, text.remedy)
+            if isinstance(text, DocumentError):
+                yield Rejection(segment.path, row, None, text.reason, text.remedy)
             else:
                 share = (row - segment.start) / (segment.stop - segment.start)
                 yield text, int(segment.weight * share)
@@ -197,11 +197,11 @@ def _emptiness(path: Path, is_table: bool = False) -> Rejection:
     return Rejection(path, 1, None if is_table else 0, "is empty", "fill it or leave it out")
 
 
-def _rejection(path: Path, line: int, begin: int, flaw: Flaw) -> Rejection:
-    return Rejection(path, line, begin + flaw.at, flaw.what, flaw.remedy)
+def _rejection(path: Path, line: int, begin: int, error: DocumentError) -> Rejection:
+    return Rejection(path, line, begin + error.at, error.reason, error.remedy)
 
 
-_READERS: dict[str, Callable[[Segment, Reading], Found]] = {
+_READERS: dict[str, Callable[[Segment, ReadOptions], Found]] = {
     ".jsonl": _plain_lines,
     ".jsonl.gz": _packed_lines,
     ".jsonl.zst": _packed_lines,

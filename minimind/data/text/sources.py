@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minimind.config.yaml_files import load_texts
+from minimind.config.yaml_files import load_yaml_texts
 from minimind.errors import UsageError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -49,7 +49,7 @@ def _exists(path: str) -> bool:
 
 def read_sources(path: Path) -> list[Source]:
     """Read the sources of a YAML file: `{NAME: {paths: [...], weight: 2}}`, or NAME: PATH."""
-    entries = load_texts(str(path), "--sources")
+    entries = load_yaml_texts(str(path), "--sources")
     return [_source(str(name), given, f"--sources {path}") for name, given in entries.items()]
 
 

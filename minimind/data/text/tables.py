@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from minimind.data.text.compressed import Damage, needs_extra
-from minimind.data.text.documents import Flaw, Reading, document_of_cell, too_long_document
+from minimind.data.text.documents import (
+    DocumentError,
+    ReadOptions,
+    document_of_cell,
+    too_long_document,
+)
 from minimind.data.text.missing_text import missing_in_table
 from minimind.errors import DataError
 
@@ -47,7 +52,9 @@ def row_groups(path: Path) -> list[int]:
         return [file.metadata.row_group(n).num_rows for n in range(file.metadata.num_row_groups)]
 
 
-def parquet_texts(path: Path, start: int, stop: int, reading: Reading) -> Iterator[str | Flaw]:
+def parquet_texts(
+    path: Path, start: int, stop: int, reading: ReadOptions
+) -> Iterator[str | DocumentError]:
     """Yield the texts of rows `start` to `stop`, or their problems.
 
     Reads the row groups that begin in this range. Raise Damage at an unreadable row, DataError if
@@ -66,7 +73,9 @@ def parquet_texts(path: Path, start: int, stop: int, reading: Reading) -> Iterat
         yield from _texts(batches, reading)
 
 
-def dataset_texts(path: Path, start: int, stop: int, reading: Reading) -> Iterator[str | Flaw]:
+def dataset_texts(
+    path: Path, start: int, stop: int, reading: ReadOptions
+) -> Iterator[str | DocumentError]:
     """Yield the texts of rows `start` to `stop`, or their problems; as parquet_texts."""
     dataset = _dataset(path)
     _require_text(path, dataset.features.arrow_schema, reading.text_field)
@@ -78,7 +87,7 @@ def dataset_texts(path: Path, start: int, stop: int, reading: Reading) -> Iterat
     yield from _texts((batch for table in tables for batch in table.to_batches()), reading)
 
 
-def _texts(batches: Iterator[Any], reading: Reading) -> Iterator[str | Flaw]:
+def _texts(batches: Iterator[Any], reading: ReadOptions) -> Iterator[str | DocumentError]:
     import pyarrow
 
     while True:
@@ -94,8 +103,8 @@ def _texts(batches: Iterator[Any], reading: Reading) -> Iterator[str | Flaw]:
                 if size > reading.max_document_bytes:
                     raise too_long_document(size, reading)
                 yield document_of_cell(cell.as_py(), reading)
-            except Flaw as flaw:
-                yield flaw
+            except DocumentError as error:
+                yield error
 
 
 def _cells(column: Any) -> Iterator[tuple[Any, int]]:

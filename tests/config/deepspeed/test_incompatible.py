@@ -9,7 +9,7 @@ import pytest
 
 from minimind.config.deepspeed.backend_choice import with_compile
 from minimind.config.deepspeed.config_values import put
-from minimind.config.deepspeed.resolve import Resolved, resolve
+from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
 from minimind.config.launcher_env import Launch, read_launch
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
@@ -26,7 +26,7 @@ ZERO = "zero_optimization."
 
 def resolved(
     line: str, edits: dict[str, Any], device: str = "cpu", launch: Launch | None = None
-) -> Resolved:
+) -> ResolvedConfig:
     """The shipped file with these edits, for two processes."""
     config = json.loads(DEFAULT_DEEPSPEED_CONFIG.read_text())
     for key, value in edits.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from minimind.data.text.documents import Reading, Rejection
+from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import segments_of
 from minimind.data.text.readers import in_file, read_segment
 
@@ -14,7 +14,7 @@ WHOLE = 2**62
 
 def read(path: Path, unit_bytes: int = WHOLE, **reading: Any) -> list[str | Rejection]:
     """Documents and rejections in order."""
-    how = Reading(**reading)
+    how = ReadOptions(**reading)
     found = [one for part in segments_of(path, unit_bytes) for one in read_segment(part, how)]
     return [in_file(one) if isinstance(one, Rejection) else one[0] for one in found]
 

@@ -166,16 +166,16 @@ def test_the_short_way_for_a_text_alone_judges_as_the_long_one(tmp_path, monkeyp
     opened = ["{%s: ", "{%s:", "{ %s\t:\t", "{%s ", "[%s, ", " {%s: "]
     lines = [way % name + text + end for way in opened for text in texts for end in ends]
     content = "\n".join(lines).encode()
-    short, taken = documents_module._text_alone, []
+    short, taken = documents_module._text_fast_path, []
 
     def counted(line, reading):
         text = short(line, reading)
         taken.append(text is not None)
         return text
 
-    monkeypatch.setattr(documents_module, "_text_alone", counted)
+    monkeypatch.setattr(documents_module, "_text_fast_path", counted)
     found = found_in(tmp_path, content, text_field=field)
-    monkeypatch.setattr(documents_module, "_text_alone", lambda line, reading: None)
+    monkeypatch.setattr(documents_module, "_text_fast_path", lambda line, reading: None)
     assert found_in(tmp_path, content, text_field=field) == found
     assert len(found) == len(taken) == len(lines)
     assert sum(taken) > 10

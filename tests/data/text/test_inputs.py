@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from minimind.data.prepare.work_units import Options, make_plan
-from minimind.data.text.documents import Reading, Rejection
+from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import find_files, kind_of, require_once, segments_of
 from minimind.data.text.readers import read_segment
 from minimind.data.text.sources import Source
@@ -36,7 +36,7 @@ def write(directory, *names):
 
 def read(path):
     """(texts, rejections as they are told)."""
-    found = [one for part in segments_of(path, 10**9) for one in read_segment(part, Reading())]
+    found = [one for part in segments_of(path, 10**9) for one in read_segment(part, ReadOptions())]
     texts = [one[0] for one in found if not isinstance(one, Rejection)]
     return texts, [str(one) for one in found if isinstance(one, Rejection)]
 

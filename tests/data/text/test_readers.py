@@ -9,7 +9,7 @@ import zlib
 import pytest
 import zstandard
 
-from minimind.data.text.documents import Reading, Rejection
+from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import segments_of
 from minimind.data.text.readers import in_file, read_segment
 from minimind.errors import DataError
@@ -56,7 +56,7 @@ def test_lines_of_many_pieces_are_found_the_same_in_segments(tmp_path, monkeypat
 def test_a_bad_line_is_numbered_from_the_segment_until_its_place_in_the_file_is_requested(tmp_path):
     path = put(tmp_path / "a.jsonl", GOOD * 90 + b"[]\n" + GOOD + b'{"text": "\xff"}\n')
     _, segment = segments_of(path, 85 * len(GOOD))
-    bad = [one for one in read_segment(segment, Reading()) if isinstance(one, Rejection)]
+    bad = [one for one in read_segment(segment, ReadOptions()) if isinstance(one, Rejection)]
     assert [one.line for one in bad] == [6, 8]
     assert [in_file(one).line for one in bad] == [91, 93]
     assert in_file(in_file(bad[0])) == in_file(bad[0])
@@ -67,7 +67,9 @@ def test_progress_goes_up_to_the_weight_of_a_segment(tmp_path, name):
     path = tmp_path / name
     put(path, GOOD * 3000) if path.suffix in (".jsonl", ".txt") else packed(path, GOOD * 3000)
     (segment,) = segments_of(path, 10**9)
-    done = [one[1] for one in read_segment(segment, Reading()) if not isinstance(one, Rejection)]
+    done = [
+        one[1] for one in read_segment(segment, ReadOptions()) if not isinstance(one, Rejection)
+    ]
     assert done == sorted(done)
     assert done[-1] == segment.weight == path.stat().st_size
 
@@ -142,7 +144,7 @@ def test_a_file_that_is_gone_is_reported(tmp_path):
     (segment,) = segments_of(path, 100)
     path.unlink()
     with pytest.raises(DataError, match=r"a\.jsonl: cannot be read \(No such file"):
-        list(read_segment(segment, Reading()))
+        list(read_segment(segment, ReadOptions()))
 
 
 # Reads argv[1] in segments and prints what was found, shortened, and the highest memory in MiB.

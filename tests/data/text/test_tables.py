@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from minimind.data.text.documents import Reading, Rejection
+from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import segments_of
 from minimind.data.text.readers import read_segment
 from minimind.errors import DataError
@@ -164,7 +164,7 @@ def test_rows_that_are_missing_are_reported(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", TEXTS)
     (segment,) = segments_of(path, 10**9)
     write_parquet(path, TEXTS[:500])
-    *documents, report = read_segment(segment, Reading())
+    *documents, report = read_segment(segment, ReadOptions())
     assert len(documents) == 500
     assert str(report).startswith(f"{path}:501 (row 501): the rows from here to 700 are missing; ")
 
