@@ -125,7 +125,7 @@ def set_aside(path: Path, why: str) -> None:
     path.rename(_free_name(path.with_name(f"{why}-{path.name}")))
 
 
-def retire(root: Path, keep_last: int) -> None:
+def prune(root: Path, keep_last: int) -> None:
     """Delete all but the newest checkpoints; those being read stay until the next call.
 
     Assumes that none is damaged or abandoned, which `resume` ensures.

@@ -72,7 +72,7 @@ def resume(
         ranks, lambda: require_same_run(path, manifest["identity"], identity, allowed)
     )[0]
     _load(engine, ranks, path, manifest)
-    on_rank_0(ranks, lambda: _step_aside(root, path, {bad.path for bad in rejected}))
+    on_rank_0(ranks, lambda: _set_aside_others(root, path, {bad.path for bad in rejected}))
     state = TrainState(manifest["step"], manifest["tokens"])
     return Resumed(state, path, rejected, manifest, changed)
 
@@ -105,7 +105,7 @@ def requested_checkpoints(root: Path, requested: str) -> list[Path]:
 def _require_nothing_lost(root: Path) -> None:
     """Raise CheckpointError if the run had checkpoints and none is left.
 
-    A restart from step 0 is never silent: it takes --resume none.
+    A restart from step 0 requires --resume none.
     """
     remedy = "; put one back, or start over with --resume none"
     if aside := leftovers(root):
@@ -117,7 +117,7 @@ def _require_nothing_lost(root: Path) -> None:
         )
 
 
-def _step_aside(root: Path, resumed: Path, rejected: set[Path]) -> None:
+def _set_aside_others(root: Path, resumed: Path, rejected: set[Path]) -> None:
     candidates = published_checkpoints(root)
     is_own = resumed.resolve() in {path.resolve() for path in candidates}
     for path in candidates:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from minimind.checkpoint.directory import (
     describe_file,
+    prune,
     publish,
     published_checkpoints,
-    retire,
     step_directory,
     write_manifest,
 )
@@ -37,7 +37,7 @@ REMEDY = "free some space, or correct the path of --out_dir; earlier checkpoints
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Copies of what a save writes, independent of the training that continues."""
+    """What a save writes; `slices` are copies if the save runs in the background."""
 
     state: TrainState
     slices: list[tuple[str, Tensor]]
@@ -70,7 +70,7 @@ class Saver:
         in_background: bool = True,
         minutes: float = 0.0,
     ) -> None:
-        """A save is overdue `minutes` after the previous one; 0: never."""
+        """A save is overdue `minutes` after the previous one began; 0: never."""
         self.engine = engine
         self.ranks = ranks
         self.root = root
@@ -88,7 +88,7 @@ class Saver:
         self._interval = 60 * minutes or math.inf
         self._last_begin = time.monotonic()
         self._saving: Saving | None = None
-        self._retiring: Future[None] | None = None
+        self._pruning: Future[None] | None = None
 
     def has(self, step: int) -> bool:
         """Whether a checkpoint of `step` exists, as seen by rank 0."""
@@ -159,20 +159,20 @@ class Saver:
         event = saving.future.result()
         self._saving = None
         waited = (time.perf_counter() - waiting) * 1e3
-        copying = self._staging.synchronize() if self._staging else 0.0  # finished long ago
+        copying = self._staging.synchronize() if self._staging else 0.0  # ms on the GPU's stream
         return {**event, "stall_ms": max(saving.stall_ms, copying) + waited}
 
-    def retire(self) -> None:
+    def prune(self) -> None:
         """Delete older checkpoints in the background, after the new one was reported."""
         if self.ranks.rank == 0:
-            self._retiring = self._thread.submit(retire, self.root, self.keep_last)
+            self._pruning = self._thread.submit(prune, self.root, self.keep_last)
 
     def prune_error(self, wait: bool = False) -> str:
-        """Return once why older checkpoints could not be deleted; empty without an error."""
-        retiring = self._retiring
+        """Return the error of the last pruning, only once; empty if there was none."""
+        retiring = self._pruning
         if retiring is None or not (wait or retiring.done()):
             return ""
-        self._retiring = None
+        self._pruning = None
         error = retiring.exception()
         if error is None:
             return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, FiniteFloat, RootModel
+from pydantic import ConfigDict, FailFast, Field, RootModel
 
 from minimind.config.model_flags import MOST_EXPERTS
 from minimind.errors import CheckpointError
@@ -23,6 +23,7 @@ from minimind.runtime.checked_json import (
     FileName,
     Integer,
     Positive,
+    Real,
     Shape,
     Size,
     read_object,
@@ -35,9 +36,11 @@ from minimind.runtime.checked_json import (
 Positions = Annotated[int, Field(ge=1, le=2**20)]
 # Modules are built for each layer before any weight is read.
 Experts = Annotated[int, Field(ge=0, le=MOST_EXPERTS)]
+MAX_TENSORS = 100_000
 ParameterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,400}$")]
 
 
+# A closed model that gains a field needs a new directory.FORMAT: older versions refuse the field.
 class FileEntry(ClosedJson):
     """A file of the checkpoint, in its own directory."""
 
@@ -53,7 +56,7 @@ class Manifest(CheckedJson):
     tokens: Count
     world_size: Size
     identity: dict[str, dict[str, Any]]
-    files: list[FileEntry]
+    files: Annotated[list[FileEntry], FailFast()]
 
 
 class Counters(ClosedJson):
@@ -65,7 +68,7 @@ class Counters(ClosedJson):
     scheduler_iteration: Integer | None
 
 
-class Numbers(RootModel[dict[str, FiniteFloat]]):
+class Numbers(RootModel[dict[str, Real]]):
     """The loss scaler's numbers, by name."""
 
     model_config = ConfigDict(strict=True)
@@ -74,7 +77,7 @@ class Numbers(RootModel[dict[str, FiniteFloat]]):
 class State(ClosedJson):
     """`state.json`: the shape of each parameter, and counters."""
 
-    parameters: dict[ParameterName, Shape]
+    parameters: Annotated[dict[ParameterName, Shape], Field(max_length=MAX_TENSORS)]
     optimizer_step: Count | None
     counters: Counters
 
@@ -82,8 +85,8 @@ class State(ClosedJson):
 class Mixture(ClosedJson):
     """Rows and weight of each source."""
 
-    sizes: list[Size]
-    weights: list[Positive]
+    sizes: Annotated[list[Size], FailFast()]
+    weights: Annotated[list[Positive], FailFast()]
 
 
 class OrderOrigin(ClosedJson):
@@ -148,7 +151,7 @@ class ModelConfig(CheckedJson):
     n_routed_experts: Experts = 0
     num_experts_per_tok: Experts = 0
     n_shared_experts: Experts = 0
-    aux_loss_alpha: Annotated[float, Field(ge=0)] = 0
+    aux_loss_alpha: Annotated[float, Field(ge=0, le=MAX_INTEGER)] = 0
 
 
 def shard_name(rank: int, world_size: int) -> str:

@@ -67,7 +67,7 @@ def run_eval(args: argparse.Namespace) -> int:
     from minimind.config.launcher_env import read_launch
     from minimind.data.prepare.prepare import is_prepared
     from minimind.data.text.inputs import find_files, require_once
-    from minimind.engine.build import forward_only
+    from minimind.engine.build import evaluation_accelerator
     from minimind.inference.load_model import load_model
     from minimind.train.evaluate import score
 
@@ -92,7 +92,7 @@ def run_eval(args: argparse.Namespace) -> int:
         for place, prepared in zip(args.data, data, strict=True)
         for part in _parts(place, prepared, args.max_seq_len or positions, args)
     ]
-    with forward_only(device, dist_timeout=600) as accelerator:
+    with evaluation_accelerator(device, dist_timeout=600) as accelerator:
         sums = score(accelerator, model, parts, tokenizer.piece_bytes(), args.batch_size)
         is_first = accelerator.is_main_process
     if is_first:

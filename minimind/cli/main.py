@@ -59,7 +59,7 @@ def _add_plan(subs: Any) -> None:
         help="what fits: memory, communication and FLOPs of every ZeRO stage",
         description="Print memory, communication and FLOPs of every ZeRO stage, and which ones fit."
         " Takes the flags of train_pretrain.py too (--model, --dim, --batch_size, --dtype,"
-        " --deepspeed_config, ...), of the same names and limits.",
+        " --deepspeed_config, ...), with the same names and ranges.",
         example="minimind plan --model 104m --gpus 8 --memory 24GiB --batch_size 16",
     )
     add = parser.add_argument
@@ -99,7 +99,7 @@ def _add_checkpoint(subs: Any) -> None:
 
     text = "Compare two checkpoints; status 0 if they are equal, else 1"
     add = add_action("diff", text, "out/a out/b")
-    add("places", nargs="+", metavar="PLACE", help="two of them")
+    add("places", nargs="+", metavar="PLACE", help="two out_dirs or step_ directories")
 
     text = "Merge the shards into safetensors files, after verifying their hashes"
     add = add_action("consolidate", text, "out --out out/whole")

@@ -1,6 +1,6 @@
-"""Build the engine with Accelerate and DeepSpeed; no other module of the library imports them.
+"""Build the engine with Accelerate and DeepSpeed; otherwise imported by `minimind.launch` only.
 
-Without CUDA, Accelerate's DeepSpeed path finds no backend and every rank believes to be rank 0 of
+Without CUDA, Accelerate's DeepSpeed path finds no backend and every rank believes it is rank 0 of
 1, so gloo is requested and the number of ranks is checked. DeepSpeed's shared-memory op for
 inference is not compiled. Accelerate's `clip_grad_norm_` and prepared schedulers behave differently
 under DeepSpeed and are not used.
@@ -81,7 +81,7 @@ def _deepspeed(
             "DeepSpeed was started in this process before and keeps its old state of the ranks;"
             " start a new process (in a notebook: restart the kernel, or notebook_launcher)"
         )
-    # Only inference uses this op. Compiling it takes up to 80 s, and a process killed meanwhile
+    # Only inference uses shm_comm. Compiling it takes up to 80 s, and a process killed meanwhile
     # leaves a lock on which every later start waits silently.
     buildable = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
     deepspeed.ops.__dict__["__compatible_ops__"] = buildable
@@ -189,7 +189,7 @@ def _init_single_process() -> None:
 
 
 @contextmanager
-def forward_only(device: str, dist_timeout: int) -> Iterator[Any]:
+def evaluation_accelerator(device: str, dist_timeout: int) -> Iterator[Any]:
     """Yield an Accelerator for evaluation; destroy its process group at the end."""
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
@@ -273,7 +273,7 @@ def require_accepted(resolved: ResolvedConfig, device: str) -> None:
 def _refusal(config: Mapping[str, Any]) -> str:
     """Return why `config`, its optimizer or its scheduler cannot be built; empty if they can.
 
-    Without the global batch size, which was checked before: here there is one process.
+    The global batch size is left out: it was checked before, and does not fit one process.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from deepspeed.runtime import lr_schedules

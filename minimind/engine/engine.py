@@ -102,11 +102,11 @@ class Engine(Ranks):
 
     @torch.no_grad()
     def loss_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return summed loss and target count of rows (B, T + 1), in evaluation mode."""
+        """Return summed loss and target count of rows (B, T + 1); leaves the model in eval mode."""
         self.backend.forward.eval()
         rows = rows.to(self.device)
         inputs = rows[:, :-1].clamp(min=0)  # ignored positions need valid ids
-        # Uncompiled: few batches of varying shapes would trigger recompilation.
+        # Uncompiled: batches of other shapes than in training would trigger recompilation.
         with lost_peers(), uncompiled(self.model):
             loss = compute_loss(self.backend.forward, inputs, rows[:, 1:], self.loss_chunk_size)
         return loss.loss_sum, loss.tokens

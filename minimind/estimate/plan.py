@@ -26,7 +26,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """What is given to train on; None where it was not said."""
+    """GPUs, peak and token budget for the estimate; None if not given."""
 
     gpus: int = 1
     memory: int | None = None  # bytes of one device
@@ -47,7 +47,7 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
     run = parse_flags(argv)
     if run.hugging_face is not None:
         raise UsageError(
-            f"plan counts our own decoder, and --model {run.model} is of transformers; give the"
+            f"plan counts our own decoder, and --model {run.model} is from transformers; give the"
             " flags of a decoder of its shape"
         )
     if run.init_from is not None:
@@ -113,7 +113,7 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         run.micro_batch_rows(world_size),
         run.accumulation_steps,
         int(zero.get("reduce_bucket_size", costs.FLATTENED)),  # else DeepSpeed's default
-        bool(zero.get("overlap_comm", stage == 3)),  # the same
+        bool(zero.get("overlap_comm", stage == 3)),  # else DeepSpeed's default
         offloads(config, "optimizer"),
         offloads(config, "param"),
         device,
@@ -122,7 +122,7 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
 
 
 def alternatives(current: Layout) -> list[Layout]:
-    """All stages and offloads for the same step, from replicated to offloaded."""
+    """Layouts compared for the same step: every stage, then those with offloading."""
     plain = [
         replace(current, stage=s, offload_optimizer=False, offload_param=False) for s in range(4)
     ]
@@ -173,7 +173,7 @@ def _cell(value: float) -> str:
 
 
 def fits(held: Memory, memory: int) -> bool:
-    """Whether the peak fits into memory less HEADROOM."""
+    """Whether the peak fits into the fraction 1 - HEADROOM of `memory`."""
     return held.total <= memory * (1 - HEADROOM)
 
 
@@ -181,7 +181,7 @@ def recommend(shape: Shape, current: Layout, memory: int) -> Layout | None:
     """Return the layout to train with, with the rows per step of `current`; None if nothing fits.
 
     The lowest stage that fits the configured micro-batch, else the stage that fits the largest one;
-    offloading only if nothing fits without. Lower stages communicate less.
+    offloading only if nothing else fits. Lower stages communicate less.
     """
     layouts = alternatives(current)
     for is_offloaded in (False, True):
@@ -213,7 +213,8 @@ def _advice(run: RunConfig, here: Layout, memory: int, path: str) -> str:
     same = replace(best, rows=here.rows, accumulation_steps=here.accumulation_steps) == here
     host = f", {held.host * gpus / GIB:.1f} GiB of RAM" if held.host else ""
     rows = best.rows * (gpus if run.split_batches else 1)
-    typed = f"{_typed(run)} --batch_size {rows} --accumulation_steps {best.accumulation_steps}"
+    command = _command_flags(run)
+    flags = f"{command} --batch_size {rows} --accumulation_steps {best.accumulation_steps}"
     others = [replace(here, world_size=gpus * n) for n in (2, 4, 8) if best.offload_optimizer]
     layouts = [recommend(shape, other, memory) for other in others]
     more = [s.world_size for s in layouts if s and not s.offload_optimizer]
@@ -223,13 +224,13 @@ def _advice(run: RunConfig, here: Layout, memory: int, path: str) -> str:
         f"{HEADROOM:.0%} stays free for the CUDA context and fragmentation;"
         f" the largest micro-batch that fits is {largest}.\n"
         + (f"With {more[0]} GPUs nothing has to be offloaded.\n" if more else "")
-        + f"  {path}: {_written(here, best)}"
+        + f"  {path}: {_config_changes(here, best)}"
         + ("  (as it is)\n" if same else "\n")
-        + f"  NUM_PROCESSES={gpus} bash run_accelerate.sh \\\n    {typed.strip()}"
+        + f"  NUM_PROCESSES={gpus} bash run_accelerate.sh \\\n    {flags.strip()}"
     )
 
 
-def _written(here: Layout, best: Layout) -> str:
+def _config_changes(here: Layout, best: Layout) -> str:
     """Return the changes to the DeepSpeed file of `here`."""
     stage, gone = f'"stage": {best.stage}', []
     for name in ("offload_optimizer", "offload_param"):
@@ -241,7 +242,7 @@ def _written(here: Layout, best: Layout) -> str:
     return f'"zero_optimization": {{{stage}}}{taken_out}'
 
 
-def _typed(run: RunConfig) -> str:
+def _command_flags(run: RunConfig) -> str:
     """Return the flags of the command line without those that the advice sets."""
     words = []
     for name in FLAGS:
@@ -268,6 +269,6 @@ def _no_fit(shape: Shape, here: Layout, memory: int) -> str:
     return (
         f"Nothing fits in {memory / GIB:.2f} GiB with {HEADROOM:.0%} kept free:\n"
         f"{name_of(least)} needs {held.total / GIB:.2f} GiB with 1 row in a micro-batch.\n"
-        f"Most of it is {largest}, {size / GIB:.2f} GiB, which more GPUs do not share: lower"
+        f"The largest part is {largest}, {size / GIB:.2f} GiB, which more GPUs do not share: lower"
         f"\n{helps}, or use GPUs with more memory."
     )

@@ -17,7 +17,7 @@ from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import DataError, UsageError
 from minimind.inference.sampling import Sampling, logits_processors
 
-CONTEXT = 8  # prompt tokens that are decoded with the continuation; no character has more
+CONTEXT = 8  # prompt tokens decoded with the continuation; a character has at most as many
 INCOMPLETE = "\ufffd\ufdd1"  # at the end of a text whose last character the next token may complete
 
 
@@ -137,7 +137,7 @@ def _generate_batch(model: Any, texts: list[_Text], synced_gpus: bool) -> None:
     tokenizer, sampling = texts[0].tokenizer, texts[0].sampling
     rows = [text.prompt + text.new for text in texts]
     longest = max(map(len, rows))
-    # Padded on the left with a token of its own, so that the repetition penalty meets no other.
+    # Left-padded with its own first token, so that the repetition penalty affects no other.
     ids = torch.tensor([[row[0]] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
 

@@ -25,9 +25,9 @@ LoadedModel = tuple[Any, AnyTokenizer, Path]  # MiniMindForCausalLM or a model o
 def load_model(
     checkpoint: str | None, model: str | None, tokenizer: str | None = None
 ) -> LoadedModel:
-    """The fp32 model on the CPU, its tokenizer and its path, from exactly one of the two places.
+    """The fp32 model on the CPU, its tokenizer and its path, from either `checkpoint` or `model`.
 
-    `tokenizer` is for a `model` that has none beside it. Raise UsageError if a place is of the
+    `tokenizer`: of a `model` directory without one. Raise UsageError if a place is of the
     other kind, CheckpointError if the weights do not fit their configuration.
     """
     if (checkpoint is None) == (model is None):
@@ -56,7 +56,7 @@ def load_checkpoint(place: str) -> LoadedModel:
 
 
 def build_model(weights: Weights) -> LoadedModel:
-    """Load the weights into a model; the tokenizer, which may not fit, is read first."""
+    """Build the model from its weights; a tokenizer that does not fit is refused first."""
     tokenizer = weights.load_tokenizer()
     model = model_of(weights.config)
     weights.fill(model)

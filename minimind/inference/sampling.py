@@ -47,7 +47,7 @@ def logits_processors(
     """
 
     def check(input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Drop the rows of the embedding that no token has; shift scores to a maximum of 0.
+        """Drop the logits beyond the vocabulary; shift the others to a maximum of 0.
 
         In float64, so that division by a temperature close to 0 leaves a maximum.
         """

@@ -215,7 +215,11 @@ def read_llama_config(path: Path) -> dict[str, Any]:
     with readable(path, REPLACE):
         values, _ = read_object(path)
         kind = values.get("model_type")
-        if kind not in ARCHITECTURES or (kind == "minimind" and "use_flash_attn" in values):
+        if (
+            type(kind) is not str
+            or kind not in ARCHITECTURES
+            or (kind == "minimind" and "use_flash_attn" in values)
+        ):
             raise CheckpointError(f"has model_type = {shown(kind)}, not llama or qwen3")
         validate(LlamaShape, values)
         for name, supported in FIXED.items():
@@ -230,7 +234,7 @@ def read_llama_config(path: Path) -> dict[str, Any]:
             "rope_theta": _rope_theta(values),
         }
         head_dim = values.get("head_dim") or values["hidden_size"] // heads
-        if head_dim * heads != values["hidden_size"]:
+        if type(head_dim) is not int or head_dim * heads != values["hidden_size"]:
             raise CheckpointError(
                 f"has heads of {shown(head_dim)} channels, and MiniMind's have hidden_size / heads"
             )

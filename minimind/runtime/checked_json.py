@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from minimind.errors import CheckpointError
 
@@ -22,10 +22,19 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 Count = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 Size = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
-Positive = Annotated[float, Field(gt=0)]
+Real = Annotated[float, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
+Positive = Annotated[float, Field(gt=0, le=MAX_INTEGER)]
 FileName = Annotated[str, Field(pattern=f"^{FILE_NAME.pattern}$")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Shape = Annotated[list[Size], Field(max_length=8)]
+Shape = Annotated[list[Size], Field(max_length=8), FailFast()]
+
+
+REQUIREMENTS = {  # by pydantic's type of the fault, where its own message is about Python
+    **dict.fromkeys(("model_type", "dict_type"), "which should be an object"),
+    "string_pattern_mismatch": "which is not a valid name or digest",
+    "string_unicode": "which is not valid Unicode",
+    "too_long": "which has too many items",
+}
 
 
 class CheckedJson(BaseModel):
@@ -86,16 +95,24 @@ def validate(model: type[BaseModel], values: dict[str, Any], where: str = "") ->
     try:
         model.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = [str(part) for part in first["loc"] if part != "[key]"]
-        name = where + ".".join(part if PLAIN.fullmatch(part) else shown(part) for part in path)
-        if first["type"] == "missing":
-            raise CheckpointError(f"has no {name}") from error
-        if first["type"] == "extra_forbidden":
-            raise CheckpointError(f"has the unknown field {name}") from error
-        requirement = re.sub(r"^\w+ ", "which ", first["msg"])
-        value = "" if "[key]" in first["loc"] else f" = {shown(first['input'])}"
-        raise CheckpointError(f"has {name}{value}, {requirement}") from error
+        raise CheckpointError(_sentence(error.errors(include_url=False)[0], where)) from error
+
+
+def _sentence(fault: Any, where: str) -> str:
+    """Describe a fault of pydantic, without the names of models and patterns."""
+    kind, path = fault["type"], list(fault["loc"])
+    is_key = bool(path) and path[-1] == "[key]"  # the fault is in the name of a field
+    if is_key:
+        path[-2:] = [fault["input"]]
+    parts = [str(part) for part in path]
+    name = where + ".".join(part if PLAIN.fullmatch(part) else shown(part) for part in parts)
+    if kind == "missing":
+        return f"has no {name}"
+    if kind == "extra_forbidden":
+        return f"has the unknown field {name}"
+    value = "" if is_key else f" = {shown(fault['input'])}"
+    requirement = REQUIREMENTS.get(kind) or re.sub(r"^\w+ ", "which ", fault["msg"])
+    return f"has {name}{value}, {requirement}"
 
 
 def shown(value: Any) -> str:

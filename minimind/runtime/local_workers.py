@@ -1,7 +1,7 @@
 """The worker processes of this host: identity, state, and how they ended.
 
 Under run_accelerate.sh workers register in its scratch folder, beside the status file, so that they
-know one another before the process group exists. The launcher, as their parent, records there how
+find one another before the process group exists. The launcher, as their parent, records there how
 each of them ended (minimind/launch/accelerate_launch.py).
 """
 
@@ -138,7 +138,7 @@ def read_end(pid: int, wait_seconds: float = 0.0) -> int | None:
 
 
 def describe_end(status: int | None) -> tuple[str, int]:
-    """Describe how a process ended, with the exit status of the run that follows."""
+    """Return how a process ended, in words, and the exit status that the run gets from it."""
     if status is None:
         return "died, perhaps killed for lack of memory", PeerError.status
     if status >= 0:

@@ -77,7 +77,7 @@ class StopRequest:
 
     @property
     def signal(self) -> str:
-        """The reason if it is a signal; --max_minutes alone allows at least one step."""
+        """The reason if it is a signal, else empty: after --max_minutes one step is still taken."""
         return "" if self._reason == self._limit else self._reason
 
     def listen(self) -> None:
@@ -87,7 +87,7 @@ class StopRequest:
                 signal.signal(number, self._handle)
 
     def limit(self, minutes: float | None) -> None:
-        """Stop that long after the process started."""
+        """Request a stop `minutes` after this object was created (None: never)."""
         if minutes is not None:
             self._limit = f"--max_minutes {minutes:g}"
             self._deadline = self._started + 60 * minutes
@@ -96,7 +96,7 @@ class StopRequest:
         self.record_signal(number)
 
     def record_signal(self, number: int) -> None:
-        """Record a signal; the watch thread may know of it before the main thread."""
+        """Record a signal; also called by the watch thread, which may see it first."""
         self._reason = self._reason or stop_reason(number)
 
 

@@ -1,4 +1,4 @@
-"""Text, row order and schedule of a run, and the checks that compare them."""
+"""Prepare the text, row order and schedule of a run, and check that they fit together."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def prepared_folder(run: RunConfig) -> Path | None:
     folders = [path for path in run.data_path if is_prepared(path)]
     if folders and len(run.data_path) > 1:
         raise UsageError(
-            f"--data_path: {folders[0]} holds prepared shards must be the only path; mix several"
+            f"--data_path: {folders[0]} has prepared shards and must be the only path; mix several"
             " texts with `minimind prepare --source`"
         )
     return Path(folders[0]).expanduser() if folders else None
@@ -189,7 +189,7 @@ def require_length(run: RunConfig, step: int, schedule: Schedule, order: Order) 
     if order.origin.step and (run.epochs is not None or run.max_steps is None):
         raise UsageError(
             f"the batch or the text was changed at step {order.origin.step}, so that --epochs no"
-            " longer says how many steps there are; give --max_steps instead, counted from step 0"
+            " longer determines the number of steps; give --max_steps instead, counted from step 0"
         )
     if step > schedule.total_steps:
         raise UsageError(

@@ -33,7 +33,7 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
     clock = context.progress.clock = PhaseClock(engine.device, context.communication)
     first = context.progress.step = state.step
     context.logger.begin(state.step)
-    if state.step == last and not context.saver.has(last):  # a finished run, resumed into a new one
+    if state.step == last and not context.saver.has(last):  # resumed at its end, in a new out_dir
         start_save(context, state)
     while state.step < last:
         freeze_gc_after_warmup(context, state.step - first)
@@ -59,7 +59,7 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
         if logging:
             log_step(context, state, result)
         if saving:
-            start_save(context, state)  # first: a grace period may be shorter than an evaluation
+            start_save(context, state)  # before evaluation, which may outlast a grace period
         if is_due(state.step, run.eval_interval, last) and len(context.held_out.rows):
             run_evaluation(context, state)
         if context.samples and is_due(state.step, run.sample_interval, last):

@@ -63,7 +63,7 @@ def register_cleanup(context: RunContext) -> None:
 
 
 def freeze_gc_after_warmup(context: RunContext, steps: int) -> None:
-    """Freeze all live objects after the first `steps`, so later collections skip them.
+    """Freeze all live objects once `steps` is GC_WARMUP_STEPS; later collections skip them.
 
     gc.unfreeze() at the end releases everything, so nothing is done where the host process (a
     notebook) has frozen objects already.
@@ -130,7 +130,7 @@ def check_skipped_steps(
 ) -> None:
     """Log skipped steps; raise NumericError on every rank if there are more than allowed.
 
-    A flag that is on the GPU is read only if `is_due`, when the step synchronizes anyway.
+    Flags on the GPU are read if `is_due` (the step synchronizes anyway) or 64 are pending.
     """
     try:
         context.skipped.check(state.step, result, is_due)
@@ -218,14 +218,14 @@ def check_data_unchanged(context: RunContext) -> None:
 
 
 def poll_save(context: RunContext, wait: bool) -> None:
-    """Log a save that has finished and prune older checkpoints; every rank waits, or none."""
+    """Log a finished save and prune older checkpoints; `wait` must be equal on all ranks."""
     if message := context.saver.prune_error():
         context.logger.print(message)
     if saved := context.saver.poll(wait):
         context.logger.event("checkpoint_saved", **saved)
         size = mebibytes(saved["bytes"])
         context.logger.print(f"step {saved['step']}: checkpoint {saved['path']} ({size})")
-        context.saver.retire()
+        context.saver.prune()
 
 
 def finish_recording(context: RunContext, state: TrainState, clock: PhaseClock) -> None:

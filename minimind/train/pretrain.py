@@ -156,7 +156,7 @@ def build_context(
 ) -> tuple[RunContext, Resumed]:
     """Resume the state and build the loop's objects.
 
-    From here on a stop signal takes effect at the end of a step.
+    After it returns, a stop signal takes effect at the end of a step.
     """
     root = Path(run.out_dir) / "checkpoints"
     own = identity(run, initial.architecture.identity(run), prepared, schedule, order, engine)
@@ -226,7 +226,7 @@ def log_run_start(
         logger.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
         logger.print(f"checkpoint {bad.path} is passed over: {bad.file} {bad.reason}")
     state, path, peak = resumed.state, resumed.path, peak_of(run, engine.device)
-    room = "no step is left, so nothing is saved"
+    room = "no step is left"
     if state.step < context.schedule.total_steps:
         room = context.saver.require_room()
     current = layout(run, engine)

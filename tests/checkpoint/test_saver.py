@@ -92,7 +92,7 @@ def save(engine: Engine, root: Any, state: TrainState, keep_last: int = 2) -> di
     keeper.begin(state)
     event = keeper.poll(wait=True)
     assert event is not None
-    keeper.retire()
+    keeper.prune()
     assert keeper.prune_error(wait=True) == ""
     keeper.close()
     return event
@@ -321,7 +321,7 @@ def test_older_checkpoints_continuely_after_the_new_one_was_reported_of(tmp_path
     keeper.begin(TrainState(2, 0))
     assert keeper.poll(wait=True)
     assert [p.name for p in published_checkpoints(tmp_path)] == ["step_00000002", "step_00000001"]
-    keeper.retire()
+    keeper.prune()
     assert keeper.prune_error(wait=True) == ""
     assert [p.name for p in published_checkpoints(tmp_path)] == ["step_00000002"]
 
@@ -332,11 +332,11 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_the_new_one_la
     def refuse(root, keep_last):
         raise PermissionError(errno.EACCES, "Permission denied", "step_00000001")
 
-    monkeypatch.setattr(saver_module, "retire", refuse)
+    monkeypatch.setattr(saver_module, "prune", refuse)
     keeper = saver(Engine(1), tmp_path)
     keeper.begin(TrainState(2, 0))
     assert keeper.poll(wait=True)
-    keeper.retire()
+    keeper.prune()
     assert "step_00000001" in keeper.prune_error(wait=True)
     assert keeper.prune_error(wait=True) == ""
     assert [p.name for p in published_checkpoints(tmp_path)] == ["step_00000002"]

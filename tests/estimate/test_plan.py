@@ -98,7 +98,7 @@ def test_nothing_is_offloaded_where_something_fits_without():
 def test_where_nothing_fits_it_reports_it_and_what_would_help(capsys):
     out = reported(capsys, f"{LARGE} --gpus 2 --memory 600MiB")
     assert "Nothing fits in 0.59 GiB" in out
-    assert "Most of it is activations" in out
+    assert "The largest part is activations" in out
     assert "Recommended" not in out
 
 

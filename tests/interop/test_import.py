@@ -356,6 +356,12 @@ BAD_FOLDERS = {
     "shape": (changed_tensors(**{"model.norm.weight": torch.zeros(31)}), "model.norm.weight"),
     "twice": (changed_tensors(**{"model.embed_tokens.weight": torch.zeros(1)}), "embed_tokens"),
     "another kind": (changed_config(model_type="gemma"), "gemma"),
+    "a list of kinds": (changed_config(model_type=["llama"]), "model_type"),
+    "head of no size": (changed_config(head_dim={"a": 1}), "channels"),
+    "huge base": (
+        changed_config(rope_parameters={"rope_type": "default", "rope_theta": 10**20}),
+        "rope_theta",
+    ),
     "biases": (changed_config(attention_bias=True), "attention_bias"),
     "scaled": (changed_config(rope_scaling={"rope_type": "yarn", "factor": 4}), "yarn"),
     "scaled, newly": (

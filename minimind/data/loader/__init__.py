@@ -2,7 +2,7 @@
 
 May import `minimind.data.tokenizer` and below. The order of rows is defined in `row_order.py`.
 
-batches          rows -> micro-batches on the device, read ahead by one thread
+batches          rows -> micro-batches on the device, read ahead by threads
 manifest         manifest.json of a folder of shards, checked when read
 row_order        which rows a rank reads at a step
 token_shards     memory-mapped files of token ids

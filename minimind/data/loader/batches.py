@@ -1,6 +1,6 @@
 """Micro-batches on the device, a pure function of the step, read ahead by threads.
 
-Evaluation reads windows of whole documents instead.
+`Windows` are the evaluation inputs of `minimind eval`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Windows:
     shards: TokenShards
     starts: np.ndarray  # int64, position of the first target in the split
     lengths: np.ndarray
-    opens: np.ndarray  # whether a text starts here; its first input is then an end token
+    starts_document: np.ndarray  # whether a text starts here; its first input is then an end token
     sources: np.ndarray
     eos_id: int
 
@@ -37,7 +37,7 @@ class Windows:
     def tokens(self, number: int) -> np.ndarray:
         """The token before the window and its targets, int64 (length + 1,)."""
         start, length = int(self.starts[number]), int(self.lengths[number])
-        if not self.opens[number]:
+        if not self.starts_document[number]:
             return self.shards.stretch(start - 1, length + 1)
         return np.concatenate(([self.eos_id], self.shards.stretch(start, length)))
 
@@ -118,7 +118,7 @@ class Batches:
         self._reader = ThreadPoolExecutor(max(1, workers), thread_name_prefix="read-ahead")
         self._pending: dict[int, Future[Block]] = {}  # by number of the block
         self._last: Block | None = None  # the block of the last request
-        self._places = threading.Lock()
+        self._index_lock = threading.Lock()
         self._stretch = max(1, ROWS_AT_ONCE // self._share)  # steps
         self._known: dict[int, np.ndarray] = {}  # row indices by number of the stretch
 
@@ -164,7 +164,7 @@ class Batches:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, number: int) -> Block:
-        first = self.order.origin.step + number * self._steps_at_once  # none before it is known
+        first = self.order.origin.step + number * self._steps_at_once  # blocks begin at the origin
         steps = range(first, first + self._steps_at_once)
         places = np.concatenate([self._rows_for(step) for step in steps])
         rows = torch.from_numpy(self._shards.read_rows(places, self._row_tokens))
@@ -186,7 +186,7 @@ class Batches:
         Keeps one range of steps per block that is read concurrently.
         """
         number, at = divmod(step - self.order.origin.step, self._stretch)
-        with self._places:
+        with self._index_lock:
             if number not in self._known:
                 first = step - at
                 indices = self.order.rows_for(first, self._rank, self._world_size, self._stretch)

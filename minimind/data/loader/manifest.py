@@ -6,16 +6,19 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from minimind.errors import CheckpointError, DataError
-from minimind.runtime.checked_json import CheckedJson, ClosedJson, Count, Positive, validate
+from minimind.runtime.checked_json import CheckedJson, ClosedJson, Count, Positive, shown, validate
 from minimind.runtime.durable_files import fingerprint, sha256_of
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 2  # raise it when the same text would give other files
+FORMAT_VERSION = 2  # increment when the same text would give other files
 SPLITS = ("train", "val")
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
+
+
+ListedName = Annotated[str, Field(pattern=r"^(tokenizer/)?[A-Za-z0-9_]+\.[a-z]+$")]
 
 
 class Shard(CheckedJson):
@@ -31,16 +34,16 @@ class Shard(CheckedJson):
 
 
 class Split(CheckedJson):
-    """The training rows or the held-out rows."""
+    """Counts and shards of the training split or the held-out split."""
 
     tokens: Count
     documents: Count
     text_bytes: Count
-    shards: list[Shard]
+    shards: Annotated[list[Shard], FailFast()]
 
 
 class SplitCounts(CheckedJson):
-    """A number of each split."""
+    """One count per split."""
 
     train: Count
     val: Count
@@ -62,7 +65,7 @@ class Source(CheckedJson):
     text_bytes: Count
     rejected: Count
     sha256: str
-    inputs: list[SourceFile]
+    inputs: Annotated[list[SourceFile], FailFast()]
     split_bytes: SplitCounts = SplitCounts(train=0, val=0)  # of text; absent in early folders
     weight: Positive | None = None
 
@@ -72,13 +75,14 @@ class Options(ClosedJson):
 
     text_field: str
     max_document_bytes: Count
-    val_fraction: float
+    val_fraction: Annotated[float, Field(ge=0, le=1)]
 
 
 class Rejected(CheckedJson):
     """Documents that were left out."""
 
     count: Count
+    listed: Count = 0  # absent in early folders, which list all
     first: str
 
 
@@ -100,9 +104,9 @@ class DatasetManifest(CheckedJson):
     fingerprint: str
     options: Options
     splits: Splits
-    sources: list[Source]
+    sources: Annotated[list[Source], FailFast()]
     rejected: Rejected
-    files: dict[Annotated[str, Field(pattern=r"^(tokenizer/)?[A-Za-z0-9_]+\.[a-z]+$")], str]
+    files: Annotated[dict[ListedName, str], Field(max_length=100)]
 
 
 def index_name(shard: dict[str, Any]) -> str:
@@ -130,14 +134,16 @@ def seal(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Read and validate a manifest; raise DataError if it was modified."""
+    """Read a manifest; raise DataError if missing, invalid, modified or of another version."""
     path = directory / MANIFEST_NAME
     try:
         manifest = json.loads(path.read_bytes())
         if not isinstance(manifest, dict):
             raise ValueError("it describes no shards")
         if (version := manifest.get("format_version")) != FORMAT_VERSION:
-            raise ValueError(f"it is of version {version!r}, this version reads {FORMAT_VERSION}")
+            raise ValueError(
+                f"it is of version {shown(version)}, this version reads {FORMAT_VERSION}"
+            )
         if seal({k: v for k, v in manifest.items() if k != "sha256"}) != manifest:
             raise ValueError("it does not match its own sha256")
         validate(DatasetManifest, manifest)

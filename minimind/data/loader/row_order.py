@@ -1,4 +1,4 @@
-"""The rows that a rank reads at a step, by arithmetic: a position in the data is one integer.
+"""Row order: the rows that a rank reads at a step are a pure function of seed, step and rank.
 
 Rows are shuffled in every epoch by a keyed permutation that is computed index by index. Nothing is
 stored or replayed: step 10**6 costs as much as step 0, on any number of ranks.
@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-ROUNDS = 8  # as many as a sha512 has keys of 8 bytes
+ROUNDS = 8  # one sha512 digest gives 8 round keys of 8 bytes
 MOST_SOURCES = 10_000
 
 
@@ -70,7 +70,7 @@ class Mixture:
     """Rows of each source and its weight, relative to the sum of weights.
 
     An epoch has as many rows as all sources together, and each source a quota of them. A source is
-    read in shuffled passes that continue over epochs, so it repeats no row before all were read.
+    read in shuffled passes across epochs; after an epoch, read counts differ by at most one.
     """
 
     sizes: tuple[int, ...]
@@ -90,7 +90,7 @@ class Mixture:
         for number, quota in enumerate(self.quotas):
             if quota < 1:
                 raise ValueError(
-                    f"source {number} has a weight of {self.weights[number]:g}, which is none of"
+                    f"source {number} has weight {self.weights[number]:g}, which rounds to none of"
                     f" the {self.n_rows} rows of an epoch"
                 )
 
@@ -119,21 +119,21 @@ class Mixture:
         The shuffled positions of an epoch are assigned to sources by quota, and within a source to
         its sequence of passes.
         """
-        dealt = permute(positions, self.n_rows, seed, epochs)
+        shuffled = permute(positions, self.n_rows, seed, epochs)
         ends = np.cumsum(self.quotas)
-        source_of = np.searchsorted(ends, dealt, side="right")
-        rows = np.empty_like(dealt)
+        source_of = np.searchsorted(ends, shuffled, side="right")
+        rows = np.empty_like(shuffled)
         for source in np.unique(source_of).tolist():
             mine = np.flatnonzero(source_of == source)
-            rows[mine] = self._read(source, dealt[mine], seed, epochs[mine])
+            rows[mine] = self._read(source, shuffled[mine], seed, epochs[mine])
         return rows
 
-    def _read(self, source: int, dealt: np.ndarray, seed: int, epochs: np.ndarray) -> np.ndarray:
+    def _read(self, source: int, shuffled: np.ndarray, seed: int, epochs: np.ndarray) -> np.ndarray:
         size, quota = self.sizes[source], self.quotas[source]
         # In Python's integers: an epoch times a quota may lie beyond int64.
         starts = {epoch: divmod(epoch * quota, size) for epoch in np.unique(epochs).tolist()}
         passes, read = np.array([starts[epoch] for epoch in epochs.tolist()], dtype=np.int64).T
-        further, place = np.divmod(read + dealt - sum(self.quotas[:source]), size)
+        further, place = np.divmod(read + shuffled - sum(self.quotas[:source]), size)
         return sum(self.sizes[:source]) + permute(place, size, seed, passes + further, source)
 
 
@@ -141,7 +141,7 @@ class Mixture:
 class Origin:
     """Start of an order: at `step`, after `rows` rows in total, `offset` rows into `epoch`.
 
-    Not zero if the batch size or the data of a run was changed on resume.
+    All zero unless batch size or data changed on a resume.
     """
 
     step: int = 0
@@ -154,8 +154,8 @@ class Origin:
 class Order:
     """The global row order, with `rows_per_step` rows per step over all ranks.
 
-    Positions count through the epochs. Rows after the last complete step of an epoch are dropped,
-    different ones in each epoch. Without a mixture every other row is read once per epoch.
+    Positions continue across epochs. Rows after the last complete step of an epoch are dropped,
+    different ones in each epoch. Without a mixture each remaining row is read once per epoch.
     """
 
     n_rows: int
@@ -168,7 +168,7 @@ class Order:
         if self.mixture and self.mixture.n_rows != self.n_rows:
             raise ValueError(f"the sources have {self.mixture.n_rows} rows, not {self.n_rows}")
         if self.rows_per_step < 1 or self.steps_per_epoch < 1:
-            raise ValueError(f"{self.n_rows} rows are no step of {self.rows_per_step} rows")
+            raise ValueError(f"{self.n_rows} rows make no step of {self.rows_per_step} rows")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -183,7 +183,7 @@ class Order:
     def place(self, step: int) -> tuple[int, int]:
         """(epoch, rows of it already read) when `step` begins."""
         origin, steps = self.origin, step - self.origin.step
-        left = (self.n_rows - origin.offset) // self.rows_per_step  # steps of the epoch begun
+        left = (self.n_rows - origin.offset) // self.rows_per_step  # steps left in origin.epoch
         if steps < left:
             return origin.epoch, origin.offset + steps * self.rows_per_step
         epochs, step_of_epoch = divmod(steps - left, self.steps_per_epoch)

@@ -83,7 +83,7 @@ class TokenShards:
         shards = manifest["splits"][split]["shards"]
         self._paths = [directory / shard["name"] for shard in shards]
         self._states = [_opened(*pair, dtype) for pair in zip(self._paths, shards, strict=True)]
-        # np.memmap checks at every slice whether it still is one.
+        # Plain arrays: np.memmap adds overhead to every slice.
         self._maps = [np.asarray(np.memmap(path, dtype=dtype, mode="r")) for path in self._paths]
         sizes = [shard["tokens"] for shard in shards]
         self._starts = np.cumsum([0, *sizes], dtype=np.int64)  # of each shard, and the end
@@ -112,8 +112,8 @@ class TokenShards:
     def read_rows(self, indices: np.ndarray, row_tokens: int) -> np.ndarray:
         """Read rows as int64 (len(indices), row_tokens).
 
-        Raise DataError for an id outside the vocabulary: an embedding would report only some index
-        out of range, and on a GPU not even that.
+        Raise DataError for an id outside the vocabulary: an embedding reports only an
+        index error, and on a GPU a device-side assert.
         """
         indices = np.asarray(indices, dtype=np.int64)
         borders = np.cumsum([0, *self.sizes(row_tokens)], dtype=np.int64)
@@ -130,7 +130,7 @@ class TokenShards:
         for number in np.flatnonzero(~is_whole).tolist():
             self._copy(int(starts[number]), result[number])
         if result.size and result.max() >= self._vocab_size:
-            self._tell_unknown(starts, result)
+            self._raise_unknown_id(starts, result)
         return result
 
     def source_ends(self) -> np.ndarray:
@@ -162,11 +162,11 @@ class TokenShards:
         result = np.empty((1, length), dtype=np.int64)
         self._copy(start, result[0])
         if length and result.max() >= self._vocab_size:
-            self._tell_unknown(np.array([start]), result)
+            self._raise_unknown_id(np.array([start]), result)
         return result[0]
 
     def require_unchanged(self) -> None:
-        """Raise DataError if a file is not the one that was opened."""
+        """Raise DataError if size, mtime or inode of a token file changed since it was opened."""
         for path, before in zip(self._paths, self._states, strict=True):
             try:
                 is_same = _state(path) == before
@@ -199,7 +199,7 @@ class TokenShards:
             filled += len(part)
             shard += 1
 
-    def _tell_unknown(self, starts: np.ndarray, rows: np.ndarray) -> NoReturn:
+    def _raise_unknown_id(self, starts: np.ndarray, rows: np.ndarray) -> NoReturn:
         row, column = np.argwhere(rows >= self._vocab_size)[0].tolist()
         place = int(starts[row]) + column
         shard = int(np.searchsorted(self._starts, place, side="right")) - 1

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from minimind.errors import RunError
+from minimind.errors import DataError, StorageError, UsageError
 from minimind.runtime.durable_files import storing, sync_directory
 
 
@@ -48,7 +48,9 @@ def _build(directory: Path, build: Callable[[Path], None], is_resumable: bool) -
         sync_directory(draft)
         os.rename(draft, directory)
         sync_directory(directory.parent)
-    except BaseException as error:  # also KeyboardInterrupt; a resumable draft is kept then
-        if isinstance(error, RunError | OSError) or not is_resumable:
+    except BaseException as error:
+        # Kept after Ctrl-C and after the death of a worker, not if the same text would fail again
+        # or the disk is full.
+        if isinstance(error, DataError | UsageError | StorageError | OSError) or not is_resumable:
             shutil.rmtree(draft, ignore_errors=True)
         raise

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -25,6 +26,7 @@ from minimind.data.prepare.work_units import PLAN_NAME, Plan, Unit
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import RunError
 
+SIGNAL_GRACE = 1.0  # seconds
 THREADS = 8  # tokenizing threads of a process; its reader keeps up with about as many
 
 
@@ -49,17 +51,26 @@ def encode_plan(
     silent = not (progress and sys.stderr.isatty())
     options = {"desc": "tokenizing", "unit": "B", "unit_scale": True, "disable": silent}
     with tqdm(total=total, initial=total - remaining, **options) as bar:
-        if processes > 1:
-            return _encode_in_processes(work, left, processes, bar)
+        if processes > 1 and (pool := _open_pool(processes)):
+            return _encode_in_processes(work, left, pool, bar)
         work = replace(work, report_bytes=bar.update)
         for waiting in (False, True):  # units that other commands have claimed come last
             left = [unit for unit in left if not encode_unclaimed(work, unit, waiting)]
 
 
-def _encode_in_processes(work: Work, left: list[Unit], processes: int, bar: tqdm[Any]) -> None:
-    others = multiprocessing.active_children()
+def _open_pool(processes: int) -> ProcessPoolExecutor | None:
+    """Open a pool of processes; None where the system has no semaphores (no /dev/shm)."""
     context = multiprocessing.get_context("spawn")  # a forked child may inherit a held lock
-    pool = ProcessPoolExecutor(processes, context, _end_with_parent)
+    try:
+        return ProcessPoolExecutor(processes, context, _end_with_parent)
+    except (OSError, NotImplementedError):
+        return None
+
+
+def _encode_in_processes(
+    work: Work, left: list[Unit], pool: ProcessPoolExecutor, bar: tqdm[Any]
+) -> None:
+    others = multiprocessing.active_children()
     settings = (work.directory, work.is_strict, work.threads)
     try:
         for waiting in (False, True):
@@ -71,9 +82,11 @@ def _encode_in_processes(work: Work, left: list[Unit], processes: int, bar: tqdm
                     left.remove(futures[future])
                     bar.update(futures[future].bytes)
     except BrokenProcessPool as error:
+        # A signal to the process group ends the workers first; a run then ends by that signal.
+        time.sleep(SIGNAL_GRACE)
         raise RunError(
-            "a process that tokenises was killed, perhaps for lack of memory; run the same command"
-            " again, perhaps with --processes 1"
+            "a process that tokenizes was killed, perhaps for lack of memory; free some and run the"
+            " same command again"
         ) from error
     except BaseException:
         for process in multiprocessing.active_children():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,8 +18,11 @@ import pytest
 from minimind.cli.main import main
 from minimind.config.run_config import PROJECT
 from minimind.data.loader.token_shards import ShardWriter
+from minimind.data.prepare import workers
+from minimind.data.prepare.cache import build_once
 from minimind.data.prepare.unit_reader import Batch, UnitReader
 from minimind.data.tokenizer.sentencepiece import Tokenizer
+from minimind.errors import DataError, RunError
 from tests.conftest import sentences
 
 
@@ -111,9 +115,35 @@ def test_no_worker_survives_and_the_next_start_finishes(
     assert process.returncode == expected, errors
     assert "Traceback" not in errors
     if victim == "worker":
-        assert "--processes 1" in errors
+        assert "run the same command again" in errors
     deadline = time.monotonic() + 30
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert subprocess.run(command, timeout=120).returncode == 0
+
+
+def test_without_semaphores_one_process_prepares_the_text(tmp_path: Path, monkeypatch):
+    """As in a container without /dev/shm."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", fail)
+    words = ["prepare", str(text_file(tmp_path, 300)), "--vocab_size", "512", "--processes", "2"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "is_kept"), [(RunError, True), (KeyboardInterrupt, True), (DataError, False)]
+)
+def test_a_draft_is_kept_unless_the_same_text_fails_again(
+    tmp_path: Path, error: type[BaseException], is_kept: bool
+):
+    def build(draft: Path) -> None:
+        (draft / "unit").touch()
+        raise error("stop")
+
+    with pytest.raises(error):
+        build_once(tmp_path / "out", build, "free some space", is_resumable=True)
+    assert (tmp_path / "out.part" / "unit").exists() == is_kept
