@@ -31,6 +31,7 @@ from minimind.engine.optimizer_state import MASTER, ZeroState
 from minimind.errors import RunError, StorageError
 from minimind.runtime.collectives import Ranks, on_rank_0, run_on_all_ranks
 from minimind.runtime.durable_files import free_bytes, mebibytes, storing, write_durably
+from minimind.runtime.hardware import use_device
 
 REMEDY = "free some space, or correct the path of --out_dir; earlier checkpoints are untouched"
 
@@ -84,7 +85,7 @@ class Saver:
         self._staging = Staging(elements, engine.device) if in_background else None
         small = sum(map(len, texts.values())) + _bytes(_persistent_buffers(engine.model))
         self.bytes = sum(engine.gather(4 * elements)) + small
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self._thread = ThreadPoolExecutor(1, "save", use_device, (engine.device,))
         self._interval = 60 * minutes or math.inf
         self._last_begin = time.monotonic()
         self._saving: Saving | None = None

@@ -1,10 +1,41 @@
-"""Capabilities of this machine."""
+"""Capabilities of this machine: GPUs, their driver, compilers.
+
+Functions ending in `_fault` return one clause that says what is missing, or "" if nothing is.
+"""
 
 from __future__ import annotations
 
+import os
 import platform
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
+
+COMMAND_TIMEOUT = 20.0  # seconds; nvidia-smi takes several without the persistence daemon
+GPU_FIELDS = ("name", "driver_version", "memory.total", "compute_cap")
+# CUDA major version: oldest driver, by "CUDA Toolkit and Minimum Required Driver Version for CUDA
+# Minor Version Compatibility" in the release notes of CUDA 13.
+MIN_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 0)}
+MIN_TRITON_CAPABILITY = (7, 0)  # torch/_inductor/scheduler.py, GPUTooOldForTriton
+MIN_BF16_CAPABILITY = (8, 0)
+HIDDEN = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES that hide every GPU
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A GPU as its driver describes it."""
+
+    name: str
+    driver: str
+    memory_mib: int | None
+    capability: tuple[int, int] | None
 
 
 def has_bf16() -> bool:
@@ -18,3 +49,144 @@ def has_bf16() -> bool:
 
 
 HAS_BF16 = has_bf16()
+
+
+def use_device(device: torch.device) -> None:
+    """Make `device` the GPU of this thread; call first in every thread that touches CUDA.
+
+    A new thread uses GPU 0: every rank would create a context of about 500 MiB there, and pin
+    memory for the wrong device.
+    """
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
+def command_output(command: Sequence[str]) -> str:
+    """Return the standard output of a command; "" if it is missing, fails or takes too long."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def list_gpus() -> list[GPU]:
+    """Return the NVIDIA GPUs of this host, visible to this process or not."""
+    query = f"--query-gpu={','.join(GPU_FIELDS)}"
+    return parse_gpus(command_output(["nvidia-smi", query, "--format=csv,noheader,nounits"]))
+
+
+def parse_gpus(text: str) -> list[GPU]:
+    """Return the GPUs in the CSV output of nvidia-smi; fields it does not support are None."""
+    gpus = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == len(GPU_FIELDS):
+            name, driver, memory, capability = fields
+            numbers = _version(capability)
+            memory_mib = int(memory) if memory.isdecimal() else None
+            gpus.append(GPU(name, driver, memory_mib, numbers))
+    return gpus
+
+
+def _version(text: str) -> tuple[int, int] | None:
+    """Return (major, minor) of a version; None if there is none in the text."""
+    match = re.search(r"(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def invisible_gpus_fault(
+    gpus: Sequence[GPU], torch_cuda: str | None, visible: str | None
+) -> tuple[str, str]:
+    """Return why torch sees none of `gpus`, and the remedy; both "" if they are hidden on purpose.
+
+    torch_cuda is torch.version.cuda, visible the value of CUDA_VISIBLE_DEVICES.
+    """
+    if not gpus or visible in HIDDEN:
+        return "", ""
+    driver, build = gpus[0].driver, f"torch {torch.__version__}"
+    found = f"nvidia-smi lists {len(gpus)} x {gpus[0].name} (driver {driver})"
+    if visible is not None:
+        return f"{found} and CUDA_VISIBLE_DEVICES is {visible}", "correct or unset it"
+    if torch_cuda is None:
+        return f"{found} and {build} is a build without CUDA", "install a CUDA build of torch"
+    oldest = MIN_DRIVER.get(int(torch_cuda.partition(".")[0]))
+    if oldest and (_version(driver) or oldest) < oldest:
+        return (
+            f"{found} and {build} is built for CUDA {torch_cuda}, which needs driver"
+            f" {oldest[0]}.{oldest[1]:02} or newer",
+            "update the driver, or install a torch built for an older CUDA",
+        )
+    return (
+        f"{found} and {build} cannot use them",
+        "`python -c 'import torch; torch.zeros(1).cuda()'` prints the reason: correct it",
+    )
+
+
+def compiler_fault(device: str) -> str:
+    """Return what torch.compile lacks on this host for `device` (cpu or cuda).
+
+    Triton builds a launcher in C for every kernel on a GPU; a CPU's kernels are C++.
+    """
+    if device == "cuda":
+        if not find_spec("triton"):
+            return "the package triton is not installed"
+        if torch.cuda.is_available():  # a stand-in's device has no capability
+            capability = torch.cuda.get_device_capability()
+            if capability < MIN_TRITON_CAPABILITY:
+                return (
+                    f"Triton needs compute capability 7.0, and this GPU has {_dotted(capability)}"
+                )
+        names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    else:
+        names = [os.environ.get("CXX") or "g++"]
+    if not any(shutil.which(name) for name in names):
+        kind = "C" if device == "cuda" else "C++"
+        return f"no {kind} compiler ({' or '.join(names)}) is on PATH"
+    if not has_python_header():
+        return "Python.h is missing (package python3-dev)"
+    return ""
+
+
+def has_python_header() -> bool:
+    """Whether the C header of this Python is installed."""
+    return (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def nvcc_path() -> str | None:
+    """Return the CUDA compiler that torch's extensions use; None if there is none."""
+    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")):
+        if home:  # then torch searches nowhere else
+            path = str(Path(home) / "bin" / "nvcc")
+            return path if os.access(path, os.X_OK) else None
+    default = "/usr/local/cuda/bin/nvcc"
+    return shutil.which("nvcc") or (default if os.access(default, os.X_OK) else None)
+
+
+def nvcc_fault(torch_cuda: str | None, output: str) -> str:
+    """Return why CUDA code cannot be compiled for torch, from the output of `nvcc --version`."""
+    match = re.search(r"release (\d+\.\d+)", output)
+    if not match:
+        return "the CUDA compiler nvcc is not installed"
+    if torch_cuda and match[1].partition(".")[0] != torch_cuda.partition(".")[0]:
+        return f"nvcc is of CUDA {match[1]} and torch of CUDA {torch_cuda}"
+    return ""
+
+
+def extension_fault(device: str) -> str:
+    """Return what compiling a C++ (device=cpu) or CUDA (device=cuda) extension of torch lacks."""
+    compiler = os.environ.get("CXX") or "c++"
+    if not shutil.which(compiler):
+        return f"no C++ compiler ({compiler}) is on PATH"
+    if not has_python_header():
+        return "Python.h is missing (package python3-dev)"
+    if not shutil.which("ninja"):
+        return "ninja is not on PATH (pip install ninja)"
+    if device == "cpu":
+        return ""
+    path = nvcc_path()
+    return nvcc_fault(torch.version.cuda, command_output([path, "--version"]) if path else "")

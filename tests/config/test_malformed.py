@@ -82,7 +82,7 @@ def by_accelerate(**fields: str) -> dict[str, str]:
 
 
 JSON_FILES = {
-    "json trailing comma": bad("ds.json:3:1: ", json='{\n  "bf16": {},\n}\n'),
+    "json without its end": bad("ds.json:3:1: ", json='{\n  "bf16": {},\n'),
     "json missing quote": bad("ds.json:2:3: ", json='{\n  bf16": {}\n}\n'),
     "json single quotes": bad("ds.json:1:2: ", json="{'bf16': {}}"),
     "json comment": bad("ds.json:2:3: ", json='{\n  // precision\n  "bf16": {}\n}\n'),
@@ -682,7 +682,7 @@ BAD = JSON_FILES | FLAGS | YAML_FILES | KEYS | TYPES | CONFLICTS
 BAD |= LAUNCHERS | COMBINATIONS | SEVERAL
 LONG = [pytest.mark.long]  # every launch takes ten seconds, and all go one way
 BY_LAUNCH = (
-    pytest.param("json trailing comma", marks=LONG),
+    pytest.param("json without its end", marks=LONG),
     "batch impossible",
     pytest.param("literal clip", marks=LONG),
     pytest.param("key zero_optimisation", marks=LONG),

@@ -41,7 +41,7 @@ def test_every_path_named_is_there():
 
 
 def test_every_example_is_in_the_tables():
-    scripts = {path.name for path in (ROOT / "examples").glob("*.*")}
+    scripts = {path.name for path in (ROOT / "examples").glob("[!_]*.*")}
     shown = {name for name in scripts if f"examples/{name}" in PAGE}
     assert scripts - shown == {"stdlib_corpus.py", "stdlib_text.py", "load_export.py"}
 
@@ -59,7 +59,7 @@ def test_every_example_can_be_imported_without_running(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.syspath_prepend(ROOT / "examples")
-    for path in (ROOT / "examples").glob("*.py"):
+    for path in (ROOT / "examples").glob("[!_]*.py"):
         module = importlib.import_module(path.stem)
         if path.stem != "stdlib_text":  # which the others read
             assert callable(module.main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from minimind.config.launcher_env import Launch, parent_command, with_dropped_co
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
-from minimind.runtime.hardware import HAS_BF16
+from minimind.runtime.hardware import HAS_BF16, compiler_fault, invisible_gpus_fault, list_gpus
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,13 @@ def read_setup(run: RunConfig, launch: Launch) -> Setup:
 
 
 def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
-    """Replace `compile = auto` by on or off."""
+    """Replace `compile = auto` by on or off; raise UsageError if on needs what is missing."""
     run = resolved.run
+    if run.compile == "on" and (fault := compiler_fault(device)):
+        raise UsageError(
+            f"compile = on ({run.sources['compile']}), but {fault}; correct that, or use"
+            " --compile off"
+        )
     if run.compile != "auto":
         return resolved
     blockers = {
@@ -88,6 +94,8 @@ def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
         "a model of transformers": run.hugging_face is not None,
     }
     reasons = [reason for reason, applies in blockers.items() if applies]
+    if not reasons and (fault := compiler_fault(device)):
+        reasons = [fault]
     source = f"derived: {reasons[0]}" if reasons else "derived: GPU"
     return replace(resolved, run=run.with_values(source, compile="off" if reasons else "on"))
 
@@ -100,9 +108,19 @@ def choose_device(run: RunConfig, launch: Launch) -> str:
 def device_for(requested: str, source: str, launch: Launch) -> str:
     """Resolve `auto`, `cuda` or `cpu`, which came from `source`."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if requested == "cuda" and not gpus:
-        raise UsageError(f"device = cuda ({source}), but torch sees no GPU here; use --device cpu")
-    if requested == "cpu" or not gpus:
+    if requested == "cpu":
+        return "cpu"
+    if not gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        fault, remedy = invisible_gpus_fault(list_gpus(), torch.version.cuda, visible)
+        if fault:  # training on the CPU instead would take days and look normal
+            raise UsageError(
+                f"device = {requested} ({source}), but {fault}; {remedy}, or use --device cpu"
+            )
+        if requested == "cuda":
+            raise UsageError(
+                f"device = cuda ({source}), but torch sees no GPU here; use --device cpu"
+            )
         return "cpu"
     if launch.local_world_size > gpus:
         raise UsageError(
@@ -120,6 +138,7 @@ def advice(setup: Setup, resolved: ResolvedConfig) -> list[str]:
         idle_gpus(setup.device, launch),
         single_process_advice(resolved, launch.world_size),
         slow_bf16(resolved.run, setup.device),
+        eager_on_gpu(resolved.run, setup.device),
         without_effect(resolved),
     )
     return [*filter(None, notices)]
@@ -168,6 +187,14 @@ def slow_bf16(run: RunConfig, device: str) -> str:
         "this CPU has no instructions for bfloat16, and transformers' layers take many times as"
         " long by it as by float32; --dtype float32 does without it"
     )
+
+
+def eager_on_gpu(run: RunConfig, device: str) -> str:
+    """Warning that --compile auto is off on a GPU because something is missing; else empty."""
+    fault = compiler_fault(device) if device == "cuda" and run.compile == "off" else ""
+    if not fault or run.sources["compile"] != f"derived: {fault}":
+        return ""
+    return f"warning  the model is not compiled, which is slower: {fault}"
 
 
 def without_effect(resolved: ResolvedConfig) -> str:

@@ -14,6 +14,7 @@ import torch
 
 from minimind.data.loader.row_order import Order
 from minimind.data.loader.token_shards import TokenShards
+from minimind.runtime.hardware import use_device
 
 ROWS_AT_ONCE = 1024  # row indices computed at once, for all steps that they cover
 # Smaller steps are read in blocks: handing over to a thread costs more than reading them.
@@ -115,7 +116,7 @@ class Batches:
         self._share = order.rows_per_step // world_size
         small = TOKENS_AT_ONCE // (self._share * row_tokens)
         self._steps_at_once = max(1, small) if workers else 1
-        self._reader = ThreadPoolExecutor(max(1, workers), thread_name_prefix="read-ahead")
+        self._reader = ThreadPoolExecutor(max(1, workers), "read-ahead", use_device, (device,))
         self._pending: dict[int, Future[Block]] = {}  # by number of the block
         self._last: Block | None = None  # the block of the last request
         self._index_lock = threading.Lock()

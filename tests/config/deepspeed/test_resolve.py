@@ -191,7 +191,7 @@ def test_a_precision_the_file_spells_out_is_the_runs():
 
 def test_malformed_json_is_reported_with_line_and_column(tmp_path):
     file = tmp_path / "ds.json"
-    file.write_text('{\n  "a": 1,\n}\n')
+    file.write_text('{\n  "a": 1,\n')
     with pytest.raises(UsageError, match=r"ds\.json:3:1"):
         read_deepspeed_json(str(file))
     file.write_text("[]")

@@ -147,6 +147,22 @@ def test_held_out_rows_are_the_first_ones(shards):
     assert len(held_out_rows(shards, 1000, ROW)) == 100
 
 
+def test_the_thread_that_reads_ahead_uses_the_gpu_of_its_rank(shards, monkeypatch):
+    """With a stand-in for CUDA: a new thread would make a context on GPU 0."""
+    chosen = []
+
+    def set_device(device: torch.device) -> None:
+        chosen.append((threading.current_thread().name, device))
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    device = torch.device("cuda", 3)
+    reader = Batches(shards, Order(100, 8, 1), ROW, 2, 0, 1, device)
+    reader.at(0)
+    reader.close()
+    assert chosen == [("read-ahead_0", device)]
+
+
 @pytest.mark.gpu
 def test_micro_batches_sent_to_a_gpu_arrive_whole(shards, monkeypatch):
     monkeypatch.setattr(batches_module, "TOKENS_AT_ONCE", 2 * 8 * ROW)  # so that blocks come and go

@@ -1,0 +1,1 @@
+"""Examples, each a script of its own."""
