@@ -59,6 +59,8 @@ def build_engine(resolved: ResolvedConfig, model: PreTrainedModel, device: str) 
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
         torch.use_deterministic_algorithms(True)
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high" if run.tf32 else "highest")
     build = _deepspeed if resolved.backend == "deepspeed" else _plain
     backend, actual = build(resolved, model, device)
     assert actual.type == device, f"requested {device}, got {actual}"
