@@ -88,8 +88,8 @@ class TrainingFlags:
         choices=("bfloat16", "float16", "float32"),
     )
     tf32: bool = flag(
-        "multiply float32 matrices as TensorFloat-32 on GPUs: several times as fast, with 10 bits of"
-        " mantissa instead of 23",
+        "multiply float32 matrices as TensorFloat-32 on GPUs: several times as fast, with 10 bits"
+        " of mantissa instead of 23",
         False,
         "optimizer",
     )

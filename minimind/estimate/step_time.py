@@ -34,9 +34,12 @@ ASSUMED = Rates(products=0.8, attention=0.35, memory=0.9)
 # Microseconds of the host per launch: what an operator takes on a CPU with tensors of a few
 # elements (docs/performance.md), and 3 more for a CUDA launch.
 LAUNCH_US = {"eager": 9.0, "compiled": 6.0}
-# Kernels of forward and backward pass: of a block, and of everything else.
-LAUNCHES = {"eager": (83, 38), "compiled": (39, 17)}
-UPDATE_LAUNCHES = 20  # of a step: copies, norm, clipping, AdamW, in multi-tensor kernels
+# Operators of forward and backward pass, each of which launches one kernel or more: of a block, and
+# of everything else. OUTSIDE is what a compiled model leaves to eager code, the mean of its loss.
+LAUNCHES = {"eager": (55, 25), "compiled": (42, 19)}
+OUTSIDE = 10
+UPDATE_LAUNCHES = 28  # of a step: copies, norm, clipping, AdamW, in multi-tensor kernels
+WEIGHTS = (9, 2)  # of a block, and others; each further micro-batch adds to every gradient
 FORWARD_AND_BACKWARD = 3  # products: the output, the gradients of its input and of its weight
 
 
@@ -84,7 +87,9 @@ class StepTime:
     @property
     def bound(self) -> str:
         """The part that takes longest, or `launches`."""
-        return "launches" if self.host > self.kernels else max(self.parts, key=self.parts.__getitem__)
+        return (
+            "launches" if self.host > self.kernels else max(self.parts, key=self.parts.__getitem__)
+        )
 
 
 def step_time(
@@ -99,7 +104,9 @@ def step_time(
         parts[work.part] = parts.get(work.part, 0.0) + work.seconds(gpu, rates)
     launches = step_launches(shape, layout, how)
     tokens = layout.rows * shape.max_seq_len * layout.accumulation_steps
-    return StepTime(parts, launches * LAUNCH_US[how] * 1e-6, flops_per_token(shape) * tokens, launches, gpu)
+    return StepTime(
+        parts, launches * LAUNCH_US[how] * 1e-6, flops_per_token(shape) * tokens, launches, gpu
+    )
 
 
 def step_work(shape: Shape, layout: Layout, how: str = "compiled") -> Iterator[Work]:
@@ -115,7 +122,10 @@ def step_work(shape: Shape, layout: Layout, how: str = "compiled") -> Iterator[W
     attention = 2 * tokens * shape.max_seq_len * e * (1 + 2.5) * layers
     # q, o, k, v; then q, o, their gradients, k, v and theirs
     yield Work("attention", attention, layers * tokens * b * (6 * e + 6 * kv))
-    yield Work("elementwise", 0, tokens * (layers * _block_bytes(shape, b, how) + 6 * b * e))
+    # Embedding, final norm; for a vocabulary its fp32 gradient, for q and k the permuted weights.
+    fixed = 18 * shape.vocab_size * e + 4 * b * layers * e * (e + kv) * (how == "compiled")
+    tokenwise = tokens * (layers * _block_bytes(shape, b, how) + 13 * b * e)
+    yield Work("elementwise", 0, tokenwise + micro_batches * fixed)
     yield Work("loss", 0, tokens * shape.vocab_size * _loss_bytes(b, how))
     yield Work("update", 0, shape.parameters * _update_bytes(b, micro_batches))
 
@@ -132,15 +142,15 @@ def _product(
 def _block_bytes(shape: Shape, b: int, how: str) -> int:
     """Bytes per token of norms, rotary position, SwiGLU and residual sums of a block.
 
-    Compiled, each is one kernel per pass, with the residual sum in the norm's; the gradients of a
-    norm's weight are one more. Eager, every operator reads its inputs and writes its result.
+    Compiled, each is one kernel per pass, with the sums of gradients in the norm's; the gradient of
+    a norm's weight is one more. Eager, every operator reads its inputs and writes its result.
     """
     e, kv, f = shape.dim, shape.kv_dim, shape.hidden_dim
     if how == "compiled":
-        forward = 8 * e + 2 * (e + kv) + 3 * f
+        forward = 10 * e + 2 * (e + kv) + 3 * f
         backward = (6 + 4 + 5 + 3) * e + 2 * (e + kv) + 5 * f
         return b * (forward + backward)
-    rotary = (2 * b + 6 * FP32) * (e + kv)  # fp32 copy, complex product, rounded copy
+    rotary = (2 * b + 4 * FP32) * (e + kv)  # fp32 copy, complex product, rounded copy
     forward = b * (2 * 2 * e + 2 * 3 * e + 5 * f)  # norms, residual sums, silu and product
     backward = b * (2 * 5 * e + 5 * 3 * e + 9 * f)  # norms, sums of gradients, SwiGLU
     return forward + backward + 2 * rotary
@@ -168,8 +178,9 @@ def _update_bytes(b: int, micro_batches: int) -> int:
 
 def step_launches(shape: Shape, layout: Layout, how: str = "compiled") -> int:
     """Return the number of kernels that the host launches in one optimizer step."""
-    block, rest = LAUNCHES[how]
-    return layout.accumulation_steps * (shape.n_layers * block + rest) + UPDATE_LAUNCHES
+    steps, (block, rest), (weights, others) = layout.accumulation_steps, LAUNCHES[how], WEIGHTS
+    added = (steps - 1) * (shape.n_layers * weights + others)
+    return steps * (shape.n_layers * block + rest) + added + UPDATE_LAUNCHES
 
 
 def estimate_lines(shape: Shape, layout: Layout, gpu: GPU, how: str) -> list[str]:
@@ -185,6 +196,6 @@ def estimate_lines(shape: Shape, layout: Layout, gpu: GPU, how: str) -> list[str
         f" ({least.mfu:.0%} MFU of {gpu.peak_tflops:g} TFLOP/s at most);",
         f"            at rates that kernels reach {likely.seconds * 1e3:.1f} ms ({likely.mfu:.0%}):"
         f" {parts};",
-        f"            {likely.launches:,} launches take the host {likely.host * 1e3:.1f} ms meanwhile;"
-        " not measured, without communication",
+        f"            {likely.launches:,} launches take the host {likely.host * 1e3:.1f} ms"
+        " meanwhile; not measured, without communication",
     ]

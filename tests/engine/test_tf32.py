@@ -13,30 +13,34 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.engine import build
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.runtime.hardware import set_numerics
 
 TINY = MiniMindConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
 
 
 @pytest.mark.parametrize(
-    ("words", "device", "expected"),
-    [
-        ("--dtype float32 --tf32", "cuda", ["high"]),
-        ("--dtype float32", "cuda", ["highest"]),
-        ("", "cuda", ["highest"]),
-        ("--dtype float32", "cpu", []),
-    ],
+    ("device", "tf32", "expected"),
+    [("cuda", True, ["high"]), ("cuda", False, ["highest"]), ("cpu", False, [])],
 )
 def test_products_in_float32_are_exact_unless_tf32_is_given(
-    words: str, device: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+    device: str, tf32: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """With a stand-in for the backend of a GPU."""
     requested: list[str] = []
-    stand_in: Any = lambda *_: (None, torch.device(device))  # noqa: E731 (a stand-in)
-    monkeypatch.setattr(build, "_plain", stand_in)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", requested.append)
-    resolved = ResolvedConfig(parse_flags(words.split()), "single")
-    build.build_engine(resolved, MiniMindForCausalLM(TINY), device)
+    set_numerics(device, False, tf32)
     assert requested == expected
+
+
+def test_the_engine_is_built_with_the_precision_of_the_run(monkeypatch: pytest.MonkeyPatch):
+    seen: list[tuple[str, bool, bool]] = []
+    monkeypatch.setattr(build, "set_numerics", lambda *values: seen.append(values))
+    monkeypatch.setattr(build, "configure_libraries", lambda device: None)
+    run = parse_flags("--dtype float32 --tf32".split())
+    model = MiniMindForCausalLM(TINY)
+    with pytest.raises(AssertionError, match="requested cuda, got cpu"):
+        monkeypatch.setattr(build, "_plain", lambda *_: (None, torch.device("cpu")))
+        build.build_engine(ResolvedConfig(run, "single"), model, "cuda")
+    assert seen == [("cuda", False, True)]
 
 
 def test_a_resume_that_changes_tf32_changes_the_dtype():
