@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.launches [--rounds 50] [--out FILE.json]
 
-Forward and backward pass in bf16, eager and compiled. On a GPU the host spends this time, and that
+Forward and backward pass in fp32, eager and compiled. On a GPU the host spends this time, and that
 of a CUDA launch, on every kernel (`minimind/estimate/step_time.py`).
 """
 
@@ -23,6 +23,7 @@ from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 
 LAYERS = 8
+FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view", "prim::")
 
 
 class Operators(TorchDispatchMode):
@@ -33,7 +34,7 @@ class Operators(TorchDispatchMode):
         self.number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_free = func.is_view or func.name().startswith(("aten::empty", "aten::detach"))
+        is_free = func.is_view or func.name().startswith(FREE)
         self.number += not is_free
         return func(*args, **(kwargs or {}))
 
@@ -42,7 +43,7 @@ def step_of(compiles: bool) -> Callable[[], None]:
     """A forward and backward pass of a model of its own."""
     shape: Any = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = MiniMindConfig(vocab_size=16, num_hidden_layers=LAYERS, **shape)
-    model: Any = MiniMindForCausalLM(config).bfloat16().train()
+    model: Any = MiniMindForCausalLM(config).train()
     text = torch.randint(16, (1, 3))
     forward = torch.compile(model.forward, dynamic=False) if compiles else model.forward
 

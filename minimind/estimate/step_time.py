@@ -31,8 +31,8 @@ DATA_SHEET = Rates()
 # FlashAttention-2 on an H100, by the abstract of FlashAttention-3 (Shah et al. 2024). memory: a
 # copy reaches 4.3 of 4.8 TB/s on an H200.
 ASSUMED = Rates(products=0.8, attention=0.35, memory=0.9)
-# Microseconds of the host per launch: what an operator takes on a CPU with tensors of a few
-# elements (docs/performance.md), and 3 more for a CUDA launch.
+# Microseconds of the host per launch, assumed. On a busy core of an AMD EPYC an eager operator with
+# a tensor of a few elements took 14, its arithmetic included (`benchmarks/launches.py`).
 LAUNCH_US = {"eager": 9.0, "compiled": 6.0}
 # Operators of forward and backward pass, each of which launches one kernel or more: of a block, and
 # of everything else. OUTSIDE is what a compiled model leaves to eager code, the mean of its loss.

@@ -37,8 +37,8 @@ def test_the_engine_is_built_with_the_precision_of_the_run(monkeypatch: pytest.M
     monkeypatch.setattr(build, "configure_libraries", lambda device: None)
     run = parse_flags("--dtype float32 --tf32".split())
     model = MiniMindForCausalLM(TINY)
+    monkeypatch.setattr(build, "_plain", lambda *_: (None, torch.device("cpu")))
     with pytest.raises(AssertionError, match="requested cuda, got cpu"):
-        monkeypatch.setattr(build, "_plain", lambda *_: (None, torch.device("cpu")))
         build.build_engine(ResolvedConfig(run, "single"), model, "cuda")
     assert seen == [("cuda", False, True)]
 
