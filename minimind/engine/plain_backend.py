@@ -23,6 +23,7 @@ from minimind.engine.optimizer_state import ZeroState
 from minimind.engine.optimizer_state_adapters import zero_state
 from minimind.model.experts import Routing
 
+_copy_each: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] (not listed)
 # Elements per multi-tensor copy: one kernel on a GPU instead of one per weight, without a second
 # copy of all gradients in memory.
 COPIED_AT_ONCE = 2**24
@@ -91,14 +92,14 @@ class MasterWeights:
                     grads.append(master.grad)
                 low.grad = None
             if grads:
-                torch._foreach_copy_(grads, lows)
+                _copy_each(grads, lows)
 
     @torch.no_grad()
     def put_weights(self) -> None:
         """Round the fp32 copies into the weights."""
         for batch in self._batches():
             lows, masters = zip(*batch, strict=True)
-            torch._foreach_copy_(lows, masters)
+            _copy_each(lows, masters)
 
 
 class PlainBackend:

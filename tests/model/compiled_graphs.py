@@ -83,7 +83,8 @@ def schedule(model: Any, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(activation_checkpointing, "recompute", kept)
     graphs = Graphs()
     torch._dynamo.reset()
-    backend = partial(compile_fx, inner_compile=graphs.compile)
+    inner_compile: Any = graphs.compile
+    backend = partial(compile_fx, inner_compile=inner_compile)
     forward: Any = torch.compile(model.forward, dynamic=False, backend=backend)
     out = forward(input_ids=rows[:, :-1], shift_labels=rows[:, 1:], loss_chunk_size=0)
     (out.loss_sum / out.targets).backward()
