@@ -53,7 +53,7 @@ def identity(
         },
         "tokenizer": {"sha256": prepared.tokenizer.fingerprint},
         "model": model,
-        "dtype": {"dtype": run.dtype},
+        "dtype": {"dtype": "tf32" if run.tf32 else run.dtype},
         "seed": {"seed": run.seed},
     }
 

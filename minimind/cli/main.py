@@ -27,6 +27,7 @@ from minimind.config.arguments import (
 )
 from minimind.config.run_config import DISTRIBUTION
 from minimind.errors import Interrupted, RunError, UsageError, known_error
+from minimind.estimate.gpus import GPUS, known_gpu
 from minimind.runtime.durable_files import escape_unencodable, printing
 from minimind.runtime.terminal import guarded, printable
 
@@ -67,7 +68,9 @@ def _add_plan(subs: Any) -> None:
     add("--gpus", "--world_size", type=at_least(1), default=1, help=text)
     text = "memory of one GPU: 24GiB, 24GB (10^9 bytes), 80G (as GiB), 512MiB"
     add("--memory", type=size_in_bytes, help=text)
-    text = "10^12 FLOPs a second of one GPU in --dtype, dense"
+    text = "model of the GPUs, to estimate the time of a step"
+    add("--gpu_model", choices=[gpu.name for gpu in GPUS if gpu.bandwidth], help=text)
+    text = "10^12 FLOPs a second of one GPU in --dtype, dense (default: that of --gpu_model)"
     add("--peak_tflops", type=positive, help=text)
     add("--mfu", type=share, default=0.4, help="fraction of the peak that is reached")
     add("--tokens", type=positive, help="tokens to train on, such as 1e9")
@@ -121,7 +124,9 @@ def run_plan(args: argparse.Namespace) -> None:
     """Print what every ZeRO stage needs, and the command to start."""
     from minimind.estimate.plan import Machine, plan
 
-    machine = Machine(args.gpus, args.memory, args.peak_tflops, args.mfu, args.tokens)
+    gpu = args.gpu_model and known_gpu(args.gpu_model)
+    peak = args.peak_tflops or (gpu.peak_tflops if gpu else None)
+    machine = Machine(args.gpus, args.memory, peak, args.mfu, args.tokens, gpu)
     print(plan(args.run_flags, machine))
 
 

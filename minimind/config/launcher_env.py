@@ -53,6 +53,8 @@ DROPPED = (
     "gradient_clipping",
 )
 ACCELERATE = re.compile(r"(.*/)?accelerate(-launch|[./]commands[./].+)?")
+# Settings of torch's allocators; torch 2.9 deprecates the others, which have precedence.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 READ_BY_US = tuple(
     f"ACCELERATE_{part}_" for part in ("DEEPSPEED", "CONFIG", "USE", "GRADIENT", "MIXED", "DYNAMO")
 )
@@ -213,6 +215,15 @@ def set_rendezvous_defaults(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("MASTER_ADDR", "127.0.0.1")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         environ.setdefault(name, value)
+
+
+def set_allocator_defaults(environ: MutableMapping[str, str]) -> None:
+    """Let torch's CUDA allocator grow its segments, which avoids fragmentation.
+
+    Call before torch is imported, since it reads the variable once. Settings of the user are kept.
+    """
+    if not any(environ.get(name) for name in ALLOCATOR):
+        environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def configure_libraries(device: str) -> None:

@@ -87,6 +87,12 @@ class TrainingFlags:
         "optimizer",
         choices=("bfloat16", "float16", "float32"),
     )
+    tf32: bool = flag(
+        "multiply float32 matrices as TensorFloat-32 on GPUs: several times as fast, with 10 bits"
+        " of mantissa instead of 23",
+        False,
+        "optimizer",
+    )
 
     max_skipped: int = flag(
         "non-finite steps to skip before the run ends with status 6; counted since step 0, in"
@@ -207,10 +213,11 @@ class PlaceFlags:
     )
     loss: str = flag(
         "compute the logits of a micro-batch at once (full), or of 1,024 positions at a time,"
-        " recomputed in the backward pass (chunked): less memory, slower",
-        "full",
+        " recomputed in the backward pass (chunked): less memory, slower; auto: chunked on GPUs if"
+        " the model is not compiled",
+        "auto",
         "engine",
-        choices=("full", "chunked"),
+        choices=("auto", "full", "chunked"),
     )
     deepspeed_config: str | None = flag(
         "DeepSpeed JSON, its 'auto' values filled from these flags; none: train without DeepSpeed"

@@ -38,6 +38,7 @@ from minimind.engine.optimizer import adamw, parameter_groups, trial_optimizer
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.errors import RendezvousError, StorageError, UsageError
 from minimind.runtime.collectives import collective_backend, lost_peers, rendezvous
+from minimind.runtime.hardware import set_numerics
 from minimind.runtime.terminal import phase
 
 # Raised by DeepSpeed and torch's optimizers for a configuration they do not support.
@@ -56,9 +57,7 @@ def build_engine(resolved: ResolvedConfig, model: PreTrainedModel, device: str) 
     run = resolved.run
     parameters = sum(p.numel() for p in model.parameters())
     configure_libraries(device)
-    if run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
-        torch.use_deterministic_algorithms(True)
+    set_numerics(device, run.deterministic, run.tf32)
     build = _deepspeed if resolved.backend == "deepspeed" else _plain
     backend, actual = build(resolved, model, device)
     assert actual.type == device, f"requested {device}, got {actual}"

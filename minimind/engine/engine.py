@@ -14,6 +14,7 @@ from minimind.engine.deepspeed_backend import Backend
 from minimind.engine.loss_of_batch import (
     CompileClock,
     compute_loss,
+    eval_chunk_positions,
     loss_chunk_positions,
     mean_routing,
     uncompiled,
@@ -35,6 +36,7 @@ class Engine(Ranks):
         self.resolved = resolved
         self.device = device
         self.loss_chunk_size = loss_chunk_positions(resolved.run)
+        self.eval_chunk_size = eval_chunk_positions(resolved.run, device)
         self.compiling = CompileClock(resolved.run)
 
     @property
@@ -108,5 +110,5 @@ class Engine(Ranks):
         inputs = rows[:, :-1].clamp(min=0)  # ignored positions need valid ids
         # Uncompiled: batches of other shapes than in training would trigger recompilation.
         with lost_peers(), uncompiled(self.model):
-            loss = compute_loss(self.backend.forward, inputs, rows[:, 1:], self.loss_chunk_size)
+            loss = compute_loss(self.backend.forward, inputs, rows[:, 1:], self.eval_chunk_size)
         return loss.loss_sum, loss.tokens

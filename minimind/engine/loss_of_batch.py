@@ -28,6 +28,12 @@ def loss_chunk_positions(run: RunConfig) -> int:
     return CHUNK if run.loss == "chunked" else 0
 
 
+def eval_chunk_positions(run: RunConfig, device: torch.device) -> int:
+    """The same for validation, which is not compiled: on a GPU always in parts."""
+    is_ours = run.hugging_face is None
+    return CHUNK if device.type == "cuda" and is_ours else loss_chunk_positions(run)
+
+
 @dataclass(frozen=True)
 class MicroBatchLoss:
     """Summed cross-entropy, number of targets and routing of one micro-batch."""

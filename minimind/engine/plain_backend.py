@@ -23,6 +23,10 @@ from minimind.engine.optimizer_state import ZeroState
 from minimind.engine.optimizer_state_adapters import zero_state
 from minimind.model.experts import Routing
 
+_copy_each: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] (not listed)
+# Elements per multi-tensor copy: one kernel on a GPU instead of one per weight, without a second
+# copy of all gradients in memory.
+COPIED_AT_ONCE = 2**24
 Groups = list[dict[str, Any]]
 OptimizerOf = Callable[[Groups], torch.optim.Optimizer]
 
@@ -62,20 +66,40 @@ class MasterWeights:
         masters = zip(groups, self.fp32_groups, strict=True)
         self.optimizer = optimizer([{**group, "params": params} for group, params in masters])
 
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _batches(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Weights with their fp32 copies, COPIED_AT_ONCE elements at a time."""
+        batch: list[tuple[torch.Tensor, torch.Tensor]] = []
+        elements = 0
         for lows, masters in zip(self.fp16_groups, self.fp32_groups, strict=True):
-            yield from zip(lows, masters, strict=True)
+            for low, master in zip(lows, masters, strict=True):
+                if batch and elements + low.numel() > COPIED_AT_ONCE:
+                    yield batch
+                    batch, elements = [], 0
+                batch.append((low, master))
+                elements += low.numel()
+        yield batch
 
     def take_gradients(self) -> None:
         """Move the gradients from the weights to their fp32 copies."""
-        for low, master in self._pairs():
-            master.grad = None if low.grad is None else low.grad.float()
-            low.grad = None
+        for batch in self._batches():
+            lows: list[torch.Tensor] = []
+            grads: list[torch.Tensor] = []
+            for low, master in batch:
+                master.grad = None
+                if low.grad is not None:
+                    master.grad = torch.empty_like(master)
+                    lows.append(low.grad)
+                    grads.append(master.grad)
+                low.grad = None
+            if grads:
+                _copy_each(grads, lows)
 
+    @torch.no_grad()
     def put_weights(self) -> None:
         """Round the fp32 copies into the weights."""
-        for low, master in self._pairs():
-            low.data.copy_(master)
+        for batch in self._batches():
+            lows, masters = zip(*batch, strict=True)
+            _copy_each(lows, masters)
 
 
 class PlainBackend:

@@ -17,10 +17,12 @@ from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfi
 from minimind.errors import UsageError, fault_error
 from minimind.estimate import costs
 from minimind.estimate.costs import Layout, Memory
+from minimind.estimate.gpus import GPU
 from minimind.estimate.shape import Shape, shape_of
+from minimind.estimate.step_time import estimate_lines
 
 HEADROOM = 0.1  # for the CUDA context, the libraries' own buffers and fragmentation
-OWN_FLAGS = ("gpus", "world_size", "memory", "peak_tflops", "mfu", "tokens")
+OWN_FLAGS = ("gpus", "world_size", "gpu_model", "memory", "peak_tflops", "mfu", "tokens")
 GIB = 2**30
 
 
@@ -33,6 +35,7 @@ class Machine:
     peak_tflops: float | None = None  # of one device, 10^12 FLOPs a second
     mfu: float = 0.4
     tokens: float | None = None
+    gpu: GPU | None = None  # its model
 
 
 def plan(argv: Sequence[str], machine: Machine) -> str:
@@ -91,6 +94,9 @@ def plan_text(
         f"FLOPs       {flops / 1e9:.3g} G per token (6 x {active}weights + 12 x layers x dim x T),"
         f" {flops * tokens / 1e12:.3g} T per step",
     ]
+    if machine.gpu:
+        how = "eager" if run.compile == "off" or here.stage == 3 else "compiled"
+        lines += estimate_lines(shape, here, machine.gpu, how)
     if machine.tokens and machine.peak_tflops:
         needed = costs.seconds(shape, machine.tokens, world_size, machine.peak_tflops, machine.mfu)
         lines.append(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
+from minimind.config.launcher_env import set_allocator_defaults
 from minimind.config.parse import parse_flags
 from minimind.runtime.environment import rank_of, require_environment
 from minimind.runtime.exit import Ending
@@ -26,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
 def _main(argv: Sequence[str]) -> int:
     # Read when torch is imported: silences messages of the profiler of --trace_steps.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    set_allocator_defaults(os.environ)
     progress = Progress(rank=rank_of(os.environ))
     ending = Ending(progress, debug="--debug" in argv)
     ending.watch()

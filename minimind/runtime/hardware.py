@@ -61,6 +61,18 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def set_numerics(device: str, deterministic: bool, tf32: bool) -> None:
+    """Set deterministic kernels, and the precision of float32 products on a GPU, in this process.
+
+    Without `deterministic` the former is left as it is; the latter is always set.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
+        torch.use_deterministic_algorithms(True)
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+
+
 def command_output(command: Sequence[str]) -> str:
     """Return the standard output of a command; "" if it is missing, fails or takes too long."""
     try:

@@ -42,6 +42,9 @@ class _CallableModule(ModuleType):
         """
         require_environment(os.environ)  # before torch reads it
         environ, handlers = dict(os.environ), {n: signal.getsignal(n) for n in CAUGHT}
+        from minimind.config.launcher_env import set_allocator_defaults
+
+        set_allocator_defaults(os.environ)  # torch may have read it already
         import torch.distributed as dist
 
         from minimind.config.parse import build_config

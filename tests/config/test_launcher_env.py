@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +15,14 @@ from minimind.config.deepspeed.backend_choice import advice, choose_device, idle
 from minimind.config.launcher_env import (
     Launch,
     read_launch,
+    set_allocator_defaults,
     set_rendezvous_defaults,
     with_dropped_config,
 )
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import RendezvousError, UsageError
+from tests.conftest import ROOT
 
 GIVEN = "accelerate launch (YAML or flag)"
 SHIPPED = str(DEFAULT_DEEPSPEED_CONFIG)
@@ -241,3 +246,28 @@ def test_transformers_layers_in_bf16_are_stated_to_crawl_where_a_cpu_has_no_inst
         assert report(model).count("--dtype float32") == count
         assert report(f"{model} --dtype float32") == report("--model 26m") == ""
         assert report(model, "cuda") == ""
+
+
+def test_the_allocator_grows_its_segments_unless_the_user_set_it():
+    fresh: dict[str, str] = {}
+    set_allocator_defaults(fresh)
+    assert fresh == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        kept = {name: "max_split_size_mb:128"}
+        set_allocator_defaults(kept)
+        assert kept == {name: "max_split_size_mb:128"}
+
+
+def test_the_allocator_is_set_before_torch_is_imported():
+    """torch reads the variable once; `train_pretrain.py` imports torch after the flags."""
+    code = (
+        "import os, sys; from minimind.launch.train_pretrain import main;"
+        " status = main(['--dim', '0']);"
+        " assert 'torch' not in sys.modules; assert status == 2;"
+        " print(os.environ['PYTORCH_ALLOC_CONF'])"
+    )
+    environ = {k: v for k, v in os.environ.items() if "ALLOC_CONF" not in k}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.strip().endswith("expandable_segments:True"), done.stderr

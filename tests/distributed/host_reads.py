@@ -152,6 +152,11 @@ if __name__ == "__main__":
         for stage in (0, 1, 2)
         for dtype in ("bfloat16", "float32")
     }
+    cases["stage 2, bfloat16, 4 micro-batches"] = Case(2, "bfloat16", 4)
+    unclipped = {"gradient_clipping": 0.0}
+    cases["stage 2, bfloat16, no clipping"] = Case(2, "bfloat16", edits=unclipped)
+    without = {**unclipped, "zero_optimization.compute_grad_norm": False}
+    cases["stage 2, bfloat16, no norm"] = Case(2, "bfloat16", edits=without)
     reported = {name: reads_of_steps(case, device) for name, case in cases.items()}
     print(json.dumps(reported, indent=1))
     if len(sys.argv) > 1:

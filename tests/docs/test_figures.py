@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,10 @@ from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
 from minimind.errors import UsageError
 from minimind.estimate.costs import Layout, memory
+from minimind.estimate.gpus import known_gpu
 from minimind.estimate.plan import Machine, plan
 from minimind.estimate.shape import shape_of
+from minimind.estimate.step_time import ASSUMED, DATA_SHEET, Rates, StepTime, step_time, step_work
 from tests.conftest import ROOT
 from tests.docs.pages import PAGES, blocks, rows
 
@@ -101,3 +105,51 @@ def test_every_exit_status_is_reported_with_its_name(page: str, heading: str):
     known = {(kind.status, kind.code) for kind in kinds if issubclass(kind, errors.RunError)}
     report = {(int(cells[0]), cells[1].strip("`")) for cells in rows(PAGES[page], heading)}
     assert report == known | {(0, "")}
+
+
+STEPS = {"26m": 32, "104m": 16, "0.4b": 8}  # rows of 1,024 tokens in a micro-batch
+H100, H200 = (gpu for name in ("H100", "H200") if (gpu := known_gpu(name)))
+
+
+def step_column(name: str) -> dict[str, str]:
+    """The column of a preset in the table of a step; pairs are of H100 and H200."""
+    shape = replace(shape_of(parse_flags(["--model", name])), max_seq_len=1024)
+    layout = Layout(None, 1, "bfloat16", STEPS[name])
+    flops: Counter[str] = Counter()
+    moved: Counter[str] = Counter()
+    for work in step_work(shape, layout):
+        flops[work.part] += int(work.flops)
+        moved[work.part] += int(work.bytes)
+
+    def both(rates: Rates, how: str = "compiled", micro_batches: int = 1) -> list[StepTime]:
+        large = replace(layout, accumulation_steps=micro_batches)
+        return [step_time(shape, large, gpu, rates, how) for gpu in (H100, H200)]
+
+    def milliseconds(times: list[StepTime]) -> str:
+        return ", ".join(f"{time.kernels * 1e3:.1f} ms" for time in times)
+
+    def share(times: list[StepTime]) -> str:
+        return ", ".join(f"{time.mfu:.0%}" for time in times)
+
+    least, likely, eager = both(DATA_SHEET), both(ASSUMED), both(ASSUMED, "eager")
+    parts = {
+        part: f"{flops[part] / 1e12:.2f}, {moved[part] / 1e9:.2f}, {seconds * 1e3:.1f} ms"
+        for part, seconds in likely[0].parts.items()
+    }
+    return {
+        **parts,
+        "launches, compiled": f"{likely[0].launches:,}, {likely[0].host * 1e3:.1f} ms",
+        "launches, eager": f"{eager[0].launches:,}, {eager[0].host * 1e3:.1f} ms",
+        "all kernels at the data sheet's rates": milliseconds(least),
+        "all kernels at assumed rates": milliseconds(likely),
+        "MFU at most": share(least),
+        "MFU at assumed rates": share(likely),
+        "the same with 8 micro-batches in a step": share(both(ASSUMED, "compiled", 8)),
+        "the same, eager": share(eager),
+    }
+
+
+def test_the_table_of_a_step_is_that_of_the_estimate():
+    columns = [step_column(name) for name in STEPS]
+    expected = [[what, *(column[what] for column in columns)] for what in columns[0]]
+    assert rows(PAGES["performance.md"], "## What bounds a step on an H100") == expected

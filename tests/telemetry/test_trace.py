@@ -13,7 +13,8 @@ from minimind.architecture.select import MiniMind
 from minimind.config.parse import parse_flags
 from minimind.engine.phase_clock import PHASES, PhaseClock
 from minimind.errors import StorageError, UsageError
-from minimind.telemetry.mfu import VENDOR, is_model, mfu_per_speed, peak_of, peak_text
+from minimind.estimate.gpus import known_gpu
+from minimind.telemetry.mfu import mfu_per_speed, peak_of, peak_text
 from minimind.telemetry.trace import Trace, traced_steps
 
 CPU = torch.device("cpu")
@@ -109,7 +110,8 @@ def test_a_start_within_the_steps_leaves_the_traces_before_it(tmp_path: Path):
     ],
 )
 def test_a_gpu_is_known_by_whole_words(name, expected):
-    assert next((model for model in VENDOR if is_model(model, name)), None) == expected
+    gpu = known_gpu(name)
+    assert (gpu and gpu.name) == expected
 
 
 def test_mfu_is_flops_over_a_stated_peak():

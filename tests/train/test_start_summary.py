@@ -95,7 +95,7 @@ def test_a_start_fits_20_lines_of_100_columns(backend: str, flags: str):
     assert f"backend {backend.split(',')[0]}" in report
     if not flags:
         assert "flags max_steps 40, batch_size 2, device cpu preset dim 192, n_layers 4" in report
-        assert "derived compile off (no GPU)" in report
+        assert "derived compile off, loss full (no GPU)" in report
         assert "default" not in report
         assert "these are not all" not in report
 

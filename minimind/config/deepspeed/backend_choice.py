@@ -39,14 +39,14 @@ class Setup:
         world_size, run = self.launch.world_size, self.run
         if self.backend == "deepspeed":
             place = (self.document, self.path, run, world_size, self.device)
-            return with_compile(resolve(*place, schedule, self.launch, sections), self.device)
+            return with_choices(resolve(*place, schedule, self.launch, sections), self.device)
         faults: list[str] = []
         run = apply_launch(run, self.launch, faults)
         faults += precision_faults(run, self.device)
         if faults:
             raise fault_error(faults)
         run.micro_batch_rows(world_size)  # raises if the batch does not divide evenly
-        return with_compile(ResolvedConfig(run, self.backend), self.device)
+        return with_choices(ResolvedConfig(run, self.backend), self.device)
 
 
 def read_setup(run: RunConfig, launch: Launch) -> Setup:
@@ -74,6 +74,29 @@ def read_setup(run: RunConfig, launch: Launch) -> Setup:
     if "zero_optimization.stage" in launch.deepspeed:  # else 2, which is Accelerate's default too
         put(document, "zero_optimization.stage", AUTO)
     return Setup(run, launch, device, "deepspeed", document, shipped)
+
+
+def with_choices(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
+    """Replace the `auto` of --compile and then of --loss."""
+    return with_loss(with_compile(resolved, device), device)
+
+
+def with_loss(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
+    """Replace `loss = auto`: chunked where float32 logits of all positions would fill a GPU.
+
+    Compiled, the logits are kept in the dtype of the weights. On CPUs full is faster.
+    """
+    run = resolved.run
+    if run.loss != "auto":
+        return resolved
+    full = {
+        "no GPU": device != "cuda",
+        "a model of transformers": run.hugging_face is not None,
+        "compiled": run.compile == "on",
+    }
+    reason = next((reason for reason, applies in full.items() if applies), "not compiled")
+    chosen = "chunked" if reason == "not compiled" else "full"
+    return replace(resolved, run=run.with_values(f"derived: {reason}", loss=chosen))
 
 
 def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
@@ -139,6 +162,7 @@ def advice(setup: Setup, resolved: ResolvedConfig) -> list[str]:
         single_process_advice(resolved, launch.world_size),
         slow_bf16(resolved.run, setup.device),
         eager_on_gpu(resolved.run, setup.device),
+        exact_float32(resolved.run, setup.device),
         without_effect(resolved),
     )
     return [*filter(None, notices)]
@@ -195,6 +219,16 @@ def eager_on_gpu(run: RunConfig, device: str) -> str:
     if not fault or run.sources["compile"] != f"derived: {fault}":
         return ""
     return f"warning  the model is not compiled, which is slower: {fault}"
+
+
+def exact_float32(run: RunConfig, device: str) -> str:
+    """Advice that float32 products can use the tensor cores of a GPU; else empty."""
+    if device != "cuda" or run.dtype != "float32" or run.is_explicit("tf32"):
+        return ""
+    return (
+        "float32 matrices are multiplied exactly, without tensor cores; --tf32 is several times as"
+        " fast, with 10 bits of mantissa"
+    )
 
 
 def without_effect(resolved: ResolvedConfig) -> str:

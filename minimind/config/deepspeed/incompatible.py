@@ -125,10 +125,15 @@ def _batch(config: Mapping[str, Any], run: RunConfig, world_size: int) -> list[s
 
 
 def precision_faults(run: RunConfig, device: str) -> list[str]:
-    """Fault of float16 on a CPU, with or without DeepSpeed."""
-    if run.dtype != "float16" or device != "cpu":
-        return []
-    return [f"dtype = float16 ({run.sources['dtype']}) needs a GPU; use bfloat16 or float32 here"]
+    """Faults of float16 and TF32 where they do not apply, with or without DeepSpeed."""
+    faults = []
+    if run.dtype == "float16" and device == "cpu":
+        place = run.sources["dtype"]
+        faults.append(f"dtype = float16 ({place}) needs a GPU; use bfloat16 or float32 here")
+    if run.tf32 and (run.dtype != "float32" or device == "cpu"):
+        where = "on a CPU" if device == "cpu" else f"in {run.dtype} ({run.sources['dtype']})"
+        faults.append(f"tf32 = True ({run.sources['tf32']}) has no effect {where}; drop it")
+    return faults
 
 
 def _precision(config: Mapping[str, Any], run: RunConfig, device: str, stage: int) -> list[str]:

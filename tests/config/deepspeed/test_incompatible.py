@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minimind.config.deepspeed import backend_choice
-from minimind.config.deepspeed.backend_choice import with_compile
+from minimind.config.deepspeed.backend_choice import exact_float32, with_choices, with_compile
 from minimind.config.deepspeed.config_values import put
 from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
 from minimind.config.launcher_env import Launch, read_launch
@@ -281,3 +281,44 @@ def test_lion_on_a_cpu_needs_its_cpu_class():
     with pytest.raises(UsageError, match="Lion runs on a CPU only with offload_optimizer"):
         resolve(config, "ds.json", parse_flags([]), 1, "cpu")
     resolve(config, "ds.json", parse_flags([]), 1, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "why"),
+    [
+        ("--tf32", "cuda", r"no effect in bfloat16 \(default\)"),
+        ("--tf32 --dtype float16", "cuda", r"no effect in float16 \(--dtype\)"),
+        ("--tf32 --dtype float32", "cpu", "no effect on a CPU"),
+    ],
+)
+def test_tf32_is_refused_where_it_has_no_effect(words: str, device: str, why: str):
+    with pytest.raises(UsageError, match=rf"tf32 = True \(--tf32\) has {why}; drop it"):
+        resolved(words, {}, device=device)
+
+
+def test_tf32_is_advised_once_where_it_would_help():
+    exact = resolved("--dtype float32", {}, device="cuda").run
+    assert "--tf32 is several times as fast" in exact_float32(exact, "cuda")
+    for words in ("--dtype float32 --tf32", "--dtype float32 --no-tf32", ""):
+        assert exact_float32(resolved(words, {}, device="cuda").run, "cuda") == ""
+    assert exact_float32(exact, "cpu") == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "loss", "why"),
+    [
+        ("", "cpu", "full", "no GPU"),
+        ("--compile on", "cpu", "full", "no GPU"),
+        ("--compile on", "cuda", "full", "compiled"),
+        ("--compile off", "cuda", "chunked", "not compiled"),
+    ],
+)
+def test_logits_of_all_positions_are_not_widened_on_a_gpu(
+    words: str, device: str, loss: str, why: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(backend_choice, "compiler_fault", lambda device: "")
+    found = with_choices(ResolvedConfig(parse_flags(words.split()), "single"), device).run
+    assert (found.loss, found.sources["loss"]) == (loss, f"derived: {why}")
+    for requested in ("full", "chunked"):
+        run = parse_flags([*words.split(), "--loss", requested])
+        assert with_choices(ResolvedConfig(run, "single"), device).run.loss == requested

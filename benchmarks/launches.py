@@ -1,0 +1,90 @@
+"""Time of the host per operator: a step of the 26m preset's depth with tensors of a few elements.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.launches [--rounds 50] [--out FILE.json]
+
+Forward and backward pass in fp32, eager and compiled. On a GPU the host spends this time, and that
+of a CUDA launch, on every kernel (`minimind/estimate/step_time.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.record import arguments, record
+from minimind.estimate.step_time import LAUNCHES
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.decoder import MiniMindForCausalLM
+
+LAYERS = 8
+FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view", "prim::")
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators that compute; views and allocations launch nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_free = func.is_view or func.name().startswith(FREE)
+        self.number += not is_free
+        return func(*args, **(kwargs or {}))
+
+
+def step_of(compiles: bool) -> Callable[[], None]:
+    """A forward and backward pass of a model of its own."""
+    shape: Any = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = MiniMindConfig(vocab_size=16, num_hidden_layers=LAYERS, **shape)
+    model: Any = MiniMindForCausalLM(config).train()
+    text = torch.randint(16, (1, 3))
+    forward = torch.compile(model.forward, dynamic=False) if compiles else model.forward
+
+    def step() -> None:
+        out = forward(input_ids=text[:, :-1], shift_labels=text[:, 1:], loss_chunk_size=0)
+        (out.loss_sum / out.targets).backward()
+        model.zero_grad()
+
+    return step
+
+
+def launches(step: Callable[[], None], compiles: bool) -> int:
+    """Operators of an eager step; kernels of a compiled one, as the estimate states them."""
+    if compiles:
+        block, rest = LAUNCHES["compiled"]
+        return LAYERS * block + rest
+    with Operators() as found:
+        step()
+    return found.number
+
+
+def main() -> None:
+    """Run it, print microseconds per launch, write the JSON."""
+    parser = arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=50)
+    given = parser.parse_args()
+    before, found = os.getloadavg(), {}
+    for name in ("eager", "compiled"):
+        step = step_of(name == "compiled")
+        number = launches(step, name == "compiled")
+        step()
+        spent = []
+        for _ in range(given.rounds):
+            started = time.perf_counter()
+            step()
+            spent.append((time.perf_counter() - started) * 1e6)
+        micros = statistics.median(spent)
+        found[name] = {"step_us": micros, "launches": number, "us": micros / number}
+        print(f"{name:<9}{micros:,.0f} us, {number} launches, {micros / number:.1f} us each")
+    record(given.out, "launches", before, found=found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Peak and memory bandwidth of known GPUs, from NVIDIA's data sheets."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GPU:
+    """Rates of one GPU as printed by its vendor; no kernel reaches them."""
+
+    name: str
+    peak_tflops: float  # dense bf16 with fp32 accumulation, 10^12 FLOPs a second
+    bandwidth: float | None = None  # of its memory, 10^12 bytes a second; None: varies
+
+
+# From NVIDIA's data sheets and white papers (many print the sparse peak, which is twice as high).
+# The first entry that matches the device name counts. A100: of 80 GB.
+GPUS = (
+    GPU("GB200", 2500.0, 8.0),
+    GPU("B200", 2250.0, 8.0),
+    GPU("H200", 989.4, 4.8),
+    GPU("H100 PCIe", 756.0, 2.0),
+    GPU("H100 NVL", 835.0, 3.9),
+    GPU("H100", 989.4, 3.35),
+    GPU("GH200", 989.4),
+    GPU("A100 PCIe", 312.0, 1.935),
+    GPU("A100", 312.0, 2.039),
+    GPU("A800", 312.0, 2.039),
+    GPU("H800", 989.4, 3.35),
+    GPU("L40S", 362.0, 0.864),
+    GPU("L40", 181.0, 0.864),
+    GPU("L4", 121.0, 0.3),
+    GPU("A40", 150.0, 0.696),
+    GPU("A30", 165.0, 0.933),
+    GPU("A10", 125.0, 0.6),
+    GPU("RTX 5090", 209.5, 1.792),
+    GPU("RTX 4090", 165.2, 1.008),
+    GPU("RTX 3090", 71.0, 0.936),
+)
+
+
+def known_gpu(name: str) -> GPU | None:
+    """Return the entry for a device name such as `NVIDIA H100 80GB HBM3`; None if there is none."""
+    return next((gpu for gpu in GPUS if is_model(gpu.name, name)), None)
+
+
+def is_model(model: str, name: str) -> bool:
+    """Whether device `name` is exactly that model, not a variant, a laptop GPU or a MIG slice."""
+    other = r"(?! Laptop| D\b| Ti\b| NVL| PCIe| .*\bMIG\b)"
+    return re.search(rf"\b{model}\b{other}", name) is not None
