@@ -189,6 +189,10 @@ def test_too_few_gpus_are_refused_and_too_many_are_reported(monkeypatch):
     assert idle_gpus("cpu", Launch()) == ""
     with pytest.raises(UsageError, match="8 processes were started here and 4 GPUs are visible"):
         choose_device(run, Launch(world_size=8, local_world_size=8))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as `srun --gpus-per-task 1` sets it
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UsageError, match=r"visible \(CUDA_VISIBLE_DEVICES = 3\); .*every process"):
+        choose_device(run, Launch(world_size=8, local_world_size=8))
     assert choose_device(parse_flags(["--device", "cpu"]), Launch(local_world_size=8)) == "cpu"
 
 

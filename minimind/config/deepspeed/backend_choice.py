@@ -123,9 +123,13 @@ def device_for(requested: str, source: str, launch: Launch) -> str:
             )
         return "cpu"
     if launch.local_world_size > gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        by = f" (CUDA_VISIBLE_DEVICES = {visible})" if visible is not None else ""
+        more = ", make all of them visible to every process" if by else ""
         raise UsageError(
-            f"{launch.local_world_size} processes were started here and {gpus} GPUs are visible;"
-            f" start {gpus} (NUM_PROCESSES={gpus} bash run_accelerate.sh ...), or use --device cpu"
+            f"{launch.local_world_size} processes were started here and {gpus} GPUs are visible"
+            f"{by}; start {gpus} (NUM_PROCESSES={gpus} bash run_accelerate.sh ...){more}, or use"
+            " --device cpu"
         )
     return "cuda"
 
