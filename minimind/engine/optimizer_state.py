@@ -91,9 +91,9 @@ class ZeroState:
 
         Counts on a device are read together, with one wait.
         """
-        steps = [s.get("step", 0) for s in self.base.state.values() if s]
-        if len({getattr(step, "device", None) for step in steps}) == 1 and torch.is_tensor(steps[0]):
-            steps = torch.stack(steps).tolist()
+        steps: list[Any] = [s.get("step", 0) for s in self.base.state.values() if s]
+        if steps and all(torch.is_tensor(step) for step in steps):
+            steps = torch.stack([step.to(steps[0].device) for step in steps]).tolist()
         return max((int(step) for step in steps), default=None)
 
     def start(self) -> None:

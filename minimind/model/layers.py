@@ -143,10 +143,10 @@ def flash_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Attent
     """Attention (B, H, T, D) by fused kernels; no mask tensor is built if mask is None.
 
     mask is boolean or additive, (B or 1, 1, T, S). None means causal over T == S positions or, for
-    a single query, all keys. With a mask, and in fp32 on a GPU, key heads are repeated: only the slow
-    CUDA kernel combines these with grouped heads. A BlockMask uses flex attention. Compiled for a
-    CPU, matrix products are faster than its fused kernel. Keys may have a wider dtype than queries,
-    which is then used.
+    a single query, all keys. With a mask, and in fp32 on a GPU, key heads are repeated: only the
+    slow CUDA kernel combines these with grouped heads. A BlockMask uses flex attention. Compiled
+    for a CPU, matrix products are faster than its fused kernel. Keys may have a wider dtype than
+    queries, which is then used.
     """
     is_causal = mask is None and q_BHTD.shape[2] > 1
     if is_causal and torch.compiler.is_compiling() and q_BHTD.device.type == "cpu":

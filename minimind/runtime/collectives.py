@@ -32,7 +32,7 @@ NCCL_OTHERWISE = "run it again with NCCL_DEBUG=INFO, which prints the cause"
 
 @contextmanager
 def lost_peers() -> Iterator[None]:
-    """Convert the RuntimeError of a lost connection into PeerError, of NCCL into RendezvousError."""
+    """Convert the RuntimeError of a lost connection into PeerError, NCCL's into RendezvousError."""
     try:
         yield
     except RuntimeError as error:

@@ -56,7 +56,7 @@ def test_too_little_pinned_memory_is_the_hosts_though_cuda_reports_it(monkeypatc
         raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be")
 
     monkeypatch.setattr(torch, "empty", empty)
-    with pytest.raises(MemoryError, match="tried to allocate 4.00 GiB") as caught:
+    with pytest.raises(MemoryError, match=r"tried to allocate 4\.00 GiB") as caught:
         Staging(2**30, torch.device("cuda", 0))
     assert which_memory(caught.value) == "host"
 

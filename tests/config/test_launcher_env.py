@@ -196,6 +196,14 @@ def test_too_few_gpus_are_refused_and_too_many_are_reported(monkeypatch):
     assert choose_device(parse_flags(["--device", "cpu"]), Launch(local_world_size=8)) == "cpu"
 
 
+def test_a_process_forked_after_cuda_was_used_is_told_so(monkeypatch):
+    """With a stand-in for torch, which then counts no GPU."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(UsageError, match=r"^device = auto .*was forked; .* restart the kernel"):
+        choose_device(parse_flags([]), Launch())
+    assert choose_device(parse_flags(["--device", "cpu"]), Launch()) == "cpu"
+
+
 def test_one_process_alone_gets_a_port_and_several_keep_theirs():
     alone: dict[str, str] = {}
     set_rendezvous_defaults(alone)

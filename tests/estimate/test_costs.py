@@ -23,8 +23,8 @@ from minimind.estimate.costs import (
 )
 from minimind.estimate.plan import Machine, layout_of, plan, shape_of
 from minimind.estimate.shape import Shape
-from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model import attention_kernels
+from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.attention_kernels import has_flex_kernel
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.model.loss import next_token_loss

@@ -49,7 +49,7 @@ def test_a_peer_that_nccl_lost_is_a_lost_peer():
 
 
 def test_other_errors_pass():
-    with pytest.raises(RuntimeError, match="^CUDA error: an illegal memory access$"), lost_peers():
+    with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access$"), lost_peers():
         raise RuntimeError("CUDA error: an illegal memory access")
     with pytest.raises(RendezvousError, match="the ranks did not meet: refused; check the"):
         with rendezvous():

@@ -107,9 +107,14 @@ def choose_device(run: RunConfig, launch: Launch) -> str:
 
 def device_for(requested: str, source: str, launch: Launch) -> str:
     """Resolve `auto`, `cuda` or `cpu`, which came from `source`."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if requested == "cpu":
         return "cpu"
+    if torch.cuda._is_in_bad_fork():  # torch then counts no GPU
+        raise UsageError(
+            f"device = {requested} ({source}), but CUDA was used before this process was forked;"
+            " in a notebook, restart the kernel and use notebook_launcher first"
+        )
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         fault, remedy = invisible_gpus_fault(list_gpus(), torch.version.cuda, visible)
