@@ -21,7 +21,7 @@ from minimind.model.decoder import MiniMindForCausalLM
 META = torch.device("meta")
 
 
-def built(**changes: Any) -> MiniMindForCausalLM:
+def built(**changes: Any) -> Any:
     shape = {"vocab_size": 96, "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2}
     model = MiniMindForCausalLM(MiniMindConfig(**{**shape, "max_seq_len": 32, **changes}))
     return model.train()
@@ -67,7 +67,7 @@ def test_experts_read_the_sizes_of_their_groups_once_per_layer(monkeypatch: pyte
         return [2 * 2 * 32 // len(counts)] * len(counts)  # visits, evenly
 
     monkeypatch.setattr(torch.Tensor, "tolist", sizes)
-    model: Any = built(use_moe=True).to(META)
+    model = built(use_moe=True).to(META)
     rows = torch.empty((2, 33), dtype=torch.int64, device=META)
     loss = compute_loss(model, rows[:, :-1], rows[:, 1:])
     loss.total.backward()

@@ -173,15 +173,15 @@ def test_key_heads_are_repeated_where_only_the_slow_kernel_takes_groups(
         heads.append((k.shape[1], v.shape[1], options.get("enable_gqa", False)))
         return attend(q, k, v, **options)
 
-    parts = [part.to(dtype) for part in heads_of(queries, T)]
-    expected = flash_attention(*parts, None)
+    q_BHTD, k_BKSD, v_BKSD = (part.to(dtype) for part in heads_of(queries, T))
+    expected = flash_attention(q_BHTD, k_BKSD, v_BKSD, None)
     monkeypatch.setattr(layers, "KERNEL_DEVICE", "cpu")
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major)
     )
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
-    torch.testing.assert_close(flash_attention(*parts, None), expected)
-    query_heads, key_heads = parts[0].shape[1], parts[1].shape[1]
+    torch.testing.assert_close(flash_attention(q_BHTD, k_BKSD, v_BKSD, None), expected)
+    query_heads, key_heads = q_BHTD.shape[1], k_BKSD.shape[1]
     assert query_heads > key_heads
     number = query_heads if repeats else key_heads
     assert heads == [(number, number, not repeats)]
