@@ -27,6 +27,7 @@ import torch
 from benchmarks.record import preset
 from minimind.config.parse import parse_flags
 from minimind.model.configuration import MiniMindConfig
+from minimind.model.decoder import MiniMindForCausalLM
 
 LEARNING_RATE, BETAS, DECAY, CLIP = 5e-4, (0.9, 0.95), 0.1, 1.0
 
@@ -89,6 +90,12 @@ def product(gate: Gate, shape: str, rows: int, folder: Path, *more: str, flags: 
     given += " --save_minutes 0"
     given += f" --data_path {folder / 'text.jsonl'} --cache_dir {folder / 'cache'}"
     os._exit(main([*given.split(), "--out_dir", str(out_dir), *flags.split(), *more]))
+
+
+def as_a_whole(gate: Gate, *place: Any) -> None:
+    """train_pretrain.py with model.forward compiled as one graph."""
+    del MiniMindForCausalLM.compiled_methods
+    product(gate, *place, flags=f"--compile on {PLAIN}")
 
 
 def random_rows(
@@ -255,8 +262,9 @@ CONTENDERS: dict[str, Callable[..., None]] = {
     "Llama, Trainer, ZeRO-2": trainer,
     "litgpt, eager loop": litgpt,
 }
+VARIANTS: dict[str, Callable[..., None]] = {"ours, single, compiled as a whole": as_a_whole}
 
 if __name__ == "__main__":
     name, shape, rows, read, write, folder, *flags = sys.argv[1:]
-    train = CONTENDERS.get(name, product)
+    train = (CONTENDERS | VARIANTS).get(name, product)
     train(Gate(int(read), int(write)), shape, int(rows), Path(folder), *flags)

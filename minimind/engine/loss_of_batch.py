@@ -13,7 +13,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from minimind.config.run_config import RunConfig
 from minimind.model.experts import Routing
@@ -93,10 +92,11 @@ def routing_fields(routing: Routing | None, ranks: Ranks) -> dict[str, Any]:
 
 # The option of torch 2.10 to 2.13; versions without it use more memory.
 EAGER_BACKWARD = "force_non_lazy_backward_lowering"
+ORIGINAL = "_torchdynamo_orig_callable"  # of a compiled function
 
 
-def compile_model(model: PreTrainedModel, run: RunConfig, device: str) -> None:
-    """Compile model.forward in place if --compile is on; names of weights do not change.
+def compile_model(model: Any, run: RunConfig, device: str) -> None:
+    """Compile methods of the model in place if --compile is on; names of weights do not change.
 
     Shapes are static, because rows are packed. Hooks are not compiled: DeepSpeed registers timers
     there that synchronize the GPU, which torch 2.13 cannot compile. With --deterministic no kernel
@@ -106,10 +106,16 @@ def compile_model(model: PreTrainedModel, run: RunConfig, device: str) -> None:
     if run.compile != "on":
         return
     options: dict[str, Any] | None = {"deterministic": True} if run.deterministic else None
-    forward = torch.compile(model.forward, dynamic=False, options=options)
-    model.forward = with_compile_message(
-        with_eager_backward(forward) if device == "cpu" else forward
-    )
+    for module, name in compiled_methods(model):
+        compiled = torch.compile(getattr(module, name), dynamic=False, options=options)
+        setattr(module, name, compiled)
+    forward = with_eager_backward(model.forward) if device == "cpu" else model.forward
+    model.forward = with_compile_message(forward)
+
+
+def compiled_methods(model: Any) -> list[tuple[Any, str]]:
+    """Modules and their methods that are compiled: those the model names, else its forward."""
+    return getattr(model, "compiled_methods", lambda: [(model, "forward")])()
 
 
 def with_compile_message(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,12 +178,12 @@ class CompileClock:
 @contextmanager
 def uncompiled(model: Any) -> Iterator[None]:
     """Run the model uncompiled inside the block; flex attention stays compiled."""
-    compiled = model.forward
-    if not hasattr(compiled, "_torchdynamo_orig_callable"):
-        yield
-        return
-    model.forward = compiled._torchdynamo_orig_callable
+    methods = [(module, name, getattr(module, name)) for module, name in compiled_methods(model)]
+    compiled = [entry for entry in methods if hasattr(entry[2], ORIGINAL)]
+    for module, name, method in compiled:
+        setattr(module, name, getattr(method, ORIGINAL))
     try:
         yield
     finally:
-        model.forward = compiled
+        for module, name, method in compiled:
+            setattr(module, name, method)

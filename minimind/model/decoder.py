@@ -24,7 +24,7 @@ from minimind.model.configuration import MiniMindConfig
 from minimind.model.experts import MiniMindOutput, Routing, combine_routings
 from minimind.model.layers import Block, ResidualOutput, RMSNorm
 from minimind.model.loss import IGNORED, next_token_loss
-from minimind.model.rotary import build_pos_cis, pos_cis_as_reals
+from minimind.model.rotary import Rotary, build_pos_cis, pos_cis_as_reals
 
 
 class MiniMindModel(nn.Module):
@@ -91,8 +91,7 @@ class MiniMindModel(nn.Module):
         if position_ids is None:
             position_ids = document_positions(past, attention_mask, starts_BT)
         end = past + length if is_bounded or position_ids is None else int(position_ids.max()) + 1
-        is_half = torch.compiler.is_compiling() and cache is None  # caches are interleaved
-        rotary = self._rotary_at(past, end, position_ids, is_half)
+        rotary = self._rotary_at(past, end, position_ids)
         x_BTE = self.embed_tokens(input_ids)
         mask = make_attention_mask(self.config, x_BTE, past, attention_mask, starts_BT, keys)
         routings = []
@@ -101,18 +100,15 @@ class MiniMindModel(nn.Module):
             routings.append(routing)
         return self.norm(x_BTE), combine_routings(routings)
 
-    def _rotary_at(self, past: int, end: int, position_ids: Tensor | None, is_half: bool) -> Tensor:
-        """Rotary factors (T, D/2) for positions past to end, or (B, T, D/2) for position_ids.
-
-        From pos_cis, or from pos_reals with shape (2, ...) for the half layout.
-        """
+    def _rotary_at(self, past: int, end: int, position_ids: Tensor | None) -> Rotary:
+        """Rotation for positions past to end, or for position_ids (B, T)."""
         if end > len(self.pos_cis):
             raise ValueError(
                 f"position {end - 1} is beyond max_position_embeddings={len(self.pos_cis)}:"
                 " shorten the input or raise max_position_embeddings."
             )
         index = slice(past, end) if position_ids is None else position_ids
-        return self.pos_reals[:, index] if is_half else self.pos_cis[index]
+        return Rotary(self.pos_cis[index], self.pos_reals[:, index])
 
 
 class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
@@ -152,6 +148,15 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         elif isinstance(module, MiniMindModel):
             initialization.copy_(module.pos_cis, module.build_pos_cis())
             initialization.copy_(module.pos_reals, pos_cis_as_reals(module.build_pos_cis()))
+
+    def compiled_methods(self) -> list[tuple[nn.Module, str]]:
+        """Methods of modules that --compile compiles, each by itself.
+
+        The blocks share their code. Gradients of a block are complete, and can be reduced, when its
+        own backward pass ends.
+        """
+        blocks: list[tuple[nn.Module, str]] = [(block, "forward") for block in self.model.layers]
+        return [*blocks, (self.model.norm, "forward"), (self, "_chunked_loss")]
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None, **_: Any) -> Tensor | None:

@@ -25,7 +25,7 @@ from minimind.model.attention_mask import AttentionMask
 from minimind.model.bf16_matmul import Linear, linear, widen
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.experts import MixtureOfExperts
-from minimind.model.rotary import apply_rotary, apply_rotary_half, interleaved_to_half
+from minimind.model.rotary import Rotary, apply_rotary, apply_rotary_half, interleaved_to_half
 
 KERNEL_DEVICE = "cuda"  # has several fused attention kernels to choose from
 
@@ -111,14 +111,12 @@ class Attention(nn.Module):
         self.k_norm = HeadNorm(self.head_dim, eps) if config.qk_norm else None
 
     def forward(
-        self, x_BTE: Tensor, rotary: Tensor, mask: AttentionMask, cache: Cache | None
+        self, x_BTE: Tensor, rotary: Rotary, mask: AttentionMask, cache: Cache | None
     ) -> Tensor:
-        """Return (B, T, E) and add keys and values to the cache, if any.
-
-        rotary holds pos_cis of the positions (complex), or its reals for `apply_rotary_half`.
-        """
-        q_BTHD = self._project(x_BTE, self.q_proj, self.q_norm, rotary)
-        k_BTKD = self._project(x_BTE, self.k_proj, self.k_norm, rotary)
+        """Return (B, T, E) and add keys and values, interleaved, to the cache, if any."""
+        is_half = torch.compiler.is_compiling() and cache is None
+        q_BTHD = self._project(x_BTE, self.q_proj, self.q_norm, rotary, is_half)
+        k_BTKD = self._project(x_BTE, self.k_proj, self.k_norm, rotary, is_half)
         v_BTKD = self.v_proj(x_BTE).unflatten(-1, (-1, self.head_dim))
         k_BKSD, v_BKSD = k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2)
         if cache is not None:
@@ -129,14 +127,15 @@ class Attention(nn.Module):
 
     @staticmethod
     def _project(
-        x_BTE: Tensor, project: HeadProjection, norm: HeadNorm | None, rotary: Tensor
+        x_BTE: Tensor, project: HeadProjection, norm: HeadNorm | None, rotary: Rotary, is_half: bool
     ) -> Tensor:
-        """Project, normalize and rotate queries or keys (B, T, H, D)."""
-        is_half = not rotary.is_complex()
+        """Project, normalize and rotate queries or keys (B, T, H, D) in the half layout or not."""
         x_BTHD = project(x_BTE, is_half)
         if norm is not None:
             x_BTHD = norm(x_BTHD, is_half)
-        return apply_rotary_half(x_BTHD, rotary) if is_half else apply_rotary(x_BTHD, rotary)
+        if is_half:
+            return apply_rotary_half(x_BTHD, rotary.reals)
+        return apply_rotary(x_BTHD, rotary.cis)
 
 
 def flash_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: AttentionMask) -> Tensor:
@@ -233,7 +232,7 @@ class Block(GradientCheckpointingLayer):
         self.mlp = MixtureOfExperts(config, expert) if config.use_moe else expert()
 
     def forward(
-        self, x_BTE: Tensor, rotary: Tensor, mask: AttentionMask, cache: Cache | None
+        self, x_BTE: Tensor, rotary: Rotary, mask: AttentionMask, cache: Cache | None
     ) -> tuple[Tensor, ...]:
         """Output (B, T, E), followed by the fields of Routing while experts train.
 

@@ -8,8 +8,17 @@ copies a small matrix; scores do not change, since queries and keys are permuted
 Shape letters: B rows, T positions, H heads, D channels per head (D is even).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Rotary(NamedTuple):
+    """Rotation at the positions of a forward pass, in the forms of both layouts."""
+
+    cis: Tensor  # interleaved: complex64, (T, D/2) or (B, T, D/2)
+    reals: Tensor  # half: `pos_cis_as_reals(cis)`, fp32 (2, T, D/2) or (2, B, T, D/2)
 
 
 def build_pos_cis(head_dim: int, max_positions: int, theta: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""A compiled run: one graph, compiled once, with the numbers of an eager one; losses in parts."""
+"""A compiled run: each region compiled once, with the losses of an eager run; chunked losses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from minimind.engine.build import Engine, leave_process_group
 from minimind.engine.loss_of_batch import compile_model, compute_loss, uncompiled
 from minimind.engine.phase_clock import PhaseClock
 from minimind.model import activation_checkpointing as recomputing
-from minimind.model import layers
+from minimind.model import attention_mask, layers
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
@@ -42,6 +43,7 @@ SHAPE: dict[str, Any] = {
     **{"num_key_value_heads": 2, "max_position_embeddings": 16},
 }
 COMPILED = parse_flags(["--compile", "on"])
+REGIONS = ("a block", "the final norm", "the loss")  # each is one graph
 ROWS = torch.randint(96, (4, 17), generator=torch.manual_seed(1))
 
 
@@ -78,7 +80,7 @@ def losses_of(engine: Engine, steps: int) -> list[float]:
         ({}, "--gradient_checkpointing"),
     ],
 )
-def test_a_compiled_run_is_one_graph_made_once_with_the_losses_of_an_eager_one(
+def test_regions_are_compiled_once_for_all_blocks_with_the_losses_of_an_eager_run(
     quickly, monkeypatch, changes, more
 ):
     flags = f"--dtype float32 --accumulation_steps 2 {more} --compile"
@@ -91,7 +93,7 @@ def test_a_compiled_run_is_one_graph_made_once_with_the_losses_of_an_eager_one(
         try:
             found[compiles] = losses_of(engine, 3)
             graphs = counters["stats"]["unique_graphs"]
-            assert graphs == (compiles == "on")
+            assert graphs == (len(REGIONS) if compiles == "on" else 0)
             before = engine.loss_of(ROWS)
             assert counters["stats"]["unique_graphs"] == graphs  # what is validated is eager
             found[compiles] += [float(before[0]), *losses_of(engine, 2)]
@@ -100,6 +102,22 @@ def test_a_compiled_run_is_one_graph_made_once_with_the_losses_of_an_eager_one(
             leave_process_group()
     assert found["on"] == pytest.approx(found["off"], rel=2e-6)
     assert not counters["graph_break"]
+
+
+def test_other_documents_compile_no_block_again(quickly, monkeypatch):
+    """A BlockMask is built outside the blocks, anew for every batch, as on a GPU."""
+    model = built(doc_mask=True, eos_token_id=2)
+    batches = [torch.randint(5, (4, 17), generator=torch.manual_seed(seed)) for seed in range(3)]
+
+    @torch.no_grad()  # flex attention has no backward pass on a CPU
+    def loss_sums() -> list[float]:
+        return [float(compute_loss(model, rows[:, :-1], rows[:, 1:]).loss_sum) for rows in batches]
+
+    expected = loss_sums()  # with dense masks
+    monkeypatch.setattr(attention_mask, "has_flex_kernel", lambda *_: True)
+    compile_model(model, COMPILED, "cpu")
+    assert loss_sums() == pytest.approx(expected, rel=1e-5)
+    assert counters["stats"]["unique_graphs"] == len(REGIONS)
 
 
 def test_a_choice_of_kernels_breaks_no_graph_and_compiling_is_timed(quickly, monkeypatch):
@@ -121,7 +139,7 @@ def test_a_choice_of_kernels_breaks_no_graph_and_compiling_is_timed(quickly, mon
         assert engine.compiling.take() == 0
     finally:
         leave_process_group()
-    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] == len(REGIONS)
     assert not counters["graph_break"]
 
 
@@ -152,10 +170,12 @@ def test_a_run_reports_how_much_of_its_first_step_was_compiling(quickly, corpus,
 def test_deterministic_has_the_compiler_choose_by_no_measurement(monkeypatch):
     """What is picked by its time, here and now, may sum in another order after a resume."""
     given: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda forward, **requested: given.append(requested))
-    for more in ("", "--deterministic"):
+    monkeypatch.setattr(torch, "compile", lambda method, **requested: given.append(requested))
+    for more, options in (("", None), ("--deterministic", {"deterministic": True})):
         compile_model(built(), parse_flags(f"--compile on {more}".split()), "cpu")
-    assert [options["options"] for options in given] == [None, {"deterministic": True}]
+        assert len(given) == SHAPE["num_hidden_layers"] + 2
+        assert all(requested["options"] == options for requested in given)
+        del given[:]
 
 
 @pytest.fixture
@@ -181,40 +201,61 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     torch._dynamo.reset()
 
 
-EAGER_BACKWARD = ["forward made", "backward made", "forward runs", "backward runs"]
-AT_ITS_USE = ["forward made", "forward runs", "backward made", "backward runs"]
+def is_early(events: list[str]) -> bool:
+    """Whether every backward graph is made right after its forward graph."""
+    return all(
+        after == "backward made" for event, after in pairwise(events) if event == "forward made"
+    )
 
 
-@pytest.mark.parametrize(("device", "order"), [("cpu", EAGER_BACKWARD), ("cuda", AT_ITS_USE)])
-def test_for_a_cpu_the_backward_pass_is_made_before_anything_is_kept_for_it(
-    reported, device, order
+def is_at_first_use(events: list[str]) -> bool:
+    """Whether every backward graph is made just before it runs."""
+    return all(
+        after == "backward runs" for event, after in pairwise(events) if event == "backward made"
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "is_as_expected"), [("cpu", is_early), ("cuda", is_at_first_use)]
+)
+def test_for_a_cpu_backward_graphs_are_made_before_any_activation_is_saved(
+    reported, device, is_as_expected
 ):
     model = built()
     compile_model(model, COMPILED, device)
     for _ in range(2):
-        model(ROWS[:, :-1], shift_labels=ROWS[:, 1:]).loss.backward()
-    assert reported == [*order, "forward runs", "backward runs"]
+        model(ROWS[:, :-1], shift_labels=ROWS[:, 1:], loss_chunk_size=0).loss_sum.backward()
+    assert is_as_expected(reported)
+    assert reported.count("forward made") == reported.count("backward made") == len(REGIONS)
+    per_step = SHAPE["num_hidden_layers"] + 2
+    assert reported.count("forward runs") == reported.count("backward runs") == 2 * per_step
 
 
-def test_so_it_is_by_an_engine_and_by_no_one_else_in_the_process(reported, monkeypatch):
+def test_early_backward_graphs_are_for_an_engine_and_for_no_other_code_of_the_process(
+    reported, monkeypatch
+):
     engine = engine_of(built(), monkeypatch, "--dtype float32 --accumulation_steps 2 --compile on")
     try:
         losses_of(engine, 1)
     finally:
         leave_process_group()
-    assert reported == [*EAGER_BACKWARD, "forward runs", "backward runs"]
+    assert is_early(reported)
+    assert reported.count("backward made") == len(REGIONS)
     del reported[:]
     x = torch.ones(3, requires_grad=True)
     torch.compile(lambda x: (x.sin().exp() * x).tanh().sum())(x).backward(retain_graph=True)
-    assert reported == AT_ITS_USE
+    assert is_at_first_use(reported)
 
 
-def test_a_torch_that_does_not_know_how_compiles_all_the_same(reported, monkeypatch):
+def test_a_torch_without_the_option_compiles_backward_graphs_at_their_first_use(
+    reported, monkeypatch
+):
     model = built()
     monkeypatch.setattr(compiled, "EAGER_BACKWARD", "a_name_that_is_gone")
     compile_model(model, COMPILED, "cpu")
-    model(ROWS[:, :-1], shift_labels=ROWS[:, 1:]).loss.backward()
-    assert reported == AT_ITS_USE
+    model(ROWS[:, :-1], shift_labels=ROWS[:, 1:], loss_chunk_size=0).loss_sum.backward()
+    assert is_at_first_use(reported)
+    assert reported.count("backward made") == len(REGIONS)
 
 
 def test_only_what_is_compiled_for_a_cpu_computes_again(monkeypatch):
@@ -320,7 +361,7 @@ def test_only_the_model_is_uncompiled_where_it_is_requested_to_be(quickly):
         doubled(torch.ones(2))
         assert counters["stats"]["unique_graphs"] == 1
     model(ROWS[:, :-1])
-    assert counters["stats"]["unique_graphs"] == 2
+    assert counters["stats"]["unique_graphs"] == 3  # of a block and the norm; there is no loss
 
 
 def test_what_hangs_on_the_model_is_not_compiled_with_it(quickly):
@@ -333,12 +374,12 @@ def test_what_hangs_on_the_model_is_not_compiled_with_it(quickly):
     for _ in range(2):
         model(ROWS[:, :-1])
     assert seen == [False] * 4
-    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] == 2  # of a block and the norm
 
 
 @pytest.mark.long
 @pytest.mark.launch
-def test_under_every_backend_of_two_processes_it_is_one_graph_made_once(tmp_path: Path):
+def test_under_every_backend_of_two_processes_regions_are_compiled_once(tmp_path: Path):
     out = tmp_path / "found.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(
@@ -352,7 +393,7 @@ def test_under_every_backend_of_two_processes_it_is_one_graph_made_once(tmp_path
     found = json.loads(out.read_text())
     assert [*found] == ["ddp", "stage 0", "stage 1", "stage 2"]
     for name, seen in found.items():
-        assert (seen["graphs"], seen["breaks"]) == (1, {}), name
+        assert (seen["graphs"], seen["breaks"]) == (len(REGIONS), {}), name
         assert seen["ahead"], name
         assert all(seen["ahead"]), name
         assert seen["compiled"] == pytest.approx(seen["eager"], rel=1e-4), name
