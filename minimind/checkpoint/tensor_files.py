@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minimind.checkpoint.validation import shard_name
-from minimind.errors import CheckpointError, NumericError
+from minimind.errors import CheckpointError, NumericError, which_memory
 from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.durable_files import sync_file
 
@@ -124,7 +124,7 @@ class Staging:
 
     def __init__(self, elements: int, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._memory = torch.empty(elements, dtype=torch.float32, pin_memory=self._on_gpu)
+        self._memory = _host_memory(elements, self._on_gpu)
         self._memory.zero_()  # commits the pages now instead of in the first save
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
@@ -151,6 +151,19 @@ class Staging:
         start_event, end_event = self._events
         end_event.synchronize()
         return start_event.elapsed_time(end_event)
+
+
+def _host_memory(elements: int, pinned: bool) -> Tensor:
+    """Allocate fp32 host memory; raise MemoryError if there is too little.
+
+    CUDA reports too little pinned memory as its own being out.
+    """
+    try:
+        return torch.empty(elements, dtype=torch.float32, pin_memory=pinned)
+    except RuntimeError as error:
+        if not which_memory(error):
+            raise
+        raise MemoryError(f"tried to allocate {4 * elements / 2**30:.2f} GiB") from error
 
 
 class ShardFiles:

@@ -68,8 +68,7 @@ def _deepspeed(
     resolved: ResolvedConfig, model: PreTrainedModel, device: str
 ) -> tuple[Backend, torch.device]:
     import deepspeed
-    from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin, DummyOptim, InitProcessGroupKwargs
+    from accelerate.utils import DeepSpeedPlugin, DummyOptim
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     run = resolved.run
@@ -85,14 +84,13 @@ def _deepspeed(
     buildable = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
     deepspeed.ops.__dict__["__compatible_ops__"] = buildable
     set_rendezvous_defaults(os.environ)
-    backend, timeout = collective_backend(device, run.dist_timeout)
-    with rendezvous():
-        accelerator = Accelerator(
-            mixed_precision=PRECISION[run.dtype],
-            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepcopy(resolved.config)),
-            gradient_accumulation_steps=run.accumulation_steps,
-            kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=timeout)],
-        )
+    accelerator = _accelerator(
+        device,
+        run.dist_timeout,
+        mixed_precision=PRECISION[run.dtype],
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepcopy(resolved.config)),
+        gradient_accumulation_steps=run.accumulation_steps,
+    )
     if accelerator.num_processes != dist.get_world_size():
         raise RendezvousError(
             f"Accelerate counts {accelerator.num_processes} processes, the process group"
@@ -108,6 +106,7 @@ def _deepspeed(
     optimizer = DummyOptim(groups, lr=run.learning_rate) if has_block else adamw(groups, run)
     with _refusals(resolved), lost_peers(), monitored_builds(OpBuilder, resolved.path):
         prepared = accelerator.prepare(model, optimizer)[0]
+    timeout = collective_backend(device, run.dist_timeout)[1]
     for group in list(distributed_c10d._world.pg_map):  # ZeRO's groups default to 30 minutes
         distributed_c10d._set_pg_timeout(timeout, group)
     log = _enable_logs(deepspeed, prepared, resolved.config)
@@ -150,8 +149,7 @@ def _enable_logs(deepspeed: Any, engine: Any, config: Mapping[str, Any]) -> Coll
 def _plain(
     resolved: ResolvedConfig, model: PreTrainedModel, device: str
 ) -> tuple[Backend, torch.device]:
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+    from accelerate.utils import DistributedDataParallelKwargs
 
     run = resolved.run
     if resolved.backend == "single":
@@ -161,18 +159,12 @@ def _plain(
     has_unused = resolved.backend == "ddp" and bool(unused_parameters(model))
     prepare_for_ddp(model)
     model.to(getattr(torch, run.dtype))
-    backend, timeout = collective_backend(device, run.dist_timeout)
-    with rendezvous():
-        accelerator = Accelerator(
-            mixed_precision="no",
-            cpu=device == "cpu",
-            kwargs_handlers=[
-                InitProcessGroupKwargs(backend=backend, timeout=timeout),
-                DistributedDataParallelKwargs(
-                    gradient_as_bucket_view=True, find_unused_parameters=has_unused
-                ),
-            ],
-        )
+    ddp = DistributedDataParallelKwargs(
+        gradient_as_bucket_view=True, find_unused_parameters=has_unused
+    )
+    accelerator = _accelerator(
+        device, run.dist_timeout, ddp, mixed_precision="no", cpu=device == "cpu"
+    )
     compile_model(model, run, device)
     with lost_peers():
         forward = accelerator.prepare_model(model)
@@ -187,22 +179,31 @@ def _init_single_process() -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
+def _accelerator(device: str, dist_timeout: int, *handlers: Any, **options: Any) -> Any:
+    """Create an Accelerator and the process group: NCCL on GPUs, else gloo."""
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs, check_cuda_p2p_ib_support
+
+    if device == "cuda" and not check_cuda_p2p_ib_support():
+        # As `accelerate launch` does; under other launchers Accelerate raises without them.
+        for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
+            os.environ.setdefault(name, "1")
+    backend, timeout = collective_backend(device, dist_timeout)
+    group = InitProcessGroupKwargs(backend=backend, timeout=timeout)
+    with rendezvous():
+        return Accelerator(kwargs_handlers=[group, *handlers], **options)
+
+
 @contextmanager
 def evaluation_accelerator(device: str, dist_timeout: int) -> Iterator[Any]:
     """Yield an Accelerator for evaluation; destroy its process group at the end."""
-    from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs
-
     configure_libraries(device)
     if os.environ.get("WORLD_SIZE", "1") == "1":
         _init_single_process()
     else:
         set_rendezvous_defaults(os.environ)
-    backend, timeout = collective_backend(device, dist_timeout)
-    handlers: list[Any] = [InitProcessGroupKwargs(backend=backend, timeout=timeout)]
     try:
-        with rendezvous():
-            accelerator = Accelerator(cpu=device == "cpu", kwargs_handlers=handlers)
+        accelerator = _accelerator(device, dist_timeout, cpu=device == "cpu")
         with lost_peers():
             yield accelerator
     finally:

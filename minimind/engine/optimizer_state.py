@@ -65,7 +65,7 @@ class ZeroState:
         Moments exist after the first step. Of replicated state each rank saves 1 / world_size of
         every parameter. A frozen low-precision weight is a copy, not a view.
         """
-        has_stepped = self.optimizer_step() is not None
+        has_stepped = any(self.base.state.values())
         for f in self.fragments:
             part = f.share(rank, world_size) if f.is_replicated else f
             if not part.length:
@@ -87,9 +87,14 @@ class ZeroState:
         return () if is_stateless else MOMENTS[name]
 
     def optimizer_step(self) -> int | None:
-        """Step count of the base optimizer (SGD: 0); None before the first update."""
-        steps = [int(s.get("step", 0)) for s in self.base.state.values() if s]
-        return max(steps, default=None)
+        """Step count of the base optimizer (SGD: 0); None before the first update.
+
+        Counts on a device are read together, with one wait.
+        """
+        steps: list[Any] = [s.get("step", 0) for s in self.base.state.values() if s]
+        if steps and all(torch.is_tensor(step) for step in steps):
+            steps = torch.stack([step.to(steps[0].device) for step in steps]).tolist()
+        return max((int(step) for step in steps), default=None)
 
     def start(self) -> None:
         """Allocate zero moments at step 0.

@@ -148,12 +148,12 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
 
     Counted as by Korthikanti et al. (2022), section 4, for this block: no dropout, SwiGLU, grouped
     key heads, and the experts that a token visits. Reference attention adds the scores and their
-    fp32 softmax. Document masks add a rotary table per row and a mask with repeated key heads for
-    fused kernels; flex attention on a GPU takes one number per token instead. The peak adds the
-    larger of the loss (fp32 log-probabilities and two gradients of that size) and the softmax of
-    the last block (two fp32 gradients, after its feed-forward). With gradient checkpointing one
-    block is alive at a time, with the gradients of its feed-forward or softmax, and not during the
-    loss.
+    fp32 softmax. Fused kernels need repeated key heads in fp32 on a GPU, and with a document mask,
+    which adds a rotary table per row and the mask; flex attention on a GPU takes one number per
+    token instead. The peak adds the larger of the loss (fp32 log-probabilities and two gradients of
+    that size) and the softmax of the last block (two fp32 gradients, after its feed-forward). With
+    gradient checkpointing one block is alive at a time, with the gradients of its feed-forward or
+    softmax, and not during the loss.
     """
     b, tokens = BYTES[layout.dtype], layout.rows * shape.max_seq_len
     e, f = shape.dim, shape.hidden_dim
@@ -170,7 +170,9 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
     mask *= shape.doc_mask
     rotations = shape.doc_mask * FP32 * e // shape.n_heads
     if shape.use_flash_attn:
-        keys = e if shape.doc_mask and not is_flex else shape.kv_dim
+        is_gpu_fp32 = layout.device == "cuda" and b == FP32
+        repeats_keys = not is_flex if shape.doc_mask else is_gpu_fp32
+        keys = e if repeats_keys else shape.kv_dim
         attention = b * (2 * e + 2 * keys) + FP32 * shape.n_heads
     else:
         attention = b * 4 * e

@@ -14,14 +14,36 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from minimind.model.activation_checkpointing import recompute
+from minimind.runtime.hardware import compiler_fault
 
 BLOCK = 128  # positions; the block size of flex attention's kernels, and of queries on a CPU
 MIN_HEAD_DIM = 16  # channels; the minimum of Triton's matrix products
 
 
 def has_flex_kernel(device: torch.device, head_dim: int) -> bool:
-    """Whether flex attention has a fused kernel with backward pass for this device and head."""
-    return device.type == "cuda" and head_dim >= MIN_HEAD_DIM
+    """Whether flex attention has a fused kernel with backward pass for this device and head.
+
+    The kernel is compiled, also if the model is not.
+    """
+    if device.type != "cuda" or head_dim < MIN_HEAD_DIM:
+        return False
+    return torch.compiler.is_compiling() or not _gpu_compiler_fault()
+
+
+@cache
+def _gpu_compiler_fault() -> str:
+    return compiler_fault("cuda")
+
+
+def has_grouped_kernel(x: Tensor) -> bool:
+    """Whether a fused CUDA kernel takes x with fewer key heads than query heads.
+
+    Those of cuDNN and flash attention do: 16 bits, compute capability 8.0. Without one torch
+    computes all scores at once, which takes T^2 elements per head.
+    """
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return torch.cuda.get_device_properties(x.device).major >= 8
 
 
 def document_block_mask(starts_BT: Tensor) -> BlockMask:

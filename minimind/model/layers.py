@@ -16,7 +16,11 @@ from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from minimind.model.activation_checkpointing import recompute_if_compiled
-from minimind.model.attention_kernels import blockwise_attention, document_attention
+from minimind.model.attention_kernels import (
+    blockwise_attention,
+    document_attention,
+    has_grouped_kernel,
+)
 from minimind.model.attention_mask import AttentionMask
 from minimind.model.bf16_matmul import Linear, linear, widen
 from minimind.model.configuration import MiniMindConfig
@@ -138,10 +142,10 @@ def flash_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Attent
     """Attention (B, H, T, D) by fused kernels; no mask tensor is built if mask is None.
 
     mask is boolean or additive, (B or 1, 1, T, S). None means causal over T == S positions or, for
-    a single query, all keys. With a mask key heads are repeated, since only the slow CUDA kernel
-    combines masks and grouped heads in every dtype. A BlockMask uses flex attention. Compiled for a
-    CPU, matrix products are faster than its fused kernel. Keys may have a wider dtype than queries,
-    which is then used.
+    a single query, all keys. With a mask, and in fp32 on a GPU, key heads are repeated: only the
+    slow CUDA kernel combines these with grouped heads. A BlockMask uses flex attention. Compiled
+    for a CPU, matrix products are faster than its fused kernel. Keys may have a wider dtype than
+    queries, which is then used.
     """
     is_causal = mask is None and q_BHTD.shape[2] > 1
     if is_causal and torch.compiler.is_compiling() and q_BHTD.device.type == "cpu":
@@ -153,6 +157,9 @@ def flash_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Attent
         k_BHSD, v_BHSD = _repeat_kv(k_BKSD, q_BHTD), _repeat_kv(v_BKSD, q_BHTD)
         return _fused(MASKED_KERNELS, q_BHTD, k_BHSD, v_BHSD, attn_mask=mask)
     kernels = CAUSAL_KERNELS if is_causal else MASKED_KERNELS
+    if q_BHTD.device.type == KERNEL_DEVICE and not has_grouped_kernel(q_BHTD):
+        k_BHSD, v_BHSD = _repeat_kv(k_BKSD, q_BHTD), _repeat_kv(v_BKSD, q_BHTD)
+        return _fused(kernels, q_BHTD, k_BHSD, v_BHSD, is_causal=is_causal)
     return _fused(kernels, q_BHTD, k_BKSD, v_BKSD, is_causal=is_causal, enable_gqa=True)
 
 
@@ -171,7 +178,8 @@ def _fused(
 
 def _repeat_kv(x_BKSD: Tensor, q_BHTD: Tensor) -> Tensor:
     """Repeat key/value heads for the query heads that share them (B, H, S, D)."""
-    return x_BKSD.repeat_interleave(q_BHTD.shape[1] // x_BKSD.shape[1], dim=1)
+    groups = q_BHTD.shape[1] // x_BKSD.shape[1]
+    return x_BKSD if groups == 1 else x_BKSD.repeat_interleave(groups, dim=1)
 
 
 def reference_attention(

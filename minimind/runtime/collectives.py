@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented)
 
-from minimind.errors import PeerError, RendezvousError, RunError, StorageError
+from minimind.errors import PeerError, RendezvousError, RunError, StorageError, which_memory
 from minimind.runtime.heartbeat import Peers
 
 # Error messages of gloo and c10d when the peer of a connection is gone or silent.
@@ -21,11 +21,18 @@ LOST = (
     *("Connection closed", "Connection reset", "Connection refused", "Broken pipe"),
     *("Timed out waiting", "timed out", "Read timeout", "remote process exited"),
 )
+# Words of NCCL's last error, and the remedy.
+NCCL_REMEDIES = {
+    "/dev/shm": "enlarge /dev/shm (docker run --ipc=host, or --shm-size=8g)",
+    "Duplicate GPU": "give every process a GPU of its own, and no two of them slices (MIG) of one",
+    "socket interface": "name an interface that the hosts share in NCCL_SOCKET_IFNAME",
+}
+NCCL_OTHERWISE = "run it again with NCCL_DEBUG=INFO, which prints the cause"
 
 
 @contextmanager
 def lost_peers() -> Iterator[None]:
-    """Convert the RuntimeError of a lost connection into PeerError."""
+    """Convert the RuntimeError of a lost connection into PeerError, NCCL's into RendezvousError."""
     try:
         yield
     except RuntimeError as error:
@@ -36,7 +43,23 @@ def lost_peers() -> Iterator[None]:
             raise PeerError(
                 f"another rank is gone or does not answer ({reason}); run the same command again"
             ) from error
+        if message := nccl_fault(error):
+            raise RendezvousError(message) from error
         raise
+
+
+def nccl_fault(error: Exception) -> str:
+    """Return one sentence about an error of NCCL: what it calls its last error, and the remedy.
+
+    Empty for other errors, and if NCCL is out of memory, which has its own message.
+    """
+    text = str(error)
+    if not isinstance(error, dist.DistBackendError) or "NCCL" not in text or which_memory(error):
+        return ""
+    _, _, last = text.partition("Last error:")
+    reason = (last or text).strip().splitlines()[0].removesuffix(".")
+    remedies = (remedy for words, remedy in NCCL_REMEDIES.items() if words in text)
+    return f"NCCL failed: {reason}; {next(remedies, NCCL_OTHERWISE)}"
 
 
 @contextmanager
@@ -45,7 +68,10 @@ def rendezvous() -> Iterator[None]:
     try:
         yield
     except dist.DistError as error:
-        raise RendezvousError(f"the ranks did not meet: {error}; check the launcher") from error
+        if which_memory(error):
+            raise
+        message = nccl_fault(error) or f"the ranks did not meet: {error}; check the launcher"
+        raise RendezvousError(message) from error
 
 
 def collective_backend(device: str, dist_timeout: int) -> tuple[str, timedelta]:

@@ -144,11 +144,11 @@ def compiler_fault(device: str) -> str:
         if not find_spec("triton"):
             return "the package triton is not installed"
         if torch.cuda.is_available():  # a stand-in's device has no capability
-            capability = torch.cuda.get_device_capability()
+            # Of all GPUs, which may be of several kinds: every rank has to decide alike.
+            gpus = range(torch.cuda.device_count())
+            capability = min(torch.cuda.get_device_capability(gpu) for gpu in gpus)
             if capability < MIN_TRITON_CAPABILITY:
-                return (
-                    f"Triton needs compute capability 7.0, and this GPU has {_dotted(capability)}"
-                )
+                return f"Triton needs compute capability 7.0, and a GPU has {_dotted(capability)}"
         names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     else:
         names = [os.environ.get("CXX") or "g++"]

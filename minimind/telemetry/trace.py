@@ -39,10 +39,10 @@ def require_traceable(run: RunConfig, total_steps: int) -> None:
         )
 
 
-def trace_of(run: RunConfig, rank: int) -> Trace | None:
+def trace_of(run: RunConfig, rank: int, device: torch.device) -> Trace | None:
     """Return the recorder for --trace_steps, or None."""
     steps = traced_steps(run)
-    return Trace(steps, Path(run.out_dir), rank) if steps else None
+    return Trace(steps, Path(run.out_dir), rank, device.type == "cuda") if steps else None
 
 
 class Trace:
@@ -52,9 +52,11 @@ class Trace:
     recorded from the same step on, its files stay and the new name gets a number.
     """
 
-    def __init__(self, steps: tuple[int, int], out_dir: Path, rank: int) -> None:
+    def __init__(
+        self, steps: tuple[int, int], out_dir: Path, rank: int, on_gpu: bool = False
+    ) -> None:
         self._first, self._last = steps
-        self._directory, self._rank = out_dir / "traces", rank
+        self._directory, self._rank, self._on_gpu = out_dir / "traces", rank, on_gpu
         self._start = self._number = 0
         self._profiler: Any = None
 
@@ -77,10 +79,9 @@ class Trace:
         self._start = step + 1
         # Before any rank of this start writes, so that all ranks find the same number.
         self._number = 1 + max(self._numbers(), default=0)
-        kinds = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            kinds.append(ProfilerActivity.CUDA)
-        self._profiler = profile(activities=kinds)
+        # A CPU run on a host with GPUs records none: it would make a context on GPU 0.
+        gpu = [ProfilerActivity.CUDA] if self._on_gpu else []
+        self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu])
         self._profiler.start()
 
     def stop(self) -> Any:

@@ -125,16 +125,20 @@ def mixture(by_source: Mapping[str, LossSums], held_out: HeldOutRows) -> LossSum
 def _sum_loss(
     engine: Engine, held_out: HeldOutRows, rows: np.ndarray, batch_rows: int
 ) -> list[float]:
-    """Loss, tokens and bytes summed over this rank's share of the rows."""
-    sums = [0.0, 0.0, 0.0]
+    """Loss, tokens and bytes summed over this rank's share of the rows.
+
+    The device is read at the end, so that it computes a batch while the next one is made.
+    """
+    losses, counts, text_bytes = [], [], 0.0
     for start in range(0, len(rows), batch_rows * engine.world_size):
         first = start + engine.rank * batch_rows
         batch = held_out.batch(rows[first : first + batch_rows], batch_rows)
         loss, count = engine.loss_of(torch.from_numpy(batch))
+        losses.append(loss)
+        counts.append(count)
         targets = batch[:, 1:]
-        text_bytes = held_out.piece_bytes[targets[targets != IGNORED]].sum()
-        sums = [sums[0] + float(loss), sums[1] + float(count), sums[2] + float(text_bytes)]
-    return sums
+        text_bytes += float(held_out.piece_bytes[targets[targets != IGNORED]].sum())
+    return [sum(torch.stack(losses).tolist()), sum(torch.stack(counts).tolist()), text_bytes]
 
 
 @dataclass(frozen=True)

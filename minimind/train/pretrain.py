@@ -193,7 +193,7 @@ def build_context(
         held_out=held_out_of(run, prepared),
         samples=build_samples(run, prepared.tokenizer),
         saver=saver,
-        trace=trace_of(run, engine.rank),
+        trace=trace_of(run, engine.rank, engine.device),
         communication=engine.instrument_collectives() if run.profile else None,
         logger=logger,
         skipped=SkippedSteps(run, engine, order, batches.at, prepared.tokenizer.decode, logger),

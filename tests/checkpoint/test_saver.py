@@ -19,16 +19,19 @@ import torch
 from torch import nn
 
 from minimind.checkpoint import saver as saver_module
+from minimind.checkpoint import tensor_files
 from minimind.checkpoint.directory import published_checkpoints, verify
 from minimind.checkpoint.resume import Resumed, load_weights
 from minimind.checkpoint.resume import resume as resume_from
 from minimind.checkpoint.saver import Saver
+from minimind.checkpoint.tensor_files import Staging
 from minimind.checkpoint.train_state import TrainState
 from minimind.config.parse import parse_flags
 from minimind.engine.deepspeed_backend import DeepSpeedBackend
 from minimind.engine.optimizer import adamw, parameter_groups
-from minimind.errors import CheckpointError, NumericError, StorageError
+from minimind.errors import CheckpointError, NumericError, StorageError, which_memory
 from minimind.runtime.durable_files import Metrics
+from tests import cuda_events
 
 FACTS = {"identity": {"seed": {"seed": 1}}, "world_size": 1, "zero_stage": 0, "dtype": "float32"}
 
@@ -43,6 +46,47 @@ class Model(nn.Module):
         self.gain = nn.Parameter(torch.randn(3))
         self.register_buffer("seen", torch.zeros(2))
         self.register_buffer("table", torch.ones(2, dtype=torch.complex64), persistent=False)
+
+
+def test_too_little_pinned_memory_is_the_hosts_though_cuda_reports_it(monkeypatch):
+    """With a stand-in for CUDA, whose words are those of a full GPU."""
+
+    def empty(*size: Any, pin_memory: bool, **options: Any) -> torch.Tensor:
+        assert pin_memory
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(MemoryError, match=r"tried to allocate 4\.00 GiB") as caught:
+        Staging(2**30, torch.device("cuda", 0))
+    assert which_memory(caught.value) == "host"
+
+
+def test_copies_from_a_gpu_are_queued_behind_the_step_and_waited_for_before_they_are_read(
+    monkeypatch,
+):
+    """With a stand-in for CUDA: the next update is queued behind the copies, on the same stream."""
+    copy = torch.Tensor.copy_
+
+    def queued(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
+        assert non_blocking  # else the host waits for every copy
+        cuda_events.Event.queue.append("copy")
+        return copy(self, source)
+
+    cuda_events.clear()
+    memory = torch.empty(5)
+    monkeypatch.setattr(tensor_files, "_host_memory", lambda elements, pinned: memory)
+    monkeypatch.setattr(torch.cuda, "Event", cuda_events.Event)
+    staging = Staging(5, torch.device("cuda", 0))
+    monkeypatch.setattr(torch.Tensor, "copy_", queued)
+    copies = staging.copy([("fp32|w|0", torch.ones(3)), ("fp32|v|0", torch.zeros(2))])
+    kinds = [entry if entry == "copy" else "event" for entry in cuda_events.Event.queue]
+    assert kinds == ["event", "copy", "copy", "event"]
+    assert cuda_events.Event.reached == 0  # the loop did not wait
+    assert staging.synchronize() == 3.0
+    assert [(key, values.tolist()) for key, values in copies] == [
+        ("fp32|w|0", [1, 1, 1]),
+        ("fp32|v|0", [0, 0]),
+    ]
 
 
 class Engine:

@@ -194,7 +194,19 @@ def test_too_few_gpus_are_refused_and_too_many_are_reported(monkeypatch):
     assert idle_gpus("cpu", Launch()) == ""
     with pytest.raises(UsageError, match="8 processes were started here and 4 GPUs are visible"):
         choose_device(run, Launch(world_size=8, local_world_size=8))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as `srun --gpus-per-task 1` sets it
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UsageError, match=r"visible \(CUDA_VISIBLE_DEVICES = 3\); .*every process"):
+        choose_device(run, Launch(world_size=8, local_world_size=8))
     assert choose_device(parse_flags(["--device", "cpu"]), Launch(local_world_size=8)) == "cpu"
+
+
+def test_a_process_forked_after_cuda_was_used_is_told_so(monkeypatch):
+    """With a stand-in for torch, which then counts no GPU."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(UsageError, match=r"^device = auto .*was forked; .* restart the kernel"):
+        choose_device(parse_flags([]), Launch())
+    assert choose_device(parse_flags(["--device", "cpu"]), Launch()) == "cpu"
 
 
 def test_one_process_alone_gets_a_port_and_several_keep_theirs():

@@ -30,7 +30,8 @@ from tests.docs.pages import (
 
 # Flags of programs whose sources are not read, each shown by a page.
 THEIRS = {
-    *("nodes", "gpus_per_node"),  # sbatch
+    *("nodes", "gpus_per_node", "gpus_per_task"),  # sbatch, srun
+    *("ipc", "shm_size"),  # docker
     *("model_args", "include_path", "tasks"),  # lm_eval
     *("max_model_len", "deps", "long"),  # vllm, pip, pytest
 }

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import configure_libraries
 from minimind.config.parse import parse_flags
-from minimind.engine.build import Engine, build_engine, leave_process_group
+from minimind.engine.build import Engine, build_engine, evaluation_accelerator, leave_process_group
 from minimind.engine.optimizer import adamw, parameter_groups
 from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
@@ -33,6 +33,23 @@ class WithIdleHead(MiniMindForCausalLM):
     def __init__(self, config: MiniMindConfig) -> None:
         super().__init__(config)
         self.idle = nn.Linear(4, 4, bias=False)
+
+
+def test_rtx_40_with_an_old_driver_run_as_under_accelerate_launch(monkeypatch: pytest.MonkeyPatch):
+    """With a stand-in for the GPUs: under other launchers Accelerate raised NotImplementedError."""
+    for place in ("accelerate.utils", "accelerate.state"):
+        monkeypatch.setattr(f"{place}.check_cuda_p2p_ib_support", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "DS_ACCELERATOR", "ACCELERATE_TORCH_DEVICE")
+    for name in (*names, "NCCL_P2P_DISABLE"):
+        monkeypatch.setenv(name, "")  # so that the end of the test removes what the call sets
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_IB_DISABLE", "0")
+    with evaluation_accelerator("cuda", 60) as accelerator:
+        assert accelerator.device == torch.device("cuda")
+        assert accelerator.num_processes == 1
+    assert os.environ["NCCL_P2P_DISABLE"] == "1"
+    assert os.environ["NCCL_IB_DISABLE"] == "0"  # the user's
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import CheckpointError
 from tests.conftest import ROOT
 from tests.distributed.elastic import shown
+from tests.distributed.host_reads import counted
 
 
 class FP16_UnfusedOptimizer:
@@ -101,6 +102,24 @@ def test_padding_is_zeroed_before_fragments_are_filled():
     held = ZeroState(base, [Fragment("w", 0, 4, flat, 1)], lambda: None, lambda: None)
     held.fill(lambda kind, name, start, length: torch.ones(length), None)
     assert flat.tolist() == [0, 1, 1, 1, 1, 0]
+
+
+def test_a_save_reads_the_step_counts_of_all_weights_at_once():
+    """On a GPU the counts of a fused AdamW are there: each read alone would wait for it."""
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(20)]
+    base = torch.optim.AdamW(weights, lr=0.1, fused=True)
+    for step in range(3):
+        for weight in weights[step:]:  # the first ones get a gradient less often
+            weight.grad = torch.ones(3)
+        base.step()
+        base.zero_grad()
+    fragments = [Fragment(f"w{n}", 0, 3, w, 0) for n, w in enumerate(weights)]
+    held = ZeroState(base, fragments, lambda: None, lambda: None)
+    with counted() as reads:
+        assert len(list(held.slices(0, 1))) == 3 * len(weights)
+        assert held.optimizer_step() == 3
+    assert sum(reads.values()) == 1
+    assert ZeroState(torch.optim.AdamW(weights), [], print, print).optimizer_step() is None
 
 
 def test_counters_come_back_and_micro_batches_are_counted_again():

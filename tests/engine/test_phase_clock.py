@@ -23,6 +23,7 @@ from minimind.report import records
 from minimind.runtime.durable_files import Metrics
 from minimind.telemetry.progress import PAUSES, RunLogger
 from minimind.train.loop_actions import GC_WARMUP_STEPS
+from tests import cuda_events
 
 
 def test_every_moment_of_a_step_is_charged_to_one_phase():
@@ -40,6 +41,28 @@ def test_every_moment_of_a_step_is_charged_to_one_phase():
     assert steps[1]["step"] == pytest.approx(lasted, abs=1.0)
     assert steps[1]["forward"] > steps[1]["data"] > 1.9
     assert clock.take() == []
+
+
+def test_on_a_gpu_phases_are_timed_by_events_and_waited_for_once(monkeypatch: pytest.MonkeyPatch):
+    """With a stand-in for CUDA events, which raises for a time that was not waited for."""
+    waits: list[int] = []
+
+    def synchronize() -> None:
+        waits.append(len(cuda_events.Event.queue))
+        cuda_events.synchronize()
+
+    cuda_events.clear()
+    monkeypatch.setattr(torch.cuda, "Event", cuda_events.Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    clock = PhaseClock(torch.device("cuda", 0))
+    for _ in range(3):
+        clock.begin()
+        for phase in ("data", "forward", "backward", "forward", "backward", "optimizer"):
+            clock.mark(phase)
+    steps = clock.take()
+    assert waits == [3 * 7]
+    once = {"data": 1.0, "forward": 2.0, "backward": 2.0, "optimizer": 1.0, "step": 6.0}
+    assert steps == [once] * 3
 
 
 def test_means_and_table_state_the_same():

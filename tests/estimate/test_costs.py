@@ -23,6 +23,7 @@ from minimind.estimate.costs import (
 )
 from minimind.estimate.plan import Machine, layout_of, plan, shape_of
 from minimind.estimate.shape import Shape
+from minimind.model import attention_kernels
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.attention_kernels import has_flex_kernel
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
@@ -178,7 +179,10 @@ def test_one_mask_over_long_rows_is_counted_for_all_blocks(dtype: str):
 
 
 @pytest.mark.parametrize("n_heads", [4, 8])  # of 16 and 8 channels
-def test_on_a_gpu_documents_need_no_mask_and_no_repeated_keys_where_blocks_are_fast(n_heads: int):
+def test_on_a_gpu_documents_need_no_mask_and_no_repeated_keys_where_blocks_are_fast(
+    n_heads: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(attention_kernels, "_gpu_compiler_fault", lambda: "")
     shape = replace(SMALL, dim=64, n_heads=n_heads, n_kv_heads=2, max_seq_len=512, doc_mask=True)
     layout = Layout(2, 1, "bfloat16", rows=4)
     apart = activation_bytes(replace(shape, doc_mask=False), layout)
@@ -188,6 +192,16 @@ def test_on_a_gpu_documents_need_no_mask_and_no_repeated_keys_where_blocks_are_f
     by_blocks = has_flex_kernel(torch.device("cuda"), 64 // n_heads)
     assert by_blocks == (n_heads == 4)
     assert extra == rotations + (4 if by_blocks else dense)
+
+
+@pytest.mark.parametrize("doc_mask", [False, True])
+def test_on_a_gpu_fp32_repeats_the_keys_that_flex_attention_does_not(doc_mask: bool):
+    shape = replace(SMALL, doc_mask=doc_mask)
+    repeated, own = (
+        activation_bytes(replace(shape, n_kv_heads=heads), Layout(2, 1, "float32", rows=4))
+        for heads in (2, 4)
+    )
+    assert (repeated == own) == (not doc_mask)
 
 
 def test_flops_of_a_token_by_hand():

@@ -7,6 +7,8 @@ E model width, V vocabulary.
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -149,6 +151,40 @@ def test_on_a_gpu_kernels_are_requested_in_our_order(monkeypatch, queries: int, 
     is_row = queries > 1 and not is_masked
     assert requested == ([SDPBackend.CUDNN_ATTENTION, *order] if is_row else order)
     assert _cur_sdpa_kernel_backends(True) == before
+
+
+@pytest.mark.parametrize(
+    ("dtype", "major", "repeats"),
+    [
+        (torch.float32, 9, True),
+        (torch.bfloat16, 9, False),
+        (torch.float16, 8, False),
+        (torch.float16, 7, True),
+    ],
+)
+@pytest.mark.parametrize("queries", [1, T])
+def test_key_heads_are_repeated_where_only_the_slow_kernel_takes_groups(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, major: int, repeats: bool, queries: int
+):
+    """With a stand-in for CUDA: flash attention takes groups, in 16 bits from 8.0 on."""
+    heads, attend = [], F.scaled_dot_product_attention
+
+    def noting(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        heads.append((k.shape[1], v.shape[1], options.get("enable_gqa", False)))
+        return attend(q, k, v, **options)
+
+    q_BHTD, k_BKSD, v_BKSD = (part.to(dtype) for part in heads_of(queries, T))
+    expected = flash_attention(q_BHTD, k_BKSD, v_BKSD, None)
+    monkeypatch.setattr(layers, "KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major)
+    )
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    torch.testing.assert_close(flash_attention(q_BHTD, k_BKSD, v_BKSD, None), expected)
+    query_heads, key_heads = q_BHTD.shape[1], k_BKSD.shape[1]
+    assert query_heads > key_heads
+    number = query_heads if repeats else key_heads
+    assert heads == [(number, number, not repeats)]
 
 
 @torch.no_grad()

@@ -120,12 +120,21 @@ def test_a_model_makes_its_blocks_once_and_gives_the_same_logits(monkeypatch: py
         assert len(made) == 1  # whoever cannot take them makes none
 
 
-def test_blocks_are_for_gpus_and_heads_that_triton_multiplies():
+def test_blocks_are_for_gpus_and_heads_that_triton_multiplies(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention_kernels, "_gpu_compiler_fault", lambda: "")
     cuda = torch.device("cuda")
     assert has_flex_kernel(cuda, 16)
     assert has_flex_kernel(cuda, 96)
     assert not has_flex_kernel(cuda, 8)
     assert not has_flex_kernel(CPU, 64)
+
+
+def test_without_a_compiler_the_mask_of_documents_is_a_tensor(monkeypatch: pytest.MonkeyPatch):
+    """Flex attention is compiled also in a model that is not."""
+    monkeypatch.setattr(attention_kernels, "compiler_fault", lambda device: f"none for {device}")
+    attention_kernels._gpu_compiler_fault.cache_clear()
+    assert not has_flex_kernel(torch.device("cuda"), 64)
+    attention_kernels._gpu_compiler_fault.cache_clear()
 
 
 @torch.no_grad()

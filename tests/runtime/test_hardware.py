@@ -110,9 +110,20 @@ def test_what_the_compiler_of_a_gpu_lacks(path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv("CC")
     monkeypatch.setattr(hardware, "has_python_header", lambda: False)
     assert "Python.h" in compiler_fault("cuda")
+
+
+def test_the_oldest_of_several_kinds_of_gpus_decides_for_all_ranks(path, monkeypatch):
+    """A rank on GPU 1 would fail in the first step if GPU 0 decided."""
+    monkeypatch.setattr(hardware, "find_spec", lambda name: object())
+    monkeypatch.setattr(hardware, "has_python_header", lambda: True)
+    tool(path, "gcc")
+    kinds = [(9, 0), (6, 1)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu=0: kinds[gpu])
     assert "has 6.1" in compiler_fault("cuda")
+    kinds.pop()
+    assert compiler_fault("cuda") == ""
 
 
 def test_without_a_compiler_auto_is_eager_with_a_warning_and_on_is_refused(monkeypatch):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ from minimind.config.parse import parse_flags
 from minimind.engine.phase_clock import PHASES, PhaseClock
 from minimind.errors import StorageError, UsageError
 from minimind.estimate.gpus import known_gpu
+from minimind.telemetry import trace as trace_module
 from minimind.telemetry.mfu import mfu_per_speed, peak_of, peak_text
-from minimind.telemetry.trace import Trace, traced_steps
+from minimind.telemetry.trace import Trace, trace_of, traced_steps
 
 CPU = torch.device("cpu")
 
@@ -69,6 +72,26 @@ def test_a_run_that_ends_early_writes_what_it_has_and_a_full_disk_is_reported(tm
     blocked.begin(0)
     with pytest.raises(StorageError, match="; free some space, or correct the path of --out_dir"):
         blocked.write(1)
+
+
+@pytest.mark.parametrize(("device", "kinds"), [("cpu", ["CPU"]), ("cuda", ["CPU", "CUDA"])])
+def test_only_a_run_on_a_gpu_records_what_the_gpu_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, kinds: list[str]
+):
+    """With a stand-in for the profiler, on a host that has GPUs."""
+    asked: list[str] = []
+
+    def profile(activities: list[Any]) -> SimpleNamespace:
+        asked.extend(activity.name for activity in activities)
+        return SimpleNamespace(start=lambda: None)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(trace_module, "profile", profile)
+    run = parse_flags(["--trace_steps", "1:2", "--out_dir", str(tmp_path)])
+    trace = trace_of(run, 0, torch.device(device))
+    assert trace
+    trace.begin(0)
+    assert asked == kinds
 
 
 def test_a_start_within_the_steps_leaves_the_traces_before_it(tmp_path: Path):

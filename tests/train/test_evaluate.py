@@ -8,6 +8,7 @@ import torch
 
 from minimind.model.loss import IGNORED
 from minimind.train.evaluate import HeldOutRows, evaluate
+from tests.distributed.host_reads import counted
 
 ROW = 5
 
@@ -50,6 +51,18 @@ def test_every_row_counts_once_whatever_the_number_of_ranks(world_size, n_rows):
     expected = sum(row * ROW + k for row in range(n_rows) for k in range(1, ROW))
     assert (loss, tokens, text_bytes) == (expected, n_rows * 4, n_rows * 4 * 3)
     assert len({r.passes for r in ranks}) == 1  # a forward pass is collective under ZeRO-3
+
+
+def test_the_sums_of_all_batches_are_read_at_once():
+    """On a GPU a read per batch would wait for it, and the next batch would be late."""
+    bytes_of = np.full(100, 3, dtype=np.int32)
+    held_out = HeldOutRows(Rows(), np.arange(9), ROW, bytes_of)  # type: ignore[arg-type] (stand-ins)
+    rank = Ranks(0, 1)
+    with counted() as reads:
+        evaluate(rank, held_out, 2)  # type: ignore[arg-type] (stand-ins)
+    assert rank.passes == 5
+    own = rank.passes  # the mask in `loss_of` above
+    assert reads["minimind: _sum_loss"] - own == 2  # losses and counts
 
 
 def test_perplexity_and_bits_per_byte_follow_from_the_sums():

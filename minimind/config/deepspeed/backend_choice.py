@@ -130,9 +130,14 @@ def choose_device(run: RunConfig, launch: Launch) -> str:
 
 def device_for(requested: str, source: str, launch: Launch) -> str:
     """Resolve `auto`, `cuda` or `cpu`, which came from `source`."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if requested == "cpu":
         return "cpu"
+    if torch.cuda._is_in_bad_fork():  # torch then counts no GPU
+        raise UsageError(
+            f"device = {requested} ({source}), but CUDA was used before this process was forked;"
+            " in a notebook, restart the kernel and use notebook_launcher first"
+        )
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         fault, remedy = invisible_gpus_fault(list_gpus(), torch.version.cuda, visible)
@@ -146,9 +151,13 @@ def device_for(requested: str, source: str, launch: Launch) -> str:
             )
         return "cpu"
     if launch.local_world_size > gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        by = f" (CUDA_VISIBLE_DEVICES = {visible})" if visible is not None else ""
+        more = ", make all of them visible to every process" if by else ""
         raise UsageError(
-            f"{launch.local_world_size} processes were started here and {gpus} GPUs are visible;"
-            f" start {gpus} (NUM_PROCESSES={gpus} bash run_accelerate.sh ...), or use --device cpu"
+            f"{launch.local_world_size} processes were started here and {gpus} GPUs are visible"
+            f"{by}; start {gpus} (NUM_PROCESSES={gpus} bash run_accelerate.sh ...){more}, or use"
+            " --device cpu"
         )
     return "cuda"
 

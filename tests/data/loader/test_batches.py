@@ -1,6 +1,8 @@
 """Micro-batches against rows read directly, and one split of a step against another."""
 
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -161,6 +163,24 @@ def test_the_thread_that_reads_ahead_uses_the_gpu_of_its_rank(shards, monkeypatc
     reader.at(0)
     reader.close()
     assert chosen == [("read-ahead_0", device)]
+
+
+def test_a_step_waits_for_its_rows_and_keeps_their_memory(shards, monkeypatch):
+    """With a stand-in for CUDA: the step's stream waits, the host does not."""
+    calls = []
+    stream = SimpleNamespace(wait_event=lambda event: calls.append(("wait", event)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda rows, stream: calls.append(("keep", len(rows)))
+    )
+    reader, read = Batches(shards, Order(100, 8, 1), ROW, 2, 0, 1, CPU), Batches._read
+    monkeypatch.setattr(
+        Batches, "_read", lambda self, number: replace(read(self, number), arrived="copied")
+    )
+    assert len(reader.at(0)) == 4
+    rows = reader._steps_at_once * 8
+    assert calls == [("wait", "copied"), ("keep", rows)]
+    reader.close()
 
 
 @pytest.mark.gpu
