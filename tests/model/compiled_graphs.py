@@ -26,6 +26,8 @@ from torch._inductor.ir import Layout
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 from torch._inductor.virtualized import V
 
+from minimind.config.parse import parse_flags
+from minimind.engine.loss_of_batch import compile_model
 from minimind.model import activation_checkpointing, bf16_matmul, layers
 
 
@@ -41,7 +43,7 @@ class Kernel:
 
 @dataclass
 class Graphs:
-    """Kernels of the forward graph, then of the backward graph."""
+    """Kernels of every graph that ran, in order."""
 
     kernels: list[list[Kernel]] = field(default_factory=list)
 
@@ -57,8 +59,12 @@ class Graphs:
             lowering._update_scheduler()
             nodes = lowering.scheduler.nodes
             kernels = [kernel_of(n) for n in nodes if not isinstance(n, NopKernelSchedulerNode)]
+
+        def run(*args: Any) -> Any:
             self.kernels.append([kernel for kernel in kernels if kernel.moved])  # no mere views
-        return make_boxed_func(graph.forward)
+            return graph.forward(*args)
+
+        return make_boxed_func(run)
 
 
 def kernel_of(node: Any) -> Kernel:
@@ -85,8 +91,9 @@ def schedule(model: Any, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) ->
     torch._dynamo.reset()
     inner_compile: Any = graphs.compile
     backend = partial(compile_fx, inner_compile=inner_compile)
-    forward: Any = torch.compile(model.forward, dynamic=False, backend=backend)
-    out = forward(input_ids=rows[:, :-1], shift_labels=rows[:, 1:], loss_chunk_size=0)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    compile_model(model, parse_flags(["--compile", "on"]), "cuda")
+    out = model(input_ids=rows[:, :-1], shift_labels=rows[:, 1:], loss_chunk_size=0)
     (out.loss_sum / out.targets).backward()
     torch._dynamo.reset()
     return graphs
