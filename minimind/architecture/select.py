@@ -28,7 +28,7 @@ from minimind.errors import CheckpointError, UsageError
 from minimind.estimate.costs import flops_per_token
 from minimind.estimate.shape import shape_of
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.widths import feed_forward_width
+from minimind.model.sizes import feed_forward_width
 from minimind.runtime.checked_json import ELSEWHERE, read_checkpoint_config, read_object, shown
 
 OURS = MiniMindConfig.model_type

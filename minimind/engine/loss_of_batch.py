@@ -17,21 +17,20 @@ import torch
 from minimind.config.run_config import RunConfig
 from minimind.model.experts import Routing
 from minimind.model.loss import mean_with_nan_grads
+from minimind.model.sizes import LOSS_CHUNK
 from minimind.runtime.collectives import Ranks
 from minimind.runtime.terminal import phase
-
-CHUNK = 1024  # positions whose logits are computed at a time
 
 
 def loss_chunk_positions(run: RunConfig) -> int:
     """Number of positions whose logits are computed at a time; 0: all."""
-    return CHUNK if run.loss == "chunked" else 0
+    return LOSS_CHUNK if run.loss == "chunked" else 0
 
 
 def eval_chunk_positions(run: RunConfig, device: torch.device) -> int:
     """The same for validation, which is not compiled: on a GPU always in parts."""
     is_ours = run.hugging_face is None
-    return CHUNK if device.type == "cuda" and is_ours else loss_chunk_positions(run)
+    return LOSS_CHUNK if device.type == "cuda" and is_ours else loss_chunk_positions(run)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minimind.estimate.shape import Shape
+from minimind.model.sizes import LOSS_CHUNK, MIN_FLEX_HEAD_DIM
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FP32 = 4  # bytes
@@ -17,7 +18,6 @@ MASTER_AND_MOMENTS = 3 * FP32
 # DeepSpeed's defaults, in elements: the flat buffer of stage 0's all-reduce, and of stage 3
 # max_live_parameters and max_reuse_distance.
 FLATTENED, LIVE, REUSE = 5 * 10**8, 10**9, 10**9
-MIN_FLEX_HEAD_DIM = 16  # as in minimind.model.attention_kernels
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,13 @@ class Layout:
     offload_param: bool = False
     device: str = "cuda"
     recomputes: bool = False  # gradient checkpointing: only the inputs of blocks are kept
+    compiles: bool = False  # on a GPU; never at stage 3
+    loss: str = "full"  # full, chunked, or auto: chunked on a GPU if nothing is compiled
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a GPU runs compiled code."""
+        return self.compiles and self.device == "cuda" and self.stage != 3
 
 
 @dataclass(frozen=True)
@@ -74,15 +81,13 @@ def memory(shape: Shape, layout: Layout) -> Memory:
 def _plain(shape: Shape, layout: Layout, activations: int) -> Memory:
     """Without DeepSpeed: everything replicated, with fp32 masters of low-precision weights.
 
-    Gradients are views of DDP's buckets, which stay while the fp32 copies are made. On a GPU
-    torch's foreach AdamW allocates intermediates as large as the parameters.
+    Gradients are views of DDP's buckets, which stay while the fp32 copies are made.
     """
     b, p = BYTES[layout.dtype], shape.parameters
     optimizer = (2 * FP32 if b == FP32 else MASTER_AND_MOMENTS) * p
     buckets = b * p if b == FP32 or layout.world_size > 1 else 0
     making = b * shape.largest if layout.world_size > 1 else 0  # before it is in its bucket
-    foreach = FP32 * p if layout.device == "cuda" else 0
-    update = buckets + (0 if b == FP32 else FP32 * p) + foreach
+    update = buckets + (0 if b == FP32 else FP32 * p)
     return Memory(b * p, optimizer, b * p, making, activations, update)
 
 
@@ -91,8 +96,7 @@ def _replicated(shape: Shape, layout: Layout, activations: int) -> Memory:
     b, p = BYTES[layout.dtype], shape.parameters
     optimizer = (2 * FP32 if b == FP32 else MASTER_AND_MOMENTS) * p
     wide_gradients = 0 if b == FP32 else FP32 * p
-    foreach = FP32 * p if layout.device == "cuda" else 0
-    update = b * p + max(b * min(p, FLATTENED), wide_gradients + foreach)
+    update = b * p + max(b * min(p, FLATTENED), wide_gradients)
     return Memory(b * p, optimizer, b * p, 0, activations, update)
 
 
@@ -150,10 +154,9 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
     key heads, and the experts that a token visits. Reference attention adds the scores and their
     fp32 softmax. Fused kernels need repeated key heads in fp32 on a GPU, and with a document mask,
     which adds a rotary table per row and the mask; flex attention on a GPU takes one number per
-    token instead. The peak adds the larger of the loss (fp32 log-probabilities and two gradients of
-    that size) and the softmax of the last block (two fp32 gradients, after its feed-forward). With
-    gradient checkpointing one block is alive at a time, with the gradients of its feed-forward or
-    softmax, and not during the loss.
+    token instead. The peak adds the larger of the loss (`_loss_bytes`) and the softmax of the last
+    block (two fp32 gradients, after its feed-forward). With gradient checkpointing one block is
+    alive at a time, with the gradients of its feed-forward or softmax, and not during the loss.
     """
     b, tokens = BYTES[layout.dtype], layout.rows * shape.max_seq_len
     e, f = shape.dim, shape.hidden_dim
@@ -181,15 +184,30 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
         softmax = 2 * FP32 * per_token - feed_forward
     layer = 2 * norm + inputs + attention + scores + feed_forward + shape.qk_norm * heads
     head = norm + b * e
-    loss = 3 * FP32 * shape.vocab_size
+    loss = _loss_bytes(shape, layout, tokens)
     if layout.recomputes:
         working = b * (3 * f + e)
         if softmax:
             low = b * shape.n_heads * shape.max_seq_len if b < FP32 else 0  # its copy is freed
             working = max(working, softmax + 3 * b * e - norm - low)
         inputs = shape.n_layers * b * e
-        return tokens * (inputs + mask + rotations + max(head + loss, layer + working))
-    return tokens * (shape.n_layers * layer + mask + rotations + head + max(loss, softmax))
+        peak = max(tokens * head + loss, tokens * (layer + working))
+        return tokens * (inputs + mask + rotations) + peak
+    kept = tokens * (shape.n_layers * layer + mask + rotations + head)
+    return kept + max(loss, tokens * softmax)
+
+
+def _loss_bytes(shape: Shape, layout: Layout, tokens: int) -> int:
+    """Bytes of the loss of `tokens` positions, or of a chunk of them, at its peak.
+
+    Eager: fp32 log-probabilities and two gradients of that size. Compiled: the logits and their
+    gradient in the dtype of the weights.
+    """
+    is_eager_gpu = layout.device == "cuda" and not layout.is_compiled
+    if layout.loss == "chunked" or (layout.loss == "auto" and is_eager_gpu):
+        tokens = min(tokens, LOSS_CHUNK)
+    per_logit = 2 * BYTES[layout.dtype] if layout.is_compiled else 3 * FP32
+    return tokens * shape.vocab_size * per_logit
 
 
 def _routing_bytes(shape: Shape, b: int) -> int:

@@ -95,7 +95,7 @@ def plan_text(
         f" {flops * tokens / 1e12:.3g} T per step",
     ]
     if machine.gpu:
-        how = "eager" if run.compile == "off" or here.stage == 3 else "compiled"
+        how = "compiled" if here.is_compiled else "eager"
         lines += estimate_lines(shape, here, machine.gpu, how)
     if machine.tokens and machine.peak_tflops:
         needed = costs.seconds(shape, machine.tokens, world_size, machine.peak_tflops, machine.mfu)
@@ -124,6 +124,8 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         offloads(config, "param"),
         device,
         run.gradient_checkpointing,
+        compiles=run.compile != "off" and not run.use_moe,
+        loss=run.loss,
     )
 
 

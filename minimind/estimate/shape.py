@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from minimind.config.run_config import FLAGS, RunConfig
-from minimind.model.widths import feed_forward_width
+from minimind.model.sizes import feed_forward_width
 
 
 @dataclass(frozen=True)

@@ -13,5 +13,5 @@ experts                   mixture of experts
 layers                    norm, attention, feed-forward, block
 loss                      next-token cross-entropy
 rotary                    pos_cis and rotary position embedding
-widths                    default feed-forward width
+sizes                     default feed-forward width, chunk of the loss
 """

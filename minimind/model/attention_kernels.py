@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from minimind.model.activation_checkpointing import recompute
+from minimind.model.sizes import MIN_FLEX_HEAD_DIM
 from minimind.runtime.hardware import compiler_fault
 
 BLOCK = 128  # positions; the block size of flex attention's kernels, and of queries on a CPU
-MIN_HEAD_DIM = 16  # channels; the minimum of Triton's matrix products
 
 
 def has_flex_kernel(device: torch.device, head_dim: int) -> bool:
@@ -25,7 +25,7 @@ def has_flex_kernel(device: torch.device, head_dim: int) -> bool:
 
     The kernel is compiled, also if the model is not.
     """
-    if device.type != "cuda" or head_dim < MIN_HEAD_DIM:
+    if device.type != "cuda" or head_dim < MIN_FLEX_HEAD_DIM:
         return False
     return torch.compiler.is_compiling() or not _gpu_compiler_fault()
 

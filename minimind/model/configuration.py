@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from minimind.model.widths import feed_forward_width
+from minimind.model.sizes import feed_forward_width
 
 
 class MiniMindConfig(PretrainedConfig):

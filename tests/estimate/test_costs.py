@@ -28,6 +28,7 @@ from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.attention_kernels import has_flex_kernel
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.model.loss import next_token_loss
+from minimind.model.sizes import LOSS_CHUNK
 
 SMALL = Shape(64, 2, 4, 2, 192, 600, 32)
 ONE_STEP = Layout(stage=2, world_size=4, dtype="bfloat16", rows=2)
@@ -275,3 +276,27 @@ def test_the_peak_is_the_larger_of_backward_and_update():
     assert held.total == held.weights + held.optimizer + backward
     alone = replace(held, activations=0, update=backward)
     assert alone.total == held.weights + held.optimizer + backward
+
+
+@pytest.mark.parametrize(
+    ("compiles", "stage", "loss", "positions", "per_logit"),
+    [
+        (True, 2, "auto", 4 * 512, 2 * 2),  # logits and gradient; test_step_time.py counts them
+        (True, 2, "chunked", LOSS_CHUNK, 2 * 2),
+        (True, 3, "auto", LOSS_CHUNK, 3 * 4),  # stage 3 is eager
+        (False, 2, "auto", LOSS_CHUNK, 3 * 4),
+        (False, 2, "full", 4 * 512, 3 * 4),
+    ],
+)
+def test_on_a_gpu_the_loss_takes_what_its_kernels_store(
+    compiles: bool, stage: int, loss: str, positions: int, per_logit: int
+):
+    shape = shape_of(parse_flags(["--model", "26m"]))
+    layout = Layout(stage, 1, "bfloat16", rows=4, compiles=compiles, loss=loss)
+    without = replace(shape, vocab_size=0)
+    taken = activation_bytes(shape, layout) - activation_bytes(without, layout)
+    assert taken == positions * shape.vocab_size * per_logit
+    on_cpu = replace(layout, device="cpu", loss="auto")
+    assert activation_bytes(shape, on_cpu) - activation_bytes(without, on_cpu) == (
+        4 * 512 * shape.vocab_size * 3 * 4
+    )

@@ -1,0 +1,9 @@
+"""Sizes that plans need too; imports nothing, so that plans need no torch."""
+
+LOSS_CHUNK = 1024  # positions whose logits --loss chunked computes at a time
+MIN_FLEX_HEAD_DIM = 16  # channels; the minimum of Triton's matrix products
+
+
+def feed_forward_width(dim: int) -> int:
+    """Default width of the feed-forward: 8/3 dim, rounded up to a multiple of 64."""
+    return 64 * -(-8 * dim // (3 * 64))
