@@ -1,0 +1,81 @@
+"""Runs the parts one after another, each within its time, and writes the results after each."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.gpu import report
+from tests.gpu.findings import Finding, PartError, Result
+from tests.gpu.site import Site
+
+NO_TIME = "not run: no time left"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is run, and its share of the time as a weight among the parts that are left."""
+
+    find: Callable[[Site], Iterator[Finding]]
+    weight: float
+
+    @property
+    def about(self) -> str:
+        """One line for the page."""
+        return (self.find.__doc__ or "").splitlines()[0]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the command was asked for."""
+
+    parts: Mapping[str, Part]
+    device: str
+    out: Path
+    minutes: float
+    gpus: int = 0
+
+
+def run_parts(plan: Plan) -> list[Result]:
+    """How every part ended; printed and written as they end."""
+    started = time.monotonic()
+    over = started + 60 * plan.minutes
+    shared = plan.out / "shared"
+    shared.mkdir(parents=True, exist_ok=True)
+    machine = report.machine(plan.device)
+    results: list[Result] = []
+    left = sum(part.weight for part in plan.parts.values())
+    for name, part in plan.parts.items():
+        now = time.monotonic()
+        share = (over - now) * part.weight / left
+        left -= part.weight
+        result = Result(name, part.about)
+        results.append(result)
+        if share <= 0:
+            result.status, result.error = "not run", NO_TIME
+        else:
+            print(f"{name}: {part.about} Up to {share:.0f} s.", flush=True)
+            site = Site(plan.device, plan.out / name, shared, now + share, plan.gpus)
+            site.folder.mkdir(exist_ok=True)
+            run_part(part, site, result)
+            result.seconds = time.monotonic() - now
+        print(report.block(result), flush=True)
+        report.write(plan.out, plan.device, machine, results, time.monotonic() - started)
+    return results
+
+
+def run_part(part: Part, site: Site, result: Result) -> None:
+    """Let a part find what it finds; whatever it raises is its own failure alone."""
+    try:
+        for finding in part.find(site):
+            result.findings.append(finding)
+    except (Exception, SystemExit) as error:  # the one place: told, and the next part begins
+        result.error = f"{type(error).__name__}: {error}"
+        result.log = error.log if isinstance(error, PartError) else traceback.format_exc()
+    wrong = [finding for finding in result.findings if finding.is_right is False]
+    if not result.findings and not result.error:
+        result.error = "found nothing"
+    result.status = "failed" if wrong or result.error else "passed"

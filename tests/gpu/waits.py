@@ -1,0 +1,49 @@
+"""How often a step waits for the device, and the tests that are marked `gpu`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+from tests.conftest import ROOT
+from tests.gpu.findings import Finding, check, figure, skipped
+from tests.gpu.resume import alone
+from tests.gpu.site import Site
+
+ALLOWED = {"stage 0, float32": 1}  # where DeepSpeed does not look at the norm, we do
+
+
+def waits(site: Site) -> Iterator[Finding]:
+    """Reads of the host and waits for the device in a step, by whose code they are in."""
+    out = site.folder / "reads.json"
+    site.python("tests.distributed.host_reads", str(out), site.device, **alone(site))
+    for case, reads in json.loads(out.read_text()).items():
+        owners = {"deepspeed": 0.0, "minimind": 0.0, "accelerate": 0.0}
+        for place, count in reads.items():
+            owner = place.partition(":")[0]
+            owners[owner] = owners.get(owner, 0.0) + count
+        ours = sum(count for owner, count in owners.items() if owner != "deepspeed")
+        limit = ALLOWED.get(case, 0)
+        text = f"{owners['deepspeed']:g} of DeepSpeed, {ours:g} of ours"
+        limits = f"{limit} of ours"
+        yield check(f"{case}, a step", ours <= limit, text, limits, reads)
+        for place, count in reads.items():
+            if not place.startswith("deepspeed"):
+                yield figure(f"{case}: {place}", count, f"{count:g}")
+
+
+def marked(site: Site) -> Iterator[Finding]:
+    """The tests of the suite that are marked `gpu`."""
+    files = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "mark.gpu" in path.read_text(encoding="utf-8")
+    ]
+    output = site.python("pytest", "-m", "gpu", "-p", "no:cacheprovider", *files)
+    counts = dict(re.findall(r"(\d+) (passed|skipped)", output))
+    passed = sum(int(number) for number, what in counts.items() if what == "passed")
+    if site.device == "cpu" and not passed:
+        yield skipped("pytest -m gpu", f"needs a GPU ({', '.join(files)})")
+        return
+    yield check("pytest -m gpu", passed > 0, output.strip().splitlines()[-1], "all pass", passed)
