@@ -30,7 +30,8 @@ from typing import Any
 import torch
 
 from benchmarks.record import arguments, record
-from benchmarks.throughput import BARE, BASE as LLAMA, Contender, race, summary
+from benchmarks.throughput import BARE, Contender, race, summary
+from benchmarks.throughput import BASE as LLAMA
 from examples.stdlib_corpus import main as write_corpus
 from minimind.config.parse import parse_flags
 from minimind.estimate.costs import flops_per_token

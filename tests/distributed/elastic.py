@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,9 @@ class Worker:
         """Save after some steps, and go on: the unbroken curves."""
         from tests.distributed.engines import course, save
 
-        for layout in in_order({source for source, _ in self.pairs if source[0] == self.world_size}):
+        for layout in in_order(
+            {source for source, _ in self.pairs if source[0] == self.world_size}
+        ):
             for dtype in WITHIN:
                 engine = self._build(layout, dtype)
                 course(engine, 0, SAVED)
@@ -83,7 +86,9 @@ class Worker:
         """Go on from each source's checkpoint, and take this launch's part of the chain."""
         from tests.distributed.engines import course, load
 
-        for target in in_order({target for _, target in self.pairs if target[0] == self.world_size}):
+        for target in in_order(
+            {target for _, target in self.pairs if target[0] == self.world_size}
+        ):
             for source in [s for s, t in self.pairs if t == target]:
                 for dtype in WITHIN:
                     engine = self._build(target, dtype)
@@ -92,6 +97,9 @@ class Worker:
                     self.curves[f"{dtype}|{name_of(source)} -> {name_of(target)}"] = found
                     self._leave(target)
         self._chain()
+
+    def _own(self, layouts: Iterable[Layout]) -> list[Layout]:
+        return in_order({layout for layout in layouts if layout[0] == self.world_size})
 
     def _chain(self) -> None:
         from tests.distributed.engines import course, load, save

@@ -48,10 +48,10 @@ def main(argv: Sequence[str]) -> int:
         return refused("--device cuda: torch sees no GPU here; --device cpu tries the command")
     parts = {name: PARTS[name] for name in given.parts or PARTS}
     gpus = torch.cuda.device_count() if given.device == "cuda" else 0
-    out = given.out.resolve()
-    results = run_parts(Plan(parts, given.device, out, given.minutes, gpus))
+    results = run_parts(Plan(parts, given.device, given.out.resolve(), given.minutes, gpus))
     failed = [result.name for result in results if not result.has_passed]
-    print(f"{f'not held: {", ".join(failed)}' if failed else 'all hold'}; {out / 'results.md'}")
+    verdict = f"these do not hold: {', '.join(failed)}" if failed else "all hold"
+    print(f"{verdict}; {given.out / 'results.md'}")
     return 1 if failed else 0
 
 

@@ -68,7 +68,9 @@ def compared(site: Site, cases: Sequence[Case], compile: str) -> Iterator[Findin
     for case in cases:
         run = runs[str(case)]
         if run.status:
-            yield check(str(case), False, f"status {run.status}: {last_line(run.error)}", "status 0")
+            yield check(
+                str(case), False, f"status {run.status}: {last_line(run.error)}", "status 0"
+            )
             continue
         (start,) = run.events("run_start")
         if start["device"] != site.device:

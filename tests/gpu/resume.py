@@ -42,7 +42,9 @@ def elastic(site: Site) -> Iterator[Finding]:
     """Saved under one ZeRO stage, resumed under another: losses of the unbroken run."""
     curves = {}
     for phase in ("sources", "targets"):  # so that a target runs in another process
-        site.python("tests.distributed.elastic", str(site.folder), phase, site.device, **alone(site))
+        site.python(
+            "tests.distributed.elastic", str(site.folder), phase, site.device, **alone(site)
+        )
         curves |= pairs.curves_of(site.folder, 1, phase)
     for source, target in pairs.ALONE:
         for dtype, limit in WITHIN.items():
@@ -57,5 +59,3 @@ def alone(site: Site) -> dict[str, str]:
     """The environment of the only rank of a group."""
     who = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     return {**who, "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": site.device}
-
-

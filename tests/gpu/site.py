@@ -75,8 +75,7 @@ class Site:
                 process.wait()
         if process.returncode:
             raise PartError(
-                f"python -m {module} ended with {process.returncode}",
-                f"{output[-LOG:]}{tail(log)}",
+                f"python -m {module} ended with {process.returncode}", f"{output[-LOG:]}{tail(log)}"
             )
         return output
 
@@ -108,9 +107,9 @@ class Site:
         launcher = self.launcher
         places = ["--data_path", str(launcher.corpus), "--cache_dir", str(launcher.cache)]
         outs = {name: folder / str(number) for number, name in enumerate(runs)}
+        common = [*places, *base.split(), "--device", device or self.device]
         words = {
-            name: [*places, *base.split(), "--device", device or self.device]
-            + [*flags.split(), "--out_dir", str(outs[name])]
+            name: [*common, *flags.split(), "--out_dir", str(outs[name])]
             for name, flags in runs.items()
         }
         plan = folder / "plan.json"

@@ -18,8 +18,8 @@ from typing import Any
 KINDS = {
     "communication": r"nccl|c10d::|gloo:",
     "copies": r"memcpy|memset|aten::(copy_|_to_copy|to)$",
-    "attention": r"flash|fmha|attention|cudnn.*sdpa|softmax",
-    "matmul": r"gemm|cutlass|cublas|nvjet|xmma|sm\d+_.*_(tn|nt|nn)|aten::(mm|addmm|bmm|linear)|mkl",
+    "attention": r"flash|fmha|attention|cudnn.*sdpa",
+    "matmul": r"gemm|triton_tem|cutlass|nvjet|xmma|aten::(mm|addmm|bmm|linear)|mkl",
     "optimizer": r"multi_tensor|adam|foreach|optimizer",
     "elementwise": r"",
 }
@@ -76,9 +76,7 @@ def span_of_all(events: Sequence[Mapping[str, Any]]) -> Interval:
     return min(e["ts"] for e in counted), max(span_of(e)[1] for e in counted)
 
 
-def own_times(
-    events: Sequence[Mapping[str, Any]],
-) -> tuple[list[tuple[str, Interval]], float]:
+def own_times(events: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, Interval]], float]:
     """(operators of a CPU with a span as long as their own time, microseconds of all of them).
 
     Operators are nested: from each the time of those inside it is taken away.
