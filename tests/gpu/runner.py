@@ -13,11 +13,13 @@ from tests.gpu.findings import Finding, PartError, Result
 from tests.gpu.site import Site
 
 NO_TIME = "not run: no time left"
+# Of all the time: what the parts after a part keep of it, however long that one takes.
+KEPT = 0.5
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is run, and its share of the time as a weight among the parts that are left."""
+    """What is run, and the weight by which it has a share of the time that is kept."""
 
     find: Callable[[Site], Iterator[Finding]]
     weight: float
@@ -47,18 +49,18 @@ def run_parts(plan: Plan) -> list[Result]:
     shared.mkdir(parents=True, exist_ok=True)
     machine = report.machine(plan.device)
     results: list[Result] = []
-    left = sum(part.weight for part in plan.parts.values())
+    later = total = sum(part.weight for part in plan.parts.values())
     for name, part in plan.parts.items():
         now = time.monotonic()
-        share = (over - now) * part.weight / left
-        left -= part.weight
+        later -= part.weight
+        seconds = over - now - KEPT * 60 * plan.minutes * later / total
         result = Result(name, part.about)
         results.append(result)
-        if share <= 0:
+        if seconds <= 0:
             result.status, result.error = "not run", NO_TIME
         else:
-            print(f"{name}: {part.about} Up to {share:.0f} s.", flush=True)
-            site = Site(plan.device, plan.out / name, shared, now + share, plan.gpus)
+            print(f"{name}: {part.about} Up to {seconds:.0f} s.", flush=True)
+            site = Site(plan.device, plan.out / name, shared, now + seconds, plan.gpus)
             site.folder.mkdir(exist_ok=True)
             run_part(part, site, result)
             result.seconds = time.monotonic() - now

@@ -43,9 +43,7 @@ def test_losses_and_kernels(tmp_path: Path):
         "no DeepSpeed",
         *(f"ZeRO-{stage}" for stage in range(4)),
     }
-    assert found["parts"]["losses"]["not_run"] == {
-        "ZeRO-2, float16": "float16 is not for a CPU"
-    }
+    assert found["parts"]["losses"]["not_run"] == {"ZeRO-2, float16": "float16 is not for a CPU"}
     assert "flash_attention_for_cpu" in output
 
 

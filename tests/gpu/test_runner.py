@@ -121,7 +121,7 @@ def test_a_part_without_time_is_not_run_and_that_is_a_failure(
     assert (part["status"], part["error"]) == ("not run", NO_TIME)
 
 
-def test_time_is_shared_out_by_weight_and_what_is_left_goes_to_the_next(
+def test_half_of_the_time_is_kept_for_the_parts_that_follow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     given: list[float] = []
@@ -132,7 +132,7 @@ def test_time_is_shared_out_by_weight_and_what_is_left_goes_to_the_next(
         yield from good(site)
 
     ran(monkeypatch, tmp_path, "--minutes", "4", one=noting, two=noting, three=noting)
-    assert given == pytest.approx([80, 120, 240], abs=5)
+    assert given == pytest.approx([160, 200, 240], abs=5)
 
 
 def test_a_process_that_hangs_is_ended_when_its_part_is_over(tmp_path: Path):
@@ -144,7 +144,7 @@ def test_a_process_that_hangs_is_ended_when_its_part_is_over(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--device cpu --parts loses kernels", "--parts loses: the parts are losses, compiled"),
+        ("--device cpu --parts loses kernels", "--parts loses: the parts are losses, kernels"),
         ("--device cuda", "--device cuda: torch sees no GPU here; --device cpu tries the command"),
     ],
 )
