@@ -18,28 +18,26 @@ from torch.profiler import ProfilerActivity, profile
 from minimind.model.attention_kernels import document_block_mask, has_flex_kernel
 from minimind.model.attention_mask import boolean_mask
 from minimind.model.layers import flash_attention, reference_attention
-from tests.gpu.findings import Finding, at_most, check
+from tests.gpu.findings import Finding, check
 from tests.gpu.site import Site
 
 HEADS, CHANNELS, ROWS = 8, 64, 2
-LENGTHS = (1024, 704, 65)
+LENGTHS = {"cuda": (1024, 704, 65), "cpu": (192, 65)}
 KEY_HEADS = (8, 2)
 MASKS = ("causal", "masked", "documents")
-GRADIENTS = 1e-2  # of the norm; in bf16 2e-3 on a CPU
+GRADIENTS = 1e-2  # of the norm, in bf16; 3e-3 to 8.5e-3 on a CPU
 NAME = re.compile(r"_scaled_dot_product_(\w+)|(flex_attention)")
 
 
 def kernels(site: Site) -> Iterator[Finding]:
-    """Fused kernels for causal, masked and document attention, with and without grouped heads."""
+    """The kernel of each shape, its gradients against the reference's, and scores of -128."""
     for line in site.python("tests.gpu.kernels", site.device).splitlines():
         found = json.loads(line)
-        what = found["shape"]
-        is_fused = bool(found["kernel"]) and "math" not in found["kernel"]
-        yield check(f"{what}: kernel", is_fused, found["kernel"] or "none", "fused")
-        yield at_most(f"{what}: gradients", found["distance"], GRADIENTS)
-        # With scores far below 0, torch 2.13's cuDNN has NaNs at a length of 704.
-        yield check(f"{what}: scores of -128", found["is_finite"], "finite" if found["is_finite"]
-                    else "not finite", "finite")  # fmt: skip
+        kernel, distance, is_finite = found["kernel"], found["distance"], found["is_finite"]
+        is_right = bool(kernel) and "math" not in kernel and is_finite and distance < GRADIENTS
+        far = "finite" if is_finite else "not finite"
+        text = f"{kernel or 'none'}, {distance:.1e}, {far}"
+        yield check(found["shape"], is_right, text, f"fused, {GRADIENTS:g}, finite", found)
 
 
 def attended(attend: Any, parts: list[Tensor], visible: Any, of_out: Tensor) -> list[Tensor]:
@@ -90,7 +88,8 @@ def measure(kind: str, length: int, key_heads: int, device: torch.device) -> dic
         float((fused.float() - expected).norm() / expected.norm())
         for fused, expected in zip(found, wide, strict=True)
     ]
-    far = [part + shift for part, shift in zip(parts, (4, -4, 0), strict=True)]  # -128, about
+    # Scores of about -128, for which torch 2.13's cuDNN has NaNs at a length of 704.
+    far = [part + shift for part, shift in zip(parts, (4, -4, 0), strict=True)]
     finite = (bool(t.isfinite().all()) for t in attended(flash_attention, far, visible, of_out))
     return {
         "shape": f"{kind}, {length} positions, {HEADS} to {key_heads} heads",
@@ -103,7 +102,7 @@ def measure(kind: str, length: int, key_heads: int, device: torch.device) -> dic
 def main(device: str) -> None:
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     for kind in MASKS:
-        for length in LENGTHS:
+        for length in LENGTHS[device]:
             for key_heads in KEY_HEADS:
                 print(json.dumps(measure(kind, length, key_heads, where)), flush=True)
 

@@ -55,24 +55,24 @@ class Site:
         """The standard output of `python -m module words`; PartError if it fails or takes long."""
         log = self.folder / f"{module.rpartition('.')[2]}-{time.monotonic_ns()}.log"
         command = [sys.executable, "-m", module, *words]
-        with log.open("w") as errors:
-            process = subprocess.Popen(
+        with (
+            log.open("w") as errors,
+            subprocess.Popen(
                 command,
                 env={**self.environment, **environ},
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-            )
+            ) as process,
+        ):
             try:
                 output, _ = process.communicate(timeout=max(0.0, self.seconds_left))
             except subprocess.TimeoutExpired:
-                raise PartError(
-                    f"the time of this part ran out in python -m {module}", tail(log)
-                ) from None
+                what = f"the time of this part ran out in python -m {module}"
+                raise PartError(what, tail(log)) from None
             finally:
                 end_with_children(process.pid)
-                process.wait()
         if process.returncode:
             raise PartError(
                 f"python -m {module} ended with {process.returncode}", f"{output[-LOG:]}{tail(log)}"
