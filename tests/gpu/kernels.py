@@ -93,7 +93,7 @@ def measure(kind: str, length: int, key_heads: int, device: torch.device) -> dic
     finite = (bool(t.isfinite().all()) for t in attended(flash_attention, far, visible, of_out))
     return {
         "shape": f"{kind}, {length} positions, {HEADS} to {key_heads} heads",
-        "kernel": chosen(lambda: flash_attention(*parts, visible)),
+        "kernel": chosen(lambda: flash_attention(parts[0], parts[1], parts[2], visible)),
         "distance": max(distances),
         "is_finite": all(finite),
     }

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 from minimind.checkpoint.identity import hardware, source_commit, versions
 from minimind.runtime.hardware import HAS_BF16, list_gpus
@@ -23,7 +24,7 @@ LOG_LINES = 15
 
 def machine(device: str) -> dict[str, Any]:
     """Hardware, driver and versions; nothing of it starts CUDA in this process."""
-    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
+    found = nccl.version() if torch.distributed.is_nccl_available() else None
     return {
         "gpus": [asdict(gpu) for gpu in list_gpus()] if device == "cuda" else [],
         "cpu": hardware(torch.device("cpu")),
@@ -31,7 +32,7 @@ def machine(device: str) -> dict[str, Any]:
         "bf16 instructions": HAS_BF16,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "nccl": nccl and ".".join(map(str, nccl)),
+        "nccl": found and ".".join(map(str, found)),
         **versions(),
     }
 

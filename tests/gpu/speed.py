@@ -58,7 +58,7 @@ def rows_of(model: str, found: dict[str, Any]) -> Iterator[Finding]:
 
 
 def profile(site: Site) -> Iterator[Finding]:
-    """A trace of four compiled steps: shares by kind of work."""
+    """A trace of four steps, compiled on a GPU: shares of the time by kind of work."""
     for model in models_of(site):
         flags = {"": f"{site.stage(None)} --max_steps 12 --trace_steps 8:11"}
         if site.device == "cuda":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ def shares(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     else:
         spans, busy = own_times(events)
     first, last = span_of_all(events)
-    took: Counter[str] = Counter()
+    took = dict.fromkeys(KINDS, 0.0)
     for name, (start, end) in spans:
         took[kind_of(name)] += end - start
     found = {kind: took[kind] / (last - first) for kind in KINDS if took[kind]}
