@@ -26,7 +26,8 @@ LENGTHS = {"cuda": (1024, 704, 65), "cpu": (192, 65)}
 KEY_HEADS = (8, 2)
 MASKS = ("causal", "masked", "documents")
 GRADIENTS = 1e-2  # of the norm, in bf16; 3e-3 to 8.5e-3 on a CPU
-NAME = re.compile(r"_scaled_dot_product_(\w+)|(flex_attention)")
+# Flex attention is a template of Triton's, of which its name need not be part.
+NAME = re.compile(r"_scaled_dot_product_(\w+)|(flex_attention|triton_tem\w*)")
 
 
 def kernels(site: Site) -> Iterator[Finding]:

@@ -7,7 +7,6 @@ import os
 import re
 import resource
 from collections.abc import Iterator
-from typing import Any
 
 from examples.stdlib_corpus import main as write_corpus
 from minimind.checkpoint.directory import published_checkpoints, verify
@@ -19,7 +18,7 @@ from minimind.estimate.shape import shape_of
 from minimind.runtime.hardware import list_gpus
 from tests.conftest import sentences
 from tests.gpu.findings import Finding, PartError, at_most, check, figure, skipped
-from tests.gpu.site import Site, last_line
+from tests.gpu.site import Site, Trained, last_line
 
 WITHIN = 0.1  # of the estimate
 STAGES = (None, 0, 1, 2, 3)
@@ -83,12 +82,14 @@ def of_estimate(name: str, measured: float, predicted: float, is_upper: bool = F
     return check(name, is_right, text, limit, {"measured": measured, "predicted": predicted})
 
 
-def trained_on_much_text(site: Site, runs: dict[str, str], base: str) -> Any:
+def trained_on_much_text(
+    site: Site, runs: dict[str, str], base: str, keeps: bool = False
+) -> dict[str, Trained]:
     """Runs of a preset, whose tokenizer takes more text than the small one."""
     text = site.shared / "stdlib.jsonl"
     if not text.exists():
         write_corpus([str(text), "--max_megabytes", "4"])
-    return site.train(runs, base=f"{base} --data_path {text}")
+    return site.train(runs, base=f"{base} --data_path {text}", keeps=keeps)
 
 
 def saves(site: Site) -> Iterator[Finding]:
@@ -99,9 +100,9 @@ def saves(site: Site) -> Iterator[Finding]:
     }
     if site.device == "cuda":
         base = f"{LARGE} --log_interval 1 --eval_rows 0"
-        found = trained_on_much_text(site, runs, base)
+        found = trained_on_much_text(site, runs, base, keeps=True)
     else:
-        found = site.train(runs)
+        found = site.train(runs, keeps=True)
     stalls = {}
     for name, run in found.items():
         saved = run.events("checkpoint_saved")

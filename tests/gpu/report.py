@@ -20,6 +20,7 @@ from tests.gpu.findings import Result
 
 HEAD = ("what", "found", "limit", "")
 LOG_LINES = 15
+WIDEST = 60  # characters to which columns of a block are padded
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def block(result: Result) -> str:
     """What is printed as a part ends."""
     lines = [f"== {result.name}: {result.status}, {result.seconds:.0f} s"]
     rows = [finding.cells() for finding in result.findings]
-    widths = [max((len(row[at]) for row in rows), default=0) for at in range(4)]
+    widths = [min(WIDEST, max((len(row[at]) for row in rows), default=0)) for at in range(4)]
     for row in rows:
         cells = zip(row, widths, strict=True)
         lines.append("   " + "  ".join(f"{cell:<{width}}" for cell, width in cells).rstrip())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -45,8 +47,10 @@ def run_parts(plan: Plan) -> list[Result]:
     """How every part ended; printed and written as they end."""
     started = time.monotonic()
     over = started + 60 * plan.minutes
-    shared = plan.out / "shared"
-    shared.mkdir(parents=True, exist_ok=True)
+    plan.out.mkdir(parents=True, exist_ok=True)
+    runs = Path(tempfile.mkdtemp(prefix="runs-", dir=plan.out))
+    shared = runs / "shared"
+    shared.mkdir()
     machine = report.machine(plan.device)
     results: list[Result] = []
     later = total = sum(part.weight for part in plan.parts.values())
@@ -60,12 +64,18 @@ def run_parts(plan: Plan) -> list[Result]:
             result.status, result.error = "not run", NO_TIME
         else:
             print(f"{name}: {part.about} Up to {seconds:.0f} s.", flush=True)
-            site = Site(plan.device, plan.out / name, shared, now + seconds, plan.gpus)
-            site.folder.mkdir(exist_ok=True)
+            site = Site(plan.device, runs / name, shared, now + seconds, plan.gpus)
+            site.folder.mkdir()
             run_part(part, site, result)
+            if result.has_passed:
+                shutil.rmtree(site.folder, ignore_errors=True)
             result.seconds = time.monotonic() - now
         print(report.block(result), flush=True)
         report.write(plan.out, plan.device, machine, results, time.monotonic() - started)
+    if all(result.has_passed for result in results):
+        shutil.rmtree(runs, ignore_errors=True)
+    else:
+        print(f"the runs and logs of what failed are in {runs}")
     return results
 
 

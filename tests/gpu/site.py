@@ -95,12 +95,17 @@ class Site:
         return f"--deepspeed_config {config_of_stage(stage, self.shared)}"
 
     def train(
-        self, runs: Mapping[str, str], device: str = "", base: str = f"{SHAPE} {PACE}"
+        self,
+        runs: Mapping[str, str],
+        device: str = "",
+        base: str = f"{SHAPE} {PACE}",
+        keeps: bool = False,
     ) -> dict[str, Trained]:
         """Runs of these flags by name, one after another in one process (tests.gpu.trainings).
 
         Those without DeepSpeed have to come first, those at stage 3 last. Another error than one
-        of a run is a PartError; which runs ended well is for the caller to look at.
+        of a run is a PartError; which runs ended well is for the caller to look at. Checkpoints are
+        removed unless `keeps`: those of the larger models are gigabytes.
         """
         folder = self.folder / f"runs-{time.monotonic_ns()}"
         folder.mkdir()
@@ -116,7 +121,7 @@ class Site:
         plan.write_text(json.dumps(words))
         ended, failure = plan.with_suffix(".ended.json"), ""
         try:
-            self.python("tests.gpu.trainings", str(plan))
+            self.python("tests.gpu.trainings", str(plan), *["keep"] * keeps)
         except PartError as error:  # what has ended until then counts
             if not ended.exists():
                 raise
@@ -170,7 +175,9 @@ def last_line(text: str) -> str:
 
 def launched(site: Site, out_dir: Path, flags: str, processes: int = 1, **options: Any) -> Run:
     """A finished run of run_accelerate.sh; a PartError if it did not end well."""
-    run = site.launcher.run(out_dir, flags, processes=processes, **options)
+    run = site.launcher.run(
+        out_dir, flags, processes=processes, timeout=max(0.0, site.seconds_left), **options
+    )
     if run.status:
         raise PartError(
             f"a run ended with {run.status}: {last_line(run.stderr)}", run.stderr[-LOG:]

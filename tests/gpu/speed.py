@@ -59,14 +59,15 @@ def rows_of(model: str, found: dict[str, Any]) -> Iterator[Finding]:
 
 def profile(site: Site) -> Iterator[Finding]:
     """A trace of four steps, compiled on a GPU: shares of the time by kind of work."""
-    for model in models_of(site):
-        flags = {"": f"{site.stage(None)} --max_steps 12 --trace_steps 8:11"}
-        if site.device == "cuda":
-            size = f"--model {model} --batch_size {ROWS[model]} --accumulation_steps 1"
-            base = f"{FEW_STEPS} {size} --max_seq_len 1024 --log_interval 12"
-            run = trained_on_much_text(site, flags, base)[""]
-        else:
-            run = site.train(flags)[""]
+    flags = f"{site.stage(None)} --max_steps 12 --trace_steps 8:11"
+    if site.device == "cpu":
+        runs = site.train({"tiny": flags})
+    else:
+        sizes = {model: f"--model {model} --batch_size {rows}" for model, rows in ROWS.items()}
+        base = f"{FEW_STEPS} --accumulation_steps 1 --max_seq_len 1024 --log_interval 12"
+        flags_of = {model: f"{size} {flags}" for model, size in sizes.items()}
+        runs = trained_on_much_text(site, flags_of, base)
+    for model, run in runs.items():
         yield from told(model, run.out_dir, run.events("exit")[-1]["status"])
 
 

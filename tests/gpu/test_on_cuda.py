@@ -41,7 +41,11 @@ class StandIn(Site):
     share = 1.0
 
     def train(
-        self, runs: Mapping[str, str], device: str = "", base: str = f"{SHAPE} {PACE}"
+        self,
+        runs: Mapping[str, str],
+        device: str = "",
+        base: str = f"{SHAPE} {PACE}",
+        keeps: bool = False,
     ) -> dict[str, Trained]:
         answers = {}
         for number, (name, flags) in enumerate(runs.items()):

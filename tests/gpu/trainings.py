@@ -1,8 +1,9 @@
 """Runs one after another in this process: a start costs far more than a small run.
 
-    python -m tests.gpu.trainings PLAN.json
+    python -m tests.gpu.trainings PLAN.json [keep]
 
-PLAN.json holds the words of train_pretrain.py by name. How each ended is written to
+PLAN.json holds the words of train_pretrain.py by name. Without `keep` the checkpoints of a run are
+removed after it. How each ended is written to
 PLAN.ended.json after every run. DeepSpeed keeps what it knows of the process group, so that the
 group outlives the runs with it: those without come first. Stage 3, which replaces torch's linear
 function, comes last.
@@ -15,6 +16,7 @@ import gc
 import io
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,16 +84,19 @@ def train(words: list[str]) -> dict[str, Any]:
     return {**ended, "allocated": before, "peak": peak}
 
 
-def main(plan: Path) -> int:
+def main(plan: Path, keeps: bool) -> int:
+    """Train, and write how each run ended."""
     ended = {}
     for name, words in json.loads(plan.read_text()).items():
         ended[name] = train(words)
+        if not keeps:
+            shutil.rmtree(Path(parse_flags(words).out_dir) / "checkpoints", ignore_errors=True)
         print(f"{name}: {ended[name]['status']}", flush=True)
         plan.with_suffix(".ended.json").write_text(json.dumps(ended))
     return 0
 
 
 if __name__ == "__main__":
-    status = main(Path(sys.argv[1]))
+    status = main(Path(sys.argv[1]), keeps="keep" in sys.argv[2:])
     sys.stdout.flush()
     os._exit(status)  # several engines share one process group: none of them may take it down
