@@ -23,7 +23,7 @@ from minimind.runtime.hardware import GPU
 from minimind.telemetry.trace import traced_steps
 from minimind.train.memory_report import remedy
 from tests.conftest import PACE, SHAPE
-from tests.gpu import losses, memory, ranks, speed
+from tests.gpu import losses, memory, ranks, speed, waits
 from tests.gpu.findings import Finding
 from tests.gpu.site import Site, Trained
 
@@ -146,6 +146,28 @@ def test_a_trace_of_each_model_is_told(site: StandIn):
     found = [*speed.profile(site)]
     assert wrong(found) == []
     assert [finding.what for finding in found] == ["26m: trace", "104m: trace", "0.4b: trace"]
+
+
+@pytest.mark.parametrize(("ours", "is_right"), [({}, True), ({"minimind: step (waits)": 1}, False)])
+def test_a_wait_of_ours_is_wrong_and_a_read_is_not_counted_twice(
+    site: StandIn, monkeypatch: pytest.MonkeyPatch, ours: dict[str, float], is_right: bool
+):
+    norm, update = "deepspeed: is_invalid_grad_norm", "minimind: update"
+    reads = {
+        "stage 0, float32": {update: 1.0, f"{update} (waits)": 1.0},
+        "stage 2, bfloat16": {norm: 3.0, f"{norm} (waits)": 3.0, **ours},
+    }
+
+    def python(module: str, out: str, *words: str, **environ: str) -> str:
+        assert (module, words) == ("tests.distributed.host_reads", ("cuda",))
+        assert environ["DS_ACCELERATOR"] == "cuda"
+        Path(out).write_text(json.dumps(reads))
+        return ""
+
+    monkeypatch.setattr(site, "python", python)
+    found = [finding for finding in waits.waits(site) if finding.limit]
+    assert [finding.is_right for finding in found] == [True, is_right]
+    assert found[1].found.startswith("3 of DeepSpeed, ")
 
 
 def test_one_gpu_is_not_two(site: StandIn):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from tests.conftest import ROOT
 from tests.gpu.findings import Finding, check, figure, skipped
 from tests.gpu.resume import alone
 from tests.gpu.site import Site
 
+WAITS = " (waits)"
 ALLOWED = {"stage 0, float32": 1}  # where DeepSpeed does not look at the norm, we do
 
 
@@ -19,18 +20,26 @@ def waits(site: Site) -> Iterator[Finding]:
     out = site.folder / "reads.json"
     site.python("tests.distributed.host_reads", str(out), site.device, **alone(site))
     for case, reads in json.loads(out.read_text()).items():
-        owners = {"deepspeed": 0.0, "minimind": 0.0, "accelerate": 0.0}
-        for place, count in reads.items():
-            owner = place.partition(":")[0]
-            owners[owner] = owners.get(owner, 0.0) + count
-        ours = sum(count for owner, count in owners.items() if owner != "deepspeed")
+        ours, deepspeeds = by_owner(reads)
         limit = ALLOWED.get(case, 0)
-        text = f"{owners['deepspeed']:g} of DeepSpeed, {ours:g} of ours"
-        limits = f"{limit} of ours"
-        yield check(f"{case}, a step", ours <= limit, text, limits, reads)
-        for place, count in reads.items():
-            if not place.startswith("deepspeed"):
-                yield figure(f"{case}: {place}", count, f"{count:g}")
+        text = f"{sum(deepspeeds.values()):g} of DeepSpeed, {sum(ours.values()):g} of ours"
+        is_right = sum(ours.values()) <= limit
+        yield check(f"{case}, a step", is_right, text, f"{limit} of ours", reads)
+        for place, count in ours.items():
+            yield figure(f"{case}: {place}", count, f"{count:g}")
+
+
+def by_owner(reads: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """(those of ours and of Accelerate, those of DeepSpeed) by place.
+
+    On a GPU, CUDA tells once more of a read for which it is waited.
+    """
+    found: tuple[dict[str, float], dict[str, float]] = ({}, {})
+    for told, count in reads.items():
+        place = told.removesuffix(WAITS)
+        owned = found[place.startswith("deepspeed")]
+        owned[place] = max(owned.get(place, 0), count)
+    return found
 
 
 def marked(site: Site) -> Iterator[Finding]:
