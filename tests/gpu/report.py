@@ -60,7 +60,12 @@ def page(document: dict[str, Any], results: Sequence[Result]) -> str:
         for gpu in document["machine"]["gpus"]
     )
     where = gpus or f"CPU: {document['machine']['cpu']}, {document['machine']['cores']} cores"
-    verdict = "Everything holds." if document["passed"] else "Not everything holds."
+    if failed := [result.name for result in results if not result.has_passed]:
+        verdict = f"Not everything holds: {', '.join(failed)}."
+    elif document["passed"]:
+        verdict = "Everything that was run holds."
+    else:
+        verdict = f"Not finished: {len(results)} of {len(document['requested'])} parts have ended."
     known = {k: v for k, v in document["machine"].items() if k not in ("gpus", "cpu", "cores")}
     lines = [
         f"# {verdict}",
@@ -94,17 +99,22 @@ def cell(text: str) -> str:
 
 
 def write(
-    out: Path, device: str, machine: dict[str, Any], results: Sequence[Result], seconds: float
+    out: Path,
+    requested: Sequence[str],
+    machine: dict[str, Any],
+    results: Sequence[Result],
+    seconds: float,
 ) -> None:
-    """Both files, whole at any moment."""
+    """Both files, whole at any moment; `requested` are the names of all parts of this start."""
+    has_ended = len(results) == len(requested)
     document = {
         "command": f"python -m tests.gpu {' '.join(word.split('/')[-1] for word in sys.argv[1:])}",
         "date": time.strftime("%Y-%m-%d"),
-        "device": device,
+        "requested": [*requested],
         "machine": machine,
         "commit": source_commit(),
         "seconds": seconds,
-        "passed": all(result.has_passed for result in results),
+        "passed": has_ended and all(result.has_passed for result in results),
         "parts": {
             result.name: {
                 **asdict(result),

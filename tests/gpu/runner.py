@@ -71,7 +71,7 @@ def run_parts(plan: Plan) -> list[Result]:
                 shutil.rmtree(site.folder, ignore_errors=True)
             result.seconds = time.monotonic() - now
         print(report.block(result), flush=True)
-        report.write(plan.out, plan.device, machine, results, time.monotonic() - started)
+        report.write(plan.out, [*plan.parts], machine, results, time.monotonic() - started)
     if all(result.has_passed for result in results):
         shutil.rmtree(runs, ignore_errors=True)
     else:

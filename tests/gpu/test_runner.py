@@ -70,7 +70,7 @@ def test_what_a_part_raises_is_its_failure_and_stops_no_other(
     assert "| line | two" in output
     assert "these do not hold: raising, exiting, wrong; " in output
     text = (tmp_path / "results.md").read_text()
-    assert text.startswith("# Not everything holds.")
+    assert text.startswith("# Not everything holds: raising, exiting, wrong.")
     assert "| a kernel | math | fused | WRONG |" in text
     assert "PartError: a run ended with 70" in text
 
@@ -80,7 +80,7 @@ def test_when_all_hold_the_status_is_0(tmp_path: Path, monkeypatch: pytest.Monke
     assert (status, found["passed"]) == (0, True)
     assert {"torch", "deepspeed", "cuda", "gpus", "cpu"} <= {*found["machine"]}
     assert found["commit"]
-    assert (tmp_path / "results.md").read_text().startswith("# Everything holds.")
+    assert (tmp_path / "results.md").read_text().startswith("# Everything that was run holds.")
 
 
 def test_a_part_that_finds_nothing_or_nan_has_not_passed(
@@ -105,7 +105,10 @@ def test_the_results_are_there_after_every_part(tmp_path: Path, monkeypatch: pyt
     def looking(site: Site) -> Iterator[Finding]:
         """Reads what was written before it."""
         seen.append([*json.loads((tmp_path / "results.json").read_text())["parts"]])
-        assert "## first: passed" in (tmp_path / "results.md").read_text()
+        page = (tmp_path / "results.md").read_text()
+        assert page.startswith(f"# Not finished: {len(seen[-1])} of 3 parts have ended.")
+        assert "## first: passed" in page
+        assert json.loads((tmp_path / "results.json").read_text())["passed"] is False
         yield from good(site)
 
     ran(monkeypatch, tmp_path, first=good, second=looking, third=looking)
