@@ -3,7 +3,8 @@
     python -m benchmarks.contenders NAME SHAPE ROWS READ_FD WRITE_FD FOLDER [FLAGS OF OURS ...]
 
 Started by benchmarks.throughput, .stages and .gpu; a NAME that is not here is train_pretrain.py
-with the FLAGS, of which those that are here take --dtype. Between its turns a contender waits, and
+with the FLAGS, of which the loops that are here take --dtype, --max_seq_len and --device cuda (else
+they run on the CPU). Between its turns a contender waits, and
 costs nothing. Each stands at a gate where its step begins: before the first micro-batch is asked
 for. What lies between two passages of the gate, less the waiting, is its step: all of the loop, not
 only the mathematics. A turn is as many steps as the line says that asks for it. On a GPU it ends
@@ -103,25 +104,33 @@ def random_rows(
 ) -> tuple[Any, Callable[[], Iterator[torch.Tensor]]]:
     """The shape's flags, and rows of random tokens: a loader that costs next to nothing."""
     run = parse_flags(["--model", shape, *flags])
-    text = torch.randint(run.vocab_size, (4096, run.max_seq_len + 1))
+    size = (4096, run.max_seq_len + 1)
+    text = torch.randint(run.vocab_size, size, device=device_of(run))
 
     def batches() -> Iterator[torch.Tensor]:
         while True:
-            yield text[torch.randint(len(text), (rows,))]
+            yield text[torch.randint(len(text), (rows,), device=text.device)]
 
     return run, batches
+
+
+def device_of(run: Any) -> str:
+    """Where a loop written by hand trains: the CPU, unless --device cuda is given."""
+    return "cuda" if run.device == "cuda" else "cpu"
 
 
 def by_hand(
     gate: Gate, run: Any, model: torch.nn.Module, loss_of: Any, batches: Iterator[Any]
 ) -> None:
     """The loop that everybody writes: autocast to bf16 unless in fp32, clip, fused AdamW."""
+    device = device_of(run)
+    model.to(device)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=DECAY, fused=True
     )
     while True:
         gate.passage()
-        with torch.autocast("cpu", torch.bfloat16, enabled=run.dtype == "bfloat16"):
+        with torch.autocast(device, torch.bfloat16, enabled=run.dtype == "bfloat16"):
             loss = loss_of(next(batches))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)

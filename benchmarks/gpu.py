@@ -1,12 +1,14 @@
-"""Tokens/s, MFU and memory of the presets on one GPU, under ZeRO-2 and without DeepSpeed.
+"""Tokens/s, MFU and memory of the presets on one GPU, beside a bare loop and transformers' Llama.
 
     make gpu-bench
     python -m benchmarks.gpu [TEXT.jsonl] [--models 26m 104m 0.4b] [--rows N ...]
         [--max_seq_len 1024] [--rounds 10] [--steps 10] [--minutes 7] [--device cuda|cpu]
         [--out FILE.json]
 
-train_pretrain.py as it is, compiled, in bf16. Two processes of a model (benchmarks/contenders.py)
-hold the GPU together and take turns of --steps steps; a ratio is the median over pairs of turns of
+train_pretrain.py as it is, compiled, in bf16, under ZeRO-2 and without DeepSpeed; the same model in
+a compiled loop of a few lines, and LlamaForCausalLM of the same shape in an eager one, both under
+autocast. The four processes of a model (benchmarks/contenders.py) hold the GPU together and take
+turns of --steps steps; a ratio is the median over pairs of turns of
 the same round. MFU is of two peaks: of the vendor's data sheet, and of what one large product of
 bf16 matrices reaches on this very GPU, just before. Memory is what torch had allocated at most in
 the process. Each model is told and written as it is done, and costs no other its figures; no round
@@ -28,15 +30,17 @@ from typing import Any
 import torch
 
 from benchmarks.record import arguments, record
-from benchmarks.throughput import Contender, race, summary
+from benchmarks.throughput import BARE, Contender, race, summary
+from benchmarks.throughput import BASE as LLAMA
 from examples.stdlib_corpus import main as write_corpus
 from minimind.config.parse import parse_flags
 from minimind.estimate.costs import flops_per_token
 from minimind.estimate.plan import shape_of
 from minimind.telemetry.mfu import peak_of
 
-NAMES = ("ours, ZeRO-2, compiled", "ours, single, compiled")
-ROWS = {"26m": 32, "104m": 16, "0.4b": 8}  # of 1,024 tokens; two processes share the GPU
+OURS = ("ours, ZeRO-2, compiled", "ours, single, compiled")
+NAMES = (*OURS, BARE, LLAMA)
+ROWS = {"26m": 32, "104m": 16, "0.4b": 8}  # of 1,024 tokens; four processes share the GPU
 CORPUS = 4.0  # MB, of which little is read
 
 
@@ -69,7 +73,7 @@ def of_model(
     place = (model, rows, folder, words)
     starts = {name: partial(Contender, name, *place) for name in NAMES}
     turns = race(starts, given.rounds, minutes=minutes, turn=given.steps)
-    table = summary(turns, rows * run.max_seq_len, NAMES[-1])
+    table = summary(turns, rows * run.max_seq_len, OURS[-1])
     for row in table.values():
         done = flops_per_token(shape_of(run)) * row["tokens_per_second"] / 1e12
         row["mfu"] = {who: peak and done / peak for who, peak in peaks.items()}
@@ -103,7 +107,7 @@ def shown(found: dict[str, Any]) -> str:
                 f"{row['tokens_per_second']:11,.0f}{row['speed']:7.2f}"
                 f"{mfu['vendor']:>13}{mfu['measured']:>10}{row['peak_mib']:9,.0f}"
             )
-    return "\n".join([*lines, f"speed against: {NAMES[-1]}"])
+    return "\n".join([*lines, f"speed against: {OURS[-1]}"])
 
 
 def main() -> None:

@@ -124,8 +124,7 @@ class Launcher:
             env=self.environment(processes),
             capture_output=True,
             text=True,
-            timeout=300,
-            **options,
+            **{"timeout": 300, **options},
         )
         return Run(out_dir, done.returncode, done.stdout, done.stderr)
 

@@ -10,7 +10,8 @@ stage 2, DDP and a single process from and to DeepSpeed, and a chain along one r
 limit is broken.
 
 Six launches: the sources at world sizes 1, 4 and 2, then the targets at 1, 4 and 2, so that every
-target runs in another process than its source.
+target runs in another process than its source. `python -m tests.gpu` asks for the pairs of stages
+of one process, on a GPU where there is one: `... elastic FOLDER sources|targets DEVICE`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ PAIRS: list[tuple[Layout, Layout]] = [
     *(((2, None), (2, None)), ((2, None), (2, 2)), ((2, 2), (2, None))),
     *(((1, None), (1, None)), ((1, None), (2, 2)), ((2, 2), (1, None))),
 ]
+# Of one process, whose device is named.
+ALONE: list[tuple[Layout, Layout]] = [((1, a), (1, b)) for a in STAGES for b in STAGES]
 # From a checkpoint of (2, 2): each takes some of the 20 steps, and saves for the next.
 CHAIN: list[tuple[Layout, int]] = [((1, 3), 7), ((4, 0), 6), ((2, 2), 7)]
 LAUNCHES = [(1, "sources"), (4, "sources"), (2, "sources")]
@@ -57,16 +61,20 @@ def in_order(layouts: set[Layout]) -> list[Layout]:
 class Worker:
     """One rank of one launch: builds its engines one after another."""
 
-    def __init__(self, root: Path, world_size: int) -> None:
+    def __init__(self, root: Path, world_size: int, device: str = "") -> None:
         self.root = root
         self.world_size = world_size
+        self.device = device or "cpu"
+        self.pairs, self.chain = (ALONE, []) if device else (PAIRS, CHAIN)
         self.curves: dict[str, Any] = {}
 
     def sources(self) -> None:
         """Save after some steps, and go on: the unbroken curves."""
         from tests.distributed.engines import course, save
 
-        for layout in in_order({source for source, _ in PAIRS if source[0] == self.world_size}):
+        for layout in in_order(
+            {source for source, _ in self.pairs if source[0] == self.world_size}
+        ):
             for dtype in WITHIN:
                 engine = self._build(layout, dtype)
                 course(engine, 0, SAVED)
@@ -78,8 +86,10 @@ class Worker:
         """Go on from each source's checkpoint, and take this launch's part of the chain."""
         from tests.distributed.engines import course, load
 
-        for target in in_order({target for _, target in PAIRS if target[0] == self.world_size}):
-            for source in [s for s, t in PAIRS if t == target]:
+        for target in in_order(
+            {target for _, target in self.pairs if target[0] == self.world_size}
+        ):
+            for source in [s for s, t in self.pairs if t == target]:
                 for dtype in WITHIN:
                     engine = self._build(target, dtype)
                     load(engine, self._place(source, dtype), SAVED)
@@ -88,11 +98,14 @@ class Worker:
                     self._leave(target)
         self._chain()
 
+    def _own(self, layouts: Iterable[Layout]) -> list[Layout]:
+        return in_order({layout for layout in layouts if layout[0] == self.world_size})
+
     def _chain(self) -> None:
         from tests.distributed.engines import course, load, save
 
         place, first = (2, 2), SAVED
-        for layout, steps in CHAIN:
+        for layout, steps in self.chain:
             for dtype in WITHIN if layout[0] == self.world_size else ():
                 engine = self._build(layout, dtype)
                 load(engine, self._place(place, dtype), first)
@@ -103,7 +116,10 @@ class Worker:
     def _build(self, layout: Layout, dtype: str) -> Any:
         from tests.distributed.engines import Case, build
 
-        return build(Case(layout[1], dtype, ACCUMULATION[layout[0]]), seed=1)
+        # On a GPU some kernels sum in an order of their own each time.
+        flags = "--deterministic" if self.device == "cuda" else ""
+        case = Case(layout[1], dtype, ACCUMULATION[layout[0]], flags=flags)
+        return build(case, seed=1, on=self.device)
 
     def _place(self, layout: Layout, dtype: str) -> Path:
         return self.root / f"{dtype}-{layout[0]}-{layout[1]}"
@@ -117,11 +133,11 @@ class Worker:
             os.environ["LOCAL_RANK"] = "0"  # taken away from Accelerate, put back for DeepSpeed
 
 
-def work(root: Path, phase: str) -> None:
+def work(root: Path, phase: str, device: str = "") -> None:
     """What each rank of a launch runs."""
     import torch.distributed as dist
 
-    worker = Worker(root, int(os.environ["WORLD_SIZE"]))
+    worker = Worker(root, int(os.environ["WORLD_SIZE"]), device)
     getattr(worker, phase)()
     if dist.get_rank() == 0:
         (root / f"{phase}-{worker.world_size}.json").write_text(json.dumps(worker.curves))
@@ -139,6 +155,11 @@ def launch(root: Path, world_size: int, phase: str) -> dict[str, Any]:
     )
     if done.returncode:
         raise SystemExit(f"{phase} at world size {world_size} failed:\n{done.stderr[-3000:]}")
+    return curves_of(root, world_size, phase)
+
+
+def curves_of(root: Path, world_size: int, phase: str) -> dict[str, Any]:
+    """What a launch has written."""
     return json.loads((root / f"{phase}-{world_size}.json").read_text())
 
 
@@ -183,4 +204,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(work(Path(sys.argv[1]), sys.argv[2]) if sys.argv[1:] else main())
+    sys.exit(work(Path(sys.argv[1]), *sys.argv[2:]) if sys.argv[1:] else main())

@@ -27,13 +27,15 @@ ROWS = 8
 WITHIN = {"float32": 2e-6, "bfloat16": 2e-3}  # relative, absolute
 
 
-def train(root: Path, stage: int | None, dtype: str, accumulation: int, world: int) -> list[Any]:
+def train(
+    root: Path, stage: int | None, dtype: str, accumulation: int, world: int, device: str = "cpu"
+) -> list[Any]:
     """The `step` events of one run; stage None is without DeepSpeed."""
     out = root / f"{stage}-{dtype}-{accumulation}-{world}"
     flags = [*SHAPE.split(), *PACE.split(), "--data_path", str(root / "text.jsonl")]
     flags += ["--cache_dir", str(root / "cache"), "--out_dir", str(out), "--dtype", dtype]
     flags += ["--batch_size", str(ROWS // accumulation // world)]
-    flags += ["--accumulation_steps", str(accumulation)]
+    flags += ["--accumulation_steps", str(accumulation), "--device", device]
     if stage is not None:
         config = root / f"stage{stage}.json"
         shipped = DEFAULT_DEEPSPEED_CONFIG.read_text()

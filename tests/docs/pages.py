@@ -60,9 +60,11 @@ def blocks(text: str) -> list[str]:
 def flags_of_ours() -> set[str]:
     """Every flag of training, of each subcommand, and of the scripts of this project."""
     found = {*FLAGS, "help", *_options(build_parser())}
+    files = [ROOT / "tests" / "gpu" / "__main__.py"]
     for folder in ("benchmarks", "examples", "scripts"):
-        for path in (ROOT / folder).glob("*.py"):
-            found |= set(re.findall(r'"--([a-z_-]+)"', path.read_text(encoding="utf-8")))
+        files += (ROOT / folder).glob("*.py")
+    for path in files:
+        found |= set(re.findall(r'"--([a-z_-]+)"', path.read_text(encoding="utf-8")))
     return {name.replace("-", "_") for name in found}
 
 

@@ -1,0 +1,65 @@
+"""One command that tells within 20 minutes what holds on a GPU; on a CPU it runs whole too.
+
+    python -m tests.gpu [--device cuda|cpu] [--out out/gpu] [--parts NAME ...] [--minutes 20]
+    make gpu
+
+Each part prints its table as it ends, and results.json and results.md in --out are written then. A
+part that fails or is out of time stops no other. The exit status is 0 only if all passed, 2 for a
+command that cannot be run here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+NEEDED = ("torch", "transformers", "accelerate", "deepspeed", "sentencepiece", "safetensors")
+NEEDED += ("numpy", "pydantic", "yaml", "tqdm", "pytest", "psutil")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the parts; return the exit status."""
+    parser = argparse.ArgumentParser(
+        "python -m tests.gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, default=Path("out/gpu"))
+    parser.add_argument("--parts", nargs="+", metavar="NAME", help="default: all")
+    parser.add_argument("--minutes", type=float, default=20.0)
+    given = parser.parse_args(argv)
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        return refused(
+            f"{sys.executable} lacks {', '.join(missing)}; install"
+            f" {'it' if len(missing) == 1 else 'them'} there, or give another PYTHON"
+        )
+    import torch
+
+    from tests.gpu.parts import PARTS
+    from tests.gpu.runner import Plan, run_parts
+
+    unknown = [name for name in given.parts or () if name not in PARTS]
+    if unknown:
+        return refused(f"--parts {' '.join(unknown)}: the parts are {', '.join(PARTS)}")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        return refused("--device cuda: torch sees no GPU here; --device cpu tries the command")
+    parts = {name: PARTS[name] for name in given.parts or PARTS}
+    gpus = torch.cuda.device_count() if given.device == "cuda" else 0
+    results = run_parts(Plan(parts, given.device, given.out.resolve(), given.minutes, gpus))
+    failed = [result.name for result in results if not result.has_passed]
+    verdict = f"these do not hold: {', '.join(failed)}" if failed else "all hold"
+    print(f"{verdict}; {given.out / 'results.md'}")
+    return 1 if failed else 0
+
+
+def refused(sentence: str) -> int:
+    """Say why nothing is run."""
+    print(f"python -m tests.gpu: {sentence}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,31 @@
+"""The parts by name, in the order in which they run, with their weights.
+
+What takes longest comes last: of 20 minutes, `speed` and `profile` keep nearly five.
+"""
+
+from __future__ import annotations
+
+from tests.gpu.kernels import kernels
+from tests.gpu.losses import compiled, losses
+from tests.gpu.memory import memory, out_of_memory, saves
+from tests.gpu.ranks import ranks
+from tests.gpu.resume import elastic, resume
+from tests.gpu.runner import Part
+from tests.gpu.speed import profile, speed
+from tests.gpu.waits import marked, waits
+
+PARTS = {
+    "losses": Part(losses, 2),
+    "kernels": Part(kernels, 1),
+    "tests": Part(marked, 1),
+    "waits": Part(waits, 1),
+    "resume": Part(resume, 2),
+    "elastic": Part(elastic, 2),
+    "ranks": Part(ranks, 3),
+    "out_of_memory": Part(out_of_memory, 1),
+    "saves": Part(saves, 1),
+    "memory": Part(memory, 3),
+    "compiled": Part(compiled, 3),
+    "speed": Part(speed, 14),
+    "profile": Part(profile, 4),
+}

@@ -1,0 +1,83 @@
+"""Tokens/s and MFU beside two other loops, and where the time of a step goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import NAMES, ROWS
+from tests.gpu.findings import Finding, PartError, check, figure
+from tests.gpu.memory import FEW_STEPS, trained_on_much_text
+from tests.gpu.site import Site
+from tests.gpu.trace import overlap, read, shares
+
+TINY = ["--models", "tiny", "--rows", "2", "--max_seq_len", "64", "--steps", "2", "--rounds", "3"]
+LEFT = 0.9  # of this part's time, for the rounds
+
+
+def speed(site: Site) -> Iterator[Finding]:
+    """Interleaved: ours under ZeRO-2 and without, a bare compiled loop, transformers' Llama."""
+    out = site.folder / "gpu.json"
+    words = ["--device", site.device, "--out", str(out)]
+    words += ["--minutes", f"{max(0.1, site.seconds_left * LEFT / 60):.2f}"]
+    words += TINY if site.device == "cpu" else []
+    failure: PartError | None = None
+    try:
+        site.python("benchmarks.gpu", *words)
+    except PartError as error:  # the models before have their figures
+        failure = error
+    result = json.loads(out.read_text()) if out.exists() else {"found": {}}
+    for model, found in result["found"].items():
+        yield from rows_of(model, found)
+    missing = [model for model in models_of(site) if model not in result["found"]]
+    text = ", ".join(missing) or "none"
+    yield check("models without figures", not missing, text, "none", missing)
+    if failure:
+        raise failure
+
+
+def models_of(site: Site) -> list[str]:
+    """Those that are raced."""
+    return ["tiny"] if site.device == "cpu" else [*ROWS]
+
+
+def rows_of(model: str, found: dict[str, Any]) -> Iterator[Finding]:
+    """One row of each contender."""
+    for name in NAMES:
+        row = found["table"][name]
+        mfu = ", ".join(
+            f"{share:.1%} of the {whose} peak" for whose, share in row["mfu"].items() if share
+        )
+        text = (
+            f"{row['seconds'] * 1e3:.1f} ms, {row['tokens_per_second']:,.0f} tokens/s, MFU {mfu},"
+            f" {row['speed_against_bare']:.2f} x bare, {row['peak_mib']:,.0f} MiB"
+        )
+        yield figure(f"{model}, {found['rows']} rows, {name}", row, text)
+
+
+def profile(site: Site) -> Iterator[Finding]:
+    """A trace of four steps, compiled on a GPU: shares of the time by kind of work."""
+    flags = f"{site.stage(None)} --max_steps 12 --trace_steps 8:11"
+    if site.device == "cpu":
+        runs = site.train({"tiny": flags})
+    else:
+        sizes = {model: f"--model {model} --batch_size {rows}" for model, rows in ROWS.items()}
+        base = f"{FEW_STEPS} --accumulation_steps 1 --max_seq_len 1024 --log_interval 12"
+        flags_of = {model: f"{size} {flags}" for model, size in sizes.items()}
+        runs = trained_on_much_text(site, flags_of, base)
+    for model, run in runs.items():
+        yield from told(model, run.out_dir, run.events("exit")[-1]["status"])
+
+
+def told(model: str, out_dir: Path, status: int) -> Iterator[Finding]:
+    """The rows of one trace."""
+    (path,) = (out_dir / "traces").glob("*.json.gz")
+    events = read(path)
+    found = shares(events)
+    text = ", ".join(f"{kind} {share:.0%}" for kind, share in found.items())
+    yield check(f"{model}: trace", status == 0 and len(found) > 1, text, "has work", found)
+    hidden = overlap(events)
+    if hidden is not None:
+        yield figure(f"{model}: communication under other kernels", hidden, f"{hidden:.0%}")
