@@ -24,7 +24,8 @@ GPU_FIELDS = ("name", "driver_version", "memory.total", "compute_cap")
 # Minor Version Compatibility" in the release notes of CUDA 13.
 MIN_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 0)}
 MIN_TRITON_CAPABILITY = (7, 0)  # torch/_inductor/scheduler.py, GPUTooOldForTriton
-MIN_BF16_CAPABILITY = (8, 0)
+MIN_BF16_CAPABILITY = (8, 0)  # also of the flash attention kernels of torch
+MIN_FP8_CAPABILITY = (8, 9)
 HIDDEN = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES that hide every GPU
 
 
