@@ -1,4 +1,4 @@
-"""`make gpu PYTHON=...`: the environment of another interpreter is checked, and nothing installed."""
+"""`make gpu PYTHON=...` checks the environment of that interpreter, and installs nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def test_an_interpreter_without_the_packages_is_refused_in_one_sentence(
     done = make(checkout, target, f"PYTHON={python}", "DEVICE=cpu")
     assert done.returncode == 2
     sentence, *rest = done.stderr.splitlines()
-    assert sentence.startswith(f"{python} cannot run this: torch>=2.11 is missing, accelerate==1.15.0")
+    assert sentence.startswith(
+        f"{python} cannot run this: torch>=2.11 is missing, accelerate==1.15.0"
+    )
     assert "transformers>=5.17 is missing" in sentence
     assert f"; install with {python} -m pip install 'torch>=2.11' accelerate==1.15.0 " in sentence
     assert len(rest) == 1  # make's own
@@ -71,7 +73,9 @@ def test_a_version_below_its_bound_is_named_with_the_bound():
     assert found["no-such-distribution>=1"] == "no-such-distribution>=1 is missing"
     assert "pytest" not in found
     sentence = main(["pytest>=999.1"])
-    assert sentence.startswith(f"{sys.executable} cannot run this: pytest is {pytest.__version__}, not")
+    assert sentence.startswith(
+        f"{sys.executable} cannot run this: pytest is {pytest.__version__}, not"
+    )
     assert "-m pip install 'pytest>=999.1', or leave out PYTHON=" in sentence
 
 

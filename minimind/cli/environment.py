@@ -61,6 +61,7 @@ def torch_build_lines() -> list[str]:
 
 def facts_lines(facts: HostFacts) -> list[str]:
     """The facts as labelled lines."""
+    cuda = f"for CUDA {facts.torch_cuda}" if facts.torch_cuda else "without CUDA"
     driver = f"; driver {facts.gpus[0].driver}" if facts.gpus else ""
     visible = "" if facts.visible is None else f"; CUDA_VISIBLE_DEVICES={facts.visible}"
     ops = [f"{name} {'no' if fault else 'yes'}" for name, fault in facts.ops.items()]
@@ -68,7 +69,7 @@ def facts_lines(facts: HostFacts) -> list[str]:
     rows = {
         "minimind": f"{DISTRIBUTION}, {facts.system}",
         "versions": ", ".join(f"{name} {number}" for name, number in facts.versions.items()),
-        "CUDA": f"torch is built for CUDA {facts.torch_cuda or 'none'}; NCCL {facts.nccl}{driver}",
+        "CUDA": f"torch is built {cuda}; NCCL {facts.nccl}{driver}",
         "GPUs": f"{_gpus(facts)}; torch sees {facts.torch_gpus}{visible}",
         "support": _support(facts),
         "CPU": f"{facts.cpu}, bf16 instructions: {bf16}",
@@ -134,19 +135,16 @@ def _of_gpus(facts: HostFacts) -> dict[str, bool]:
 
     oldest, names = _oldest(facts), sorted({gpu.name for gpu in facts.gpus})
     is_old = oldest is not None and oldest < MIN_BF16_CAPABILITY
-    cuda_ops = [op for op, fault in facts.ops.items() if fault and op.startswith("fused_")]
-    return _of_host_ops(facts) | {
+    return _of_ops(facts) | {
         f"slow: bfloat16 and attention, whose fast kernels need compute capability"
         f" {_dotted(MIN_BF16_CAPABILITY)} and a GPU here has {_dotted(oldest or (0, 0))}; use"
         " --dtype float16": is_old,
-        f"slow: the model is not compiled, since {facts.compile_fault}; install that": bool(
+        f"slow: the model is not compiled, since {facts.compile_fault}; correct that": bool(
             facts.compile_fault
         ),
         f"slow: GPUs of different kinds ({', '.join(names)}), because every step waits for the"
         " slowest; choose equal ones with CUDA_VISIBLE_DEVICES": len(names) > 1
         and facts.torch_gpus > 1,
-        f"refused: DeepSpeed's {', '.join(cuda_ops)}, since {facts.extension_fault};"
-        ' "torch_adam": "auto" takes torch\'s fused AdamW': bool(cuda_ops),
         f"may fail: NCCL between GPUs, with {facts.shared_mib} MiB of /dev/shm; start the"
         " container with --shm-size=1g or --ipc=host": facts.torch_gpus > 1
         and facts.shared_mib < MIN_SHARED_MIB,
@@ -156,7 +154,7 @@ def _of_gpus(facts: HostFacts) -> dict[str, bool]:
 def _of_the_cpu(facts: HostFacts) -> dict[str, bool]:
     """Consequences for training on the CPU, and whether each applies."""
     fault, remedy = facts.gpu_fault()
-    return _of_host_ops(facts) | {
+    return _of_ops(facts) | {
         f"refused: training on the GPUs, since {fault}; {remedy}": bool(fault),
         "slow: every model but --model tiny, for there is no GPU": not facts.gpus,
         "slow: --dtype bfloat16 with --model hf:DIR, since this CPU has no bf16 instructions; use"
@@ -167,10 +165,13 @@ def _of_the_cpu(facts: HostFacts) -> dict[str, bool]:
     }
 
 
-def _of_host_ops(facts: HostFacts) -> dict[str, bool]:
-    ops = [op for op, fault in facts.ops.items() if fault and op.startswith("cpu_")]
-    fault = facts.ops[ops[0]] if ops else ""
+def _of_ops(facts: HostFacts) -> dict[str, bool]:
+    """Ops of DeepSpeed that cannot be compiled, by what is missing."""
+    by_fault: dict[str, list[str]] = {}
+    for op, fault in facts.ops.items():
+        by_fault.setdefault(fault, []).append(op)
     return {
-        f"refused: DeepSpeed's {', '.join(ops)}, since {fault}; \"torch_adam\": \"auto\" takes"
-        " torch's fused AdamW": bool(ops)
+        f'refused: DeepSpeed\'s {", ".join(ops)}, since {fault}; "torch_adam": "auto" takes'
+        " torch's fused AdamW": bool(fault)
+        for fault, ops in by_fault.items()
     }

@@ -20,13 +20,11 @@ from minimind.runtime.hardware import (
     HAS_BF16,
     command_output,
     compiler_fault,
-    extension_fault,
     invisible_gpus_fault,
     list_gpus,
     nvcc_path,
 )
 
-DISTRIBUTION = "minimind-deepspeed"
 LIBRARIES = ("triton", "accelerate", "deepspeed", "transformers", "sentencepiece", "numpy")
 NETWORK = Path("/sys/class/net")
 SHARED_MEMORY = Path("/dev/shm")
@@ -49,7 +47,6 @@ class HostFacts:
     nccl: str
     compilers: Mapping[str, str]
     compile_fault: str  # what torch.compile lacks
-    extension_fault: str  # what compiling an extension for the device lacks
     ops: Mapping[str, str]  # of DeepSpeed: why it cannot be compiled, empty if it can
     interfaces: Sequence[str]
     shared_mib: int
@@ -84,7 +81,6 @@ def read_facts(out_dir: Path) -> HostFacts:
         nccl=_nccl_version(),
         compilers=_compilers(),
         compile_fault=compiler_fault(device),
-        extension_fault=extension_fault(device),
         ops={op: op_fault(op, device) for op in (OPS if torch_gpus else CPU_OPS)},
         interfaces=_interfaces(),
         shared_mib=shutil.disk_usage(SHARED_MEMORY).total // 2**20 if SHARED_MEMORY.exists() else 0,

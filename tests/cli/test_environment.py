@@ -1,4 +1,4 @@
-"""`minimind env`: this machine's output, and the text for hosts by recorded output of their tools."""
+"""`minimind env`: this machine's output, and that of hosts whose tools' output was recorded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.runtime.test_hardware import NVCC_12, NVCC_13, path, tool
 
 __all__ = ["path"]  # a fixture
 
-# Of `nvidia-smi --query-gpu=name,driver_version,memory.total,compute_cap --format=csv,noheader,nounits`.
+# As `list_gpus` queries them.
 H100 = "NVIDIA H100 80GB HBM3, 580.65.06, 81559, 9.0\n"
 A100 = "NVIDIA A100-SXM4-80GB, 580.65.06, 81920, 8.0\n"
 V100 = "Tesla V100-SXM2-16GB, 580.65.06, 16384, 7.0\n"
@@ -32,7 +32,7 @@ class Host:
             tool(path, name, f"{name} 13.3.0\n")
         patch.setattr(hardware, "find_spec", lambda name: object())
         patch.setattr(hardware, "has_python_header", lambda: True)
-        patch.setattr(hardware.os, "access", lambda path, mode: False)  # /usr/local/cuda
+        patch.setattr(hardware, "DEFAULT_NVCC", str(path / "nowhere"))
         patch.setattr(host_facts, "HAS_BF16", True)
         patch.setattr(host_facts, "PROBE_MIB", 1)
         patch.setattr(environment, "MIN_DISK_MIB_S", 0.0)  # this machine's may be busy
@@ -74,7 +74,10 @@ def test_this_machine_is_described(capsys: pytest.CaptureFixture[str], tmp_path:
     assert re.search(r"C\+\+: \S", rows["compilers"])
     assert f"torch sees {torch.cuda.device_count()}" in rows["GPUs"]
     assert rest.strip()
-    assert all(line.startswith(("refused: ", "slow: ", "may fail: ", "nothing")) for line in rest.splitlines())
+    assert all(
+        line.startswith(("refused: ", "slow: ", "may fail: ", "nothing"))
+        for line in rest.splitlines()
+    )
     assert not [*tmp_path.iterdir()]
 
 
@@ -93,7 +96,9 @@ def test_a_driver_too_old_for_the_wheel_refuses_the_gpus(host, capsys):
     host.has(RTX)
     facts, remarks = host.env(capsys)
     (gpus,) = [line for line in remarks if "GPU" in line]
-    assert gpus.startswith("refused: training on the GPUs, since nvidia-smi lists 1 x NVIDIA GeForce RTX")
+    assert gpus.startswith(
+        "refused: training on the GPUs, since nvidia-smi lists 1 x NVIDIA GeForce RTX"
+    )
     assert "which needs driver 580.00 or newer; update the driver, or install a torch" in gpus
     assert "support    no GPU in use" in facts
     (build, warning) = host.env(capsys, "--brief")[0].splitlines()
@@ -119,8 +124,8 @@ def test_one_gpu_of_another_kind_holds_the_others_up(host, capsys):
     host.has(H100 * 3 + A100, seen=4, nvcc=NVCC_13)
     facts, remarks = host.env(capsys)
     assert remarks == [
-        "slow: GPUs of different kinds (NVIDIA A100-SXM4-80GB, NVIDIA H100 80GB HBM3), because every"
-        " step waits for the slowest; choose equal ones with CUDA_VISIBLE_DEVICES"
+        "slow: GPUs of different kinds (NVIDIA A100-SXM4-80GB, NVIDIA H100 80GB HBM3), because"
+        " every step waits for the slowest; choose equal ones with CUDA_VISIBLE_DEVICES"
     ]
     assert "3 x NVIDIA H100 80GB HBM3, 80 GiB, compute capability 9.0; 1 x NVIDIA A100" in facts
     assert "bf16 yes, fp8 no, flash attention yes" in facts
@@ -171,7 +176,9 @@ def test_an_out_dir_that_cannot_be_written_is_refused(host, capsys, monkeypatch)
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(host_facts.tempfile, "TemporaryFile", refuse)
-    refusal = f"refused: --out_dir {host.out_dir}: cannot be written (Permission denied); give another"
+    refusal = (
+        f"refused: --out_dir {host.out_dir}: cannot be written (Permission denied); give another"
+    )
     assert host.env(capsys)[1] == [refusal]
 
 
