@@ -67,7 +67,8 @@ def unbuildable_optimizer(config: Mapping[str, Any], device: str) -> str:
     """Describe the optimizer of DeepSpeed that cannot be compiled here; empty if there is none."""
     op, name = required_op(config), optimizer_name(config.get("optimizer", {}).get("type"))
     fault = op_fault(op, device) if op else ""
-    if not fault or (name == "Muon" and op == "fused_adam"):  # which Muon can do without
+    has_substitute = name == "Muon" and op == "fused_adam" and device == "cpu"  # DeepSpeed's own
+    if not fault or has_substitute:
         return ""
     remedy = WITHOUT_ADAM if "adam" in op else "install that, or use AdamW"
     params = config["optimizer"].get("params", {})

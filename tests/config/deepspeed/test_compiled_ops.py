@@ -82,10 +82,11 @@ def test_an_optimizer_that_cannot_be_compiled_is_known_before_the_start(
         assert unbuildable_optimizer(config, device) == ""
 
 
-def test_muon_does_without_fused_adam(uncompilable):
+def test_muon_does_without_fused_adam_on_a_cpu_only(uncompilable):
     config = {"optimizer": {"type": "Muon", "params": {}}}
     assert required_op(config) == "fused_adam"
-    assert unbuildable_optimizer(config, "cuda") == ""
+    assert unbuildable_optimizer(config, "cpu") == ""
+    assert unbuildable_optimizer(config, "cuda").endswith(compiled_ops.WITHOUT_ADAM)
 
 
 @pytest.mark.parametrize("offload", [False, True])
