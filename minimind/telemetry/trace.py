@@ -80,7 +80,7 @@ class Trace:
         kinds = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             kinds.append(ProfilerActivity.CUDA)
-        self._profiler = profile(activities=kinds)
+        self._profiler = profile(activities=kinds, acc_events=True)
         self._profiler.start()
 
     def stop(self) -> Any:
