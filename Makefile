@@ -7,13 +7,25 @@ export OMP_NUM_THREADS ?= 1
 SAMPLE := out/sample
 CHECKPOINT ?= $(SAMPLE)/run
 STEPS ?= 400
+DEVICE ?= cuda
+OLDEST := build/oldest
+IN_PROCESS := -m pytest -n 2 --dist loadfile -m "not launch and not gpu"
+# make gpu PYTHON=python3 runs in the environment of that interpreter, and installs nothing.
+ifeq ($(origin PYTHON),command line)
+RUN := $(PYTHON)
+ENVIRONMENT := check-python
+else
+RUN := $(BIN)/python
+ENVIRONMENT := $(READY)
+endif
 
-.PHONY: help setup train test test-all gpu gpu-bench check check-export fix smoke matrix elastic faults examples docs clean
+.PHONY: help setup train test test-all oldest versions check-python gpu gpu-bench check check-export fix smoke matrix elastic faults examples docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-setup: $(READY) ## make .venv and install the tested versions into it
+setup: $(READY) ## make .venv, install the tested versions into it, and name its build of torch
+	@$(BIN)/minimind env --brief
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -40,16 +52,30 @@ test: $(READY) ## everything that fits in minutes on two cores
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not launch"; alone=$$?; \
 	  $(BIN)/python -m pytest -m launch && exit $$alone
 
-test-all: $(READY) ## the long runs too
+test-all: $(READY) oldest ## the long runs too, and the in-process tests with the oldest versions
 	$(BIN)/python -m pytest --long
 
-gpu: $(READY) ## what needs one CUDA GPU: losses against the CPU's, kill and resume, kernels; minutes
-	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("torch sees no GPU here")'
-	$(BIN)/python -m pytest -m gpu -rs
+$(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[dev]'
+	@touch $@
 
-gpu-bench: $(READY) ## speed on one CUDA GPU: tokens/s, MFU, memory of 26m, 104m, 0.4b, to out/gpu.json
+oldest: $(OLDEST)/.ready ## the in-process tests with the oldest versions that pyproject.toml allows
+	$(OLDEST)/bin/python $(IN_PROCESS)
+
+versions: oldest $(READY) ## the in-process tests with the oldest versions, and with those of constraints.txt
+	$(BIN)/python $(IN_PROCESS)
+
+check-python:
+	@$(PYTHON) scripts/check_environment.py $(NEEDS)
+
+gpu: NEEDS := pytest
+gpu: $(ENVIRONMENT) ## all that one GPU has to show, to out/gpu: 20 minutes; DEVICE=cpu tries it, PYTHON=python3 uses that
+	$(RUN) -m tests.gpu --device $(DEVICE) --out out/gpu
+
+gpu-bench: $(ENVIRONMENT) ## speed on one CUDA GPU: tokens/s, MFU, memory of 26m, 104m, 0.4b, to out/gpu.json
 	@mkdir -p out
-	$(BIN)/python -m benchmarks.gpu --out out/gpu.json
+	$(RUN) -m benchmarks.gpu --out out/gpu.json
 
 check: $(READY) ## lint, format, types, shell
 	$(BIN)/ruff check .

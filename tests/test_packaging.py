@@ -9,15 +9,18 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from tests.conftest import ROOT, sentences
 
 # What a wheel is built from.
 SOURCES = ("minimind", "configs", "pyproject.toml", "README.md", "LICENSE")
+PRODUCT_EXTRAS = ("data", "eval", "trackers", "gguf")  # the others are for developers
 TRAIN = """
 import minimind
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
@@ -121,3 +124,19 @@ def test_an_installed_wheel_launches_two_processes(installed: Path, tmp_path: Pa
     assert "ZeRO stage 2" in out
     assert "2 processes" in out
     assert (tmp_path / "launch" / "checkpoints" / "step_00000001").is_dir()
+
+
+def test_every_lower_bound_is_a_version_that_make_versions_runs():
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = table["optional-dependencies"]
+    lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    oldest = dict(line.split("==") for line in lines if not line.startswith("#"))
+    bounds = dict(
+        requirement.split(">=")
+        for part in (table["dependencies"], *(extras[name] for name in PRODUCT_EXTRAS))
+        for requirement in part
+        if ">=" in requirement
+    )
+    assert {name: Version(bound) for name, bound in bounds.items()} == {
+        name: Version(version) for name, version in oldest.items()
+    }

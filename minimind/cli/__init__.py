@@ -4,9 +4,11 @@ May import everything below. A new command starts in `main.py`.
 
 checkpoint        minimind checkpoint
 data              minimind prepare, minimind data
+environment       minimind env
 evaluate          minimind eval
 export            minimind export, minimind import
 generate          minimind generate
+host_facts        versions, hardware and disk of this host
 main              the table of commands
 report            minimind report
 tokenizer         minimind tokenizer

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minimind.cli import data as data_commands
+from minimind.cli import environment as environment_commands
 from minimind.cli import evaluate as eval_commands
 from minimind.cli import export as weight_commands
 from minimind.cli import generate as generate_commands
@@ -51,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     tokenizer_commands.add_parser(subs)
     weight_commands.add_parsers(subs)
     report_commands.add_parser(subs)
+    environment_commands.add_parser(subs)
     return parser
 
 
@@ -151,6 +153,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "export": weight_commands.run_export,
     "import": weight_commands.run_import,
     "report": report_commands.run_report,
+    "env": environment_commands.run_env,
 }
 
 

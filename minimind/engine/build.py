@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from minimind.config.deepspeed import engine_rules as rules
 from minimind.config.deepspeed.auto_values import offloads
+from minimind.config.deepspeed.compiled_ops import unbuildable_optimizer
 from minimind.config.deepspeed.config_values import BATCH, leaves
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.schema import MODELS, format_model_fault, optimizer_name
@@ -33,7 +34,7 @@ from minimind.engine.deepspeed_backend import Backend, DeepSpeedBackend
 from minimind.engine.deepspeed_logs import CollectivesLog, fix_start_time
 from minimind.engine.engine import Engine
 from minimind.engine.loss_of_batch import compile_model
-from minimind.engine.op_build_lock import monitored_builds, unbuildable_optimizer
+from minimind.engine.op_build_lock import monitored_builds
 from minimind.engine.optimizer import adamw, parameter_groups, trial_optimizer
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.errors import RendezvousError, StorageError, UsageError
@@ -259,9 +260,7 @@ def require_accepted(resolved: ResolvedConfig, device: str) -> None:
     if resolved.backend != "deepspeed":
         return
     configure_libraries(device)
-    from deepspeed.git_version_info import installed_ops
-
-    if fault := unbuildable_optimizer(resolved.config, device, installed_ops):
+    if fault := unbuildable_optimizer(resolved.config, device):
         raise UsageError(f"{resolved.path}: {fault}")
     reason = _refusal(resolved.config)
     if not reason:

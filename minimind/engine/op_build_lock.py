@@ -12,47 +12,23 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from torch.utils.file_baton import FileBaton
 
-from minimind.config.deepspeed.auto_values import offloads
-from minimind.config.deepspeed.schema import optimizer_name
+from minimind.config.deepspeed.compiled_ops import WITHOUT_ADAM, compilation_text, is_compiled
 from minimind.errors import RunError, StorageError, UsageError
 from minimind.runtime.durable_files import storing
-from minimind.runtime.hardware import extension_fault
 
 MAX_WAIT = 900.0  # seconds; the slowest op takes a few minutes
 POLL_INTERVAL = 3.0
 RECHECK_DELAY = 0.5
 PROCESSES = Path("/proc")
 ERROR = re.compile(r"error:|not found|No such file|not being", re.IGNORECASE)
-WITHOUT_ADAM = 'write "torch_adam": true in optimizer.params: torch\'s needs no compiler'
 REMEDY = "set TORCH_EXTENSIONS_DIR to a folder on a local disk that can be written"
-
-
-def unbuildable_optimizer(
-    config: Mapping[str, Any], device: str, compiled: Mapping[str, bool]
-) -> str:
-    """Describe the optimizer of DeepSpeed that cannot be compiled here; empty if there is none.
-
-    `compiled` are the ops that were compiled when DeepSpeed was installed (DS_BUILD_OPS=1).
-    """
-    block = config.get("optimizer", {})
-    name = optimizer_name(block.get("type"))
-    kind = {"Adam": "adam", "AdamW": "adam", "Lion": "lion", "Lamb": "lamb"}.get(name or "")
-    if kind is None or (kind == "adam" and block.get("params", {}).get("torch_adam") is True):
-        return ""
-    on_host = device == "cpu" or offloads(config, "optimizer")
-    op = f"{'cpu' if on_host and kind != 'lamb' else 'fused'}_{kind}"
-    fault = "" if compiled.get(op) else extension_fault("cpu" if on_host else "cuda")
-    if not fault:
-        return ""
-    remedy = WITHOUT_ADAM if kind == "adam" else "install that, or use AdamW"
-    return f"{name} needs DeepSpeed's {op}, which cannot be compiled here ({fault}); {remedy}"
 
 
 class MonitoredBaton(FileBaton):
@@ -171,6 +147,8 @@ def monitored_builds(builder: Any, path: str) -> Iterator[None]:
     original_load, failures = builder.jit_load, []
 
     def jit_load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("LOCAL_RANK", "0") == "0" and not is_compiled(self.name):  # once per host
+            print(compilation_text(self.name), flush=True)
         try:
             return original_load(self, *args, **kwargs)
         except Exception as error:  # recorded and raised again

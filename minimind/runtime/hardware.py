@@ -24,7 +24,9 @@ GPU_FIELDS = ("name", "driver_version", "memory.total", "compute_cap")
 # Minor Version Compatibility" in the release notes of CUDA 13.
 MIN_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 0)}
 MIN_TRITON_CAPABILITY = (7, 0)  # torch/_inductor/scheduler.py, GPUTooOldForTriton
-MIN_BF16_CAPABILITY = (8, 0)
+MIN_BF16_CAPABILITY = (8, 0)  # also of the flash attention kernels of torch
+MIN_FP8_CAPABILITY = (8, 9)
+DEFAULT_NVCC = "/usr/local/cuda/bin/nvcc"
 HIDDEN = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES that hide every GPU
 
 
@@ -175,8 +177,7 @@ def nvcc_path() -> str | None:
         if home:  # then torch searches nowhere else
             path = str(Path(home) / "bin" / "nvcc")
             return path if os.access(path, os.X_OK) else None
-    default = "/usr/local/cuda/bin/nvcc"
-    return shutil.which("nvcc") or (default if os.access(default, os.X_OK) else None)
+    return shutil.which("nvcc") or (DEFAULT_NVCC if os.access(DEFAULT_NVCC, os.X_OK) else None)
 
 
 def nvcc_fault(torch_cuda: str | None, output: str) -> str:

@@ -81,7 +81,7 @@ class Trace:
         self._number = 1 + max(self._numbers(), default=0)
         # A CPU run on a host with GPUs records none: it would make a context on GPU 0.
         gpu = [ProfilerActivity.CUDA] if self._on_gpu else []
-        self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu])
+        self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
         self._profiler.start()
 
     def stop(self) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm.utils import disp_len, disp_trim
 
 from minimind.architecture.select import Architecture
-from minimind.config.deepspeed.backend_choice import Setup, dropped_config_notice
+from minimind.config.deepspeed.backend_choice import Setup, dry_run_notices
 from minimind.config.deepspeed.resolve import ResolvedConfig, leaves
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.data.loader.manifest import is_whole, read_manifest
@@ -189,7 +189,7 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
     if resolved.config:
         tables.append(deepspeed_table(resolved))
     costs = model.costs(run) or plan_text(run, world_size, resolved.config, device=setup.device)
-    return "\n\n".join([*tables, *filter(None, [dropped_config_notice(setup.launch)]), costs])
+    return "\n\n".join([*tables, *dry_run_notices(setup, resolved), costs])
 
 
 def _require_usable(folder: Path, manifest: dict[str, Any], tokenizer: str | None) -> None:

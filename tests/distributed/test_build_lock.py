@@ -15,10 +15,10 @@ from tests.conftest import ROOT, Launcher
 pytestmark = [pytest.mark.launch, pytest.mark.long]
 
 
-def write_compiling(path: Path) -> Path:
+def write_compiling(path: Path, adam: str = '"torch_adam": false') -> Path:
     """A file that asks for an op of DeepSpeed's which has to be compiled."""
     shipped = (ROOT / "configs" / "deepspeed" / "zero2_offload.json").read_text()
-    path.write_text(shipped.replace('"torch_adam": "auto"', '"torch_adam": false'))
+    path.write_text(shipped.replace('"torch_adam": "auto"', adam))
     return path
 
 
@@ -30,9 +30,15 @@ def test_without_a_compiler_the_way_out_is_reported(
     compiling = write_compiling(tmp_path / "compiling.json")
     run = launch.run(tmp_path / "out", f"--deepspeed_config {compiling}", processes=1)
     assert run.status == 2
-    assert f"{compiling}: it takes DeepSpeed's cpu_adam, which cannot be compiled" in run.stderr
-    assert "/nowhere/c++: not found" in run.stderr
+    assert f"{compiling}: AdamW needs DeepSpeed's cpu_adam, which cannot be comp" in run.stderr
+    assert "no C++ compiler (/nowhere/c++) is on PATH" in run.stderr
     assert '"torch_adam": true' in run.stderr
+    auto = write_compiling(compiling, '"torch_adam": "auto", "bias_correction": true')
+    run = launch.run(tmp_path / "out", f"--deepspeed_config {auto} --max_steps 2", processes=1)
+    assert run.status == 0, run.stderr
+    said = " ".join(run.stdout.split())
+    assert "warning DeepSpeed's cpu_adam cannot be compiled: no C++ compiler" in said
+    assert "torch's fused AdamW takes its place, with equal updates" in said
 
 
 def test_the_start_after_one_that_was_killed_while_compiling(
@@ -54,7 +60,12 @@ def test_the_start_after_one_that_was_killed_while_compiling(
             os.kill(process.pid, signal.SIGKILL)
     killed.communicate()
     assert lock.exists()
+    line = "DeepSpeed's cpu_adam is compiled at the first start, which takes minutes"
+    shown = launch.run(tmp_path / "out", f"{flags} --dry_run")
+    assert f"compile  {line}" in shown.stdout
     run = launch.run(tmp_path / "out", flags)
+    assert run.stdout.count(line) == 1  # of two processes
     assert run.status == 0, run.stderr
     assert [step["step"] for step in run.events("step")] == [1, 2]
     assert not lock.exists()
+    assert line not in launch.run(tmp_path / "out", f"{flags} --dry_run").stdout

@@ -88,7 +88,9 @@ def with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def allocated_at_most(model: MiniMindForCausalLM, rows: torch.Tensor) -> int:
     """Peak bytes that torch's CPU allocator gave out in one forward and backward pass."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         loss, count = next_token_loss(model(input_ids=rows[:, :-1]).logits, rows[:, 1:])
         (loss / count).backward()
     results: Any = profiler.profiler

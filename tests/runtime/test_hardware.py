@@ -12,7 +12,6 @@ from minimind.config.deepspeed.backend_choice import device_for, eager_on_gpu, w
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import Launch
 from minimind.config.parse import parse_flags
-from minimind.engine.op_build_lock import unbuildable_optimizer
 from minimind.errors import UsageError
 from minimind.runtime import hardware
 from minimind.runtime.hardware import (
@@ -157,29 +156,3 @@ def test_what_an_extension_lacks(path: Path, monkeypatch: pytest.MonkeyPatch, tm
     assert extension_fault("cuda") == "the CUDA compiler nvcc is not installed"
     monkeypatch.delenv("CUDA_HOME")
     assert extension_fault("cuda") == ""
-
-
-@pytest.mark.parametrize(
-    ("block", "offload", "device", "op"),
-    [
-        ({"type": "AdamW", "params": {"torch_adam": True}}, False, "cuda", ""),
-        ({"type": "SGD", "params": {}}, False, "cuda", ""),
-        ({"type": "AdamW", "params": {"torch_adam": False}}, False, "cuda", "fused_adam"),
-        ({"type": "adam", "params": {"torch_adam": False}}, True, "cuda", "cpu_adam"),
-        ({"type": "Lion", "params": {}}, False, "cuda", "fused_lion"),
-        ({"type": "Lamb", "params": {}}, False, "cuda", "fused_lamb"),
-    ],
-)
-def test_an_optimizer_that_cannot_be_compiled_is_known_before_the_start(
-    block, offload, device, op, monkeypatch
-):
-    module = "minimind.engine.op_build_lock.extension_fault"
-    monkeypatch.setattr(module, lambda on: f"no compiler for {on}")
-    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
-    config = {"optimizer": block, "zero_optimization": zero}
-    fault = unbuildable_optimizer(config, device, {})
-    assert (f"DeepSpeed's {op}, which cannot be compiled" in fault) == bool(op)
-    assert bool(fault) == bool(op)
-    if op:
-        assert f"no compiler for {'cpu' if offload else 'cuda'}" in fault
-        assert unbuildable_optimizer(config, device, {op: True}) == ""

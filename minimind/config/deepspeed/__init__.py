@@ -5,6 +5,7 @@ May import `minimind.config` and below; pure, without deepspeed. A new DeepSpeed
 
 auto_values      the value of each "auto", and its source
 backend_choice   DeepSpeed, DDP or a single process, and on which device
+compiled_ops     ops of DeepSpeed that are compiled at the start, or replaced
 effects          settings without effect in this training loop
 engine_rules     faults of DeepSpeed's engine, reported before it is built
 incompatible     settings that exclude each other

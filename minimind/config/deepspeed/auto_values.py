@@ -28,7 +28,12 @@ ALWAYS = (
 OPTIMIZER = tuple(f"optimizer.params.{name}" for name in ("lr", "betas", "weight_decay"))
 ADAM = ("optimizer.params.torch_adam",)
 FUSED = ("optimizer.params.fused",)
-OWN_ADAM = ("bias_correction", "set_grad_none", "fp32_optimizer_states")  # DeepSpeed's Adam only
+# Parameters that only DeepSpeed's Adam has, with the values by which torch's AdamW is equal.
+DEEPSPEED_ADAM = {
+    "bias_correction": (True,),
+    "set_grad_none": (True, False),
+    "fp32_optimizer_states": (True,),
+}
 WARMUP = ("scheduler.params.warmup_max_lr", "scheduler.params.warmup_num_steps")
 DECAY = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
 COSINE, CYCLE = ("scheduler.params.cos_min_ratio",), ("scheduler.params.cycle_momentum",)
@@ -114,7 +119,7 @@ def _optimizer(config: Mapping[str, Any], run: RunConfig) -> Filled:
     torch's AdamW unless a parameter needs DeepSpeed's, which is compiled (on GPUs by nvcc).
     """
     params = get(config, "optimizer.params")
-    named = [name for name in OWN_ADAM if isinstance(params, Mapping) and name in params]
+    named = [name for name in DEEPSPEED_ADAM if isinstance(params, Mapping) and name in params]
     config_value = get(config, "optimizer.params.torch_adam")
     is_torch_adam = get(config, "optimizer") is MISSING or config_value is True
     is_torch_adam = is_torch_adam or (config_value in (MISSING, AUTO) and not named)

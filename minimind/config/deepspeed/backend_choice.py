@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from minimind.config.deepspeed.auto_values import offloads
+from minimind.config.deepspeed.compiled_ops import compilation_notice, replaceable_params
 from minimind.config.deepspeed.config_values import AUTO, apply_launch, get, put
 from minimind.config.deepspeed.effects import keys_without_effect
 from minimind.config.deepspeed.incompatible import precision_faults
@@ -19,6 +21,8 @@ from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.hardware import HAS_BF16, compiler_fault, invisible_gpus_fault, list_gpus
+
+TORCH_ADAM = "optimizer.params.torch_adam"
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,8 @@ class Setup:
         """Resolve flags, files and launcher; raise a UsageError that lists all faults."""
         world_size, run = self.launch.world_size, self.run
         if self.backend == "deepspeed":
-            place = (self.document, self.path, run, world_size, self.device)
-            return with_choices(resolve(*place, schedule, self.launch, sections), self.device)
+            resolved = self._resolve_document(self.document, schedule, sections)
+            return with_choices(self._without_op(resolved, schedule, sections), self.device)
         faults: list[str] = []
         run = apply_launch(run, self.launch, faults)
         faults += precision_faults(run, self.device)
@@ -47,6 +51,26 @@ class Setup:
             raise fault_error(faults)
         run.micro_batch_rows(world_size)  # raises if the batch does not divide evenly
         return with_choices(ResolvedConfig(run, self.backend), self.device)
+
+    def _resolve_document(
+        self, document: Mapping[str, Any], schedule: Schedule | None, sections: Sections
+    ) -> ResolvedConfig:
+        place = (document, self.path, self.run, self.launch.world_size, self.device)
+        return resolve(*place, schedule, self.launch, sections)
+
+    def _without_op(
+        self, resolved: ResolvedConfig, schedule: Schedule | None, sections: Sections
+    ) -> ResolvedConfig:
+        """Resolve with torch's AdamW if "auto" selected DeepSpeed's, which cannot be compiled."""
+        names, fault = replaceable_params(resolved.config, resolved.sources, self.device)
+        if not names:
+            return resolved
+        document = deepcopy(dict(self.document))
+        for name in names:
+            document["optimizer"]["params"].pop(name)
+        replaced = self._resolve_document(document, schedule, sections)
+        sources = replaced.sources | {TORCH_ADAM: f"derived: {fault}"}
+        return replace(replaced, sources=sources)
 
 
 def read_setup(run: RunConfig, launch: Launch) -> Setup:
@@ -172,9 +196,28 @@ def advice(setup: Setup, resolved: ResolvedConfig) -> list[str]:
         slow_bf16(resolved.run, setup.device),
         eager_on_gpu(resolved.run, setup.device),
         exact_float32(resolved.run, setup.device),
+        replaced_adam(resolved),
         without_effect(resolved),
     )
     return [*filter(None, notices)]
+
+
+def dry_run_notices(setup: Setup, resolved: ResolvedConfig) -> list[str]:
+    """Return notices about what a start does differently from the files."""
+    notices = (
+        dropped_config_notice(setup.launch),
+        replaced_adam(resolved),
+        compilation_notice(resolved.config, setup.device),
+    )
+    return [*filter(None, notices)]
+
+
+def replaced_adam(resolved: ResolvedConfig) -> str:
+    """Warning that torch's AdamW replaces DeepSpeed's, which cannot be compiled; else empty."""
+    fault = resolved.sources.get(TORCH_ADAM, "").removeprefix("derived: ")
+    if not fault.startswith("DeepSpeed's "):
+        return ""
+    return f"warning  {fault}; torch's fused AdamW takes its place, with equal updates"
 
 
 def dropped_config_notice(launch: Launch) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minimind.config.deepspeed import schema as deepspeed_schema
-from minimind.config.deepspeed.auto_values import auto_values, required_keys
+from minimind.config.deepspeed.auto_values import DEEPSPEED_ADAM, auto_values, required_keys
 from minimind.config.deepspeed.config_values import (
     AUTO,
     BATCH,
@@ -70,7 +70,11 @@ class ResolvedConfig:
         """Optimizer parameters that affect updates and have no flag."""
         params = self.config.get("optimizer", {}).get("params", {})
         eps = {"eps": 1e-8} if self.optimizer in ("Adam", "AdamW") else {}
-        return eps | {k: v for k, v in params.items() if k not in NOT_IDENTITY}
+        return eps | {
+            k: v
+            for k, v in params.items()
+            if k not in NOT_IDENTITY and v not in DEEPSPEED_ADAM.get(k, ())
+        }
 
     def table(self) -> str:
         """One line per value: key path, value, source."""

@@ -1,0 +1,167 @@
+"""Measures this host: versions, GPUs, compilers, network and disk."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from minimind.config.deepspeed.compiled_ops import CPU_OPS, OPS, op_fault
+from minimind.runtime.hardware import (
+    GPU,
+    HAS_BF16,
+    command_output,
+    compiler_fault,
+    invisible_gpus_fault,
+    list_gpus,
+    nvcc_path,
+)
+
+LIBRARIES = ("triton", "accelerate", "deepspeed", "transformers", "sentencepiece", "numpy")
+NETWORK = Path("/sys/class/net")
+SHARED_MEMORY = Path("/dev/shm")
+PROBE_MIB = 64
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What this host has, as measured by `read_facts`."""
+
+    versions: Mapping[str, str]
+    system: str
+    cpu: str
+    has_cpu_bf16: bool
+    gpus: Sequence[GPU]
+    torch_gpus: int  # visible to torch
+    torch_cuda: str | None  # the CUDA version that torch is built for
+    visible: str | None  # CUDA_VISIBLE_DEVICES
+    nccl: str
+    compilers: Mapping[str, str]
+    compile_fault: str  # what torch.compile lacks
+    ops: Mapping[str, str]  # of DeepSpeed: why it cannot be compiled, empty if it can
+    interfaces: Sequence[str]
+    shared_mib: int
+    disk: str
+    disk_mib_s: float  # 0 if it cannot be written
+
+    def gpu_fault(self) -> tuple[str, str]:
+        """Why torch sees none of the GPUs, and the remedy; both empty if it does."""
+        if self.torch_gpus:
+            return "", ""
+        return invisible_gpus_fault(self.gpus, self.torch_cuda, self.visible)
+
+
+def read_facts(out_dir: Path) -> HostFacts:
+    """Measure this host; takes a second or two."""
+    torch_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = "cuda" if torch_gpus else "cpu"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    cores = len(os.sched_getaffinity(0))
+    disk, speed = measure_disk(out_dir)
+    versions = {name: package_version(name) for name in LIBRARIES}
+    return HostFacts(
+        versions={"torch": torch.__version__} | versions,
+        system=f"{platform.system()} {platform.release()} {platform.machine()},"
+        f" Python {platform.python_version()}",
+        cpu=f"{_cpu_name()}, {cores} cores for this process, {memory:.1f} GiB of memory",
+        has_cpu_bf16=HAS_BF16,
+        gpus=list_gpus(),
+        torch_gpus=torch_gpus,
+        torch_cuda=torch.version.cuda,
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        nccl=_nccl_version(),
+        compilers=_compilers(),
+        compile_fault=compiler_fault(device),
+        ops={op: op_fault(op, device) for op in (OPS if torch_gpus else CPU_OPS)},
+        interfaces=_interfaces(),
+        shared_mib=shutil.disk_usage(SHARED_MEMORY).total // 2**20 if SHARED_MEMORY.exists() else 0,
+        disk=disk,
+        disk_mib_s=speed,
+    )
+
+
+def package_version(name: str) -> str:
+    """Version of an installed distribution; "none" if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or "CPU")
+
+
+def _nccl_version() -> str:
+    if not torch.distributed.is_nccl_available():
+        return "none"
+    from torch.cuda import nccl
+
+    return ".".join(map(str, nccl.version()))
+
+
+def _compilers() -> dict[str, str]:
+    """The first line of what each compiler prints of itself; "none" if it is missing."""
+    commands = {
+        "C": [os.environ.get("CC") or "gcc", "--version"],
+        "C++": [os.environ.get("CXX") or "c++", "--version"],
+        "ninja": ["ninja", "--version"],
+    }
+    lines = {name: command_output(one).strip().splitlines() for name, one in commands.items()}
+    nvcc = command_output([nvcc_path() or "nvcc", "--version"])
+    releases = [line.partition("release ")[2] for line in nvcc.splitlines() if "release " in line]
+    lines["nvcc"] = releases
+    return {name: text[0] if text else "none" for name, text in lines.items()}
+
+
+def _interfaces() -> list[str]:
+    """Network interfaces that are up, with their speed; InfiniBand adapters."""
+    found = []
+    for path in sorted(NETWORK.glob("*")):
+        if path.name == "lo" or _read(path / "operstate") in ("down", ""):
+            continue
+        speed = _read(path / "speed")  # virtual interfaces have none, or -1
+        is_known = speed.isdecimal() and int(speed) > 0
+        found.append(f"{path.name} {speed} Mbit/s" if is_known else path.name)
+    adapters = sorted(NETWORK.parent.glob("infiniband/*"))
+    return found + [f"{path.name} (InfiniBand)" for path in adapters]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def measure_disk(out_dir: Path) -> tuple[str, float]:
+    """Write and flush PROBE_MIB MiB; return the folder with its free space, and MiB/s.
+
+    The nearest folder that exists is used if `out_dir` does not; 0 if it cannot be written.
+    """
+    path = out_dir.expanduser().absolute()
+    place = next(p for p in (path, *path.parents) if p.is_dir())
+    piece = os.urandom(2**20)  # a disk that compresses is not flattered
+    try:
+        free = shutil.disk_usage(place).free / GIB
+        with tempfile.TemporaryFile(dir=place) as file:
+            start = time.perf_counter()
+            for _ in range(PROBE_MIB):
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+            speed = PROBE_MIB / (time.perf_counter() - start)
+    except OSError as error:
+        return f"{out_dir}: cannot be written ({error.strerror})", 0.0
+    return f"{out_dir}: {free:.1f} GiB free", speed

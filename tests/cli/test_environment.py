@@ -1,0 +1,198 @@
+"""`minimind env`: this machine's output, and that of hosts whose tools' output was recorded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from minimind.cli import environment, host_facts
+from minimind.cli.main import main
+from minimind.runtime import hardware
+from tests.runtime.test_hardware import NVCC_12, NVCC_13, path, tool
+
+__all__ = ["path"]  # a fixture
+
+# As `list_gpus` queries them.
+H100 = "NVIDIA H100 80GB HBM3, 580.65.06, 81559, 9.0\n"
+A100 = "NVIDIA A100-SXM4-80GB, 580.65.06, 81920, 8.0\n"
+V100 = "Tesla V100-SXM2-16GB, 580.65.06, 16384, 7.0\n"
+RTX = "NVIDIA GeForce RTX 3090, 535.183.01, 24576, 8.6\n"
+LABELS = "minimind versions CUDA GPUs support CPU compilers DeepSpeed network disk".split()
+
+
+class Host:
+    """A machine: its nvidia-smi and nvcc print what was recorded; torch sees `seen` GPUs."""
+
+    def __init__(self, path: Path, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+        self.path, self.patch, self.out_dir = path, patch, tmp_path / "out"
+        for name in ("gcc", "c++", "g++", "ninja"):
+            tool(path, name, f"{name} 13.3.0\n")
+        patch.setattr(hardware, "find_spec", lambda name: object())
+        patch.setattr(hardware, "has_python_header", lambda: True)
+        patch.setattr(hardware, "DEFAULT_NVCC", str(path / "nowhere"))
+        patch.setattr(host_facts, "HAS_BF16", True)
+        patch.setattr(host_facts, "PROBE_MIB", 1)
+        patch.setattr(environment, "MIN_DISK_MIB_S", 0.0)  # this machine's may be busy
+        patch.setattr(environment, "MIN_SHARED_MIB", 0)
+
+    def has(self, smi: str = "", cuda: str | None = "13.0", seen: int = 0, nvcc: str = "") -> None:
+        if smi:
+            tool(self.path, "nvidia-smi", smi)
+        if nvcc:
+            tool(self.path, "nvcc", nvcc)
+        capabilities = [gpu.capability for gpu in hardware.parse_gpus(smi)]
+        self.patch.setattr(torch.version, "cuda", cuda)
+        self.patch.setattr(torch.cuda, "is_available", lambda: seen > 0)
+        self.patch.setattr(torch.cuda, "device_count", lambda: seen)
+        self.patch.setattr(torch.cuda, "get_device_capability", lambda: capabilities[0])
+
+    def env(self, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[str, list[str]]:
+        """Print the facts; return them, and the lines about what is refused or slow."""
+        assert main(["env", "--out_dir", str(self.out_dir), *flags]) == 0
+        facts, _, rest = capsys.readouterr().out.partition("\n\n")
+        return facts, rest.splitlines()
+
+
+@pytest.fixture
+def host(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(path, tmp_path, monkeypatch)
+
+
+FINE = ["nothing is refused or known to be slow here"]
+
+
+def test_this_machine_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert main(["env", "--out_dir", str(tmp_path / "not" / "there")]) == 0
+    facts, _, rest = capsys.readouterr().out.partition("\n\n")
+    rows = dict(re.split(r"\s+", line, maxsplit=1) for line in facts.splitlines())
+    assert list(rows) == LABELS
+    assert f"torch {torch.__version__}, triton" in rows["versions"]
+    assert re.search(r"not/there: [\d.]+ GiB free, [\d,]*[1-9][\d,]* MiB/s written", rows["disk"])
+    assert re.search(r"C\+\+: \S", rows["compilers"])
+    assert f"torch sees {torch.cuda.device_count()}" in rows["GPUs"]
+    assert rest.strip()
+    assert all(
+        line.startswith(("refused: ", "slow: ", "may fail: ", "nothing"))
+        for line in rest.splitlines()
+    )
+    assert not [*tmp_path.iterdir()]
+
+
+def test_eight_h100_with_all_tools_have_nothing_to_remark(host, capsys):
+    host.has(H100 * 8, seen=8, nvcc=NVCC_13)
+    facts, remarks = host.env(capsys)
+    assert remarks == FINE
+    assert "8 x NVIDIA H100 80GB HBM3, 80 GiB, compute capability 9.0; torch sees 8" in facts
+    assert re.search(r"torch is built for CUDA 13.0; NCCL \S+; driver 580.65.06\n", facts)
+    assert "bf16 yes, fp8 yes, flash attention yes" in facts
+    assert "nvcc: 13.0, V13.0.88" in facts
+    assert "fused_adam yes, cpu_adam yes, fused_lion yes" in facts
+
+
+def test_a_driver_too_old_for_the_wheel_refuses_the_gpus(host, capsys):
+    host.has(RTX)
+    facts, remarks = host.env(capsys)
+    (gpus,) = [line for line in remarks if "GPU" in line]
+    assert gpus.startswith(
+        "refused: training on the GPUs, since nvidia-smi lists 1 x NVIDIA GeForce RTX"
+    )
+    assert "which needs driver 580.00 or newer; update the driver, or install a torch" in gpus
+    assert "support    no GPU in use" in facts
+    (build, warning) = host.env(capsys, "--brief")[0].splitlines()
+    assert build == f"torch {torch.__version__}, built for CUDA 13.0"
+    assert warning.startswith("warning: it cannot use the GPUs, since")
+    assert warning.endswith("update the driver, or install a torch built for an older CUDA")
+
+
+def test_without_nvcc_torchs_adamw_is_taken(host, capsys):
+    host.has(H100, seen=1)
+    facts, remarks = host.env(capsys)
+    assert remarks == [
+        "refused: DeepSpeed's fused_adam, fused_lion, fused_lamb, since the CUDA compiler nvcc is"
+        ' not installed; "torch_adam": "auto" takes torch\'s fused AdamW'
+    ]
+    assert "nvcc: none" in facts
+    assert "fused_adam no, cpu_adam yes" in facts
+    tool(host.path, "nvcc", NVCC_12)
+    assert "since nvcc is of CUDA 12.4 and torch of CUDA 13.0;" in host.env(capsys)[1][0]
+
+
+def test_one_gpu_of_another_kind_holds_the_others_up(host, capsys):
+    host.has(H100 * 3 + A100, seen=4, nvcc=NVCC_13)
+    facts, remarks = host.env(capsys)
+    assert remarks == [
+        "slow: GPUs of different kinds (NVIDIA A100-SXM4-80GB, NVIDIA H100 80GB HBM3), because"
+        " every step waits for the slowest; choose equal ones with CUDA_VISIBLE_DEVICES"
+    ]
+    assert "3 x NVIDIA H100 80GB HBM3, 80 GiB, compute capability 9.0; 1 x NVIDIA A100" in facts
+    assert "bf16 yes, fp8 no, flash attention yes" in facts
+
+
+def test_a_v100_has_no_bf16(host, capsys):
+    host.has(V100, seen=1, nvcc=NVCC_13)
+    facts, remarks = host.env(capsys)
+    assert "bf16 no, fp8 no, flash attention no" in facts
+    assert remarks == [
+        "slow: bfloat16 and attention, whose fast kernels need compute capability 8.0 and a GPU"
+        " here has 7.0; use --dtype float16"
+    ]
+
+
+def test_a_laptop_without_compiler_says_what_is_missing(host, capsys):
+    host.has(cuda=None)
+    for name in ("gcc", "g++", "c++"):
+        (host.path / name).unlink()
+    host.patch.setattr(host_facts, "HAS_BF16", False)
+    facts, remarks = host.env(capsys)
+    assert "C: none, C++: none, ninja: ninja 13.3.0, nvcc: none" in facts
+    assert "GPUs       none; torch sees 0" in facts
+    starts = [line.partition(", since")[0] for line in remarks]
+    assert starts == [
+        "refused: DeepSpeed's fused_adam, cpu_adam, cpu_lion, cpu_adagrad",
+        "refused: --compile on",
+        "slow: every model but --model tiny, for there is no GPU",
+        "slow: --dtype bfloat16 with --model hf:DIR",
+    ]
+    assert host.env(capsys, "--brief")[0] == f"torch {torch.__version__}, without CUDA\n"
+
+
+def test_a_small_shared_memory_and_a_slow_disk_are_named(host, capsys):
+    host.has(H100 * 2, seen=2, nvcc=NVCC_13)
+    host.patch.setattr(environment, "MIN_SHARED_MIB", 10**9)
+    host.patch.setattr(environment, "MIN_DISK_MIB_S", 1e9)
+    remarks = host.env(capsys)[1]
+    assert remarks[0].startswith("may fail: NCCL between GPUs, with ")
+    assert remarks[0].endswith("start the container with --shm-size=1g or --ipc=host")
+    assert remarks[1].startswith("slow: checkpoints, written at ")
+
+
+def test_an_out_dir_that_cannot_be_written_is_refused(host, capsys, monkeypatch):
+    host.has(H100, seen=1, nvcc=NVCC_13)
+
+    def refuse(**options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(host_facts.tempfile, "TemporaryFile", refuse)
+    refusal = (
+        f"refused: --out_dir {host.out_dir}: cannot be written (Permission denied); give another"
+    )
+    assert host.env(capsys)[1] == [refusal]
+
+
+def test_interfaces_have_their_speed(monkeypatch, tmp_path):
+    files = {
+        "net/eth0": {"operstate": "up", "speed": "100000"},
+        "net/eth1": {"operstate": "down", "speed": "1000"},
+        "net/lo": {"operstate": "unknown"},
+        "net/veth": {"operstate": "up", "speed": "-1"},
+        "infiniband/mlx5_0": {},
+    }
+    for name, contents in files.items():
+        (tmp_path / name).mkdir(parents=True)
+        for key, value in contents.items():
+            (tmp_path / name / key).write_text(f"{value}\n")
+    monkeypatch.setattr(host_facts, "NETWORK", tmp_path / "net")
+    assert host_facts._interfaces() == ["eth0 100000 Mbit/s", "veth", "mlx5_0 (InfiniBand)"]

@@ -1,0 +1,153 @@
+"""Ops of DeepSpeed: which one a configuration loads, and what is done if it cannot be compiled."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minimind.config.deepspeed import compiled_ops
+from minimind.config.deepspeed.backend_choice import Setup, advice, dry_run_notices
+from minimind.config.deepspeed.compiled_ops import (
+    OPS,
+    compilation_notice,
+    required_op,
+    unbuildable_optimizer,
+)
+from minimind.config.deepspeed.config_values import put
+from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_json
+from minimind.config.launcher_env import Launch
+from minimind.config.parse import parse_flags
+from tests.conftest import ROOT
+
+SHIPPED = read_deepspeed_json(str(ROOT / "configs" / "ds_config.json"))
+NO_NVCC = "the CUDA compiler nvcc is not installed"
+
+
+@pytest.fixture
+def uncompilable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_ops, "extension_fault", lambda device: f"{NO_NVCC} for {device}")
+
+
+@pytest.fixture
+def compilable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of compiled extensions, which is empty."""
+    monkeypatch.setattr(compiled_ops, "extension_fault", lambda device: "")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return tmp_path
+
+
+def setup_of(changes: dict[str, Any], device: str = "cuda") -> Setup:
+    document = deepcopy(SHIPPED)
+    for key, value in changes.items():
+        put(document, key, value)
+    return Setup(parse_flags([]), Launch(), device, "deepspeed", document, "ds.json")
+
+
+def adam_of(resolved: ResolvedConfig) -> dict[str, Any]:
+    names = ("torch_adam", "fused", *compiled_ops.DEEPSPEED_ADAM)
+    params = resolved.config["optimizer"]["params"]
+    return {name: params[name] for name in names if name in params}
+
+
+@pytest.mark.parametrize(
+    ("block", "offload", "device", "op"),
+    [
+        ({"type": "AdamW", "params": {"torch_adam": True}}, False, "cuda", ""),
+        ({"type": "SGD", "params": {}}, False, "cuda", ""),
+        ({"type": "AdamW", "params": {"torch_adam": False}}, False, "cuda", "fused_adam"),
+        ({"type": "adam", "params": {"torch_adam": False}}, True, "cuda", "cpu_adam"),
+        ({"type": "Lion", "params": {}}, False, "cuda", "fused_lion"),
+        ({"type": "Lamb", "params": {}}, False, "cuda", "fused_lamb"),
+        ({"type": "Adagrad", "params": {}}, False, "cuda", ""),
+        ({"type": "Adagrad", "params": {}}, True, "cuda", "cpu_adagrad"),
+        ({"type": "Muon", "params": {}}, True, "cuda", "cpu_adam"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_compiled_is_known_before_the_start(
+    block, offload, device, op, monkeypatch, uncompilable
+):
+    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    config = {"optimizer": block, "zero_optimization": zero}
+    assert required_op(config) == op
+    fault = unbuildable_optimizer(config, device)
+    assert (f"DeepSpeed's {op}, which cannot be compiled" in fault) == bool(op)
+    assert bool(fault) == bool(op)
+    if op:
+        assert f"{NO_NVCC} for {'cpu' if offload else 'cuda'}" in fault
+        monkeypatch.setattr(compiled_ops, "is_installed", lambda name: name == op)
+        assert unbuildable_optimizer(config, device) == ""
+
+
+def test_muon_does_without_fused_adam_on_a_cpu_only(uncompilable):
+    config = {"optimizer": {"type": "Muon", "params": {}}}
+    assert required_op(config) == "fused_adam"
+    assert unbuildable_optimizer(config, "cpu") == ""
+    assert unbuildable_optimizer(config, "cuda").endswith(compiled_ops.WITHOUT_ADAM)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(
+    "params", [{"bias_correction": True}, {"set_grad_none": False, "fp32_optimizer_states": True}]
+)
+def test_auto_falls_back_to_torchs_adamw_and_says_so(uncompilable, params, offload):
+    changes = {f"optimizer.params.{name}": value for name, value in params.items()}
+    if offload:
+        changes["zero_optimization.offload_optimizer"] = {"device": "cpu"}
+    setup = setup_of(changes)
+    resolved = setup.resolve()
+    assert adam_of(resolved) == {"torch_adam": True, "fused": True}
+    assert unbuildable_optimizer(resolved.config, "cuda") == ""
+    op, on = ("cpu_adam", "cpu") if offload else ("fused_adam", "cuda")
+    line = (
+        f"warning  DeepSpeed's {op} cannot be compiled: {NO_NVCC} for {on}; torch's fused AdamW"
+        " takes its place, with equal updates"
+    )
+    assert line in advice(setup, resolved)
+    assert dry_run_notices(setup, resolved) == [line]
+    assert resolved.optimizer_params == setup_of({}).resolve().optimizer_params  # resumes either
+
+
+def test_with_a_compiler_auto_is_deepspeeds_and_the_compilation_is_announced(compilable):
+    setup = setup_of({"optimizer.params.bias_correction": True})
+    resolved = setup.resolve()
+    assert adam_of(resolved) == {"torch_adam": False, "bias_correction": True}
+    line = (
+        "compile  DeepSpeed's fused_adam is compiled at the first start, which takes minutes"
+        ' ("torch_adam": true in optimizer.params avoids it)'
+    )
+    assert dry_run_notices(setup, resolved) == [line]
+    (compilable / "fused_adam").mkdir()
+    (compilable / "fused_adam" / "fused_adam.so").touch()
+    assert dry_run_notices(setup, resolved) == []
+
+
+def test_what_torchs_adamw_cannot_do_is_not_replaced(uncompilable):
+    resolved = setup_of({"optimizer.params.bias_correction": False}).resolve()
+    assert adam_of(resolved) == {"torch_adam": False, "bias_correction": False}
+    fault = unbuildable_optimizer(resolved.config, "cuda")
+    assert fault.endswith(
+        'write "torch_adam": true and remove bias_correction, which only this one has'
+    )
+    asked = setup_of({"optimizer.params.torch_adam": False}).resolve()
+    assert adam_of(asked) == {"torch_adam": False}  # which is said to be refused
+    assert unbuildable_optimizer(asked.config, "cuda").endswith("torch's needs no compiler")
+
+
+@pytest.mark.parametrize(
+    "offload", [{}, {"zero_optimization.offload_optimizer": {"device": "cpu"}}]
+)
+def test_the_shipped_file_compiles_nothing(compilable, offload):
+    resolved = setup_of(offload).resolve()
+    assert adam_of(resolved) == {"torch_adam": True, "fused": True}
+    assert compilation_notice(resolved.config, "cuda") == ""
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_names_are_deepspeeds(op: str):
+    folder = "cpu." if op.startswith("cpu_") else ""
+    module = import_module(f"deepspeed.ops.op_builder.{folder}{op}")
+    assert op in {one.NAME for one in vars(module).values() if hasattr(one, "NAME")}
