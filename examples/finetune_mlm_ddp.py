@@ -86,8 +86,8 @@ def tokenizer_and_rows() -> tuple[AlbertTokenizer, list[list[int]]]:
     """A tokenizer, and text cut into rows of one length, so that none needs padding."""
     texts = [text for text, is_comment in labelled_lines(LINES) if is_comment]
     tokenizer = learnt_tokenizer(texts)
-    told: Any = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    ids = [id for text in told for id in text]
+    token_ids: Any = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    ids = [id for text in token_ids for id in text]
     body = LENGTH - 2
     first, last = (tokenizer.convert_tokens_to_ids(name) for name in ("[CLS]", "[SEP]"))
     rows = [[first, *ids[at : at + body], last] for at in range(0, ROWS * body, body)]
@@ -163,7 +163,7 @@ def saved_and_read(model: Any, bare: AlbertForMaskedLM, path: Path) -> str:
 
 
 def trained(args: argparse.Namespace, device: torch.device) -> None:
-    """Train, and tell on rank 0 the mean loss of every epoch and what was saved."""
+    """Train, and print on rank 0 the mean loss of every epoch and what was saved."""
     rank, world = dist.get_rank(), dist.get_world_size()
     tokenizer, rows = tokenizer_and_rows()
     masking = Masking(tokenizer, len(rows), args.seed)

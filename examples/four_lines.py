@@ -47,7 +47,7 @@ def loaders() -> tuple[DataLoader, DataLoader, int]:
 
 
 def main() -> None:
-    """Train two epochs and print how many of the lines held out are told right."""
+    """Train two epochs and print how many of the held-out lines are predicted right."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--split_batches", action="store_true", help="16 rows over all processes")
     parser.add_argument("--no_device_placement", action="store_true", help="move tensors by hand")
@@ -92,9 +92,9 @@ def main() -> None:
     for batch in evaluated:
         batch = {name: value.to(accelerator.device) for name, value in batch.items()}
         with torch.no_grad():
-            told = model(**batch).logits.argmax(-1)
-        told, labels = accelerator.gather_for_metrics((told, batch["labels"]))  # 4
-        right, seen = right + int((told == labels).sum()), seen + len(labels)
+            predicted = model(**batch).logits.argmax(-1)
+        predicted, labels = accelerator.gather_for_metrics((predicted, batch["labels"]))  # 4
+        right, seen = right + int((predicted == labels).sum()), seen + len(labels)
     rows = train.total_batch_size
     accelerator.print(f"{accelerator.num_processes} processes, {rows} rows a step, {steps} steps")
     accelerator.print(f"last rate {schedule.get_last_lr()[0]:.1e}, {right} of {seen} lines right")

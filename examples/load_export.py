@@ -32,10 +32,10 @@ def main(directory: Path, reference: Path) -> int:
     from safetensors.torch import load_file
 
     held = load_file(reference / "logits.safetensors")
-    told = json.loads((reference / "text.json").read_text(encoding="utf-8"))
+    expected = json.loads((reference / "text.json").read_text(encoding="utf-8"))
     options: dict[str, Any] = {"dtype": torch.float32}
     if (directory / "model.gguf").exists():
-        options |= {"gguf_file": "model.gguf", "head_dim": told["head_dim"]}
+        options |= {"gguf_file": "model.gguf", "head_dim": expected["head_dim"]}
     else:
         config = json.loads((directory / "config.json").read_text())
         options["trust_remote_code"] = "auto_map" in config
@@ -44,12 +44,12 @@ def main(directory: Path, reference: Path) -> int:
         difference = float((model(input_ids=held["ids"]).logits - held["logits"]).abs().max())
     trusted = {"trust_remote_code": options.get("trust_remote_code", False)}
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory, **trusted)
-    same = tokenizer.encode(told["text"]) == told["ids"]
+    same = tokenizer.encode(expected["text"]) == expected["ids"]
     print(
         f"{directory.name}: {type(model).__name__} by transformers {transformers.__version__},"
         f" without minimind: largest logit difference {difference:.2g} over"
         f" {held['ids'].numel():,} positions; {'the same' if same else 'OTHER'} ids for"
-        f" {len(told['ids'])} tokens of text"
+        f" {len(expected['ids'])} tokens of text"
     )
     return 0 if difference <= 1e-5 and same and "minimind" not in sys.modules else 1
 

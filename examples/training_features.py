@@ -70,9 +70,9 @@ def main() -> None:
     for batch, targets in loader:
         with accelerator.accumulate(model):  # no exchange and no step but at the last of several
             micro_batches += 1
-            told = model(batch)
+            outputs = model(batch)
             with accelerator.autocast():  # the model is in one already; this is for what is outside
-                loss = torch.nn.functional.mse_loss(told.float(), targets)
+                loss = torch.nn.functional.mse_loss(outputs.float(), targets)
                 seen = torch.mm(batch, batch.T).dtype
             accelerator.backward(loss)  # divides by accumulation_steps: do not do it yourself
             if accelerator.sync_gradients:  # only now are they the gradients of the whole step

@@ -22,7 +22,7 @@ PACE = (
     " --learning_rate 2e-3 --val_fraction 0.05"
 )
 
-# Fixtures whose tests have two processes compute at once, and are given the machine.
+# Fixtures that run two processes at once; their tests run alone.
 STARTS_RUNS = {"launch", "forked", "nursery"}
 
 
@@ -51,7 +51,7 @@ def has_gpu() -> bool:
 
 
 def sentences(seed: int, documents: int) -> list[str]:
-    """Documents with something to learn: a small vocabulary, each word's follower half certain."""
+    """Documents with something to learn: 90 % of the time one of two fixed words follows a word."""
     draw = random.Random(seed)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(80)]
     words += ["春眠", "不覺", "曉處", "處聞", "啼鳥", "夜來", "風雨", "聲花"]
@@ -89,7 +89,7 @@ class Run:
         return [line for line in lines if line["event"] == name]
 
     def curve(self) -> list[tuple[Any, ...]]:
-        """What has to be equal bit for bit in an unbroken and a resumed run."""
+        """Values that must be bit-identical in an uninterrupted and a resumed run."""
         names = ("step", "loss", "lr", "grad_norm", "tokens", "rows")
         return [tuple(map(repr, (line[n] for n in names))) for line in self.events("step")]
 
@@ -111,12 +111,12 @@ class Launcher:
 
     @staticmethod
     def environment(processes: int = 2) -> dict[str, str]:
-        reported = {
+        variables = {
             "NUM_PROCESSES": str(processes),
             "OMP_NUM_THREADS": "1",
             "PYTHON": sys.executable,
         }
-        return {**os.environ, **reported}
+        return {**os.environ, **variables}
 
     def run(self, out_dir: Path, flags: str = "", processes: int = 2, **options: Any) -> Run:
         done = subprocess.run(
@@ -173,7 +173,7 @@ class Trained:
     run: Path
 
 
-# Of one process, and over in seconds.
+# One process, a few seconds.
 SMALL: dict[str, Any] = {
     **{"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 64},
     **{"batch_size": 4, "max_steps": 6, "log_interval": 2, "eval_interval": 3},
@@ -199,7 +199,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     sources = [f"--source={name}={path}" for name, path in found.texts.items()]
     sizes = ["--val_fraction", "0.2", "--vocab_size", "600"]
     assert main(["prepare", *sources, *sizes, "--out", str(found.mixed)]) == 0
-    run: Any = training  # a package that is called like a function
+    run: Any = training  # a callable module
     places = {"data_path": str(found.mixed), "cache_dir": str(found.cache)}
     assert run({**SMALL, **places}, out_dir=str(found.run)) == 0
     return found

@@ -1,7 +1,7 @@
 """Ranks forked from a process that has imported everything: what a launcher does, in a second.
 
 For what is not about the launcher: each rank gets the environment that torchrun would give it, and
-is told to stop when another has failed.
+is sent SIGTERM when another has failed.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Nursery:
         for rank, stop in enumerate(stops):
             environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank)}
             environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-            reported: dict[str, Any] = {"module": module, "argv": argv, "stop": stop}
-            reported |= {"environ": environ if world > 1 else {}, "out": str(out), "err": str(err)}
-            pids.append(self.ask(**reported))
+            request: dict[str, Any] = {"module": module, "argv": argv, "stop": stop}
+            request |= {"environ": environ if world > 1 else {}, "out": str(out), "err": str(err)}
+            pids.append(self.ask(**request))
         return pids
 
     def wait(self, pids: list[int]) -> tuple[list[int], float]:
@@ -122,5 +122,5 @@ def free_port() -> int:
 
 
 def state_of(pid: int) -> str:
-    """The letter by which /proc tells what a process is doing."""
+    """The letter of a process's state in /proc."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

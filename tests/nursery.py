@@ -38,27 +38,27 @@ def stop_before_training() -> None:
     pretrain["train"] = stopped
 
 
-def give_birth(requested: dict[str, Any]) -> int:
+def give_birth(request: dict[str, Any]) -> int:
     """The pid of a process that runs a module."""
     pid = os.fork()
     if pid:
         return pid
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for place, old in ((requested["out"], 1), (requested["err"], 2)):
+    for place, old in ((request["out"], 1), (request["err"], 2)):
         os.dup2(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND), old)
-    os.environ.update(requested["environ"])
-    if requested["stop"] == "start":
+    os.environ.update(request["environ"])
+    if request["stop"] == "start":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif requested["stop"] == "training":
+    elif request["stop"] == "training":
         stop_before_training()
-    sys.argv = [requested["module"], *requested["argv"]]
+    sys.argv = [request["module"], *request["argv"]]
     ended: Any = 99
     try:
-        runpy.run_module(requested["module"], run_name="__main__", alter_sys=True)
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
         ended = 0
-    except SystemExit as output:
-        ended = output.code or 0
+    except SystemExit as error:
+        ended = error.code or 0
     except BaseException:  # whatever it is, this copy must not go on as the nursery
         traceback.print_exc()
     sys.stdout.flush()
@@ -72,12 +72,12 @@ def main() -> int:
     os.dup2(2, 1)  # what the libraries print is no answer
     warm_up()
     for line in iter(sys.stdin.readline, ""):
-        requested = json.loads(line)
-        if "wait" in requested:
-            _, status = os.waitpid(requested["wait"], 0)
+        request = json.loads(line)
+        if "wait" in request:
+            _, status = os.waitpid(request["wait"], 0)
             answer = os.waitstatus_to_exitcode(status)
         else:
-            answer = give_birth(requested)
+            answer = give_birth(request)
         answers.write(f"{answer}\n")
         answers.flush()
     return 0

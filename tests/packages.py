@@ -1,7 +1,7 @@
 """The packages of minimind/ and the direction of imports; `python -m tests.packages` prints them.
 
-A module may import its own package and those below it in `PACKAGES`. Imports inside functions count
-too. Only those of `SEAM` may import accelerate and deepspeed.
+A module may import its own package and those below it in `PACKAGES`, except pairs of `FORBIDDEN`.
+Imports inside functions count too. Only those of `SEAM` may import accelerate and deepspeed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ PACKAGES = [
     "runtime",
     "errors",
 ]
+FORBIDDEN = {("model", "data")}  # (package, one below it that it does not import)
 SEAM = {"minimind.engine.build", "minimind.launch.accelerate_launch"}
 MOST_MODULES = 12  # in a package
 MOST_LINES = 300  # in a module
@@ -84,6 +85,8 @@ def violations(sources: dict[str, str]) -> list[str]:
             above = package_of(name)
             if above is not None and PACKAGES.index(above) < PACKAGES.index(package):
                 found.append(f"{module} imports {name}; {above} is above {package}")
+            if above is not None and (package, above.split(".")[0]) in FORBIDDEN:
+                found.append(f"{module} imports {name}; {package} must not know {above}")
         libraries = {name.split(".")[0] for name in imported}
         if module not in SEAM and libraries & {"accelerate", "deepspeed"}:
             found.append(f"{module} imports accelerate or deepspeed; only {sorted(SEAM)} may")

@@ -149,7 +149,7 @@ def test_a_race_that_was_not_stopped_has_its_figures(tmp_path, monkeypatch):
     assert report["microseconds_of_pairs"]["neither"][1] == [2_000_000]
 
 
-def test_the_interval_holds_the_median_as_often_as_it_states():
+def test_the_interval_holds_the_median_as_often_as_promised():
     draws = random.Random(5)
     held = 0
     for _ in range(2000):

@@ -21,8 +21,7 @@ from minimind.checkpoint.directory import published_checkpoints
 from minimind.checkpoint.run_folder import claim
 from minimind.cli.main import main
 from minimind.inference.load_model import load_checkpoint
-from minimind.interop import tensor_sources
-from minimind.interop import write_folder as whole_files
+from minimind.interop import tensor_sources, write_folder
 from minimind.model.decoder import MiniMindForCausalLM
 from tests.faults import tiny
 
@@ -190,7 +189,7 @@ def test_diff_takes_two(run_dir, capsys):
     assert "two checkpoints, not 1" in capsys.readouterr().err
 
 
-def test_diff_and_consolidate_pass_over_the_damaged_and_state_so(run_dir, tmp_path, capsys):
+def test_diff_and_consolidate_pass_over_the_damaged_and_report_it(run_dir, tmp_path, capsys):
     damage(step(run_dir, 6) / "state.json")
     assert checkpoint("diff", run_dir, step(run_dir, 4)) == 0
     assert "step_00000006 is passed over: state.json" in capsys.readouterr().err
@@ -285,14 +284,14 @@ def test_what_exists_is_replaced_only_by_force_and_only_if_it_is_ours(run_dir, t
 
 def test_what_appears_during_the_work_is_not_replaced(run_dir, tmp_path, capsys, monkeypatch):
     out = tmp_path / "flat"
-    write_parts = whole_files.write_parts
+    write_parts = write_folder.write_parts
 
     def meanwhile(*given):
         out.mkdir()
         (out / "model.safetensors").write_text("of another")
         write_parts(*given)
 
-    monkeypatch.setattr(whole_files, "write_parts", meanwhile)
+    monkeypatch.setattr(write_folder, "write_parts", meanwhile)
     assert checkpoint("consolidate", run_dir, "--out", out) == 2
     assert f"--out {out} exists; give another" in capsys.readouterr().err
     assert (out / "model.safetensors").read_text() == "of another"
@@ -306,7 +305,7 @@ def test_a_full_disk_leaves_nothing_and_reports_what_was_needed(
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(whole_files, "write_parts", full)
+    monkeypatch.setattr(write_folder, "write_parts", full)
     assert checkpoint("consolidate", run_dir, "--out", tmp_path / "flat") == 5
     output = capsys.readouterr().err
     assert "error[E_STORAGE]" in output
@@ -373,12 +372,12 @@ def test_prune_waits_for_no_run(run_dir, capsys):
 
 
 @pytest.mark.parametrize("words", [("--keep", "0"), ("--keep", "-1"), (), ("--kee", "1")])
-def test_prune_wants_to_know_how_many(words, run_dir, capsys):
+def test_prune_wants_to_know_how_many(words, run_dir):
     assert checkpoint("prune", run_dir, *words) == 2
     assert len(names(run_dir)) == 3
 
 
-def test_prune_is_for_a_run_and_not_for_one_of_its_checkpoints(run_dir, capsys):
+def test_prune_is_for_a_run_and_not_for_one_of_its_checkpoints(run_dir):
     assert checkpoint("prune", step(run_dir, 2), "--keep", 1) == 2
     assert len(names(run_dir)) == 3
 

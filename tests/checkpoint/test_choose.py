@@ -1,4 +1,4 @@
-"""A checkpoint that is being read is not deleted; one that is gone, or unreadable, is told so."""
+"""A checkpoint that is being read is not deleted; one that is gone, or unreadable, is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of a run: what stands in the way of claiming it is told as storage."""
+"""The folder of a run: what prevents claiming it is reported as a storage error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving and resuming in process: what goes in comes out, and what goes wrong is told by all ranks.
+"""Saving and resuming in process: what goes in comes out, and what goes wrong all ranks report.
 
 The engine is a stand-in with a plain AdamW, which is what DeepSpeed leaves at stage 0 in fp32; the
 other wrappers are resumed by real runs in tests/distributed.
@@ -359,7 +359,7 @@ def test_a_save_that_fails_in_the_background_is_reported_when_it_is_waited_for(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_older_checkpoints_continuely_after_the_new_one_was_reported_of(tmp_path, monkeypatch):
+def test_older_checkpoints_are_pruned_after_the_new_one_is_reported(tmp_path):
     save(Engine(1), tmp_path, TrainState(1, 0))
     keeper = saver(Engine(1), tmp_path, keep_last=1)
     keeper.begin(TrainState(2, 0))

@@ -70,7 +70,7 @@ NONE_HERE = {
 }
 
 
-def reported(word: str) -> str:
+def error_of(word: str) -> str:
     with pytest.raises(UsageError) as caught:
         parse_flags([word, "1"])
     return str(caught.value)
@@ -80,7 +80,7 @@ def reported(word: str) -> str:
 def test_a_name_of_another_project_is_answered_with_ours(name: str, meant: str):
     assert len(MEANT) == 47
     for word in (f"--{name}", f"--{name.replace('_', '-')}"):
-        text = reported(word)
+        text = error_of(word)
         assert text == f"unknown flag {word}; here it is {meant}" or text.startswith(
             f"unknown flag {word}; here it is {meant} ("
         )
@@ -88,8 +88,8 @@ def test_a_name_of_another_project_is_answered_with_ours(name: str, meant: str):
 
 @pytest.mark.parametrize(("name", "words"), NONE_HERE.items())
 def test_a_name_without_a_counterpart_reports_it(name: str, words: str):
-    assert words in reported(f"--{name}")
-    assert "did you mean" not in reported(f"--{name}")
+    assert words in error_of(f"--{name}")
+    assert "did you mean" not in error_of(f"--{name}")
 
 
 def test_a_value_decides_where_the_same_name_means_two_things():
@@ -108,7 +108,7 @@ def test_every_right_side_is_a_flag_of_ours():
 
 @pytest.mark.parametrize("word", ["--frobnicate", "--quux_size", "--train", "--tokens_per_second"])
 def test_no_hint_is_better_than_a_wrong_one(word: str):
-    assert reported(word) == f"unknown flag {word}; --help lists every flag"
+    assert error_of(word) == f"unknown flag {word}; --help lists every flag"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ FROM_YAML = {**ENGAGED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "configs/ds_config.j
 
 
 @pytest.fixture
-def requested(monkeypatch: pytest.MonkeyPatch):
+def setup_for(monkeypatch: pytest.MonkeyPatch):
     """The setup of flags under a launcher's environment, started by a shell."""
     monkeypatch.setattr("minimind.config.deepspeed.backend_choice.parent_command", lambda: ["bash"])
 
@@ -84,25 +84,25 @@ def test_the_file_given_to_the_script_is_the_source():
     ],
 )
 def test_deepspeed_is_in_force_when_a_file_is_named_or_the_launcher_reports_it(
-    requested, line, environ, backend
+    setup_for, line, environ, backend
 ):
-    assert requested(line, environ).backend == backend
-    assert requested(line, environ).resolve().backend == backend
+    assert setup_for(line, environ).backend == backend
+    assert setup_for(line, environ).resolve().backend == backend
 
 
 def test_the_yamls_path_is_found_from_any_directory_and_the_flag_wins(
-    requested, tmp_path, monkeypatch
+    setup_for, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    found = requested("", FROM_YAML)
+    found = setup_for("", FROM_YAML)
     assert found.path == SHIPPED
     assert found.resolve().run.sources["deepspeed_config"] == f"{GIVEN}: deepspeed_config_file"
     mine = tmp_path / "mine.json"
     mine.write_text('{"zero_optimization": {"stage": 3}}')
-    assert requested(f"--deepspeed_config {mine}", FROM_YAML).resolve().zero_stage == 3
+    assert setup_for(f"--deepspeed_config {mine}", FROM_YAML).resolve().zero_stage == 3
 
 
-def test_zero_fields_of_the_yaml_alone_fill_the_shipped_file(requested):
+def test_zero_fields_of_the_yaml_alone_fill_the_shipped_file(setup_for):
     fields = {
         "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
         "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
@@ -111,23 +111,23 @@ def test_zero_fields_of_the_yaml_alone_fill_the_shipped_file(requested):
         "ACCELERATE_GRADIENT_CLIPPING": "0.5",
         "ACCELERATE_MIXED_PRECISION": "no",
     }
-    found = requested("", {**ENGAGED, **fields}).resolve()
+    found = setup_for("", {**ENGAGED, **fields}).resolve()
     assert found.zero_stage == 3
     assert found.config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
     assert found.config["gradient_accumulation_steps"] == 4
     assert found.config["gradient_clipping"] == 0.5
     assert found.sources["zero_optimization.stage"] == f"{GIVEN}: zero_stage"
     assert "gradient_clipping" in found.run.sources["grad_clip"]
-    assert requested("", ENGAGED).resolve().zero_stage == 2  # Accelerate's own default
+    assert setup_for("", ENGAGED).resolve().zero_stage == 2  # Accelerate's own default
 
 
-def test_the_seed_layout_mixed_precision_beside_a_deepspeed_file_works(requested):
-    found = requested("", {**FROM_YAML, "ACCELERATE_MIXED_PRECISION": "bf16"}).resolve()
+def test_the_seed_layout_mixed_precision_beside_a_deepspeed_file_works(setup_for):
+    found = setup_for("", {**FROM_YAML, "ACCELERATE_MIXED_PRECISION": "bf16"}).resolve()
     assert found.run.dtype == "bfloat16"
     assert found.run.sources["dtype"] == f"{GIVEN}: mixed_precision"
     assert found.config["bf16"]["enabled"] is True
     with pytest.raises(UsageError, match=r"mixed_precision is bfloat16 but --dtype says"):
-        requested("--dtype float32", {**FROM_YAML, "ACCELERATE_MIXED_PRECISION": "bf16"}).resolve()
+        setup_for("--dtype float32", {**FROM_YAML, "ACCELERATE_MIXED_PRECISION": "bf16"}).resolve()
 
 
 MULTI_GPU = "python /bin/accelerate launch --multi_gpu --num_processes=2"
@@ -136,23 +136,23 @@ MULTI_GPU = "python /bin/accelerate launch --multi_gpu --num_processes=2"
 @pytest.mark.parametrize("form", ["--deepspeed_config_file {}", "--deepspeed-config-file={}"])
 @pytest.mark.parametrize("name", [SHIPPED, "configs/ds_config.json", "ds_config.json"])
 def test_a_deepspeed_file_that_accelerate_launch_drops_engages_deepspeed(
-    requested, monkeypatch, tmp_path: Path, form: str, name: str
+    setup_for, monkeypatch, tmp_path: Path, form: str, name: str
 ):
     monkeypatch.chdir(tmp_path)
     words = f"{MULTI_GPU} {form.format(name)} train_pretrain.py --dim 8".split()
     monkeypatch.setattr("minimind.config.deepspeed.backend_choice.parent_command", lambda: words)
-    found = requested("", TWO)
+    found = setup_for("", TWO)
     assert (found.backend, Path(found.path)) == ("deepspeed", DEFAULT_DEEPSPEED_CONFIG)
     resolved = found.resolve()
     assert resolved.run.sources["deepspeed_config"] == f"{GIVEN}: deepspeed_config_file"
     (report,) = [one for one in advice(found, resolved) if "engaged" in one]
     assert report.startswith(f"DeepSpeed is engaged by --deepspeed_config_file {name}, which")
-    assert requested(f"--deepspeed_config {SHIPPED}", TWO).launch.dropped_config is None
-    assert requested("--deepspeed_config none", TWO).backend == "ddp"
+    assert setup_for(f"--deepspeed_config {SHIPPED}", TWO).launch.dropped_config is None
+    assert setup_for("--deepspeed_config none", TWO).backend == "ddp"
     mine = tmp_path / "mine.json"
     mine.write_text("{}")
     with pytest.raises(UsageError, match=r"--deepspeed_config is .*mine.json but .*; drop one"):
-        requested(f"--deepspeed_config {mine}", TWO)
+        setup_for(f"--deepspeed_config {mine}", TWO)
 
 
 def test_other_deepspeed_flags_that_accelerate_launch_drops_are_refused():
@@ -201,7 +201,7 @@ def test_too_few_gpus_are_refused_and_too_many_are_reported(monkeypatch):
     assert choose_device(parse_flags(["--device", "cpu"]), Launch(local_world_size=8)) == "cpu"
 
 
-def test_a_process_forked_after_cuda_was_used_is_told_so(monkeypatch):
+def test_a_process_forked_after_cuda_was_used_is_refused(monkeypatch):
     """With a stand-in for torch, which then counts no GPU."""
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(UsageError, match=r"^device = auto .*was forked; .* restart the kernel"):
@@ -229,9 +229,9 @@ def test_device_auto_is_no_contradiction_of_a_yaml_that_states_cpu():
     assert (found.run.device, found.run.sources["device"].split(": ")[1]) == ("cpu", "use_cpu")
 
 
-def test_zero_at_one_process_is_stated_to_buy_nothing(requested):
+def test_zero_at_one_process_is_stated_to_buy_nothing(setup_for):
     def report(line: str, environ: dict[str, str]) -> str:
-        setup = requested(line, environ)
+        setup = setup_for(line, environ)
         return "\n".join(advice(setup, setup.resolve()))
 
     shipped = f"--deepspeed_config {SHIPPED}"
@@ -245,10 +245,10 @@ def test_zero_at_one_process_is_stated_to_buy_nothing(requested):
 
 
 def test_transformers_layers_in_bf16_are_stated_to_crawl_where_a_cpu_has_no_instructions_for_it(
-    requested, monkeypatch, tmp_path
+    setup_for, monkeypatch, tmp_path
 ):
     def report(line: str, device: str = "cpu") -> str:
-        setup = replace(requested(f"--deepspeed_config none {line}", {}), device=device)
+        setup = replace(setup_for(f"--deepspeed_config none {line}", {}), device=device)
         return "\n".join(advice(setup, setup.resolve()))
 
     model = f"--model hf:{tmp_path}"

@@ -732,7 +732,7 @@ def test_what_cannot_be_is_one_line_and_status_2_before_any_work(row: Bad, monke
     assert LINE.fullmatch(output), output
     for words in row.words:
         assert words in output
-    assert (" faults: " in output) == row.several  # one mistake is told once
+    assert (" faults: " in output) == row.several  # one mistake is reported once
     assert not Path("out").exists()
     assert not Path("cache").exists()
 

@@ -144,7 +144,7 @@ def test_a_mistake_in_a_config_file_names_the_place(tmp_path, content, report):
         assert words in str(caught.value)
 
 
-def test_split_batches_shares_the_batch_out_or_states_that_it_cannot():
+def test_split_batches_shares_the_batch_out_or_is_refused():
     run = parse("--batch_size 6 --split_batches")
     assert (run.micro_batch_rows(2), run.micro_batch_rows(3)) == (3, 2)
     assert parse("--batch_size 6").micro_batch_rows(4) == 6

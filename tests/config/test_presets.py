@@ -22,7 +22,7 @@ def test_every_preset_has_an_expected_count():
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_preset_builds_the_number_of_parameters_its_first_line_states(path: Path):
+def test_preset_builds_the_number_of_parameters_in_its_first_line(path: Path):
     text = path.read_text(encoding="utf-8")
     shape = yaml.safe_load(text)
     assert set(shape) <= KEYS

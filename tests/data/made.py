@@ -22,7 +22,7 @@ def describe(
     vocab_size: int = 2**31,
 ) -> None:
     """The manifest of shards, of one source where they do not say of which."""
-    report = [{"source": 0, "index_sha256": "", **shard} for shard in shards]
+    shards = [{"source": 0, "index_sha256": "", **shard} for shard in shards]
     nothing = {"tokens": 0, "documents": 0, "text_bytes": 0}
     source = {"name": "x", "documents": 0, "tokens": {"train": 0, "val": 0}, "text_bytes": 0}
     source |= {"rejected": 0, "sha256": "", "inputs": []}
@@ -38,7 +38,7 @@ def describe(
         "rejected": {"count": 0, "first": ""},
         "files": {},
         "sources": [{**source, "weight": weight} for weight in weights],
-        "splits": {"train": {**nothing, "shards": report}, "val": {**nothing, "shards": []}},
+        "splits": {"train": {**nothing, "shards": shards}, "val": {**nothing, "shards": []}},
     }
     (directory / "manifest.json").write_text(json.dumps(seal(manifest)))
 

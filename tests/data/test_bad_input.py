@@ -1,4 +1,4 @@
-"""What a run is told when its data or configuration cannot be: kind, file, field, value, way out.
+"""What a run reports when its data or configuration cannot be: kind, file, field, value, way out.
 
 In process up to where workers would meet; two real launches show the line and the exit status.
 """
@@ -27,7 +27,7 @@ from tests.conftest import SHAPE, Launcher
 
 
 @pytest.fixture
-def reported(monkeypatch, tmp_path, corpus):
+def start_error(monkeypatch, tmp_path, corpus):
     """Runs rank 0 of two up to its first mistake, and gives that back."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -50,15 +50,15 @@ def written(path: Path, content: bytes) -> str:
     return str(path)
 
 
-def test_missing_data_is_named(reported, tmp_path):
-    error = reported("--data_path nowhere.jsonl")
+def test_missing_data_is_named(start_error, tmp_path):
+    error = start_error("--data_path nowhere.jsonl")
     assert isinstance(error, DataError)
     assert "nowhere.jsonl" in str(error)
     assert not (tmp_path / "out").exists()
 
 
-def test_no_data_path_at_all_gives_an_example(reported, monkeypatch):
-    error = reported(f"--data_path {'dataset/pretrain_hq.jsonl'}")
+def test_no_data_path_at_all_gives_an_example(start_error):
+    error = start_error(f"--data_path {'dataset/pretrain_hq.jsonl'}")
     assert isinstance(error, UsageError)
     assert "bash run_accelerate.sh --model tiny --data_path" in str(error)
 
@@ -75,9 +75,9 @@ def test_no_data_path_at_all_gives_an_example(reported, monkeypatch):
         ("folder/readme.md", b"no text here", ["folder"]),
     ],
 )
-def test_bad_data_is_reported_with_file_and_line(reported, tmp_path, name, content, words):
+def test_bad_data_is_reported_with_file_and_line(start_error, tmp_path, name, content, words):
     path = written(tmp_path / name, content)
-    error = reported(f"--data_path {Path(path).parent if 'folder' in name else path}")
+    error = start_error(f"--data_path {Path(path).parent if 'folder' in name else path}")
     assert isinstance(error, DataError)
     for word in words:
         assert word in str(error)
@@ -86,49 +86,55 @@ def test_bad_data_is_reported_with_file_and_line(reported, tmp_path, name, conte
     assert not list((tmp_path / "cache").glob("*.tmp-*"))
 
 
-def test_less_text_than_one_step_is_reported_in_rows(reported, tmp_path):
+def test_less_text_than_one_step_is_reported_in_rows(start_error, tmp_path):
     path = written(tmp_path / "short.jsonl", json.dumps({"text": "a few words " * 90}).encode())
-    error = reported(f"--data_path {path} --val_fraction 0 --batch_size 64 --accumulation_steps 4")
+    error = start_error(
+        f"--data_path {path} --val_fraction 0 --batch_size 64 --accumulation_steps 4"
+    )
     assert isinstance(error, DataError)
     assert "fewer than the 512 of one step (64 x 4 x 2 processes)" in str(error)
 
 
-def test_a_deepspeed_file_that_contradicts_a_flag_is_reported_before_any_work(reported, tmp_path):
+def test_a_deepspeed_file_that_contradicts_a_flag_is_reported_before_any_work(
+    start_error, tmp_path
+):
     config = json.loads(DEFAULT_DEEPSPEED_CONFIG.read_text())
     config["gradient_clipping"] = 0.5
     path = written(tmp_path / "ds.json", json.dumps(config).encode())
-    error = reported(f"--deepspeed_config {path} --grad_clip 1.0")
+    error = start_error(f"--deepspeed_config {path} --grad_clip 1.0")
     assert isinstance(error, UsageError)
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_tokenizer_of_another_size_than_the_flag_is_refused(reported, tmp_path):
+def test_a_tokenizer_of_another_size_than_the_flag_is_refused(start_error, tmp_path):
     from minimind.data.tokenizer.sentencepiece import train_tokenizer
 
     train_tokenizer(["some words to learn from, again and again " * 20], 512, tmp_path / "t.model")
-    error = reported(f"--tokenizer {tmp_path / 't.model'}")
+    error = start_error(f"--tokenizer {tmp_path / 't.model'}")
     assert isinstance(error, UsageError)
     assert "vocab_size = 600 (--vocab_size)" in str(error)
     assert "512" in str(error)
 
 
-def test_an_out_dir_that_cannot_be_written_is_a_storage_error(reported, tmp_path):
+def test_an_out_dir_that_cannot_be_written_is_a_storage_error(start_error, tmp_path):
     (tmp_path / "out").write_text("in the way")
-    error = reported("")
+    error = start_error("")
     assert isinstance(error, StorageError)
     assert str(tmp_path / "out") in str(error)
 
 
-def test_a_checkpoint_that_is_not_there_is_reported_before_anything_is_written(reported, tmp_path):
-    error = reported("--resume nowhere")
+def test_a_checkpoint_that_is_not_there_is_reported_before_anything_is_written(
+    start_error, tmp_path
+):
+    error = start_error("--resume nowhere")
     assert isinstance(error, CheckpointError)
     assert "nowhere: no such directory" in str(error)
     assert not (tmp_path / "out").exists()
 
 
-def test_an_out_dir_in_use_names_its_holder(reported, tmp_path):
+def test_an_out_dir_in_use_names_its_holder(start_error, tmp_path):
     with claim(tmp_path / "out"):
-        error = reported("")
+        error = start_error("")
     assert isinstance(error, LockedError)
     assert "process" in str(error)
 

@@ -21,7 +21,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +96,6 @@ class Worker:
                     self.curves[f"{dtype}|{name_of(source)} -> {name_of(target)}"] = found
                     self._leave(target)
         self._chain()
-
-    def _own(self, layouts: Iterable[Layout]) -> list[Layout]:
-        return in_order({layout for layout in layouts if layout[0] == self.world_size})
 
     def _chain(self) -> None:
         from tests.distributed.engines import course, load, save

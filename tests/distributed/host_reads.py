@@ -4,7 +4,7 @@
 
 On a CPU nothing is waited for, but the reads are the same calls: of a scalar (`item`, `float`,
 `bool`, a tensor as an `if`), of a tensor (`tolist`, `numpy`, `cpu`), and of how large a result is
-(`nonzero`, a mask as an index). `.to("cpu")` is no call there that could be told from a copy to the
+(`nonzero`, a mask as an index). `.to("cpu")` is no call there that differs from a copy to the
 device; on a GPU it is, by CUDA. Each is put down to the innermost frame of ours, of DeepSpeed's or
 of Accelerate's, and so is each time that DeepSpeed waits for the whole device. What is sent between
 ranks about themselves (the control group) lies on the CPU anyway, and is not counted. On a GPU,

@@ -28,7 +28,7 @@ from minimind.config.parse import SHAPE, parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine.build import build_engine
 from minimind.engine.phase_clock import PhaseClock
-from minimind.model import bf16_matmul as products
+from minimind.model import bf16_matmul
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -163,7 +163,7 @@ def measure(watch: Watch, stage: int | None, dtype: str, accumulation: int) -> d
 def main() -> None:
     """Measure every `stage,dtype,accumulation` of the command line; rank 0 writes the list."""
     # As where bf16 is multiplied as such: the temporary fp32 of other CPUs is no state.
-    products.HAS_BF16 = True
+    bf16_matmul.HAS_BF16 = True
     import_module("deepspeed")  # its many objects are frozen with the others
     watch = Watch()
     found = []

@@ -163,7 +163,7 @@ def main() -> None:
         dist.all_gather_object(by_rank, seen)
         report.append(by_rank)
     if dist.get_rank() == 0:
-        (root / "told.json").write_text(json.dumps(report))
+        (root / "results.json").write_text(json.dumps(report))
     dist.barrier()
     os._exit(0)  # several engines share one process group: none of them may take it down
 

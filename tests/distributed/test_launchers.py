@@ -388,7 +388,7 @@ def test_a_yaml_for_the_cpu_is_handed_on_as_such_and_not_as_a_flag(
     assert (launched["distributed_type"], launched["use_cpu"]) == ("MULTI_GPU", False)
 
 
-def test_gpus_named_in_the_yaml_are_those_visible_unless_the_environment_states(
+def test_gpus_named_in_the_yaml_are_those_visible_unless_the_environment_names_some(
     script, tmp_path: Path
 ):
     path = tmp_path / "a.yaml"

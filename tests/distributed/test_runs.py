@@ -216,7 +216,10 @@ def test_killed_stopped_and_started_again_it_repeats_the_unbroken_run_bit_for_bi
     "stage", [pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 3)]
 )
 def test_a_stopped_run_continues_bit_for_bit_in_bf16(stage: int, forked: Launcher, tmp_path: Path):
-    """Stage 2 is the test above; stage 1 has its wrapper, stage 0 is also in test_zero_state."""
+    """Stage 2 is the test above; stage 1 has its wrapper.
+
+    Stage 0 is also in test_optimizer_state_adapters.
+    """
     config = config_of_stage(stage, tmp_path)
     flags = f"--deepspeed_config {config} --save_interval 9 --keep_last 3"
     whole = forked.run(tmp_path / "whole", flags)

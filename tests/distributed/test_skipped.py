@@ -30,11 +30,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reported(root: Path, nursery: Nursery) -> dict[str, list[dict[str, Any]]]:
+def skip_runs(root: Path, nursery: Nursery) -> dict[str, list[dict[str, Any]]]:
     words = [str(root), *CASES]
     statuses, _, text = nursery.run("tests.distributed.skip_steps", words, root / "ranks")
     assert statuses == [0, 0], text
-    return dict(zip(CASES, json.loads((root / "told.json").read_text()), strict=True))
+    return dict(zip(CASES, json.loads((root / "results.json").read_text()), strict=True))
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -42,17 +42,17 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_all_ranks_skip_the_same_steps_and_count_them(reported, case):
+def test_all_ranks_skip_the_same_steps_and_count_them(skip_runs, case):
     so_far = [sum(step <= at for step in SPOILT) for at in range(1, len(COURSE) + 1)]
     expected = [[at in SPOILT, count] for at, count in enumerate(so_far, 1)]
     for rank in (0, 1):
-        assert reported[case][rank]["skipped"] == expected
+        assert skip_runs[case][rank]["skipped"] == expected
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_skipped_step_changes_nothing_and_the_others_are_as_without_it(reported, case):
+def test_a_skipped_step_changes_nothing_and_the_others_are_as_without_it(skip_runs, case):
     for rank in (0, 1):
-        seen = reported[case][rank]
+        seen = skip_runs[case][rank]
         assert seen["unchanged"] == [bool(fault) for fault in COURSE]
         spoilt, clean = seen["ends"]
         assert spoilt == clean
@@ -60,26 +60,29 @@ def test_a_skipped_step_changes_nothing_and_the_others_are_as_without_it(reporte
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_only_the_spoilt_loss_is_not_finite(reported, case):
+def test_only_the_spoilt_loss_is_not_finite(skip_runs, case):
     for rank in (0, 1):
-        for fault, losses in zip(COURSE, reported[case][rank]["losses"], strict=True):
+        for fault, losses in zip(COURSE, skip_runs[case][rank]["losses"], strict=True):
             bad = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
             assert bad == ([fault[1]] if rank == 1 and fault and fault[0] == "loss" else [])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_stage_continues_alike(reported, dtype):
+def test_every_stage_continues_alike(skip_runs, dtype):
     rel, abs_ = (2e-6, None) if dtype == "float32" else (None, 2e-3)
     for case in (case for case in CASES if dtype in case and "=" not in case):
         for rank in (0, 1):
-            losses, ddp = reported[case][rank]["losses"], reported[f"None,{dtype}"][rank]["losses"]
+            losses, ddp = (
+                skip_runs[case][rank]["losses"],
+                skip_runs[f"None,{dtype}"][rank]["losses"],
+            )
             for at in (at for at, fault in enumerate(COURSE) if not fault):
                 assert losses[at] == pytest.approx(ddp[at], rel=rel, abs=abs_)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_too_many_is_the_end_on_every_rank(reported, case):
-    raised = [reported[case][rank]["raised"] for rank in (0, 1)]
+def test_one_too_many_is_the_end_on_every_rank(skip_runs, case):
+    raised = [skip_runs[case][rank]["raised"] for rank in (0, 1)]
     assert raised[0] == raised[1]
     step, message, cause_rank = raised[0]
     assert (step, cause_rank) == (SPOILT[-1], 1)
@@ -89,7 +92,7 @@ def test_one_too_many_is_the_end_on_every_rank(reported, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_rows_at_fault_are_dumped(reported, root, case):
+def test_the_rows_at_fault_are_dumped(skip_runs, root, case):
     lines = lines_of(root / case / "nonfinite_rows.jsonl")
     rows = all_rows()
     expected = []
@@ -110,7 +113,7 @@ def test_the_rows_at_fault_are_dumped(reported, root, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_is_an_event(reported, root, case):
+def test_each_is_an_event(skip_runs, root, case):
     lines = lines_of(root / case / "metrics.jsonl")
     events = [{k: line[k] for k in line if k != "time"} for line in lines]
     assert events == [

@@ -42,7 +42,7 @@ MISTAKES = [
 
 
 def ask(argv: list[str], environ: dict[str, str]) -> None:
-    """Settle what a run on two CPU processes would be, with ds.json; a UsageError tells why not."""
+    """Resolve a run on two CPU processes with ds.json; raises UsageError where it cannot be."""
     run, launch = parse_flags(argv), read_launch(environ)
     resolve(read_deepspeed_json("ds.json"), "ds.json", run, 2, "cpu", launch=launch)
 
@@ -71,7 +71,7 @@ def test_the_plan_shown_is_what_minimind_plan_prints(monkeypatch: pytest.MonkeyP
     assert shown.rstrip() == plan(flags, Machine(gpus=4, memory=16 * GIB))
 
 
-def test_the_memory_shown_is_as_near_the_arithmetic_as_the_page_states():
+def test_the_memory_shown_is_as_near_the_arithmetic_as_on_the_page():
     shape = shape_of(parse_flags(["--model", "tiny"]))
     table = rows(PAGES["zero.md"], "## Measured")
     assert [cells[0] for cells in table] == list(STAGES)

@@ -66,10 +66,12 @@ def test_every_page_is_in_the_nav():
 
 
 def test_all_that_is_broken_is_an_error_and_no_plugin_needs_a_network():
-    text = site()
-    assert {*text["validation"]["nav"].values(), *text["validation"]["links"].values()} == {"warn"}
-    assert text["theme"]["font"] is False
-    plugins = [next(iter(one)) if isinstance(one, dict) else one for one in text["plugins"]]
+    config = site()
+    assert {*config["validation"]["nav"].values(), *config["validation"]["links"].values()} == {
+        "warn"
+    }
+    assert config["theme"]["font"] is False
+    plugins = [next(iter(one)) if isinstance(one, dict) else one for one in config["plugins"]]
     assert plugins == ["search"]
 
 

@@ -25,7 +25,7 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class Told:
+class FixedClock:
     """A clock whose moments are given."""
 
     def __init__(self, moments: list[float]) -> None:
@@ -38,7 +38,7 @@ class Told:
 def test_time_in_which_several_are_under_way_counts_once(monkeypatch):
     clock = CommunicationClock(CPU)
     # [1, 3], [2, 4] overlap; [6, 6.5] is apart; seconds in, milliseconds out
-    monkeypatch.setattr(communication.time, "perf_counter", Told([3.0, 4.0, 6.5]))
+    monkeypatch.setattr(communication.time, "perf_counter", FixedClock([3.0, 4.0, 6.5]))
     for started in (1.0, 2.0, 6.0):
         clock.add(started)
     assert clock.take() == pytest.approx(3500.0)
@@ -49,10 +49,10 @@ class Backend:
     """In the place of DeepSpeed's: one collective that blocks, one that is waited for."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
 
     def all_reduce(self, tensor: Any, group: Any = None) -> None:
-        self.told.append((tensor, group))
+        self.calls.append((tensor, group))
         time.sleep(0.002)
 
     def broadcast(self, tensor: Any) -> Any:
@@ -60,7 +60,7 @@ class Backend:
 
         class Work:
             def wait(self) -> str:
-                outer.told.append(tensor)
+                outer.calls.append(tensor)
                 time.sleep(0.002)
                 return "waited"
 
@@ -74,7 +74,7 @@ def test_a_backends_collectives_are_timed_from_the_call_to_the_end_of_the_wait()
     clock, backend = CommunicationClock(CPU), Backend()
     clock.watch_deepspeed(backend)
     assert backend.all_reduce("gradient", group="all") is None
-    assert backend.told == [("gradient", "all")]
+    assert backend.calls == [("gradient", "all")]
     assert 1.9 < clock.take() < 1000
     work = backend.broadcast("weights")
     assert work.is_completed()
@@ -91,7 +91,7 @@ def test_a_backend_is_left_as_it_was_found():
     clock.watch_deepspeed(backend)
     assert "all_reduce" in vars(backend)
     clock.release()
-    assert vars(backend) == {"told": [], "broadcast": own}
+    assert vars(backend) == {"calls": [], "broadcast": own}
     clock.release()  # once more, or without anything watched, is nothing
     CommunicationClock(CPU).release()
     backend.all_reduce("gradient")

@@ -179,7 +179,7 @@ def test_deterministic_has_the_compiler_choose_by_no_measurement(monkeypatch):
 
 
 @pytest.fixture
-def reported(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def graph_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What is made and run of graphs, in order; they run as they are."""
     found: list[str] = []
 
@@ -219,43 +219,43 @@ def is_at_first_use(events: list[str]) -> bool:
     ("device", "is_as_expected"), [("cpu", is_early), ("cuda", is_at_first_use)]
 )
 def test_for_a_cpu_backward_graphs_are_made_before_any_activation_is_saved(
-    reported, device, is_as_expected
+    graph_calls, device, is_as_expected
 ):
     model = built()
     compile_model(model, COMPILED, device)
     for _ in range(2):
         model(ROWS[:, :-1], shift_labels=ROWS[:, 1:], loss_chunk_size=0).loss_sum.backward()
-    assert is_as_expected(reported)
-    assert reported.count("forward made") == reported.count("backward made") == len(REGIONS)
+    assert is_as_expected(graph_calls)
+    assert graph_calls.count("forward made") == graph_calls.count("backward made") == len(REGIONS)
     per_step = SHAPE["num_hidden_layers"] + 2
-    assert reported.count("forward runs") == reported.count("backward runs") == 2 * per_step
+    assert graph_calls.count("forward runs") == graph_calls.count("backward runs") == 2 * per_step
 
 
 def test_early_backward_graphs_are_for_an_engine_and_for_no_other_code_of_the_process(
-    reported, monkeypatch
+    graph_calls, monkeypatch
 ):
     engine = engine_of(built(), monkeypatch, "--dtype float32 --accumulation_steps 2 --compile on")
     try:
         losses_of(engine, 1)
     finally:
         leave_process_group()
-    assert is_early(reported)
-    assert reported.count("backward made") == len(REGIONS)
-    del reported[:]
+    assert is_early(graph_calls)
+    assert graph_calls.count("backward made") == len(REGIONS)
+    del graph_calls[:]
     x = torch.ones(3, requires_grad=True)
     torch.compile(lambda x: (x.sin().exp() * x).tanh().sum())(x).backward(retain_graph=True)
-    assert is_at_first_use(reported)
+    assert is_at_first_use(graph_calls)
 
 
 def test_a_torch_without_the_option_compiles_backward_graphs_at_their_first_use(
-    reported, monkeypatch
+    graph_calls, monkeypatch
 ):
     model = built()
     monkeypatch.setattr(compiled, "EAGER_BACKWARD", "a_name_that_is_gone")
     compile_model(model, COMPILED, "cpu")
     model(ROWS[:, :-1], shift_labels=ROWS[:, 1:], loss_chunk_size=0).loss_sum.backward()
-    assert is_at_first_use(reported)
-    assert reported.count("backward made") == len(REGIONS)
+    assert is_at_first_use(graph_calls)
+    assert graph_calls.count("backward made") == len(REGIONS)
 
 
 def test_only_what_is_compiled_for_a_cpu_computes_again(monkeypatch):

@@ -88,7 +88,7 @@ def test_a_table_is_of_the_collectives_since_the_last_one(comm: Any, monkeypatch
     assert capsys.readouterr().out == ""
 
 
-def test_the_profiler_is_reported_when_the_model_began():
+def test_flops_profiler_gets_the_start_time():
     class Profiler:
         def start_profile(self, ignore_list: Any = None) -> None:
             model.__start_time__ = 0

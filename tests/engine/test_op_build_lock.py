@@ -82,7 +82,7 @@ def test_a_lock_whose_owner_was_killed_is_taken_over(holder, lock):
     assert not lock.exists()
 
 
-def test_a_lock_whose_owner_lives_is_waited_for_and_reported_of_once(holder, lock, capsys):
+def test_a_lock_whose_owner_lives_is_waited_for_with_one_message(holder, lock, capsys):
     baton = MonitoredBaton(str(lock))
     assert not baton.try_acquire()
     timer = threading.Timer(0.6, lock.unlink)
@@ -257,7 +257,7 @@ def test_what_deepspeed_makes_of_a_failure_does_not_hide_its_cause(monkeypatch):
         wrapped()
 
 
-def test_a_failure_that_deepspeed_does_without_is_none(monkeypatch):
+def test_a_failure_that_deepspeed_does_without_is_none():
     with monitored_builds(Op, FILE), suppress(Exception):
         Op().jit_load()
 
@@ -272,7 +272,7 @@ def test_what_fails_for_another_reason_is_not_put_down_to_it():
         done_without_and_then_failing()
 
 
-def test_what_is_reported_already_stays_as_it_is(monkeypatch):
+def test_known_errors_are_unchanged(monkeypatch):
     monkeypatch.setattr(Op, "fault", StorageError("lock: somebody ended too early"))
     with pytest.raises(StorageError, match="somebody"), monitored_builds(Op, FILE):
         Op().jit_load()

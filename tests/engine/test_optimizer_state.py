@@ -1,6 +1,7 @@
 """What needs no DeepSpeed to be shown: hand-made wrappers, counters, what is counted in C++.
 
-Stages 1 to 3 keep their state in vectors that only DeepSpeed lays out: test_adapters.py has those.
+Stages 1 to 3 keep their state in vectors that only DeepSpeed lays out:
+test_optimizer_state_adapters.py has those.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 
 import minimind.train as training
 from minimind.data.loader.batches import Batches
-from minimind.engine import engine as stepping
+from minimind.engine import engine
 from minimind.engine.phase_clock import PHASES, PhaseClock, mean_ms, profile_table
 from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import UsageError
@@ -150,7 +150,7 @@ def test_the_phases_are_the_time_from_one_line_to_the_next(corpus, tmp_path, mon
     for owner, name, seconds in (
         (Batches, "at", 0.02),
         (PlainBackend, "begin", 0.01),
-        (stepping, "compute_loss", 0.02),
+        (engine, "compute_loss", 0.02),
         (PlainBackend, "backward", 0.03),
         (PlainBackend, "update", 0.01),
         (gc, "freeze", 0.5),
@@ -173,7 +173,7 @@ def test_the_phases_are_the_time_from_one_line_to_the_next(corpus, tmp_path, mon
         for before, line in pairwise(lines[:-1])  # the last one is saved too
     ]
     assert 0.98 < median(shares) < 1.0
-    # What lies between steps is told by its cause, and tokens/s are those of the steps alone.
+    # What lies between steps is reported by its cause, and tokens/s are those of the steps alone.
     assert [one["step"] for one in lines if one["gc_ms"] >= 500] == [GC_WARMUP_STEPS + 1]
     (start,) = (one for one in report if one["event"] == "run_start")
     alone = [start["tokens_per_step"] / line["step_ms"] * 1e3 for line in lines]

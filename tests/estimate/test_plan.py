@@ -27,7 +27,7 @@ def in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def reported(capsys: pytest.CaptureFixture[str], words: str) -> str:
+def plan_output(capsys: pytest.CaptureFixture[str], words: str) -> str:
     assert main(["plan", *words.split()]) == 0
     return capsys.readouterr().out
 
@@ -42,7 +42,7 @@ def refused(capsys: pytest.CaptureFixture[str], words: str) -> str:
 
 
 def test_the_whole_answer_fits_a_terminal_and_reports_what_to_type(capsys):
-    out = reported(capsys, f"{LARGE} --gpus 4 --memory 24GiB --peak_tflops 165 --tokens 1e9")
+    out = plan_output(capsys, f"{LARGE} --gpus 4 --memory 24GiB --peak_tflops 165 --tokens 1e9")
     assert max(map(len, out.splitlines())) <= 100
     assert "361,038,848" in out
     assert "on 4 x 165 TFLOPS at 40% MFU" in out
@@ -56,7 +56,7 @@ def test_the_command_it_prints_requests_the_run_it_planned(capsys):
     requested = (
         "--model 26m --no-use_flash_attn --dtype float32 --batch_size 6 --accumulation_steps 2"
     )
-    out = reported(capsys, f"{requested} --gpus 2 --memory 6GiB")
+    out = plan_output(capsys, f"{requested} --gpus 2 --memory 6GiB")
     run = parse_flags(out.rstrip().splitlines()[-1].split())
     assert (run.model, run.use_flash_attn, run.dtype) == ("26m", False, "float32")
     assert run.batch_size * run.accumulation_steps == 12
@@ -96,7 +96,7 @@ def test_nothing_is_offloaded_where_something_fits_without():
 
 
 def test_where_nothing_fits_it_reports_it_and_what_would_help(capsys):
-    out = reported(capsys, f"{LARGE} --gpus 2 --memory 600MiB")
+    out = plan_output(capsys, f"{LARGE} --gpus 2 --memory 600MiB")
     assert "Nothing fits in 0.59 GiB" in out
     assert "The largest part is activations" in out
     assert "Recommended" not in out
@@ -104,25 +104,25 @@ def test_where_nothing_fits_it_reports_it_and_what_would_help(capsys):
 
 def test_more_gpus_are_named_where_they_save_the_offloading(capsys):
     deep = "--dim 4096 --n_layers 40 --n_heads 32 --batch_size 1"
-    out = reported(capsys, f"{deep} --gpus 2 --memory 40G")
+    out = plan_output(capsys, f"{deep} --gpus 2 --memory 40G")
     assert "Recommended: ZeRO-1 offload opt" in out
     counted = re.search(r"With (\d+) GPUs nothing has to be offloaded", out)
     assert counted
     assert (
         "offload"
-        not in reported(capsys, f"{deep} --gpus {counted[1]} --memory 40G").split("Rec")[1]
+        not in plan_output(capsys, f"{deep} --gpus {counted[1]} --memory 40G").split("Rec")[1]
     )
 
 
 def test_without_memory_there_is_a_table_and_no_advice(capsys):
-    out = reported(capsys, "--model tiny")
+    out = plan_output(capsys, "--model tiny")
     assert "Give --memory" in out
     assert "fits" not in out.split("Give")[0]
 
 
 def test_of_experts_all_are_counted_and_those_a_token_visits_computed(capsys):
     flags = ("", "--use_moe", "--use_moe --n_routed_experts 8")
-    dense, few, many = (reported(capsys, f"--model tiny {words}") for words in flags)
+    dense, few, many = (plan_output(capsys, f"--model tiny {words}") for words in flags)
     counts = [re.findall(r"^parameters +([\d,]+)", text)[0] for text in (dense, few, many)]
     sizes = [int(count.replace(",", "")) for count in counts]
     expert = 3 * 192 * 512
@@ -138,10 +138,12 @@ def test_the_configured_stage_and_offload_are_starred(capsys, tmp_path: Path):
     path = tmp_path / "ds.json"
     zero = '{"stage": 3, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 1000}'
     path.write_text(f'{{"zero_optimization": {zero}, "train_micro_batch_size_per_gpu": 5}}')
-    out = reported(capsys, f"--model tiny --gpus 2 --deepspeed_config {path}")
+    out = plan_output(capsys, f"--model tiny --gpus 2 --deepspeed_config {path}")
     assert re.search(r"^\*ZeRO-3 offload opt ", out, re.MULTILINE)
     assert "5 rows x 256 tokens" in out
-    assert re.search(r"^\*DDP", reported(capsys, "--gpus 2 --deepspeed_config none"), re.MULTILINE)
+    assert re.search(
+        r"^\*DDP", plan_output(capsys, "--gpus 2 --deepspeed_config none"), re.MULTILINE
+    )
 
 
 def test_a_misspelt_name_inside_a_section_is_reported(capsys, tmp_path: Path):
@@ -156,22 +158,22 @@ def test_a_misspelt_name_inside_a_section_is_reported(capsys, tmp_path: Path):
 )
 def test_offload_blocks_that_must_go_are_named(capsys, name: str, blocks: str):
     words = f"--model tiny --memory 24GiB --deepspeed_config configs/deepspeed/{name}.json"
-    out = reported(capsys, words)
+    out = plan_output(capsys, words)
     assert f'"zero_optimization": {{"stage": 0}}\n  and remove {blocks}\n' in out
 
 
 def test_offload_blocks_that_stay_are_not_to_be_removed(capsys):
     large = "--dim 4096 --n_layers 40 --n_heads 32 --batch_size 1 --gpus 2 --memory 40G"
-    out = reported(capsys, f"{large} --deepspeed_config configs/deepspeed/zero3_offload.json")
+    out = plan_output(capsys, f"{large} --deepspeed_config configs/deepspeed/zero3_offload.json")
     assert (
         '{"stage": 1, "offload_optimizer": {"device": "cpu"}}\n  and remove offload_param\n' in out
     )
-    kept = reported(capsys, f"{large} --deepspeed_config configs/deepspeed/zero2_offload.json")
+    kept = plan_output(capsys, f"{large} --deepspeed_config configs/deepspeed/zero2_offload.json")
     assert "and remove" not in kept
 
 
 def test_stage_0_is_no_choice_in_float16(capsys):
-    out = reported(capsys, "--model tiny --dtype float16 --gpus 2 --memory 24GiB")
+    out = plan_output(capsys, "--model tiny --dtype float16 --gpus 2 --memory 24GiB")
     assert "ZeRO-0" not in out
     assert "Recommended: ZeRO-1" in out
 
@@ -209,14 +211,14 @@ def test_mistakes_are_reported_in_one_sentence(capsys, words: str, reason: str):
     [("24GiB", 24 * GIB), ("24GB", 24 * 10**9), ("80G", 80 * GIB), ("512mib", 2**29)],
 )
 def test_sizes_are_read_as_written(capsys, written: str, size: int):
-    out = reported(capsys, f"--model tiny --memory {written}")
+    out = plan_output(capsys, f"--model tiny --memory {written}")
     assert f"of {size / GIB:.2f} GiB" in out
 
 
 def test_world_size_and_dashes_are_other_ways_to_state_the_same(capsys):
-    one = reported(capsys, f"{LARGE} --gpus 4")
-    assert reported(capsys, f"{LARGE.replace('_', '-')} --world-size 4") == one
-    assert reported(capsys, f"{LARGE} --world_size=4") == one
+    one = plan_output(capsys, f"{LARGE} --gpus 4")
+    assert plan_output(capsys, f"{LARGE.replace('_', '-')} --world-size 4") == one
+    assert plan_output(capsys, f"{LARGE} --world_size=4") == one
 
 
 def test_the_table_of_a_dry_run_is_that_of_the_plan():

@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import ROOT
 
 EXAMPLES = ROOT / "examples"
-# Port 0: any that is free. The rest keeps accelerate from telling what it assumed.
+# Port 0: any that is free. The rest keeps accelerate from warning of its defaults.
 ACCELERATE = (
     "-m accelerate.commands.launch --num_machines 1 --mixed_precision no --dynamo_backend no"
     " --main_process_port 0 --num_processes"
@@ -39,7 +39,7 @@ def environment(place: Path) -> dict[str, str]:
     """Ours, one thread, and no accelerate config of this machine's user."""
     own = {"OMP_NUM_THREADS": "1", "HF_HOME": str(place), "HF_HUB_OFFLINE": "1"}
     # Unbuffered, print writes a line and its end apart, and those of two processes mix. torchrun
-    # starts `python -u`, so what several processes of a script tell is written in one go.
+    # starts `python -u`, so what several processes of a script print is written in one go.
     return {n: value for n, value in os.environ.items() if n != "PYTHONUNBUFFERED"} | own
 
 

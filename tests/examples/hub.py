@@ -29,8 +29,8 @@ class Answers(BaseHTTPRequestHandler):
 
     server: Hub  # type: ignore[assignment]
 
-    def answer(self, status: int, reported: Any = None, **headers: str) -> None:
-        content = json.dumps(reported).encode()
+    def answer(self, status: int, body: Any = None, **headers: str) -> None:
+        content = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         for name, value in headers.items():

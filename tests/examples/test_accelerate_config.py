@@ -72,7 +72,7 @@ def test_env_reports_versions_and_the_configuration(
 
 
 def until(terminal: int, report: str, question: str, seen: int, raw: bool) -> str:
-    """What was told, once the question is in it and the terminal reads as its kind does."""
+    """The output, once the question is in it and the terminal reads as its kind does."""
     end = time.monotonic() + PATIENCE
     while question not in report[seen:] or raw == bool(
         termios.tcgetattr(terminal)[3] & termios.ICANON

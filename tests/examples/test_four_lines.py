@@ -1,4 +1,4 @@
-"""examples/four_lines.py: the same lines told right by one process and by two."""
+"""examples/four_lines.py: the same lines predicted right by one process and by two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many processes `accelerate launch` starts by which flags, and what they are told."""
+"""How many processes `accelerate launch` starts by which flags, and what they get."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is
 WHO = """
 import json, os, sys
 names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "ACCELERATE_MIXED_PRECISION")
-told = {name: os.environ.get(name) for name in names} | {"argv": sys.argv[1:]}
-os.write(1, json.dumps(told).encode() + b"\\n")
+found = {name: os.environ.get(name) for name in names} | {"argv": sys.argv[1:]}
+os.write(1, json.dumps(found).encode() + b"\\n")
 """
 
 Launched = Callable[..., list[dict[str, Any]]]
@@ -32,7 +32,7 @@ Launched = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def launched(tmp_path: Path) -> Launched:
-    """launched(flags, arguments, VARIABLE=value) -> what each process was told, by rank."""
+    """launched(flags, arguments, VARIABLE=value) -> variables and arguments of each rank."""
     script = tmp_path / "who.py"
     script.write_text(WHO)
 
@@ -91,7 +91,7 @@ def test_multi_gpu_starts_as_many_as_requested_with_port_and_precision(launched:
 
 @pytest.mark.long
 @pytest.mark.launch
-def test_a_config_file_states_it_and_a_flag_states_otherwise(launched: Launched, tmp_path: Path):
+def test_a_flag_overrides_config_file(launched: Launched, tmp_path: Path):
     path = tmp_path / "two.yaml"
     path.write_text(
         "distributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 2\nmixed_precision: bf16\n"
@@ -107,7 +107,7 @@ def test_a_config_file_states_it_and_a_flag_states_otherwise(launched: Launched,
 
 @pytest.mark.long
 @pytest.mark.launch
-def test_visible_gpus_are_those_of_the_environment_unless_gpu_ids_states(launched: Launched):
+def test_visible_gpus_are_those_of_the_environment_unless_gpu_ids_is_set(launched: Launched):
     (one,) = launched("--num_processes 1", CUDA_VISIBLE_DEVICES="0")
     assert one["CUDA_VISIBLE_DEVICES"] == "0"
     (one,) = launched("--num_processes 1 --gpu_ids 1", CUDA_VISIBLE_DEVICES="0")

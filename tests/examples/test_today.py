@@ -45,7 +45,7 @@ def test_main_process_is_an_attribute_and_not_a_call():
     assert isinstance(Accelerator.is_local_main_process, property)
 
 
-def test_save_model_writes_safetensors_unless_reported_otherwise():
+def test_save_model_writes_safetensors_by_default():
     taken = inspect.signature(Accelerator.save_model).parameters
     assert taken["safe_serialization"].default is True
 

@@ -25,14 +25,14 @@ from tests.faults.syscalls import injected
 
 Part = Callable[[Site, argparse.Namespace], Iterator[Outcome]]
 PARTS: dict[str, Part] = {
-    "kills": lambda site, requested: random_kills(site, requested.kills, requested.kills * 3 // 10),
-    "starts": lambda site, requested: killed_starts(site, requested.starts),
-    "calls": lambda site, requested: injected(site),
-    "places": lambda site, requested: places(site),
-    "peers": lambda site, requested: peers(site),
-    "damages": lambda site, requested: damages(site, requested.damages),
-    "reads": lambda site, requested: live_reads(site, requested.reads),
-    "signals": lambda site, requested: preemptions(site, requested.signals),
+    "kills": lambda site, args: random_kills(site, args.kills, args.kills * 3 // 10),
+    "starts": lambda site, args: killed_starts(site, args.starts),
+    "calls": lambda site, args: injected(site),
+    "places": lambda site, args: places(site),
+    "peers": lambda site, args: peers(site),
+    "damages": lambda site, args: damages(site, args.damages),
+    "reads": lambda site, args: live_reads(site, args.reads),
+    "signals": lambda site, args: preemptions(site, args.signals),
 }
 
 
@@ -45,20 +45,18 @@ def main() -> int:
     parser.add_argument("--signals", type=int, default=2, help="times each signal to each process")
     parser.add_argument("--reads", type=int, default=200, help="readings of a run that goes on")
     parser.add_argument("--seed", type=int, default=1)
-    requested = parser.parse_args()
-    if unknown := set(requested.parts) - set(PARTS):
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # with the table so far
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="minimind-faults-") as name:
-        site = Site(Path(name), requested.seed)
+        site = Site(Path(name), args.seed)
         try:
             site.measure()
-            print(
-                f"a clean start takes {site.clean_start:.1f} s; seed {requested.seed}", flush=True
-            )
-            for part in requested.parts or PARTS:
-                for outcome in PARTS[part](site, requested):
+            print(f"a clean start takes {site.clean_start:.1f} s; seed {args.seed}", flush=True)
+            for part in args.parts or PARTS:
+                for outcome in PARTS[part](site, args):
                     outcomes.append(outcome)
                     reported = "; ".join(outcome.wrong) or "as it should"
                     print(f"{time.strftime('%T')} {outcome.fault}: {reported}", flush=True)

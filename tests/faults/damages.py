@@ -9,7 +9,7 @@ from pathlib import Path
 from minimind.runtime.durable_files import sha256_of
 from tests.faults.harness import Site
 from tests.faults.outcomes import Outcome, curve, events, gist
-from tests.faults.places import told_once
+from tests.faults.places import reported_once
 
 KEPT = "--keep_last 3"
 
@@ -67,7 +67,7 @@ def damaged(site: Site, whole: Path, number: int) -> Outcome:
     refused = [e for e in events(out_dir)[before:] if e["event"] == "checkpoint_rejected"]
     named = [(Path(e["path"]).name, e["file"]) for e in refused]
     if named != [("step_00000009", victim.name)]:
-        outcome.wrong.append(f"{where}: checkpoint_rejected tells {refused}")
+        outcome.wrong.append(f"{where}: checkpoint_rejected holds {refused}")
     text = [line for line in again.stdout.splitlines() if "passed over" in line]
     if len(text) != 1 or victim.name not in text[0]:
         outcome.wrong.append(f"{where}: the terminal says {text}")
@@ -102,7 +102,7 @@ def refused(site: Site, out_dir: Path, fault: str, *words: str) -> Outcome:
     outcome = Outcome(fault, start.process.returncode, 0.0)
     if start.process.returncode != 4:
         outcome.wrong.append(f"status {start.process.returncode}, not 4")
-    outcome.wrong += told_once(start, "E_CHECKPOINT", *words)
+    outcome.wrong += reported_once(start, "E_CHECKPOINT", *words)
     if contents(out_dir / "checkpoints") != before:
         outcome.wrong.append("something was written over")
     if curve(start.recorded()):

@@ -11,7 +11,7 @@ from tests.faults.harness import Site, Start
 from tests.faults.outcomes import Outcome, acknowledged, curve, events, gist, unfinished
 
 TARGETS = ("group", "worker", "launcher", "script")
-# A killed worker is a peer lost; a killed launcher is told by whoever is left to tell it.
+# A killed worker is a peer lost; a killed launcher is reported by whoever is left.
 ALLOWED = {"group": {-9}, "script": {-9}, "worker": {7}, "launcher": {7, 70}}
 
 

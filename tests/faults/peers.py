@@ -1,4 +1,4 @@
-"""Ranks and launchers that die or hang: who is told, how soon, and that nobody is left."""
+"""Ranks and launchers that die or hang: who is named, how soon, and that no process is left."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def lost_rank(site: Site, number: signal.Signals, rank: int) -> Iterator[Outcome
 
 
 def lost_launcher(site: Site, role: str) -> Iterator[Outcome]:
-    """A launcher or a script that is killed: no worker is left, and who is left tells the user."""
+    """A launcher or a script that is killed: no worker is left, and whoever is left reports it."""
     out_dir = site.new_run("launcher")
     start = site.start(out_dir)
     wait_for_step(start, 5, site)
@@ -58,7 +58,7 @@ def lost_launcher(site: Site, role: str) -> Iterator[Outcome]:
         outcome.wrong.append(f"{left} processes were left after {seconds:.0f} s")
     output = start.stderr
     if role == "launcher" and ("again" not in output or "line " in output or "Traceback" in output):
-        outcome.wrong.append(f"the user is told: {gist(start.stderr)}")
+        outcome.wrong.append(f"the message to the user: {gist(start.stderr)}")
     site.go_on(out_dir, outcome)
     yield outcome
 

@@ -38,13 +38,13 @@ def small_disk(site: Site, mebibytes: int) -> Iterator[Path]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def told_once(start: Start, code: str, *words: str) -> list[str]:
-    """What is wrong with what the user was told: one line with that code and all the words."""
+def reported_once(start: Start, code: str, *words: str) -> list[str]:
+    """What is wrong with the report to the user: one line with that code and all the words."""
     lines = [line for line in start.stderr.splitlines() if "error[" in line]
     right = len(lines) == 1 and all(word in lines[0] for word in (f"error[{code}]", *words))
     if right and "Traceback" not in start.stderr:
         return []
-    return [f"told otherwise than by one {code} with {', '.join(words)}: {gist(start.stderr)}"]
+    return [f"not reported by one {code} with {', '.join(words)}: {gist(start.stderr)}"]
 
 
 def ended(start: Start, fault: str, status: int, site: Site, since: float) -> Outcome:
@@ -67,7 +67,7 @@ def full_disk(site: Site, free: int, fault: str) -> Iterator[Outcome]:
             os.posix_fallocate(filler.fileno(), 0, max(1, room.f_bavail * room.f_frsize - free))
         since = time.monotonic()
         outcome = ended(start, fault, 5, site, since)
-        outcome.wrong += told_once(start, "E_STORAGE", str(out_dir))
+        outcome.wrong += reported_once(start, "E_STORAGE", str(out_dir))
         if outcome.seconds > site.patience:
             outcome.wrong.append(f"took {outcome.seconds:.0f} s to end")
         (place / "filler").unlink()
@@ -87,7 +87,7 @@ def full_of_lines(site: Site, backend: str, more: str) -> Iterator[Outcome]:
         with open(place / "filler", "wb") as filler:
             os.posix_fallocate(filler.fileno(), 0, room.f_bavail * room.f_frsize)
         outcome = ended(start, fault, 5, site, time.monotonic())
-        outcome.wrong += told_once(start, "E_STORAGE", str(out_dir / "metrics.jsonl"))
+        outcome.wrong += reported_once(start, "E_STORAGE", str(out_dir / "metrics.jsonl"))
         (place / "filler").unlink()
         again = site.finish(out_dir, flags, NUM_PROCESSES="1")
         if again.process.returncode != 0:
@@ -96,13 +96,13 @@ def full_of_lines(site: Site, backend: str, more: str) -> Iterator[Outcome]:
 
 
 def no_room_from_the_start(site: Site) -> Iterator[Outcome]:
-    """Room for less than a checkpoint: told before the first step."""
+    """Room for less than a checkpoint: reported before the first step."""
     with small_disk(site, 1) as place:
         start = site.start(place / "run")
         outcome = ended(start, "a disk too small", 5, site, start.started)
-        outcome.wrong += told_once(start, "E_STORAGE", str(place / "run"))
+        outcome.wrong += reported_once(start, "E_STORAGE", str(place / "run"))
         if steps := len(curve(start.recorded())):
-            outcome.wrong.append(f"told after {steps} steps, not before the first")
+            outcome.wrong.append(f"reported after {steps} steps, not before the first")
         yield outcome
 
 
@@ -122,9 +122,9 @@ def read_only(site: Site) -> Iterator[Outcome]:
         prefix = ("setpriv", *BARE)
     start = site.start(place / "run", prefix=prefix, TMPDIR=str(scratch), HOME=str(scratch))
     outcome = ended(start, fault, 5, site, start.started)
-    outcome.wrong += told_once(start, "E_STORAGE", str(place / "run"))
+    outcome.wrong += reported_once(start, "E_STORAGE", str(place / "run"))
     if outcome.seconds > 1.5 * site.clean_start + 5:
-        outcome.wrong.append(f"told after {outcome.seconds:.0f} s")
+        outcome.wrong.append(f"reported after {outcome.seconds:.0f} s")
     yield outcome
 
 
@@ -140,13 +140,13 @@ def two_runs(site: Site) -> Iterator[Outcome]:
         before = events(out_dir)
         second = site.start(out_dir)
         outcome = ended(second, "a second run in one out_dir", 8, site, second.started)
-        outcome.wrong += told_once(second, "E_LOCKED", "process ")
+        outcome.wrong += reported_once(second, "E_LOCKED", "process ")
         if not any(str(pid) in second.stderr for pid in family):
             outcome.wrong.append(f"the holder is not named: {gist(second.stderr)}")
         if events(out_dir) != before:
             outcome.wrong.append("the second run wrote to metrics.jsonl")
         if outcome.seconds > 1.5 * site.clean_start + 5:
-            outcome.wrong.append(f"told after {outcome.seconds:.0f} s")
+            outcome.wrong.append(f"reported after {outcome.seconds:.0f} s")
     finally:
         for pid in family:
             os.kill(pid, signal.SIGCONT)

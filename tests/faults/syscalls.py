@@ -30,10 +30,10 @@ def kill_at_each(bench: Bench, call: str, rank: int, since: str) -> Iterator[Out
         inject = f"{call}:signal=SIGKILL:when={number}"
         ended = bench.run(out_dir, inject=inject, ranks=(rank,), since=since)
         hit = ended.statuses[rank] == -signal.SIGKILL
-        # The others are told of a peer that is lost, or are ended as by a launcher.
-        report = {status for other, status in enumerate(ended.statuses) if other != rank or not hit}
+        # The others end with the status of a lost peer, or are ended as by a launcher.
+        others = {status for other, status in enumerate(ended.statuses) if other != rank or not hit}
         outcome = Outcome(fault, " ".join(map(str, ended.statuses)), ended.seconds)
-        if report - ({7, -signal.SIGTERM} if hit else {0}):
+        if others - ({7, -signal.SIGTERM} if hit else {0}):
             outcome.wrong.append(f"{call} {number}: {ended.statuses}: {gist(ended.log)}")
         bench.check(out_dir, outcome)
         bench.clear(out_dir)
@@ -99,7 +99,7 @@ STAMPED = re.compile(r"(\d+\.\d+) (\w+)\((.*)\)\s+= (-?\d+).* <(\d+\.\d+)>$")
 
 
 def in_order(bench: Bench) -> Outcome:
-    """What a whole save did, by strace: all is on the disk before it has its name and is told."""
+    """A whole save by strace: all is on the disk before it has its name and is acknowledged."""
     out_dir = bench.copy()
     ended = bench.run(out_dir, ranks=tuple(range(bench.kind.world)))
     outcome = Outcome(f"order of a save, {bench.kind.name}", ended.statuses[0], 0.0)
@@ -120,15 +120,15 @@ def in_order(bench: Bench) -> Outcome:
 
     published = span("rename", f'"{final}"')
     parent = after(calls, "fsync", f"{final.parent}>", published[1])
-    report = span("write", '\\"checkpoint_saved\\"')
+    acknowledged = span("write", '\\"checkpoint_saved\\"')
     retired = span("rename", "step_00000002.tmp-")
     for path in [*final.iterdir(), None]:
         name = f"{final}.tmp-[^/]*" + (f"/{re.escape(path.name)}" if path else "")
         synced = [c for c in calls if c[2] == "fsync" and re.search(f"<{name}>", c[3])]
         if not any(c[1] <= published[0] for c in synced):
             outcome.wrong.append(f"{path or 'its directory'} was not synced before the rename")
-    if not parent <= report[0]:
-        outcome.wrong.append("checkpoint_saved was told before the directory was synced")
+    if not parent <= acknowledged[0]:
+        outcome.wrong.append("checkpoint_saved was written before the directory was synced")
     if not parent <= retired[0]:
         outcome.wrong.append("the older checkpoint was cleared before the new one was durable")
     bench.clear(out_dir)

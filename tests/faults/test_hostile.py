@@ -1,4 +1,4 @@
-"""Files that say what cannot be, sealed as one who knows how can: told in a line, never believed.
+"""Impossible values in files with valid hashes: reported in one line, never believed.
 
 Whatever a checkpoint claims, memory and time are bounded by the bytes that are there.
 """
@@ -134,7 +134,7 @@ def test_any_other_value_anywhere_is_accepted_or_reported(
         else:
             (only / name).write_text(json.dumps(hostile))
             reseal(only)
-        # What is only told to the reader may be anything; what is read is refused in a line.
+        # What is only shown may be anything; what is used is refused in one line.
         status, report = ending(command, only.parent.parent, capsys)
         case = (path, wrong, status, report)
         assert status in (0, CheckpointError.status), case
@@ -379,8 +379,8 @@ def header_of(content: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def with_header(header: Any, data: bytes) -> bytes:
-    report = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(report)) + report + data
+    header = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(header)) + header + data
 
 
 NORM = "fp32|model.norm.weight|0"  # 32 numbers, 128 bytes
@@ -436,7 +436,7 @@ def test_tensor_bombs(kind: str, only: Path, capsys: pytest.CaptureFixture[str])
     assert header[NORM]["shape"] == [32]
     (only / SHARD).write_bytes(TENSOR_BOMBS[kind](header, data))
     reseal(only)
-    assert verify(only) is None  # only who reads it can tell
+    assert verify(only) is None  # only reading it shows the fault
     refused(only, str(only) if kind == "without weights" else SHARD, capsys)
 
 

@@ -12,7 +12,6 @@ import torch
 
 from minimind.checkpoint.directory import (
     describe_file,
-    manifest_text,
     published_checkpoints,
     read_manifest,
     step_directory,
@@ -30,7 +29,6 @@ from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.engine.optimizer import parameter_groups
 from minimind.engine.plain_backend import PlainBackend
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.runtime.durable_files import fingerprint
 from tests.conftest import sentences
 
 SHAPE: dict[str, Any] = {
@@ -124,13 +122,6 @@ def vouch(directory: Path, **facts: Any) -> None:
     kept = {key: v for key, v in known.items() if key not in ("format", "files", "sha256")}
     files = [describe_file(directory / name) for name in names if (directory / name).exists()]
     write_manifest(directory, {**kept, **facts}, files)
-
-
-def forge(directory: Path, manifest: dict[str, Any]) -> None:
-    """Write any manifest, with the hash of its own that it should have."""
-    body = {key: value for key, value in manifest.items() if key != "sha256"}
-    report = manifest_text({**body, "sha256": fingerprint(body)})
-    (directory / "manifest.json").write_bytes(report)
 
 
 def recut(path: Path, root: Path, world_size: int, stage: int) -> Path:

@@ -1,4 +1,4 @@
-"""One command that tells within 20 minutes what holds on a GPU; on a CPU it runs whole too.
+"""One command that shows within 20 minutes what holds on a GPU; on a CPU it runs whole too.
 
     python -m tests.gpu [--device cuda|cpu] [--out out/gpu] [--parts NAME ...] [--minutes 20]
     make gpu

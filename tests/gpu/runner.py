@@ -84,7 +84,7 @@ def run_part(part: Part, site: Site, result: Result) -> None:
     try:
         for finding in part.find(site):
             result.findings.append(finding)
-    except (Exception, SystemExit) as error:  # the one place: told, and the next part begins
+    except (Exception, SystemExit) as error:  # the one place: reported, and the next part begins
         result.error = f"{type(error).__name__}: {error}"
         result.log = error.log if isinstance(error, PartError) else traceback.format_exc()
     wrong = [finding for finding in result.findings if finding.is_right is False]

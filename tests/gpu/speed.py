@@ -68,10 +68,10 @@ def profile(site: Site) -> Iterator[Finding]:
         flags_of = {model: f"{size} {flags}" for model, size in sizes.items()}
         runs = trained_on_much_text(site, flags_of, base)
     for model, run in runs.items():
-        yield from told(model, run.out_dir, run.events("exit")[-1]["status"])
+        yield from trace_findings(model, run.out_dir, run.events("exit")[-1]["status"])
 
 
-def told(model: str, out_dir: Path, status: int) -> Iterator[Finding]:
+def trace_findings(model: str, out_dir: Path, status: int) -> Iterator[Finding]:
     """The rows of one trace."""
     (path,) = (out_dir / "traces").glob("*.json.gz")
     events = read(path)

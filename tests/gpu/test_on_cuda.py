@@ -110,7 +110,7 @@ def test_losses_of_every_case_are_compared(site: StandIn, part: Any):
     assert "ZeRO-2, float16" in {finding.what for finding in found} or part is losses.compiled
 
 
-def test_another_loss_is_told(site: StandIn, monkeypatch: pytest.MonkeyPatch):
+def test_another_loss_is_wrong(site: StandIn):
     (site.shared / "reference.json").write_text(
         json.dumps({kind: [6.4, 6.3 * (1 + 5e-5)] for kind in losses.REFERENCES})
     )
@@ -142,7 +142,7 @@ def test_a_run_out_of_memory_is_provoked_and_its_advice_trained(site: StandIn):
     ]
 
 
-def test_a_trace_of_each_model_is_told(site: StandIn):
+def test_each_model_is_traced(site: StandIn):
     found = [*speed.profile(site)]
     assert wrong(found) == []
     assert [finding.what for finding in found] == ["26m: trace", "104m: trace", "0.4b: trace"]

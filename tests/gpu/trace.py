@@ -1,7 +1,7 @@
 """What a trace of some steps says: the share of each kind of work, idle time, overlap.
 
 Of a GPU the kernels and copies of a Chrome trace count, by the clock; of a CPU the time that each
-operator of the main thread took itself. The kinds are told by their names.
+operator of the main thread took itself. The kinds are distinguished by their names.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def train(words: list[str]) -> dict[str, Any]:
                 stack.enter_context(group_kept())
             try:
                 status = ending.done(pretraining.pretrain(parse_flags(words), progress))
-            except Exception as error:  # as train_pretrain.py: told, and the next run begins
+            except Exception as error:  # as train_pretrain.py: reported, and the next run begins
                 status = ending.report(error)
     finally:
         os.environ.clear()

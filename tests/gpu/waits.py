@@ -32,11 +32,11 @@ def waits(site: Site) -> Iterator[Finding]:
 def by_owner(reads: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
     """(those of ours and of Accelerate, those of DeepSpeed) by place.
 
-    On a GPU, CUDA tells once more of a read for which it is waited.
+    On a GPU, CUDA reports a read that waits once more.
     """
     found: tuple[dict[str, float], dict[str, float]] = ({}, {})
-    for told, count in reads.items():
-        place = told.removesuffix(WAITS)
+    for name, count in reads.items():
+        place = name.removesuffix(WAITS)
         owned = found[place.startswith("deepspeed")]
         owned[place] = max(owned.get(place, 0), count)
     return found

@@ -145,7 +145,7 @@ def test_those_positions_are_what_queries_and_keys_are_turned_by(monkeypatch: py
     monkeypatch.setattr("minimind.model.layers.apply_rotary", watched)
     model, ids = build(), torch.tensor([[9, 9, EOS, 9, 9, EOS, EOS, 9]])
     model(ids)
-    assert len(seen) == 6  # no logit could tell: turns matter by their differences alone
+    assert len(seen) == 6  # no logit could show it: turns matter by their differences alone
     expected = model.model.pos_cis[torch.tensor([[0, 1, 0, 1, 2, 0, 0, 1]])]
     for pos_cis in seen:
         assert torch.equal(torch.view_as_real(pos_cis), torch.view_as_real(expected))

@@ -17,7 +17,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minimind.model import bf16_matmul as products
+from minimind.model import bf16_matmul
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.runtime import hardware
 from tests.model.references import build
@@ -29,7 +29,7 @@ PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "_scaled_dot_product")
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU that has no instructions for bf16."""
-    monkeypatch.setattr(products, "HAS_BF16", False)
+    monkeypatch.setattr(bf16_matmul, "HAS_BF16", False)
 
 
 class Narrow(TorchDispatchMode):
@@ -68,10 +68,10 @@ def test_a_product_is_that_of_fp32_rounded_once(leading: tuple[int, ...]):
     weight = torch.randn(V, E).bfloat16().requires_grad_()
     grad = torch.randn(*leading, V).bfloat16()
     wide_x, wide_weight = (t.detach().double().requires_grad_() for t in (x, weight))
-    bf16_matmul, true = products.linear(x, weight), F.linear(wide_x, wide_weight)
-    bf16_matmul.backward(grad)
+    product, true = bf16_matmul.linear(x, weight), F.linear(wide_x, wide_weight)
+    product.backward(grad)
     true.backward(grad.double())
-    pairs = ((bf16_matmul, true), (x.grad, wide_x.grad), (weight.grad, wide_weight.grad))
+    pairs = ((product, true), (x.grad, wide_x.grad), (weight.grad, wide_weight.grad))
     for found, exact in pairs:
         assert found is not None
         assert exact is not None
@@ -120,10 +120,10 @@ def test_parts_make_the_whole_product_and_no_more_is_held_in_fp32(
     one = torch.randn(rows, 2 * inner).bfloat16()[:, ::2]
     other = torch.randn(columns, inner).bfloat16().t()
     exact = one.double() @ other.double()
-    monkeypatch.setattr(products, "ROWS", at_once)
-    monkeypatch.setattr(products, "PART", part)
+    monkeypatch.setattr(bf16_matmul, "ROWS", at_once)
+    monkeypatch.setattr(bf16_matmul, "PART", part)
     with Wide() as held:
-        found = products.bf16_matmul(one, other)
+        found = bf16_matmul.bf16_matmul(one, other)
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)
     fewer = min(rows, columns)
     longest = max(inner, fewer)
@@ -132,9 +132,9 @@ def test_parts_make_the_whole_product_and_no_more_is_held_in_fp32(
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_what_the_compiler_is_reported_of_the_operation_is_true(is_transposed: bool):
+def test_custom_op_passes_opcheck(is_transposed: bool):
     one = torch.randn(E, 5).bfloat16().t() if is_transposed else torch.randn(5, E).bfloat16()
-    opcheck(products._opaque, (one, torch.randn(E, V).bfloat16()))
+    opcheck(bf16_matmul._opaque, (one, torch.randn(E, V).bfloat16()))
 
 
 def kept_of(model: Any, rows: Tensor) -> dict[tuple[torch.dtype, tuple[int, ...]], int]:
@@ -190,15 +190,15 @@ def test_no_product_of_a_step_is_taken_in_bf16(changes: dict[str, Any], recomput
 
 
 def test_with_the_instructions_products_stay_in_bf16(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(products, "HAS_BF16", True)
+    monkeypatch.setattr(bf16_matmul, "HAS_BF16", True)
     found, _, _ = step()
     assert found
 
 
 def test_a_step_is_the_same_within_rounding(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(products, "HAS_BF16", True)
+    monkeypatch.setattr(bf16_matmul, "HAS_BF16", True)
     _, loss, grads = step()
-    monkeypatch.setattr(products, "HAS_BF16", False)
+    monkeypatch.setattr(bf16_matmul, "HAS_BF16", False)
     _, other_loss, other_grads = step()
     torch.testing.assert_close(loss, other_loss, rtol=0, atol=2**-6)
     for name, grad in grads.items():
@@ -209,24 +209,24 @@ def test_a_step_is_the_same_within_rounding(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.usefixtures("without")
 def test_what_is_frozen_gets_no_gradient():
     x, weight = torch.randn(3, E).bfloat16(), torch.randn(V, E).bfloat16()
-    products.linear(x.requires_grad_(), weight).sum().backward()
+    bf16_matmul.linear(x.requires_grad_(), weight).sum().backward()
     assert x.grad is not None
     assert weight.grad is None
-    products.linear(x.detach(), weight.requires_grad_()).sum().backward()
+    bf16_matmul.linear(x.detach(), weight.requires_grad_()).sum().backward()
     assert weight.grad is not None
     assert torch.equal(weight.grad, x.detach().float().sum(0).bfloat16().expand(V, E))
 
 
 @pytest.mark.usefixtures("without")
 def test_compiled_it_is_one_graph_with_the_same_gradients(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(products, "ROWS", 2)
+    monkeypatch.setattr(bf16_matmul, "ROWS", 2)
     x = torch.randn(5, E).bfloat16().requires_grad_()
     weight = torch.randn(V, E).bfloat16().requires_grad_()
-    compiled = torch.compile(products.linear, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(bf16_matmul.linear, backend="aot_eager", fullgraph=True)
     found = []
-    for bf16_matmul in (products.linear, compiled):
+    for linear in (bf16_matmul.linear, compiled):
         x.grad = weight.grad = None
-        out = bf16_matmul(x, weight)
+        out = linear(x, weight)
         out.square().sum().backward()
         found.append((out, x.grad, weight.grad))
     for one, other in zip(*found, strict=True):
@@ -237,7 +237,7 @@ def test_compiled_it_is_one_graph_with_the_same_gradients(monkeypatch: pytest.Mo
 def test_compiled_for_rows_of_any_number_it_is_one_graph():
     counted = CompileCounterWithBackend("aot_eager")
     weight = torch.randn(V, E).bfloat16().requires_grad_()
-    compiled = torch.compile(products.linear, backend=counted, fullgraph=True, dynamic=True)
+    compiled = torch.compile(bf16_matmul.linear, backend=counted, fullgraph=True, dynamic=True)
     for rows in (3, 5, 9):
         x = torch.randn(rows, E).bfloat16().requires_grad_()
         assert compiled(x, weight).shape == (rows, V)
@@ -246,12 +246,12 @@ def test_compiled_for_rows_of_any_number_it_is_one_graph():
 
 @pytest.mark.usefixtures("without")
 def test_its_result_may_be_changed_in_place_and_derived_twice(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(products, "ROWS", 2)
+    monkeypatch.setattr(bf16_matmul, "ROWS", 2)
     x = torch.randn(1, 5, E).bfloat16().requires_grad_()
     weight = torch.randn(V, E).bfloat16().requires_grad_()
-    products.linear(x, weight).add_(1).sum().backward()
+    bf16_matmul.linear(x, weight).add_(1).sum().backward()
     assert x.grad is not None
-    (slope,) = torch.autograd.grad(products.linear(x, weight).sum(), x, create_graph=True)
+    (slope,) = torch.autograd.grad(bf16_matmul.linear(x, weight).sum(), x, create_graph=True)
     (of_weight,) = torch.autograd.grad(slope.sum(), weight)
     assert torch.equal(of_weight, torch.full_like(weight, 5))  # once for each row
 
@@ -282,7 +282,7 @@ def test_which_cpus_multiply_bf16(
 def test_under_autocast_nothing_is_widened():
     x = torch.randn(2, 4).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        assert not products.needs_fp32_matmul(x)
-    assert products.needs_fp32_matmul(x)
-    assert not products.needs_fp32_matmul(x.float())
-    assert not products.needs_fp32_matmul(x.to("meta"))
+        assert not bf16_matmul.needs_fp32_matmul(x)
+    assert bf16_matmul.needs_fp32_matmul(x)
+    assert not bf16_matmul.needs_fp32_matmul(x.float())
+    assert not bf16_matmul.needs_fp32_matmul(x.to("meta"))

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from minimind.model import attention_kernels
-from minimind.model import attention_mask as visibility
+from minimind.model import attention_kernels, attention_mask
 from minimind.model.attention_kernels import document_block_mask, has_flex_kernel
 from minimind.model.attention_mask import boolean_mask
 from minimind.model.configuration import MiniMindConfig
@@ -101,9 +100,9 @@ def rows(length: int = 300) -> Tensor:
 def test_a_model_makes_its_blocks_once_and_gives_the_same_logits(monkeypatch: pytest.MonkeyPatch):
     model, made = build(), []
     expected = model(rows()).logits
-    monkeypatch.setattr(visibility, "has_flex_kernel", lambda device, head_dim: True)
+    monkeypatch.setattr(attention_mask, "has_flex_kernel", lambda device, head_dim: True)
     monkeypatch.setattr(
-        visibility,
+        attention_mask,
         "document_block_mask",
         lambda starts: made.append(document_block_mask(starts)) or made[-1],
     )

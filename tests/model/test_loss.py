@@ -82,11 +82,11 @@ def test_a_finite_loss_and_its_gradient_stay_what_they_are_bit_for_bit(
     value: float, also: float | None
 ):
     loss, count = torch.tensor(value, requires_grad=True), torch.tensor(2**24 + 1)
-    report = mean_with_nan_grads(loss, count, None if also is None else torch.tensor(also))
-    (gradient,) = torch.autograd.grad(report, loss)
+    mean = mean_with_nan_grads(loss, count, None if also is None else torch.tensor(also))
+    (gradient,) = torch.autograd.grad(mean, loss)
     (expected,) = torch.autograd.grad(loss / count, loss)
-    assert report.dtype == torch.float32
-    for one, other in ((report, loss / count), (gradient, expected)):
+    assert mean.dtype == torch.float32
+    for one, other in ((mean, loss / count), (gradient, expected)):
         assert torch.equal(one.detach().view(torch.int32), other.detach().view(torch.int32))
 
 

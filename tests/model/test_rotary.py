@@ -74,7 +74,7 @@ def test_low_precision_input_is_rotated_in_fp32_and_rounded_once(
     assert torch.equal(rotated, apply_rotary(x_BTHD.float(), pos_cis[300:320]).to(dtype))
 
 
-def test_bf16_cannot_report_neighbouring_positions_apart_beyond_256():
+def test_bf16_cannot_distinguish_positions_beyond_256():
     positions = torch.arange(258)
     rounded = positions.to(torch.bfloat16).long()
     assert torch.equal(rounded[:257], positions[:257])

@@ -46,11 +46,11 @@ class Store:
     def multi_get(self, keys: list[str]) -> list[str]:
         return [self.kept[key] for key in keys]
 
-    def beat(self, rank: int, **text: Any) -> None:
-        """What another rank says; it counts by itself."""
+    def beat(self, rank: int, **values: Any) -> None:
+        """Write the beat of another rank, its count one more."""
         before = json.loads(self.kept.get(str(rank), '{"count": 0}'))
         beat = {"at": [12, 3], "phase": "backward", "where": "in step, minimind/x.py:5"}
-        beat |= {"gave_up": False, "verdict": None, **before, **text}
+        beat |= {"gave_up": False, "verdict": None, **before, **values}
         self.kept[str(rank)] = json.dumps({**beat, "count": before["count"] + 1})
 
 
@@ -166,7 +166,7 @@ def test_the_dead_is_named_before_the_process_group_stands(tmp_path, monkeypatch
     child.kill()
     child.wait()
     record_end(tmp_path, child.pid, 0)
-    assert [peers.check(2.0) for _ in range(2)] == [None, None]  # it may have told its end
+    assert [peers.check(2.0) for _ in range(2)] == [None, None]  # it may have reported its end
     lost = peers.check(2.0)
     assert lost is not None
     assert (lost.rank, lost.status) == (1, 7)

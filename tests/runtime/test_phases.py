@@ -70,7 +70,7 @@ def test_a_phase_is_named_once_when_it_has_lasted_two_seconds(clock: Clock, caps
     assert (out, err.splitlines()) == ("", ["reading the text ...", "training the tokenizer ..."])
 
 
-def test_a_short_phase_states_nothing_also_where_it_fails(clock: Clock, capsys):
+def test_a_short_phase_prints_nothing_also_where_it_fails(clock: Clock, capsys):
     @phase("building the engine")
     def build() -> None:
         clock.pass_by(1)

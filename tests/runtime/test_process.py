@@ -168,9 +168,7 @@ def test_a_term_that_follows_the_death_of_a_peer_is_the_peers_death(tmp_path: Pa
     assert "died: killed by SIGKILL, perhaps for lack of memory; run the same command" in report
 
 
-def test_a_term_that_follows_what_a_peer_reported_states_nothing_and_answers_the_same(
-    tmp_path: Path,
-):
+def test_a_term_after_a_peers_report_prints_nothing_and_keeps_the_status(tmp_path: Path):
     started = stuck(tmp_path)
     (tmp_path / "status").write_text("3 0\n")
     started.terminate()

@@ -1,4 +1,4 @@
-"""What trackers are told: all that metrics.jsonl is told, and nothing that stops a run."""
+"""Trackers log all that metrics.jsonl holds, and no tracker stops a run."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def flags(trained: Trained, **more: Any) -> dict[str, Any]:
     return {**SMALL, **places, "sample_interval": 3, **more}
 
 
-def reported(out_dir: Path) -> dict[int, dict[str, Any]]:
-    """The figures in metrics.jsonl by step, called as trackers are told them."""
+def values_by_step(out_dir: Path) -> dict[int, dict[str, Any]]:
+    """The figures in metrics.jsonl by step, under the names that trackers log."""
     found: dict[int, dict[str, Any]] = {}
     for line in (out_dir / "metrics.jsonl").read_text().splitlines():
         event = json.loads(line)
@@ -85,14 +85,14 @@ def test_wandb_and_tensorboard_hold_what_metrics_jsonl_holds_over_a_resume(
     assert train(requested, stop_at_step=3) == 75
     own_id = json.loads((tmp_path / "run" / "trackers.json").read_text())["wandb"]
     assert train(requested) == 0
-    expected = reported(tmp_path / "run")
+    expected = values_by_step(tmp_path / "run")
     assert {2, 3, 4, 6} <= expected.keys()
     assert {"train/loss", "train/lr"} <= expected[6].keys()
     assert {"eval/val_loss", "eval/b/val_bpb", "sample/0"} <= expected[6].keys()
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert [path.name for path in files] == [f"run-{own_id}.wandb"] * 2
     assert dict(record for path in files for record in wandb_history(path)) == expected
-    assert train(requested) == 0  # nothing is left to do, and nothing to tell
+    assert train(requested) == 0  # nothing is left to do or to log
     assert sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")) == files
     assert "| max_steps | `6` |" in configuration(tmp_path / "run" / "tensorboard")
     assert scalars(tmp_path / "run" / "tensorboard") == {
@@ -123,17 +123,15 @@ def scalars(folder: Path) -> dict[tuple[int, str], np.float32]:
     return found
 
 
-def test_what_tensorboard_was_reported_beyond_the_checkpoint_is_purged_when_a_run_continues(
-    tmp_path: Path,
-):
+def test_tensorboard_purges_steps_after_the_checkpoint_on_resume(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = parse_flags(["--report_to", "tensorboard", "--out_dir", str(tmp_path)])
     for first, last in ((0, 5), (3, 6)):  # killed at step 5, resumed from the checkpoint of step 3
-        reported = trackers.open_trackers(run, first, {})
+        opened = trackers.open_trackers(run, first, {})
         for step in range(first + 1, last + 1):
-            reported.event("step", {"step": step, "loss": float(10 * first + step)})
-        reported.close(60)
+            opened.event("step", {"step": step, "loss": float(10 * first + step)})
+        opened.close(60)
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
     assert [(one.step, one.value) for one in found] == [
         *((1, 1.0), (2, 2.0), (3, 3.0)),
@@ -163,7 +161,7 @@ def test_wandb_knows_a_resumed_run_as_itself_and_a_new_one_in_the_same_folder_as
 class Broken:
     """A tracker that breaks at its second line."""
 
-    writer = SimpleNamespace(add_text=lambda *reported: None)
+    writer = SimpleNamespace(add_text=lambda *text: None)
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, Any]]] = []
@@ -177,7 +175,7 @@ class Broken:
         raise AssertionError("it is left alone once it broke")
 
 
-def test_a_tracker_that_breaks_or_is_missing_is_reported_of_once_and_the_run_continues(
+def test_a_failing_tracker_warns_once_and_the_run_continues(
     trained: Trained,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -199,7 +197,7 @@ def test_a_tracker_that_breaks_or_is_missing_is_reported_of_once_and_the_run_con
         for reason in ("mlflow: No module named 'mlflow'", "tensorboard: the other end is gone")
     ]
     assert [step for step, _ in opened["tensorboard"].lines] == [2]
-    assert reported(tmp_path / "run").keys() == {2, 3, 4, 6}
+    assert values_by_step(tmp_path / "run").keys() == {2, 3, 4, 6}
 
 
 def test_without_a_key_wandb_asks_no_one_and_is_left_out(

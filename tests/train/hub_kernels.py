@@ -85,9 +85,11 @@ def install_stub(folder: Path) -> None:
     """Write the stub and the metadata by which transformers finds its version."""
     (folder / "kernels").mkdir()
     (folder / "kernels" / "__init__.py").write_text(STUB)
-    report = folder / "kernels-0.18.2.dist-info"
-    report.mkdir()
-    (report / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n")
+    metadata_dir = folder / "kernels-0.18.2.dist-info"
+    metadata_dir.mkdir()
+    (metadata_dir / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n"
+    )
 
 
 def main(folder: Path) -> None:
@@ -101,10 +103,10 @@ def main(folder: Path) -> None:
 
     train: Any = sys.modules["minimind.train"]
     ended: dict[str, list[Any]] = {}
-    for name, report in {**REFUSED, **ACCEPTED}.items():
+    for name, config in {**REFUSED, **ACCEPTED}.items():
         place = folder / name.replace(" ", "-")
         place.mkdir()
-        (place / "config.json").write_text(json.dumps(report))
+        (place / "config.json").write_text(json.dumps(config))
         given = {"model": f"hf:{place}", "deepspeed_config": "none", "device": "cpu"}
         try:
             train({**given, "dry_run": True})

@@ -17,7 +17,7 @@ PREPARED: Any = SimpleNamespace(
 
 
 class TwoHosts:
-    """Rank 0 here, rank 1 on a host that answers what it is told to."""
+    """Rank 0 here, rank 1 on a host whose answer is given."""
 
     rank, world_size = 0, 2
 

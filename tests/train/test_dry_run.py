@@ -1,4 +1,4 @@
-"""`--dry_run` with a prepared folder as data: told from its manifest, refused where it is none."""
+"""`--dry_run` with a prepared folder as data: printed from its manifest, refused without one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def reported(folder: Path, *words: str) -> str:
+def dry_run(folder: Path, *words: str) -> str:
     given = ["--deepspeed_config", "none", "--data_path", str(folder), *words]
     setup = read_setup(parse_flags(given), read_launch({}))
     return dry_run_text(setup, setup.resolve(), MiniMind())
@@ -37,7 +37,7 @@ def test_the_table_reports_what_the_folder_holds(folder: Path):
     found = json.loads((folder / "manifest.json").read_bytes())["splits"]
     for path in folder.glob("*.bin"):  # nothing is read of it
         path.write_bytes(bytes(path.stat().st_size))
-    out = reported(folder, "--max_seq_len", "63")
+    out = dry_run(folder, "--max_seq_len", "63")
     assert f"data: {folder}" in out
     tokens, documents = found["train"]["tokens"], found["train"]["documents"]
     assert f"{tokens:,} tokens, {documents} documents, about {tokens // 64:,} rows of 64" in out
@@ -47,14 +47,14 @@ def test_the_table_reports_what_the_folder_holds(folder: Path):
 
 def test_a_flag_that_the_folder_contradicts_is_refused(folder: Path):
     with pytest.raises(UsageError, match=r"val_fraction = 0\.5 .* has 0\.1; drop one of the two"):
-        reported(folder, "--val_fraction", "0.5")
+        dry_run(folder, "--val_fraction", "0.5")
 
 
 def test_another_tokenizer_than_the_folder_was_made_with_is_refused(folder: Path, tmp_path: Path):
     words = ["tokenizer", "train", str(tmp_path / "t.jsonl"), "--vocab_size", "512", "--out"]
     assert main([*words, str(tmp_path / "other")]) == 0
     with pytest.raises(DataError, match="is not the tokenizer of"):
-        reported(folder, "--tokenizer", str(tmp_path / "other"))
+        dry_run(folder, "--tokenizer", str(tmp_path / "other"))
 
 
 @pytest.mark.parametrize("case", ["cut", "missing", "manifest"])
@@ -67,14 +67,14 @@ def test_a_folder_that_cannot_be_used_is_refused(folder: Path, case: str):
     else:
         (folder / "manifest.json").write_text("{}")
     with pytest.raises(DataError, match="cannot be read" if case == "manifest" else "missing or"):
-        reported(folder)
+        dry_run(folder)
 
 
 def test_a_folder_of_fewer_rows_than_a_step_is_refused_as_at_the_start(folder: Path):
     with pytest.raises(DataError, match=r"training tokens make 0 rows of 100001, fewer than"):
-        reported(folder, "--max_seq_len", "100000")
+        dry_run(folder, "--max_seq_len", "100000")
 
 
 def test_a_folder_beside_other_text_is_refused(folder: Path, tmp_path: Path):
     with pytest.raises(UsageError, match="must be the only path"):
-        reported(folder, str(tmp_path / "t.jsonl"))
+        dry_run(folder, str(tmp_path / "t.jsonl"))

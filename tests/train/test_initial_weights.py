@@ -32,7 +32,7 @@ from tests.train.starts import start_of, unbroken_text
 
 SHAPE = minimind2.Shape(norm_eps=1e-4)
 WEIGHTS = minimind2.random_weights(SHAPE)
-TOLD = ["--n_heads", "4", "--rope_theta", "1e4", "--norm_eps", "1e-4"]
+GIVEN = ["--n_heads", "4", "--rope_theta", "1e4", "--norm_eps", "1e-4"]
 LENGTH, ROWS = 32, 4
 train: Any = minimind.train  # a module that is called
 PLACES = ("file.pth", "ours", "llama", "run", "run/checkpoints/step_00000001")
@@ -50,7 +50,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["prepare", folder / "text.jsonl", "--out", folder / "data", "--processes", 1, *given]
     assert main([*map(str, words)]) == 0
     words = ["import", "--from", "minimind2", folder / "file.pth", "--out", folder / "ours", *given]
-    assert main([*map(str, [*words, *TOLD, "--max_seq_len", LENGTH])]) == 0
+    assert main([*map(str, [*words, *GIVEN, "--max_seq_len", LENGTH])]) == 0
     words = ["export", "--format", "llama", "--checkpoint", folder / "ours"]
     assert main([*map(str, words), "--out", str(folder / "llama")]) == 0
     run(folder, folder / "run", folder / "ours")
@@ -76,7 +76,7 @@ def run(folder: Path, out_dir: Path, init_from: Path | None, **more: Any) -> lis
 
 
 def of_pth() -> dict[str, Any]:
-    """What MiniMind2's file does not tell."""
+    """What MiniMind2's file does not hold."""
     return {"n_heads": 4, "rope_theta": 1e4, "norm_eps": 1e-4, "max_seq_len": LENGTH}
 
 
@@ -202,7 +202,7 @@ def test_the_length_of_a_row_is_free_and_that_of_the_source_where_none_is_stated
 
 
 @pytest.mark.parametrize("name", ["n_heads", "rope_theta", "norm_eps"])
-def test_what_a_file_does_not_report_must_be_stated(name, places, tmp_path):
+def test_values_missing_in_the_file_are_required_as_flags(name, places, tmp_path):
     text = {key: value for key, value in of_pth().items() if key != name}
     words = [word for key, value in text.items() for word in (f"--{key}", str(value))]
     given = ["--init_from", str(places / "file.pth"), "--out_dir", str(tmp_path), *words]
@@ -210,7 +210,7 @@ def test_what_a_file_does_not_report_must_be_stated(name, places, tmp_path):
         read_initial(parse_flags(given))
 
 
-def test_the_length_of_a_row_is_not_ascribed_to_a_file_that_does_not_report_it(places, tmp_path):
+def test_the_length_of_a_row_is_not_ascribed_to_a_file_that_lacks_it(places, tmp_path):
     text = {key: value for key, value in of_pth().items() if key != "max_seq_len"}
     words = [word for key, value in text.items() for word in (f"--{key}", str(value))]
     given = ["--init_from", str(places / "file.pth"), "--out_dir", str(tmp_path), *words]
@@ -219,13 +219,13 @@ def test_the_length_of_a_row_is_not_ascribed_to_a_file_that_does_not_report_it(p
     assert run.sources["n_layers"] == f"--init_from {places / 'file.pth'}"
 
 
-def test_a_directory_of_minimind2_reports_its_length_and_leaves_it_free(places, tmp_path):
+def test_a_directory_of_minimind2_gives_its_length_and_leaves_it_free(places, tmp_path):
     folder = tmp_path / "MiniMind2"
     folder.mkdir()
     shutil.copy(places / "file.pth", folder / "pytorch_model.bin")
     shutil.copy(places / "tokenizer.model", folder / "tokenizer.model")
-    report = {name: getattr(SHAPE, name) for name in minimind2.Shape.__dataclass_fields__}
-    (folder / "config.json").write_text(json.dumps({**report, "max_seq_len": 8192}))
+    config = {name: getattr(SHAPE, name) for name in minimind2.Shape.__dataclass_fields__}
+    (folder / "config.json").write_text(json.dumps({**config, "max_seq_len": 8192}))
     given = ["--init_from", str(folder), "--out_dir", str(tmp_path)]
     run = read_initial(parse_flags(given)).run
     assert (run.max_seq_len, run.sources["max_seq_len"]) == (8192, f"--init_from {folder}")

@@ -15,7 +15,7 @@ import torch
 import minimind.train as training
 from minimind.checkpoint.train_state import TrainState
 from minimind.config.parse import parse_flags
-from minimind.telemetry import progress as report_module
+from minimind.telemetry import progress
 from minimind.telemetry.progress import RunLogger
 from minimind.train.loop_actions import GC_WARMUP_STEPS, advance_progress, freeze_gc_after_warmup
 
@@ -82,7 +82,7 @@ def test_an_hour_without_a_step_line_is_stated_once_steps_are_timed(
     output: str,
 ):
     now = 1000.0
-    monkeypatch.setattr(report_module.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now)
     logger = RunLogger(tmp_path, 200, torch.device("cpu"), is_rank_0=True, is_profiling=False)
     run = parse_flags(["--log_interval", str(interval)])
     context: Any = SimpleNamespace(

@@ -75,7 +75,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, step: int, error: Exception) -> Non
 
 
 def ended(flags: dict[str, Any]) -> int:
-    """The exit status of a run in this process, told as train_pretrain.py does."""
+    """The exit status of a run in this process, reported as train_pretrain.py does."""
     environ, progress = dict(os.environ), Progress()
     ending = Ending(progress, debug=False)
     try:
@@ -142,7 +142,7 @@ def advice(line: str, memory: float, world_size: int = 1, **more: Any) -> str:
     return remedy(run, resolved, world_size, "cuda", int(memory * GIB))
 
 
-def test_the_advice_is_what_plan_states_fits(capsys: pytest.CaptureFixture[str]):
+def test_the_advice_is_what_fits_by_plan(capsys: pytest.CaptureFixture[str]):
     output = advice("--batch_size 64 --accumulation_steps 2 --deepspeed_config none", 12)
     found = re.search(r"--batch_size (\d+) --accumulation_steps (\d+) fits", output)
     assert found, output

@@ -75,6 +75,6 @@ def test_the_clock_of_rank_0_decides_for_both_ranks(
     words = f"{SHAPE} {PACE} --max_steps 8 --save_interval 100 --save_minutes 1".split()
     words += ["--data_path", str(launch.corpus), "--cache_dir", str(launch.cache)]
     words += ["--out_dir", str(out), "--deepspeed_config", "none"]
-    statuses, _, err = nursery.run("tests.train.clocks", words, tmp_path / "told")
+    statuses, _, err = nursery.run("tests.train.clocks", words, tmp_path / "ranks")
     assert statuses == [0, 0], err
     assert saved_steps(out) == [3, 6, 8]

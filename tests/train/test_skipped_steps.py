@@ -26,7 +26,7 @@ train: Any = minimind.train
 
 
 class Ear:
-    """Hears what a Report is told."""
+    """Records what a RunLogger is given."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -48,9 +48,9 @@ def alone(out_dir: Path, flags: str, rows: int = 2) -> tuple[SkippedSteps, Ear]:
     return SkippedSteps(run, ranks, order, read, repr, logger), ear
 
 
-def result(losses: list[float], skipped_so_far: Any, is_skipped: Any) -> StepResult:
-    report = tuple(torch.tensor(loss) for loss in losses)
-    return StepResult(report, (torch.tensor(3),) * 2, NAN, 1.0, skipped_so_far, is_skipped)
+def result(values: list[float], skipped_so_far: Any, is_skipped: Any) -> StepResult:
+    losses = [torch.tensor(loss) for loss in values]
+    return StepResult(tuple(losses), (torch.tensor(3),) * 2, NAN, 1.0, skipped_so_far, is_skipped)
 
 
 def micro_batches(rows: int = 2) -> list[torch.Tensor]:

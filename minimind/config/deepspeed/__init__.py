@@ -6,11 +6,11 @@ May import `minimind.config` and below; pure, without deepspeed. A new DeepSpeed
 auto_values      the value of each "auto", and its source
 backend_choice   DeepSpeed, DDP or a single process, and on which device
 compiled_ops     ops of DeepSpeed that are compiled at the start, or replaced
+config_values    config values of the DeepSpeed and Accelerate files
 effects          settings without effect in this training loop
 engine_rules     faults of DeepSpeed's engine, reported before it is built
 incompatible     settings that exclude each other
 keys             names and types of everything that DeepSpeed reads
-config_values    config values of the DeepSpeed and Accelerate files
 normalize        config values as DeepSpeed reads them
 resolve          the resolver
 schema           unknown, misspelt and mistyped keys

@@ -1,4 +1,4 @@
-"""The closest right configuration to each refusal is taken, and a refusal is told once."""
+"""The nearest right configuration to each refusal is accepted; a refusal is reported once."""
 
 from __future__ import annotations
 
@@ -241,8 +241,12 @@ def test_a_stage_of_the_file_is_no_conflict_with_accelerates_default(stage: int)
 
 
 def test_an_accelerate_yaml_that_states_the_same_is_no_conflict():
-    text = {"DEEPSPEED_ZERO_STAGE": "3", "MIXED_PRECISION": "bf16", "GRADIENT_CLIPPING": "none"}
-    launch = read_launch({**ENGAGED, **{f"ACCELERATE_{k}": v for k, v in text.items()}})
+    variables = {
+        "DEEPSPEED_ZERO_STAGE": "3",
+        "MIXED_PRECISION": "bf16",
+        "GRADIENT_CLIPPING": "none",
+    }
+    launch = read_launch({**ENGAGED, **{f"ACCELERATE_{k}": v for k, v in variables.items()}})
     assert resolved("--dtype bfloat16", {f"{ZERO}stage": 3}, launch=launch).zero_stage == 3
 
 

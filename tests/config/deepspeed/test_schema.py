@@ -346,7 +346,7 @@ def test_one_fault_is_one_sentence_that_reports_what_to_do(config, what, advice)
     "inside",
     [
         {"reduce_bucket_size": 5e8, "sub_group_size": 10**9, "stage3_max_live_parameters": 1e9},
-        {"stage": 7},  # these are told where stages are compared
+        {"stage": 7},  # these are reported where stages are compared
         {"stage": "three"},
         {"cpu_offload": False, "cpu_offload_param": None, "cpu_offload_use_pin_memory": False},
         {"cpu_offload": None, "offload_param": {"device": "cpu"}},

@@ -36,7 +36,7 @@ def test_quotas_are_whole_shares_of_an_epoch():
         assert Mixture(sizes, tuple(4 * weight for weight in weights)).quotas == quotas
 
 
-def test_an_epoch_reads_each_source_as_often_as_its_quota_states():
+def test_an_epoch_reads_each_source_as_often_as_its_quota():
     order = mixed()
     for epoch in range(3):
         source, _ = source_and_row(order.rows_for(epoch * 1073, 0, 1, 1073))

@@ -399,9 +399,8 @@ def test_a_unit_that_an_older_version_marked_is_made_again(
     draft = tmp_path / "out.part"
     plan = Plan.from_json(json.loads((draft / "plan.json").read_bytes()))
     fingerprint = open_prepared(out).tokenizer.fingerprint
-    for (
-        unit
-    ) in plan.units:  # it told the first bad line in words, and counted from the file's first
+    # The old format gave the first bad line in words, and counted lines from the file's first.
+    for unit in plan.units:
         path = draft / f"unit-{unit.number:05d}.json"
         marker = json.loads(path.read_bytes())
         del marker["lines"]

@@ -147,11 +147,11 @@ import time
 from pathlib import Path
 from minimind.data.prepare import prepare as module
 encode_plan = module.encode_plan
-def told(*arguments, **named):
+def announced(*arguments, **named):
     print("built", flush=True)
     time.sleep(0.5)  # the other one has to wait
     return encode_plan(*arguments, **named)
-module.encode_plan = told
+module.encode_plan = announced
 source = module.Source("data", ({str(corpus)!r},))
 options = module.Options("text", 10_000, 0.1)
 request = module.PrepareRequest((source,), vocab_size=512, options=options)

@@ -305,7 +305,7 @@ def check_input(draw: random.Random, directory: Path) -> tuple[int, int]:
     stream = _packed(packed, content)
     cut = draw.random() < 0.5
     packed.write_bytes(stream[: draw.randrange(1, len(stream))] if cut else _flip(draw, stream))
-    _require_told(read(packed, **how), _without_path(found), cut)
+    _require_reported(read(packed, **how), _without_path(found), cut)
     _check_table(draw, directory / "a.parquet", found, how)
     return len(found), rejected
 
@@ -316,16 +316,16 @@ def _packed(path: Path, content: bytes) -> bytes:
     return zstandard.ZstdCompressor(write_checksum=True).compress(content)
 
 
-def _require_told(found: list[str | Rejection], whole: list[Any], cut: bool) -> None:
+def _require_reported(found: list[str | Rejection], whole: list[Any], cut: bool) -> None:
     """What was read of a damaged packed file is never silently less than it held."""
     last = found[-1] if found else None
-    report = isinstance(last, Rejection) and "compressed stream" in last.what
-    if isinstance(last, Rejection) and report:
+    is_reported = isinstance(last, Rejection) and "compressed stream" in last.what
+    if isinstance(last, Rejection) and is_reported:
         assert last.line == len(found)
     if cut:
-        assert report
+        assert is_reported
         assert _without_path(found[:-1]) == whole[: len(found) - 1]
-    if not report:  # a bit can stand where it changes nothing, such as the time in the header
+    if not is_reported:  # a bit can stand where it changes nothing, such as the time in the header
         assert _without_path(found) == whole
 
 

@@ -35,7 +35,7 @@ def write(directory, *names):
 
 
 def read(path):
-    """(texts, rejections as they are told)."""
+    """(texts, rejections as they are printed)."""
     found = [one for part in segments_of(path, 10**9) for one in read_segment(part, ReadOptions())]
     texts = [one[0] for one in found if not isinstance(one, Rejection)]
     return texts, [str(one) for one in found if isinstance(one, Rejection)]

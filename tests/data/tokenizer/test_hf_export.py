@@ -74,7 +74,7 @@ def test_the_special_ids_are_ours_and_nothing_is_added(pair):
     assert theirs.decode(ids, skip_special_tokens=True) == "text"
 
 
-def test_our_own_reader_of_tokenizer_json_states_the_same(pair):
+def test_our_own_reader_of_tokenizer_json_agrees(pair):
     ours, _, directory = pair
     theirs = load_tokenizer(directory)
     texts = documents()
