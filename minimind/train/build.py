@@ -11,7 +11,7 @@ from typing import Any
 
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.validation import validate_data_order
-from minimind.config.run_config import RunConfig
+from minimind.config.run_config import LAUNCH, RunConfig
 from minimind.config.schedule import Schedule, plan_schedule
 from minimind.config.training_flags import DEFAULT_DATA
 from minimind.data.loader.batches import held_out_rows
@@ -38,7 +38,7 @@ def require_default_data(run: RunConfig) -> None:
     if run.data_path == (DEFAULT_DATA,) and not Path(DEFAULT_DATA).exists():
         raise UsageError(
             f"no --data_path was given and {DEFAULT_DATA} is not here; give some text, for example:"
-            " bash run_accelerate.sh --model tiny --data_path my_text.jsonl --out_dir out/mine"
+            f" {LAUNCH} --model tiny --data_path my_text.jsonl --out_dir out/mine"
         )
 
 
