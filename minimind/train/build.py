@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 from collections.abc import Mapping
@@ -240,3 +241,12 @@ def held_out_of(run: RunConfig, prepared: Prepared) -> HeldOutRows:
     names = tuple(source["name"] for source in prepared.manifest["sources"])
     piece_bytes = prepared.tokenizer.piece_bytes()
     return HeldOutRows(prepared.val, rows, row_tokens, piece_bytes, names, prepared.train.weights)
+
+
+def sidecar_files(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
+    """Small files beside the tensors: enough to generate text from a checkpoint alone."""
+    return {
+        "ds_config.resolved.json": json.dumps(engine.resolved.config, indent=2).encode(),
+        "config.json": engine.model.config.to_json_string().encode(),
+        **prepared.tokenizer.files(),
+    }

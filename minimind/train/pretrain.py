@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -55,6 +54,7 @@ from minimind.train.build import (
     require_resume_path,
     require_same_files,
     resume_order,
+    sidecar_files,
     with_prepared,
 )
 from minimind.train.initial_weights import InitialModel, read_initial
@@ -164,9 +164,8 @@ def build_context(
     After it returns, a stop signal takes effect at the end of a step.
     """
     root = Path(run.out_dir) / "checkpoints"
-    run_identity = identity(
-        run, initial.architecture.identity(run), prepared, schedule, order, engine
-    )
+    model_identity = initial.architecture.identity(run)
+    run_identity = identity(run, model_identity, prepared, schedule, order, engine)
     ranks = engine.another_group(CHECKPOINT_TIMEOUT_S)
     resumed = resume(engine, ranks, root, run.resume, run_identity, run.allowed_changes())
     if resumed.path:
@@ -209,15 +208,6 @@ def build_context(
         cleanup=cleanup,
     )
     return context, resumed
-
-
-def sidecar_files(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
-    """Small files beside the tensors: enough to generate text from a checkpoint alone."""
-    return {
-        "ds_config.resolved.json": json.dumps(engine.resolved.config, indent=2).encode(),
-        "config.json": engine.model.config.to_json_string().encode(),
-        **prepared.tokenizer.files(),
-    }
 
 
 def log_run_start(
