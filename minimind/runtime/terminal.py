@@ -27,7 +27,10 @@ def printable(text: str) -> str:
     return CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def shorten_line(text: str, most: int = 72) -> str:
+SHOWN = 72  # characters of a text that is shortened to one line
+
+
+def shorten_line(text: str, most: int = SHOWN) -> str:
     """Escape `text` to one line of at most `most` characters."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return line if len(line) <= most else f"{line[: most - 3]}..."

@@ -19,11 +19,10 @@ from minimind.data.prepare.merge import tokens_fingerprint
 from minimind.data.prepare.prepare import Prepared
 from minimind.errors import DataError
 from minimind.runtime.durable_files import sha256_of
-from minimind.runtime.terminal import shorten_line
+from minimind.runtime.terminal import SHOWN, shorten_line
 
 MOST_HASHES = 2**21  # documents compared; above this, a sample by hash
 END = " [end] "  # marks the end of a document in a row
-SHOWN = 72  # characters of a row or document
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ def _duplicates(prepared: Prepared) -> tuple[list[Duplicate], float, int]:
             number, start, end = places[first]
             tokens = np.memmap(directory / shards[number]["name"], dtype=dtype, mode="r")
             text = prepared.tokenizer.decode(tokens[start : min(end, start + SHOWN)].tolist())
-            duplicates.append(Duplicate(int(-minus), end - start, shorten_line(text, SHOWN)))
+            duplicates.append(Duplicate(int(-minus), end - start, shorten_line(text)))
     return duplicates, 1 - len(counts) / len(hashes), len(hashes)
 
 
