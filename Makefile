@@ -34,7 +34,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt --editable '.[dev]'
 	@touch $(READY)
 
-train: $(READY) ## train the tiny model on this Python's own library: 5 to 8 minutes on two CPU cores
+train: $(READY) ## train the tiny model on this Python's own library: 5 to 8 minutes on two CPU cores after installing
 	@$(BIN)/python examples/stdlib_corpus.py $(SAMPLE)/stdlib.jsonl
 	@PYTHON=$(BIN)/python bash run_accelerate.sh --model tiny --data_path $(SAMPLE)/stdlib.jsonl --out_dir $(SAMPLE)/run \
 	  --cache_dir $(SAMPLE)/cache --max_steps $(STEPS) --batch_size 8 --learning_rate 3e-3 \

@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=2 python -m benchmarks.compiling TEXT.jsonl [--model 26m] [--rows 8]
         [--starts 3] [--rounds 12] [--dtype float32] [--out FILE.json]
 
-A start is a process of its own whose first step is timed (benchmarks/contenders.py). Cold: torch's
-caches of compiled code are empty; warm: a start before it has filled them. Compile time is the
-first step less the median of the next two. Starts of the contenders alternate; then one process of
-each takes steps in turn.
+A start is a separate process whose first step is timed (benchmarks/contenders.py). Cold: torch's
+compile caches are empty; warm: an earlier start has filled them. Compile time is the first step
+less the median of the next two. Starts of the contenders alternate; then one process of each takes
+steps in turn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.record import arguments, record
-from benchmarks.throughput import Contender, compiling_anew, race, shown, summary
+from benchmarks.throughput import Contender, fresh_compile_cache, race, shown, summary
 from minimind.config.parse import parse_flags
 
 REGIONS, WHOLE = "ours, single, compiled", "ours, single, compiled as a whole"
@@ -60,13 +60,13 @@ def main() -> None:
         }
         for number in range(given.starts):
             for at, (name, starts) in enumerate(seconds.items()):
-                caches = compiling_anew(folder, 2 * number + at)
+                caches = fresh_compile_cache(folder, 2 * number + at)
                 for kind in starts:  # cold fills the caches for warm
                     start = partial(Contender, name, *place, environment=caches)
                     starts[kind].append(compile_seconds(start))
         steps = race(
             {
-                name: partial(Contender, name, *place, environment=compiling_anew(folder, at))
+                name: partial(Contender, name, *place, environment=fresh_compile_cache(folder, at))
                 for at, name in enumerate(seconds)
             },
             given.rounds,

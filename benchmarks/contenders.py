@@ -1,14 +1,14 @@
-"""One way to train the same shape, as a process that takes a step whenever it is told to.
+"""One training loop as a process that takes steps on request.
 
-    python -m benchmarks.contenders NAME SHAPE ROWS READ_FD WRITE_FD FOLDER [FLAGS OF OURS ...]
+    python -m benchmarks.contenders NAME SHAPE ROWS READ_FD WRITE_FD FOLDER [FLAG ...]
 
-Started by benchmarks.throughput, .stages and .gpu; a NAME that is not here is train_pretrain.py
-with the FLAGS, of which the loops that are here take --dtype, --max_seq_len and --device cuda (else
-they run on the CPU). Between its turns a contender waits, and
-costs nothing. Each stands at a gate where its step begins: before the first micro-batch is asked
-for. What lies between two passages of the gate, less the waiting, is its step: all of the loop, not
-only the mathematics. A turn is as many steps as the line says that asks for it. On a GPU it ends
-when all that was queued has run.
+Started by benchmarks.throughput, .stages and .gpu. A NAME that is not in `CONTENDERS` or `VARIANTS`
+is train_pretrain.py with the FLAGs. The other loops read --dtype, --max_seq_len and --device cuda
+of them (default device: the CPU).
+
+Between turns it waits. A step is timed from just before its first micro-batch is fetched to the
+same point of the next step, without the waiting, so it covers the whole loop. A turn is the number
+of steps in the request; on a GPU it ends when all queued work is done.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ LEARNING_RATE, BETAS, DECAY, CLIP = 5e-4, (0.9, 0.95), 0.1, 1.0
 
 
 class Gate:
-    """Lets so many steps through as each line it reads says, and answers with what one took."""
+    """Reads a number of steps, lets them pass, and writes their mean time and peak memory."""
 
     def __init__(self, read: int, write: int) -> None:
         self.requests, self.answers = open(read), open(write, "w")
         self.since: tuple[float, float] | None = None
         self.turn = self.left = 0  # steps
 
-    def passage(self) -> None:
-        """After the last step of a turn: answer for it, and wait until the next may begin."""
+    def wait_for_turn(self) -> None:
+        """Call before every step; after the last of a turn, answer and wait for the next."""
         self.left -= 1
         if self.left > 0:
             return
@@ -67,42 +67,44 @@ def _clocks() -> tuple[float, float]:
 
 
 def _peak_mib() -> float:
-    """Of the GPU's memory where there is one in use, else of resident memory."""
+    """Peak of allocated GPU memory if CUDA is in use, else of resident memory."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def product(gate: Gate, shape: str, rows: int, folder: Path, *more: str, flags: str = "") -> None:
-    """train_pretrain.py with `flags`, and `more` that override ours, on the text in `folder`."""
+def this_project(
+    gate: Gate, shape: str, rows: int, folder: Path, *more: str, flags: str = ""
+) -> None:
+    """train_pretrain.py on the text in `folder`, with `flags` and then `more`."""
     from minimind.data.loader.batches import Batches
     from minimind.launch.train_pretrain import main
 
     read = Batches.at
 
     def at(self: Batches, step: int) -> Any:
-        gate.passage()
+        gate.wait_for_turn()
         return read(self, step)
 
     Batches.at = at
     out_dir = folder / f"out-{os.getpid()}"
-    given = f"--model {shape} --batch_size {rows} --max_steps 100000 --device cpu --resume none"
-    given += f" --learning_rate {LEARNING_RATE} --eval_rows 0 --save_interval 100000"
-    given += " --save_minutes 0"
-    given += f" --data_path {folder / 'text.jsonl'} --cache_dir {folder / 'cache'}"
-    os._exit(main([*given.split(), "--out_dir", str(out_dir), *flags.split(), *more]))
+    defaults = f"--model {shape} --batch_size {rows} --max_steps 100000 --device cpu --resume none"
+    defaults += f" --learning_rate {LEARNING_RATE} --eval_rows 0 --save_interval 100000"
+    defaults += " --save_minutes 0"
+    defaults += f" --data_path {folder / 'text.jsonl'} --cache_dir {folder / 'cache'}"
+    os._exit(main([*defaults.split(), "--out_dir", str(out_dir), *flags.split(), *more]))
 
 
-def as_a_whole(gate: Gate, *place: Any) -> None:
+def compiled_whole(gate: Gate, *place: Any) -> None:
     """train_pretrain.py with model.forward compiled as one graph."""
     del MiniMindForCausalLM.compiled_methods
-    product(gate, *place, flags=f"--compile on {PLAIN}")
+    this_project(gate, *place, flags=f"--compile on {PLAIN}")
 
 
 def random_rows(
     shape: str, rows: int, *flags: str
 ) -> tuple[Any, Callable[[], Iterator[torch.Tensor]]]:
-    """The shape's flags, and rows of random tokens: a loader that costs next to nothing."""
+    """The shape's flags, and rows of random tokens: a loader that takes almost no time."""
     run = parse_flags(["--model", shape, *flags])
     size = (4096, run.max_seq_len + 1)
     text = torch.randint(run.vocab_size, size, device=device_of(run))
@@ -115,21 +117,21 @@ def random_rows(
 
 
 def device_of(run: Any) -> str:
-    """Where a loop written by hand trains: the CPU, unless --device cuda is given."""
+    """The device of a plain loop: the CPU, unless --device cuda is given."""
     return "cuda" if run.device == "cuda" else "cpu"
 
 
-def by_hand(
+def plain_loop(
     gate: Gate, run: Any, model: torch.nn.Module, loss_of: Any, batches: Iterator[Any]
 ) -> None:
-    """The loop that everybody writes: autocast to bf16 unless in fp32, clip, fused AdamW."""
+    """A plain training loop: autocast to bf16 unless in fp32, clip, fused AdamW."""
     device = device_of(run)
     model.to(device)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=DECAY, fused=True
     )
     while True:
-        gate.passage()
+        gate.wait_for_turn()
         with torch.autocast(device, torch.bfloat16, enabled=run.dtype == "bfloat16"):
             loss = loss_of(next(batches))
         loss.backward()
@@ -139,7 +141,7 @@ def by_hand(
 
 
 def bare(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> None:
-    """The same model in a compiled loop of a few lines, without anything around it."""
+    """The same model, compiled, in the plain loop."""
     run, batches = random_rows(shape, rows, *flags)
     model = preset(shape)
 
@@ -148,15 +150,16 @@ def bare(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> None:
         out = model(text[:, :-1], shift_labels=text[:, 1:], loss_chunk_size=0)
         return out.loss_sum / out.targets
 
-    by_hand(gate, run, model, loss_of, batches())
+    plain_loop(gate, run, model, loss_of, batches())
 
 
 def llama_model(run: Any) -> Any:
     """transformers' model of the same shape, with SDPA."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    config: Any = LlamaConfig  # its type lacks attn_implementation
     return LlamaForCausalLM(
-        LlamaConfig(
+        config(
             vocab_size=run.vocab_size,
             hidden_size=run.dim,
             intermediate_size=MiniMindConfig(hidden_size=run.dim).intermediate_size,
@@ -172,17 +175,19 @@ def llama_model(run: Any) -> Any:
 
 
 def llama(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> None:
-    """transformers' LlamaForCausalLM, eager, in the same few lines."""
+    """transformers' LlamaForCausalLM, eager, in the plain loop."""
     run, batches = random_rows(shape, rows, *flags)
     model = llama_model(run)
-    by_hand(gate, run, model, lambda text: model(text[:, :-1], labels=text[:, :-1]).loss, batches())
+    plain_loop(
+        gate, run, model, lambda text: model(text[:, :-1], labels=text[:, :-1]).loss, batches()
+    )
 
 
 def litgpt(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> None:
-    """litgpt's GPT of the same shape, eager, in the same few lines, with the loss it trains by."""
-    from litgpt.config import Config
-    from litgpt.model import GPT
-    from litgpt.utils import chunked_cross_entropy
+    """litgpt's GPT of the same shape, eager, in the plain loop, with litgpt's own loss."""
+    from litgpt.config import Config  # pyright: ignore[reportMissingImports]
+    from litgpt.model import GPT  # pyright: ignore[reportMissingImports]
+    from litgpt.utils import chunked_cross_entropy  # pyright: ignore[reportMissingImports]
 
     run, batches = random_rows(shape, rows, *flags)
     model = GPT(
@@ -207,11 +212,11 @@ def litgpt(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> None
     def loss_of(text: torch.Tensor) -> Any:
         return chunked_cross_entropy(model(text[:, :-1]), text[:, 1:])
 
-    by_hand(gate, run, model, loss_of, batches())
+    plain_loop(gate, run, model, loss_of, batches())
 
 
 def trainer(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> None:
-    """transformers' Trainer on the same model, with the DeepSpeed JSON that product resolved."""
+    """transformers' Trainer on the same model, with our resolved DeepSpeed JSON."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     torch.distributed.init_process_group(
@@ -220,12 +225,15 @@ def trainer(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> Non
     from transformers import Trainer, TrainingArguments, training_args
 
     # It takes bf16 on a CPU only with use_cpu=True, with which Accelerate leaves DeepSpeed out.
-    training_args.is_torch_bf16_gpu_available = lambda: True
+    training_arguments: Any = training_args
+    training_arguments.is_torch_bf16_gpu_available = lambda: True
     run, batches = random_rows(shape, rows, *flags)
     written = folder.glob("out-*/ds_config.resolved.json")
     resolved = next((path for path in written if "zero_optimization" in path.read_text()), None)
     if resolved is None:
-        raise SystemExit("the Trainer takes the file of a ZeRO-2 run of ours: race that before it")
+        raise SystemExit(
+            "the Trainer needs the resolved file of our ZeRO-2 run; run that contender first"
+        )
 
     class Rows(torch.utils.data.Dataset):
         def __len__(self) -> int:
@@ -237,7 +245,7 @@ def trainer(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> Non
     endless = batches()
 
     def collate(_: list[int]) -> dict[str, torch.Tensor]:
-        gate.passage()
+        gate.wait_for_turn()
         text = next(endless)[:, :-1]
         return {"input_ids": text, "labels": text}
 
@@ -263,17 +271,17 @@ def trainer(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> Non
 
 ZERO_2, PLAIN = "--deepspeed_config configs/ds_config.json", "--deepspeed_config none"
 CONTENDERS: dict[str, Callable[..., None]] = {
-    "ours, ZeRO-2, compiled": partial(product, flags=f"--compile on {ZERO_2}"),
-    "ours, single, compiled": partial(product, flags=f"--compile on {PLAIN}"),
-    "ours, ZeRO-2, eager": partial(product, flags=f"--compile off {ZERO_2}"),
+    "ours, ZeRO-2, compiled": partial(this_project, flags=f"--compile on {ZERO_2}"),
+    "ours, single, compiled": partial(this_project, flags=f"--compile on {PLAIN}"),
+    "ours, ZeRO-2, eager": partial(this_project, flags=f"--compile off {ZERO_2}"),
     "bare compiled loop": bare,
     "Llama, eager loop": llama,
     "Llama, Trainer, ZeRO-2": trainer,
     "litgpt, eager loop": litgpt,
 }
-VARIANTS: dict[str, Callable[..., None]] = {"ours, single, compiled as a whole": as_a_whole}
+VARIANTS: dict[str, Callable[..., None]] = {"ours, single, compiled as a whole": compiled_whole}
 
 if __name__ == "__main__":
     name, shape, rows, read, write, folder, *flags = sys.argv[1:]
-    train = (CONTENDERS | VARIANTS).get(name, product)
+    train = (CONTENDERS | VARIANTS).get(name, this_project)
     train(Gate(int(read), int(write)), shape, int(rows), Path(folder), *flags)

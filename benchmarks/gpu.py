@@ -5,15 +5,15 @@
         [--max_seq_len 1024] [--rounds 10] [--steps 10] [--minutes 7] [--device cuda|cpu]
         [--out FILE.json]
 
-train_pretrain.py as it is, compiled, in bf16, under ZeRO-2 and without DeepSpeed; the same model in
-a compiled loop of a few lines, and LlamaForCausalLM of the same shape in an eager one, both under
-autocast. The four processes of a model (benchmarks/contenders.py) hold the GPU together and take
-turns of --steps steps; a ratio is the median over pairs of turns of
-the same round. MFU is of two peaks: of the vendor's data sheet, and of what one large product of
-bf16 matrices reaches on this very GPU, just before. Memory is what torch had allocated at most in
-the process. Each model is told and written as it is done, and costs no other its figures; no round
-of it begins once its share of what is left of --minutes is over, but for the first two. Without
-TEXT, the corpus of `make train`.
+train_pretrain.py, compiled, in bf16, under ZeRO-2 and without DeepSpeed; the same model in a
+compiled plain loop, and LlamaForCausalLM of the same shape in an eager one, both under autocast.
+The four processes of a model (benchmarks/contenders.py) share the GPU and take turns of --steps
+steps; a ratio is the median over pairs of turns of the same round. MFU is given for two peaks: that
+of the vendor's data sheet, and that of a large bf16 matrix product, measured on this GPU just
+before. Memory is the peak that torch allocated in the process. Each model is printed and written
+when done, so that a failure of another costs no figures. Every model has an equal share of the
+remaining --minutes; then no further round of it begins, except for the first two. Without TEXT, the
+corpus of `make train`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CORPUS = 4.0  # MB, of which little is read
 
 
 def measured_peak(device: torch.device) -> float:
-    """10^12 FLOPs a second of the product of two square bf16 matrices: the best of several."""
+    """Return the TFLOP/s of a product of two square bf16 matrices: the best of several."""
     side = 8192 if device.type == "cuda" else 512
     one, other = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
     best = float("inf")
@@ -53,7 +53,7 @@ def measured_peak(device: torch.device) -> float:
         _wait_for(device)
         started = time.perf_counter()
         for _ in range(5):
-            one @ other
+            torch.mm(one, other)
         _wait_for(device)
         best = min(best, (time.perf_counter() - started) / 5)
     return 2 * side**3 / best / 1e12
@@ -67,7 +67,7 @@ def _wait_for(device: torch.device) -> None:
 def of_model(
     model: str, rows: int, given: Any, folder: Path, peaks: dict[str, Any], minutes: float
 ) -> Any:
-    """One model's row of every contender, with its MFU, and the turns themselves."""
+    """Return the table of one model, with MFU, and the turns of every contender."""
     words = f"--max_seq_len {given.max_seq_len} --device {given.device} --dtype bfloat16".split()
     run = parse_flags(["--model", model, *words])
     place = (model, rows, folder, words)
@@ -83,7 +83,7 @@ def of_model(
 def in_turn(
     given: Any, rows: Sequence[int], folder: Path, peaks: dict[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Each model with what was found, or with the end of a process of it (no memory, say)."""
+    """Yield each model with its figures, or with SystemExit if a process ended (out of memory)."""
     over = time.monotonic() + 60 * given.minutes
     for number, (model, count) in enumerate(zip(given.models, rows, strict=True)):
         share = (over - time.monotonic()) / 60 / (len(rows) - number)
@@ -94,7 +94,7 @@ def in_turn(
 
 
 def shown(found: dict[str, Any]) -> str:
-    """The table for people."""
+    """Return the table as text."""
     head = f"{'model':8}{'rows':>5}  {'':24}{'ms/step':>9}{'tokens/s':>11}{'speed':>7}"
     lines = [f"{head}{'MFU, vendor':>13}{'measured':>10}{'MiB':>9}"]
     for model, one in found.items():

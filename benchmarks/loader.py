@@ -2,11 +2,11 @@
 
     python -m benchmarks.loader [--tokens 100000000] [--rounds 7] [--folder DIR]
 
-One thread. Every round reads as many tokens, interleaved: with Batches as training does, each step
-asked for the moment the last one is there, so that nothing is hidden behind computing; the same
-from a mixture of two sources; and with windows at random places of a memory-mapped file, each
-turned to int64 and stacked (as nanoGPT does; it needs no order, and may read a token twice or
-never). Prints milliseconds per 4,096 tokens: minimum, median and maximum of the rounds.
+One thread. Every round reads the same number of tokens, interleaved: with Batches as training does,
+without pause between steps, so that no reading is hidden behind computation; the same from a
+mixture of two sources; and with windows at random places of a memory-mapped file, each turned to
+int64 and stacked (as nanoGPT does; it needs no order, and may read a token twice or never). Prints
+milliseconds per 4,096 tokens: minimum, median and maximum of the rounds.
 """
 
 from __future__ import annotations

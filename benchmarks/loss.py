@@ -30,7 +30,7 @@ WIDTH, LENGTH = 512, 512
 
 def step(vocabulary: int, rows: int, positions: int) -> dict[str, float]:
     """Seconds of the second step, and MiB at most, of this process."""
-    shape = {"hidden_size": WIDTH, "num_hidden_layers": 1, "max_position_embeddings": LENGTH}
+    shape: Any = {"hidden_size": WIDTH, "num_hidden_layers": 1, "max_position_embeddings": LENGTH}
     model = MiniMindForCausalLM(MiniMindConfig(vocab_size=vocabulary, **shape))
     text = torch.randint(vocabulary, (rows, LENGTH + 1))
     started = 0.0

@@ -4,14 +4,13 @@
         [--model tiny|least|PRESET] [--batch_size ROWS]
         [--hooks_only] [--deepspeed_config configs/ds_config.json] [--out FILE.json]
 
-One process, one run. Where the loop asks for its rows, a bare step is taken on the same engine with
-the same rows: forward, backward and step as its library documents them, and nothing else. A pair is
-a step of the loop and the bare one before it. The loop's steps are of three kinds in turn: as
-without --profile (the clock of phases, of which step lines are made); with the hooks of --profile
-(the timed collectives too); and with neither. The bare step never has any, and gets its rows for
-nothing. `hooks` are the second kind over the third, clock and all; `profile`, what --profile adds
-to a run, the second over the first. With --hooks_only there are no bare steps and only the last two
-kinds, on alternate steps: for models whose steps take long.
+One process, one run. Before each step of the loop, the same rows take a bare step on the same
+engine: forward, backward and step only. Loop steps alternate between three kinds: default, with
+profiling hooks, without any clock. In the results these are "as ever", "hooks" and "neither".
+
+hooks: loop steps with profiling hooks (phase clock and timed collectives) less those without any
+clock. profile: loop steps with profiling hooks less default ones, which is what --profile adds to a
+run. With --hooks_only there are no bare steps and no default steps, for models with slow steps.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ LEAST |= {"vocab_size": 1024, "batch_size": 2}
 
 
 class NoClock:
-    """In the place of PhaseClock: nothing is noted."""
+    """A PhaseClock that records nothing."""
 
     def __init__(self, true: Any) -> None:
         self.true = true
@@ -50,15 +49,15 @@ class NoClock:
 
 
 class Race:
-    """Steps of the loop and bare ones in turn."""
+    """Alternates bare steps and steps of the loop, and records their times."""
 
     def __init__(self, pairs: int, hooks_only: bool) -> None:
         self.kinds, self.has_bare = KINDS[1:] if hooks_only else KINDS, not hooks_only
         self.steps, self.taken = pairs * len(self.kinds), 0
-        self.began = self.reading = 0.0
+        self.step_start = self.read_seconds = 0.0
         self.engine: Any = None
         self.bare = 0.0
-        self.found: list[dict[str, Any]] = []  # seconds of each pair, and whether it had hooks
+        self.pairs: list[dict[str, Any]] = []  # seconds of each pair, and whether it had hooks
         self.kind = KINDS[0]
         self.timed: dict[str, Any] = {}
 
@@ -66,12 +65,16 @@ class Race:
         """The rows of a step; the loop's last step ends here, and its next one begins."""
         now = time.perf_counter()
         if self.taken > WARM:
-            spent = {"bare": self.bare, "loop": now - self.began + self.reading, "kind": self.kind}
-            self.found.append(spent)
-        if len(self.found) == self.steps:
+            spent = {
+                "bare": self.bare,
+                "loop": now - self.step_start + self.read_seconds,
+                "kind": self.kind,
+            }
+            self.pairs.append(spent)
+        if len(self.pairs) == self.steps:
             raise KeyboardInterrupt
         rows = read(batches, step)
-        self.reading = time.perf_counter() - now
+        self.read_seconds = time.perf_counter() - now
         if self.engine is not None:
             self.switch_hooks(False)
             started = time.perf_counter()
@@ -81,11 +84,11 @@ class Race:
             self.kind = self.kinds[self.taken % len(self.kinds)]
             self.switch_hooks(self.kind == "hooks")
         self.taken += 1
-        self.began = time.perf_counter()
+        self.step_start = time.perf_counter()
         return rows
 
     def bare_step(self, rows: Any) -> None:
-        """What a loop of one's own would do with the engine."""
+        """One step as DeepSpeed documents it."""
         backend = self.engine.backend
         for micro_batch in rows:
             if hasattr(backend, "engine"):  # DeepSpeed's
@@ -106,7 +109,7 @@ class Race:
                 backend.update(True)
 
     def switch_hooks(self, on: bool) -> None:
-        """Take the timed collectives away, or put them back."""
+        """Install the timed collectives, or remove them."""
         collectives = getattr(self.engine.backend, "collectives", None)
         if collectives is None:
             return
@@ -123,16 +126,17 @@ def run(race: Race, given: argparse.Namespace, folder: Path) -> None:
     """Train until enough pairs have been taken."""
     import minimind.train as training
 
-    read, step = Batches.at, Engine.step
+    read, engine_step = Batches.at, Engine.step
 
-    def silu_gate(self: Batches, number: int) -> Any:
-        return race.at(read, self, number)
+    def at_with_bare_step(self: Batches, step: int) -> Any:
+        return race.at(read, self, step)
 
-    def with_or_without(self: Engine, rows: Any, lr: float, clock: Any) -> Any:
+    def with_or_without(self: Engine, micro_batches: Any, lr: float, clock: Any) -> Any:
         race.engine = self
-        return step(self, rows, lr, NoClock(clock) if race.kind == "neither" else clock)
+        used: Any = NoClock(clock) if race.kind == "neither" else clock
+        return engine_step(self, micro_batches, lr, used)
 
-    Batches.at, Engine.step = silu_gate, with_or_without
+    Batches.at, Engine.step = at_with_bare_step, with_or_without
     train: Any = training
     shape = LEAST if given.model == "least" else {"model": given.model}
     rows = {"batch_size": given.batch_size} if given.batch_size else {}
@@ -155,13 +159,13 @@ def run(race: Race, given: argparse.Namespace, folder: Path) -> None:
     except KeyboardInterrupt:
         pass
     finally:
-        Batches.at, Engine.step = read, step
+        Batches.at, Engine.step = read, engine_step
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median lies with 95 % confidence, by ranks: no distribution is assumed.
+    """Return the 95 % confidence interval of the median, by ranks: no distribution is assumed.
 
-    Of fewer than six values it is the least and the largest, whose confidence is less.
+    For fewer than six values it is minimum and maximum, with less confidence.
     """
     ordered, middle = sorted(values), (len(values) - 1) / 2
     away = 0.98 * math.sqrt(len(values))  # 1.96 deviations of how many lie below the median
@@ -170,15 +174,15 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def summary(race: Race) -> dict[str, Any]:
-    """Medians in ms of what was raced, and of each difference the median and its 95 % interval.
+    """Return median step times in ms, and the median of each difference with its 95 % interval.
 
-    Raises SystemExit where a signal has ended the run before: its figures would be of fewer pairs.
+    Raise SystemExit if a signal ended the run early: the figures would be of fewer pairs.
     """
-    if len(race.found) < race.steps:
-        done = f"{len(race.found)} of {race.steps} steps"
+    if len(race.pairs) < race.steps:
+        done = f"{len(race.pairs)} of {race.steps} steps"
         raise SystemExit(f"the run ended after {done}: there are no figures of it")
     loop = {
-        kind: [pair["loop"] * 1e3 for pair in race.found if pair["kind"] == kind]
+        kind: [pair["loop"] * 1e3 for pair in race.pairs if pair["kind"] == kind]
         for kind in race.kinds
     }
     found: dict[str, Any] = {f"loop_ms, {kind}": statistics.median(loop[kind]) for kind in loop}
@@ -188,8 +192,8 @@ def summary(race: Race) -> dict[str, Any]:
         "hooks_share": [one / two - 1 for one, two in zip(hooks, neither, strict=True)],
     }
     if race.has_bare:
-        ever = [pair for pair in race.found if pair["kind"] == "as ever"]
-        found["bare_ms"] = statistics.median(pair["bare"] for pair in race.found) * 1e3
+        ever = [pair for pair in race.pairs if pair["kind"] == "as ever"]
+        found["bare_ms"] = statistics.median(pair["bare"] for pair in race.pairs) * 1e3
         differences["profile_ms"] = [a - b for a, b in zip(hooks, loop["as ever"], strict=True)]
         differences["loop_over_engine_ms"] = [(one["loop"] - one["bare"]) * 1e3 for one in ever]
     for name, values in differences.items():
@@ -215,7 +219,7 @@ def main() -> None:
     print(json.dumps(found, indent=1))
     names = ("bare", "loop") if race.has_bare else ("loop",)
     pairs: dict[str, list[list[int]]] = {kind: [] for kind in race.kinds}
-    for one in race.found:
+    for one in race.pairs:
         pairs[one["kind"]].append([round(one[name] * 1e6) for name in names])
     record(given.out, "overhead", before, found=found, microseconds_of_pairs=pairs)
 

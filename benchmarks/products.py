@@ -1,10 +1,10 @@
-"""A linear layer in bf16 as torch multiplies it, by way of fp32 as `products.py` does, and in fp32.
+"""A linear layer in torch's bf16, in bf16 through fp32 as in `bf16_matmul.py`, and in fp32.
 
     OMP_NUM_THREADS=1 python -m benchmarks.products [--rounds 10] [--tokens 512] [--out FILE.json]
 
-The first projection of a feed-forward, 512 channels to 1,408 as 26m has it, forward and backward,
-one of each in turn. On a CPU with instructions for bf16 the first is the one that runs use, and on
-another the second; "chosen" says which it is here.
+The first projection of a feed-forward, 512 channels to 1,408 as in 26m, forward and backward, in
+turn. Runs use the first on CPUs with bf16 instructions and the second on others; "chosen" names the
+one of this CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INPUTS, OUTPUTS = 512, 1408
 def forward_and_backward(
     product: Callable[[Tensor, Tensor], Tensor], tokens: int, dtype: torch.dtype
 ) -> Callable[[], None]:
-    """A step of the layer: its output, and the gradients of input and weight."""
+    """Return a step of the layer: its output, and the gradients of input and weight."""
     x = torch.randn(tokens, INPUTS, dtype=dtype).requires_grad_()
     weight = torch.randn(OUTPUTS, INPUTS, dtype=dtype).requires_grad_()
     back = torch.randn(tokens, OUTPUTS, dtype=dtype)

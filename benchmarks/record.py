@@ -1,4 +1,4 @@
-"""What every results file says beside its figures: the command, the machine, the versions."""
+"""Results files: figures with the command, the machine and the versions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from minimind.runtime.hardware import HAS_BF16
 
 
 def arguments(text: str | None) -> argparse.ArgumentParser:
-    """A parser that shows the module's docstring as it stands, and knows --out FILE.json."""
+    """Return a parser with --out FILE.json that shows the module's docstring unwrapped."""
     parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -29,11 +29,11 @@ def arguments(text: str | None) -> argparse.ArgumentParser:
 
 
 def record(out: Path | None, name: str, load_before: Any, **found: Any) -> None:
-    """Write what `benchmarks.name` found to `out`, if that was asked for."""
+    """Write what `benchmarks.name` found to `out`, if given."""
     if out is None:
         return
     result = {
-        # Where files lie on this machine tells nobody anything.
+        # Paths of this machine are left out.
         "command": " ".join(
             [f"python -m benchmarks.{name}", *(word.split("/")[-1] for word in sys.argv[1:])]
         ),
@@ -41,7 +41,7 @@ def record(out: Path | None, name: str, load_before: Any, **found: Any) -> None:
         "machine": {
             "cpus": os.cpu_count(),
             "processor": hardware(torch.device("cpu")),
-            "bf16": HAS_BF16,  # whether it has instructions for it, which decides most figures
+            "bf16": HAS_BF16,  # native bf16 instructions, which decide most figures
         },
         "threads": torch.get_num_threads(),
         "load": {"before": load_before, "after": os.getloadavg()},

@@ -160,7 +160,7 @@ def scaling(found: Mapping[str, Any], rows: int) -> dict[str, dict[str, float]]:
 
 
 def shown(table: Mapping[str, Mapping[str, Any]], base: str) -> str:
-    """The table for people."""
+    """Return the table as text."""
     wide = max(map(len, table))
     heads = f"{'ms/step':>9}{'tokens/s':>10}{'time':>7}  {'quartiles':11}{'by CPU':>7}{'MiB':>7}"
     lines = [f"{'':{wide}}{heads}{'forward':>9}{'backward':>10}{'optimizer':>11}"]

@@ -2,7 +2,7 @@
 
     python -m benchmarks.table [--write]
 
-Prints it, or puts it between its two marks; a test holds the READMEs to it.
+Prints it, or writes it between its two marks; a test checks that the READMEs have it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- benchmarks.table -->", "<!-- /benchmarks.table -->"
 
 
 def table() -> str:
-    """Markdown: a line per loop of a race of all of them, and one that says where and when."""
+    """Return the Markdown: one row per training loop, and a line on date and machine."""
     newest = max((ROOT / "benchmarks" / "results").glob("throughput-*.json"))
     result = json.loads(newest.read_text())
     lines = [
@@ -50,7 +50,7 @@ def table() -> str:
 
 
 def written(text: str) -> str:
-    """`text` with the table between its marks."""
+    """Return `text` with the table between its marks."""
     head, rest = text.split(BEGIN)
     _, tail = rest.split(END)
     return f"{head}{BEGIN}\n{table()}\n{END}{tail}"

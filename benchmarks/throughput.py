@@ -1,15 +1,15 @@
-"""Tokens/s and peak memory of whole training loops, one step of each in turn.
+"""Tokens/s and peak memory of whole training loops, which take turns step by step.
 
     OMP_NUM_THREADS=2 python -m benchmarks.throughput TEXT.jsonl [--model 26m] [--rows 8]
         [--rounds 20] [--warm 4] [--only NAME ...] [--dtype float32] [--out FILE.json]
 
-litgpt takes part where it is installed; docs/performance.md says how.
+litgpt takes part if it is installed (docs/performance.md).
 
-Every contender (benchmarks/contenders.py) is a process of its own that waits between its steps, so
-that all see the same machine and none shares an allocator. Each round lets every one of them take
-one step, in an order that moves on. A ratio is the median over rounds of two steps of the same
-round; the process's own CPU seconds stand beside the clock's, as they hear less of the neighbours.
-Memory is the peak of resident memory, the imports and the compiling included: each compiles anew.
+Every contender (benchmarks/contenders.py) is a separate process that waits between its steps, so
+that all see the same machine and none shares an allocator. In each round every contender takes one
+step, in a rotating order. A ratio is the median over rounds of two steps of the same round. CPU
+seconds of the process are reported besides wall time, as they are less affected by other load.
+Memory is the peak of resident memory with imports and compilation: each compiles without a cache.
 All compute in bf16 unless --dtype is given: ours and the Trainer with bf16 weights and fp32 master
 weights, as in DeepSpeed, the plain loops with fp32 weights under autocast.
 """
@@ -37,15 +37,15 @@ from benchmarks.contenders import CONTENDERS
 from benchmarks.record import arguments, record
 from minimind.config.parse import parse_flags
 
-WARM = 4  # steps before the first round: compiling, the first touch of memory
+WARM = 4  # steps before the first round: compilation, first use of memory
 BASE, BARE = "Llama, eager loop", "bare compiled loop"
 
 
 class Contender:
-    """The processes of one contender, and what its steps took.
+    """The processes of one contender, and the times of its steps.
 
-    Several are ranks of one run, started by hand. All of them stand at a gate: one that did not
-    would begin its next step, while others take theirs.
+    Several processes are the ranks of one run. Every rank waits for its turn: otherwise it would
+    begin its next step during the turns of others.
     """
 
     def __init__(
@@ -62,18 +62,18 @@ class Contender:
         self.steps: list[dict[str, float]] = []
         self.gates: list[tuple[IO[str], IO[str]]] = []
         self.processes = []
-        meeting = meeting_place(processes) if processes > 1 else {}
+        rendezvous = rendezvous_environment(processes) if processes > 1 else {}
         for rank, log in enumerate(self.logs):
             (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
             place = [shape, str(rows), str(theirs_in), str(theirs_out), str(folder)]
-            who = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if meeting else {}
-            with log.open("w") as result:
+            who = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if rendezvous else {}
+            with log.open("w") as output:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "benchmarks.contenders", name, *place, *flags],
                     pass_fds=(theirs_in, theirs_out),
-                    stdout=result,
+                    stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **meeting, **who, **environment},
+                    env={**os.environ, **rendezvous, **who, **environment},
                 )
             os.close(theirs_in)
             os.close(theirs_out)
@@ -81,12 +81,12 @@ class Contender:
             self.processes.append(process)
 
     def step(self, steps: int = 1) -> dict[str, float]:
-        """A turn of it, while every other waits: what one of its steps took.
+        """Take `steps` steps while the others wait.
 
-        Of its ranks the longest, CPU seconds of all.
+        Return the means per step: seconds of the slowest rank and CPU seconds of all.
         """
         for ask, _ in self.gates:
-            with suppress(BrokenPipeError):  # it has ended, and gives no answer
+            with suppress(BrokenPipeError):  # it has ended and does not answer
                 ask.write(f"{steps}\n")
                 ask.flush()
         answers = [answers.readline() for _, answers in self.gates]
@@ -98,7 +98,7 @@ class Contender:
         return {what: of(one[what] for one in took) for what, of in over.items()}
 
     def close(self) -> None:
-        """Let it end."""
+        """End the processes."""
         for gate in self.gates:
             for end in gate:
                 with suppress(BrokenPipeError):
@@ -107,8 +107,8 @@ class Contender:
             process.wait()
 
 
-def meeting_place(processes: int) -> dict[str, str]:
-    """The environment by which so many processes of this host find each other."""
+def rendezvous_environment(processes: int) -> dict[str, str]:
+    """Environment of `processes` ranks on this host: address, port and world size."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -117,10 +117,10 @@ def meeting_place(processes: int) -> dict[str, str]:
     return result | {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
 
 
-def compiling_anew(folder: Path, number: int) -> dict[str, str]:
-    """The environment in which a contender of this number finds nothing that was compiled before.
+def fresh_compile_cache(folder: Path, number: int) -> dict[str, str]:
+    """Environment with an empty compile cache for contender `number`.
 
-    What compiling takes is part of a peak of memory: read from a cache, it would be missing.
+    Compilation is part of the peak memory; with a filled cache it would be missing.
     """
     return {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"compiled-{number}")}
 
@@ -132,9 +132,9 @@ def race(
     minutes: float = float("inf"),
     turn: int = 1,
 ) -> dict[str, Any]:
-    """Turns of `turn` steps by contender, each {"seconds", "cpu", "peak_mib"} of one step.
+    """Return turns of `turn` steps by contender, each {"seconds", "cpu", "peak_mib"} of one step.
 
-    No round begins once so many minutes are over, but for the first two.
+    After `minutes` no further round begins, except for the first two.
     """
     runners: dict[str, Contender] = {}
     names, over = list(starts), time.monotonic() + 60 * minutes
@@ -158,7 +158,7 @@ def race(
 
 
 def ratio(found: Mapping[str, Any], one: str, other: str, what: str) -> float:
-    """How many times as fast `one` is as `other`: the median over rounds."""
+    """Return how many times as fast `one` is as `other`: the median over rounds."""
     pairs = zip(found[one], found[other], strict=True)
     return statistics.median(theirs[what] / ours[what] for ours, theirs in pairs)
 
@@ -183,7 +183,7 @@ def summary(found: Mapping[str, Any], tokens: int, base: str) -> dict[str, Any]:
 
 
 def shown(table: Mapping[str, Mapping[str, float]], base: str) -> str:
-    """The table for people."""
+    """Return the table as text."""
     lines = [f"{'':28}{'s/step':>8}{'tokens/s':>10}{'speed':>8}{'by CPU':>8}{'MiB':>7}{'':>7}"]
     for name, row in table.items():
         lines.append(
@@ -194,10 +194,10 @@ def shown(table: Mapping[str, Mapping[str, float]], base: str) -> str:
 
 
 def installed() -> list[str]:
-    """The contenders whose library is here; those whose is not are told."""
+    """Return the contenders whose library is installed; print which are left out."""
     if find_spec("litgpt"):
         return list(CONTENDERS)
-    print("litgpt is not installed: without it (docs/performance.md)")
+    print("litgpt is left out: it is not installed (docs/performance.md)")
     return [name for name in CONTENDERS if not name.startswith("litgpt")]
 
 
@@ -218,7 +218,7 @@ def main() -> None:
         shutil.copy(given.text, folder / "text.jsonl")
         place = (given.model, given.rows, folder, ("--dtype", given.dtype))
         starts = {
-            name: partial(Contender, name, *place, environment=compiling_anew(folder, number))
+            name: partial(Contender, name, *place, environment=fresh_compile_cache(folder, number))
             for number, name in enumerate(given.only)
         }
         found = race(starts, given.rounds, given.warm)

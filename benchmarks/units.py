@@ -1,9 +1,10 @@
-"""Units and norms kept for the backward pass, and computed again as `layers.py` has it.
+"""Feed-forward units and norms saved for the backward pass, or recomputed as in `layers.py`.
 
     OMP_NUM_THREADS=2 python -m benchmarks.units [--rounds 25] [--rows 2] [--dtype bfloat16]
         [--out FILE.json]
 
-The 26m preset, compiled for the CPU, forward and backward, a step of each in turn in one process.
+The 26m preset, compiled for the CPU: forward and backward steps of both variants, alternating in
+one process.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from minimind.model import layers
 
 
 def kept(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """What the backward pass finds again: the result of a call as any other."""
+    """Call `function`; its intermediates are saved for the backward pass."""
     return function(*inputs)
 
 
 def step_of(text: torch.Tensor, dtype: torch.dtype, how: Any) -> Callable[[], None]:
-    """A forward and backward pass of a model of its own, compiled by a first one.
+    """Return a forward and backward step of a new model, compiled by a first call.
 
-    The compiler looks at every call which of the two stands in `layers.py`.
+    The compiler guards on `layers.recompute_if_compiled`, so every call sets it.
     """
     model: Any = preset("26m")
     model.to(dtype).train()
@@ -67,7 +68,7 @@ def main() -> None:
             steps[name]()
             spent[name].append((time.perf_counter() - started) * 1e3)
     if counters["stats"]["unique_graphs"] != graphs:
-        raise SystemExit("a graph was made anew among the steps that were timed")
+        raise SystemExit("a graph was compiled during the timed steps")
     pairs = [b / a for a, b in zip(spent["kept"], spent["again"], strict=True)]
     quartiles = statistics.quantiles(pairs, n=4)
     found = {

@@ -1,4 +1,4 @@
-"""`python -m minimind`, as where no `minimind` is on the path."""
+"""`python -m minimind`, for environments without the `minimind` script."""
 
 import sys
 

@@ -103,7 +103,7 @@ def test_no_figures_are_reported_of_a_race_that_was_stopped(
     out = tmp_path / "overhead.json"
 
     def stopped(race: Any, given: Any, folder: Path) -> None:
-        race.found = [
+        race.pairs = [
             {"bare": 1.0, "loop": 2.0, "kind": KINDS[step % len(KINDS)]} for step in range(steps)
         ]
 
@@ -121,7 +121,7 @@ def test_a_race_that_was_not_stopped_has_its_figures(tmp_path, monkeypatch):
     out, took = tmp_path / "overhead.json", {"as ever": 2.5, "hooks": 2.2, "neither": 2.0}
 
     def whole(race: Any, given: Any, folder: Path) -> None:
-        race.found = [
+        race.pairs = [
             {"bare": 1.0, "loop": took[kind] + more, "kind": kind}
             for more in (-1e-3, 0.0, 1e-3)
             for kind in race.kinds

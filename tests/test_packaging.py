@@ -112,7 +112,13 @@ def test_an_installed_wheel_plans_and_trains_without_a_checkout(installed: Path,
     assert f"{Path('minimind', 'configs', 'ds_config.json')}\n" in out
     assert (tmp_path / "run" / "checkpoints" / "step_00000001").is_dir()
     assert run_installed(installed, tmp_path, "minimind", "--version").startswith("minimind-deep")
-    assert "ZeRO" in run_installed(installed, tmp_path, "minimind", "plan", "--model", "104m")
+    words = ("minimind", "plan", "--model", "104m", "--memory", "24GiB")
+    plan = run_installed(installed, tmp_path, *words)
+    assert "NUM_PROCESSES=1 minimind launch \\\n" in plan
+    assert "run_accelerate.sh" not in plan
+    for command in ("train", "launch"):
+        shown = run_installed(installed, tmp_path, "minimind", command, "--help")
+        assert shown.startswith(f"usage: minimind {command} [--flag value ...]")
     run_installed(installed, tmp_path, "minimind", "train", *FLAGS, "--out_dir", "train")
     assert (tmp_path / "train" / "checkpoints" / "step_00000001").is_dir()
 

@@ -1,6 +1,6 @@
 """The model a run trains: our decoder by its flags, or one of transformers by its config.json.
 
-May import `minimind.estimate` and below. A key of config.json to refuse starts in
+May import `minimind.estimate` and below. Refused config.json keys are in
 `hf_config.py`.
 
 hf_config        read a config.json without running its code

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import (
     Difference,
@@ -23,13 +21,12 @@ from minimind.checkpoint.directory import (
     sweep,
     verify,
 )
-from minimind.checkpoint.reader import Contents, require_optimizer_step
+from minimind.checkpoint.reader import require_optimizer_step
 from minimind.checkpoint.saver import shapes
 from minimind.checkpoint.tensor_files import BUFFERS, ShardFiles, read_buffers
 from minimind.checkpoint.train_state import TrainState
 from minimind.checkpoint.validation import read_state
 from minimind.engine.build import Engine
-from minimind.engine.optimizer_state import MASTER
 from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import require_listed
 from minimind.runtime.collectives import Ranks, lost_peers, on_rank_0, run_on_all_ranks
@@ -109,7 +106,9 @@ def _require_nothing_lost(root: Path) -> None:
     """
     remedy = "; put one back, or start over with --resume none"
     if aside := leftovers(root):
-        raise CheckpointError(f"{root} holds no checkpoint but {aside[-1].name}{remedy}")
+        raise CheckpointError(
+            f"{root} has only checkpoints that were set aside (last: {aside[-1].name}){remedy}"
+        )
     step = newest_acknowledged(root.parent / "metrics.jsonl")
     if step is not None:
         raise CheckpointError(
@@ -134,39 +133,33 @@ def _verify_on_all_ranks(ranks: Ranks, path: Path) -> Rejected | None:
 
 
 def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) -> None:
-    about = on_rank_0(ranks, lambda: read_state(path, manifest))
-    if wrong := shape_mismatches(about["parameters"], shapes(engine.model)):
+    saved = on_rank_0(ranks, lambda: read_state(path, manifest))
+    if wrong := shape_mismatches(saved["parameters"], shapes(engine.model)):
         raise CheckpointError(
             f"{path}: does not fit this model ({'; '.join(wrong[:3])}); give the shape flags of"
             " the run that saved it",
             cause_rank=0,
         )
-    held = engine.backend.state()
+    state = engine.backend.state()
 
     def fill() -> None:
         require_listed(manifest, path / BUFFERS)
-        own = dict(engine.model.named_buffers())
-        buffers = read_buffers(path / BUFFERS, own)
+        buffers_of_model = dict(engine.model.named_buffers())
+        buffers = read_buffers(path / BUFFERS, buffers_of_model)
         shards = ShardFiles(path, manifest["world_size"])
-        shards.require_whole(about["parameters"])
-        require_optimizer_step(shards, manifest["step"], about)
-        held.fill(shards.read, about["optimizer_step"])
+        shards.require_whole(saved["parameters"])
+        require_optimizer_step(shards, manifest["step"], saved)
+        state.fill(shards.read, saved["optimizer_step"])
         for name, value in buffers.items():
-            own[name].copy_(value)
+            buffers_of_model[name].copy_(value)
 
     run_on_all_ranks(ranks, fill)
     with lost_peers():
-        held.refresh()
-    engine.backend.restore_counters(about["counters"])
+        state.refresh()
+    engine.backend.restore_counters(saved["counters"])
 
 
 def shape_mismatches(saved: dict[str, list[int]], own: dict[str, list[int]]) -> list[str]:
     """`name: saved -> own` for parameters whose shapes differ or that one side lacks."""
     names = sorted({*saved, *own})
     return [f"{n}: {saved.get(n)} -> {own.get(n)}" for n in names if saved.get(n) != own.get(n)]
-
-
-def load_weights(directory: Path) -> dict[str, torch.Tensor]:
-    """Read all fp32 parameters of a checkpoint, without DeepSpeed."""
-    contents = Contents(directory)
-    return {name: contents.read(MASTER, name) for name in contents.shapes}

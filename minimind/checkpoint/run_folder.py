@@ -31,7 +31,7 @@ START_FLAGS = (
 END = "...\n"  # YAML's end of a document that is a scalar
 
 
-def claim(out_dir: Path) -> IO[bytes]:
+def lock_out_dir(out_dir: Path) -> IO[bytes]:
     """Lock out_dir and return the open lock file; raise LockedError naming the holder.
 
     flock rather than a PID file: it ends with the process.

@@ -95,7 +95,7 @@ class Saver:
         """Whether a checkpoint of `step` exists, as seen by rank 0."""
         return on_rank_0(self.engine, lambda: step_directory(self.root, step).is_dir())
 
-    def require_room(self) -> str:
+    def require_capacity(self) -> str:
         """Describe how many checkpoints fit; raise StorageError if none does."""
 
         def look() -> str:

@@ -25,7 +25,7 @@ from minimind.checkpoint.directory import (
     unfinished,
     verify,
 )
-from minimind.checkpoint.run_folder import claim
+from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime.durable_files import mebibytes, storing
 
@@ -231,7 +231,7 @@ def prune(place: str, keep: int, is_dry: bool) -> Iterator[tuple[Path, int, str]
     if is_one(Path(place)):
         raise UsageError(f"--checkpoint {place} is one checkpoint; name the out_dir of its run")
     root = folder_of(place).resolve()
-    with claim(root.parent if root.name == "checkpoints" else root):
+    with lock_out_dir(root.parent if root.name == "checkpoints" else root):
         older = published_checkpoints(root)
         newest_valid(older, verify)  # raises if all are damaged, so that nothing is deleted
         valid = 0

@@ -104,7 +104,7 @@ def _read(place: str, use: Callable[[Path], T]) -> T:
 
     def use_path(chosen: Chosen) -> T:
         for bad in chosen.rejected:
-            print(f"{bad.path} is passed over: {bad.file} {bad.reason}", file=sys.stderr)
+            print(f"skipped checkpoint {bad.path}: {bad.file} {bad.reason}", file=sys.stderr)
         return use(chosen.path)
 
     return read_chosen(place, use_path)

@@ -38,7 +38,10 @@ EXAMPLE = "minimind generate --checkpoint out --prompt 'Once upon a time'"
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = Parser(
-        prog="minimind", description="Tools for runs of train_pretrain.py.", example=EXAMPLE
+        prog="minimind",
+        description="Pretrain small language models on DeepSpeed: train, evaluate, generate,"
+        " export.",
+        example=EXAMPLE,
     )
     parser.add_argument("--version", action="version", version=DISTRIBUTION)
     parser.add_argument("--print_completion", action=PrintCompletion, command="minimind")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from minimind.config.parse import build_parser
 from minimind.errors import UsageError
 
 
@@ -31,8 +32,18 @@ def add_parsers(subs: Any) -> None:
     )
 
 
+def _prints_help(args: argparse.Namespace) -> bool:
+    """Print the flags under the name of this command if --help is given; return whether it is."""
+    is_given = not {"--help", "-h"}.isdisjoint(args.run_flags)
+    if is_given:
+        build_parser(f"minimind {args.command}").print_help()
+    return is_given
+
+
 def run_train(args: argparse.Namespace) -> None:
     """Train in this process; exits with the status of the run."""
+    if _prints_help(args):
+        return
     from minimind.launch.train_pretrain import run
 
     run(args.run_flags)
@@ -40,6 +51,8 @@ def run_train(args: argparse.Namespace) -> None:
 
 def run_launch(args: argparse.Namespace) -> None:
     """Replace this process by the launch script, with this Python unless PYTHON names another."""
+    if _prints_help(args):
+        return
     bash = shutil.which("bash")
     if bash is None:
         raise UsageError("minimind launch needs bash, which is not on PATH; install it")

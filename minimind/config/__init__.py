@@ -1,8 +1,9 @@
 """Flags, YAML, presets and the launcher's environment as one `RunConfig` with a source per value.
 
-May import `minimind.runtime` and `minimind.errors`; neither torch nor deepspeed, so that a mistake
-is reported at once. A new flag starts in `training_flags.py`, `model_flags.py` or
-`report_flags.py`.
+May import `minimind.runtime` and `minimind.errors`. Imports no deepspeed; torch is imported only by
+`backend_choice.py` and `compiled_ops.py` of `minimind.config.deepspeed`, which read the device, so
+mistakes in flags are reported at once. A new flag starts in `training_flags.py`, `model_flags.py`
+or `report_flags.py`.
 
 arguments        types of the arguments of `minimind SUBCOMMAND`
 checks           flags that do not fit one another
@@ -14,5 +15,5 @@ report_flags     flags of trackers and samples
 run_config       `RunConfig`: one field per flag
 schedule         learning rate and length of a run
 training_flags   all other flags: default, limits, help
-yaml_files       YAML in which a value is the text that stands there
+yaml_files       YAML with every scalar kept as text
 """

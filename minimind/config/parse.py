@@ -36,16 +36,16 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; --help lists every flag")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser; values stay strings until `convert`."""
+def build_parser(prog: str = "train_pretrain.py") -> argparse.ArgumentParser:
+    """Build the parser; values stay strings until `convert`. `prog` is the command in --help."""
     parser = _Parser(
-        prog="train_pretrain.py",
+        prog=prog,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        usage="train_pretrain.py [--flag value ...]",
+        usage=f"{prog} [--flag value ...]",
         description="Pretrain a MiniMind decoder under DeepSpeed ZeRO.",
         formatter_class=Formatter,
-        epilog=f"{EXAMPLE}\n  train_pretrain.py --data_path my_text.jsonl --model tiny --dry_run",
+        epilog=f"{EXAMPLE}\n  {prog} --data_path my_text.jsonl --model tiny --dry_run",
     )
     parser.add_argument("--version", action="version", version=DISTRIBUTION)
     known = {n: s.metadata["choices"] for n, s in FLAGS.items() if "choices" in s.metadata}

@@ -16,6 +16,8 @@ from minimind.errors import UsageError
 DISTRIBUTION = f"minimind-deepspeed {__version__}"  # what --version prints
 PACKAGE = Path(__file__).resolve().parents[1]
 PROJECT = PACKAGE.parent  # the checkout, or site-packages
+# The command that starts a run, in messages.
+LAUNCH = "bash run_accelerate.sh" if (PROJECT / "run_accelerate.sh").exists() else "minimind launch"
 # A wheel has the folder inside the package (pyproject.toml).
 CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PROJECT) / "configs"
 DEFAULT_DEEPSPEED_CONFIG = CONFIGS / "ds_config.json"

@@ -1,6 +1,6 @@
 """Load YAML files: flags, presets, data sources, the Accelerate YAML.
 
-`load_texts` keeps every scalar as text, for flags and presets; `load_yaml` uses YAML's types.
+`load_yaml_texts` keeps every scalar as text, for flags and presets; `load_yaml` uses YAML's types.
 """
 
 from __future__ import annotations

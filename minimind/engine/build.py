@@ -1,4 +1,4 @@
-"""Build the engine with Accelerate and DeepSpeed; otherwise imported by `minimind.launch` only.
+"""Build the engine with Accelerate and DeepSpeed; the only other importer is `minimind.launch`.
 
 Without CUDA, Accelerate's DeepSpeed path finds no backend and every rank believes it is rank 0 of
 1, so gloo is requested and the number of ranks is checked. DeepSpeed's shared-memory op for

@@ -13,7 +13,7 @@ from typing import Any
 from minimind.config.deepspeed.auto_values import auto_values, offloads
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags, unknown_flag
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, RunConfig
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, LAUNCH, RunConfig
 from minimind.errors import UsageError, fault_error
 from minimind.estimate import costs
 from minimind.estimate.costs import Layout, Memory
@@ -234,7 +234,7 @@ def _advice(run: RunConfig, here: Layout, memory: int, path: str) -> str:
         + (f"With {more[0]} GPUs nothing has to be offloaded.\n" if more else "")
         + f"  {path}: {_config_changes(here, best)}"
         + ("  (as it is)\n" if same else "\n")
-        + f"  NUM_PROCESSES={gpus} bash run_accelerate.sh \\\n    {flags.strip()}"
+        + f"  NUM_PROCESSES={gpus} {LAUNCH} \\\n    {flags.strip()}"
     )
 
 

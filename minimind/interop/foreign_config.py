@@ -195,17 +195,17 @@ def read_minimind2_config(
         if width is None and "multiple_of" in values:
             multiple_of = values["multiple_of"]  # 2/3 of 4 dim, rounded up to a multiple
             width = multiple_of * -(-int(2 * (4 * values["dim"]) / 3) // multiple_of)
-        claims = {
+        expected = {
             "hidden_size": ("dim", values["dim"]),
             "num_hidden_layers": ("n_layers", values["n_layers"]),
             "num_key_value_heads": ("n_kv_heads", values["n_kv_heads"] or heads),
             "intermediate_size": ("hidden_dim", width or shape["intermediate_size"]),
             "vocab_size": ("vocab_size", values.get("vocab_size", shape["vocab_size"])),
         }
-        for name, (theirs, claimed) in claims.items():
-            if shape[name] != claimed:
+        for name, (theirs, value) in expected.items():
+            if shape[name] != value:
                 raise CheckpointError(
-                    f"has {theirs} = {shown(claimed)}, and the tensors beside it {shape[name]}"
+                    f"has {theirs} = {shown(value)}, and the tensors beside it {shape[name]}"
                 )
     return shape
 

@@ -52,8 +52,8 @@ def gguf_parts(config: MiniMindConfig, source: TensorSource, dtype: torch.dtype)
         names[theirs] = ours
 
     def transform(theirs: str, value: Tensor) -> Tensor:
-        is_split = architecture(config) == "qwen3"
-        return to_rotate_half(names[theirs], value, config.head_dim) if is_split else value
+        is_rotate_half = architecture(config) == "qwen3"
+        return to_rotate_half(names[theirs], value, config.head_dim) if is_rotate_half else value
 
     matrices = {name: ours for name, ours in names.items() if len(source.shapes[ours]) > 1}
     norms = {name: ours for name, ours in names.items() if name not in matrices}

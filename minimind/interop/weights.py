@@ -152,10 +152,10 @@ def read_weights(place: str, use: Callable[[Weights], T]) -> T:
 
 
 def load_checkpoint_weights(chosen: Chosen) -> Weights:
-    """The model of a training checkpoint; the checkpoints passed over are printed to stderr."""
+    """The model of a training checkpoint; skipped checkpoints are printed to stderr."""
     path = chosen.path
     for bad in chosen.rejected:
-        print(f"{bad.path} is passed over: {bad.file} {bad.reason}", file=sys.stderr)
+        print(f"skipped checkpoint {bad.path}: {bad.file} {bad.reason}", file=sys.stderr)
     manifest = read_manifest(path)
     names = [name for name in TOKENIZER_FILES if (path / name).exists()] or [MODEL_NAME]
     for name in names:

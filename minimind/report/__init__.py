@@ -1,6 +1,7 @@
 """`minimind report`: a run as a few lines of text, or as one HTML page with plotly charts.
 
-Imports no torch. `page.html` has the page's styles, its script and the layout of the charts.
+May import `minimind.telemetry` and below, but no torch. A new figure starts in `summary.py`, a
+chart in `charts.py`. `page.html` has the page's styles, its script and the layout of the charts.
 
 charts           plotly figures
 downsample       long columns in fewer points

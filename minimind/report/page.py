@@ -195,7 +195,7 @@ def _start_row(start: Start, kind: str, sentence: str) -> tuple[str, ...]:
     for event in start.events:
         if event["event"] == "checkpoint_rejected":
             problem = f"{event.get('file')} {event.get('reason')}"
-            remarks.append(f"passed over {event.get('path')}: {problem}")
+            remarks.append(f"skipped checkpoint {event.get('path')}: {problem}")
         elif event["event"] == "run_changed" and isinstance(event.get("changes"), list):
             remarks.append("changed " + "; ".join(map(str, event["changes"])))
     notes = "".join(f"<br><small>{escape(remark)}</small>" for remark in remarks[:10])

@@ -8,7 +8,7 @@ collectives      small values gathered over ranks, errors raised on all of them
 durable_files    durable writes, hashes, metrics.jsonl
 environment      RANK, WORLD_SIZE and the like, checked before a library reads them
 exit             the final message and exit status, by main or watch thread
-hardware         bf16 support of this CPU
+hardware         GPUs, driver, compilers, bf16 support
 heartbeat        liveness of the other ranks, and which one failed
 local_workers    the worker processes of this host
 locks            file locks of prepared folders and checkpoints

@@ -2,7 +2,8 @@
 
 A stopped or stuck process is silent, and ranks that wait for it only see a timeout. So every rank
 writes heartbeats to the process group's store, beside the collectives: its step, and whether a
-collective failed on it. A rank where none failed delays the others.
+collective failed on it. A rank whose own collectives have not
+failed is the one the others wait for.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class PeerState:
         self.gone_seconds = self.gone_seconds + seconds if state == "gone" else 0.0
         self.stopped_seconds = self.stopped_seconds + seconds if state == "stopped" else 0.0
         before, self.beat = self.beat, beat
-        is_heard = before is None or (beat or before)["count"] != before["count"]
-        self.silent_seconds = 0.0 if is_heard else self.silent_seconds + seconds
+        is_new = before is None or (beat or before)["count"] != before["count"]
+        self.silent_seconds = 0.0 if is_new else self.silent_seconds + seconds
         has_moved = before is None or (beat or before)["at"] != before["at"]
         self.unmoved_seconds = 0.0 if has_moved else self.unmoved_seconds + seconds
 
@@ -96,12 +97,12 @@ class Peers:
         self._count = 0
         self._gave_up = False
         self._verdict: FailedRank | None = None
-        self._wake, self._heard, self._closed = (threading.Event() for _ in range(3))
+        self._wake, self._received, self._closed = (threading.Event() for _ in range(3))
         self._thread: threading.Thread | None = None
         register(self.me)
 
     def set_peers(self, everyone: Sequence[Worker], store: Store) -> None:
-        """Set the peers and write the first heartbeat; call `begin` once all ranks have."""
+        """Set the peers and write the first heartbeat; call `start` once all ranks have."""
         self._watched = {w.rank: PeerState(w) for w in everyone if w.rank != self.me.rank}
         self._store = store
         store.set(str(self.me.rank), self._heartbeat())
@@ -141,7 +142,7 @@ class Peers:
             except RuntimeError:  # the process of the store is gone: all ranks become silent
                 return
             self._beats = {r: json.loads(text) for r, text in zip(ranks, texts, strict=True)}
-            self._heard.set()
+            self._received.set()
             self._wake.wait(HEARTBEAT_INTERVAL)
 
     def _heartbeat(self) -> str:
@@ -162,14 +163,14 @@ class Peers:
     def _exchange(self, seconds: float = 1.0) -> None:
         """Send a heartbeat now and wait for those of the others."""
         if self._thread and self._thread.is_alive():
-            self._heard.clear()
+            self._received.clear()
             self._wake.set()
-            self._heard.wait(seconds)
+            self._received.wait(seconds)
 
     def check(self, seconds: float) -> FailedRank | None:
         """Return a failed rank, if any; `seconds` is the time since the last call.
 
-        Failed is a process that exited, one that was stopped or silent for `patience`, or one that
+        Failed is a process that exited, one that was stopped or silent for `timeout`, or one that
         is behind this rank while neither has moved for longer.
         """
         if self._closed.is_set():
@@ -184,7 +185,7 @@ class Peers:
                 return _stopped(other.worker)
             if self._store and other.silent_seconds > self.timeout:
                 return FailedRank(
-                    rank, f"{other.worker} was not heard of for {other.silent_seconds:.0f} s"
+                    rank, f"{other.worker} sent no heartbeat for {other.silent_seconds:.0f} s"
                 )
         late = self.timeout + GONE_GRACE  # collectives time out before
         if self.progress.is_training and self._own_state.unmoved_seconds > late:
@@ -195,7 +196,7 @@ class Peers:
         return None
 
     def _add_registered(self) -> None:
-        """Add the ranks registered on this host; no-op after `meet`."""
+        """Add the ranks registered on this host; no-op after `set_peers`."""
         for worker in registered_workers() if self._store is None else ():
             if worker.rank != self.me.rank:
                 self._watched.setdefault(worker.rank, PeerState(worker))

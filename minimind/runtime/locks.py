@@ -126,12 +126,12 @@ def locked_for_deletion(file: Path) -> Iterator[bool]:
         yield True
         return
     try:
-        yield _is_locked(descriptor)
+        yield _has_no_reader(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _is_locked(descriptor: int) -> bool:
+def _has_no_reader(descriptor: int) -> bool:
     """Whether no process reads the file; true without support for locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -27,6 +27,15 @@ def printable(text: str) -> str:
     return CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+SHOWN = 72  # characters of a text that is shortened to one line
+
+
+def shorten_line(text: str, most: int = SHOWN) -> str:
+    """Escape `text` to one line of at most `most` characters."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
 def for_stdout(text: str) -> str:
     """`text` as standard output gets it: printable at a terminal, as it is in a pipe."""
     return printable(text) if _is_terminal(sys.stdout) else text

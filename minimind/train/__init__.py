@@ -1,9 +1,9 @@
 """The training of a run, and `minimind.train(...)`, which is this package called as a function.
 
-May import everything below `minimind.cli`. A change of the loop starts in `loop.py`, of an action
-between steps in `loop_actions.py`, of what a start reads and checks in `pretrain.py`. The package
-is a callable module, so that `minimind.train(...)` and `import minimind.train.loop` both work;
-torch is imported by the call.
+May import everything below `minimind.launch`. A change of the loop starts in `loop.py`, of an
+action between steps in `loop_actions.py`, of what a start reads and checks in `pretrain.py`. The
+package is a callable module, so that `minimind.train(...)` and `import minimind.train.loop` both
+work; torch is imported by the call.
 
 build             text, row order, schedule: what the loop needs
 evaluate          validation loss of held-out rows, and of whole texts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import Any
 
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.validation import validate_data_order
-from minimind.config.run_config import RunConfig
+from minimind.config.run_config import LAUNCH, RunConfig
 from minimind.config.schedule import Schedule, plan_schedule
 from minimind.config.training_flags import DEFAULT_DATA
 from minimind.data.loader.batches import held_out_rows
@@ -38,7 +39,7 @@ def require_default_data(run: RunConfig) -> None:
     if run.data_path == (DEFAULT_DATA,) and not Path(DEFAULT_DATA).exists():
         raise UsageError(
             f"no --data_path was given and {DEFAULT_DATA} is not here; give some text, for example:"
-            " bash run_accelerate.sh --model tiny --data_path my_text.jsonl --out_dir out/mine"
+            f" {LAUNCH} --model tiny --data_path my_text.jsonl --out_dir out/mine"
         )
 
 
@@ -240,3 +241,12 @@ def held_out_of(run: RunConfig, prepared: Prepared) -> HeldOutRows:
     names = tuple(source["name"] for source in prepared.manifest["sources"])
     piece_bytes = prepared.tokenizer.piece_bytes()
     return HeldOutRows(prepared.val, rows, row_tokens, piece_bytes, names, prepared.train.weights)
+
+
+def sidecar_files(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
+    """Small files beside the tensors: enough to generate text from a checkpoint alone."""
+    return {
+        "ds_config.resolved.json": json.dumps(engine.resolved.config, indent=2).encode(),
+        "config.json": engine.model.config.to_json_string().encode(),
+        **prepared.tokenizer.files(),
+    }

@@ -13,7 +13,6 @@ from minimind.checkpoint.train_state import TrainState, is_due
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.loader.batches import Batches
-from minimind.data.prepare.inspect import shown
 from minimind.engine.build import Engine
 from minimind.engine.collective_clock import CommunicationClock
 from minimind.engine.loss_of_batch import routing_fields
@@ -23,6 +22,7 @@ from minimind.errors import NumericError
 from minimind.runtime.collectives import lost_peers, run_on_all_ranks
 from minimind.runtime.durable_files import mebibytes
 from minimind.runtime.process import Progress, StopRequest
+from minimind.runtime.terminal import shorten_line
 from minimind.telemetry.progress import RunLogger, duration
 from minimind.telemetry.trace import Trace
 from minimind.train.evaluate import HeldOutRows, evaluate
@@ -195,7 +195,9 @@ def log_samples(context: RunContext, state: TrainState, samples: Samples) -> Non
             texts = draw(context.engine, samples)
         for number, (prompt, text) in enumerate(zip(samples.prompts, texts, strict=True)):
             context.logger.event("sample", step=state.step, number=number, prompt=prompt, text=text)
-            context.logger.print(f"step {state.step}: sample {number + 1}: {shown(prompt + text)}")
+            context.logger.print(
+                f"step {state.step}: sample {number + 1}: {shorten_line(prompt + text)}"
+            )
 
 
 def start_save(context: RunContext, state: TrainState) -> None:

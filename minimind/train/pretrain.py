@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -14,7 +13,12 @@ from pathlib import Path
 from minimind.architecture.hf_models import rotary_dtype
 from minimind.checkpoint.identity import facts, hardware, identity, layout, source_commit, versions
 from minimind.checkpoint.resume import Resumed, resume
-from minimind.checkpoint.run_folder import claim, require_output, require_writable, write_reference
+from minimind.checkpoint.run_folder import (
+    lock_out_dir,
+    require_output,
+    require_writable,
+    write_reference,
+)
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.train_state import TrainState
 from minimind.config.deepspeed.backend_choice import Setup, advice, read_setup
@@ -50,6 +54,7 @@ from minimind.train.build import (
     require_resume_path,
     require_same_files,
     resume_order,
+    sidecar_files,
     with_prepared,
 )
 from minimind.train.initial_weights import InitialModel, read_initial
@@ -103,7 +108,7 @@ def train_resolved(
     out_dir = Path(run.out_dir)
     is_locked = is_rank_0 and out_dir.exists()
     if is_locked:  # refuse a folder in use before the long work
-        progress.lock = claim(out_dir)
+        progress.lock = lock_out_dir(out_dir)
     prepared = prepare_data(run)
     order, schedule = plan_data_and_schedule(resolved.run, prepared, setup.launch.world_size)
     require_traceable(run, schedule.total_steps)
@@ -111,7 +116,7 @@ def train_resolved(
     resolved = setup.resolve(schedule)
     run = resolved.run
     if is_rank_0 and not is_locked:
-        progress.lock = claim(out_dir)
+        progress.lock = lock_out_dir(out_dir)
     progress.out_dir = out_dir
     cleanup.enter_context(report_out_of_memory(setup, resolved))
     engine = build_engine(resolved, initial.build(run, prepared.tokenizer), setup.device)
@@ -159,9 +164,10 @@ def build_context(
     After it returns, a stop signal takes effect at the end of a step.
     """
     root = Path(run.out_dir) / "checkpoints"
-    own = identity(run, initial.architecture.identity(run), prepared, schedule, order, engine)
+    model_identity = initial.architecture.identity(run)
+    run_identity = identity(run, model_identity, prepared, schedule, order, engine)
     ranks = engine.another_group(CHECKPOINT_TIMEOUT_S)
-    resumed = resume(engine, ranks, root, run.resume, own, run.allowed_changes())
+    resumed = resume(engine, ranks, root, run.resume, run_identity, run.allowed_changes())
     if resumed.path:
         order = resume_order(order, resumed)
     require_length(run, resumed.state.step, schedule, order)
@@ -170,7 +176,7 @@ def build_context(
         ranks,
         root,
         run.keep_last,
-        {**facts(run, own, order, engine), "init_from": initial.origin(resumed.manifest)},
+        {**facts(run, run_identity, order, engine), "init_from": initial.origin(resumed.manifest)},
         sidecar_files(prepared, engine),
         run.async_save,
         run.save_minutes,
@@ -204,15 +210,6 @@ def build_context(
     return context, resumed
 
 
-def sidecar_files(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
-    """Small files beside the tensors: enough to generate text from a checkpoint alone."""
-    return {
-        "ds_config.resolved.json": json.dumps(engine.resolved.config, indent=2).encode(),
-        "config.json": engine.model.config.to_json_string().encode(),
-        **prepared.tokenizer.files(),
-    }
-
-
 def log_run_start(
     context: RunContext,
     prepared: Prepared,
@@ -224,11 +221,11 @@ def log_run_start(
     run, engine, logger, order = context.run, context.engine, context.logger, context.batches.order
     for bad in resumed.rejected:
         logger.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
-        logger.print(f"checkpoint {bad.path} is passed over: {bad.file} {bad.reason}")
+        logger.print(f"skipped checkpoint {bad.path}: {bad.file} {bad.reason}")
     state, path, peak = resumed.state, resumed.path, peak_of(run, engine.device)
-    room = "no step is left"
+    capacity = "no step is left"
     if state.step < context.schedule.total_steps:
-        room = context.saver.require_room()
+        capacity = context.saver.require_capacity()
     current = layout(run, engine)
     logger.event(
         "run_start",
@@ -263,7 +260,7 @@ def log_run_start(
     notes = [*filter(None, (initial.architecture.start_summary_line(), initial.line())), *notes]
     if (traced := traced_steps(run)) and traced[1] <= state.step:
         notes.append(f"trace    none: --trace_steps {run.trace_steps} is before step {state.step}")
-    logger.print(startup_summary(context, prepared, resumed, room, notes))
+    logger.print(startup_summary(context, prepared, resumed, capacity, notes))
 
 
 def finish(context: RunContext, state: TrainState, status: int, reason: str) -> None:

@@ -30,11 +30,11 @@ FIRST_OF_ONE_CYCLE = 2000  # steps; DeepSpeed's default
 
 
 def startup_summary(
-    context: RunContext, prepared: Prepared, resumed: Resumed, room: str, notes: Sequence[str]
+    context: RunContext, prepared: Prepared, resumed: Resumed, capacity: str, notes: Sequence[str]
 ) -> str:
     """Return the lines printed before the first step.
 
-    `room` states how many checkpoints fit; `notes` are further texts, with or without a label.
+    `capacity` states how many checkpoints fit; `notes` are further texts, with or without a label.
     """
     run, state = context.run, resumed.state
     lines = [
@@ -44,7 +44,7 @@ def startup_summary(
         *labelled_lines("length", _series(_length(context, state))),
         *labelled_lines("rate", [_rate(context)]),
         *labelled_lines("backend", _series(_backend(context))),
-        *labelled_lines("output", _series([shorten(run.out_dir, 60), _cadence(run), room])),
+        *labelled_lines("output", _series([shorten(run.out_dir, 60), _cadence(run), capacity])),
     ]
     note_lines: list[str] = []
     for note in notes:

@@ -13,7 +13,6 @@ import torch
 
 import minimind.train as training
 from minimind.checkpoint.directory import differences
-from minimind.checkpoint.resume import load_weights
 from minimind.config.parse import parse_flags
 from minimind.data.loader.batches import Batches
 from minimind.errors import CheckpointError, DataError, UsageError
@@ -22,6 +21,7 @@ from minimind.inference.load_model import load_checkpoint
 from minimind.inference.sampling import Sampling
 from minimind.interop.consolidate import consolidate
 from minimind.model.decoder import MiniMindForCausalLM
+from tests.checkpoint.weights import load_weights
 from tests.conftest import sentences
 
 train: Any = training  # a package that is called like a function

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from minimind.checkpoint.directory import published_checkpoints
-from minimind.checkpoint.run_folder import claim
+from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.cli.main import main
 from minimind.inference.load_model import load_checkpoint
 from minimind.interop import tensor_sources, write_folder
@@ -192,7 +192,7 @@ def test_diff_takes_two(run_dir, capsys):
 def test_diff_and_consolidate_pass_over_the_damaged_and_report_it(run_dir, tmp_path, capsys):
     damage(step(run_dir, 6) / "state.json")
     assert checkpoint("diff", run_dir, step(run_dir, 4)) == 0
-    assert "step_00000006 is passed over: state.json" in capsys.readouterr().err
+    assert "step_00000006: state.json" in capsys.readouterr().err
     assert checkpoint("consolidate", step(run_dir, 6), "--out", tmp_path / "flat") == 4
     assert not (tmp_path / "flat").exists()
 
@@ -365,7 +365,7 @@ def test_prune_deletes_nothing_where_all_are_damaged(run_dir, capsys):
 
 
 def test_prune_waits_for_no_run(run_dir, capsys):
-    with claim(run_dir):
+    with lock_out_dir(run_dir):
         assert checkpoint("prune", run_dir, "--keep", 1) == 8
     assert "error[E_LOCKED]" in capsys.readouterr().err
     assert len(names(run_dir)) == 3

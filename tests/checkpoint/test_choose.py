@@ -114,7 +114,7 @@ def test_without_locks_a_reader_chooses_again(
     assert left == ["step_00000002"]
     output = capsys.readouterr()
     assert "step_00000002" in output.out + output.err
-    assert "passed over" not in output.err
+    assert "skipped checkpoint" not in output.err
 
 
 @pytest.mark.parametrize(("place", "name"), READERS)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimind.checkpoint.run_folder import claim, require_writable
+from minimind.checkpoint.run_folder import lock_out_dir, require_writable
 from minimind.errors import LockedError, StorageError
 from minimind.runtime.durable_files import Metrics
 from minimind.telemetry.progress import RunLogger
@@ -32,11 +32,11 @@ def test_a_folder_that_cannot_be_claimed_for_want_of_room_is_reported_as_storage
     full(True)
     try:
         with pytest.raises(StorageError, match=str(tmp_path)):
-            claim(tmp_path)
+            lock_out_dir(tmp_path)
     finally:
         full(False)
-    with claim(tmp_path), pytest.raises(LockedError, match=r"in use by process \d+ on "):
-        claim(tmp_path)
+    with lock_out_dir(tmp_path), pytest.raises(LockedError, match=r"in use by process \d+ on "):
+        lock_out_dir(tmp_path)
 
 
 def test_a_line_of_metrics_that_cannot_be_written_names_the_file(tmp_path, full):

@@ -21,7 +21,7 @@ from torch import nn
 from minimind.checkpoint import saver as saver_module
 from minimind.checkpoint import tensor_files
 from minimind.checkpoint.directory import published_checkpoints, verify
-from minimind.checkpoint.resume import Resumed, load_weights
+from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.resume import resume as resume_from
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.tensor_files import Staging
@@ -32,6 +32,7 @@ from minimind.engine.optimizer import adamw, parameter_groups
 from minimind.errors import CheckpointError, NumericError, StorageError, which_memory
 from minimind.runtime.durable_files import Metrics
 from tests import cuda_events
+from tests.checkpoint.weights import load_weights
 
 FACTS = {"identity": {"seed": {"seed": 1}}, "world_size": 1, "zero_stage": 0, "dtype": "float32"}
 
@@ -398,11 +399,11 @@ def test_the_room_for_a_checkpoint_is_known_before_the_first(tmp_path, monkeypat
     with pytest.raises(
         StorageError, match=rf"needs {keeper.bytes:,} bytes .* {keeper.bytes - 1:,}"
     ):
-        keeper.require_room()
+        keeper.require_capacity()
     monkeypatch.setattr(saver_module, "free_bytes", lambda path: keeper.bytes)
-    assert "--keep_last 2 needs" in keeper.require_room()
+    assert "--keep_last 2 needs" in keeper.require_capacity()
     monkeypatch.setattr(saver_module, "free_bytes", lambda path: 2 * keeper.bytes)
-    assert keeper.require_room().endswith("2 more fit")
+    assert keeper.require_capacity().endswith("2 more fit")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

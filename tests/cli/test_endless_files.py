@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from minimind.checkpoint.run_folder import claim
+from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.config.deepspeed.resolve import read_deepspeed_json
 from minimind.config.parse import load_preset
 from minimind.config.yaml_files import load_yaml_texts
@@ -72,4 +72,4 @@ def test_lines_end_as_python_reads_them(tmp_path):
 def test_metrics_from_a_pipe_are_rejected_at_once(tmp_path):
     pipe(tmp_path / "metrics.jsonl")
     with pytest.raises(StorageError, match=r"metrics\.jsonl: is a folder, a pipe or a device"):
-        claim(tmp_path)
+        lock_out_dir(tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from minimind.checkpoint.run_folder import claim
+from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import (
@@ -133,7 +133,7 @@ def test_a_checkpoint_that_is_not_there_is_reported_before_anything_is_written(
 
 
 def test_an_out_dir_in_use_names_its_holder(start_error, tmp_path):
-    with claim(tmp_path / "out"):
+    with lock_out_dir(tmp_path / "out"):
         error = start_error("")
     assert isinstance(error, LockedError)
     assert "process" in str(error)

@@ -10,11 +10,11 @@ import torch
 
 from minimind.architecture.select import MiniMind
 from minimind.checkpoint.directory import published_checkpoints
-from minimind.checkpoint.resume import load_weights
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.data.tokenizer.sentencepiece import Tokenizer
 from minimind.model.decoder import MiniMindForCausalLM
+from tests.checkpoint.weights import load_weights
 from tests.conftest import SHAPE, Launcher
 
 pytestmark = pytest.mark.launch

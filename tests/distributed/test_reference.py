@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minimind.checkpoint.resume import load_weights
 from minimind.config.schedule import Schedule
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.prepare.work_units import Options
 from minimind.data.text.sources import Source
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from tests.checkpoint.weights import load_weights
 from tests.conftest import Launcher, Run
 
 pytestmark = pytest.mark.launch

@@ -68,7 +68,7 @@ def damaged(site: Site, whole: Path, number: int) -> Outcome:
     named = [(Path(e["path"]).name, e["file"]) for e in refused]
     if named != [("step_00000009", victim.name)]:
         outcome.wrong.append(f"{where}: checkpoint_rejected holds {refused}")
-    text = [line for line in again.stdout.splitlines() if "passed over" in line]
+    text = [line for line in again.stdout.splitlines() if "skipped checkpoint" in line]
     if len(text) != 1 or victim.name not in text[0]:
         outcome.wrong.append(f"{where}: the terminal says {text}")
     outcome.deviating = site.deviating(again.recorded())

@@ -24,10 +24,10 @@ from minimind.checkpoint.directory import (
     step_directory,
     verify,
 )
-from minimind.checkpoint.resume import load_weights
 from minimind.checkpoint.tensor_files import write_slices
 from minimind.checkpoint.validation import shard_name
 from minimind.errors import CheckpointError
+from tests.checkpoint.weights import load_weights
 from tests.faults.tampering import (
     copied,
     files_of,

@@ -215,7 +215,7 @@ def test_a_rank_elsewhere_that_is_silent_is_lost(meeting):
     heard(peers)
     found = [peers.check(4.0) for _ in range(5)]
     assert found[:3] == [None] * 3
-    assert "rank 1 (process 4711 on elsewhere) was not heard of for 1" in found[4].description
+    assert "rank 1 (process 4711 on elsewhere) sent no heartbeat for 1" in found[4].description
     assert found[4].worker is None
 
 

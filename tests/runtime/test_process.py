@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from minimind.checkpoint.run_folder import claim
+from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime.exit import Ending
 from minimind.runtime.local_workers import describe_end, is_alive
@@ -244,7 +244,7 @@ def test_a_run_that_fails_before_its_engine_is_there_records_the_end_in_the_fold
     tmp_path: Path,
 ):
     wrong = CheckpointError("x is damaged; give another")
-    with claim(tmp_path) as lock:
+    with lock_out_dir(tmp_path) as lock:
         assert Ending(Progress(lock=lock), debug=False).report(wrong) == 4
     (end,) = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert (end["event"], end["code"], end["status"]) == ("exit", "E_CHECKPOINT", 4)

@@ -1,7 +1,8 @@
 """Resolver of a DeepSpeed JSON against a `RunConfig`: fills "auto" values and reports all faults.
 
-May import `minimind.config` and below; pure, without deepspeed. A new DeepSpeed key starts in
-`keys.py`, a combination that cannot be trained in `incompatible.py`.
+May import `minimind.config` and below. Imports no deepspeed; only `backend_choice.py` and
+`compiled_ops.py`, which read the device, import torch. A new DeepSpeed key starts in `keys.py`, a
+combination that cannot be trained in `incompatible.py`.
 
 auto_values      the value of each "auto", and its source
 backend_choice   DeepSpeed, DDP or a single process, and on which device

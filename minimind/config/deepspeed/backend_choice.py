@@ -17,7 +17,7 @@ from minimind.config.deepspeed.effects import keys_without_effect
 from minimind.config.deepspeed.incompatible import precision_faults
 from minimind.config.deepspeed.resolve import ResolvedConfig, Sections, read_deepspeed_json, resolve
 from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, LAUNCH, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.hardware import HAS_BF16, compiler_fault, invisible_gpus_fault, list_gpus
@@ -180,7 +180,7 @@ def device_for(requested: str, source: str, launch: Launch) -> str:
         more = ", make all of them visible to every process" if by else ""
         raise UsageError(
             f"{launch.local_world_size} processes were started here and {gpus} GPUs are visible"
-            f"{by}; start {gpus} (NUM_PROCESSES={gpus} bash run_accelerate.sh ...){more}, or use"
+            f"{by}; start {gpus} (NUM_PROCESSES={gpus} {LAUNCH} ...){more}, or use"
             " --device cpu"
         )
     return "cuda"
@@ -237,7 +237,7 @@ def idle_gpus(device: str, launch: Launch) -> str:
         return ""
     return (
         f"warning  {gpus} GPUs are visible, {launch.local_world_size} of them are used; type"
-        f" NUM_PROCESSES={gpus} bash run_accelerate.sh ... (torchrun --nproc_per_node {gpus} ...),"
+        f" NUM_PROCESSES={gpus} {LAUNCH} ... (torchrun --nproc_per_node {gpus} ...),"
         " or hide the others with CUDA_VISIBLE_DEVICES"
     )
 

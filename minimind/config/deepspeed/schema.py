@@ -32,7 +32,6 @@ from minimind.config.deepspeed.keys import (
 )
 
 INSIDE = SECTIONS | MODELLED
-COVERED = frozenset(name for name in MODELLED if "." not in name)  # names and kinds, not bounds
 MANY = 20  # names in a message
 
 

@@ -19,10 +19,10 @@ from minimind.data.prepare.merge import tokens_fingerprint
 from minimind.data.prepare.prepare import Prepared
 from minimind.errors import DataError
 from minimind.runtime.durable_files import sha256_of
+from minimind.runtime.terminal import SHOWN, shorten_line
 
 MOST_HASHES = 2**21  # documents compared; above this, a sample by hash
 END = " [end] "  # marks the end of a document in a row
-SHOWN = 72  # characters of a row or document
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _duplicates(prepared: Prepared) -> tuple[list[Duplicate], float, int]:
             number, start, end = places[first]
             tokens = np.memmap(directory / shards[number]["name"], dtype=dtype, mode="r")
             text = prepared.tokenizer.decode(tokens[start : min(end, start + SHOWN)].tolist())
-            duplicates.append(Duplicate(int(-minus), end - start, shown(text)))
+            duplicates.append(Duplicate(int(-minus), end - start, shorten_line(text)))
     return duplicates, 1 - len(counts) / len(hashes), len(hashes)
 
 
@@ -166,10 +166,4 @@ def _rows(prepared: Prepared, count: int, row_tokens: int) -> Iterator[str]:
         ends = np.flatnonzero(row == prepared.tokenizer.eos_id)
         parts = np.split(row, ends)  # all but the first start with an end token
         text = END.join(prepared.tokenizer.decode(part.tolist()) for part in parts)
-        yield f"row {index}: {shown(text, 4 * SHOWN)}"
-
-
-def shown(text: str, most: int = SHOWN) -> str:
-    """Escape and shorten a text to one line."""
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return line if len(line) <= most else f"{line[: most - 3]}..."
+        yield f"row {index}: {shorten_line(text, 4 * SHOWN)}"

@@ -1,4 +1,4 @@
-"""Encoded units -> a folder of shards with a manifest."""
+"""Merge encoded work units into a folder of shards with a manifest."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def merge(work: Work, max_bad_fraction: float) -> dict[str, Any]:
 
     Raise UsageError if units are missing, DataError for too many bad documents or no training text.
     """
-    markers = [work.done(unit) for unit in work.plan.units]
-    done = [marker for marker in markers if marker is not None]
-    if len(done) < len(markers):
-        missing = [number for number, marker in enumerate(markers) if marker is None]
+    found = [work.done(unit) for unit in work.plan.units]
+    markers = [marker for marker in found if marker is not None]
+    if len(markers) < len(found):
+        missing = [number for number, marker in enumerate(found) if marker is None]
         raise UsageError(
-            f"{work.directory}: {len(missing)} of {len(markers)} units are not done, the first is"
+            f"{work.directory}: {len(missing)} of {len(found)} units are not done, the first is"
             f" {missing[0]}; run the --shard I/N that are missing (unit % N == I), then --merge"
         )
-    manifest = _manifest(work, done)
+    manifest = _manifest(work, markers)
     rejected, documents = manifest["rejected"]["count"], manifest["documents"]
     if rejected and work.is_strict:
         raise refusal(manifest["rejected"]["first"])
@@ -62,7 +62,7 @@ def merge(work: Work, max_bad_fraction: float) -> dict[str, Any]:
                 " document; add documents, or leave it out"
             )
     if rejected:
-        _join_rejected(work, done)
+        _join_rejected(work, markers)
     work.tokenizer.save(work.directory / TOKENIZER_NAME)
     kept = [path for path in work.directory.iterdir() if path.name in (REJECTED_NAME, PLAN_NAME)]
     kept += (work.directory / TOKENIZER_NAME / name for name in work.tokenizer.exported)
@@ -113,14 +113,14 @@ def no_training_documents(val_fraction: float, documents: int) -> DataError:
     return DataError(f"no document is left to train on: {reason}; {remedy}")
 
 
-def _manifest(work: Work, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _manifest(work: Work, markers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     plan, tokenizer = work.plan, work.tokenizer
-    units = list(zip(plan.units, done, strict=True))
+    units = list(zip(plan.units, markers, strict=True))
     shards = {
         split: [
-            {**one["shards"][split], "source": unit.source}
-            for unit, one in units
-            if split in one["shards"]
+            {**marker["shards"][split], "source": unit.source}
+            for unit, marker in units
+            if split in marker["shards"]
         ]
         for split in SPLITS
     }
@@ -131,21 +131,21 @@ def _manifest(work: Work, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "eos_id": tokenizer.eos_id,
         "dtype": token_dtype(tokenizer.vocab_size).name,
         "options": asdict(plan.options),
-        "documents": _count(done, "documents"),
+        "documents": _count(markers, "documents"),
         "splits": {
             split: {
                 "tokens": sum(shard["tokens"] for shard in shards[split]),
                 "documents": sum(shard["documents"] for shard in shards[split]),
-                "text_bytes": sum(one["text_bytes"][split] for one in done),
+                "text_bytes": sum(marker["text_bytes"][split] for marker in markers),
                 "shards": shards[split],
             }
             for split in SPLITS
         },
         "sources": [_source(plan, number, units) for number in range(len(plan.sources))],
         "rejected": {
-            "count": sum(one["rejected"] for one in done),
-            "listed": sum(min(one["rejected"], MAX_LISTED) for one in done),
-            "first": _first_rejected(done),
+            "count": sum(marker["rejected"] for marker in markers),
+            "listed": sum(min(marker["rejected"], MAX_LISTED) for marker in markers),
+            "first": _first_rejected(markers),
         },
     }
     return {**manifest, "fingerprint": tokens_fingerprint(manifest)}
@@ -155,7 +155,7 @@ def _source(
     plan: Plan, number: int, units: Sequence[tuple[Unit, dict[str, Any]]]
 ) -> dict[str, Any]:
     """Return the manifest entry of one source: its inputs and the totals of its units."""
-    own = [one for unit, one in units if unit.source == number]
+    own = [marker for unit, marker in units if unit.source == number]
     inputs = (given for given in plan.inputs if given.source == number)
     return {
         "name": plan.sources[number].name,
@@ -163,13 +163,15 @@ def _source(
         "inputs": [{"path": given.path, "bytes": given.bytes} for given in inputs],
         "documents": _count(own, "documents"),
         "tokens": {
-            split: sum(one["shards"].get(split, {"tokens": 0})["tokens"] for one in own)
+            split: sum(marker["shards"].get(split, {"tokens": 0})["tokens"] for marker in own)
             for split in SPLITS
         },
-        "text_bytes": sum(sum(one["text_bytes"].values()) for one in own),
-        "split_bytes": {split: sum(one["text_bytes"][split] for one in own) for split in SPLITS},
-        "rejected": sum(one["rejected"] for one in own),
-        "sha256": fingerprint([one["sha256"] for one in own]),
+        "text_bytes": sum(sum(marker["text_bytes"].values()) for marker in own),
+        "split_bytes": {
+            split: sum(marker["text_bytes"][split] for marker in own) for split in SPLITS
+        },
+        "rejected": sum(marker["rejected"] for marker in own),
+        "sha256": fingerprint([marker["sha256"] for marker in own]),
     }
 
 
@@ -187,35 +189,35 @@ def tokens_fingerprint(manifest: dict[str, Any]) -> str:
     )
 
 
-def _count(done: Sequence[dict[str, Any]], what: str) -> int:
-    return sum(shard[what] for one in done for shard in one["shards"].values())
+def _count(markers: Sequence[dict[str, Any]], what: str) -> int:
+    return sum(shard[what] for marker in markers for shard in marker["shards"].values())
 
 
 def _with_lines_before(
-    done: Sequence[dict[str, Any]],
+    markers: Sequence[dict[str, Any]],
 ) -> Iterator[tuple[dict[str, Any], Counter[str]]]:
     """Yield each unit's marker and the number of lines of each .jsonl file in earlier units.
 
     A unit counts lines from its own start in a file, so that it need not read earlier ones.
     """
     before: Counter[str] = Counter()
-    for one in done:
-        yield one, before
-        before.update(one["lines"])
+    for marker in markers:
+        yield marker, before
+        before.update(marker["lines"])
 
 
-def _first_rejected(done: Sequence[dict[str, Any]]) -> str:
-    for one, before in _with_lines_before(done):
-        if first := one["first_rejected"]:
+def _first_rejected(markers: Sequence[dict[str, Any]]) -> str:
+    for marker, before in _with_lines_before(markers):
+        if first := marker["first_rejected"]:
             path, line = Path(first["path"]), first["line"] + before[first["path"]]
             return str(Rejection(**{**first, "path": path, "line": line}))
     return ""
 
 
-def _join_rejected(work: Work, done: Sequence[dict[str, Any]]) -> None:
+def _join_rejected(work: Work, markers: Sequence[dict[str, Any]]) -> None:
     path = work.directory / REJECTED_NAME
     with open(path, "wb") as file:
-        for unit, (_, before) in zip(work.plan.units, _with_lines_before(done), strict=True):
+        for unit, (_, before) in zip(work.plan.units, _with_lines_before(markers), strict=True):
             own = work.path("rejected", unit.number)
             if not own.exists():
                 continue
