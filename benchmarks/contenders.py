@@ -143,7 +143,7 @@ def plain_loop(
 def bare(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> None:
     """The same model, compiled, in the plain loop."""
     run, batches = random_rows(shape, rows, *flags)
-    model = preset(shape)
+    model = preset(shape, run.max_seq_len)
 
     @torch.compile(dynamic=False)
     def loss_of(text: torch.Tensor) -> Any:

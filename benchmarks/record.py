@@ -52,8 +52,8 @@ def record(out: Path | None, name: str, load_before: Any, **found: Any) -> None:
     out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def preset(name: str) -> MiniMindForCausalLM:
-    """A fresh model of a preset's shape."""
+def preset(name: str, max_seq_len: int | None = None) -> MiniMindForCausalLM:
+    """A fresh model of a preset's shape, for rows of max_seq_len tokens or the preset's."""
     run = parse_flags(["--model", name])
     return MiniMindForCausalLM(
         MiniMindConfig(
@@ -62,7 +62,7 @@ def preset(name: str) -> MiniMindForCausalLM:
             num_hidden_layers=run.n_layers,
             num_attention_heads=run.n_heads,
             num_key_value_heads=run.n_kv_heads,
-            max_position_embeddings=run.max_seq_len,
+            max_position_embeddings=max_seq_len or run.max_seq_len,
             rope_theta=run.rope_theta,
         )
     )

@@ -82,17 +82,15 @@ def facts_lines(facts: HostFacts) -> list[str]:
 
 
 def _gpus(facts: HostFacts) -> str:
+    from minimind.runtime.hardware import dotted
+
     kinds = Counter((gpu.name, gpu.memory_mib, gpu.capability) for gpu in facts.gpus)
     gpus = []
     for (name, memory, capability), count in kinds.items():
         size = f", {memory / 1024:.0f} GiB" if memory else ""
-        numbers = f", compute capability {_dotted(capability)}" if capability else ""
+        numbers = f", compute capability {dotted(capability)}" if capability else ""
         gpus.append(f"{count} x {name}{size}{numbers}")
     return "; ".join(gpus) or "none"
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"
 
 
 def _oldest(facts: HostFacts) -> tuple[int, int] | None:
@@ -131,13 +129,13 @@ def consequences(facts: HostFacts) -> list[str]:
 
 def _of_gpus(facts: HostFacts) -> dict[str, bool]:
     """Consequences for training on GPUs, and whether each applies."""
-    from minimind.runtime.hardware import MIN_BF16_CAPABILITY
+    from minimind.runtime.hardware import MIN_BF16_CAPABILITY, dotted
 
     oldest, names = _oldest(facts), sorted({gpu.name for gpu in facts.gpus})
     is_old = oldest is not None and oldest < MIN_BF16_CAPABILITY
     return _of_ops(facts) | {
         f"slow: bfloat16 and attention, whose fast kernels need compute capability"
-        f" {_dotted(MIN_BF16_CAPABILITY)} and a GPU here has {_dotted(oldest or (0, 0))}; use"
+        f" {dotted(MIN_BF16_CAPABILITY)} and a GPU here has {dotted(oldest or (0, 0))}; use"
         " --dtype float16": is_old,
         f"slow: the model is not compiled, since {facts.compile_fault}; correct that": bool(
             facts.compile_fault
@@ -146,7 +144,7 @@ def _of_gpus(facts: HostFacts) -> dict[str, bool]:
         " slowest; choose equal ones with CUDA_VISIBLE_DEVICES": len(names) > 1
         and facts.torch_gpus > 1,
         f"may fail: NCCL between GPUs, with {facts.shared_mib} MiB of /dev/shm; start the"
-        " container with --shm-size=1g or --ipc=host": facts.torch_gpus > 1
+        " container with --shm-size=8g or --ipc=host": facts.torch_gpus > 1
         and facts.shared_mib < MIN_SHARED_MIB,
     }
 

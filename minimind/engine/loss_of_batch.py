@@ -7,7 +7,7 @@ its first token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -98,6 +98,11 @@ def routing_fields(routing: Routing | None, ranks: Ranks) -> dict[str, Any]:
 # The option of torch 2.10 to 2.13; versions without it use more memory.
 EAGER_BACKWARD = "force_non_lazy_backward_lowering"
 ORIGINAL = "_torchdynamo_orig_callable"  # of a compiled function
+# The choice of attention kernels; its arguments are in the graph, and so in the key of torch's
+# cache. Without this mark every block on a GPU bypasses the cache of AOTAutograd.
+CACHEABLE = dict.fromkeys(
+    ("torch.nn.attention._sdpa_kernel", "torch.nn.attention._backend_from_string"), "1"
+)
 
 
 def compile_model(model: Any, run: RunConfig, device: str) -> None:
@@ -105,17 +110,20 @@ def compile_model(model: Any, run: RunConfig, device: str) -> None:
 
     Shapes are static, because rows are packed. Hooks are not compiled: DeepSpeed registers timers
     there that synchronize the GPU, which torch 2.13 cannot compile. With --deterministic no kernel
-    is selected by timing, since another choice after a resume would sum in another order. On a CPU
-    the backward graph is compiled early (`with_eager_backward`); on GPUs that was not measured.
+    is selected by timing, since another choice after a resume would sum in another order.
     """
     if run.compile != "on":
         return
+    from torch._inductor import config
+
+    marked = config.unsafe_marked_cacheable_functions
+    config.unsafe_marked_cacheable_functions = marked | CACHEABLE
     options: dict[str, Any] | None = {"deterministic": True} if run.deterministic else None
     for module, name in compiled_methods(model):
         compiled = torch.compile(getattr(module, name), dynamic=False, options=options)
         setattr(module, name, compiled)
-    forward = with_eager_backward(model.forward) if device == "cpu" else model.forward
-    model.forward = with_compile_message(forward)
+    is_whole = hasattr(model.forward, ORIGINAL)
+    model.forward = with_compile_message(with_compiler_settings(model.forward, device, is_whole))
 
 
 def compiled_methods(model: Any) -> list[tuple[Any, str]]:
@@ -133,28 +141,35 @@ def with_compile_message(forward: Callable[..., Any]) -> Callable[..., Any]:
         if has_run:
             return forward(*args, **kwargs)
         has_run = True
-        with phase("compiling the model"):
+        with phase("compiling the model, which takes tens of seconds unless torch has it cached"):
             return forward(*args, **kwargs)
 
     return called
 
 
-def with_eager_backward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile the backward graph in the first call of the compiled `forward`.
+def with_compiler_settings(
+    forward: Callable[..., Any], device: str, is_whole: bool
+) -> Callable[..., Any]:
+    """Run `forward`, whose first call compiles, under settings of torch's compiler.
 
-    By default torch compiles it at its first use, when all saved activations are in memory; what
-    the compiler allocates then fragments memory for good. Compiled early it may not support
-    backward(retain_graph=True), which is not used here.
+    On a CPU the backward graph is compiled with the forward graph. By default torch compiles it at
+    its first use, when all saved activations are in memory; what the compiler allocates then
+    fragments memory for good. Compiled early it may not support backward(retain_graph=True), which
+    is not used here. On GPUs that was not measured. Under DDP torch splits a graph where a bucket
+    of gradients is full, which only a model compiled as a whole needs to overlap the reduction.
     """
-    from torch._functorch import config
+    from torch._dynamo import config as dynamo
+    from torch._functorch import config as functorch
 
-    if not hasattr(config, EAGER_BACKWARD):
-        return forward
-    both = config.patch({EAGER_BACKWARD: True})
+    settings = [] if is_whole else [dynamo.patch(optimize_ddp=False)]
+    if device == "cpu" and hasattr(functorch, EAGER_BACKWARD):
+        settings.append(functorch.patch({EAGER_BACKWARD: True}))
 
     @wraps(forward)
     def called(*args: Any, **kwargs: Any) -> Any:
-        with both:  # not for other code of the process
+        with ExitStack() as stack:  # not for other code of the process
+            for setting in settings:
+                stack.enter_context(setting)
             return forward(*args, **kwargs)
 
     return called

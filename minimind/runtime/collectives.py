@@ -27,6 +27,7 @@ NCCL_REMEDIES = {
     "Duplicate GPU": "give every process a GPU of its own, and no two of them slices (MIG) of one",
     "socket interface": "name an interface that the hosts share in NCCL_SOCKET_IFNAME",
 }
+LAST_ERROR = re.compile(r"Last error:\n([^\n]+)")
 NCCL_OTHERWISE = "run it again with NCCL_DEBUG=INFO, which prints the cause"
 
 
@@ -56,8 +57,8 @@ def nccl_fault(error: Exception) -> str:
     text = str(error)
     if not isinstance(error, dist.DistBackendError) or "NCCL" not in text or which_memory(error):
         return ""
-    _, _, last = text.partition("Last error:")
-    reason = (last or text).strip().splitlines()[0].removesuffix(".")
+    last = LAST_ERROR.search(text)  # may be empty, before a stack of C++
+    reason = (last[1] if last else text.splitlines()[0]).strip().removesuffix(".")
     remedies = (remedy for words, remedy in NCCL_REMEDIES.items() if words in text)
     return f"NCCL failed: {reason}; {next(remedies, NCCL_OTHERWISE)}"
 

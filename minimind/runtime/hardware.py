@@ -120,8 +120,6 @@ def invisible_gpus_fault(
         return "", ""
     driver, build = gpus[0].driver, f"torch {torch.__version__}"
     found = f"nvidia-smi lists {len(gpus)} x {gpus[0].name} (driver {driver})"
-    if visible is not None:
-        return f"{found} and CUDA_VISIBLE_DEVICES is {visible}", "correct or unset it"
     if torch_cuda is None:
         return f"{found} and {build} is a build without CUDA", "install a CUDA build of torch"
     oldest = MIN_DRIVER.get(int(torch_cuda.partition(".")[0]))
@@ -131,6 +129,8 @@ def invisible_gpus_fault(
             f" {oldest[0]}.{oldest[1]:02} or newer",
             "update the driver, or install a torch built for an older CUDA",
         )
+    if visible is not None:
+        return f"{found} and CUDA_VISIBLE_DEVICES is {visible}", "correct or unset it"
     return (
         f"{found} and {build} cannot use them",
         "`python -c 'import torch; torch.zeros(1).cuda()'` prints the reason: correct it",
@@ -150,7 +150,9 @@ def compiler_fault(device: str) -> str:
             gpus = range(torch.cuda.device_count())
             capability = min(torch.cuda.get_device_capability(gpu) for gpu in gpus)
             if capability < MIN_TRITON_CAPABILITY:
-                return f"Triton needs compute capability 7.0, and a GPU has {_dotted(capability)}"
+                least = dotted(MIN_TRITON_CAPABILITY)
+                has = dotted(capability)
+                return f"Triton needs compute capability {least}, and a GPU has {has}"
         names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     else:
         names = [os.environ.get("CXX") or "g++"]
@@ -164,10 +166,14 @@ def compiler_fault(device: str) -> str:
 
 def has_python_header() -> bool:
     """Whether the C header of this Python is installed."""
-    return (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
+    # Triton and torch ask for posix_prefix, where Debian's Pythons outside a venv have it.
+    schemes = (sysconfig.get_default_scheme(), "posix_prefix")
+    folders = [Path(sysconfig.get_path("include", scheme)) for scheme in schemes]
+    return any((folder / "Python.h").exists() for folder in folders)
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def dotted(version: tuple[int, int]) -> str:
+    """Return `major.minor`."""
     return f"{version[0]}.{version[1]}"
 
 

@@ -76,10 +76,9 @@ def remedy(
     if fits(needed, memory):
         free = "end other processes, or raise the limit on this one (ulimit -v, the container's)"
         if device == "cuda":
-            free = (
-                "end other processes on this GPU (nvidia-smi lists them), or set"
-                " PYTORCH_ALLOC_CONF=expandable_segments:True against fragmentation"
-            )
+            free = "end other processes on this GPU (nvidia-smi lists them)"
+            if "expandable_segments:True" not in os.environ.get("PYTORCH_ALLOC_CONF", ""):
+                free += ", or set PYTORCH_ALLOC_CONF=expandable_segments:True against fragmentation"
         return f"{estimate}, which should fit: {free}{recompute}"
     if best := largest_step(shape, current, memory):
         return f"{estimate}; {_flags(run, best)} fits{recompute}"

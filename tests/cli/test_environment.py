@@ -47,7 +47,7 @@ class Host:
         self.patch.setattr(torch.version, "cuda", cuda)
         self.patch.setattr(torch.cuda, "is_available", lambda: seen > 0)
         self.patch.setattr(torch.cuda, "device_count", lambda: seen)
-        self.patch.setattr(torch.cuda, "get_device_capability", lambda: capabilities[0])
+        self.patch.setattr(torch.cuda, "get_device_capability", lambda *_: capabilities[0])
 
     def env(self, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[str, list[str]]:
         """Print the facts; return them, and the lines about what is refused or slow."""
@@ -165,7 +165,7 @@ def test_a_small_shared_memory_and_a_slow_disk_are_named(host, capsys):
     host.patch.setattr(environment, "MIN_DISK_MIB_S", 1e9)
     remarks = host.env(capsys)[1]
     assert remarks[0].startswith("may fail: NCCL between GPUs, with ")
-    assert remarks[0].endswith("start the container with --shm-size=1g or --ipc=host")
+    assert remarks[0].endswith("start the container with --shm-size=8g or --ipc=host")
     assert remarks[1].startswith("slow: checkpoints, written at ")
 
 

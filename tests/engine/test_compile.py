@@ -15,9 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import config as dynamo
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.autograd_cache import check_node_safe
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._inductor import config as inductor
 
 import minimind.train as training
 from minimind.config.deepspeed import backend_choice
@@ -43,6 +46,7 @@ SHAPE: dict[str, Any] = {
     **{"num_key_value_heads": 2, "max_position_embeddings": 16},
 }
 COMPILED = parse_flags(["--compile", "on"])
+COMPILE = torch.compile
 REGIONS = ("a block", "the final norm", "the loss")  # each is one graph
 ROWS = torch.randint(96, (4, 17), generator=torch.manual_seed(1))
 
@@ -141,6 +145,45 @@ def test_a_choice_of_kernels_breaks_no_graph_and_compiling_is_timed(quickly, mon
         leave_process_group()
     assert counters["stats"]["unique_graphs"] == len(REGIONS)
     assert not counters["graph_break"]
+
+
+def test_torch_caches_a_block_that_chooses_its_attention_kernel(quickly, monkeypatch):
+    """As on a GPU; without its mark the choice keeps every block out of the cache."""
+    kernels = partial(layers._fused, layers.CAUSAL_KERNELS, is_causal=True, enable_gqa=True)
+    monkeypatch.setattr(layers, "KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(layers, "blockwise_attention", kernels)
+    nodes: list[Any] = []
+
+    def capture(graph: Any, inputs: Any) -> Any:
+        nodes.extend(graph.graph.nodes)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(COMPILE, backend=capture))
+    model = built()
+    with inductor.patch(unsafe_marked_cacheable_functions={}):
+        compile_model(model, COMPILED, "cuda")
+        model(ROWS[:, :-1], shift_labels=ROWS[:, 1:], loss_chunk_size=0)
+        assert any("_sdpa_kernel" in str(node.target) for node in nodes)
+        for node in nodes:
+            check_node_safe(node)
+
+
+def test_ddp_splits_no_block(quickly):
+    """A graph is split where a bucket of gradients is full, which a block alone need not be."""
+    seen = []
+    model = built()
+    model.register_forward_pre_hook(lambda *_: seen.append(dynamo.optimize_ddp))
+    original = type(model).forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        seen.append(dynamo.optimize_ddp)
+        return original(model, *args, **kwargs)
+
+    model.forward = forward
+    compile_model(model, COMPILED, "cuda")
+    model(ROWS[:, :-1])
+    assert seen == [True, False]
+    assert dynamo.optimize_ddp
 
 
 @pytest.mark.long

@@ -59,7 +59,7 @@ def chosen(work: Callable[[], Any]) -> str:
             torch.cuda.synchronize()
     names = (NAME.search(event.key) for event in recorded.key_averages())
     found = {name[1] or name[2] for name in names if name and "backward" not in name.string}
-    return ", ".join(sorted(found - {"attention"}))
+    return ", ".join(sorted(found))
 
 
 def masks_of(kind: str, length: int, device: torch.device) -> tuple[Tensor | None, Any]:

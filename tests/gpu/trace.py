@@ -80,7 +80,7 @@ def own_times(events: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, Inte
 
     Operators are nested: from each the time of those inside it is taken away.
     """
-    spans, inside = [], 0.0
+    spans: list[tuple[str, Interval]] = []
     ops = sorted(
         (event for event in events if event.get("cat") == "cpu_op"),
         key=lambda event: (event["tid"], event["ts"], -event["dur"]),

@@ -26,6 +26,8 @@ STACK = "\nException raised from getNCCLComm at ProcessGroupNCCL.cpp:1287 (most 
         (SYSTEM + TWICE + STACK, f"NCCL failed: {TWICE}; give every process a GPU of its own"),
         (SYSTEM + "Bootstrap : no socket interface found", "NCCL_SOCKET_IFNAME"),
         (SYSTEM + "Cuda failure 'invalid argument'", "invalid argument'; run it again with"),
+        (SYSTEM, "NCCL failed: NCCL error in: /pytorch"),  # without a last error
+        (SYSTEM + STACK, "NCCL failed: NCCL error in: /pytorch"),
         ("NCCL timeout in: NCCLUtils.cpp:89", "NCCL failed: NCCL timeout in: NCCLUtils.cpp:89; "),
     ],
 )

@@ -68,6 +68,8 @@ def test_the_gpus_of_the_driver_are_listed_with_fields_it_does_not_know(path: Pa
         (OLD, None, None, "is a build without CUDA", "install a CUDA build of torch"),
         (OLD, "13.0", None, "(driver 535.183.01)", "update the driver"),
         (OLD, "13.0", None, "needs driver 580.00 or newer", "older CUDA"),
+        (OLD, None, "0", "is a build without CUDA", "install a CUDA build of torch"),
+        (OLD, "13.0", "0", "needs driver 580.00 or newer", "older CUDA"),
         (OLD, "12.8", None, "cannot use them", "prints the reason"),
         (H100 * 8, "13.0", None, "lists 8 x NVIDIA H100", "prints the reason"),
         (H100, "13.0", "7", "CUDA_VISIBLE_DEVICES is 7", "unset it"),

@@ -72,6 +72,12 @@ def incompatible_settings(
             " or switch the profiler off"
         )
     stage = get(config, f"{ZERO}stage")
+    if run.compile == "on" and stage == 3:
+        where = sources.get(f"{ZERO}stage", path)
+        faults.append(
+            f"zero_optimization.stage is 3 ({where}), whose hooks in every module would be compiled"
+            f" again and again; drop compile = on ({run.sources['compile']}), or use stage 2"
+        )
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         where = sources.get(f"{ZERO}stage", path)
         faults.append(

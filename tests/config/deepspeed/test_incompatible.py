@@ -227,6 +227,19 @@ def test_a_model_that_deepspeed_counts_is_not_compiled(monkeypatch: pytest.Monke
     assert with_compile(resolved("", {}, "cuda"), "cuda").run.compile == "on"
 
 
+def test_a_model_whose_modules_have_hooks_of_stage_3_is_not_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(backend_choice, "compiler_fault", lambda device: "")
+    with pytest.raises(
+        UsageError, match=r"zero_optimization.stage is 3 .* drop compile = on \(--compile\)"
+    ):
+        resolved("--compile on", {"zero_optimization.stage": 3})
+    for stage in (0, 1, 2):
+        found = resolved("--compile on", {"zero_optimization.stage": stage})
+        assert found.run.compile == "on"
+
+
 def test_a_precision_of_the_file_names_its_own_block():
     found = resolved("", {"fp16.enabled": True}, device="cuda").run
     assert (found.dtype, found.sources["dtype"]) == ("float16", "ds.json: fp16.enabled")
