@@ -81,7 +81,7 @@ def test_only_a_run_on_a_gpu_records_what_the_gpu_does(
     """With a stand-in for the profiler, on a host that has GPUs."""
     asked: list[str] = []
 
-    def profile(activities: list[Any]) -> SimpleNamespace:
+    def profile(activities: list[Any], **_: Any) -> SimpleNamespace:
         asked.extend(activity.name for activity in activities)
         return SimpleNamespace(start=lambda: None)
 
