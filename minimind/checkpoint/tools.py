@@ -191,34 +191,32 @@ def as_json(listings: list[Listing]) -> str:
 def verify_checkpoints(place: str) -> Iterator[tuple[Path, list[str], list[str]]]:
     """Yield (checkpoint, faults, remarks) of each one at `place`."""
     for path in directories(place):
-        faults = faults_of(path)
+        faults, remarks = examine(path)
         if path.is_dir() or is_one(Path(place)):  # else the run deleted it
-            yield path, faults, [] if faults else unlisted(path)
+            yield path, faults, remarks
 
 
-def faults_of(path: Path) -> list[str]:
-    """Return the damaged files, by their hashes; if there are none, what the contents lack."""
+def examine(path: Path) -> tuple[list[str], list[str]]:
+    """Return the damaged files, by their hashes, or what the contents lack; and remarks if neither.
+
+    A remark names a file that the manifest does not list; such files are never read.
+    """
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        return [str(rejected(path, MANIFEST, error))]
+        return [str(rejected(path, MANIFEST, error))], []
     damages = (fault(path / entry["name"], entry) for entry in manifest["files"])
     if faults := [str(bad) for bad in damages if bad]:
-        return faults
+        return faults, []
     from minimind.checkpoint.reader import Contents  # imports torch
 
     try:
         Contents(path).require_finite()
     except CheckpointError as error:
-        return [f"DAMAGED: {str(error).removeprefix(f'{path}/').removeprefix(f'{path}: ')}"]
-    return []
-
-
-def unlisted(path: Path) -> list[str]:
-    """Return one remark per file that the manifest does not list; such files are never read."""
-    known = {MANIFEST, *(entry["name"] for entry in read_manifest(path)["files"])}
+        return [f"DAMAGED: {str(error).removeprefix(f'{path}/').removeprefix(f'{path}: ')}"], []
+    known = {MANIFEST, *(entry["name"] for entry in manifest["files"])}
     extra = sorted(set(sizes_of(path) or ()) - known)
-    return [f"{name!r} is not in the manifest, and is not read" for name in extra]
+    return [], [f"{name!r} is not in the manifest, and is not read" for name in extra]
 
 
 def prune(place: str, keep: int, is_dry: bool) -> Iterator[tuple[Path, int, str]]:

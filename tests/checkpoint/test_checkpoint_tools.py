@@ -138,19 +138,33 @@ def test_verify_of_a_directory_without_its_manifest(run_dir, capsys):
     assert "manifest.json cannot be read" in capsys.readouterr().out
 
 
-def test_a_checkpoint_that_its_run_deletes_meanwhile_is_no_damage(run_dir, capsys, monkeypatch):
+@pytest.mark.parametrize(("is_after", "ok"), [(False, 2), (True, 3)])
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_no_damage(
+    run_dir, capsys, monkeypatch, is_after: bool, ok: int
+):
+    """Deleted before it is examined, or after it was found to be there."""
     from minimind.checkpoint import tools as checkpoint_tools
 
-    faults_of = checkpoint_tools.faults_of
-
-    def gone(path: Path) -> list[str]:
+    def gone(path: Path) -> None:
         if path.name == "step_00000002":
-            shutil.rmtree(path)
-        return faults_of(path)
+            shutil.rmtree(path, ignore_errors=True)
 
-    monkeypatch.setattr(checkpoint_tools, "faults_of", gone)
+    if is_after:
+        is_dir = Path.is_dir
+
+        def then_gone(path: Path) -> bool:
+            is_there = is_dir(path)
+            gone(path)
+            return is_there
+
+        monkeypatch.setattr(Path, "is_dir", then_gone)
+    else:
+        examine = checkpoint_tools.examine
+        monkeypatch.setattr(
+            checkpoint_tools, "examine", lambda path: (gone(path), examine(path))[1]
+        )
     assert checkpoint("verify", run_dir) == 0
-    assert capsys.readouterr().out.count(": ok") == 2
+    assert capsys.readouterr().out.count(": ok") == ok
 
 
 def test_diff_of_a_checkpoint_with_itself_saved_by_others_is_layout_alone(run_dir, capsys):
