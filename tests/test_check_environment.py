@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,11 @@ from tests.conftest import ROOT
 
 
 def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True, timeout=60)
+    outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")  # of a make that runs the tests
+    env = {name: value for name, value in os.environ.items() if name not in outer}
+    return subprocess.run(
+        ["make", *words], cwd=folder, capture_output=True, text=True, timeout=60, env=env
+    )
 
 
 @pytest.fixture
