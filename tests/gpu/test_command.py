@@ -35,15 +35,9 @@ def ran(out: Path, *words: str) -> tuple[dict[str, Any], str]:
     return found, done.stdout
 
 
-def test_losses_and_kernels(tmp_path: Path):
-    found, output = ran(tmp_path, "--parts", "losses", "kernels")
-    assert [*found["parts"]] == ["losses", "kernels"]
-    compared = [row for row in found["parts"]["losses"]["findings"] if row["is_right"]]
-    assert {row["what"].split(",")[0] for row in compared} == {
-        "no DeepSpeed",
-        *(f"ZeRO-{stage}" for stage in range(4)),
-    }
-    assert found["parts"]["losses"]["not_run"] == {"ZeRO-2, float16": "float16 is not for a CPU"}
+def test_kernels(tmp_path: Path):
+    found, output = ran(tmp_path, "--parts", "kernels")
+    assert [*found["parts"]] == ["kernels"]
     assert "flash_attention_for_cpu" in output
 
 
@@ -51,4 +45,10 @@ def test_losses_and_kernels(tmp_path: Path):
 def test_the_whole_command(tmp_path: Path):
     found, _ = ran(tmp_path)
     assert [*found["parts"]] == [*PARTS]
-    assert found["seconds"] < 20 * 60
+    losses = found["parts"]["losses"]
+    compared = [row for row in losses["findings"] if row["is_right"]]
+    assert {row["what"].split(",")[0] for row in compared} == {
+        "no DeepSpeed",
+        *(f"ZeRO-{stage}" for stage in range(4)),
+    }
+    assert losses["not_run"] == {"ZeRO-2, float16": "float16 is not for a CPU"}
