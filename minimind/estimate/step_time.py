@@ -27,9 +27,8 @@ class Rates:
 
 # What no program can exceed.
 DATA_SHEET = Rates()
-# Assumptions. products: large square bf16 products reach 790 of 989 TFLOP/s on an H200. attention:
-# FlashAttention-2 on an H100, by the abstract of FlashAttention-3 (Shah et al. 2024). memory: a
-# copy reaches 4.3 of 4.8 TB/s on an H200.
+# Assumptions, not measured here: shares of the peak and of the bandwidth that large kernels reach.
+# attention: FlashAttention-2 on an H100, by the abstract of FlashAttention-3 (Shah et al. 2024).
 ASSUMED = Rates(products=0.8, attention=0.35, memory=0.9)
 # Microseconds of the host per launch, assumed. On a busy core of an AMD EPYC an eager operator with
 # a tensor of a few elements took 14, its arithmetic included (`benchmarks/launches.py`).

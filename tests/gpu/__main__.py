@@ -1,4 +1,4 @@
-"""One command that shows within 20 minutes what holds on a GPU; on a CPU it runs whole too.
+"""Check what holds on a GPU, with a limit of 20 minutes; --device cpu runs the parts without one.
 
     python -m tests.gpu [--device cuda|cpu] [--out out/gpu] [--parts NAME ...] [--minutes 20]
     make gpu
