@@ -8,6 +8,8 @@ SAMPLE := out/sample
 CHECKPOINT ?= $(SAMPLE)/run
 STEPS ?= 400
 DEVICE ?= cuda
+# make train chooses the device itself unless DEVICE is given.
+ON_DEVICE := $(if $(filter command environment,$(origin DEVICE)),--device $(DEVICE))
 OLDEST := build/oldest
 IN_PROCESS := -m pytest -n 2 --dist loadfile -m "not launch and not gpu"
 # make gpu PYTHON=python3 runs in the environment of that interpreter, and installs nothing.
@@ -38,7 +40,7 @@ train: $(READY) ## train the tiny model on this Python's own library: 5 to 8 min
 	@$(BIN)/python examples/stdlib_corpus.py $(SAMPLE)/stdlib.jsonl
 	@PYTHON=$(BIN)/python bash run_accelerate.sh --model tiny --data_path $(SAMPLE)/stdlib.jsonl --out_dir $(SAMPLE)/run \
 	  --cache_dir $(SAMPLE)/cache --max_steps $(STEPS) --batch_size 8 --learning_rate 3e-3 \
-	  --save_interval 100 --eval_interval 200
+	  --save_interval 100 --eval_interval 200 $(ON_DEVICE)
 	@$(BIN)/minimind generate --checkpoint $(SAMPLE)/run --prompt 'def ' --max_new_tokens 80
 	@echo
 	@echo "The checkpoint is under $(SAMPLE)/run/checkpoints. Three things to try next:"

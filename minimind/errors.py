@@ -105,6 +105,10 @@ DEVICE_FULL = re.compile(
     r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
 )
 
+# vGPUs and some WSL2 drivers do not have the virtual memory management that expandable segments,
+# which this program turns on, are made of.
+NOT_EXPANDABLE = "CUDA driver error: operation not supported"
+
 
 def which_memory(error: BaseException) -> str:
     """Return `device` or `host` if `error` is a failed allocation there, else an empty string."""
@@ -117,12 +121,17 @@ def which_memory(error: BaseException) -> str:
 
 
 def known_error(error: BaseException) -> RunError | None:
-    """Convert a library's error about full memory or a full disk; None for any other error."""
+    """Convert a library's error about memory or a full disk; None for any other error."""
     if isinstance(error, RunError):
         return error
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = error.filename or "a file that was being written"
         return StorageError(f"{place}: {error.strerror}; free some space")
+    if isinstance(error, RuntimeError) and NOT_EXPANDABLE in str(error):
+        return MemoryFull(
+            f"the driver of this GPU refuses the allocator's expandable segments ({NOT_EXPANDABLE});"
+            " run again with PYTORCH_ALLOC_CONF=expandable_segments:False"
+        )
     if not (where := which_memory(error)):
         return None
     reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -67,6 +67,11 @@ def test_the_given_interpreter_runs_the_suite_on_the_given_device(checkout: Path
     assert bench[-1] == "python3 -m benchmarks.gpu --out out/gpu.json"
 
 
+def test_make_train_takes_the_device_that_is_given_and_else_chooses(checkout: Path):
+    assert "--device cpu" in make(checkout, "--dry-run", "train", "DEVICE=cpu").stdout
+    assert "--device" not in make(checkout, "--dry-run", "train").stdout
+
+
 def test_this_interpreter_has_all_of_pyproject_toml():
     assert main([]) == ""
     assert {"torch>=2.11", "transformers>=5.17"} <= set(requirements())

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MIN_SHARED_MIB = 1024  # what NVIDIA's containers ask for; Docker's default is 64 MiB
 MIN_DISK_MIB_S = 100.0
-SEVERITIES = ("refused", "may fail", "slow")
+SEVERITIES = ("refused", "may fail", "slow", "missing")
 
 
 def add_parser(subs: Any) -> None:
@@ -70,7 +70,7 @@ def facts_lines(facts: HostFacts) -> list[str]:
         "minimind": f"{DISTRIBUTION}, {facts.system}",
         "versions": ", ".join(f"{name} {number}" for name, number in facts.versions.items()),
         "CUDA": f"torch is built {cuda}; NCCL {facts.nccl}{driver}",
-        "GPUs": f"{_gpus(facts)}; torch sees {facts.torch_gpus}{visible}",
+        "GPUs": f"{_gpus(facts)}; torch sees {facts.torch_gpus} of {facts.host_gpus}{visible}",
         "support": _support(facts),
         "CPU": f"{facts.cpu}, bf16 instructions: {bf16}",
         "compilers": ", ".join(f"{name}: {text}" for name, text in facts.compilers.items()),
@@ -169,7 +169,7 @@ def _of_ops(facts: HostFacts) -> dict[str, bool]:
     for op, fault in facts.ops.items():
         by_fault.setdefault(fault, []).append(op)
     return {
-        f'refused: DeepSpeed\'s {", ".join(ops)}, since {fault}; "torch_adam": "auto" takes'
-        " torch's fused AdamW": bool(fault)
+        f"missing: DeepSpeed's {', '.join(ops)}, since {fault}; AdamW then is torch's fused one"
+        ' ("torch_adam": "auto"), other optimizers of DeepSpeed are refused': bool(fault)
         for fault, ops in by_fault.items()
     }

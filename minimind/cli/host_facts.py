@@ -40,8 +40,9 @@ class HostFacts:
     system: str
     cpu: str
     has_cpu_bf16: bool
-    gpus: Sequence[GPU]
+    gpus: Sequence[GPU]  # those that torch sees; if it sees none, those of the host
     torch_gpus: int  # visible to torch
+    host_gpus: int  # that nvidia-smi lists, or more if torch sees more
     torch_cuda: str | None  # the CUDA version that torch is built for
     visible: str | None  # CUDA_VISIBLE_DEVICES
     nccl: str
@@ -67,6 +68,8 @@ def read_facts(out_dir: Path) -> HostFacts:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     cores = len(os.sched_getaffinity(0))
     disk, speed = measure_disk(out_dir)
+    on_host = list_gpus()
+    driver = on_host[0].driver if on_host else "unknown (no nvidia-smi)"
     versions = {name: package_version(name) for name in LIBRARIES}
     return HostFacts(
         versions={"torch": torch.__version__} | versions,
@@ -74,8 +77,9 @@ def read_facts(out_dir: Path) -> HostFacts:
         f" Python {platform.python_version()}",
         cpu=f"{_cpu_name()}, {cores} cores for this process, {memory:.1f} GiB of memory",
         has_cpu_bf16=HAS_BF16,
-        gpus=list_gpus(),
+        gpus=_gpus_of_torch(torch_gpus, driver) if torch_gpus else on_host,
         torch_gpus=torch_gpus,
+        host_gpus=max(len(on_host), torch_gpus),
         torch_cuda=torch.version.cuda,
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         nccl=_nccl_version(),
@@ -87,6 +91,14 @@ def read_facts(out_dir: Path) -> HostFacts:
         disk=disk,
         disk_mib_s=speed,
     )
+
+
+def _gpus_of_torch(count: int, driver: str) -> list[GPU]:
+    """The GPUs that torch sees; nvidia-smi also lists hidden ones, and may be missing."""
+    found = [torch.cuda.get_device_properties(number) for number in range(count)]
+    return [
+        GPU(one.name, driver, one.total_memory // 2**20, (one.major, one.minor)) for one in found
+    ]
 
 
 def package_version(name: str) -> str:

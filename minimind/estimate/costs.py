@@ -43,6 +43,12 @@ class Layout:
         """Whether a GPU runs compiled code."""
         return self.compiles and self.device == "cuda" and self.stage != 3
 
+    @property
+    def chunks_loss(self) -> bool:
+        """Whether the loss computes LOSS_CHUNK positions at a time."""
+        is_eager_gpu = self.device == "cuda" and not self.is_compiled
+        return self.loss == "chunked" or (self.loss == "auto" and is_eager_gpu)
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -203,8 +209,7 @@ def _loss_bytes(shape: Shape, layout: Layout, tokens: int) -> int:
     Eager: fp32 log-probabilities and two gradients of that size. Compiled: the logits and their
     gradient in the dtype of the weights.
     """
-    is_eager_gpu = layout.device == "cuda" and not layout.is_compiled
-    if layout.loss == "chunked" or (layout.loss == "auto" and is_eager_gpu):
+    if layout.chunks_loss:
         tokens = min(tokens, LOSS_CHUNK)
     per_logit = 2 * BYTES[layout.dtype] if layout.is_compiled else 3 * FP32
     return tokens * shape.vocab_size * per_logit

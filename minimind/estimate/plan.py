@@ -17,7 +17,7 @@ from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, LAUNCH, 
 from minimind.errors import UsageError, fault_error
 from minimind.estimate import costs
 from minimind.estimate.costs import Layout, Memory
-from minimind.estimate.gpus import GPU
+from minimind.estimate.gpus import GPUModel
 from minimind.estimate.shape import Shape, shape_of
 from minimind.estimate.step_time import estimate_lines
 
@@ -35,7 +35,7 @@ class Machine:
     peak_tflops: float | None = None  # of one device, 10^12 FLOPs a second
     mfu: float = 0.4
     tokens: float | None = None
-    gpu: GPU | None = None  # its model
+    gpu: GPUModel | None = None  # its model
 
 
 def plan(argv: Sequence[str], machine: Machine) -> str:

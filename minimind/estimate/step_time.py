@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from minimind.estimate.costs import BYTES, FP32, Layout, flops_per_token
-from minimind.estimate.gpus import GPU
+from minimind.estimate.gpus import GPUModel
 from minimind.estimate.shape import Shape
 
 
@@ -50,7 +50,7 @@ class Work:
     flops: float
     bytes: float
 
-    def seconds(self, gpu: GPU, rates: Rates) -> float:
+    def seconds(self, gpu: GPUModel, rates: Rates) -> float:
         """Seconds of these kernels on `gpu`."""
         share = rates.attention if self.part == "attention" else rates.products
         assert gpu.bandwidth is not None
@@ -66,7 +66,7 @@ class StepTime:
     host: float  # seconds of the host for all launches
     flops: float  # of the model, as MFU counts them
     launches: int
-    gpu: GPU
+    gpu: GPUModel
 
     @property
     def kernels(self) -> float:
@@ -92,7 +92,7 @@ class StepTime:
 
 
 def step_time(
-    shape: Shape, layout: Layout, gpu: GPU, rates: Rates = ASSUMED, how: str = "compiled"
+    shape: Shape, layout: Layout, gpu: GPUModel, rates: Rates = ASSUMED, how: str = "compiled"
 ) -> StepTime:
     """Estimate a step of a dense model with fused causal attention, without communication.
 
@@ -182,11 +182,16 @@ def step_launches(shape: Shape, layout: Layout, how: str = "compiled") -> int:
     return steps * (shape.n_layers * block + rest) + added + UPDATE_LAUNCHES
 
 
-def estimate_lines(shape: Shape, layout: Layout, gpu: GPU, how: str) -> list[str]:
+def estimate_lines(shape: Shape, layout: Layout, gpu: GPUModel, how: str) -> list[str]:
     """Lines of `minimind plan`: the least time of a step, and the one with assumed rates."""
     is_covered = shape.use_flash_attn and not (shape.use_moe or shape.doc_mask)
-    if not is_covered or layout.dtype == "float32" or layout.device != "cuda":
-        return ["estimate    none: only for dense models with fused causal attention, bf16 or fp16"]
+    is_covered &= layout.dtype != "float32" and layout.device == "cuda"
+    if not is_covered or layout.recomputes or layout.chunks_loss:
+        return [
+            "estimate    none: only for dense models with fused causal attention in bf16 or fp16,"
+            " without --gradient_checkpointing or --loss chunked"
+            " (auto is chunked if nothing is compiled)"
+        ]
     least = step_time(shape, layout, gpu, DATA_SHEET, how)
     likely = step_time(shape, layout, gpu, ASSUMED, how)
     parts = ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in likely.parts.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,11 +44,21 @@ class Host:
             tool(self.path, "nvidia-smi", smi)
         if nvcc:
             tool(self.path, "nvcc", nvcc)
-        capabilities = [gpu.capability for gpu in hardware.parse_gpus(smi)]
+        gpus = [
+            SimpleNamespace(
+                name=gpu.name,
+                total_memory=(gpu.memory_mib or 0) * 2**20,
+                major=(gpu.capability or (0, 0))[0],
+                minor=(gpu.capability or (0, 0))[1],
+            )
+            for gpu in hardware.parse_gpus(smi)
+        ]
         self.patch.setattr(torch.version, "cuda", cuda)
         self.patch.setattr(torch.cuda, "is_available", lambda: seen > 0)
         self.patch.setattr(torch.cuda, "device_count", lambda: seen)
-        self.patch.setattr(torch.cuda, "get_device_capability", lambda *_: capabilities[0])
+        self.patch.setattr(torch.cuda, "get_device_properties", lambda number: gpus[number])
+        capability = lambda number: (gpus[number].major, gpus[number].minor)  # noqa: E731
+        self.patch.setattr(torch.cuda, "get_device_capability", capability)
 
     def env(self, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[str, list[str]]:
         """Print the facts; return them, and the lines about what is refused or slow."""
@@ -75,7 +86,7 @@ def test_this_machine_is_described(capsys: pytest.CaptureFixture[str], tmp_path:
     assert f"torch sees {torch.cuda.device_count()}" in rows["GPUs"]
     assert rest.strip()
     assert all(
-        line.startswith(("refused: ", "slow: ", "may fail: ", "nothing"))
+        line.startswith(("refused: ", "slow: ", "may fail: ", "missing: ", "nothing"))
         for line in rest.splitlines()
     )
     assert not [*tmp_path.iterdir()]
@@ -85,7 +96,7 @@ def test_eight_h100_with_all_tools_have_nothing_to_remark(host, capsys):
     host.has(H100 * 8, seen=8, nvcc=NVCC_13)
     facts, remarks = host.env(capsys)
     assert remarks == FINE
-    assert "8 x NVIDIA H100 80GB HBM3, 80 GiB, compute capability 9.0; torch sees 8" in facts
+    assert "8 x NVIDIA H100 80GB HBM3, 80 GiB, compute capability 9.0; torch sees 8 of 8" in facts
     assert re.search(r"torch is built for CUDA 13.0; NCCL \S+; driver 580.65.06\n", facts)
     assert "bf16 yes, fp8 yes, flash attention yes" in facts
     assert "nvcc: 13.0, V13.0.88" in facts
@@ -111,8 +122,9 @@ def test_without_nvcc_torchs_adamw_is_taken(host, capsys):
     host.has(H100, seen=1)
     facts, remarks = host.env(capsys)
     assert remarks == [
-        "refused: DeepSpeed's fused_adam, fused_lion, fused_lamb, since the CUDA compiler nvcc is"
-        ' not installed; "torch_adam": "auto" takes torch\'s fused AdamW'
+        "missing: DeepSpeed's fused_adam, fused_lion, fused_lamb, since the CUDA compiler nvcc is"
+        ' not installed; AdamW then is torch\'s fused one ("torch_adam": "auto"), other optimizers'
+        " of DeepSpeed are refused"
     ]
     assert "nvcc: none" in facts
     assert "fused_adam no, cpu_adam yes" in facts
@@ -129,6 +141,23 @@ def test_one_gpu_of_another_kind_holds_the_others_up(host, capsys):
     ]
     assert "3 x NVIDIA H100 80GB HBM3, 80 GiB, compute capability 9.0; 1 x NVIDIA A100" in facts
     assert "bf16 yes, fp8 no, flash attention yes" in facts
+
+
+def test_hidden_gpus_do_not_count(host, capsys):
+    host.has(H100 + V100, seen=1, nvcc=NVCC_13)
+    host.patch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    facts, remarks = host.env(capsys)
+    assert remarks == FINE
+    assert "compute capability 9.0; torch sees 1 of 2; CUDA_VISIBLE_DEVICES=0" in facts
+
+
+def test_gpus_are_known_without_nvidia_smi(host, capsys):
+    host.has(H100, seen=1, nvcc=NVCC_13)
+    (host.path / "nvidia-smi").unlink()
+    facts, remarks = host.env(capsys)
+    assert remarks == FINE
+    assert "driver unknown (no nvidia-smi)" in facts
+    assert "1 x NVIDIA H100 80GB HBM3, 80 GiB, compute capability 9.0; torch sees 1 of 1" in facts
 
 
 def test_a_v100_has_no_bf16(host, capsys):
@@ -148,13 +177,13 @@ def test_a_laptop_without_compiler_says_what_is_missing(host, capsys):
     host.patch.setattr(host_facts, "HAS_BF16", False)
     facts, remarks = host.env(capsys)
     assert "C: none, C++: none, ninja: ninja 13.3.0, nvcc: none" in facts
-    assert "GPUs       none; torch sees 0" in facts
+    assert "GPUs       none; torch sees 0 of 0" in facts
     starts = [line.partition(", since")[0] for line in remarks]
     assert starts == [
-        "refused: DeepSpeed's fused_adam, cpu_adam, cpu_lion, cpu_adagrad",
         "refused: --compile on",
         "slow: every model but --model tiny, for there is no GPU",
         "slow: --dtype bfloat16 with --model hf:DIR",
+        "missing: DeepSpeed's fused_adam, cpu_adam, cpu_lion, cpu_adagrad",
     ]
     assert host.env(capsys, "--brief")[0] == f"torch {torch.__version__}, without CUDA\n"
 

@@ -89,10 +89,21 @@ def test_plan_estimates_a_step_of_a_named_gpu(capsys: pytest.CaptureFixture[str]
     assert "not measured" in out
     assert "1 x 989.4 TFLOPS" in out
     assert "estimate" not in planned(capsys, words)
-    assert "H100, eager" in planned(capsys, f"{words} --gpu_model H100 --compile off")
+    assert "H100, eager" in planned(capsys, f"{words} --gpu_model H100 --compile off --loss full")
 
 
-@pytest.mark.parametrize("more", ["--use_moe", "--doc_mask", "--dtype float32", "--device cpu"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--use_moe",
+        "--doc_mask",
+        "--dtype float32",
+        "--device cpu",
+        "--gradient_checkpointing",
+        "--loss chunked",
+        "--compile off",
+    ],
+)
 def test_plan_says_where_there_is_no_estimate(capsys: pytest.CaptureFixture[str], more: str):
     assert "estimate    none" in planned(capsys, f"--gpu_model H100 --batch_size 2 {more}")
 

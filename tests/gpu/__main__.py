@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-NEEDED = ("torch", "transformers", "accelerate", "deepspeed", "sentencepiece", "safetensors")
-NEEDED += ("numpy", "pydantic", "yaml", "tqdm", "pytest", "psutil")
+from scripts import check_environment
 
+BESIDES = ("pytest",)  # what the parts need besides the package
 
 def main(argv: Sequence[str]) -> int:
     """Run the parts; return the exit status."""
@@ -30,12 +29,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument("--minutes", type=float, default=20.0)
     given = parser.parse_args(argv)
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        return refused(
-            f"{sys.executable} lacks {', '.join(missing)}; install"
-            f" {'it' if len(missing) == 1 else 'them'} there, or give another PYTHON"
-        )
+    if sentence := check_environment.main([*BESIDES]):
+        return refused(sentence)
     import torch
 
     from tests.gpu.parts import PARTS

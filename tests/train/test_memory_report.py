@@ -19,7 +19,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import build_config, parse_flags
 from minimind.engine.build import leave_process_group
 from minimind.engine.engine import Engine
-from minimind.errors import MemoryFull, which_memory
+from minimind.errors import MemoryFull, known_error, which_memory
 from minimind.estimate.plan import GIB
 from minimind.runtime.exit import Ending
 from minimind.runtime.process import Progress
@@ -53,6 +53,14 @@ CUDA = (
 )  # fmt: skip
 def test_a_failed_allocation_is_known_by_its_type_or_its_words(error: Exception, where: str):
     assert which_memory(error) == where
+
+
+def test_a_driver_without_expandable_segments_is_named_with_the_way_out():
+    error = RuntimeError("CUDA driver error: operation not supported\nException raised from map")
+    known = known_error(error)
+    assert isinstance(known, MemoryFull)
+    assert str(known).endswith("run again with PYTORCH_ALLOC_CONF=expandable_segments:False")
+    assert known_error(RuntimeError("CUDA driver error: unknown error")) is None
 
 
 def test_torch_raises_what_is_known_of_the_host():
