@@ -129,7 +129,7 @@ def known_error(error: BaseException) -> RunError | None:
         return StorageError(f"{place}: {error.strerror}; free some space")
     if isinstance(error, RuntimeError) and NOT_EXPANDABLE in str(error):
         return MemoryFull(
-            f"the driver of this GPU refuses the allocator's expandable segments ({NOT_EXPANDABLE});"
+            f"the driver of this GPU refuses expandable segments of memory ({NOT_EXPANDABLE});"
             " run again with PYTORCH_ALLOC_CONF=expandable_segments:False"
         )
     if not (where := which_memory(error)):

@@ -19,6 +19,7 @@ from scripts import check_environment
 
 BESIDES = ("pytest",)  # what the parts need besides the package
 
+
 def main(argv: Sequence[str]) -> int:
     """Run the parts; return the exit status."""
     parser = argparse.ArgumentParser(
