@@ -1,11 +1,11 @@
 """Every ZeRO stage x dtype x accumulation x world size against one run each in fp32 and bf16.
 
-    python -m tests.distributed.matrix          (`make matrix`; 40 runs, about 6 minutes on 2 cores)
+    python -m tests.distributed.matrix          (`make matrix`; 46 runs, about 7 minutes on 2 cores)
 
 Each run takes 20 steps over the same 8 rows a step, however they are shared out, so that the loss
 curves have to agree: in fp32 within 2e-6 relative, in bf16 within 2e-3 absolute. The learning rate
-of every step has to be equal. Also without DeepSpeed, as ddp (2 processes) and single. Exit 1 when
-one of them does not.
+of every step has to be equal. Also without DeepSpeed, as ddp (2 processes) and single; and the loss
+in two chunks per micro-batch against the whole. Exit 1 when one of them does not.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.model.sizes import LOSS_CHUNK
 from tests.conftest import PACE, ROOT, SHAPE, sentences
 from tests.forking import free_port
 
@@ -28,11 +29,17 @@ WITHIN = {"float32": 2e-6, "bfloat16": 2e-3}  # relative, absolute
 
 
 def train(
-    root: Path, stage: int | None, dtype: str, accumulation: int, world: int, device: str = "cpu"
+    root: Path,
+    stage: int | None,
+    dtype: str,
+    accumulation: int,
+    world: int,
+    device: str = "cpu",
+    more: str = "",
 ) -> list[Any]:
     """The `step` events of one run; stage None is without DeepSpeed."""
-    out = root / f"{stage}-{dtype}-{accumulation}-{world}"
-    flags = [*SHAPE.split(), *PACE.split(), "--data_path", str(root / "text.jsonl")]
+    out = root / f"{stage}-{dtype}-{accumulation}-{world}{more.replace(' ', '')}"
+    flags = [*(more or SHAPE).split(), *PACE.split(), "--data_path", str(root / "text.jsonl")]
     flags += ["--cache_dir", str(root / "cache"), "--out_dir", str(out), "--dtype", dtype]
     flags += ["--batch_size", str(ROWS // accumulation // world)]
     flags += ["--accumulation_steps", str(accumulation), "--device", device]
@@ -84,6 +91,17 @@ def main() -> int:
                     f"  {'equal' if same else 'DIFFER'}{'' if agrees else '  DISAGREES'}",
                     flush=True,
                 )
+        for stage in (2, 3, None):
+            long_rows = SHAPE.replace("--max_seq_len 64", f"--max_seq_len {LOSS_CHUNK // 2}")
+            whole, chunked = (
+                train(root, stage, "float32", 1, 2, more=f"{long_rows} --loss {loss}")
+                for loss in ("full", "chunked")
+            )
+            found = difference("float32", chunked, whole)
+            agrees = found < WITHIN["float32"] and len(chunked) == 20
+            failed += not agrees
+            shown = "ddp" if stage is None else f"ZeRO-{stage}"
+            print(f"{shown:<12}--loss chunked against full {found:>14.1e}", flush=True)
     print("all agree" if not failed else f"{failed} disagree")
     return 1 if failed else 0
 

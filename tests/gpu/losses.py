@@ -12,7 +12,12 @@ from tests.gpu.site import WITHOUT, Site, last_line
 # Relative. The order of sums differs between a CPU and a GPU. Two CPU runs, in fp32 and in bf16,
 # are 4.8e-4 apart; fp16 has three bits more than bf16.
 DISTANCE = {"float32": 1e-5, "bfloat16": 2e-3, "float16": 2e-3}
-REFERENCES = {"": "", "document mask": "--doc_mask", "experts": "--use_moe"}
+REFERENCES = {
+    "": "",
+    "document mask": "--doc_mask",
+    "experts": "--use_moe",
+    "gradient checkpointing": "--gradient_checkpointing",
+}
 FP16_SCALE = '"fp16": { "enabled": "auto", "initial_scale_power": 8 }'  # no step overflows
 
 
@@ -30,12 +35,18 @@ class Case:
 
 
 EAGER = [
-    *(Case(None, dtype, kind) for kind in REFERENCES for dtype in ("float32", "bfloat16")),
+    *(
+        Case(None, dtype, kind)
+        for kind in ("", "document mask", "experts")
+        for dtype in ("float32", "bfloat16")
+    ),
     *(Case(stage, dtype) for stage in range(4) for dtype in ("float32", "bfloat16")),
 ]
 COMPILED = [
     *(Case(None, dtype, kind) for kind in ("", "document mask") for dtype in ("float32",)),
     Case(None, "bfloat16"),
+    Case(None, "bfloat16", "gradient checkpointing"),
+    Case(1, "bfloat16"),
     Case(2, "bfloat16"),
 ]
 HALF = Case(2, "float16")
@@ -52,7 +63,7 @@ def losses(site: Site) -> Iterator[Finding]:
 
 
 def compiled(site: Site) -> Iterator[Finding]:
-    """Compiled: alone, with document mask, under ZeRO-2."""
+    """Compiled: alone, with document mask, gradient checkpointing, under ZeRO-1 and 2."""
     yield from compared(site, COMPILED, "on")
 
 
