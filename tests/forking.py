@@ -53,6 +53,7 @@ class Nursery:
         for rank, stop in enumerate(stops):
             environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank)}
             environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+            environ |= {"LOCAL_WORLD_SIZE": str(world)}  # a run in this process has set it to 1
             request: dict[str, Any] = {"module": module, "argv": argv, "stop": stop}
             request |= {"environ": environ if world > 1 else {}, "out": str(out), "err": str(err)}
             pids.append(self.ask(**request))

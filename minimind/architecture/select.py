@@ -95,6 +95,10 @@ class MiniMind:
             **({name: getattr(run, name) for name in OF_EXPERTS} if run.use_moe else {}),
         }
 
+    def parameters(self, run: RunConfig) -> int:
+        """Number of parameters."""
+        return shape_of(run).parameters
+
     def flops_per_token(self, run: RunConfig) -> int:
         """FLOPs of one token's forward and backward pass."""
         return flops_per_token(shape_of(run))
@@ -161,6 +165,10 @@ class HuggingFace:
         """Return the keys that describe the model: none may change on resume."""
         return {name: self.values[name] for name in sorted({*self.values} - {*NO_SHAPE})}
 
+    def parameters(self, run: RunConfig) -> int:
+        """Number of parameters."""
+        return sum(p.numel() for p in self._meta_model().parameters())
+
     def flops_per_token(self, run: RunConfig) -> int:
         """FLOPs of one token's forward and backward pass, counted as in costs.py."""
         weights = matrix_weights(self._meta_model())
@@ -170,9 +178,8 @@ class HuggingFace:
 
     def costs(self, run: RunConfig) -> str:
         """Parameters and FLOPs; the memory of such a model is not estimated."""
-        parameters = sum(p.numel() for p in self._meta_model().parameters())
         return (
-            f"parameters  {parameters:,}: {self.parsed.model_type} of transformers,"
+            f"parameters  {self.parameters(run):,}: {self.parsed.model_type} of transformers,"
             f" by {self.path}\n"
             f"FLOPs       {self.flops_per_token(run) / 1e9:.3g} G per token\n"
             "memory estimated for the MiniMind decoder only"

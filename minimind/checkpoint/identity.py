@@ -38,6 +38,7 @@ def identity(
             "total_steps": schedule.total_steps,
             "warmup_steps": schedule.warmup_steps,
             "min_lr_ratio": schedule.min_ratio,
+            **_decay(schedule),
         },
         "lr": {
             "learning_rate": run.learning_rate,
@@ -56,6 +57,13 @@ def identity(
         "dtype": {"dtype": "tf32" if run.tf32 else run.dtype},
         "seed": {"seed": run.seed},
     }
+
+
+def _decay(schedule: Schedule) -> dict[str, Any]:
+    """Values of the schedule that only wsd has."""
+    if schedule.shape != "wsd":
+        return {}
+    return {"decay_steps": schedule.decay_steps, "decay_shape": schedule.decay_shape}
 
 
 def hardware(device: torch.device) -> str:

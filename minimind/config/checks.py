@@ -36,10 +36,28 @@ def conflicts(run: RunConfig) -> Iterator[str]:
     yield from _encoding_conflicts(run)
     yield from _report_conflicts(run)
     yield from _model_conflicts(run)
+    yield from _schedule_conflicts(run)
     if run.max_steps and run.warmup_steps and run.warmup_steps > run.max_steps:
         yield (
             f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}) is more than"
             f" max_steps = {run.max_steps} ({run.sources['max_steps']}); lower it, or train longer"
+        )
+
+
+def _schedule_conflicts(run: RunConfig) -> Iterator[str]:
+    """Flags that only wsd reads, and the two that say the same."""
+    for name in ("decay_steps", "decay_fraction", "decay_shape"):
+        if getattr(run, name) is not None and run.schedule != "wsd":
+            yield (
+                f"{name} = {getattr(run, name)} ({run.sources[name]}) has no effect with"
+                f" schedule = {run.schedule} ({run.sources['schedule']}); drop it, or use"
+                " --schedule wsd"
+            )
+    if run.decay_steps is not None and run.decay_fraction is not None:
+        yield (
+            f"decay_steps = {run.decay_steps} ({run.sources['decay_steps']}) and decay_fraction ="
+            f" {run.decay_fraction:g} ({run.sources['decay_fraction']}) are the same number; drop"
+            " one"
         )
 
 

@@ -59,11 +59,11 @@ head_dim | --n_heads | dim / head_dim
 device_batch_size | --batch_size |
 total_batch_size | --accumulation_steps | tokens of a step / (rows x `--max_seq_len` x processes)
 num_iterations | --max_steps |
-target_param_data_ratio target_flops | --max_steps | `minimind plan --tokens N` gives parameters, FLOPs and hours
+target_param_data_ratio target_flops | --tokens_per_param, --max_flops |
 embedding_lr unembedding_lr matrix_lr scalar_lr | --learning_rate | one rate for all, by AdamW
 warmup_ratio | --warmup_steps |
 final_lr_frac | --min_lr_ratio |
-warmdown_ratio | --schedule linear | decays over the whole run
+warmdown_ratio | --decay_fraction | with `--schedule wsd`
 resume_from_step | --resume auto | the newest checkpoint, or a path
 eval_every | --eval_interval |
 eval_tokens | --eval_rows | rows of `--max_seq_len` tokens
@@ -124,7 +124,7 @@ train.micro_batch_size | --batch_size |
 train.global_batch_size | --accumulation_steps | rows of a step / (rows of a micro-batch x processes)
 train.lr_warmup_steps | --warmup_steps |
 train.epochs train.max_steps | --epochs, --max_steps |
-train.max_tokens max_tokens | --max_steps | tokens / tokens of a step, which `--dry_run` prints
+train.max_tokens | --max_tokens |
 train.max_time | --max_minutes |
 train.max_seq_length | --max_seq_len |
 train.max_norm train.min_lr | --grad_clip, --min_lr_ratio |
@@ -143,7 +143,8 @@ train_iters | --max_steps |
 train_samples | --max_steps | samples / rows of a step
 lr | --learning_rate |
 lr_warmup_iters | --warmup_steps |
-lr_decay_style | --schedule |
+lr_decay_style | --schedule | WSD and inverse-square-root are `wsd` and `inverse_sqrt`
+lr_wsd_decay_iters lr_wsd_decay_style | --decay_steps, --decay_shape | with `--schedule wsd`
 clip_grad | --grad_clip |
 save | --out_dir |
 load | --resume | `auto`, the default, or a path
@@ -171,6 +172,7 @@ training.seed training.deterministic | --seed, --deterministic |
 optimizer.lr | --learning_rate |
 lr_scheduler.warmup_steps | --warmup_steps |
 lr_scheduler.min_lr_factor | --min_lr_ratio |
+lr_scheduler.decay_ratio lr_scheduler.decay_type | --decay_fraction, --decay_shape | with `--schedule wsd`
 checkpoint.interval checkpoint.keep_latest_k | --save_interval, --keep_last |
 compile.enable | --compile on |
 activation_checkpoint.mode | --gradient_checkpointing |

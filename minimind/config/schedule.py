@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 from minimind.config.run_config import RunConfig
 from minimind.errors import UsageError
+
+DECAY_FRACTION, DECAY_SHAPE = 0.2, "1-sqrt"  # of wsd, if not given
 
 
 @dataclass(frozen=True)
@@ -18,21 +22,43 @@ class Schedule:
     min_ratio: float
     warmup_steps: int
     total_steps: int
+    decay_steps: int = 0  # the last steps of wsd
+    decay_shape: str = DECAY_SHAPE
 
     def lr_at(self, step: int) -> float:
         """Learning rate of optimizer step `step`, counted from 0.
 
-        Linear warm-up reaches the peak at step `warmup_steps` - 1; the decay ends at `min_ratio`
-        of the peak on the last step. Independent of the number of processes and of resumes.
+        Linear warm-up reaches the peak at step `warmup_steps` - 1. cosine, linear and wsd end at
+        `min_ratio` of the peak on the last step; inverse_sqrt stays at or above it. Independent of
+        the number of processes and of resumes.
         """
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
-        if self.shape == "constant":
+        if self.shape == "inverse_sqrt":
+            return self.peak * max(
+                self.min_ratio, math.sqrt(max(1, self.warmup_steps) / (step + 1))
+            )
+        decay_start = self.total_steps - self.decay_steps
+        if self.shape == "constant" or (self.shape == "wsd" and step < decay_start):
             return self.peak
-        decay_steps = max(1, self.total_steps - 1 - self.warmup_steps)
-        progress = min(1.0, (step - self.warmup_steps) / decay_steps)
-        factor = (1 + math.cos(math.pi * progress)) / 2 if self.shape == "cosine" else 1 - progress
-        return self.peak * (self.min_ratio + (1 - self.min_ratio) * factor)
+        if self.shape == "wsd":
+            progress = min(1.0, (step - decay_start + 1) / self.decay_steps)
+        else:
+            steps = max(1, self.total_steps - 1 - self.warmup_steps)
+            progress = min(1.0, (step - self.warmup_steps) / steps)
+        return self.peak * (self.min_ratio + (1 - self.min_ratio) * self._remaining(progress))
+
+    def __str__(self) -> str:
+        warmup = f"{self.warmup_steps:,} step{'s' * (self.warmup_steps != 1)} of warm-up"
+        decay = f", {self.decay_shape} decay over the last {self.decay_steps:,}"
+        return f"{self.shape}, {warmup}{decay if self.decay_steps else ''}, peak {self.peak:g}"
+
+    def _remaining(self, progress: float) -> float:
+        """Part of the way from the minimum to the peak that is left at `progress` of the decay."""
+        if self.shape == "cosine":
+            return (1 + math.cos(math.pi * progress)) / 2
+        is_root = self.shape == "wsd" and self.decay_shape == "1-sqrt"
+        return 1 - (math.sqrt(progress) if is_root else progress)
 
 
 def planned_warmup(run: RunConfig, total_steps: int) -> int:
@@ -40,15 +66,78 @@ def planned_warmup(run: RunConfig, total_steps: int) -> int:
     return min(100, total_steps // 20) if run.warmup_steps is None else run.warmup_steps
 
 
-def plan_schedule(run: RunConfig, steps_per_epoch: int) -> Schedule:
-    """Return the schedule of `run`; raise UsageError if the warm-up exceeds the run."""
-    epochs = run.epochs if run.epochs is not None else (None if run.max_steps else 1)
-    lengths = (epochs and steps_per_epoch * epochs, run.max_steps)
-    total = min(steps for steps in lengths if steps)
-    warmup = planned_warmup(run, total)
+def budget_steps(
+    run: RunConfig, tokens_per_step: int, parameters: int, flops_per_token: int
+) -> dict[str, int]:
+    """Return the whole steps within each budget that is given, by flag.
+
+    Raise UsageError if a budget is less than one step.
+    """
+    tokens = {
+        "max_tokens": Fraction(run.max_tokens or 0),
+        "max_flops": Fraction(run.max_flops or 0) / flops_per_token,
+        "tokens_per_param": Fraction(run.tokens_per_param or 0) * parameters,
+    }
+    steps = {name: int(tokens[name] / tokens_per_step) for name in tokens if tokens[name]}
+    for name, whole in steps.items():
+        if not whole:
+            raise UsageError(
+                f"{_named(run, name)} is {float(tokens[name]):,.0f} tokens, less than the"
+                f" {tokens_per_step:,} of one step; raise it, or lower --batch_size"
+            )
+    return steps
+
+
+def run_length(run: RunConfig, steps_per_epoch: int, budgets: Mapping[str, int]) -> int:
+    """Return the steps of the whole run: whichever of its limits ends first.
+
+    `budgets` is of `budget_steps`. Raise UsageError if --max_steps is another number of steps.
+    """
+    for name, steps in budgets.items():
+        if run.max_steps not in (None, steps):
+            raise UsageError(
+                f"{_named(run, 'max_steps')} contradicts {_named(run, name)}, which is"
+                f" {steps:,} steps; give one of them"
+            )
+    limits = [*budgets.values(), *filter(None, [run.max_steps])]
+    if run.epochs is not None or not limits:
+        limits.append(steps_per_epoch * (run.epochs or 1))
+    return min(limits)
+
+
+def plan_schedule(
+    run: RunConfig, steps_per_epoch: int, budgets: Mapping[str, int] | None = None
+) -> Schedule:
+    """Return the schedule of `run`; raise UsageError if warm-up and decay exceed the run."""
+    total = run_length(run, steps_per_epoch, budgets or {})
+    warmup, decay = planned_warmup(run, total), 0
+    if run.schedule == "wsd":
+        fraction = DECAY_FRACTION if run.decay_fraction is None else run.decay_fraction
+        decay = max(1, int(total * fraction)) if run.decay_steps is None else run.decay_steps
     if warmup > total:
         raise UsageError(
-            f"warmup_steps = {warmup} ({run.sources['warmup_steps']}) is more than the {total}"
-            " steps of the whole run; lower it, or train longer"
+            f"{_named(run, 'warmup_steps', warmup)} is more than the {total} steps of the whole"
+            " run; lower it, or train longer"
         )
-    return Schedule(run.schedule, run.learning_rate, run.min_lr_ratio, warmup, total)
+    if warmup + decay > total:
+        name = "decay_fraction" if run.decay_steps is None else "decay_steps"
+        raise UsageError(
+            f"{_named(run, 'decay_steps', decay, by=name)} and"
+            f" {_named(run, 'warmup_steps', warmup)} are more than the {total} steps of the whole"
+            " run; lower one of them, or train longer"
+        )
+    return Schedule(
+        run.schedule,
+        run.learning_rate,
+        run.min_lr_ratio,
+        warmup,
+        total,
+        decay,
+        run.decay_shape or DECAY_SHAPE,
+    )
+
+
+def _named(run: RunConfig, name: str, value: float | None = None, by: str | None = None) -> str:
+    """`name = value (source)`; the source is that of flag `by`, of the same name by default."""
+    shown = getattr(run, name) if value is None else value
+    return f"{name} = {shown:g} ({run.sources[by or name]})"

@@ -21,14 +21,29 @@ class TrainingFlags:
     """Length of the run and optimizer."""
 
     epochs: int | None = flag(
-        "passes over the training rows (default 1 unless --max_steps is given; with both,"
-        " whichever ends first)",
+        "passes over the training rows (default 1 unless --max_steps or a budget is given; of"
+        " several limits the first ends the run)",
         None,
         "length",
         at_least=1,
     )
     max_steps: int | None = flag(
         "total optimizer steps, counted from step 0 of the run", None, "length", at_least=1
+    )
+    max_tokens: float | None = flag(
+        "budget in training tokens, such as 2e9, in whole steps", None, "length", above=0.0
+    )
+    max_flops: float | None = flag(
+        "budget in FLOPs as `minimind plan` counts them, such as 1e18, in whole steps",
+        None,
+        "length",
+        above=0.0,
+    )
+    tokens_per_param: float | None = flag(
+        "budget in training tokens per parameter, such as 20, in whole steps",
+        None,
+        "length",
+        above=0.0,
     )
     stop_at_step: int | None = flag(
         "save and exit with status 75 at this step, like a preemption; the schedule is unchanged",
@@ -68,10 +83,30 @@ class TrainingFlags:
         at_least=0,
     )
     schedule: str = flag(
-        "shape of the decay after warm-up",
+        "learning rate after the warm-up: cosine and linear decay over the whole run; wsd (warm-up,"
+        " stable, decay) only in its last steps; inverse_sqrt with the square root of the step",
         "cosine",
         "optimizer",
-        choices=("cosine", "linear", "constant"),
+        choices=("cosine", "linear", "constant", "wsd", "inverse_sqrt"),
+    )
+    decay_steps: int | None = flag(
+        "last optimizer steps, in which wsd decays (default: by --decay_fraction)",
+        None,
+        "optimizer",
+        at_least=1,
+    )
+    decay_fraction: float | None = flag(
+        "the same as a fraction of all steps (default 0.2)",
+        None,
+        "optimizer",
+        above=0.0,
+        at_most=1.0,
+    )
+    decay_shape: str | None = flag(
+        "decay of wsd: linear, or 1-sqrt (the default), which is steeper at first",
+        None,
+        "optimizer",
+        choices=("linear", "1-sqrt"),
     )
     weight_decay: float = flag(
         "AdamW weight decay of matrices (norms are not decayed)", 0.1, "optimizer", at_least=0.0

@@ -10,10 +10,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from minimind.architecture.select import Architecture
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.validation import validate_data_order
 from minimind.config.run_config import LAUNCH, RunConfig
-from minimind.config.schedule import Schedule, plan_schedule
+from minimind.config.schedule import Schedule, budget_steps, plan_schedule
 from minimind.config.training_flags import DEFAULT_DATA
 from minimind.data.loader.batches import held_out_rows
 from minimind.data.loader.row_order import Mixture, Order, Origin
@@ -116,7 +117,7 @@ def with_derived_values(
 
 
 def plan_data_and_schedule(
-    run: RunConfig, prepared: Prepared, world_size: int
+    run: RunConfig, prepared: Prepared, world_size: int, model: Architecture
 ) -> tuple[Order, Schedule]:
     """Return the row order and the schedule; raise DataError if there is too little text."""
     row_tokens, paths = run.max_seq_len + 1, " ".join(run.data_path)
@@ -140,7 +141,16 @@ def plan_data_and_schedule(
             " tokens); change its weight, or leave that source out"
         ) from error
     order = Order(n_rows, rows_per_step, run.seed, mixture=mixture)
-    return order, plan_schedule(run, order.steps_per_epoch)
+    budgets = run_budgets(with_prepared(run, prepared), rows_per_step, model)
+    return order, plan_schedule(run, order.steps_per_epoch, budgets)
+
+
+def run_budgets(run: RunConfig, rows_per_step: int, model: Architecture) -> dict[str, int]:
+    """Return the steps within --max_tokens, --max_flops and --tokens_per_param, where given."""
+    if run.max_tokens is run.max_flops is run.tokens_per_param is None:
+        return {}
+    tokens_per_step = rows_per_step * run.max_seq_len
+    return budget_steps(run, tokens_per_step, model.parameters(run), model.flops_per_token(run))
 
 
 def check_enough_rows(run: RunConfig, world_size: int, tokens: int, n_rows: int) -> int:
@@ -189,8 +199,9 @@ def require_length(run: RunConfig, step: int, schedule: Schedule, order: Order) 
     """
     if order.origin.step and (run.epochs is not None or run.max_steps is None):
         raise UsageError(
-            f"the batch or the text was changed at step {order.origin.step}, so that --epochs no"
-            " longer determines the number of steps; give --max_steps instead, counted from step 0"
+            f"the batch or the text was changed at step {order.origin.step}, so that --epochs and"
+            " budgets no longer determine the number of steps; give --max_steps instead, counted"
+            " from step 0"
         )
     if step > schedule.total_steps:
         raise UsageError(

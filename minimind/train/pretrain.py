@@ -110,7 +110,9 @@ def train_resolved(
     if is_locked:  # refuse a folder in use before the long work
         progress.lock = lock_out_dir(out_dir)
     prepared = prepare_data(run)
-    order, schedule = plan_data_and_schedule(resolved.run, prepared, setup.launch.world_size)
+    order, schedule = plan_data_and_schedule(
+        resolved.run, prepared, setup.launch.world_size, initial.architecture
+    )
     require_traceable(run, schedule.total_steps)
     setup = replace(setup, run=with_prepared(run, prepared))
     resolved = setup.resolve(schedule)

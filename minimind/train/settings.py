@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +16,7 @@ from minimind.architecture.select import Architecture
 from minimind.config.deepspeed.backend_choice import Setup, dry_run_notices
 from minimind.config.deepspeed.resolve import ResolvedConfig, leaves
 from minimind.config.run_config import FLAGS, RunConfig
+from minimind.config.schedule import plan_schedule
 from minimind.data.loader.manifest import is_whole, read_manifest
 from minimind.data.prepare.work_units import Options
 from minimind.data.tokenizer.load import load_tokenizer
@@ -23,6 +25,7 @@ from minimind.estimate.plan import plan_text
 from minimind.train.build import (
     check_enough_rows,
     prepared_folder,
+    run_budgets,
     with_derived_values,
     with_tokenizer,
 )
@@ -188,8 +191,28 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
     tables.insert(0, f"flags:\n{flags_table(run)}")
     if resolved.config:
         tables.append(deepspeed_table(resolved))
+    if resolved.scheduler is None and (length := length_text(run, world_size, model)):
+        tables.append(length)
     costs = model.costs(run) or plan_text(run, world_size, resolved.config, device=setup.device)
     return "\n\n".join([*tables, *dry_run_notices(setup, resolved), costs])
+
+
+def length_text(run: RunConfig, world_size: int, model: Architecture) -> str:
+    """Return the steps, tokens and learning rate of the run; empty if its text decides them."""
+    rows = run.micro_batch_rows(world_size) * run.accumulation_steps * world_size
+    budgets = run_budgets(run, rows, model)
+    if not budgets and run.max_steps is None:
+        return ""
+    schedule = plan_schedule(run, sys.maxsize, budgets)
+    steps, tokens = schedule.total_steps, rows * run.max_seq_len
+    lines = [
+        f"length: {steps:,} steps of {tokens:,} tokens, {steps * tokens:,} tokens",
+        *(f"{name} = {getattr(run, name):g} is {n:,} steps" for name, n in budgets.items()),
+        f"rate: {schedule}",
+    ]
+    if run.epochs is not None:
+        lines.insert(1, f"or {run.epochs} passes over the text, if they are fewer steps")
+    return "\n  ".join(lines)
 
 
 def _require_usable(folder: Path, manifest: dict[str, Any], tokenizer: str | None) -> None:

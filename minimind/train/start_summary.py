@@ -169,8 +169,7 @@ def _rate(context: RunContext) -> str:
     schedule, scheduler = context.schedule, context.engine.resolved.scheduler
     if scheduler:
         return f"DeepSpeed's {scheduler}, as its file says"
-    warmup = _count(schedule.warmup_steps, "step")
-    return f"{schedule.shape}, {warmup} of warm-up, peak {schedule.peak:g}"
+    return str(schedule)
 
 
 def _backend(context: RunContext) -> list[str]:

@@ -199,8 +199,37 @@ def test_a_new_batch_reads_on_from_the_row_reached_and_a_kill_changes_nothing(
 
 def test_epochs_do_not_count_steps_of_two_sizes(run: Path, flags: dict[str, Any]):
     changed = {**flags, "batch_size": 1, "epochs": 1, "max_steps": None}
-    with pytest.raises(UsageError, match=r"changed at step 5.*give --max_steps"):
+    with pytest.raises(UsageError, match=r"changed at step 5.*give --max_steps instead"):
         train(changed, out_dir=str(run), allow_change="batch,schedule")
+
+
+def test_a_decay_branch_equals_a_run_that_decays_there_from_the_start(
+    flags: dict[str, Any], tmp_path: Path
+):
+    wsd = {**flags, "schedule": "wsd", "warmup_steps": 2, "save_interval": 4, "keep_last": 9}
+    stable, branch, direct = (tmp_path / name for name in ("stable", "branch", "direct"))
+    assert train(wsd, out_dir=str(stable), max_steps=40, decay_steps=8, stop_at_step=6) == 75
+    start = str(stable / "checkpoints" / "step_00000004")
+    shorter = {**wsd, "max_steps": 9, "decay_steps": 5, "decay_shape": "linear"}
+    with pytest.raises(CheckpointError, match=r"schedule\.decay_shape: .*1-sqrt.* -> .*linear"):
+        train(shorter, out_dir=str(branch), resume=start)
+    train(shorter, out_dir=str(branch), resume=start, allow_change="schedule")
+    train(shorter, out_dir=str(direct))
+    assert [line["lr"] for line in steps(direct).values()][3:5] == [2e-3, pytest.approx(1.64e-3)]
+    for step in range(5, 10):
+        for name in ("loss", "lr", "grad_norm", "rows", "tokens"):
+            assert steps(branch)[step][name] == steps(direct)[step][name]
+    weights = (folder / "checkpoints" / "step_00000009" for folder in (branch, direct))
+    assert torch.equal(*(load_weights(path)["model.embed_tokens.weight"] for path in weights))
+
+
+def test_a_budget_ends_a_run_and_is_no_change_on_resume(flags: dict[str, Any], tmp_path: Path):
+    tokens = 9 * 8 * 32  # 9 steps of 8 rows
+    budget = {**flags, "max_steps": None, "max_tokens": tokens + 100, "out_dir": str(tmp_path)}
+    assert train(budget, stop_at_step=4) == 75
+    assert train({**budget, "max_tokens": None, "max_steps": 9}) == 0
+    assert events(tmp_path, "exit")[-1]["step"] == 9
+    assert not events(tmp_path, "run_changed")
 
 
 def test_new_text_with_the_old_tokenizer(run: Path, flags: dict[str, Any], tmp_path: Path):
