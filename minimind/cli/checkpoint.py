@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -68,18 +68,34 @@ def run_diff(args: argparse.Namespace) -> int:
 
 def run_consolidate(args: argparse.Namespace) -> int:
     """Write one checkpoint as whole tensors and print a summary."""
+    return _write_whole([place_of(args.place, args.checkpoint)], args)
+
+
+def run_average(args: argparse.Namespace) -> int:
+    """Write the mean of the weights of several checkpoints and print a summary."""
+    if len(args.places) < 2:
+        raise UsageError("average takes two checkpoints or more, not 1")
+    return _write_whole(args.places, args)
+
+
+def _write_whole(places: Sequence[str], args: argparse.Namespace) -> int:
     from minimind.interop.consolidate import OWN, consolidate  # imports torch
 
-    place = place_of(args.place, args.checkpoint)
-    NewFolder(args.out, args.force, OWN, "consolidate").require_free()  # before files are hashed
+    NewFolder(args.out, args.force, OWN, args.action).require_free()  # before files are hashed
 
-    def write(path: Path) -> str:
-        written = consolidate(path, args.out, args.dtype, args.max_shard_size, args.force)
+    def write(paths: Sequence[Path]) -> str:
+        if len(repeated := {path.resolve() for path in paths}) < len(paths):
+            raise UsageError(
+                f"of {len(paths)} checkpoints {len(repeated)} differ; name each once, as a step_"
+                " directory where they are of one run"
+            )
+        written = consolidate(paths, args.out, args.dtype, args.max_shard_size, args.force)
         if written.note:
             print(f"{args.out}: {written.note}", file=sys.stderr)
-        return written.summary(f"in {args.dtype}", path, args.out)
+        how = f", the mean of {len(paths)} checkpoints" if len(paths) > 1 else ""
+        return written.summary(f"in {args.dtype}{how}", paths[-1], args.out)
 
-    print(_read(place, write))
+    print(_read_all(places, write))
     return 0
 
 
@@ -110,10 +126,19 @@ def _read(place: str, use: Callable[[Path], T]) -> T:
     return read_chosen(place, use_path)
 
 
+def _read_all(places: Sequence[str], use: Callable[[list[Path]], T]) -> T:
+    """`use` of one checkpoint per place, all of them locked."""
+    if not places:
+        return use([])
+    first, *others = places
+    return _read(first, lambda path: _read_all(others, lambda paths: use([path, *paths])))
+
+
 ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
     "list": run_list,
     "verify": run_verify,
     "diff": run_diff,
     "consolidate": run_consolidate,
+    "average": run_average,
     "prune": run_prune,
 }

@@ -84,7 +84,7 @@ def _add_plan(subs: Any) -> None:
 def _add_checkpoint(subs: Any) -> None:
     group = subs.add_parser(
         "checkpoint",
-        help="list | verify | diff | consolidate | prune",
+        help="list | verify | diff | consolidate | average | prune",
         description="Contents of a run's folder, and whether they are intact. No GPU is needed.",
         example="minimind checkpoint verify out",
     )
@@ -94,7 +94,7 @@ def _add_checkpoint(subs: Any) -> None:
         example = f"minimind checkpoint {name} {words}"
         parser = actions.add_parser(name, help=text, description=f"{text}.", example=example)
         parser.add_argument("--debug", action="store_true", help="show tracebacks")
-        if name != "diff":
+        if name not in ("diff", "average"):
             parser.add_argument("place", nargs="?", help="a run's out_dir, or a step_ directory")
             parser.add_argument("--checkpoint", metavar="PLACE", help="same as place")
         return parser.add_argument
@@ -110,13 +110,18 @@ def _add_checkpoint(subs: Any) -> None:
     add("places", nargs="+", metavar="PLACE", help="two out_dirs or step_ directories")
 
     text = "Merge the shards into safetensors files, after verifying their hashes"
-    add = add_action("consolidate", text, "out --out out/whole")
-    add("--out", type=non_empty_path, required=True, help="new output folder")
-    text = "dtype of the tensors"
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help=text)
-    text = "maximum size of a file"
-    add("--max_shard_size", type=size_in_bytes, default="2GB", help=text)
-    add("--force", action="store_true", help="replace an earlier --out")
+    consolidate = add_action("consolidate", text, "out --out out/whole")
+    text = "Write the mean of the weights of several checkpoints as safetensors files"
+    average = add_action("average", text, "out/a out/b --out out/mean")
+    text = "out_dirs or step_ directories, two or more"
+    average("places", nargs="+", metavar="PLACE", help=text)
+    for add in (consolidate, average):
+        add("--out", type=non_empty_path, required=True, help="new output folder")
+        text = "dtype of the tensors"
+        add("--dtype", choices=("float32", "bfloat16"), default="float32", help=text)
+        text = "maximum size of a file"
+        add("--max_shard_size", type=size_in_bytes, default="2GB", help=text)
+        add("--force", action="store_true", help="replace an earlier --out")
 
     text = "Delete older checkpoints and leftovers; status 8 while the run is active"
     add = add_action("prune", text, "out --keep 2 --dry_run")

@@ -1,16 +1,19 @@
-"""`minimind checkpoint consolidate`: write a checkpoint as whole tensors in safetensors files.
+"""`minimind checkpoint consolidate | average`: write checkpoints as whole tensors in safetensors.
 
-One tensor at a time is in memory, whatever the size of the model.
+One tensor of each checkpoint at a time is in memory, whatever the size of the model.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 import torch
 
-from minimind.checkpoint.directory import read_manifest
+from minimind.checkpoint.directory import differences, read_manifest
 from minimind.checkpoint.validation import read_config
 from minimind.data.tokenizer.files import MODEL_NAME, TOKENIZER_FILES
 from minimind.errors import CheckpointError
@@ -24,21 +27,50 @@ OWN = ("config.json", "generation_config.json", *TOKENIZER_FILES, INDEX, WHOLE, 
 
 
 def consolidate(
-    path: Path, out: Path, dtype: str, max_shard_bytes: int, force: bool
+    paths: Sequence[Path], out: Path, dtype: str, max_shard_bytes: int, force: bool
 ) -> WrittenModel:
-    """Write the verified checkpoint `path` as safetensors, with config and tokenizer, to `out`.
+    """Write a verified checkpoint as safetensors, with config and tokenizer, to `out`.
 
-    `out` appears complete or not at all. The float32 files are the same byte for byte for any
-    number of processes and any ZeRO stage.
+    Of several checkpoints the mean of each weight is written. `out` appears complete or not at all.
+    The float32 files are the same byte for byte for any number of processes and any ZeRO stage.
     """
-    folder = NewFolder(out.resolve(), force, OWN, "consolidate")
+    path = paths[0]
+    folder = NewFolder(out.resolve(), force, OWN, "average" if len(paths) > 1 else "consolidate")
     folder.require_free()
-    source = open_checkpoint(path)
+    source = average(paths) if len(paths) > 1 else open_checkpoint(path)
     parts = source.parts(getattr(torch, dtype))
     texts, note = _small_files(path, source, dtype)
     with new_folder(folder, parts, texts) as draft:
         files = write_shards(parts, draft, max_shard_bytes)
     return WrittenModel(files, source.shapes, parts, note)
+
+
+def average(paths: Sequence[Path]) -> TensorSource:
+    """Return the mean of the weights of several checkpoints, summed in float64.
+
+    Buffers, config and tokenizer are those of the first. Raise CheckpointError if a checkpoint has
+    another model or tokenizer.
+    """
+    first, *others = (read_manifest(path)["identity"] for path in paths)
+    for path, other in zip(paths[1:], others, strict=True):
+        groups = ("model", "tokenizer")
+        saved, its = ({group: side.get(group, {}) for group in groups} for side in (first, other))
+        changed = differences(saved, its)
+        if changed:
+            raise CheckpointError(
+                f"{path} has another model or tokenizer than {paths[0]}"
+                f" ({'; '.join(map(str, changed))}); average checkpoints of one model"
+            )
+    sources = [open_checkpoint(path) for path in paths]
+
+    def read(name: str) -> torch.Tensor:
+        values = [source.read(name) for source in sources]
+        if not values[0].is_floating_point():
+            return values[0]
+        total = reduce(torch.add, (value.double() for value in values))
+        return (total / len(values)).to(values[0].dtype)
+
+    return replace(sources[0], read=read)
 
 
 def _small_files(

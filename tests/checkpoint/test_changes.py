@@ -91,7 +91,7 @@ def test_variants_continue_bit_for_bit_and_recomputing_is_none_of_them(
     gains = saved["model.layers.0.self_attn.q_norm.weight"]
     assert gains.shape == (16,)
     assert not torch.equal(gains, torch.ones(16))
-    done = consolidate(path, tmp_path / "out", "float32", 2**30, force=False)
+    done = consolidate([path], tmp_path / "out", "float32", 2**30, force=False)
     assert done.parameters == sum(p.numel() for p in start.parameters())
     again: Any = MiniMindForCausalLM.from_pretrained(tmp_path / "out")
     ids = torch.arange(10)[None]

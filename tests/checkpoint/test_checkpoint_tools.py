@@ -1,4 +1,4 @@
-"""minimind checkpoint list | verify | diff | consolidate | prune on runs of a tiny model."""
+"""The actions of `minimind checkpoint` on runs of a tiny model."""
 
 from __future__ import annotations
 
@@ -229,6 +229,39 @@ def test_consolidated_files_load_in_transformers_with_the_numbers_of_the_checkpo
     rows = torch.arange(20).view(2, 10)
     with torch.no_grad():
         assert torch.equal(theirs(rows).logits, ours(rows).logits)
+
+
+def test_the_average_is_the_mean_of_the_weights_of_verified_checkpoints(run_dir, tmp_path, capsys):
+    flat = {}
+    for number in (2, 6):
+        out = tmp_path / f"flat-{number}"
+        assert checkpoint("consolidate", step(run_dir, number), "--out", out) == 0
+        flat[number] = load_file(out / "model.safetensors")
+    out = tmp_path / "mean"
+    assert checkpoint("average", step(run_dir, 2), run_dir, "--out", out) == 0
+    assert "in float32, the mean of 2 checkpoints" in capsys.readouterr().out
+    mean = load_file(out / "model.safetensors")
+    assert mean.keys() == flat[2].keys()
+    for name, value in mean.items():
+        expected = (flat[2][name].double() + flat[6][name].double()) / 2
+        assert torch.equal(value, expected.float()), name
+    assert MiniMindForCausalLM.from_pretrained(out).dtype == torch.float32
+    damage(step(run_dir, 2) / "state.json")
+    words = ("average", step(run_dir, 2), run_dir, "--out", tmp_path / "other")
+    assert checkpoint(*words) == 4
+    assert not (tmp_path / "other").exists()
+
+
+def test_checkpoints_of_two_models_or_the_same_twice_have_no_average(run_dir, tmp_path, capsys):
+    other = Path(shutil.copytree(run_dir, tmp_path / "other_run"))
+    tiny.vouch(step(other, 6), identity={**tiny.IDENTITY, "model": {"rope_theta": 5.0}})
+    out = ("--out", tmp_path / "mean")
+    assert checkpoint("average", run_dir, other, *out) == 4
+    assert "has another model or tokenizer than" in capsys.readouterr().err
+    assert checkpoint("average", run_dir, step(run_dir, 6), *out) == 2
+    assert "of 2 checkpoints 1 differ; name each once" in capsys.readouterr().err
+    assert checkpoint("average", run_dir, *out) == 2
+    assert not (tmp_path / "mean").exists()
 
 
 def test_bfloat16_in_several_files_is_the_rounded_float32(run_dir, tmp_path):
