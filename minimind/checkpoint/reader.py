@@ -14,12 +14,12 @@ from torch import Tensor
 from minimind.checkpoint.directory import differences, read_manifest
 from minimind.checkpoint.tensor_files import BUFFERS, ShardFiles, readable
 from minimind.checkpoint.validation import read_state
-from minimind.engine.optimizer_state import MASTER
+from minimind.engine.optimizer_state import MASTER, MOMENTUM
 from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import ELSEWHERE, require_listed
 
 LAYOUT = ("world_size", "zero_stage", "backend", "micro_batch_rows", "accumulation_steps")
-WITHOUT_STEP = ("momentum_buffer",)  # of SGD, which counts no updates
+WITHOUT_STEP = (MOMENTUM,)  # of SGD and Muon, which count no updates
 
 
 def require_optimizer_step(shards: ShardFiles, step: int, state: dict[str, Any]) -> None:
@@ -50,9 +50,14 @@ class Contents:
             self.buffers = safe_open(directory / BUFFERS, framework="pt")
         self.shards = ShardFiles(directory, self.manifest["world_size"])
         self.shards.require_whole(self.shapes)
-        moments = [names for kind, names in self.shards.kinds.items() if kind != MASTER]
-        if any(names != moments[0] for names in moments):
-            odd = sorted(set().union(*moments) - set.intersection(*moments))[0]
+        of_muon = self.shards.kinds.get(MOMENTUM, set())
+        moments = [
+            names for kind, names in self.shards.kinds.items() if kind not in (MASTER, MOMENTUM)
+        ]
+        if odd_names := set().union(*moments) - (
+            set.intersection(*moments) - of_muon if moments else set()
+        ):
+            odd = sorted(odd_names)[0]
             raise CheckpointError(f"{directory}: not every moment of {odd!r} is there")
         require_optimizer_step(self.shards, self.manifest["step"], self.state)
 

@@ -249,6 +249,9 @@ def _bytes(tensors: dict[str, Tensor]) -> int:
 
 def _elements(held: ZeroState, engine: Engine) -> int:
     """Elements in this rank's shard once optimizer state exists."""
-    slices = held.slices(engine.rank, engine.world_size)
-    weights = sum(values.numel() for key, values in slices if key.startswith(f"{MASTER}|"))
-    return weights * (1 + len(held.kinds))
+    keys = ((key.split("|"), values) for key, values in held.slices(engine.rank, engine.world_size))
+    return sum(
+        values.numel() * (1 + len(held.kinds_of(name)))
+        for (kind, name, _), values in keys
+        if kind == MASTER
+    )

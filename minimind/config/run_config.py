@@ -20,6 +20,7 @@ PROJECT = PACKAGE.parent  # the checkout, or site-packages
 LAUNCH = "bash run_accelerate.sh" if (PROJECT / "run_accelerate.sh").exists() else "minimind launch"
 # A wheel has the folder inside the package (pyproject.toml).
 CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PROJECT) / "configs"
+MUON_LR, MUON_MOMENTUM = 0.02, 0.95  # of --optimizer muon, if not given
 DEFAULT_DEEPSPEED_CONFIG = CONFIGS / "ds_config.json"
 
 
@@ -38,6 +39,19 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, TrainingFlags):
         """PLACE of --model hf:PLACE; None for the built-in decoder."""
         name = self.model or ""
         return name.removeprefix(HUGGING_FACE) if name.startswith(HUGGING_FACE) else None
+
+    @property
+    def muon(self) -> dict[str, Any]:
+        """Peak rate, momentum and scaling of --optimizer muon; empty for another optimizer."""
+        if self.optimizer != "muon":
+            return {}
+        scaling = self.muon_scaling or "original"
+        rate = MUON_LR if scaling == "original" else self.learning_rate
+        return {
+            "muon_lr": rate if self.muon_lr is None else self.muon_lr,
+            "muon_momentum": MUON_MOMENTUM if self.muon_momentum is None else self.muon_momentum,
+            "muon_scaling": scaling,
+        }
 
     def micro_batch_rows(self, world_size: int) -> int:
         """Rows per micro-batch and process; raise UsageError if they do not divide evenly."""

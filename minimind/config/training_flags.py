@@ -72,6 +72,13 @@ class TrainingFlags:
     )
     deterministic: bool = flag("use deterministic kernels only", False, "length")
 
+    optimizer: str = flag(
+        "AdamW, or Muon for the matrices of the blocks with AdamW for embedding, head and norms; an"
+        " optimizer block in the DeepSpeed JSON names another",
+        "adamw",
+        "optimizer",
+        choices=("adamw", "muon"),
+    )
     learning_rate: float = flag("peak learning rate", 5e-4, "optimizer", above=0.0)
     min_lr_ratio: float = flag(
         "final learning rate as a fraction of the peak", 0.1, "optimizer", at_least=0.0, at_most=1.0
@@ -108,8 +115,25 @@ class TrainingFlags:
         "optimizer",
         choices=("linear", "1-sqrt"),
     )
+    muon_lr: float | None = flag(
+        "peak learning rate of Muon (default 0.02; `--learning_rate` with `--muon_scaling"
+        " match_rms_adamw`)",
+        None,
+        "optimizer",
+        above=0.0,
+    )
+    muon_momentum: float | None = flag(
+        "momentum of Muon (default 0.95)", None, "optimizer", at_least=0.0, below=1.0
+    )
+    muon_scaling: str | None = flag(
+        "factor of Muon's rate for a matrix of A rows and B columns: sqrt(max(1, A / B)) (original,"
+        " the default), or 0.2 sqrt(max(A, B)), the size of AdamW's updates (match_rms_adamw)",
+        None,
+        "optimizer",
+        choices=("original", "match_rms_adamw"),
+    )
     weight_decay: float = flag(
-        "AdamW weight decay of matrices (norms are not decayed)", 0.1, "optimizer", at_least=0.0
+        "weight decay of matrices (norms are not decayed)", 0.1, "optimizer", at_least=0.0
     )
     beta1: float = flag("AdamW first-moment decay", 0.9, "optimizer", at_least=0.0, below=1.0)
     beta2: float = flag("AdamW second-moment decay", 0.95, "optimizer", at_least=0.0, below=1.0)

@@ -35,7 +35,7 @@ from minimind.engine.deepspeed_logs import CollectivesLog, fix_start_time
 from minimind.engine.engine import Engine
 from minimind.engine.loss_of_batch import compile_model
 from minimind.engine.op_build_lock import monitored_builds
-from minimind.engine.optimizer import adamw, parameter_groups, trial_optimizer
+from minimind.engine.optimizer import optimizer_of, run_groups, trial_optimizer
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.errors import RendezvousError, StorageError, UsageError
 from minimind.runtime.collectives import collective_backend, lost_peers, rendezvous
@@ -97,14 +97,14 @@ def _deepspeed(
             f"Accelerate counts {accelerator.num_processes} processes, the process group"
             f" {dist.get_world_size()}; ranks would train on the same rows"
         )
-    groups = parameter_groups(model, run.weight_decay)
+    groups = run_groups(model, run)
     plugin = accelerator.deepspeed_plugin
     assert plugin is not None
     # Again, because Accelerate overwrites steps_per_print.
     plugin.deepspeed_config.update(deepcopy(resolved.config))
     compile_model(model, run, device)
     has_block = "optimizer" in resolved.config
-    optimizer = DummyOptim(groups, lr=run.learning_rate) if has_block else adamw(groups, run)
+    optimizer = DummyOptim(groups, lr=run.learning_rate) if has_block else optimizer_of(groups, run)
     with _refusals(resolved), lost_peers(), monitored_builds(OpBuilder, resolved.path):
         prepared = accelerator.prepare(model, optimizer)[0]
     timeout = collective_backend(device, run.dist_timeout)[1]
@@ -169,7 +169,7 @@ def _plain(
     compile_model(model, run, device)
     with lost_peers():
         forward = accelerator.prepare_model(model)
-    groups = parameter_groups(model, run.weight_decay)
+    groups = run_groups(model, run)
     return PlainBackend(forward, model, resolved, groups), accelerator.device
 
 

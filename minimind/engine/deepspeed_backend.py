@@ -10,6 +10,7 @@ from torch import nn
 
 from minimind.engine.collective_clock import CommunicationClock
 from minimind.engine.deepspeed_logs import CollectivesLog
+from minimind.engine.muon import MuonWithAdamW, shards_of
 from minimind.engine.optimizer_state import ZeroState
 from minimind.engine.optimizer_state_adapters import require_tested_deepspeed, zero_state
 from minimind.engine.plain_backend import PlainBackend
@@ -42,6 +43,9 @@ class DeepSpeedBackend:
             # Stages 1 and 2 check the norm, in bf16 and fp16 also the gradients. In fp32 without
             # the norm they would check neither.
             self.optimizer.check_grad_overflow = True
+        base = getattr(self.optimizer, "optimizer", self.optimizer)
+        if isinstance(base, MuonWithAdamW):
+            base.shards = shards_of(engine, self.state())
 
     @property
     def skipped_steps(self) -> int:
@@ -73,7 +77,7 @@ class DeepSpeedBackend:
             self.engine.train()
         if self.engine.lr_scheduler is None:
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get("lr_scale", 1.0)
         return self.optimizer.param_groups[0]["lr"]
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:

@@ -1,28 +1,56 @@
-"""Parameter groups, the default AdamW, and trial optimizers that check parameters."""
+"""Parameter groups, AdamW and Muon, and trial optimizers that check parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from minimind.config.run_config import RunConfig
+from minimind.engine.muon import Groups, MuonWithAdamW, hidden_matrices
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups: matrices with weight decay, norm gains without."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
+def parameter_groups(
+    model: nn.Module, weight_decay: float, apart: Iterable[nn.Parameter] = ()
+) -> Groups:
+    """Return two groups: matrices with weight decay, norm gains without; both without `apart`."""
+    excluded = {id(p) for p in apart}
+    trainable = [p for p in model.parameters() if p.requires_grad and id(p) not in excluded]
     return [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
 
 
-def adamw(groups: list[dict[str, Any]], run: RunConfig) -> torch.optim.Optimizer:
-    """torch's fused AdamW with the learning rate and betas of the run."""
+def run_groups(model: nn.Module, run: RunConfig) -> Groups:
+    """Return the parameter groups of the run's optimizer; those of Muon have `use_muon`.
+
+    The rate of a group is `lr_scale` (1 if missing) times that of the schedule.
+    """
+    if not (muon := run.muon):
+        return parameter_groups(model, run.weight_decay)
+    matrices = hidden_matrices(model)
+    group = {
+        "params": [*matrices.values()],
+        "names": frozenset(matrices),
+        "use_muon": True,
+        "lr": muon["muon_lr"],
+        "lr_scale": muon["muon_lr"] / run.learning_rate,
+        "weight_decay": run.weight_decay,
+        "momentum": muon["muon_momentum"],
+        "adjust_lr_fn": muon["muon_scaling"],
+    }
+    return [*parameter_groups(model, run.weight_decay, matrices.values()), group]
+
+
+def optimizer_of(groups: Groups, run: RunConfig) -> torch.optim.Optimizer:
+    """torch's fused AdamW, beside torch's Muon for a group with `use_muon`."""
+    *others, last = groups
     betas = run.beta1, run.beta2
+    if last.get("use_muon"):
+        return MuonWithAdamW(others, last, lr=run.learning_rate, betas=betas)
     return torch.optim.AdamW(groups, lr=run.learning_rate, betas=betas, fused=True)
 
 

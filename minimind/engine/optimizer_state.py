@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MASTER, ADAM = "fp32", ("exp_avg", "exp_avg_sq")
+MASTER, ADAM, MOMENTUM = "fp32", ("exp_avg", "exp_avg_sq"), "momentum_buffer"
 # State of each optimizer per weight.
 MOMENTS = {
     **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"), ADAM),
     **dict.fromkeys(("FusedLion", "DeepSpeedCPULion"), ("exp_avg",)),
-    "SGD": ("momentum_buffer",),
+    "SGD": (MOMENTUM,),
+    "MuonWithAdamW": (*ADAM, MOMENTUM),  # a weight has either
 }
 
 
@@ -71,7 +72,7 @@ class ZeroState:
             if not part.length:
                 continue
             yield f"{MASTER}|{part.name}|{part.start}", part.view(part.owner).float()
-            for kind in self.kinds:
+            for kind in self.kinds_of(part.name):
                 moment = self.base.state.get(part.owner, {}).get(kind)
                 if moment is not None:
                     yield f"{kind}|{part.name}|{part.start}", part.view(moment)
@@ -86,12 +87,22 @@ class ZeroState:
         is_stateless = name == "SGD" and not any(g["momentum"] for g in self.base.param_groups)
         return () if is_stateless else MOMENTS[name]
 
+    def kinds_of(self, name: str) -> tuple[str, ...]:
+        """Names of the moments of one parameter."""
+        muon_names = getattr(self.base, "muon_names", None)
+        if muon_names is None:
+            return self.kinds
+        return (MOMENTUM,) if name in muon_names else ADAM
+
     def optimizer_step(self) -> int | None:
         """Step count of the base optimizer (SGD: 0); None before the first update.
 
         Counts on a device are read together, with one wait.
         """
-        steps: list[Any] = [s.get("step", 0) for s in self.base.state.values() if s]
+        states = [state for state in self.base.state.values() if state]
+        steps: list[Any] = [state["step"] for state in states if "step" in state]
+        if states and not steps:
+            return 0
         if steps and all(torch.is_tensor(step) for step in steps):
             steps = torch.stack([step.to(steps[0].device) for step in steps]).tolist()
         return max((int(step) for step in steps), default=None)
@@ -103,7 +114,7 @@ class ZeroState:
         """
         for f in self.fragments:
             if not f.is_frozen and f.owner not in self.base.state:
-                self.base.state[f.owner] = self._fresh_moments(f.owner, 0)
+                self.base.state[f.owner] = self._fresh_moments(f, 0)
 
     def fill(self, read: Callable[[str, str, int, int], Tensor], step: int | None) -> None:
         """Fill every fragment from `read(kind, parameter, start, length)`.
@@ -112,26 +123,29 @@ class ZeroState:
         """
         self.prepare()
         trained = [f for f in self.fragments if not f.is_frozen]
-        for owner in {id(f.owner): f.owner for f in trained}.values():
-            owner.detach().zero_()  # padding is uninitialized at stage 3
-            self.base.state.pop(owner, None)
+        for f in {id(f.owner): f for f in trained}.values():
+            f.owner.detach().zero_()  # padding is uninitialized at stage 3
+            self.base.state.pop(f.owner, None)
             if step is not None:
-                self.base.state[owner] = self._fresh_moments(owner, step)
+                self.base.state[f.owner] = self._fresh_moments(f, step)
         for f in self.fragments:
             f.view(f.owner).copy_(read(MASTER, f.name, f.start, f.length))
         for f in trained if step is not None else ():
-            for kind in self.kinds:
+            for kind in self.kinds_of(f.name):
                 f.view(self.base.state[f.owner][kind]).copy_(read(kind, f.name, f.start, f.length))
         self._set_step_count(step or 0)
 
-    def _fresh_moments(self, owner: Tensor, step: int) -> dict[str, Any]:
-        keep = torch.preserve_format
-        moments = {k: torch.zeros_like(owner, memory_format=keep) for k in self.kinds}
-        if type(self.base).__name__ == "SGD":
+    def _fresh_moments(self, f: Fragment, step: int) -> dict[str, Any]:
+        """Zero moments of the tensor that holds `f` and other parameters of the same kinds."""
+        keep, kinds = torch.preserve_format, self.kinds_of(f.name)
+        moments: dict[str, Any] = {
+            kind: torch.zeros_like(f.owner, memory_format=keep) for kind in kinds
+        }
+        if MOMENTUM in kinds or not kinds:  # nothing counts updates
             return moments
-        if type(self.base).__module__.startswith("torch."):
+        if type(self.base).__module__.startswith(("torch.", "minimind.")):
             on_device = self.base.defaults.get("fused") or self.base.defaults.get("capturable")
-            place = owner.device if on_device else torch.device("cpu")
+            place = f.owner.device if on_device else torch.device("cpu")
             return {"step": torch.tensor(float(step), device=place), **moments}
         return {"step": step, **moments}
 

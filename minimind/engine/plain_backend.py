@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.engine.collective_clock import CommunicationClock
-from minimind.engine.optimizer import adamw
+from minimind.engine.optimizer import optimizer_of
 from minimind.engine.optimizer_state import ZeroState
 from minimind.engine.optimizer_state_adapters import zero_state
 from minimind.model.experts import Routing
@@ -103,7 +103,7 @@ class MasterWeights:
 
 
 class PlainBackend:
-    """A model under DDP or in a single process, with torch's AdamW."""
+    """A model under DDP or in a single process, with an optimizer of torch's."""
 
     def __init__(
         self, forward: nn.Module, module: nn.Module, resolved: ResolvedConfig, groups: Groups
@@ -112,8 +112,8 @@ class PlainBackend:
         is_low = run.dtype != "float32"
         self.module = module
         self.forward = forward
-        self.masters = MasterWeights(groups, partial(adamw, run=run)) if is_low else None
-        self.optimizer: Any = self.masters or adamw(groups, run)
+        self.masters = MasterWeights(groups, partial(optimizer_of, run=run)) if is_low else None
+        self.optimizer: Any = self.masters or optimizer_of(groups, run)
         self.torch_optimizer: Any = self.masters.optimizer if self.masters else self.optimizer
         device = next(module.parameters()).device.type
         self.scaler = torch.amp.GradScaler(device, enabled=run.dtype == "float16")
@@ -140,7 +140,7 @@ class PlainBackend:
         if not self.module.training:  # after an evaluation; train() walks all modules
             self.forward.train()
         for group in self.torch_optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         return lr
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
@@ -163,7 +163,8 @@ class PlainBackend:
         updated = [p for group in self.torch_optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(updated, self.max_norm)
         # The norm is that of the reduced gradient, so it is finite on all ranks or on none. Fused
-        # AdamW skips the update by a flag on the device (found_inf, as set by GradScaler).
+        # AdamW skips the update by a flag on the device (found_inf, as set by GradScaler); with
+        # Muon the flag is read.
         is_skipped = ~torch.isfinite(norm)
         self.skipped_steps = self.skipped_steps + is_skipped
         self.torch_optimizer.found_inf = is_skipped.float()

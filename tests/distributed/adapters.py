@@ -47,6 +47,8 @@ SCALED = {"fp16.initial_scale_power": 20, "fp16.loss_scale_window": 3, "fp16.hys
 # With few tokens a micro-batch of a rank leaves some expert idle that others visit.
 EXPERTS = {"use_moe": True, "n_routed_experts": 8, "num_experts_per_tok": 1}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": "auto", "momentum": 0.9}}}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": "auto", "muon_lr": 0.01, "betas": "auto"}}}
+MUON_FLAGS = "--optimizer muon --muon_lr 0.01"
 
 CASES = {
     "ddp, fp32": Case(None, FP32),
@@ -73,6 +75,17 @@ CASES = {
     "2, fp32, recomputing": Case(2, FP32, model=Recomputing),
     "2, bf16, one graph": Case(2, BF16, flags="--compile on"),
     "ddp, bf16, one graph": Case(None, BF16, flags="--compile on"),
+    "ddp, fp32, Muon": Case(None, FP32, flags=MUON_FLAGS),
+    "ddp, bf16, Muon": Case(None, BF16, flags=MUON_FLAGS),
+    "0, fp32, Muon": Case(0, FP32, edits=MUON),
+    "0, bf16, Muon": Case(0, BF16, edits=MUON),
+    "1, bf16, fp32 sums, Muon": Case(1, BF16, edits=MUON | WIDE_SUMS),
+    "2, fp32, Muon": Case(2, FP32, edits=MUON),
+    "2, bf16, round robin, Muon": Case(2, BF16, edits=MUON | ROUND_ROBIN),
+    "2, fp16, Muon": Case(2, FP16, edits=MUON | SCALED),
+    "2, bf16, experts, Muon": Case(2, BF16, edits=MUON, shape=EXPERTS),
+    "3, fp32, Muon": Case(3, FP32, edits=MUON),
+    "3, bf16, Muon": Case(3, BF16, edits=MUON),
     "3, fp32": Case(3, FP32),
     "3, fp32, recomputing": Case(3, FP32, model=Recomputing),
     "3, bf16": Case(3, BF16),

@@ -33,7 +33,8 @@ WRAPPERS = {
 SHORT = [
     *("ddp, fp32", "ddp, bf16", "0, fp32", "0, bf16", "1, bf16, fp32 sums", "2, fp32"),
     *("2, bf16, round robin", "2, fp16", "2, bf16, experts", "2, fp32, recomputing"),
-    *("3, fp32", "3, bf16"),
+    *("ddp, bf16, Muon", "1, bf16, fp32 sums, Muon", "2, bf16, round robin, Muon"),
+    *("3, fp32", "3, bf16", "3, bf16, Muon"),
 ]
 LONG = [name for name in CASES if name not in SHORT]
 SHORT_CROSSINGS = [
@@ -41,6 +42,9 @@ SHORT_CROSSINGS = [
     "1, bf16, fp32 sums -> 2, bf16",
     "2, bf16, round robin -> 3, bf16",
     "3, bf16 -> 2, bf16",
+    "ddp, bf16, Muon -> 2, bf16, round robin, Muon",
+    "2, bf16, round robin, Muon -> 3, bf16, Muon",
+    "3, bf16, Muon -> 1, bf16, fp32 sums, Muon",
 ]
 LONG_CROSSINGS = [
     "2, fp16 -> 3, fp16",
@@ -50,6 +54,8 @@ LONG_CROSSINGS = [
     "1, bf16, CPUAdam -> 2, bf16",
     "0, bf16, FusedAdam -> 2, bf16",
     "2, bf16 -> 0, bf16, FusedAdam",
+    "2, fp32, Muon -> 0, fp32, Muon",
+    "0, fp32, Muon -> 3, fp32, Muon",
 ]
 RECOMPUTING = ["2, fp32, recomputing", "3, fp32, recomputing"]
 SOURCES = [name.partition(" -> ")[0] for name in LONG_CROSSINGS]
@@ -110,8 +116,10 @@ def test_every_parameter_is_saved_once_and_whole(found: dict[str, Any], name: st
     assert "lm_head.weight" not in sizes
     assert sizes["model.embed_tokens.weight"] == TINY["vocab_size"] * TINY["dim"]
     assert len({*FROZEN} & {*sizes}) == 2
-    moments = {"momentum_buffer"} if name.endswith("SGD") else {"exp_avg", "exp_avg_sq"}
     for parameter, size in sizes.items():
+        is_matrix = parameter.startswith("model.layers.") and "norm" not in parameter
+        has_momentum = name.endswith("SGD") or (name.endswith("Muon") and is_matrix)
+        moments = {"momentum_buffer"} if has_momentum else {"exp_avg", "exp_avg_sq"}
         kept = {key.split("|")[0]: n for key, n in keys.items() if key.endswith(f"|{parameter}")}
         trained = {} if parameter in FROZEN else dict.fromkeys(moments, size)
         assert kept == {"fp32": size, **trained}

@@ -12,6 +12,7 @@ effects          settings without effect in this training loop
 engine_rules     faults of DeepSpeed's engine, reported before it is built
 incompatible     settings that exclude each other
 keys             names and types of everything that DeepSpeed reads
+muon             an optimizer block of type Muon as flags
 normalize        config values as DeepSpeed reads them
 resolve          the resolver
 schema           unknown, misspelt and mistyped keys

@@ -15,6 +15,7 @@ from minimind.config.deepspeed.compiled_ops import compilation_notice, replaceab
 from minimind.config.deepspeed.config_values import AUTO, apply_launch, get, put
 from minimind.config.deepspeed.effects import keys_without_effect
 from minimind.config.deepspeed.incompatible import precision_faults
+from minimind.config.deepspeed.muon import muon_faults
 from minimind.config.deepspeed.resolve import ResolvedConfig, Sections, read_deepspeed_json, resolve
 from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, LAUNCH, RunConfig
@@ -46,7 +47,7 @@ class Setup:
             return with_choices(self._without_op(resolved, schedule, sections), self.device)
         faults: list[str] = []
         run = apply_launch(run, self.launch, faults)
-        faults += precision_faults(run, self.device)
+        faults += precision_faults(run, self.device) + muon_faults(run)
         if faults:
             raise fault_error(faults)
         run.micro_batch_rows(world_size)  # raises if the batch does not divide evenly

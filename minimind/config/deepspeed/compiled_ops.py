@@ -16,7 +16,7 @@ from minimind.config.deepspeed.schema import optimizer_name
 from minimind.runtime.hardware import extension_fault
 
 WITHOUT_ADAM = 'write "torch_adam": true in optimizer.params: torch\'s needs no compiler'
-KINDS = {"Adam": "adam", "AdamW": "adam", "Muon": "adam", "Lion": "lion", "Lamb": "lamb"}
+KINDS = {"Adam": "adam", "AdamW": "adam", "Lion": "lion", "Lamb": "lamb"}
 OPS = ("fused_adam", "cpu_adam", "fused_lion", "cpu_lion", "fused_lamb", "cpu_adagrad")
 CPU_OPS = ("fused_adam", "cpu_adam", "cpu_lion", "cpu_adagrad")  # those it has for CPU runs
 
@@ -67,8 +67,7 @@ def unbuildable_optimizer(config: Mapping[str, Any], device: str) -> str:
     """Describe the optimizer of DeepSpeed that cannot be compiled here; empty if there is none."""
     op, name = required_op(config), optimizer_name(config.get("optimizer", {}).get("type"))
     fault = op_fault(op, device) if op else ""
-    has_substitute = name == "Muon" and op == "fused_adam" and device == "cpu"  # DeepSpeed's own
-    if not fault or has_substitute:
+    if not fault:
         return ""
     remedy = WITHOUT_ADAM if "adam" in op else "install that, or use AdamW"
     params = config["optimizer"].get("params", {})

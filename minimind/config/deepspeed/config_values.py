@@ -40,7 +40,7 @@ def apply_launch(run: RunConfig, launch: Launch, faults: list[str]) -> RunConfig
         if name == "device" and run.device == "auto":  # even an explicit --device auto
             run = run.with_values(f"{launch.source}: {field}", device=value)
             continue
-        run = _apply(run, name, value, f"{launch.source}: {field}", "remove it there", faults)
+        run = adopt(run, name, value, f"{launch.source}: {field}", "remove it there", faults)
     if launch.deepspeed_config and not run.is_explicit("deepspeed_config"):
         source = f"{launch.source}: deepspeed_config_file"
         run = run.with_values(source, deepspeed_config=launch.deepspeed_config)
@@ -88,11 +88,11 @@ def apply_file(
                 f" {getattr(run, name)}; drop {name}, or {auto}"
             )
         elif config_value not in (MISSING, AUTO, None) and not isinstance(config_value, list):
-            run = _apply(run, name, config_value, where, auto, faults)
+            run = adopt(run, name, config_value, where, auto, faults)
     betas = get(config, BETAS)
     if isinstance(betas, list) and len(betas) == 2:
         for place, (name, config_value) in enumerate(zip(("beta1", "beta2"), betas, strict=True)):
-            run = _apply(run, name, config_value, f"{path}: {BETAS}[{place}]", auto, faults)
+            run = adopt(run, name, config_value, f"{path}: {BETAS}[{place}]", auto, faults)
     elif isinstance(betas, list):  # schema.py reports other types
         faults.append(f"{path}: {BETAS} is {json.dumps(betas)}, not two numbers; write [0.9, 0.95]")
     rows, where = get(config, MICRO_BATCH), f"{path}: {MICRO_BATCH}"
@@ -100,7 +100,7 @@ def apply_file(
         rows *= world_size  # --batch_size then counts all processes
         where += f" x {world_size} processes (--split_batches)"
     if rows not in (MISSING, AUTO):
-        run = _apply(run, "batch_size", rows, where, auto, faults)
+        run = adopt(run, "batch_size", rows, where, auto, faults)
     return _apply_batch(config, path, run, world_size)
 
 
@@ -123,7 +123,7 @@ def _apply_batch(
     return run
 
 
-def _apply(
+def adopt(
     run: RunConfig, name: str, config_value: Any, where: str, remedy: str, faults: list[str]
 ) -> RunConfig:
     """Adopt `config_value` as `name`; add a fault if it contradicts an explicit value."""

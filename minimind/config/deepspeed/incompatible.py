@@ -13,6 +13,7 @@ from typing import Any
 from minimind.config.deepspeed.auto_values import offloads
 from minimind.config.deepspeed.config_values import BATCH, MISSING, get
 from minimind.config.deepspeed.effects import ignored_faults
+from minimind.config.deepspeed.muon import muon_faults
 from minimind.config.deepspeed.schema import OPTIMIZERS, optimizer_name
 from minimind.config.run_config import RunConfig
 
@@ -86,6 +87,7 @@ def incompatible_settings(
     else:
         faults += _precision(config, run, device, stage) + _optimizer(config, device)
         faults += _stage(config, stage, sources) + _reduction(config, stage)
+    faults += muon_faults(run, config)
     return [f"{path}: {fault}" for fault in faults]
 
 

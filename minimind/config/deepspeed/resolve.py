@@ -27,6 +27,7 @@ from minimind.config.deepspeed.config_values import (
 )
 from minimind.config.deepspeed.engine_rules import engine_faults
 from minimind.config.deepspeed.incompatible import incompatible_settings
+from minimind.config.deepspeed.muon import adopt_muon
 from minimind.config.deepspeed.normalize import normalize_config
 from minimind.config.launcher_env import Launch
 from minimind.config.run_config import RunConfig
@@ -61,20 +62,24 @@ class ResolvedConfig:
 
     @property
     def optimizer(self) -> str:
-        """Name of the optimizer: from the file, else AdamW."""
+        """Name of the optimizer: from the file, else of --optimizer."""
         type_name = self.config.get("optimizer", {}).get("type")
-        return deepspeed_schema.optimizer_name(type_name) or "AdamW"
+        return deepspeed_schema.optimizer_name(type_name) or ("Muon" if self.run.muon else "AdamW")
 
     @property
     def optimizer_params(self) -> dict[str, Any]:
         """Optimizer parameters that affect updates and have no flag."""
         params = self.config.get("optimizer", {}).get("params", {})
         eps = {"eps": 1e-8} if self.optimizer in ("Adam", "AdamW") else {}
-        return eps | {
-            k: v
-            for k, v in params.items()
-            if k not in NOT_IDENTITY and v not in DEEPSPEED_ADAM.get(k, ())
-        }
+        return (
+            eps
+            | self.run.muon
+            | {
+                k: v
+                for k, v in params.items()
+                if k not in NOT_IDENTITY and v not in DEEPSPEED_ADAM.get(k, ())
+            }
+        )
 
     def table(self) -> str:
         """One line per value: key path, value, source."""
@@ -158,6 +163,7 @@ def resolve(
             ]
         )
     run = apply_file(config, path, run, world_size, faults)
+    run = adopt_muon(config, path, run, faults)
     try:
         run.micro_batch_rows(world_size)
     except UsageError as error:

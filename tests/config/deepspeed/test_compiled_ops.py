@@ -64,7 +64,6 @@ def adam_of(resolved: ResolvedConfig) -> dict[str, Any]:
         ({"type": "Lamb", "params": {}}, False, "cuda", "fused_lamb"),
         ({"type": "Adagrad", "params": {}}, False, "cuda", ""),
         ({"type": "Adagrad", "params": {}}, True, "cuda", "cpu_adagrad"),
-        ({"type": "Muon", "params": {}}, True, "cuda", "cpu_adam"),
     ],
 )
 def test_an_optimizer_that_cannot_be_compiled_is_known_before_the_start(
@@ -80,13 +79,6 @@ def test_an_optimizer_that_cannot_be_compiled_is_known_before_the_start(
         assert f"{NO_NVCC} for {'cpu' if offload else 'cuda'}" in fault
         monkeypatch.setattr(compiled_ops, "is_installed", lambda name: name == op)
         assert unbuildable_optimizer(config, device) == ""
-
-
-def test_muon_does_without_fused_adam_on_a_cpu_only(uncompilable):
-    config = {"optimizer": {"type": "Muon", "params": {}}}
-    assert required_op(config) == "fused_adam"
-    assert unbuildable_optimizer(config, "cpu") == ""
-    assert unbuildable_optimizer(config, "cuda").endswith(compiled_ops.WITHOUT_ADAM)
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -1,0 +1,145 @@
+"""Muon for the matrices of the blocks and AdamW for all other weights, sharded by ZeRO or not.
+
+ZeRO hands an optimizer flat shards of its weights, and Muon orthogonalizes whole matrices: the
+momentum stays sharded, and its bf16 update is gathered before each matrix is orthogonalized by
+torch's Muon. DeepSpeed therefore clips and reports the gradient, as with AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim._muon import muon as muon_update
+
+from minimind.engine.optimizer_state import Fragment, ZeroState
+
+Groups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ShardedMatrix:
+    """A matrix of which this rank holds a fragment, and how to find the whole in a gathered one."""
+
+    shape: Sequence[int]
+    fragment: Fragment
+    whole: Callable[[Tensor], Tensor]  # of (ranks, elements of a shard) to (rows, columns)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Matrices by the flat shard that the optimizer updates, and the ranks that share them."""
+
+    matrices: Mapping[int, list[ShardedMatrix]]  # by id of the shard
+    process_group: dist.ProcessGroup | None
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """torch's Muon for a group with `use_muon`, torch's fused AdamW for the others.
+
+    muon_names are the parameters of that group.
+    """
+
+    shards: Shards | None = None  # set after ZeRO has replaced the parameters by shards
+    found_inf: Tensor | None = None  # 1 to skip the step; set by the backend
+
+    def __init__(self, adamw_groups: Groups, muon_group: dict[str, Any], **options: Any) -> None:
+        self.muon_names: frozenset[str] = muon_group.pop("names")
+        adamw = torch.optim.AdamW(adamw_groups, fused=True, **options)
+        muon = torch.optim.Muon([muon_group])
+        super().__init__([*adamw.param_groups, *muon.param_groups], {"fused": True})
+        self._adamw = adamw
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update every group; whole matrices, or the shards that `shards` describes."""
+        if self.found_inf is not None and self.found_inf.item():
+            return
+        for group in self.param_groups:
+            if not group.get("use_muon"):
+                self._adamw.param_groups, self._adamw.state = [group], self.state
+                self._adamw.step()
+                continue
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                if p.ndim == 2:
+                    _orthogonal_step(p, p.grad, state["momentum_buffer"], group)
+                elif self.shards:  # else DeepSpeed allocates state with a step of zero gradients
+                    self._step_shard(p, state["momentum_buffer"], group, self.shards)
+
+    def _step_shard(
+        self, flat: Tensor, momentum: Tensor, group: dict[str, Any], shards: Shards
+    ) -> None:
+        """Update a flat shard of matrices; collective."""
+        assert flat.grad is not None
+        momentum.lerp_(flat.grad, 1 - group["momentum"])
+        update = flat.grad.lerp(momentum, group["momentum"]).bfloat16()  # as Muon rounds it
+        ranks = dist.get_world_size(shards.process_group)
+        gathered = update.new_empty((ranks, update.numel()))
+        dist.all_gather([*gathered], update, group=shards.process_group)
+        flat.mul_(1 - group["lr"] * group["weight_decay"])
+        for matrix in shards.matrices.get(id(flat), ()):
+            whole, f = matrix.whole(gathered), matrix.fragment
+            change = torch.zeros(tuple(matrix.shape), device=flat.device)
+            options = {**group, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+            _orthogonal_step(change, whole, torch.zeros_like(whole), options)
+            f.view(flat).add_(change.view(-1).narrow(0, f.start, f.length))
+
+
+def _orthogonal_step(p: Tensor, grad: Tensor, momentum: Tensor, group: Mapping[str, Any]) -> None:
+    """A step of torch's Muon on one matrix."""
+    names = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps")
+    options = {name: group[name] for name in (*names, "adjust_lr_fn")}
+    muon_update([p], [grad], [momentum], has_complex=False, **options)
+
+
+def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable matrices other than the embedding and the output head, by name."""
+    ends = [getattr(model, f"get_{end}_embeddings")() for end in ("input", "output")]
+    excluded = {id(end.weight) for end in ends if end is not None}
+    return {
+        name: p
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.ndim == 2 and id(p) not in excluded
+    }
+
+
+def shards_of(engine: Any, state: ZeroState) -> Shards | None:
+    """Describe the sharded matrices of a DeepSpeed engine; None if ZeRO shards no weights."""
+    wrapper = engine.optimizer
+    named = dict(engine.module.named_parameters())
+    found: dict[int, list[ShardedMatrix]] = {}
+    for f in state.fragments:
+        p: Any = named[f.name]
+        shape = tuple(getattr(p, "ds_shape", p.shape))
+        if f.is_replicated or f.is_frozen or len(shape) != 2:
+            continue
+        start = f.offset
+        if hasattr(p, "ds_shape"):  # stage 3: every rank holds an equal part, padded at the end
+            columns = slice(start, start + p.partition_numel())
+            whole = _of_columns(columns, shape)
+        else:  # stages 1 and 2: the shards of all ranks are one vector
+            whole = _of_vector(f, shape)
+        found.setdefault(id(f.owner), []).append(ShardedMatrix(shape, f, whole))
+    if not found:
+        return None
+    groups = getattr(wrapper, "real_dp_process_group", None)
+    return Shards(found, groups[0] if groups else getattr(wrapper, "dp_process_group", None))
+
+
+def _of_columns(columns: slice, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    return lambda gathered: gathered[:, columns].reshape(-1)[: prod(shape)].view(*shape)
+
+
+def _of_vector(f: Fragment, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    start = dist.get_rank() * f.owner.numel() + f.offset - f.start
+    return lambda gathered: gathered.view(-1).narrow(0, start, prod(shape)).view(*shape)

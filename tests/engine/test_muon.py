@@ -1,0 +1,148 @@
+"""Muon on whole matrices and on shards of them: which weights, which gradient, which rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minimind.config.deepspeed.resolve import ResolvedConfig
+from minimind.config.parse import parse_flags
+from minimind.engine.muon import MuonWithAdamW, ShardedMatrix, Shards, hidden_matrices
+from minimind.engine.optimizer import optimizer_of, run_groups
+from minimind.engine.optimizer_state import Fragment
+from minimind.engine.plain_backend import PlainBackend
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+
+SHAPE: dict[str, Any] = {
+    **{"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1},
+}
+ROWS = torch.arange(2 * 9).view(2, 9) % 96
+
+
+def model_of(**changes: Any) -> MiniMindForCausalLM:
+    torch.manual_seed(1)
+    return MiniMindForCausalLM(MiniMindConfig(**SHAPE, **changes))
+
+
+def backend_of(line: str) -> PlainBackend:
+    run, model = parse_flags(line.split()), model_of()
+    model.to(getattr(torch, run.dtype))
+    return PlainBackend(model, model, ResolvedConfig(run, "single"), run_groups(model, run))
+
+
+def momenta(backend: PlainBackend) -> dict[str, torch.Tensor]:
+    slices = backend.state().slices(0, 1)
+    return {key.split("|")[1]: v.clone() for key, v in slices if key.startswith("momentum_buffer")}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": False}, {"use_moe": True, "n_routed_experts": 2}]
+)
+def test_muon_takes_the_matrices_of_the_blocks(changes):
+    model = model_of(**changes)
+    names = set(hidden_matrices(model))
+    others = {name for name, _ in model.named_parameters()} - names
+    assert all(name.startswith("model.layers.") for name in names)
+    assert all("norm" in name or "embed" in name or "lm_head" in name for name in others)
+    assert any("experts.1." in name for name in names) == bool(changes.get("use_moe"))
+    groups = run_groups(model, parse_flags(["--optimizer", "muon"]))
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    assert [group.get("use_muon", False) for group in groups] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("flags", "rate"),
+    [
+        ("", 0.02),
+        ("--muon_lr 0.01", 0.01),
+        ("--muon_scaling match_rms_adamw", 2e-3),
+        ("--muon_scaling match_rms_adamw --muon_lr 0.004", 0.004),
+    ],
+)
+def test_both_rates_follow_the_schedule(flags, rate):
+    backend = backend_of(f"--optimizer muon --learning_rate 2e-3 {flags}")
+    for share in (1.0, 0.25):
+        assert backend.begin(2e-3 * share) == 2e-3 * share
+        rates = [group["lr"] for group in backend.torch_optimizer.param_groups]
+        assert rates == pytest.approx([2e-3 * share, 2e-3 * share, rate * share])
+
+
+def gradient_step(backend: PlainBackend) -> Any:
+    backend.begin(2e-3)
+    logits = backend.module(input_ids=ROWS).logits.float()
+    backend.backward(logits.pow(2).sum())
+    return backend.update(is_last=True)
+
+
+def test_the_gradient_is_clipped_before_the_momentum_and_its_norm_is_that_of_adamw():
+    clipped = backend_of("--dtype float32 --optimizer muon --grad_clip 0.25")
+    norm = gradient_step(clipped)
+    assert norm == gradient_step(backend_of("--dtype float32 --grad_clip 0.25"))
+    whole = backend_of("--dtype float32 --optimizer muon --grad_clip 0")
+    assert gradient_step(whole) == norm > 0.25
+    for name, expected in momenta(whole).items():
+        assert torch.allclose(momenta(clipped)[name], expected * (0.25 / norm), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gradient_that_is_not_finite_changes_no_weight_and_no_momentum(dtype):
+    backend = backend_of(f"--dtype {dtype} --optimizer muon")
+    gradient_step(backend)
+    slices = {key: value.clone() for key, value in backend.state().slices(0, 1)}
+    backend.begin(2e-3)
+    logits = backend.module(input_ids=ROWS).logits.float()
+    backend.backward(logits.pow(2).sum() * torch.inf)
+    assert not torch.isfinite(backend.update(is_last=True))
+    assert backend.counters()["skipped_steps"] == 1
+    for key, value in backend.state().slices(0, 1):
+        assert torch.equal(value, slices[key]), key
+    gradient_step(backend)
+    assert backend.counters()["skipped_steps"] == 1
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, not listed)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_step_on_flat_shards_is_that_on_whole_matrices(group: None):
+    run = parse_flags("--optimizer muon --muon_lr 0.05 --learning_rate 1e-3".split())
+    model = model_of()
+    groups = run_groups(model, run)
+    whole = optimizer_of(groups, run)
+    matrices = groups[-1]["params"]
+    flat = torch.cat([p.detach().view(-1) for p in matrices])
+    last = {**groups[-1], "params": [torch.zeros(2, 2)], "names": frozenset()}
+    sharded = MuonWithAdamW([{"params": [torch.zeros(1)]}], last, lr=1e-3)
+    sharded.param_groups[-1]["params"] = [flat]
+    found, start = [], 0
+    for p in matrices:
+        fragment = Fragment("", 0, p.numel(), flat, start)
+        place = slice(start, start + p.numel())
+        found.append(
+            ShardedMatrix(
+                p.shape, fragment, lambda gathered, at=place, to=p.shape: gathered[0, at].view(to)
+            )
+        )
+        start += p.numel()
+    sharded.shards = Shards({id(flat): found}, None)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        gradients = [torch.randn_like(p) for p in matrices]
+        for p, gradient in zip(matrices, gradients, strict=True):
+            p.grad = gradient.clone()
+        flat.grad = torch.cat([gradient.view(-1) for gradient in gradients])
+        whole.step()
+        sharded.step()
+    for p, matrix in zip(matrices, found, strict=True):
+        assert torch.allclose(matrix.fragment.view(flat), p.view(-1), rtol=0, atol=1e-7)
+    stacked = torch.cat([whole.state[p]["momentum_buffer"].view(-1) for p in matrices])
+    assert torch.equal(sharded.state[flat]["momentum_buffer"], stacked)
