@@ -60,7 +60,7 @@ device_batch_size | --batch_size |
 total_batch_size | --accumulation_steps | tokens of a step / (rows x `--max_seq_len` x processes)
 num_iterations | --max_steps |
 target_param_data_ratio target_flops | --tokens_per_param, --max_flops |
-embedding_lr unembedding_lr matrix_lr scalar_lr | --learning_rate | one rate for all, by AdamW
+embedding_lr unembedding_lr scalar_lr matrix_lr | --learning_rate, --learning_rate, --learning_rate, --muon_lr | with `--optimizer muon`
 warmup_ratio | --warmup_steps |
 final_lr_frac | --min_lr_ratio |
 warmdown_ratio | --decay_fraction | with `--schedule wsd`

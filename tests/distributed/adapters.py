@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.engines import (
+    MUON,
     Case,
     Recomputing,
     WithFrozenParts,
@@ -47,7 +48,6 @@ SCALED = {"fp16.initial_scale_power": 20, "fp16.loss_scale_window": 3, "fp16.hys
 # With few tokens a micro-batch of a rank leaves some expert idle that others visit.
 EXPERTS = {"use_moe": True, "n_routed_experts": 8, "num_experts_per_tok": 1}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": "auto", "momentum": 0.9}}}
-MUON = {"optimizer": {"type": "Muon", "params": {"lr": "auto", "muon_lr": 0.01, "betas": "auto"}}}
 MUON_FLAGS = "--optimizer muon --muon_lr 0.01"
 
 CASES = {

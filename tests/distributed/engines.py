@@ -38,6 +38,8 @@ TINY: dict[str, Any] = {
     "vocab_size": VOCABULARY,
 }
 
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": "auto", "muon_lr": 0.01, "betas": "auto"}}}
+
 
 class WithFrozenParts(MiniMindForCausalLM):
     """A matrix and a vector that are not trained, and a persistent buffer that counts."""
