@@ -47,6 +47,7 @@ def identity(
             "grad_clip": run.grad_clip,
             "optimizer": engine.resolved.optimizer,
             "optimizer_params": engine.resolved.optimizer_params,
+            **({} if run.ema is None else {"ema": run.ema}),
         },
         "data": {
             "sha256": prepared.manifest["fingerprint"],

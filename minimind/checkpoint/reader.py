@@ -14,7 +14,7 @@ from torch import Tensor
 from minimind.checkpoint.directory import differences, read_manifest
 from minimind.checkpoint.tensor_files import BUFFERS, ShardFiles, readable
 from minimind.checkpoint.validation import read_state
-from minimind.engine.optimizer_state import MASTER, MOMENTUM
+from minimind.engine.optimizer_state import AVERAGE, MASTER, MOMENTUM
 from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import ELSEWHERE, require_listed
 
@@ -50,16 +50,24 @@ class Contents:
             self.buffers = safe_open(directory / BUFFERS, framework="pt")
         self.shards = ShardFiles(directory, self.manifest["world_size"])
         self.shards.require_whole(self.shapes)
-        of_muon = self.shards.kinds.get(MOMENTUM, set())
-        moments = [
-            names for kind, names in self.shards.kinds.items() if kind not in (MASTER, MOMENTUM)
-        ]
-        if odd_names := set().union(*moments) - (
-            set.intersection(*moments) - of_muon if moments else set()
-        ):
-            odd = sorted(odd_names)[0]
-            raise CheckpointError(f"{directory}: not every moment of {odd!r} is there")
+        self._require_all_kinds()
         require_optimizer_step(self.shards, self.manifest["step"], self.state)
+
+    def _require_all_kinds(self) -> None:
+        """Raise CheckpointError if a parameter lacks a moment or the average that others have.
+
+        A parameter has the moments of Adam or of Muon.
+        """
+        kinds = dict(self.shards.kinds)
+        kinds.pop(MASTER, None)
+        average, of_muon = (kinds.pop(kind, set()) for kind in (AVERAGE, MOMENTUM))
+        of_others = list(kinds.values())
+        complete = set.intersection(*of_others) - of_muon if of_others else set[str]()
+        odd = set[str]().union(*of_others) - complete
+        if average:
+            odd |= (complete | of_muon) - average
+        if odd:
+            raise CheckpointError(f"{self.directory}: not every moment of {min(odd)!r} is there")
 
     def require_finite(self) -> None:
         """Read all tensors; raise CheckpointError for the first with non-finite values."""

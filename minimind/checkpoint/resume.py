@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import (
     Difference,
@@ -27,6 +29,7 @@ from minimind.checkpoint.tensor_files import BUFFERS, ShardFiles, read_buffers
 from minimind.checkpoint.train_state import TrainState
 from minimind.checkpoint.validation import read_state
 from minimind.engine.build import Engine
+from minimind.engine.optimizer_state import AVERAGE, MASTER
 from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import require_listed
 from minimind.runtime.collectives import Ranks, lost_peers, on_rank_0, run_on_all_ranks
@@ -140,7 +143,7 @@ def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) ->
             " the run that saved it",
             cause_rank=0,
         )
-    state = engine.backend.state()
+    state = engine.state()
 
     def fill() -> None:
         require_listed(manifest, path / BUFFERS)
@@ -149,7 +152,14 @@ def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) ->
         shards = ShardFiles(path, manifest["world_size"])
         shards.require_whole(saved["parameters"])
         require_optimizer_step(shards, manifest["step"], saved)
-        state.fill(shards.read, saved["optimizer_step"])
+        has_average = AVERAGE in shards.kinds
+
+        def read(kind: str, name: str, start: int, length: int) -> Tensor:
+            # A run that starts to average starts from the weights.
+            kind = MASTER if kind == AVERAGE and not has_average else kind
+            return shards.read(kind, name, start, length)
+
+        state.fill(read, saved["optimizer_step"])
         for name, value in buffers.items():
             buffers_of_model[name].copy_(value)
 

@@ -27,7 +27,7 @@ from minimind.checkpoint.tensor_files import BUFFERS, Staging, write_slices, wri
 from minimind.checkpoint.train_state import TrainState
 from minimind.checkpoint.validation import shard_name
 from minimind.engine.build import Engine
-from minimind.engine.optimizer_state import MASTER, ZeroState
+from minimind.engine.optimizer_state import AVERAGE, MASTER, ZeroState
 from minimind.errors import RunError, StorageError
 from minimind.runtime.collectives import Ranks, on_rank_0, run_on_all_ranks
 from minimind.runtime.durable_files import free_bytes, mebibytes, storing, write_durably
@@ -80,7 +80,7 @@ class Saver:
         self.texts = texts  # small files kept beside the tensors, by name
         self.in_background = in_background
         self._run_id = engine.gather(secrets.token_hex(4))[0]
-        held = engine.backend.state()  # raises for an engine that cannot be saved
+        held = engine.state()  # raises for an engine that cannot be saved
         elements = _elements(held, engine)
         self._staging = Staging(elements, engine.device) if in_background else None
         small = sum(map(len, texts.values())) + _bytes(_persistent_buffers(engine.model))
@@ -123,7 +123,7 @@ class Saver:
         started = time.perf_counter()
         self._last_begin = time.monotonic()
         engine = self.engine
-        held = engine.backend.state()
+        held = engine.state()
         slices = list(held.slices(engine.rank, engine.world_size))
         if self._staging:
             slices = self._staging.copy(slices)
@@ -251,7 +251,7 @@ def _elements(held: ZeroState, engine: Engine) -> int:
     """Elements in this rank's shard once optimizer state exists."""
     keys = ((key.split("|"), values) for key, values in held.slices(engine.rank, engine.world_size))
     return sum(
-        values.numel() * (1 + len(held.kinds_of(name)))
+        values.numel() * (1 + len(held.kinds_of(name)) if kind == MASTER else 1)
         for (kind, name, _), values in keys
-        if kind == MASTER
+        if kind in (MASTER, AVERAGE)
     )

@@ -89,7 +89,9 @@ def _write_whole(places: Sequence[str], args: argparse.Namespace) -> int:
                 f"of {len(paths)} checkpoints {len(repeated)} differ; name each once, as a step_"
                 " directory where they are of one run"
             )
-        written = consolidate(paths, args.out, args.dtype, args.max_shard_size, args.force)
+        written = consolidate(
+            paths, args.out, args.dtype, args.max_shard_size, args.force, args.weights
+        )
         if written.note:
             print(f"{args.out}: {written.note}", file=sys.stderr)
         how = f", the mean of {len(paths)} checkpoints" if len(paths) > 1 else ""

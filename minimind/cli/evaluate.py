@@ -77,7 +77,7 @@ def run_eval(args: argparse.Namespace) -> int:
     require_once(files, "")
     launch = read_launch(os.environ)
     device = device_for(args.device, "--device", launch)
-    model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer)
+    model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
     model.config.doc_mask = False  # the windows define the documents
     positions = model.config.max_position_embeddings
     if args.max_seq_len is not None and args.max_seq_len > positions:

@@ -7,7 +7,14 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from minimind.config.arguments import at_least, non_empty, non_empty_path, positive, size_in_bytes
+from minimind.config.arguments import (
+    add_weights,
+    at_least,
+    non_empty,
+    non_empty_path,
+    positive,
+    size_in_bytes,
+)
 from minimind.runtime.output_folder import NewFolder
 
 FORMATS = ("minimind", "llama", "gguf", "transformers")
@@ -27,6 +34,7 @@ def add_parsers(subs: Any) -> None:
         " gguf; transformers: a run of --model hf:, in its own architecture"
     )
     add("--format", required=True, choices=FORMATS, help=text)
+    add_weights(parser)
     add("--dtype", choices=DTYPES, default="float32", help="dtype of the tensors")
     text = "maximum size of a file of safetensors (default: 2GB)"
     add("--max_shard_size", type=size_in_bytes, help=text)
@@ -71,7 +79,7 @@ def run_export(args: argparse.Namespace) -> int:
     NewFolder(
         args.out, args.force, REPLACEABLE, "export"
     ).require_free()  # before gigabytes are hashed
-    print(read_weights(args.checkpoint, write))
+    print(read_weights(args.checkpoint, write, args.weights))
     return 0
 
 

@@ -102,7 +102,9 @@ class _Generator:
         names = ("max_new_tokens", "temperature", "top_p", "seed", "top_k", "repetition_penalty")
         self.sampling = Sampling(*(getattr(args, name) for name in names), stop=tuple(args.stop))
         device = device_for(args.device, "--device", Launch())
-        model, self.tokenizer, self.path = load_model(args.checkpoint, args.model, args.tokenizer)
+        model, self.tokenizer, self.path = load_model(
+            args.checkpoint, args.model, args.tokenizer, args.weights
+        )
         self.model = model.to(device)
 
     def generate(

@@ -159,9 +159,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="DIR", help=exported)
     tokenizer = "tokenizer of --model (default: the one in DIR)"
     add("--tokenizer", type=non_empty, metavar="PATH", help=tokenizer)
+    add_weights(parser)
     device = "auto uses a GPU if there is one"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
     add("--debug", action="store_true", help="show tracebacks")
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Add --weights, of a checkpoint."""
+    text = "weights of a checkpoint: as trained, or their moving average of --ema"
+    parser.add_argument("--weights", choices=("trained", "ema"), default="trained", help=text)
 
 
 def size_in_bytes(text: str) -> int:

@@ -137,6 +137,14 @@ class TrainingFlags:
     )
     beta1: float = flag("AdamW first-moment decay", 0.9, "optimizer", at_least=0.0, below=1.0)
     beta2: float = flag("AdamW second-moment decay", 0.95, "optimizer", at_least=0.0, below=1.0)
+    ema: float | None = flag(
+        "decay of an exponential moving average of the weights, such as 0.999: kept in float32,"
+        " saved, evaluated and exported beside them",
+        None,
+        "optimizer",
+        above=0.0,
+        below=1.0,
+    )
     grad_clip: float = flag(
         "maximum global gradient norm; 0 disables clipping", 1.0, "optimizer", at_least=0.0
     )

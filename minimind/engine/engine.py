@@ -19,8 +19,10 @@ from minimind.engine.loss_of_batch import (
     mean_routing,
     uncompiled,
 )
+from minimind.engine.optimizer_state import ZeroState
 from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.plain_backend import StepResult
+from minimind.engine.weight_average import WeightAverage
 from minimind.runtime.collectives import Ranks, lost_peers
 
 
@@ -38,11 +40,17 @@ class Engine(Ranks):
         self.loss_chunk_size = loss_chunk_positions(resolved.run)
         self.eval_chunk_size = eval_chunk_positions(resolved.run, device)
         self.compiling = CompileClock(resolved.run)
+        decay = resolved.run.ema
+        self.average = None if decay is None else WeightAverage(backend, decay)
 
     @property
     def model(self) -> Any:
         """The model inside the engine."""
         return self.backend.module
+
+    def state(self) -> ZeroState:
+        """This rank's fp32 weights, their average and moments; see the backend's."""
+        return self.average.state() if self.average else self.backend.state()
 
     def instrument_collectives(self) -> CommunicationClock:
         """Start timing collectives; return their clock."""
@@ -91,6 +99,8 @@ class Engine(Ranks):
                 routings.append(loss.routing)
                 sums.append(loss.loss_sum.detach())
                 counts.append(loss.tokens)
+        if self.average:
+            self.average.update()
         skipped = backend.skipped_steps
         return StepResult(
             tuple(sums),

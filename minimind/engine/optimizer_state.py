@@ -8,15 +8,16 @@ finds them in each engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from math import ceil, log
 from typing import Any
 
 import torch
 from torch import Tensor
 
-MASTER, ADAM, MOMENTUM = "fp32", ("exp_avg", "exp_avg_sq"), "momentum_buffer"
+MASTER, AVERAGE = "fp32", "ema"
+ADAM, MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"
 # State of each optimizer per weight.
 MOMENTS = {
     **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"), ADAM),
@@ -59,6 +60,7 @@ class ZeroState:
     fragments: list[Fragment]
     refresh: Callable[[], None]
     prepare: Callable[[], None]
+    averages: Mapping[int, Tensor] = field(default_factory=dict)  # of weights, by id of the owner
 
     def slices(self, rank: int, world_size: int) -> Iterator[tuple[str, Tensor]]:
         """Yield `kind|parameter|start` and a 1-D fp32 view for all that this rank saves.
@@ -72,6 +74,8 @@ class ZeroState:
             if not part.length:
                 continue
             yield f"{MASTER}|{part.name}|{part.start}", part.view(part.owner).float()
+            if (average := self.averages.get(id(part.owner))) is not None:
+                yield f"{AVERAGE}|{part.name}|{part.start}", part.view(average)
             for kind in self.kinds_of(part.name):
                 moment = self.base.state.get(part.owner, {}).get(kind)
                 if moment is not None:
@@ -130,6 +134,8 @@ class ZeroState:
                 self.base.state[f.owner] = self._fresh_moments(f, step)
         for f in self.fragments:
             f.view(f.owner).copy_(read(MASTER, f.name, f.start, f.length))
+            if (average := self.averages.get(id(f.owner))) is not None:
+                f.view(average).copy_(read(AVERAGE, f.name, f.start, f.length))
         for f in trained if step is not None else ():
             for kind in self.kinds_of(f.name):
                 f.view(self.base.state[f.owner][kind]).copy_(read(kind, f.name, f.start, f.length))

@@ -7,7 +7,7 @@ DeepSpeed 0.19.8 does, and its source where it differs; tests measure both on tw
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minimind.estimate.shape import Shape
 from minimind.model.sizes import LOSS_CHUNK, MIN_FLEX_HEAD_DIM
@@ -36,6 +36,7 @@ class Layout:
     device: str = "cuda"
     recomputes: bool = False  # gradient checkpointing: only the inputs of blocks are kept
     compiles: bool = False  # on a GPU; never at stage 3
+    averages: bool = False  # --ema
     loss: str = "full"  # full, chunked, or auto: chunked on a GPU if nothing is compiled
 
     @property
@@ -81,7 +82,13 @@ def memory(shape: Shape, layout: Layout) -> Memory:
     Offloading is derived from DeepSpeed's source, not measured.
     """
     kinds = {None: _plain, 0: _replicated, 1: _partitioned, 2: _partitioned, 3: _sharded}
-    return kinds[layout.stage](shape, layout, activation_bytes(shape, layout))
+    needed = kinds[layout.stage](shape, layout, activation_bytes(shape, layout))
+    if not layout.averages:
+        return needed
+    average = FP32 * shape.parameters // (layout.world_size if layout.stage else 1)
+    if layout.offload_optimizer:
+        return replace(needed, host=needed.host + average)
+    return replace(needed, optimizer=needed.optimizer + average)
 
 
 def _plain(shape: Shape, layout: Layout, activations: int) -> Memory:

@@ -125,6 +125,7 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         device,
         run.gradient_checkpointing,
         compiles=run.compile != "off" and not run.use_moe,
+        averages=run.ema is not None,
         loss=run.loss,
     )
 

@@ -10,12 +10,14 @@ from minimind.architecture.hf_models import model_of
 from minimind.checkpoint.choose import read_chosen
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
+from minimind.interop.tensor_sources import TRAINED
 from minimind.interop.weights import (
     CONFIG,
     Weights,
     is_checkpoint,
     load_checkpoint_weights,
     load_weights_from,
+    require_trained,
 )
 
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
@@ -23,12 +25,13 @@ LoadedModel = tuple[Any, AnyTokenizer, Path]  # MiniMindForCausalLM or a model o
 
 
 def load_model(
-    checkpoint: str | None, model: str | None, tokenizer: str | None = None
+    checkpoint: str | None, model: str | None, tokenizer: str | None = None, weights: str = TRAINED
 ) -> LoadedModel:
     """The fp32 model on the CPU, its tokenizer and its path, from either `checkpoint` or `model`.
 
-    `tokenizer`: of a `model` directory without one. Raise UsageError if a place is of the
-    other kind, CheckpointError if the weights do not fit their configuration.
+    `tokenizer`: of a `model` directory without one. `weights`: of a checkpoint,
+    trained or ema. Raise UsageError if a place is of the other kind, CheckpointError if the weights
+    do not fit their configuration.
     """
     if (checkpoint is None) == (model is None):
         count = "neither was" if checkpoint is None else "both were"
@@ -40,19 +43,20 @@ def load_model(
         raise UsageError("--tokenizer is for --model: a checkpoint has its own; leave it out")
     _check_kind(checkpoint, model)
     if checkpoint is not None:
-        return load_checkpoint(checkpoint)
-    weights = load_weights_from(model or "")
+        return load_checkpoint(checkpoint, weights)
+    require_trained(weights, f"--model {model}")
+    found = load_weights_from(model or "")
     if tokenizer is not None:
-        weights = replace(weights, tokenizer=Path(tokenizer).expanduser())
-    return build_model(weights)
+        found = replace(found, tokenizer=Path(tokenizer).expanduser())
+    return build_model(found)
 
 
-def load_checkpoint(place: str) -> LoadedModel:
+def load_checkpoint(place: str, weights: str = TRAINED) -> LoadedModel:
     """The model of a step directory, or of the newest valid checkpoint of a run directory.
 
     Hashes are verified first; neither DeepSpeed nor the original number of processes is needed.
     """
-    return read_chosen(place, lambda chosen: build_model(load_checkpoint_weights(chosen)))
+    return read_chosen(place, lambda chosen: build_model(load_checkpoint_weights(chosen, weights)))
 
 
 def build_model(weights: Weights) -> LoadedModel:

@@ -17,7 +17,7 @@ from minimind.checkpoint.directory import differences, read_manifest
 from minimind.checkpoint.validation import read_config
 from minimind.data.tokenizer.files import MODEL_NAME, TOKENIZER_FILES
 from minimind.errors import CheckpointError
-from minimind.interop.tensor_sources import INDEX, WHOLE, TensorSource, open_checkpoint
+from minimind.interop.tensor_sources import INDEX, TRAINED, WHOLE, TensorSource, open_checkpoint
 from minimind.interop.write_folder import SHARDS, WrittenModel, new_folder, write_shards
 from minimind.runtime.checked_json import read_checkpoint_config, require_listed
 from minimind.runtime.output_folder import NewFolder
@@ -27,7 +27,12 @@ OWN = ("config.json", "generation_config.json", *TOKENIZER_FILES, INDEX, WHOLE, 
 
 
 def consolidate(
-    paths: Sequence[Path], out: Path, dtype: str, max_shard_bytes: int, force: bool
+    paths: Sequence[Path],
+    out: Path,
+    dtype: str,
+    max_shard_bytes: int,
+    force: bool,
+    weights: str = TRAINED,
 ) -> WrittenModel:
     """Write a verified checkpoint as safetensors, with config and tokenizer, to `out`.
 
@@ -37,7 +42,7 @@ def consolidate(
     path = paths[0]
     folder = NewFolder(out.resolve(), force, OWN, "average" if len(paths) > 1 else "consolidate")
     folder.require_free()
-    source = average(paths) if len(paths) > 1 else open_checkpoint(path)
+    source = average(paths, weights) if len(paths) > 1 else open_checkpoint(path, weights)
     parts = source.parts(getattr(torch, dtype))
     texts, note = _small_files(path, source, dtype)
     with new_folder(folder, parts, texts) as draft:
@@ -45,7 +50,7 @@ def consolidate(
     return WrittenModel(files, source.shapes, parts, note)
 
 
-def average(paths: Sequence[Path]) -> TensorSource:
+def average(paths: Sequence[Path], weights: str = TRAINED) -> TensorSource:
     """Return the mean of the weights of several checkpoints, summed in float64.
 
     Buffers, config and tokenizer are those of the first. Raise CheckpointError if a checkpoint has
@@ -61,7 +66,7 @@ def average(paths: Sequence[Path]) -> TensorSource:
                 f"{path} has another model or tokenizer than {paths[0]}"
                 f" ({'; '.join(map(str, changed))}); average checkpoints of one model"
             )
-    sources = [open_checkpoint(path) for path in paths]
+    sources = [open_checkpoint(path, weights) for path in paths]
 
     def read(name: str) -> torch.Tensor:
         values = [source.read(name) for source in sources]

@@ -19,14 +19,15 @@ from torch._weights_only_unpickler import (  # as torch.load raises it; nothing 
 
 from minimind.checkpoint.reader import Contents
 from minimind.checkpoint.tensor_files import Part, readable
-from minimind.engine.optimizer_state import MASTER
-from minimind.errors import CheckpointError, NumericError
+from minimind.engine.optimizer_state import AVERAGE, MASTER
+from minimind.errors import CheckpointError, NumericError, UsageError
 from minimind.runtime.checked_json import CheckedJson, FileName, read_object, shown, validate
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 PICKLED = ("pytorch_model.bin", "*.pth", "*.pt")
+TRAINED = "trained"  # of --weights, beside AVERAGE
 REPLACE = "get the file again, or name another"
 GGUF_MAGIC = b"GGUF"
 IS_GGUF = (
@@ -103,15 +104,24 @@ class TensorSource:
         return cast
 
 
-def open_checkpoint(directory: Path) -> TensorSource:
-    """The float32 weights and the buffers of a training checkpoint."""
+def open_checkpoint(directory: Path, weights: str = TRAINED) -> TensorSource:
+    """The float32 weights and the buffers of a training checkpoint.
+
+    weights=AVERAGE: the average of those that are trained. Raise UsageError if there is none.
+    """
     contents = Contents(directory)
+    averaged = contents.shards.kinds.get(AVERAGE, set()) if weights == AVERAGE else set[str]()
+    if weights == AVERAGE and not averaged:
+        raise UsageError(
+            f"--weights {AVERAGE}: {directory} has no average; leave it out, or train with --ema"
+        )
     buffers = contents.buffers
     slices = {name: buffers.get_slice(name) for name in buffers.keys()}
     dtypes = {name: DTYPES[part.get_dtype()] for name, part in slices.items()}
 
     def read(name: str) -> Tensor:
-        return buffers.get_tensor(name) if name in dtypes else contents.read(MASTER, name)
+        kind = AVERAGE if name in averaged else MASTER
+        return buffers.get_tensor(name) if name in dtypes else contents.read(kind, name)
 
     return TensorSource(
         directory,

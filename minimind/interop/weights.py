@@ -38,6 +38,7 @@ from minimind.interop.hf_weights import match_tensors
 from minimind.interop.tensor_sources import (
     CONFIG,
     REPLACE,
+    TRAINED,
     TensorSource,
     check_shapes,
     open_checkpoint,
@@ -144,14 +145,27 @@ def load_weights_from(
     return load(path, source, flags or ShapeFlags())
 
 
-def read_weights(place: str, use: Callable[[Weights], T]) -> T:
-    """`use` of the model at `place`, repeated if a run deletes that checkpoint meanwhile."""
+def read_weights(place: str, use: Callable[[Weights], T], weights: str = TRAINED) -> T:
+    """`use` of the model at `place`, repeated if a run deletes that checkpoint meanwhile.
+
+    `weights` of a checkpoint: trained, or their average (ema).
+    """
     if is_checkpoint(Path(place).expanduser()):
-        return read_chosen(place, lambda chosen: use(load_checkpoint_weights(chosen)))
+        return read_chosen(place, lambda chosen: use(load_checkpoint_weights(chosen, weights)))
+    require_trained(weights, place)
     return use(load_weights_from(place))
 
 
-def load_checkpoint_weights(chosen: Chosen) -> Weights:
+def require_trained(weights: str, place: str) -> None:
+    """Raise UsageError for --weights ema of a place that is no checkpoint."""
+    if weights != TRAINED:
+        raise UsageError(
+            f"--weights {weights}: {place} is no checkpoint, and has one set of weights; leave it"
+            " out"
+        )
+
+
+def load_checkpoint_weights(chosen: Chosen, weights: str = TRAINED) -> Weights:
     """The model of a training checkpoint; skipped checkpoints are printed to stderr."""
     path = chosen.path
     for bad in chosen.rejected:
@@ -160,7 +174,7 @@ def load_checkpoint_weights(chosen: Chosen) -> Weights:
     names = [name for name in TOKENIZER_FILES if (path / name).exists()] or [MODEL_NAME]
     for name in names:
         require_listed(manifest, path / name)
-    return replace(read_checkpoint_weights(path, open_checkpoint(path)), lock=chosen.lock)
+    return replace(read_checkpoint_weights(path, open_checkpoint(path, weights)), lock=chosen.lock)
 
 
 def read_checkpoint_weights(path: Path, source: TensorSource) -> Weights:

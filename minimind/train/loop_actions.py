@@ -176,6 +176,10 @@ def run_evaluation(context: RunContext, state: TrainState) -> None:
     with context.logger.pausing("evaluate"):
         rows = context.run.micro_batch_rows(context.engine.world_size)
         results = evaluate(context.engine, context.held_out, rows)
+        if average := context.engine.average:
+            with average.in_force():
+                of_average = evaluate(context.engine, context.held_out, rows)
+            results |= {f"ema_{name}": of_average[name] for name in ("val_loss", "val_bpb")}
         context.logger.event("eval", step=state.step, **results)
         by_source = results.get("by_source", {})
         parts = [("", results), *((f" of {name}", part) for name, part in by_source.items())]
@@ -186,6 +190,11 @@ def run_evaluation(context: RunContext, state: TrainState) -> None:
                 for name, part in parts
             )
         )
+        if "ema_val_loss" in results:
+            context.logger.print(
+                f"step {state.step}: validation loss of the average"
+                f" {results['ema_val_loss']:.4f}, {results['ema_val_bpb']:.3f} bits per byte"
+            )
 
 
 def log_samples(context: RunContext, state: TrainState, samples: Samples) -> None:

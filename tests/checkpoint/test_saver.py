@@ -29,6 +29,7 @@ from minimind.checkpoint.train_state import TrainState
 from minimind.config.parse import parse_flags
 from minimind.engine.deepspeed_backend import DeepSpeedBackend
 from minimind.engine.optimizer import adamw, parameter_groups
+from minimind.engine.optimizer_state import ZeroState
 from minimind.errors import CheckpointError, NumericError, StorageError, which_memory
 from minimind.runtime.durable_files import Metrics
 from tests import cuda_events
@@ -113,6 +114,9 @@ class Engine:
         self.rank, self.world_size = 0, 1
         self.other = other
         self.device = torch.device("cpu")
+
+    def state(self) -> ZeroState:
+        return self.backend.state()
 
     def gather(self, value: Any) -> list[Any]:
         return [value] if self.other is None else [value, self.other]

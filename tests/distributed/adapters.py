@@ -48,13 +48,14 @@ SCALED = {"fp16.initial_scale_power": 20, "fp16.loss_scale_window": 3, "fp16.hys
 # With few tokens a micro-batch of a rank leaves some expert idle that others visit.
 EXPERTS = {"use_moe": True, "n_routed_experts": 8, "num_experts_per_tok": 1}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": "auto", "momentum": 0.9}}}
+AVERAGE = "--ema 0.9"
 MUON_FLAGS = "--optimizer muon --muon_lr 0.01"
 
 CASES = {
     "ddp, fp32": Case(None, FP32),
     "ddp, bf16": Case(None, BF16),
     "0, fp32": Case(0, FP32),
-    "0, bf16": Case(0, BF16),
+    "0, bf16": Case(0, BF16, flags=AVERAGE),
     "1, bf16": Case(1, BF16),
     "1, bf16, fp32 sums": Case(1, BF16, edits=WIDE_SUMS),
     "1, fp16": Case(1, FP16, edits=SCALED),
@@ -76,22 +77,22 @@ CASES = {
     "2, bf16, one graph": Case(2, BF16, flags="--compile on"),
     "ddp, bf16, one graph": Case(None, BF16, flags="--compile on"),
     "ddp, fp32, Muon": Case(None, FP32, flags=MUON_FLAGS),
-    "ddp, bf16, Muon": Case(None, BF16, flags=MUON_FLAGS),
+    "ddp, bf16, Muon": Case(None, BF16, flags=f"{MUON_FLAGS} {AVERAGE}"),
     "0, fp32, Muon": Case(0, FP32, edits=MUON),
     "0, bf16, Muon": Case(0, BF16, edits=MUON),
-    "1, bf16, fp32 sums, Muon": Case(1, BF16, edits=MUON | WIDE_SUMS),
+    "1, bf16, fp32 sums, Muon": Case(1, BF16, edits=MUON | WIDE_SUMS, flags=AVERAGE),
     "2, fp32, Muon": Case(2, FP32, edits=MUON),
-    "2, bf16, round robin, Muon": Case(2, BF16, edits=MUON | ROUND_ROBIN),
+    "2, bf16, round robin, Muon": Case(2, BF16, edits=MUON | ROUND_ROBIN, flags=AVERAGE),
     "2, fp16, Muon": Case(2, FP16, edits=MUON | SCALED),
     "2, bf16, experts, Muon": Case(2, BF16, edits=MUON, shape=EXPERTS),
     "3, fp32, Muon": Case(3, FP32, edits=MUON),
-    "3, bf16, Muon": Case(3, BF16, edits=MUON),
+    "3, bf16, Muon": Case(3, BF16, edits=MUON, flags=AVERAGE),
     "3, fp32": Case(3, FP32),
     "3, fp32, recomputing": Case(3, FP32, model=Recomputing),
     "3, bf16": Case(3, BF16),
     "3, fp16": Case(3, FP16, edits=SCALED),
     "3, bf16, experts": Case(3, BF16, shape=EXPERTS),
-    "3, bf16, offload": Case(3, BF16, edits=OFFLOAD),
+    "3, bf16, offload": Case(3, BF16, edits=OFFLOAD, flags=AVERAGE),
     "3, bf16, FusedAdam": Case(3, BF16, edits=FUSED),
     "3, bf16, CPUAdam": Case(3, BF16, edits=CPU_ADAM),
 }

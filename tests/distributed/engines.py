@@ -145,7 +145,7 @@ def course(engine: Engine, first: int, last: int) -> list[dict[str, Any]]:
 
 def state_of(engine: Engine) -> dict[str, torch.Tensor]:
     """`kind|parameter` -> all its numbers, joined from every rank; an AssertionError on a gap."""
-    runs = engine.backend.state().slices(engine.rank, engine.world_size)
+    runs = engine.state().slices(engine.rank, engine.world_size)
     shares = engine.gather([(key, run.detach().cpu().clone()) for key, run in runs])
     pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for key, run in [item for share in shares for item in share]:

@@ -121,6 +121,7 @@ def test_every_parameter_is_saved_once_and_whole(found: dict[str, Any], name: st
         has_momentum = name.endswith("SGD") or (name.endswith("Muon") and is_matrix)
         moments = {"momentum_buffer"} if has_momentum else {"exp_avg", "exp_avg_sq"}
         kept = {key.split("|")[0]: n for key, n in keys.items() if key.endswith(f"|{parameter}")}
+        moments |= {"ema"} if "--ema" in CASES[name].flags else set()
         trained = {} if parameter in FROZEN else dict.fromkeys(moments, size)
         assert kept == {"fp32": size, **trained}
     assert keys["buffer|seen"] == 1

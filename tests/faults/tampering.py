@@ -26,6 +26,7 @@ from minimind.config.training_flags import CHANGEABLE
 from minimind.data.loader.row_order import Order
 from minimind.engine.deepspeed_backend import DeepSpeedBackend
 from minimind.engine.optimizer import adamw, parameter_groups
+from minimind.engine.optimizer_state import ZeroState
 from minimind.errors import RunError
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.runtime.durable_files import fingerprint
@@ -110,6 +111,9 @@ class OneProcess:
                 lr_scheduler=None,
             )
         )
+
+    def state(self) -> ZeroState:
+        return self.backend.state()
 
     def gather(self, value: Any) -> list[Any]:
         return [value]

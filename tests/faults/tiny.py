@@ -27,6 +27,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.engine.optimizer import parameter_groups
+from minimind.engine.optimizer_state import ZeroState
 from minimind.engine.plain_backend import PlainBackend
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import sentences
@@ -67,6 +68,9 @@ class Engine:
         run = parse_flags(["--dtype", "float32", "--learning_rate", "0.01"])
         groups = parameter_groups(self.model, 0.1)
         self.backend = PlainBackend(self.model, self.model, ResolvedConfig(run, "single"), groups)
+
+    def state(self) -> ZeroState:
+        return self.backend.state()
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
