@@ -28,7 +28,7 @@ from minimind.checkpoint.tensor_files import Staging
 from minimind.checkpoint.train_state import TrainState
 from minimind.config.parse import parse_flags
 from minimind.engine.deepspeed_backend import DeepSpeedBackend
-from minimind.engine.optimizer import adamw, parameter_groups
+from minimind.engine.optimizer import optimizer_of, parameter_groups
 from minimind.engine.optimizer_state import ZeroState
 from minimind.errors import CheckpointError, NumericError, StorageError, which_memory
 from minimind.runtime.durable_files import Metrics
@@ -97,7 +97,7 @@ class Engine:
     def __init__(self, seed: int, other: Any = None) -> None:
         self.model = Model(seed)
         run = parse_flags(["--learning_rate", "0.1", "--beta2", "0.9"])
-        self.optimizer = adamw(parameter_groups(self.model, 0.1), run)
+        self.optimizer = optimizer_of(parameter_groups(self.model, 0.1), run)
         self.deepspeed = SimpleNamespace(
             module=self.model,
             optimizer=self.optimizer,

@@ -16,7 +16,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import configure_libraries
 from minimind.config.parse import parse_flags
 from minimind.engine.build import Engine, build_engine, evaluation_accelerator, leave_process_group
-from minimind.engine.optimizer import adamw, parameter_groups
+from minimind.engine.optimizer import optimizer_of, parameter_groups
 from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
@@ -153,7 +153,7 @@ def test_bf16_weights_are_the_rounded_fp32_ones_of_a_plain_adamw():
         {**group, "params": [p.detach().float().requires_grad_() for p in group["params"]]}
         for group in groups
     ]
-    reference = adamw(copies, parse_flags([]))
+    reference = optimizer_of(copies, parse_flags([]))
     backend.begin(5e-4)
     model(input_ids=ROWS).logits.float().sum().backward()
     pairs = [

@@ -25,7 +25,7 @@ from minimind.config.parse import parse_flags
 from minimind.config.training_flags import CHANGEABLE
 from minimind.data.loader.row_order import Order
 from minimind.engine.deepspeed_backend import DeepSpeedBackend
-from minimind.engine.optimizer import adamw, parameter_groups
+from minimind.engine.optimizer import optimizer_of, parameter_groups
 from minimind.engine.optimizer_state import ZeroState
 from minimind.errors import RunError
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
@@ -100,7 +100,7 @@ class OneProcess:
         shape = {name: FLAGS[name] for name in ("dim", "n_layers", "n_heads", "n_kv_heads")}
         positions = {"max_seq_len": FLAGS["max_seq_len"], "vocab_size": FLAGS["vocab_size"]}
         self.model = MiniMindForCausalLM(MiniMindConfig(**shape, **positions))
-        optimizer = adamw(parameter_groups(self.model, 0.1), run)
+        optimizer = optimizer_of(parameter_groups(self.model, 0.1), run)
         self.backend = DeepSpeedBackend(
             SimpleNamespace(
                 module=self.model,
