@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minimind.config.parse import parse_flags
 from minimind.engine import plain_backend
-from minimind.engine.optimizer import adamw
+from minimind.engine.optimizer import optimizer_of
 from minimind.engine.plain_backend import MasterWeights
 
 RUN = parse_flags([])
@@ -38,7 +38,7 @@ def masters_of(dtype: torch.dtype) -> tuple[list[torch.Tensor], MasterWeights]:
         weight.grad = torch.randn(weight.shape, generator=draw).to(dtype)
     weights[1].grad = None  # frozen in this step
     groups = [{"params": weights[:3], "weight_decay": 0.1}, {"params": weights[3:]}]
-    return weights, MasterWeights(groups, partial(adamw, run=RUN))
+    return weights, MasterWeights(groups, partial(optimizer_of, run=RUN))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
