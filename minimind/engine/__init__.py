@@ -17,4 +17,5 @@ optimizer_state           weights and moments as named flat slices
 optimizer_state_adapters  where each DeepSpeed wrapper stores them
 phase_clock               time of each phase of a step
 plain_backend             steps under DDP or in one process
+weight_average            exponential moving average of the weights
 """

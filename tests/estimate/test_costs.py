@@ -266,6 +266,18 @@ def test_offloading_moves_the_optimizer_to_the_host(stage: int):
     assert off.total < held.total
 
 
+@pytest.mark.parametrize(("stage", "shards"), [(None, 1), (0, 1), (1, 4), (3, 4)])
+def test_an_average_is_four_bytes_per_weight_and_shard(stage: int | None, shards: int):
+    here = replace(ONE_STEP, stage=stage)
+    without, average = (memory(SMALL, replace(here, averages=has)) for has in (False, True))
+    assert average.optimizer - without.optimizer == 4 * SMALL.parameters // shards
+    assert average.host == without.host == 0
+    if stage:
+        here = replace(here, offload_optimizer=True)
+        off, averaged = (memory(SMALL, replace(here, averages=has)) for has in (False, True))
+        assert averaged.host - off.host == 4 * SMALL.parameters // shards
+
+
 def test_offloading_the_weights_leaves_none_on_the_device():
     here = replace(ONE_STEP, stage=3, offload_optimizer=True)
     held, off = memory(SMALL, here), memory(SMALL, replace(here, offload_param=True))
