@@ -23,6 +23,7 @@ PACKAGES = [
     "report",
     "telemetry",
     "engine",
+    "engine.optimizer",
     "architecture",
     "estimate",
     "model",

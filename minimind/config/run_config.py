@@ -9,6 +9,7 @@ from typing import Any
 
 from minimind import __version__
 from minimind.config.model_flags import HUGGING_FACE, ModelFlags
+from minimind.config.optimizer_flags import OptimizerFlags
 from minimind.config.report_flags import ReportFlags
 from minimind.config.training_flags import CHANGEABLE, PlaceFlags, TrainingFlags
 from minimind.errors import UsageError
@@ -25,7 +26,7 @@ DEFAULT_DEEPSPEED_CONFIG = CONFIGS / "ds_config.json"
 
 
 @dataclass(frozen=True)
-class RunConfig(ReportFlags, PlaceFlags, ModelFlags, TrainingFlags):
+class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFlags):
     """All flags of a run. A step is an optimizer step over all processes."""
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)

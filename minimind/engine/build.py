@@ -35,7 +35,7 @@ from minimind.engine.deepspeed_logs import CollectivesLog, fix_start_time
 from minimind.engine.engine import Engine
 from minimind.engine.loss_of_batch import compile_model
 from minimind.engine.op_build_lock import monitored_builds
-from minimind.engine.optimizer import optimizer_of, run_groups, trial_optimizer
+from minimind.engine.optimizer.groups import optimizer_of, run_groups, trial_optimizer
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.errors import RendezvousError, StorageError, UsageError
 from minimind.runtime.collectives import collective_backend, lost_peers, rendezvous

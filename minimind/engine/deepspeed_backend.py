@@ -10,9 +10,9 @@ from torch import nn
 
 from minimind.engine.collective_clock import CommunicationClock
 from minimind.engine.deepspeed_logs import CollectivesLog
-from minimind.engine.muon import MuonWithAdamW, shards_of
-from minimind.engine.optimizer_state import ZeroState
-from minimind.engine.optimizer_state_adapters import require_tested_deepspeed, zero_state
+from minimind.engine.optimizer.adapters import require_tested_deepspeed, zero_state
+from minimind.engine.optimizer.muon import MuonWithAdamW, shards_of
+from minimind.engine.optimizer.state import ZeroState
 from minimind.engine.plain_backend import PlainBackend
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

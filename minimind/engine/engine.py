@@ -19,10 +19,10 @@ from minimind.engine.loss_of_batch import (
     mean_routing,
     uncompiled,
 )
-from minimind.engine.optimizer_state import ZeroState
+from minimind.engine.optimizer.state import ZeroState
+from minimind.engine.optimizer.weight_average import WeightAverage
 from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.plain_backend import StepResult
-from minimind.engine.weight_average import WeightAverage
 from minimind.runtime.collectives import Ranks, lost_peers
 
 

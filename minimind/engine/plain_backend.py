@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.engine.collective_clock import CommunicationClock
-from minimind.engine.optimizer import optimizer_of
-from minimind.engine.optimizer_state import ZeroState
-from minimind.engine.optimizer_state_adapters import zero_state
+from minimind.engine.optimizer.adapters import zero_state
+from minimind.engine.optimizer.groups import optimizer_of
+from minimind.engine.optimizer.state import ZeroState
 from minimind.model.experts import Routing
 
 _copy_each: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] (not listed)

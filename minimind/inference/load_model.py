@@ -10,14 +10,13 @@ from minimind.architecture.hf_models import model_of
 from minimind.checkpoint.choose import read_chosen
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
-from minimind.interop.tensor_sources import TRAINED
+from minimind.interop.tensor_sources import TRAINED, require_trained
 from minimind.interop.weights import (
     CONFIG,
     Weights,
     is_checkpoint,
     load_checkpoint_weights,
     load_weights_from,
-    require_trained,
 )
 
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")

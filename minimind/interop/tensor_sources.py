@@ -19,7 +19,7 @@ from torch._weights_only_unpickler import (  # as torch.load raises it; nothing 
 
 from minimind.checkpoint.reader import Contents
 from minimind.checkpoint.tensor_files import Part, readable
-from minimind.engine.optimizer_state import AVERAGE, MASTER
+from minimind.engine.optimizer.state import AVERAGE, MASTER
 from minimind.errors import CheckpointError, NumericError, UsageError
 from minimind.runtime.checked_json import CheckedJson, FileName, read_object, shown, validate
 
@@ -129,6 +129,15 @@ def open_checkpoint(directory: Path, weights: str = TRAINED) -> TensorSource:
         {**dtypes, **dict.fromkeys(contents.shapes, torch.float32)},
         read,
     )
+
+
+def require_trained(weights: str, place: str) -> None:
+    """Raise UsageError for --weights ema of a place that is no checkpoint."""
+    if weights != TRAINED:
+        raise UsageError(
+            f"--weights {weights}: {place} is no checkpoint, and has one set of weights; leave it"
+            " out"
+        )
 
 
 def open_tensors(path: Path) -> TensorSource:

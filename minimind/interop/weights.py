@@ -43,6 +43,7 @@ from minimind.interop.tensor_sources import (
     check_shapes,
     open_checkpoint,
     open_tensors,
+    require_trained,
 )
 from minimind.interop.weight_names import (
     EMBEDDING,
@@ -154,15 +155,6 @@ def read_weights(place: str, use: Callable[[Weights], T], weights: str = TRAINED
         return read_chosen(place, lambda chosen: use(load_checkpoint_weights(chosen, weights)))
     require_trained(weights, place)
     return use(load_weights_from(place))
-
-
-def require_trained(weights: str, place: str) -> None:
-    """Raise UsageError for --weights ema of a place that is no checkpoint."""
-    if weights != TRAINED:
-        raise UsageError(
-            f"--weights {weights}: {place} is no checkpoint, and has one set of weights; leave it"
-            " out"
-        )
 
 
 def load_checkpoint_weights(chosen: Chosen, weights: str = TRAINED) -> Weights:

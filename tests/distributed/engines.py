@@ -1,7 +1,7 @@
 """Small engines built one after another in a process: trained, saved, and resumed by each other.
 
 A start of Python, torch and DeepSpeed costs far more than the steps do, so that the workers of
-tests/engine/test_optimizer_state_adapters.py and of elastic.py look at many configurations in one
+tests/engine/optimizer/test_adapters.py and of elastic.py look at many configurations in one
 process. Those at stage 3 come last: it replaces torch's linear function for good.
 """
 

@@ -25,8 +25,8 @@ from minimind.config.parse import parse_flags
 from minimind.config.training_flags import CHANGEABLE
 from minimind.data.loader.row_order import Order
 from minimind.engine.deepspeed_backend import DeepSpeedBackend
-from minimind.engine.optimizer import optimizer_of, parameter_groups
-from minimind.engine.optimizer_state import ZeroState
+from minimind.engine.optimizer.groups import optimizer_of, parameter_groups
+from minimind.engine.optimizer.state import ZeroState
 from minimind.errors import RunError
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from minimind.runtime.durable_files import fingerprint

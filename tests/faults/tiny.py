@@ -26,8 +26,8 @@ from minimind.checkpoint.train_state import TrainState
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
-from minimind.engine.optimizer import parameter_groups
-from minimind.engine.optimizer_state import ZeroState
+from minimind.engine.optimizer.groups import parameter_groups
+from minimind.engine.optimizer.state import ZeroState
 from minimind.engine.plain_backend import PlainBackend
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import sentences

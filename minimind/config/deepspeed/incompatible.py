@@ -18,7 +18,7 @@ from minimind.config.deepspeed.schema import OPTIMIZERS, optimizer_name
 from minimind.config.run_config import RunConfig
 
 ZERO = "zero_optimization."
-RESUMABLE = ("Adam", "AdamW", "Lion", "SGD")  # state supported by optimizer_state.py
+RESUMABLE = ("Adam", "AdamW", "Lion", "SGD")  # state supported by engine/optimizer/state.py
 # DeepSpeed schedulers that support these flags; any other scheduler ignores them.
 SUPPORTED_BY = {
     "schedule": (),

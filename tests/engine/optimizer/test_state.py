@@ -1,7 +1,7 @@
 """What needs no DeepSpeed to be shown: hand-made wrappers, counters, what is counted in C++.
 
 Stages 1 to 3 keep their state in vectors that only DeepSpeed lays out:
-test_optimizer_state_adapters.py has those.
+test_adapters.py has those.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import nn
 
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
-from minimind.engine import optimizer_state_adapters as adapters
 from minimind.engine.deepspeed_backend import DeepSpeedBackend
-from minimind.engine.optimizer_state import Fragment, ZeroState
-from minimind.engine.optimizer_state_adapters import zero_state
+from minimind.engine.optimizer import adapters
+from minimind.engine.optimizer.adapters import zero_state
+from minimind.engine.optimizer.state import Fragment, ZeroState
 from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import CheckpointError
 from tests.conftest import ROOT

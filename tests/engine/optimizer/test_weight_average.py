@@ -12,11 +12,11 @@ import torch
 import minimind.train as training
 from minimind.checkpoint.reader import Contents
 from minimind.cli.main import main
-from minimind.engine.weight_average import WeightAverage
+from minimind.engine.optimizer.weight_average import WeightAverage
 from minimind.errors import CheckpointError
 from minimind.inference.load_model import load_checkpoint
 from tests.conftest import Launcher
-from tests.engine.test_muon import backend_of, gradient_step
+from tests.engine.optimizer.test_muon import backend_of, gradient_step
 
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
-from minimind.engine.muon import MuonWithAdamW, ShardedMatrix, Shards, hidden_matrices
-from minimind.engine.optimizer import optimizer_of, run_groups
-from minimind.engine.optimizer_state import Fragment
+from minimind.engine.optimizer.groups import optimizer_of, run_groups
+from minimind.engine.optimizer.muon import MuonWithAdamW, ShardedMatrix, Shards, hidden_matrices
+from minimind.engine.optimizer.state import Fragment
 from minimind.engine.plain_backend import PlainBackend
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from minimind.config.run_config import RunConfig
-from minimind.engine.muon import Groups, MuonWithAdamW, hidden_matrices
+from minimind.engine.optimizer.muon import Groups, MuonWithAdamW, hidden_matrices
 
 
 def parameter_groups(

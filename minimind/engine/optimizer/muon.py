@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim._muon import muon as muon_update
 
-from minimind.engine.optimizer_state import Fragment, ZeroState
+from minimind.engine.optimizer.state import Fragment, ZeroState
 
 Groups = list[dict[str, Any]]
 

@@ -2,7 +2,7 @@
 
 ZeRO partitions split parameters at arbitrary offsets. A `Fragment` is the part of a parameter that
 a rank owns, with the location of its fp32 master and moments. Stored as `kind|parameter|start`,
-fragments can be read by any world size, stage and optimizer class. optimizer_state_adapters.py
+fragments can be read by any world size, stage and optimizer class. adapters.py
 finds them in each engine.
 """
 

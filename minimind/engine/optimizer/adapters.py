@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minimind.config.deepspeed.incompatible import RESUMABLE
-from minimind.engine.optimizer_state import MOMENTS, Fragment, ZeroState
+from minimind.engine.optimizer.state import MOMENTS, Fragment, ZeroState
 from minimind.errors import CheckpointError
 
 TESTED = "0.19.8"  # constraints.txt and pyproject.toml pin the same

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from minimind.engine.optimizer_state import ZeroState
+from minimind.engine.optimizer.state import ZeroState
 
 _lerp_each: Any = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage] (not listed)
 

@@ -1,0 +1,11 @@
+"""Parameter groups, optimizers, and their state as named slices that fit any ZeRO stage.
+
+May import `minimind.config` and below; imports no deepspeed. A DeepSpeed wrapper starts in
+`adapters.py`, an optimizer with checkpoints in `state.py`.
+
+adapters        where each DeepSpeed wrapper stores weights and moments
+groups          parameter groups, and AdamW or Muon where the JSON names no optimizer
+muon            Muon for hidden matrices beside AdamW, on whole matrices or shards
+state           weights and moments as named flat slices
+weight_average  exponential moving average of the weights
+"""
