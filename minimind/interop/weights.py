@@ -147,10 +147,7 @@ def load_weights_from(
 
 
 def read_weights(place: str, use: Callable[[Weights], T], weights: str = TRAINED) -> T:
-    """`use` of the model at `place`, repeated if a run deletes that checkpoint meanwhile.
-
-    `weights` of a checkpoint: trained, or their average (ema).
-    """
+    """`use` of the model at `place`, repeated if a run deletes that checkpoint meanwhile."""
     if is_checkpoint(Path(place).expanduser()):
         return read_chosen(place, lambda chosen: use(load_checkpoint_weights(chosen, weights)))
     require_trained(weights, place)
