@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Sequence
 from html import escape
@@ -18,7 +19,7 @@ from minimind.report.page import fill_page, html_table, plots
 from minimind.runtime.durable_files import storing, write_whole
 from minimind.sweep.study import Row
 from minimind.sweep.sweep_file import Range, Sweep
-from minimind.sweep.table import best_command, best_of, cells_of, parameters_text
+from minimind.sweep.table import ORDER, best_command, best_of, cells_of, parameters_text
 
 PAGE_NAME = "sweep.html"
 NOUNS = {"val_bpb": "bits per byte", "val_loss": "nats per token"}
@@ -41,14 +42,16 @@ def render(sweep: Sweep, rows: Sequence[Row], place: Path) -> str:
     charts = Charts(sweep, rows).draw()
     head, body = cells_of(sweep, rows)
     cells = [[escape(cell) for cell in line] for line in body]
-    kinds = [sum(row.kind == kind for row in rows) for kind in ("done", "pruned")]
-    lead = f"{formats.count(len(rows), 'trial')} of {sweep.total}: {kinds[0]} finished,"
-    lead += f" {kinds[1]} pruned, {len(rows) - sum(kinds)} others."
+    kinds = [(sum(row.kind == kind for row in rows), kind) for kind in ORDER]
+    counts = ", ".join(f"{number} {kind}" for number, kind in kinds if number)
+    lead = f"{len(rows)} of {formats.count(sweep.total, 'trial')}: {counts}."
     parts = [f"<h1>{escape(place.name)}</h1>", f'<p class="lead">{lead}</p>']
     if best := best_of(rows):
         text = f"Best: {best.folder}, {sweep.metric} {formats.figure(best.metric)}"
         parts.append(f"<p>{escape(text)} with {escape(parameters_text(best.parameters))}.</p>")
-        parts.append(f"<p><code>{escape(best_command(sweep, best, place))}</code></p>")
+        command = re.split(r" (?=--)", best_command(sweep, best, place))
+        words = " ".join(f"<span><code>{escape(word)}</code></span>" for word in command)
+        parts.append(f'<p class="pairs">{words}</p>')
     parts += [plots(charts, is_single=True)] if charts else []
     parts += [f"<h2>Trials</h2>{html_table(head, cells, 'final')}"]
     now = formats.timestamp(time.time())
@@ -70,8 +73,8 @@ class Charts:
         """The history, the parallel coordinates and one chart for each dimension."""
         if not self.rows:
             return []
-        names = [*self.sweep.dimensions]
-        return [self._history(), self._parallel(), *(self._dimension(name) for name in names)]
+        over = [self._dimension(name) for name in self.sweep.dimensions]
+        return [self._history(), self._parallel(), *over, self._curves()]
 
     def _chart(self, key: str, title: str, unit: str, traces: list[Any], **layout: Any) -> Chart:
         shown = {"template": TEMPLATE, "hovermode": "closest", "yaxis": self.axis, **layout}
@@ -103,7 +106,29 @@ class Charts:
             style = {"mode": "lines", "line": line, "hoverinfo": "skip"}
             traces.insert(0, go.Scatter(name="best so far", x=x, y=best, **style))
         unit = f"{NOUNS[self.sweep.metric]}; of a pruned trial its last validation"
-        return self._chart("history", "History", unit, traces, xaxis={"title": "trial"})
+        ticks = {"dtick": 1} if max(map(_number, self.rows)) < 30 else {}
+        return self._chart("history", "History", unit, traces, xaxis={"title": "trial", **ticks})
+
+    def _curves(self) -> Chart:
+        """The validations of each trial, in the colors of the parallel coordinates."""
+        traces = []
+        for row in self._worst_first():
+            text = [hover_text(row, self.sweep.metric)] * len(row.curve)
+            place = {"x": [*row.curve], "y": [*row.curve.values()], "text": text}
+            style = {"mode": "lines+markers", "marker": {"size": 4}, "hoverinfo": "text"}
+            traces.append(go.Scatter(**place, **style, line=self._line(row), showlegend=False))
+        unit = f"{NOUNS[self.sweep.metric]} at each step"
+        return self._chart("curves", "Validations", unit, traces, xaxis={"title": "step"})
+
+    def _worst_first(self) -> list[Row]:
+        """Pruned trials, then finished ones; of each the best last, drawn on top."""
+        return sorted(self.rows, key=lambda row: (row.kind == "done", -row.metric))
+
+    def _line(self, row: Row) -> dict[str, Any]:
+        is_done = row.kind == "done"
+        band = int(np.searchsorted(self.limits, row.metric)) if is_done else len(BANDS) - 1
+        line = {"color": LIGHT[BANDS[band]], "width": 1.25 if band else 2.5}
+        return line if is_done else {**line, "dash": "dot"}
 
     def _dimension(self, name: str) -> Chart:
         dimension = self.sweep.dimensions[name]
@@ -124,17 +149,13 @@ class Charts:
         names = [*self.sweep.dimensions, self.sweep.metric]
         scales = [Scale(self.sweep, name, self.rows) for name in names]
         traces = []
-        for row in sorted(self.rows, key=lambda row: (row.kind == "done", -row.metric)):
-            is_done = row.kind == "done"
-            band = int(np.searchsorted(self.limits, row.metric)) if is_done else 2
+        for row in self._worst_first():
             values = [*(row.parameters[name] for name in self.sweep.dimensions), row.metric]
-            line = {"color": LIGHT[BANDS[band]], "width": 2.5 if band == 0 else 1.25}
-            line |= {} if is_done else {"dash": "dot"}
             heights = [scale.height(value) for scale, value in zip(scales, values, strict=True)]
             text = [hover_text(row, self.sweep.metric)] * len(names)
             style = {"mode": "lines+markers", "marker": {"size": 4}, "hoverinfo": "text"}
             place = {"x": [*range(len(names))], "y": heights, "text": text}
-            traces.append(go.Scatter(**place, **style, line=line, showlegend=False))
+            traces.append(go.Scatter(**place, **style, line=self._line(row), showlegend=False))
         labels = [label for n, scale in enumerate(scales) for label in scale.labels(n)]
         upright = {"type": "line", "y0": 0, "y1": 1, "line": {"color": LIGHT["soft"], "width": 1}}
         shapes = [{**upright, "x0": n, "x1": n, "layer": "below"} for n in range(len(names))]
@@ -175,7 +196,7 @@ class Scale:
         """The choices, or the lowest and the highest value, at the left of the axis."""
         ends = dict.fromkeys((min(self.values), max(self.values)))
         values = self.choices if self.choices is not None else ends
-        look = {"showarrow": False, "xanchor": "right", "xshift": -6}
+        look = {"showarrow": False, "xanchor": "right", "xshift": -6, "bgcolor": LIGHT["paper"]}
         return [
             {"x": x, "y": self.height(value), "text": escape(_short(value)), **look}
             for value in values

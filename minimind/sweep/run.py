@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from minimind.checkpoint.run_folder import lock_out_dir
-from minimind.errors import PREEMPTED, DataError, NumericError, UsageError
+from minimind.errors import PREEMPTED, DataError, MemoryFull, NumericError, UsageError
 from minimind.report import formats
 from minimind.runtime.local_workers import is_alive
 from minimind.runtime.process import StopRequest
 from minimind.sweep.study import DATABASE, Study, Trial
 from minimind.sweep.sweep_file import config_of, first_config, read_sweep
 from minimind.sweep.table import best_command, best_of, parameters_text, table_text
-from minimind.sweep.trial import TrialProcess, Validations, environments_of
+from minimind.sweep.trial import LOG, TrialProcess, Validations, environments_of
 
-LOCK = ".lock"
+LOCK = ".lock"  # of lock_out_dir
 POLL = 0.2  # seconds between two looks at the trials
 MAX_FAILURES = 3  # trials in a row that may fail before the sweep ends
 ORPHAN_SECONDS = 20.0  # in which the processes of a killed sweep have ended
@@ -69,7 +69,7 @@ class SweepRun:
         self.study, self.path, self.stop, self.start = study, path, stop, start
         self._free = list(environments)
         self._running: list[_Running] = []
-        self._failed: list[tuple[str, int]] = []  # folder and status of the last failures in a row
+        self._failed: list[tuple[Trial, int]] = []  # the last trials, as far as they failed
 
     def run(self) -> int:
         """Run until all trials have ended; return 0, 75 if stopped, or a trial's status.
@@ -98,10 +98,12 @@ class SweepRun:
         return self._failure() if has_failed else 0
 
     def _failure(self) -> int:
-        folder, status = self._failed[-1]
+        trial, status = self._failed[-1]
+        for failed, _ in self._failed:
+            self.study.requeue(failed)
         print(
-            f"minimind sweep: the last {len(self._failed)} trials failed; read"
-            f" {self.study.place / folder / 'log.txt'}, and run the same command again to go on",
+            f"minimind sweep: the last {len(self._failed)} trials failed; correct what"
+            f" {self.study.place / trial.folder / LOG} says, and run the same command again",
             file=sys.stderr,
         )
         return status if status > 0 else DataError.status
@@ -148,6 +150,7 @@ class SweepRun:
     def _finish(self, one: _Running, status: int) -> None:
         metric, steps, value = self.study.sweep.metric, one.validations.step, one.validations.last
         if status == PREEMPTED and not one.is_pruned:
+            one.trial.interrupt()
             self.study.requeue(one.trial)
             print(f"{one.trial.folder}: stopped and saved at step {steps:,}", flush=True)
             return
@@ -158,11 +161,13 @@ class SweepRun:
             text = "no validation is recorded; hold out text with val_fraction"
         elif status == PREEMPTED:
             kind, text = "pruned", f"pruned at step {steps:,}"
+        elif status == MemoryFull.status:
+            kind, text = "diverged", "out of memory"
         elif status in (0, NumericError.status):
             kind, text = "diverged", f"diverged by step {steps:,}"
         else:
             text = f"status {status}: {one.process.last_line()}"
-        self._failed = [*self._failed, (one.trial.folder, status)] if kind == "failed" else []
+        self._failed = [*self._failed, (one.trial, status)] if kind == "failed" else []
         one.trial.finish(kind, text, steps, value)
         shown = f"{metric} {formats.figure(value)}, " if math.isfinite(value) else ""
         print(f"{one.trial.folder}: {shown}{text}", flush=True)

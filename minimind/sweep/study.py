@@ -92,9 +92,8 @@ class Study:
         return interrupted
 
     def requeue(self, trial: Trial) -> None:
-        """Queue a trial that was stopped and saved; it goes on from its checkpoint."""
+        """Queue a trial that has ended, to go on from its checkpoint if it has one."""
         self._queue(trial.parameters, trial.folder)
-        self._study.tell(trial.number, state=TrialState.FAIL)
 
     def _queue(self, parameters: Mapping[str, Any], folder: str) -> None:
         self._study.enqueue_trial(dict(parameters), user_attrs={FOLDER: folder})
@@ -131,7 +130,6 @@ class Trial:
     def __init__(self, study: optuna.Study, trial: optuna.Trial) -> None:
         self._study, self._trial = study, trial
         self.folder: str = trial.user_attrs[FOLDER]
-        self.number = trial.number  # Optuna's; another one after an interruption
         self.parameters: dict[str, Any] = dict(trial.params)
         self._reported: set[int] = set()
 
@@ -147,10 +145,14 @@ class Trial:
         self._trial.report(value, step)
         return self._trial.should_prune()
 
+    def interrupt(self) -> None:
+        """Close the record of a trial that was stopped and saved."""
+        self._study.tell(self._trial, state=TrialState.FAIL)
+
     def finish(self, kind: str, status: str, steps: int, value: float = math.nan) -> None:
         """Record the end: `done` with a value, `pruned`, `diverged` or `failed`.
 
-        Optuna avoids the neighborhood of a pruned trial; it ignores one that failed.
+        Samplers learn from a pruned or diverged trial, and ignore one that failed.
         """
         self._trial.set_user_attr(STATUS, status)
         self._trial.set_user_attr(STEPS, steps)
