@@ -54,8 +54,8 @@ def render(sweep: Sweep, rows: Sequence[Row], place: Path) -> str:
         parts.append(f'<p class="pairs">{words}</p>')
     parts += [plots(charts, is_single=True)] if charts else []
     parts += [f"<h2>Trials</h2>{html_table(head, cells, 'final')}"]
-    now = formats.timestamp(time.time())
-    parts.append(f"<footer>Written {now} by minimind sweep in <code>{place}</code></footer>")
+    now, where = formats.timestamp(time.time()), escape(str(place))
+    parts.append(f"<footer>Written {now} by minimind sweep in <code>{where}</code></footer>")
     return fill_page(f"{place.name}: sweep", "\n".join(parts), charts, is_linked=False)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import islice, product
+from math import prod
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -79,6 +80,7 @@ def read_sweep(path: str) -> Sweep:
         raise fault_error([_sentence(one, path) for one in error.errors()]) from error
     if faults := [*_faults(sweep, path)]:
         raise fault_error(faults)
+    _check_length(sweep, path)
     first_config(sweep, path)
     return sweep
 
@@ -115,6 +117,21 @@ def _faults(sweep: Sweep, path: str) -> Iterator[str]:
         yield f"{path}: has no trials, which {sweep.sampler} needs; add trials: N"
 
 
+def _check_length(sweep: Sweep, path: str) -> None:
+    """Raise UsageError for more trials than a grid has points, or for too large a grid."""
+    if sweep.sampler != "grid":
+        return
+    size = prod(len(points(*item)) for item in sweep.dimensions.items())
+    if size > MAX_TRIALS:
+        raise UsageError(
+            f"the grid of {path} has {size:,} points, more than {MAX_TRIALS:,}; use another sampler"
+        )
+    if sweep.trials and sweep.trials > size:
+        raise UsageError(
+            f"trials = {sweep.trials} ({path}) is more than the {size} points of the grid; lower it"
+        )
+
+
 def _check_dimension(name: str, dimension: list[str] | Range, sampler: str, path: str) -> None:
     """Raise UsageError for a value that the flag refuses, or a range that is none."""
     where = f"dimensions of {path}"
@@ -132,7 +149,11 @@ def _check_dimension(name: str, dimension: list[str] | Range, sampler: str, path
         problem = "with a step" if low > 0 else f"from low = {low}"
         raise UsageError(f"{name} ({where}) is log {problem}; remove log, or change the other")
     if dimension.step is not None:
-        step_of(name, dimension, where)
+        if (high - low) / step_of(name, dimension, where) >= MAX_TRIALS:
+            raise UsageError(
+                f"{name}.step = {dimension.step} ({where}) makes more than {MAX_TRIALS:,} values;"
+                " raise it, or remove it"
+            )
     elif sampler == "grid":
         raise UsageError(
             f"{name} ({where}) is a range without step, and sampler is grid; list values, or give"

@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 FLAGS: dict[str, Any] = {
     **{"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32},
     **{"vocab_size": 600, "device": "cpu", "deepspeed_config": "none", "val_fraction": 0.05},
-    **{"eval_rows": 8, "eval_interval": 10, "save_interval": 10, "log_interval": 10},
+    **{"eval_rows": 8, "eval_interval": 25, "save_interval": 25, "log_interval": 25},
 }
 PATIENCE = 300.0  # seconds
 
@@ -81,7 +81,7 @@ def check_finished(sweep: subprocess.Popen[str], out: Path, trials: int) -> str:
 
 @pytest.mark.launch
 def test_a_killed_sweep_goes_on_where_its_trial_was_saved(corpus: Path, tmp_path: Path):
-    path, out = write(tmp_path, corpus, trials=3, steps=800), tmp_path / "out"
+    path, out = write(tmp_path, corpus, trials=3, steps=150), tmp_path / "out"
     sweep = start(path, out)
     wait_for_checkpoint(out / "trial-0001")
     sweep.kill()
@@ -100,7 +100,7 @@ def test_a_killed_sweep_goes_on_where_its_trial_was_saved(corpus: Path, tmp_path
 @pytest.mark.long
 def test_twelve_trials_killed_twice_and_stopped_once(corpus: Path, tmp_path: Path):
     limits = {"pruner_startup_trials": 3}
-    path, out = write(tmp_path, corpus, trials=12, steps=800, **limits), tmp_path / "out"
+    path, out = write(tmp_path, corpus, trials=12, steps=300, **limits), tmp_path / "out"
     for folder, number in (("0002", signal.SIGKILL), ("0005", signal.SIGTERM), ("0008", 9)):
         sweep = start(path, out)
         wait_for_checkpoint(out / f"trial-{folder}")

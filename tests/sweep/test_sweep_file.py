@@ -11,9 +11,20 @@ from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.sweep.sweep_file import config_of, points, read_sweep
 from minimind.sweep.trial import words_of
+from tests.docs.commands import all_blocks, files_in
 from tests.sweep.made import CONTENT, made_process, sweep_in, write_sweep
 
 RATE = {"low": "1e-4", "high": "1e-1"}
+
+
+GRID = {"sampler": "grid", "dimensions": {"dim": ["16", "32"], "batch_size": ["2", "4", "8"]}}
+HUGE = {
+    **{"sampler": "grid", "trials": None},
+    "dimensions": {
+        "dim": {"low": 1, "high": 41, "step": 1},
+        "batch_size": {"low": 1, "high": 271, "step": 1},
+    },
+}
 
 
 def refused(capsys: Any, *words: object) -> str:
@@ -36,10 +47,7 @@ def dimension(**changes: Any) -> dict[str, Any]:
         ({"flags": {"max_stepps": 4}}, "unknown key 'max_stepps' in flags of {}; did you mean max"),
         ({"flags": {"lr": 1}}, "unknown key 'lr' in flags of {}"),
         ({"trails": 4}, "{}: has the unknown field trails; did you mean trials?"),
-        (
-            dimension(dim={"low": 8, "high": 16, "stepp": 8}),
-            "field dimensions.dim.stepp; did you m",
-        ),
+        (dimension(dim={"low": 8, "high": 16, "stepp": 8}), "field dimensions.dim.stepp; did you"),
         (dimension(dim={"low": 8}), "{}: has no dimensions.dim.high; add it"),
         ({"flags": {"batch_size": 4}}, "batch_size is in flags and in dimensions of {}; remove on"),
         (dimension(batch_size=[]), "dimensions.batch_size = [], which should have at least 1"),
@@ -67,6 +75,12 @@ def dimension(**changes: Any) -> dict[str, Any]:
         ({"trials": None}, "{}: has no trials, which tpe needs; add trials: N"),
         ({"metric": "loss"}, "has metric = 'loss', which should be 'val_bpb' or 'val_loss'"),
         ({"sampler": "grid"}, "learning_rate (dimensions of {}) is a range without step, and sa"),
+        ({**GRID, "trials": 7}, "trials = 7 ({}) is more than the 6 points of the grid; lower it"),
+        (
+            dimension(dim={"low": 1, "high": 20000, "step": 1}),
+            "dim.step = 1 (dimensions of {}) ma",
+        ),
+        (HUGE, "the grid of {} has 11,111 points, more than 10,000; use another sampler"),
         ({"flags": "max_steps"}, "{}: has flags = 'max_steps', which should be"),
     ],
 )
@@ -156,3 +170,11 @@ def test_the_words_of_a_trial_are_its_settings(tmp_path: Path):
     found = parse_flags(words_of({**sweep.flags, **parameters}))
     assert found == config_of(sweep, parameters, "sweep.yaml")
     assert found.learning_rate == 0.1 + 0.2
+
+
+def test_the_file_of_the_docs_is_accepted(tmp_path: Path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(files_in(all_blocks())[path.name])
+    sweep = read_sweep(str(path))
+    assert sweep.total == 40
+    assert sweep.dimensions["schedule"] == ["cosine", "wsd"]
