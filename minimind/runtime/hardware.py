@@ -105,7 +105,10 @@ def parse_gpus(text: str) -> list[GPU]:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> dict[str, bool]:
-    """Indices of the NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows; whether each is free."""
+    """UUIDs of the NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows, and whether each is free.
+
+    By UUID, as CUDA may count GPUs in another order than nvidia-smi.
+    """
     query = "--query-gpu=index,uuid,memory.used"
     text = command_output(["nvidia-smi", query, "--format=csv,noheader,nounits"])
     return parse_use(text, environ.get("CUDA_VISIBLE_DEVICES"))
@@ -119,7 +122,7 @@ def parse_use(text: str, allowed: str | None) -> dict[str, bool]:
         index, uuid, used = (field.strip() for field in line.split(","))
         is_named = names is None or any(n and (n == index or uuid.startswith(n)) for n in names)
         if is_named:
-            gpus[index] = used.isdecimal() and int(used) <= MAX_IDLE_MIB
+            gpus[uuid] = used.isdecimal() and int(used) <= MAX_IDLE_MIB
     return gpus
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +18,7 @@ from minimind.errors import PREEMPTED, DataError, MemoryFull, NumericError, Usag
 from minimind.report import formats
 from minimind.runtime.local_workers import is_alive
 from minimind.runtime.process import StopRequest
-from minimind.sweep.study import DATABASE, Study, Trial
+from minimind.sweep.study import DATABASE, Study, Trial, recording
 from minimind.sweep.sweep_file import config_of, first_config, read_sweep
 from minimind.sweep.table import best_command, best_of, parameters_text, table_text
 from minimind.sweep.trial import LOG, TrialProcess, Validations, environments_of
@@ -149,9 +151,11 @@ class SweepRun:
 
     def _finish(self, one: _Running, status: int) -> None:
         metric, steps, value = self.study.sweep.metric, one.validations.step, one.validations.last
-        if status == PREEMPTED and not one.is_pruned:
+        if one.is_stopped and status == -signal.SIGTERM:  # it did not listen to signals yet
+            status = PREEMPTED
+        if not one.is_pruned and (status == PREEMPTED or (status and self.stop.reason)):
+            self.study.requeue(one.trial)  # first, as in Study.resume
             one.trial.interrupt()
-            self.study.requeue(one.trial)
             print(f"{one.trial.folder}: stopped and saved at step {steps:,}", flush=True)
             return
         kind = "failed"
@@ -179,7 +183,7 @@ def sweep(path: str, place: Path, parallel: int | None) -> int:
     gpus = _gpus(first_config(content, path).device, parallel)
     environments = environments_of(gpus, parallel or max(1, len(gpus)))
     _require_own(place)
-    with lock_out_dir(place, "--out"):
+    with lock_out_dir(place, "--out"), recording(place):
         study = Study(content, place, path)
         stop = StopRequest()
         stop.listen()
@@ -216,7 +220,7 @@ def _require_own(place: Path) -> None:
 
 def _gpus(device: str, parallel: int | None) -> list[str]:
     """The GPUs for the trials: free ones, or with --parallel all that are visible."""
-    if device == "cpu":
+    if device == "cpu" or shutil.which("nvidia-smi") is None:
         return []
     from minimind.runtime.hardware import visible_gpus  # torch
 

@@ -1,4 +1,4 @@
-"""The study of a sweep in DIR/sweep.db. This module alone imports optuna.
+"""The study of a sweep in DIR/sweep.db. This module alone imports optuna and its SQLAlchemy.
 
 A trial of a sweep is a folder. Optuna's record of one that was interrupted is closed as failed, and
 a new one with the same parameters and folder is put at the head of its queue.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from optuna.distributions import (
     IntDistribution,
 )
 from optuna.trial import TrialState
+from sqlalchemy.exc import DBAPIError
 
-from minimind.errors import UsageError
+from minimind.errors import StorageError, UsageError
 from minimind.sweep.sweep_file import Dimension, Range, Sweep, changed_fields, points
 
 DATABASE = "sweep.db"
@@ -44,6 +46,19 @@ class Row:
     steps: int
     kind: str  # done, pruned, failed or interrupted
     status: str
+
+
+@contextmanager
+def recording(place: Path) -> Iterator[None]:
+    """Convert an error of the database inside the block into StorageError."""
+    try:
+        yield
+    except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
+        cause = error if isinstance(error, DBAPIError) else error.__cause__
+        reason = getattr(cause, "orig", None) or cause or error
+        raise StorageError(
+            f"{place / DATABASE}: {reason}; free some space, or give another --out"
+        ) from error
 
 
 class Study:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.report import formats
+from minimind.runtime.terminal import shorten_line
 from minimind.sweep.study import Row
 from minimind.sweep.sweep_file import Sweep
 from minimind.sweep.trial import command_line
@@ -66,7 +67,7 @@ def cells_of(sweep: Sweep, rows: Sequence[Row]) -> tuple[list[str], list[list[st
 def table_text(sweep: Sweep, rows: Sequence[Row]) -> str:
     """The trials for a terminal, a line each."""
     head, body = cells_of(sweep, rows)
-    body = [[*row[:-1], row[-1][:MAX_STATUS]] for row in body]
+    body = [[*row[:-1], shorten_line(row[-1], MAX_STATUS)] for row in body]
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
 
     def line(cells: Sequence[str]) -> str:

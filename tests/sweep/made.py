@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,10 +40,12 @@ class MadeProcess:
     pid = NO_PROCESS
     kill_at: int | None = None  # looks until the sweep is killed
     statuses: Mapping[str, int] = {}  # by folder: ends with it at step 20
+    stop_status = 75  # -15: it is stopped before it listens to signals
     stops_itself: Sequence[str] = ()  # folders: ends with 75 at step 20, once
     starts: ClassVar[list[str]] = []  # folders in the order of their starts
     environments: ClassVar[list[Mapping[str, str]]] = []
     now, most = 0, 0  # processes running at the same time
+    stop_after: Callable[[], None] | None = None  # called when a process has validated
 
     def __init__(self, flags: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         self.place = Path(flags["out_dir"])
@@ -76,6 +78,8 @@ class MadeProcess:
             event = {"event": "eval", "step": self.step, "val_bpb": None if diverges else value}
             with open(self.place / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(event) + "\n")
+            if cls.stop_after:
+                cls.stop_after()
         elif self.status is None:
             self._end(0)
         if self.step == 2 * INTERVAL and self.status is None:
@@ -92,7 +96,7 @@ class MadeProcess:
             type(self).now -= 1
 
     def stop(self) -> None:
-        self._end(75)
+        self._end(self.stop_status)
 
     def last_line(self) -> str:
         return f"the last line of {self.place.name}"
@@ -114,15 +118,16 @@ def write_sweep(place: Path, **changes: Any) -> Path:
 
 
 def sweep_in(
-    place: Path, process: type[MadeProcess], parallel: int = 1, reason: str = "", **changes: Any
+    place: Path,
+    process: type[MadeProcess],
+    parallel: int = 1,
+    stop: StopRequest | None = None,
+    **changes: Any,
 ) -> tuple[int, list[Row]]:
     """Run a sweep in `place` with `process`; return its status and its trials."""
     path = write_sweep(place.with_name(f"{place.name}-file"), **changes)
     place.mkdir(exist_ok=True)
     study = Study(read_sweep(str(path)), place, str(path))
-    stop = StopRequest()
-    if reason:
-        stop.record_signal(15)
     environments = [{"SLOT": str(n)} for n in range(parallel)]
-    status = run.SweepRun(study, str(path), environments, stop, process).run()
+    status = run.SweepRun(study, str(path), environments, stop or StopRequest(), process).run()
     return status, study.rows()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from minimind.checkpoint.run_folder import lock_out_dir
+from minimind.cli.main import main
+from minimind.runtime.process import StopRequest
 from minimind.sweep.table import best_of
-from tests.sweep.made import Killed, made_process, sweep_in
+from tests.sweep.made import Killed, made_process, sweep_in, write_sweep
 
 GRID: dict[str, Any] = {
     "sampler": "grid",
@@ -119,15 +124,46 @@ def test_a_grid_is_every_combination_once(tmp_path: Path):
     assert found == [(rate, size) for rate in ("1e-3", "1e-2") for size in (2, 4, 6)]
 
 
-def test_a_stop_asks_every_trial_to_save_and_the_next_start_goes_on(tmp_path: Path):
-    process = made_process(kill_at=3)
+@pytest.mark.parametrize("stop_status", [75, -15, 130])
+def test_a_stop_asks_every_trial_to_save_and_the_next_start_goes_on(
+    tmp_path: Path, stop_status: int
+):
+    process = made_process(kill_at=3, stop_status=stop_status)
     with pytest.raises(Killed):
         sweep_in(tmp_path / "out", process, parallel=2)
     process.kill_at, process.now = None, 0
-    assert sweep_in(tmp_path / "out", process, parallel=2, reason="SIGTERM")[0] == 75
+    stop = StopRequest()
+    process.stop_after = lambda: stop.record_signal(signal.SIGTERM)
+    status, rows = sweep_in(tmp_path / "out", process, parallel=2, stop=stop)
+    assert status == 75
+    assert [row.kind for row in rows] == ["interrupted", "interrupted"]
+    process.stop_after, process.stop_status = None, 75
     status, rows = sweep_in(tmp_path / "out", process, parallel=2)
     assert status == 0
+    assert len(rows) == 6
     assert {row.kind for row in rows} <= {"done", "pruned"}
+
+
+def test_a_trial_that_is_pruned_before_it_listens_to_signals_is_pruned(tmp_path: Path):
+    process = made_process(stop_status=-15)
+    status, rows = sweep_in(tmp_path / "out", process, trials=12, sampler="random")
+    assert status == 0
+    assert {row.kind for row in rows} == {"done", "pruned"}
+
+
+def test_a_second_sweep_in_the_folder_is_refused(tmp_path: Path, capsys: Any):
+    out = tmp_path / "out"
+    with lock_out_dir(out):
+        assert main(["sweep", str(write_sweep(tmp_path)), "--out", str(out)]) == 8
+    assert f"out {out} is in use by process {os.getpid()}" in capsys.readouterr().err
+
+
+def test_a_database_that_is_none_is_named(tmp_path: Path, capsys: Any):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "sweep.db").write_bytes(b"no database " * 100)
+    assert main(["sweep", str(write_sweep(tmp_path)), "--out", str(out)]) == 5
+    assert f"{out / 'sweep.db'}: file is not a database; " in capsys.readouterr().err
 
 
 def test_a_trial_that_someone_else_stops_is_continued(tmp_path: Path):

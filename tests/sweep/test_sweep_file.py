@@ -76,10 +76,7 @@ def dimension(**changes: Any) -> dict[str, Any]:
         ({"metric": "loss"}, "has metric = 'loss', which should be 'val_bpb' or 'val_loss'"),
         ({"sampler": "grid"}, "learning_rate (dimensions of {}) is a range without step, and sa"),
         ({**GRID, "trials": 7}, "trials = 7 ({}) is more than the 6 points of the grid; lower it"),
-        (
-            dimension(dim={"low": 1, "high": 20000, "step": 1}),
-            "dim.step = 1 (dimensions of {}) ma",
-        ),
+        (dimension(dim={"low": 1, "high": 20000, "step": 1}), "dim.step = 1 (dimensions of {}) ma"),
         (HUGE, "the grid of {} has 11,111 points, more than 10,000; use another sampler"),
         ({"flags": "max_steps"}, "{}: has flags = 'max_steps', which should be"),
     ],

@@ -44,9 +44,9 @@ def test_validations_are_read_as_they_are_written(tmp_path: Path):
 @pytest.mark.parametrize(
     ("allowed", "expected"),
     [
-        (None, {"0": True, "1": False, "2": False, "3": True}),
-        ("1,3", {"1": False, "3": True}),
-        ("GPU-aa", {"0": True}),
+        (None, {"GPU-aaaa": True, "GPU-bbbb": False, "GPU-cccc": False, "GPU-dddd": True}),
+        ("1, 3", {"GPU-bbbb": False, "GPU-dddd": True}),
+        ("GPU-aa", {"GPU-aaaa": True}),
         ("", {}),
         ("-1", {}),
     ],
