@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,7 +46,7 @@ class MadeProcess:
     starts: ClassVar[list[str]] = []  # folders in the order of their starts
     environments: ClassVar[list[Mapping[str, str]]] = []
     now, most = 0, 0  # processes running at the same time
-    stop_after: Callable[[], None] | None = None  # called when a process has validated
+    stop_after: StopRequest | None = None  # gets a SIGTERM once a process has validated
 
     def __init__(self, flags: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         self.place = Path(flags["out_dir"])
@@ -79,7 +80,7 @@ class MadeProcess:
             with open(self.place / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(event) + "\n")
             if cls.stop_after:
-                cls.stop_after()
+                cls.stop_after.record_signal(signal.SIGTERM)
         elif self.status is None:
             self._end(0)
         if self.step == 2 * INTERVAL and self.status is None:

@@ -38,8 +38,9 @@ def start(path: Path, out: Path) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "minimind.cli.main", "sweep", str(path), "--out", str(out)]
     search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environ = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(words, env=environ, text=True, **pipes)
+    return subprocess.Popen(
+        words, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def events(folder: Path, name: str) -> list[dict[str, Any]]:

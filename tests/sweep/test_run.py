@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def test_bad_trials_are_stopped_by_the_median_of_the_others(tmp_path: Path):
 
 
 def test_the_pruner_waits_for_its_first_trials_and_steps(tmp_path: Path):
-    limits = {"pruner_startup_trials": 2, "pruner_warmup_steps": 30}
+    limits: dict[str, Any] = {"pruner_startup_trials": 2, "pruner_warmup_steps": 30}
     _, rows = sweep_in(tmp_path / "out", made_process(), trials=8, sampler="random", **limits)
     pruned = [row for row in rows if row.kind == "pruned"]
     assert pruned
@@ -133,7 +132,7 @@ def test_a_stop_asks_every_trial_to_save_and_the_next_start_goes_on(
         sweep_in(tmp_path / "out", process, parallel=2)
     process.kill_at, process.now = None, 0
     stop = StopRequest()
-    process.stop_after = lambda: stop.record_signal(signal.SIGTERM)
+    process.stop_after = stop
     status, rows = sweep_in(tmp_path / "out", process, parallel=2, stop=stop)
     assert status == 75
     assert [row.kind for row in rows] == ["interrupted", "interrupted"]
