@@ -45,18 +45,18 @@ def render(sweep: Sweep, rows: Sequence[Row], place: Path) -> str:
     kinds = [(sum(row.kind == kind for row in rows), kind) for kind in ORDER]
     counts = ", ".join(f"{number} {kind}" for number, kind in kinds if number)
     lead = f"{len(rows)} of {formats.count(sweep.total, 'trial')}: {counts}."
-    parts = [f"<h1>{escape(place.name)}</h1>", f'<p class="lead">{lead}</p>']
+    parts = [f"<h1>{escape(place.absolute().name)}</h1>", f'<p class="lead">{lead}</p>']
     if best := best_of(rows):
         text = f"Best: {best.folder}, {sweep.metric} {formats.figure(best.metric)}"
         parts.append(f"<p>{escape(text)} with {escape(parameters_text(best.parameters))}.</p>")
         command = re.split(r" (?=--)", best_command(sweep, best, place))
         words = " ".join(f"<span><code>{escape(word)}</code></span>" for word in command)
         parts.append(f'<p class="pairs">{words}</p>')
-    parts += [plots(charts, is_single=True)] if charts else []
+    parts += ["<h2>Plots</h2>", plots(charts, is_single=True)] if charts else []
     parts += [f"<h2>Trials</h2>{html_table(head, cells, 'final')}"]
     now, where = formats.timestamp(time.time()), escape(str(place))
     parts.append(f"<footer>Written {now} by minimind sweep in <code>{where}</code></footer>")
-    return fill_page(f"{place.name}: sweep", "\n".join(parts), charts, is_linked=False)
+    return fill_page(f"{place.absolute().name}: sweep", "\n".join(parts), charts, is_linked=False)
 
 
 class Charts:
@@ -78,6 +78,7 @@ class Charts:
 
     def _chart(self, key: str, title: str, unit: str, traces: list[Any], **layout: Any) -> Chart:
         shown = {"template": TEMPLATE, "hovermode": "closest", "yaxis": self.axis, **layout}
+        shown["xaxis"] = {**layout["xaxis"], "automargin": True}  # for labels that are turned
         return Chart(key, title, unit, go.Figure(traces, shown))
 
     def _points(self, kind: str, x: Sequence[Any]) -> Any:
@@ -106,7 +107,7 @@ class Charts:
             style = {"mode": "lines", "line": line, "hoverinfo": "skip"}
             traces.insert(0, go.Scatter(name="best so far", x=x, y=best, **style))
         unit = f"{NOUNS[self.sweep.metric]}; of a pruned trial its last validation"
-        ticks = {"dtick": 1} if max(map(_number, self.rows)) < 30 else {}
+        ticks = {"dtick": 1} if max(map(_number, self.rows)) < 10 else {}  # else whole anyway
         return self._chart("history", "History", unit, traces, xaxis={"title": "trial", **ticks})
 
     def _curves(self) -> Chart:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from pathlib import Path
 
 import numpy as np
 
 from minimind.config.parse import parse_flags
-from minimind.sweep.page import Scale, render
+from minimind.sweep.page import Scale, render, write_page
 from minimind.sweep.study import Row
 from minimind.sweep.sweep_file import Sweep, read_sweep
 from minimind.sweep.table import best_command, best_first, table_text
 from tests.report.made import Drawn, values_of
+from tests.report.test_report_commands import in_browser
 from tests.sweep.made import write_sweep
 
 
@@ -114,3 +116,13 @@ def test_a_sweep_without_any_metric_has_a_page_with_its_table(tmp_path: Path):
 def test_trials_with_one_value_lie_in_the_middle(tmp_path: Path):
     sweep = made_sweep(tmp_path)
     assert Scale(sweep, "val_bpb", [ROWS[0]]).height(2.0) == 0.5
+
+
+def test_a_browser_draws_every_chart(tmp_path: Path):
+    page = write_page(made_sweep(tmp_path), ROWS, tmp_path)
+    charts = Drawn(page.read_text(encoding="utf-8")).charts
+    seen = in_browser(page)
+    assert len(re.findall(r'class="main-svg"', seen)) >= len(charts) == 5
+    names = re.findall(r'<text class="legendtext"[^>]*>([^<]+)<', seen)
+    assert {"best so far", "done", "pruned"} <= {*names}
+    assert seen.count(">learning_rate<") >= 2  # an axis of the parallel coordinates, and its own
