@@ -71,9 +71,9 @@ def check_finished(sweep: subprocess.Popen[str], out: Path, trials: int) -> str:
     for name, metric, status in table:
         ends = events(out / name, "eval")
         assert float(metric) == pytest.approx(ends[-1]["val_bpb"], abs=1e-4)
-        assert [end["status"] for end in events(out / name, "exit")][-1] == (
-            0 if status == "done" else 75
-        )
+        # 7: the end of a killed sweep's trial, which was pruned before it listened to signals.
+        statuses = [end["status"] for end in events(out / name, "exit")]
+        assert statuses[-1] in ((0,) if status == "done" else (75, 7))
     best = re.search(r"^best: (trial-\d{4})\n(minimind train .*)$", text, re.MULTILINE)
     assert best
     assert best[1] == table[0][0]
