@@ -156,7 +156,7 @@ class SweepRun:
         if not one.is_pruned and (status == PREEMPTED or (status and self.stop.reason)):
             self.study.requeue(one.trial)  # first, as in Study.resume
             one.trial.interrupt()
-            print(f"{one.trial.folder}: stopped and saved at step {steps:,}", flush=True)
+            print(f"{one.trial.folder}: stopped at step {steps:,}", flush=True)
             return
         kind = "failed"
         if status == 0 and math.isfinite(value):
