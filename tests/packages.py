@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the top down.
 PACKAGES = [
     "cli",
+    "sweep",
     "launch",
     "train",
     "inference",

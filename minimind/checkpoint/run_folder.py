@@ -31,12 +31,13 @@ START_FLAGS = (
 END = "...\n"  # YAML's end of a document that is a scalar
 
 
-def lock_out_dir(out_dir: Path) -> IO[bytes]:
+def lock_out_dir(out_dir: Path, flag: str = "--out_dir") -> IO[bytes]:
     """Lock out_dir and return the open lock file; raise LockedError naming the holder.
 
     flock rather than a PID file: it ends with the process.
     """
-    with storing(f"out_dir {out_dir}", "give an --out_dir that can be written"):
+    name = flag.removeprefix("--")
+    with storing(f"{name} {out_dir}", f"give a {flag} that can be written"):
         out_dir.mkdir(parents=True, exist_ok=True)
         lock = open(out_dir / ".lock", "ab+", buffering=0)
         try:
@@ -49,7 +50,7 @@ def lock_out_dir(out_dir: Path) -> IO[bytes]:
             holder = lock.read().decode(errors="replace").strip() or "another run"
             lock.close()
             raise LockedError(
-                f"out_dir {out_dir} is in use by {holder}; wait for it, or give another --out_dir"
+                f"{name} {out_dir} is in use by {holder}; wait for it, or give another {flag}"
             ) from error
         except OSError:
             lock.close()

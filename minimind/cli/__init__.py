@@ -13,5 +13,5 @@ main              the table of commands
 report            minimind report
 tokenizer         minimind tokenizer
 tokenizer_tables  the output of `minimind tokenizer inspect`
-train             minimind train, minimind launch
+train             minimind train, minimind launch, minimind sweep
 """

@@ -153,6 +153,7 @@ TAKE_RUN_FLAGS = ("plan", "train", "launch")
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "train": train_commands.run_train,
     "launch": train_commands.run_launch,
+    "sweep": train_commands.run_sweep,
     "generate": generate_commands.run_generate,
     "eval": eval_commands.run_eval,
     "plan": run_plan,

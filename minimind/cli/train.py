@@ -1,4 +1,7 @@
-"""`minimind train` and `minimind launch`: the start scripts of a checkout as commands."""
+"""`minimind train`, `minimind launch` and `minimind sweep`.
+
+The first two are the start scripts of a checkout as commands.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,18 @@ import argparse
 import os
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from minimind.config.arguments import at_least, non_empty_path
 from minimind.config.parse import build_parser
 from minimind.errors import UsageError
+from minimind.runtime.durable_files import storing
 
 
 def add_parsers(subs: Any) -> None:
-    """Add both commands; their flags are those of train_pretrain.py and are parsed there."""
+    """Add the commands; flags of train and launch are those of train_pretrain.py, parsed there."""
     more = " Takes the flags of train_pretrain.py; `minimind train --help` lists them."
     subs.add_parser(
         "train",
@@ -30,6 +36,20 @@ def add_parsers(subs: Any) -> None:
         description=f"Pretrain on all GPUs, or on two CPU processes.{more}",
         example="minimind launch --model tiny --data_path my_text.jsonl --out_dir out/mine",
     )
+    parser = subs.add_parser(
+        "sweep",
+        help="search over flags with Optuna, a run per trial",
+        description="Train runs with different flags, chosen by Optuna, stop those that validate"
+        " badly, and print the best. The same command goes on after a stop or a kill.",
+        example="minimind sweep sweep.yaml --out out/sweep",
+    )
+    add = parser.add_argument
+    add("sweep", metavar="SWEEP.yaml", help="flags, dimensions and number of trials")
+    text = "folder of the sweep: sweep.db, sweep.html and the out_dir of each trial"
+    add("--out", type=non_empty_path, required=True, metavar="DIR", help=text)
+    text = "trials at the same time (default: one per free GPU, one on a CPU)"
+    add("--parallel", type=at_least(1), help=text)
+    add("--debug", action="store_true", help="show tracebacks")
 
 
 def _prints_help(args: argparse.Namespace) -> bool:
@@ -59,3 +79,15 @@ def run_launch(args: argparse.Namespace) -> None:
     script = Path(__file__).resolve().parents[1] / "launch" / "run_accelerate.sh"
     os.environ.setdefault("PYTHON", sys.executable)
     os.execv(bash, [bash, str(script), *args.run_flags])
+
+
+def run_sweep(args: argparse.Namespace) -> int:
+    """Run or continue a sweep; print its trials and write its page."""
+    if find_spec("optuna") is None:
+        raise UsageError(
+            "minimind sweep needs the package optuna, which is not installed; pip install optuna"
+        )
+    from minimind.sweep.run import sweep
+
+    with storing(f"--out {args.out}", "free some space, or give another --out"):
+        return sweep(args.sweep, args.out, args.parallel)

@@ -94,7 +94,7 @@ def build_config(given: Mapping[str, Any], source: str, faults: Sequence[str] = 
 
     Raise a UsageError that lists `faults` and all faults of the values.
     """
-    all_faults = [*faults, *_unknown_keys(given, "the arguments")]
+    all_faults = [*faults, *unknown_keys(given, "the arguments")]
     values: dict[str, Any] = {}
     sources = dict.fromkeys(FLAGS, "default")
     invalid = set()
@@ -124,7 +124,7 @@ def _layers(
     path = given.get("config")
     try:
         from_file = load_yaml_texts(path, "--config") if path is not None else {}
-        faults += _unknown_keys(from_file, path)
+        faults += unknown_keys(from_file, path)
         if "config" in from_file:
             faults.append(f"'config' in {path}: a file cannot include another; remove it")
     except UsageError as error:
@@ -190,7 +190,8 @@ def suggest(name: str, names: Sequence[str], otherwise: str = "--help lists ever
     return f"did you mean {plain[close[0]]}?" if close else otherwise
 
 
-def _unknown_keys(values: Mapping[str, Any], where: str | None) -> list[str]:
+def unknown_keys(values: Mapping[str, Any], where: str | None) -> list[str]:
+    """Return one sentence per key that is no flag; `where` names the source."""
     unknown = [name for name in values if name not in FLAGS]
     hints = [equivalent_flag(str(name)) or suggest(name, list(FLAGS)) for name in unknown]
     return [f"unknown key {n!r} in {where}; {hint}" for n, hint in zip(unknown, hints, strict=True)]

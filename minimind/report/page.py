@@ -10,12 +10,16 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
+from typing import TYPE_CHECKING
 
 from minimind.report import formats
 from minimind.report.records import PAUSES, PHASES, Start, number
 from minimind.report.runs import Configuration, Run, read_configuration, read_runs
 from minimind.report.summary import NOUNS, Summary, describe, rank_figures
 from minimind.runtime.durable_files import storing, write_whole
+
+if TYPE_CHECKING:
+    from minimind.report.charts import Chart
 
 REPORT_NAME = "report.html"  # in the out_dir of a run
 GENERATOR = '<meta name="generator" content="minimind report">'
@@ -38,46 +42,62 @@ def write_report(run_dirs: Sequence[Path], out: Path, remedy: str) -> int:
 
 def render_page(runs: Sequence[Run], configurations: Sequence[Configuration], now: float) -> str:
     """The HTML of one run, or of several compared."""
-    from plotly.offline import get_plotlyjs  # here, as every training run imports this module
-
-    from minimind.report.charts import PALETTE, Charts
+    from minimind.report.charts import Charts  # here, as every training run imports this module
 
     charts = Charts(runs, [one.grad_clip for one in configurations], now).draw()
-    plots = "".join(
-        f'<figure id="{chart.key}"><figcaption><h3>{escape(chart.title)}</h3>'
-        f'<span class="unit">{escape(chart.unit)}</span></figcaption><div class="plot"></div>'
-        "</figure>"
-        for chart in charts
-    )
-    figures = ",".join(f'"{chart.key}":{chart.figure.to_json()}' for chart in charts)
-    data = f'{{"dark":{json.dumps(dict(PALETTE.values()))},"charts":{{{figures}}}}}'
     lines = sum(run.unread_lines for run in runs)
     unread = f" {formats.count(lines, 'line')} could not be read." if lines else ""
     paths = ", ".join(f"<code>{escape(str(run.run_dir))}</code>" for run in runs)
     is_single = len(runs) == 1
     body = [
         _opening(Summary(runs[0], now)) if is_single else _comparison(runs, now),
-        "<noscript><p>The charts need JavaScript.</p></noscript>",
-        f'<div class="charts{" single" * is_single}">{plots}</div>',
+        plots(charts, is_single),
         *(_details(run, now, "" if is_single else f": {escape(run.name)}") for run in runs),
         _flags(configurations[0]) if is_single else _differences(runs, configurations),
         f"<footer>Written {formats.timestamp(now)} by minimind report from metrics.jsonl in "
         f"{paths}.{unread}</footer>",
     ]
+    title = f"{', '.join(run.name for run in runs)}: training report"
+    return fill_page(title, "\n".join(body), charts, is_linked=True)
+
+
+def plots(charts: Sequence[Chart], is_single: bool) -> str:
+    """The places of the charts in a page, two in a row; with `is_single` the first two whole."""
+    figures = "".join(
+        f'<figure id="{chart.key}"><figcaption><h3>{escape(chart.title)}</h3>'
+        f'<span class="unit">{escape(chart.unit)}</span></figcaption><div class="plot"></div>'
+        "</figure>"
+        for chart in charts
+    )
+    return (
+        "<noscript><p>The charts need JavaScript.</p></noscript>"
+        f'<div class="charts{" single" * is_single}">{figures}</div>'
+    )
+
+
+def fill_page(title: str, body: str, charts: Sequence[Chart], is_linked: bool) -> str:
+    """A whole HTML file from its body and the charts in it; linked ones share one x axis."""
+    from plotly.offline import get_plotlyjs
+
+    from minimind.report.charts import PALETTE
+
+    figures = ",".join(f'"{chart.key}":{chart.figure.to_json()}' for chart in charts)
+    facts = f'"dark":{json.dumps(dict(PALETTE.values()))},"isLinked":{json.dumps(is_linked)}'
+    data = f'{{{facts},"charts":{{{figures}}}}}'
     template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
     light, dark = (
         " ".join(f"--{name}: {colors[n]};" for name, colors in PALETTE.items()) for n in (0, 1)
     )
     return template.substitute(
         **{"generator": GENERATOR, "nonce": secrets.token_urlsafe(), "light": light, "dark": dark},
-        title=escape(f"{', '.join(run.name for run in runs)}: training report"),
-        body="\n".join(body),
+        title=escape(title),
+        body=body,
         plotly=get_plotlyjs().replace("</script", "<\\/script"),
         data=data.replace("<", "\\u003c"),
     )
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str) -> str:
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str) -> str:
     """A table of cells that are HTML already; it scrolls by itself on a narrow screen."""
     names = [escape(name) for name in head]
     cells = [f'<td data-name="{name}">' if kind == "starts" else "<td>" for name in names]
@@ -136,7 +156,7 @@ def _comparison(runs: Sequence[Run], now: float) -> str:
         )
         rows.append(figures)
     head = ("run", "steps", "tokens", "loss, smoothed", "best validation", "tokens/s", "step")
-    table = _table((*head, "memory", "time", "resumes", "crashes", "end"), rows, "final")
+    table = html_table((*head, "memory", "time", "resumes", "crashes", "end"), rows, "final")
     bars = f"<h2>Where the time went</h2>{bars}" if bars else ""
     return f"<h1>{formats.count(len(runs), 'run')} compared</h1>{table}{bars}<h2>Course</h2>"
 
@@ -165,11 +185,11 @@ def _details(run: Run, now: float, suffix: str) -> str:
             more = (f"{len(rows) - MAX_STARTS} more", *[""] * 5)
             rows = [*rows[:half], more, *rows[-half:]]
         head = ("started", "steps", "time", "processes", "end", "steps lost")
-        html = f"<h2>Starts{suffix}</h2>{_table(head, rows, 'starts')}"
+        html = f"<h2>Starts{suffix}</h2>{html_table(head, rows, 'starts')}"
     step, ranks = rank_figures(run)
     if ranks:
         cells = [(*row[:4], escape(row[4])) for row in ranks]
-        table = _table(("", "least", "median", "largest", "of"), cells, "ranks")
+        table = html_table(("", "least", "median", "largest", "of"), cells, "ranks")
         html += f"<h2>Ranks, up to step {step:,.0f}</h2>{table}"
         html += '<p class="quiet">Each time is the median over the steps of a rank. Ranks wait for'
         html += " one another in the backward pass: a late rank shows a long forward pass, or"
@@ -212,7 +232,7 @@ def _start_row(start: Start, kind: str, sentence: str) -> tuple[str, ...]:
 def _flags(one: Configuration) -> str:
     """Given flags with their sources; defaults and DeepSpeed's values as paragraphs."""
     given = [(name, *both) for name, both in one.flags.items() if both[1] != "default"]
-    table = _table(("flag", "value", "source"), [[*map(_code, row)] for row in given], "flags")
+    table = html_table(("flag", "value", "source"), [[*map(_code, row)] for row in given], "flags")
     if not one.flags:
         table = '<p class="quiet">No config.yaml lies beside metrics.jsonl.</p>'
     defaults = {name: value for name, (value, source) in one.flags.items() if source == "default"}
@@ -237,6 +257,6 @@ def _differences(runs: Sequence[Run], configurations: Sequence[Configuration]) -
     names = dict.fromkeys(name for one in configurations for name in one.flags)
     rows = [(n, *(one.flags.get(n, ("",))[0] for one in configurations)) for n in names]
     rows = [[*map(_code, row)] for row in rows if row[0] != "out_dir" and len({*row[1:]}) > 1]
-    table = _table(("flag", *(run.name for run in runs)), rows, "flags")
+    table = html_table(("flag", *(run.name for run in runs)), rows, "flags")
     same = '<p class="quiet">The runs were given the same flags.</p>'
     return f"<h2>What differs</h2>{table if rows else same}"

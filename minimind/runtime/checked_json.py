@@ -95,10 +95,10 @@ def validate(model: type[BaseModel], values: dict[str, Any], where: str = "") ->
     try:
         model.model_validate(values)
     except ValidationError as error:
-        raise CheckpointError(_sentence(error.errors(include_url=False)[0], where)) from error
+        raise CheckpointError(describe_fault(error.errors(include_url=False)[0], where)) from error
 
 
-def _sentence(fault: Any, where: str) -> str:
+def describe_fault(fault: Any, where: str = "") -> str:
     """Describe a fault of pydantic, without the names of models and patterns."""
     kind, path = fault["type"], list(fault["loc"])
     is_key = bool(path) and path[-1] == "[key]"  # the fault is in the name of a field

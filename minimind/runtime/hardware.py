@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,7 @@ GPU_FIELDS = ("name", "driver_version", "memory.total", "compute_cap")
 # CUDA major version: oldest driver, by "CUDA Toolkit and Minimum Required Driver Version for CUDA
 # Minor Version Compatibility" in the release notes of CUDA 13.
 MIN_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 0)}
+MAX_IDLE_MIB = 1024  # memory that a desktop and the driver use on a GPU without other programs
 MIN_TRITON_CAPABILITY = (7, 0)  # torch/_inductor/scheduler.py, GPUTooOldForTriton
 MIN_BF16_CAPABILITY = (8, 0)  # also of the flash attention kernels of torch
 MIN_FP8_CAPABILITY = (8, 9)
@@ -100,6 +101,28 @@ def parse_gpus(text: str) -> list[GPU]:
             numbers = _version(capability)
             memory_mib = int(memory) if memory.isdecimal() else None
             gpus.append(GPU(name, driver, memory_mib, numbers))
+    return gpus
+
+
+def visible_gpus(environ: Mapping[str, str]) -> dict[str, bool]:
+    """UUIDs of the NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows, and whether each is free.
+
+    By UUID, as CUDA may count GPUs in another order than nvidia-smi.
+    """
+    query = "--query-gpu=index,uuid,memory.used"
+    text = command_output(["nvidia-smi", query, "--format=csv,noheader,nounits"])
+    return parse_use(text, environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def parse_use(text: str, allowed: str | None) -> dict[str, bool]:
+    """The same from the CSV output of nvidia-smi and the variable's value (None: all)."""
+    names = None if allowed is None else [name.strip() for name in allowed.split(",")]
+    gpus = {}
+    for line in text.splitlines():
+        index, uuid, used = (field.strip() for field in line.split(","))
+        is_named = names is None or any(n and (n == index or uuid.startswith(n)) for n in names)
+        if is_named:
+            gpus[uuid] = used.isdecimal() and int(used) <= MAX_IDLE_MIB
     return gpus
 
 

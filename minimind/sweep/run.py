@@ -1,0 +1,241 @@
+"""Run a sweep: start trials, report their validations, stop those to be pruned, record the ends."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from minimind.checkpoint.run_folder import lock_out_dir
+from minimind.errors import PREEMPTED, DataError, MemoryFull, NumericError, UsageError
+from minimind.report import formats
+from minimind.runtime.local_workers import is_alive
+from minimind.runtime.process import StopRequest
+from minimind.sweep.study import DATABASE, Study, Trial, recording
+from minimind.sweep.sweep_file import config_of, first_config, read_sweep
+from minimind.sweep.table import best_command, best_of, parameters_text, table_text
+from minimind.sweep.trial import LOG, TrialProcess, Validations, environments_of
+
+LOCK = ".lock"  # of lock_out_dir
+POLL = 0.2  # seconds between two looks at the trials
+MAX_FAILURES = 3  # trials in a row that may fail before the sweep ends
+ORPHAN_SECONDS = 20.0  # in which the processes of a killed sweep have ended
+
+
+class Process(Protocol):
+    """A TrialProcess, or a stand-in for it."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """The exit status; None while it runs."""
+        ...
+
+    def stop(self) -> None:
+        """Ask it to save and exit with status 75."""
+        ...
+
+    def last_line(self) -> str:
+        """The last line that it printed."""
+        ...
+
+
+@dataclass
+class _Running:
+    trial: Trial
+    process: Process
+    validations: Validations
+    environment: dict[str, str]
+    is_pruned: bool = False
+    is_stopped: bool = False
+
+
+class SweepRun:
+    """Runs the trials of `study`, one for each of `environments` at a time."""
+
+    def __init__(
+        self,
+        study: Study,
+        path: str,
+        environments: Sequence[dict[str, str]],
+        stop: StopRequest,
+        start: Callable[[Mapping[str, Any], Mapping[str, str]], Process] = TrialProcess,
+    ) -> None:
+        self.study, self.path, self.stop, self.start = study, path, stop, start
+        self._free = list(environments)
+        self._running: list[_Running] = []
+        self._failed: list[tuple[Trial, int]] = []  # the last trials, as far as they failed
+
+    def run(self) -> int:
+        """Run until all trials have ended; return 0, 75 if stopped, or a trial's status.
+
+        The latter once `MAX_FAILURES` trials in a row have failed.
+        """
+        for folder, pid in self.study.resume():
+            print(f"{folder}: was interrupted, and goes on", flush=True)
+            _wait_for_end(pid)
+        while True:
+            has_failed = len(self._failed) >= MAX_FAILURES
+            if self.stop.reason or has_failed:
+                for one in self._running:
+                    self._ask_to_stop(one)
+            else:
+                self._start_trials()
+            if not self._running:
+                break
+            time.sleep(POLL)
+            for one in tuple(self._running):
+                self._look_at(one)
+        if self.stop.reason:
+            end = f"stopped on {self.stop.reason}; run the same command again to go on"
+            print(f"minimind sweep: {end}", file=sys.stderr)
+            return PREEMPTED
+        return self._failure() if has_failed else 0
+
+    def _failure(self) -> int:
+        trial, status = self._failed[-1]
+        for failed, _ in self._failed:
+            self.study.requeue(failed)
+        print(
+            f"minimind sweep: the last {len(self._failed)} trials failed; correct what"
+            f" {self.study.place / trial.folder / LOG} says, and run the same command again",
+            file=sys.stderr,
+        )
+        return status if status > 0 else DataError.status
+
+    def _start_trials(self) -> None:
+        while self._free and len(self._failed) < MAX_FAILURES:
+            trial = self.study.next_trial()
+            if trial is None:
+                return
+            try:
+                config_of(self.study.sweep, trial.parameters, self.path)
+            except UsageError as error:  # a combination of dimensions, which no range excludes
+                trial.finish("failed", f"refused: {error}", 0)
+                print(f"{trial.folder}: refused: {error}", flush=True)
+                continue
+            flags = {**self.study.sweep.flags, **trial.parameters}
+            out_dir = self.study.place / trial.folder
+            environment = self._free.pop(0)
+            process = self.start({**flags, "out_dir": str(out_dir)}, environment)
+            trial.record_process(process.pid)
+            validations = Validations(out_dir, self.study.sweep.metric)
+            self._running.append(_Running(trial, process, validations, environment))
+            print(f"{trial.folder}: {parameters_text(trial.parameters)}", flush=True)
+
+    @staticmethod
+    def _ask_to_stop(one: _Running) -> None:
+        if not one.is_stopped:
+            one.is_stopped = True
+            one.process.stop()
+
+    def _look_at(self, one: _Running) -> None:
+        """Report the new validations of a trial, and record its end."""
+        status = one.process.poll()  # before reading, so that nothing follows what is read
+        for step, value in one.validations.read_new():
+            should_prune = one.trial.report(step, value)
+            if should_prune and status is None and not one.is_stopped:
+                one.is_pruned = True
+                self._ask_to_stop(one)
+        if status is not None:
+            self._running.remove(one)
+            self._free.append(one.environment)
+            self._finish(one, status)
+
+    def _finish(self, one: _Running, status: int) -> None:
+        metric, steps, value = self.study.sweep.metric, one.validations.step, one.validations.last
+        if one.is_stopped and status == -signal.SIGTERM:  # it did not listen to signals yet
+            status = PREEMPTED
+        if not one.is_pruned and (status == PREEMPTED or (status and self.stop.reason)):
+            self.study.requeue(one.trial)  # first, as in Study.resume
+            one.trial.interrupt()
+            print(f"{one.trial.folder}: stopped at step {steps:,}", flush=True)
+            return
+        kind = "failed"
+        if status == 0 and math.isfinite(value):
+            kind, text = "done", "done"
+        elif status == 0 and not one.validations.count:
+            text = "no validation is recorded; hold out text with val_fraction"
+        elif status == PREEMPTED:
+            kind, text = "pruned", f"pruned at step {steps:,}"
+        elif status == MemoryFull.status:
+            kind, text = "diverged", "out of memory"
+        elif status in (0, NumericError.status):
+            kind, text = "diverged", f"diverged by step {steps:,}"
+        else:
+            text = f"status {status}: {one.process.last_line()}"
+        self._failed = [*self._failed, (one.trial, status)] if kind == "failed" else []
+        one.trial.finish(kind, text, steps, value)
+        shown = f"{metric} {formats.figure(value)}, " if math.isfinite(value) else ""
+        print(f"{one.trial.folder}: {shown}{text}", flush=True)
+
+
+def sweep(path: str, place: Path, parallel: int | None) -> int:
+    """Run or continue the sweep of SWEEP.yaml `path` in the folder `place`; return the status."""
+    content = read_sweep(path)
+    gpus = _gpus(first_config(content, path).device, parallel)
+    environments = environments_of(gpus, parallel or max(1, len(gpus)))
+    _require_own(place)
+    with lock_out_dir(place, "--out"), recording(place):
+        study = Study(content, place, path)
+        stop = StopRequest()
+        stop.listen()
+        status = SweepRun(study, path, environments, stop).run()
+        return conclude(study, status)
+
+
+def conclude(study: Study, status: int) -> int:
+    """Print the table and the best command, write the page; return the status of the sweep."""
+    from minimind.sweep.page import write_page
+
+    rows, sweep, place = study.rows(), study.sweep, study.place
+    best = best_of(rows)
+    if rows:
+        print(f"\n{table_text(sweep, rows)}\n\n{write_page(sweep, rows, place)}: plots")
+    if best:
+        print(f"best: {best.folder}\n{best_command(sweep, best, place)}")
+    elif status == 0:
+        print(f"minimind sweep: no trial finished with a {sweep.metric}", file=sys.stderr)
+        return NumericError.status
+    return status
+
+
+def _require_own(place: Path) -> None:
+    """Raise UsageError for a folder with other content."""
+    if place.is_dir() and not (place / DATABASE).exists():
+        foreign = sorted(path.name for path in place.iterdir() if path.name != LOCK)
+        if foreign:
+            raise UsageError(
+                f"--out {place} holds {foreign[0]!r} and no {DATABASE}: it is no folder of a sweep;"
+                " give another"
+            )
+
+
+def _gpus(device: str, parallel: int | None) -> list[str]:
+    """The GPUs for the trials: free ones, or with --parallel all that are visible."""
+    if device == "cpu" or shutil.which("nvidia-smi") is None:
+        return []
+    from minimind.runtime.hardware import visible_gpus  # torch
+
+    gpus = visible_gpus(os.environ)
+    free = [gpu for gpu, is_free in gpus.items() if is_free]
+    if gpus and not free and not parallel:
+        raise UsageError(
+            f"none of the {len(gpus)} visible GPUs is free; end the other processes on them"
+            " (nvidia-smi lists them), or share the GPUs with --parallel N"
+        )
+    return free or list(gpus)
+
+
+def _wait_for_end(pid: int | None) -> None:
+    """Wait until a trial of a killed sweep has ended, which holds the lock of its folder."""
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while pid is not None and is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(POLL)

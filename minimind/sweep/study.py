@@ -1,0 +1,213 @@
+"""The study of a sweep in DIR/sweep.db. This module alone imports optuna and its SQLAlchemy.
+
+A trial of a sweep is a folder. Optuna's record of one that was interrupted is closed as failed, and
+a new one with the same parameters and folder is put at the head of its queue.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.trial import TrialState
+from sqlalchemy.exc import DBAPIError
+
+from minimind.errors import StorageError, UsageError
+from minimind.sweep.sweep_file import Dimension, Range, Sweep, changed_fields, points
+
+DATABASE = "sweep.db"
+NAME = "sweep"
+PREFIX = "trial-"  # of folders
+# Attributes of a study and of its trials.
+CONTENT, FOLDER, PID, STEPS, STATUS = "sweep", "folder", "pid", "steps", "status"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of a trial."""
+
+    folder: str
+    parameters: dict[str, Any]
+    metric: float  # final, or of the last validation; NaN if there is none
+    curve: dict[int, float]  # metric of each validation by step
+    steps: int
+    kind: str  # done, pruned, failed or interrupted
+    status: str
+
+
+@contextmanager
+def recording(place: Path) -> Iterator[None]:
+    """Convert an error of the database inside the block into StorageError."""
+    try:
+        yield
+    except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
+        cause = error if isinstance(error, DBAPIError) else error.__cause__
+        reason = getattr(cause, "orig", None) or cause or error
+        raise StorageError(
+            f"{place / DATABASE}: {reason}; free some space, or give another --out"
+        ) from error
+
+
+class Study:
+    """Proposes trials and records them; `place` is the DIR of the sweep, locked by the caller."""
+
+    def __init__(self, sweep: Sweep, place: Path, path: str) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.sweep, self.place = sweep, place
+        self._distributions = {n: _distribution(n, d) for n, d in sweep.dimensions.items()}
+        storage = optuna.storages.RDBStorage(f"sqlite:///{(place / DATABASE).absolute()}")
+        startup, warmup = sweep.pruner_startup_trials, sweep.pruner_warmup_steps
+        is_pruning = sweep.pruner == "median"
+        self._study = optuna.create_study(
+            storage=storage,
+            study_name=NAME,
+            pruner=optuna.pruners.MedianPruner(startup, warmup)
+            if is_pruning
+            else optuna.pruners.NopPruner(),
+            load_if_exists=True,
+        )
+        self._accept(path)
+
+    def _accept(self, path: str) -> None:
+        """Store the content of SWEEP.yaml; raise UsageError if DIR belongs to another one."""
+        before = self._study.user_attrs.get(CONTENT)
+        if before and (changed := changed_fields(json.loads(before), self.sweep)):
+            raise UsageError(
+                f"{', '.join(changed)} in {path} changed since --out {self.place} was started; only"
+                " trials may grow: restore it, or give another --out"
+            )
+        self._study.set_user_attr(CONTENT, self.sweep.model_dump_json())
+
+    def resume(self) -> list[tuple[str, int | None]]:
+        """Queue the trials that were running when the sweep ended; return folders and processes."""
+        trials = self._study.get_trials(deepcopy=False)
+        queued = {t.user_attrs[FOLDER] for t in trials if t.state == TrialState.WAITING}
+        interrupted = []
+        for trial in trials:
+            if trial.state == TrialState.RUNNING:
+                folder = trial.user_attrs[FOLDER]
+                if folder not in queued:  # else killed between the two lines below
+                    fixed = trial.system_attrs.get("fixed_params", {})
+                    self._queue({**fixed, **trial.params}, folder)
+                self._study.tell(trial.number, state=TrialState.FAIL)
+                interrupted.append((folder, trial.user_attrs.get(PID)))
+        return interrupted
+
+    def requeue(self, trial: Trial) -> None:
+        """Queue a trial that has ended, to go on from its checkpoint if it has one."""
+        self._queue(trial.parameters, trial.folder)
+
+    def _queue(self, parameters: Mapping[str, Any], folder: str) -> None:
+        self._study.enqueue_trial(dict(parameters), user_attrs={FOLDER: folder})
+
+    def next_trial(self) -> Trial | None:
+        """The next trial: an interrupted one, or a new one; None if there are as many as wanted."""
+        trials = self._study.get_trials(deepcopy=False)
+        waiting = [t.user_attrs[FOLDER] for t in trials if t.state == TrialState.WAITING]
+        number = len({trial.user_attrs[FOLDER] for trial in trials})
+        if waiting:
+            number = int(waiting[0].removeprefix(PREFIX))
+        elif number >= self.sweep.total:
+            return None
+        else:  # queued first, so that a trial has its folder from the beginning
+            is_grid = self.sweep.sampler == "grid"
+            self._queue(self.sweep.grid()[number] if is_grid else {}, f"{PREFIX}{number:04d}")
+        # Every trial has a seed of its own: a sweep that was killed proposes the same ones.
+        self._study.sampler = _sampler(self.sweep.sampler, self.sweep.seed, number)
+        return Trial(self._study, self._study.ask(self._distributions))
+
+    def rows(self) -> list[Row]:
+        """The trials by folder, as far as they are recorded."""
+        newest = {
+            trial.user_attrs[FOLDER]: trial
+            for trial in self._study.get_trials(deepcopy=False)
+            if trial.state != TrialState.WAITING
+        }
+        return [_row(folder, trial) for folder, trial in sorted(newest.items())]
+
+
+class Trial:
+    """A trial that runs: its parameters, and what is recorded of it."""
+
+    def __init__(self, study: optuna.Study, trial: optuna.Trial) -> None:
+        self._study, self._trial = study, trial
+        self.folder: str = trial.user_attrs[FOLDER]
+        self.parameters: dict[str, Any] = dict(trial.params)
+        self._reported: set[int] = set()
+
+    def record_process(self, pid: int) -> None:
+        """Record the process, for a sweep that resumes while it is still ending."""
+        self._trial.set_user_attr(PID, pid)
+
+    def report(self, step: int, value: float) -> bool:
+        """Record a validation; return whether the trial is to be pruned."""
+        if step in self._reported or not math.isfinite(value):
+            return False
+        self._reported.add(step)
+        self._trial.report(value, step)
+        return self._trial.should_prune()
+
+    def interrupt(self) -> None:
+        """Close the record of a trial that was stopped and saved."""
+        self._study.tell(self._trial, state=TrialState.FAIL)
+
+    def finish(self, kind: str, status: str, steps: int, value: float = math.nan) -> None:
+        """Record the end: `done` with a value, `pruned`, `diverged` or `failed`.
+
+        Samplers learn from a pruned or diverged trial, and ignore one that failed.
+        """
+        self._trial.set_user_attr(STATUS, status)
+        self._trial.set_user_attr(STEPS, steps)
+        states = {"done": TrialState.COMPLETE, "failed": TrialState.FAIL}
+        state = states.get(kind, TrialState.PRUNED)
+        self._study.tell(self._trial, value if kind == "done" else None, state)
+
+
+def _distribution(name: str, dimension: Dimension) -> BaseDistribution:
+    """Optuna's form of a dimension; choices are texts, as in SWEEP.yaml."""
+    values = points(name, dimension)
+    if not isinstance(dimension, Range):
+        return CategoricalDistribution(values)
+    low, high = values[0], values[-1]
+    is_whole = isinstance(low, int)
+    step = None if dimension.step is None else values[1] - low
+    if is_whole:
+        return IntDistribution(low, high, log=dimension.log, step=step or 1)
+    return FloatDistribution(low, high, log=dimension.log, step=step)
+
+
+def _sampler(name: str, seed: int, number: int) -> optuna.samplers.BaseSampler:
+    own = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+    if name == "tpe":
+        return optuna.samplers.TPESampler(seed=own)
+    return optuna.samplers.RandomSampler(seed=own)
+
+
+def _row(folder: str, trial: optuna.trial.FrozenTrial) -> Row:
+    curve = dict(sorted(trial.intermediate_values.items()))
+    last = next(reversed(curve.values()), math.nan)
+    status = trial.user_attrs.get(STATUS, "")
+    kinds = {TrialState.COMPLETE: "done", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
+    kind = kinds.get(trial.state, "interrupted") if status else "interrupted"
+    return Row(
+        folder=folder,
+        parameters=trial.params,
+        metric=last if trial.value is None else trial.value,
+        curve=curve,
+        steps=trial.user_attrs.get(STEPS, next(reversed(curve), 0)),
+        kind=kind,
+        status=status or "interrupted",
+    )

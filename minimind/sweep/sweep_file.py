@@ -1,0 +1,242 @@
+"""SWEEP.yaml: fixed flags, dimensions and the length of a sweep, checked by the flags' own parser.
+
+Every scalar is kept as text, as in `--config` files, and converted by the flag it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice, product
+from math import prod
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+
+from minimind.config.parse import build_config, convert, suggest, type_name, unknown_keys
+from minimind.config.run_config import FLAGS, RunConfig
+from minimind.errors import UsageError, fault_error
+from minimind.runtime.checked_json import describe_fault
+
+# Flags that a sweep sets for its trials, or that would end one before its last step.
+OWNED = ("out_dir", "resume", "dry_run", "stop_at_step", "max_minutes", "local_rank")
+MAX_TRIALS = 10_000
+MAX_CORNERS = 512  # combinations of ends that are tried to find one that can be trained
+NUMERIC = ("int", "float")
+TAGS = ("list", "range")  # pydantic puts them into the path of a fault
+
+
+class _Checked(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Range(_Checked):
+    """Numbers from `low` to `high`, both included."""
+
+    low: str
+    high: str
+    log: bool = False
+    step: str | None = None
+
+
+Choices = Annotated[list[str], Field(min_length=1), Tag("list")]
+Dimension = Annotated[
+    Choices | Annotated[Range, Tag("range")],
+    Discriminator(lambda value: "range" if isinstance(value, dict | Range) else "list"),
+]
+
+
+class Sweep(_Checked):
+    """The content of SWEEP.yaml. Loss and bits per byte are minimized."""
+
+    flags: dict[str, Any]
+    dimensions: dict[str, Dimension] = Field(min_length=1)
+    trials: int | None = Field(default=None, ge=1, le=MAX_TRIALS)
+    seed: int = Field(default=0, ge=0, le=2**32 - 1)
+    metric: Literal["val_bpb", "val_loss"] = "val_bpb"
+    sampler: Literal["tpe", "random", "grid"] = "tpe"
+    pruner: Literal["median", "none"] = "median"
+    pruner_startup_trials: int = Field(default=4, ge=1)
+    pruner_warmup_steps: int = Field(default=0, ge=0)
+
+    @property
+    def total(self) -> int:
+        """Number of trials; of a grid without `trials`, all of its points."""
+        return self.trials or len(self.grid())
+
+    def grid(self) -> list[dict[str, Any]]:
+        """Every combination of the dimensions' points, the last dimension changing first."""
+        axes = [points(name, dimension) for name, dimension in self.dimensions.items()]
+        return [dict(zip(self.dimensions, values, strict=True)) for values in product(*axes)]
+
+
+def read_sweep(path: str) -> Sweep:
+    """Read and check SWEEP.yaml; raise a UsageError that lists the faults."""
+    from minimind.config.yaml_files import load_yaml_texts
+
+    document = load_yaml_texts(path, "sweep file")
+    try:
+        sweep = Sweep.model_validate(document)
+    except ValidationError as error:
+        raise fault_error([_sentence(one, path) for one in error.errors()]) from error
+    if faults := [*_faults(sweep, path)]:
+        raise fault_error(faults)
+    _check_length(sweep, path)
+    first_config(sweep, path)
+    return sweep
+
+
+def _sentence(fault: Any, path: str) -> str:
+    location = [part for part in fault["loc"] if part not in TAGS]
+    remedy = "correct it"
+    if fault["type"] == "extra_forbidden":
+        known = Range if len(location) > 1 else Sweep
+        remedy = suggest(str(location[-1]), [*known.model_fields], "remove it")
+    elif fault["type"] == "missing":
+        remedy = "add it"
+    return f"{path}: {describe_fault({**fault, 'loc': location})}; {remedy}"
+
+
+def _faults(sweep: Sweep, path: str) -> Iterator[str]:
+    """Yield one sentence per fault of a name or a value."""
+    for section in ("flags", "dimensions"):
+        given: Mapping[str, Any] = getattr(sweep, section)
+        yield from unknown_keys(given, f"{section} of {path}")
+        for name in OWNED:
+            if name in given:
+                yield f"{section}.{name} in {path} is set by the sweep for every trial; remove it"
+    for name in sweep.flags:
+        if name in sweep.dimensions:
+            yield f"{name} is in flags and in dimensions of {path}; remove one of them"
+    for name, dimension in sweep.dimensions.items():
+        if name in FLAGS:
+            try:
+                _check_dimension(name, dimension, sweep.sampler, path)
+            except UsageError as error:
+                yield str(error)
+    if sweep.trials is None and sweep.sampler != "grid":
+        yield f"{path}: has no trials, which {sweep.sampler} needs; add trials: N"
+
+
+def _check_length(sweep: Sweep, path: str) -> None:
+    """Raise UsageError for more trials than a grid has points, or for too large a grid."""
+    if sweep.sampler != "grid":
+        return
+    size = prod(len(points(*item)) for item in sweep.dimensions.items())
+    if size > MAX_TRIALS:
+        raise UsageError(
+            f"the grid of {path} has {size:,} points, more than {MAX_TRIALS:,}; use another sampler"
+        )
+    if sweep.trials and sweep.trials > size:
+        raise UsageError(
+            f"trials = {sweep.trials} ({path}) is more than the {size} points of the grid; lower it"
+        )
+
+
+def _check_dimension(name: str, dimension: list[str] | Range, sampler: str, path: str) -> None:
+    """Raise UsageError for a value that the flag refuses, or a range that is none."""
+    where = f"dimensions of {path}"
+    if not isinstance(dimension, Range):
+        values = [convert(name, text, where) for text in dimension]
+        if len(set(values)) < len(values):
+            raise UsageError(f"{name} = {dimension} ({where}) has a value twice; remove one")
+        return
+    if type_name(FLAGS[name]) not in NUMERIC:
+        raise UsageError(f"{name} ({where}) is no number; list its values instead of a range")
+    low, high = (convert(name, text, where) for text in (dimension.low, dimension.high))
+    if low >= high:
+        raise UsageError(f"{name}.low = {low} ({where}) is not below high = {high}; change one")
+    if dimension.log and (low <= 0 or dimension.step is not None):
+        problem = "with a step" if low > 0 else f"from low = {low}"
+        raise UsageError(f"{name} ({where}) is log {problem}; remove log, or change the other")
+    if dimension.step is not None:
+        if (high - low) / step_of(name, dimension, where) >= MAX_TRIALS:
+            raise UsageError(
+                f"{name}.step = {dimension.step} ({where}) makes more than {MAX_TRIALS:,} values;"
+                " raise it, or remove it"
+            )
+    elif sampler == "grid":
+        raise UsageError(
+            f"{name} ({where}) is a range without step, and sampler is grid; list values, or give"
+            " step"
+        )
+
+
+def step_of(name: str, dimension: Range, where: str = "dimensions") -> float:
+    """The step of a range as a number of the flag's type; raise UsageError if it is not above 0."""
+    kind = int if type_name(FLAGS[name]) == "int" else float
+    try:
+        step = kind(dimension.step or "")
+    except ValueError:
+        step = 0
+    if not 0 < step < float("inf"):
+        noun = "whole number" if kind is int else "number"
+        raise UsageError(
+            f"{name}.step = {dimension.step} ({where}) is no {noun} above 0; change it"
+        )
+    return step
+
+
+def points(name: str, dimension: list[str] | Range) -> list[Any]:
+    """The choices as texts; of a range with step its numbers, of another one its two ends."""
+    if not isinstance(dimension, Range):
+        return list(dimension)
+    low, high = (convert(name, text, "dimensions") for text in (dimension.low, dimension.high))
+    if dimension.step is None:
+        return [low, high]
+    step = step_of(name, dimension)
+    count = int((high - low) / step * (1 + 1e-12)) + 1  # 0.1 + 2 * 0.1 is above 0.3
+    return [min(low + n * step, high) for n in range(count)]
+
+
+def config_of(sweep: Sweep, parameters: Mapping[str, Any], path: str) -> RunConfig:
+    """The settings of a trial; raise a UsageError for a combination that cannot be trained."""
+    source = path.replace("{", "{{").replace("}", "}}") + ": {name}"
+    run = build_config({**sweep.flags, **parameters}, source)
+    for name in ("stop_at_step", "max_minutes"):  # of a --config file
+        if getattr(run, name) is not None:
+            raise UsageError(
+                f"{name} = {getattr(run, name)} ({run.sources[name]}) would end every trial before"
+                " its last step; remove it"
+            )
+    if run.eval_rows == 0 or run.val_fraction == 0:
+        name = "eval_rows" if run.eval_rows == 0 else "val_fraction"
+        raise UsageError(
+            f"{name} = 0 ({run.sources[name]}) leaves no {sweep.metric} to compare trials by; raise"
+            " it"
+        )
+    return run
+
+
+def first_config(sweep: Sweep, path: str) -> RunConfig:
+    """The settings of the first combination of ends that can be trained.
+
+    Raise the UsageError of the first combination if every one is refused.
+    """
+    ends = [
+        (values[0], values[-1]) if isinstance(dimension, Range) else values
+        for name, dimension in sweep.dimensions.items()
+        for values in [points(name, dimension)]
+    ]
+    first: UsageError | None = None
+    for values in islice(product(*ends), MAX_CORNERS):
+        try:
+            return config_of(sweep, dict(zip(sweep.dimensions, values, strict=True)), path)
+        except UsageError as error:
+            first = first or error
+    raise first or UsageError(f"{path}: has no combination of values; give each dimension some")
+
+
+def changed_fields(before: Mapping[str, Any], sweep: Sweep) -> list[str]:
+    """Names of the fields that differ, as `dimensions.dim`; `trials` may have grown."""
+    now = sweep.model_dump()
+    changed = []
+    for name, value in now.items():
+        old = before.get(name)
+        if name == "trials":
+            changed += ["trials"] * bool(old and value and value < old)
+        elif isinstance(value, dict) and isinstance(old, dict):
+            keys = [key for key in {**old, **value} if old.get(key) != value.get(key)]
+            changed += [f"{name}.{key}" for key in keys]
+        elif value != old:
+            changed.append(name)
+    return changed

@@ -1,0 +1,113 @@
+"""Real sweeps, killed in the middle and finished by the same command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+
+FLAGS: dict[str, Any] = {
+    **{"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32},
+    **{"vocab_size": 600, "device": "cpu", "deepspeed_config": "none", "val_fraction": 0.05},
+    **{"eval_rows": 8, "eval_interval": 25, "save_interval": 25, "log_interval": 25},
+}
+PATIENCE = 300.0  # seconds
+
+
+def write(place: Path, corpus: Path, trials: int, steps: int, **more: Any) -> Path:
+    places = {"data_path": str(corpus), "cache_dir": str(place / "cache"), "max_steps": steps}
+    dimensions = {"learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}, "batch_size": [2, 4]}
+    content = {"flags": {**FLAGS, **places}, "dimensions": dimensions, "trials": trials, **more}
+    path = place / "sweep.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def start(path: Path, out: Path) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "minimind.cli.main", "sweep", str(path), "--out", str(out)]
+    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environ = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        words, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+    return [line for line in lines if line["event"] == name]
+
+
+def wait_for_checkpoint(folder: Path) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not events(folder, "checkpoint_saved"):
+        assert time.monotonic() < deadline, folder
+        time.sleep(0.02)
+
+
+def check_finished(sweep: subprocess.Popen[str], out: Path, trials: int) -> str:
+    text, errors = sweep.communicate(timeout=PATIENCE)
+    assert sweep.returncode == 0, errors
+    assert errors == ""
+    folders = sorted(path.name for path in out.glob("trial-*"))
+    assert folders == [f"trial-{n:04d}" for n in range(trials)]
+    assert (out / "sweep.html").stat().st_size > 1e6
+    table = re.findall(
+        r"^(trial-\d{4}) +([\d.]+) .* (done|pruned at step \d+)$", text, re.MULTILINE
+    )
+    assert sorted(name for name, *_ in table) == folders
+    for name, metric, status in table:
+        ends = events(out / name, "eval")
+        assert float(metric) == pytest.approx(ends[-1]["val_bpb"], abs=1e-4)
+        # 7: the end of a killed sweep's trial, which was pruned before it listened to signals.
+        statuses = [end["status"] for end in events(out / name, "exit")]
+        assert statuses[-1] in ((0,) if status == "done" else (75, 7))
+    best = re.search(r"^best: (trial-\d{4})\n(minimind train .*)$", text, re.MULTILINE)
+    assert best
+    assert best[1] == table[0][0]
+    return text
+
+
+@pytest.mark.launch
+def test_a_killed_sweep_goes_on_where_its_trial_was_saved(corpus: Path, tmp_path: Path):
+    path, out = write(tmp_path, corpus, trials=3, steps=150), tmp_path / "out"
+    sweep = start(path, out)
+    wait_for_checkpoint(out / "trial-0001")
+    sweep.kill()
+    sweep.communicate()
+    again = start(path, out)
+    text = check_finished(again, out, 3)
+    assert text.startswith("trial-0001: was interrupted, and goes on\n")
+    first, second = events(out / "trial-0001", "run_start")
+    assert first["resume_from"] is None
+    assert second["resume_from"]
+    assert second["step"] > 0
+    assert len(events(out / "trial-0000", "run_start")) == 1
+
+
+@pytest.mark.launch
+@pytest.mark.long
+def test_twelve_trials_killed_twice_and_stopped_once(corpus: Path, tmp_path: Path):
+    limits = {"pruner_startup_trials": 3}
+    path, out = write(tmp_path, corpus, trials=12, steps=300, **limits), tmp_path / "out"
+    for folder, number in (("0002", signal.SIGKILL), ("0005", signal.SIGTERM), ("0008", 9)):
+        sweep = start(path, out)
+        wait_for_checkpoint(out / f"trial-{folder}")
+        sweep.send_signal(number)
+        sweep.communicate(timeout=PATIENCE)
+        assert sweep.returncode == (75 if number == signal.SIGTERM else -signal.SIGKILL)
+    text = check_finished(start(path, out), out, 12)
+    assert "pruned at step" in text
+    assert max(len(events(out / f"trial-{n:04d}", "run_start")) for n in range(12)) == 2

@@ -1,0 +1,128 @@
+"""The table and the page of a sweep against its trials."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+
+from minimind.config.parse import parse_flags
+from minimind.sweep.page import Scale, render, write_page
+from minimind.sweep.study import Row
+from minimind.sweep.sweep_file import Sweep, read_sweep
+from minimind.sweep.table import best_command, best_first, table_text
+from tests.report.made import Drawn, values_of
+from tests.report.test_report_commands import in_browser
+from tests.sweep.made import write_sweep
+
+
+def row(n: int, rate: float, size: str, metric: float, kind: str = "done", **more: str) -> Row:
+    status = more.get("status", kind)
+    curve = {} if math.isnan(metric) else {10: metric + 1, 20: metric}
+    parameters = {"learning_rate": rate, "batch_size": size}
+    return Row(f"trial-{n:04d}", parameters, metric, curve, 20, kind, status)
+
+
+ROWS = [
+    row(0, 1e-3, "2", 2.0),
+    row(1, 1e-1, "8", 1.25, "pruned", status="pruned at step 20"),
+    row(2, 1e-2, "4", 1.5),
+    row(3, 2e-2, "4", math.nan, "failed", status="status 3: <b>no & text</b>"),
+    row(4, 5e-2, "8", 1.75),
+]
+
+
+def made_sweep(tmp_path: Path, **changes: object) -> Sweep:
+    return read_sweep(str(write_sweep(tmp_path, **changes)))
+
+
+def test_the_table_has_the_best_first_then_pruned_then_failed(tmp_path: Path):
+    text = table_text(made_sweep(tmp_path), ROWS)
+    assert text.splitlines()[0].split() == [
+        *("trial", "val_bpb", "learning_rate", "batch_size", "steps", "status")
+    ]
+    assert [line.split()[0][-1] for line in text.splitlines()[1:]] == ["2", "4", "0", "1", "3"]
+    assert text.splitlines()[1].split()[1:] == ["1.5000", "0.01", "4", "20", "done"]
+    assert len({line.index("  20  ") for line in text.splitlines()[1:]}) == 1
+
+
+def test_the_best_command_repeats_the_trial_in_another_folder(tmp_path: Path):
+    command = shlex.split(best_command(made_sweep(tmp_path), ROWS[2], Path("out dir")))
+    assert command[:2] == ["minimind", "train"]
+    found = parse_flags(command[2:])
+    assert (found.learning_rate, found.batch_size, found.max_steps) == (1e-2, 4, 40)
+    assert found.out_dir == "out dir/best"
+
+
+def test_the_charts_have_the_values_of_the_trials(tmp_path: Path):
+    page = Drawn(render(made_sweep(tmp_path), ROWS, Path("out/mine")))
+    names = ["history", "parallel", "over-learning-rate", "over-batch-size", "curves"]
+    assert [*page.charts] == names
+    assert page.points("history", "done").tolist() == [[0, 2.0], [2, 1.5], [4, 1.75]]
+    assert page.points("history", "pruned").tolist() == [[1, 1.25]]
+    assert page.points("history", "best so far").tolist() == [[0, 2.0], [2, 1.5], [4, 1.5]]
+    rates = [[1e-3, 2.0], [1e-2, 1.5], [5e-2, 1.75]]
+    assert page.points("over-learning-rate", "done").tolist() == rates
+    assert page.charts["over-learning-rate"]["layout"]["xaxis"]["type"] == "log"
+    sizes = page.charts["over-batch-size"]
+    assert sizes["layout"]["xaxis"]["categoryarray"] == ["2", "4", "8"]
+    curves = page.charts["curves"]["data"]
+    assert [values_of(one["y"])[-1] for one in curves] == [1.25, 2.0, 1.75, 1.5]  # the best on top
+
+
+def test_lines_of_the_parallel_coordinates_meet_the_axes_at_their_values(tmp_path: Path):
+    sweep = made_sweep(tmp_path)
+    page = Drawn(render(sweep, ROWS, Path("out")))
+    lines = page.charts["parallel"]["data"]
+    known = [one for one in best_first(ROWS) if math.isfinite(one.metric)]
+    scales = [Scale(sweep, name, known) for name in ("learning_rate", "batch_size", "val_bpb")]
+    heights = {
+        one.folder: [
+            scale.height(value)
+            for scale, value in zip(
+                scales, [one.parameters["learning_rate"], one.parameters["batch_size"], one.metric],
+                strict=True,
+            )
+        ]
+        for one in known
+    }  # fmt: skip
+    assert heights["trial-0000"] == [0.0, 0.5 / 3, 1.0]
+    assert np.allclose(heights["trial-0002"], [0.5, 0.5, 1 / 3])
+    assert heights["trial-0001"] == [1.0, 2.5 / 3, 0.0]
+    drawn = [values_of(line["y"]).tolist() for line in lines]
+    assert sorted(drawn) == sorted(heights.values())
+    texts = [label["text"] for label in page.charts["parallel"]["layout"]["annotations"]]
+    assert texts == ["0.001", "0.1", "2", "4", "8", "1.25", "2"]
+
+
+def test_the_page_needs_no_network_and_shows_text_as_text(tmp_path: Path):
+    text = render(made_sweep(tmp_path), ROWS, Path("out/a<i>b"))
+    assert "&lt;b&gt;no &amp; text&lt;/b&gt;" in text
+    assert "a&lt;i&gt;b" in text
+    assert "<b>no" not in text
+    assert "a<i>b" not in text
+    assert "default-src 'none'" in text
+
+
+def test_a_sweep_without_any_metric_has_a_page_with_its_table(tmp_path: Path):
+    page = Drawn(render(made_sweep(tmp_path), [ROWS[3]], Path("out")))
+    assert page.charts == {}
+    assert "table" in page.tags
+
+
+def test_trials_with_one_value_lie_in_the_middle(tmp_path: Path):
+    sweep = made_sweep(tmp_path)
+    assert Scale(sweep, "val_bpb", [ROWS[0]]).height(2.0) == 0.5
+
+
+def test_a_browser_draws_every_chart(tmp_path: Path):
+    page = write_page(made_sweep(tmp_path), ROWS, tmp_path)
+    charts = Drawn(page.read_text(encoding="utf-8")).charts
+    seen = in_browser(page)
+    assert len(re.findall(r'class="main-svg"', seen)) >= len(charts) == 5
+    names = re.findall(r'<text class="legendtext"[^>]*>([^<]+)<', seen)
+    assert {"best so far", "done", "pruned"} <= {*names}
+    assert seen.count(">learning_rate<") >= 2  # an axis of the parallel coordinates, and its own

@@ -1,0 +1,220 @@
+"""Trials are proposed, pruned, recorded and continued; processes are stand-ins."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minimind.checkpoint.run_folder import lock_out_dir
+from minimind.cli.main import main
+from minimind.runtime.process import StopRequest
+from minimind.sweep.table import best_of
+from tests.sweep.made import Killed, made_process, sweep_in, write_sweep
+
+GRID: dict[str, Any] = {
+    "sampler": "grid",
+    "trials": None,
+    "dimensions": {
+        "learning_rate": ["1e-3", "1e-2"],
+        "batch_size": {"low": 2, "high": 7, "step": 2},
+    },
+}
+
+
+def test_every_trial_is_a_run_in_a_folder_and_the_lowest_metric_is_the_best(tmp_path: Path):
+    process = made_process()
+    status, rows = sweep_in(tmp_path / "out", process, pruner="none")
+    assert status == 0
+    assert [row.folder for row in rows] == [f"trial-{n:04d}" for n in range(6)]
+    assert process.starts == [row.folder for row in rows]
+    assert {row.kind for row in rows} == {"done"}
+    best = best_of(rows)
+    assert best
+    assert best.metric == min(row.metric for row in rows)
+    assert [*best.curve] == [10, 20, 30, 40]
+    assert best.curve[40] == best.metric
+
+
+def test_bad_trials_are_stopped_by_the_median_of_the_others(tmp_path: Path):
+    status, rows = sweep_in(tmp_path / "out", made_process(), trials=12, sampler="random")
+    assert status == 0
+    pruned = [row for row in rows if row.kind == "pruned"]
+    assert pruned
+    for row in pruned:
+        assert row.steps == max(row.curve) < 40
+        finished = [one.curve for one in rows if one.kind == "done" and one.folder < row.folder]
+        values = sorted(curve[row.steps] for curve in finished)
+        assert row.metric > values[(len(values) - 1) // 2]
+    assert all(row.folder >= "trial-0004" for row in pruned)  # pruner_startup_trials
+
+
+def test_the_pruner_waits_for_its_first_trials_and_steps(tmp_path: Path):
+    limits: dict[str, Any] = {"pruner_startup_trials": 2, "pruner_warmup_steps": 30}
+    _, rows = sweep_in(tmp_path / "out", made_process(), trials=8, sampler="random", **limits)
+    pruned = [row for row in rows if row.kind == "pruned"]
+    assert pruned
+    assert {row.steps for row in pruned} <= {30, 40}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "looks"), [("tpe", 1), ("tpe", 44), ("random", 12), ("grid", 12), ("grid", 28)]
+)
+def test_a_killed_sweep_goes_on_with_the_same_trials(tmp_path: Path, sampler: str, looks: int):
+    # More trials than the 10 that TPE draws at random.
+    changes = GRID if sampler == "grid" else {"sampler": sampler, "trials": 13}
+    _, whole = sweep_in(tmp_path / "whole", made_process(), **changes)
+    process = made_process(kill_at=looks)
+    with pytest.raises(Killed):
+        sweep_in(tmp_path / "out", process, **changes)
+    interrupted = process.starts[-1]
+    process.kill_at = None
+    status, rows = sweep_in(tmp_path / "out", process, **changes)
+    assert status == 0
+    assert process.starts.count(interrupted) == 2
+    assert len(process.starts) == len(whole) + 1
+    # One that was killed as it was to be pruned may get to its next validation.
+    assert [row for row in rows if row.folder != interrupted or row.kind == "done"] == [
+        row for row in whole if row.folder != interrupted or row.kind == "done"
+    ]
+    assert [(row.folder, row.parameters, row.kind) for row in rows] == [
+        (row.folder, row.parameters, row.kind) for row in whole
+    ]
+
+
+def test_a_sweep_killed_before_a_trial_is_queued_again_queues_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import optuna
+
+    process = made_process(kill_at=8)
+    with pytest.raises(Killed):
+        sweep_in(tmp_path / "out", process)
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    process.kill_at = None
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.study.Study, "tell", killed)
+        with pytest.raises(Killed):
+            sweep_in(tmp_path / "out", process)
+    status, rows = sweep_in(tmp_path / "out", process)
+    assert status == 0
+    assert [row.folder for row in rows] == [f"trial-{n:04d}" for n in range(6)]
+    assert len(process.starts) == 7
+
+
+def test_a_sweep_that_is_done_starts_nothing_and_may_grow(tmp_path: Path):
+    process = made_process()
+    _, rows = sweep_in(tmp_path / "out", process, trials=3)
+    assert sweep_in(tmp_path / "out", process, trials=3) == (0, rows)
+    status, more = sweep_in(tmp_path / "out", process, trials=5)
+    assert status == 0
+    assert more[:3] == rows
+    assert len(process.starts) == len(more) == 5
+
+
+def test_a_grid_is_every_combination_once(tmp_path: Path):
+    _, rows = sweep_in(tmp_path / "out", made_process(), pruner="none", **GRID)
+    found = [(row.parameters["learning_rate"], row.parameters["batch_size"]) for row in rows]
+    assert found == [(rate, size) for rate in ("1e-3", "1e-2") for size in (2, 4, 6)]
+
+
+@pytest.mark.parametrize("stop_status", [75, -15, 130])
+def test_a_stop_asks_every_trial_to_save_and_the_next_start_goes_on(
+    tmp_path: Path, stop_status: int
+):
+    process = made_process(kill_at=3, stop_status=stop_status)
+    with pytest.raises(Killed):
+        sweep_in(tmp_path / "out", process, parallel=2)
+    process.kill_at, process.now = None, 0
+    stop = StopRequest()
+    process.stop_after = stop
+    status, rows = sweep_in(tmp_path / "out", process, parallel=2, stop=stop)
+    assert status == 75
+    assert [row.kind for row in rows] == ["interrupted", "interrupted"]
+    process.stop_after, process.stop_status = None, 75
+    status, rows = sweep_in(tmp_path / "out", process, parallel=2)
+    assert status == 0
+    assert len(rows) == 6
+    assert {row.kind for row in rows} <= {"done", "pruned"}
+
+
+def test_a_trial_that_is_pruned_before_it_listens_to_signals_is_pruned(tmp_path: Path):
+    process = made_process(stop_status=-15)
+    status, rows = sweep_in(tmp_path / "out", process, trials=12, sampler="random")
+    assert status == 0
+    assert {row.kind for row in rows} == {"done", "pruned"}
+
+
+def test_a_second_sweep_in_the_folder_is_refused(tmp_path: Path, capsys: Any):
+    out = tmp_path / "out"
+    with lock_out_dir(out):
+        assert main(["sweep", str(write_sweep(tmp_path)), "--out", str(out)]) == 8
+    assert f"out {out} is in use by process {os.getpid()}" in capsys.readouterr().err
+
+
+def test_a_database_that_is_none_is_named(tmp_path: Path, capsys: Any):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "sweep.db").write_bytes(b"no database " * 100)
+    assert main(["sweep", str(write_sweep(tmp_path)), "--out", str(out)]) == 5
+    assert f"{out / 'sweep.db'}: file is not a database; " in capsys.readouterr().err
+
+
+def test_a_trial_that_someone_else_stops_is_continued(tmp_path: Path):
+    process = made_process(stops_itself=["trial-0001"])
+    status, rows = sweep_in(tmp_path / "out", process, pruner="none")
+    assert status == 0
+    assert process.starts.count("trial-0001") == 2
+    assert {row.kind for row in rows} == {"done"}
+
+
+def test_trials_run_side_by_side_in_environments_of_their_own(tmp_path: Path):
+    process = made_process()
+    status, rows = sweep_in(tmp_path / "out", process, parallel=3)
+    assert (status, len(rows), process.most) == (0, 6, 3)
+    assert process.environments[:3] == [{"SLOT": "0"}, {"SLOT": "1"}, {"SLOT": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "text"),
+    [
+        (6, "pruned", "diverged by step 20"),
+        (0, "pruned", "diverged by step 40"),
+        (10, "pruned", "out of memory"),
+        (3, "failed", "status 3: the last line of trial-0001"),
+    ],
+)
+def test_how_a_trial_ended_is_recorded(tmp_path: Path, status: int, kind: str, text: str):
+    process = made_process(statuses={"trial-0001": status})
+    found, rows = sweep_in(tmp_path / "out", process, pruner="none")
+    assert (found, rows[1].kind, rows[1].status) == (0, kind, text)
+    assert {row.kind for row in rows if row.folder != "trial-0001"} == {"done"}
+
+
+def test_three_failures_in_a_row_end_the_sweep_and_are_tried_again(tmp_path: Path, capsys: Any):
+    names = [f"trial-{n:04d}" for n in (1, 2, 3)]
+    process = made_process(statuses=dict.fromkeys(names, 5))
+    status, rows = sweep_in(tmp_path / "out", process, pruner="none")
+    assert (status, len(rows)) == (5, 4)
+    assert f"{tmp_path / 'out' / 'trial-0003' / 'log.txt'}" in capsys.readouterr().err
+    process.statuses = {}
+    status, rows = sweep_in(tmp_path / "out", process, pruner="none")
+    assert status == 0
+    assert [row.kind for row in rows] == ["done"] * 6
+
+
+def test_a_combination_that_cannot_be_trained_is_refused_without_a_start(tmp_path: Path):
+    process = made_process()
+    dimensions = {"learning_rate": ["1e-2"], "dim": ["64", "96"], "n_heads": ["4", "6"]}
+    changes = {"sampler": "grid", "trials": None, "pruner": "none", "dimensions": dimensions}
+    flags = {"n_kv_heads": 2, "device": "cpu"}
+    status, rows = sweep_in(tmp_path / "out", process, flags=flags, **changes)
+    assert status == 0
+    assert [row.kind for row in rows] == ["done", "failed", "done", "done"]
+    assert "dim = 64" in rows[1].status
+    assert "trial-0001" not in process.starts

@@ -1,0 +1,71 @@
+"""The command line of a trial, what it records, and the GPUs it may have."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from minimind.runtime.hardware import parse_use
+from minimind.sweep.trial import Validations, command_line, environments_of, words_of
+
+SMI = "0, GPU-aaaa, 3\n1, GPU-bbbb, 40000\n2, GPU-cccc, [N/A]\n3, GPU-dddd, 900\n"
+
+
+def test_flags_become_words_that_a_shell_reads():
+    flags = {"data_path": ["a b", "c"], "qk_norm": "true", "tf32": "FALSE", "init_from": "-x"}
+    words = ["--data_path", "a b", "c", "--qk_norm", "--no-tf32", "--init_from=-x"]
+    assert words_of(flags) == words
+    assert command_line({"data_path": ["a b"]}) == "minimind train --data_path 'a b'"
+
+
+def test_validations_are_read_as_they_are_written(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    validations = Validations(tmp_path, "val_loss")
+    assert validations.read_new() == []
+    path.write_text('{"event": "run_start", "step": 0}\n{"event": "eval", "step": 5, "val_lo')
+    assert validations.read_new() == []
+    assert (validations.step, validations.count) == (0, 0)
+    with open(path, "a") as file:
+        file.write('ss": 3.5}\n{"event": "step", "step": 7}\ntorn "eval" line\n')
+    assert validations.read_new() == [(5, 3.5)]
+    assert (validations.step, validations.last, validations.count) == (7, 3.5, 1)
+    with open(path, "a") as file:
+        file.write('{"event": "eval", "step": 10, "val_loss": null}\n')
+    ((step, value),) = validations.read_new()
+    assert step == 10
+    assert math.isnan(value)
+    assert math.isnan(validations.last)
+    assert validations.count == 2
+    assert validations.read_new() == []
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        (None, {"GPU-aaaa": True, "GPU-bbbb": False, "GPU-cccc": False, "GPU-dddd": True}),
+        ("1, 3", {"GPU-bbbb": False, "GPU-dddd": True}),
+        ("GPU-aa", {"GPU-aaaa": True}),
+        ("", {}),
+        ("-1", {}),
+    ],
+)
+def test_free_gpus_are_those_without_the_memory_of_a_program(allowed, expected):
+    assert parse_use(SMI, allowed) == expected
+
+
+def test_no_gpu_is_free_where_there_is_no_nvidia_smi():
+    assert parse_use("", None) == {}
+
+
+def test_trials_side_by_side_share_gpus_or_cores(monkeypatch: pytest.MonkeyPatch):
+    names = [one["CUDA_VISIBLE_DEVICES"] for one in environments_of(["0", "3"], 3)]
+    assert names == ["0", "3", "0"]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(6))
+    assert environments_of([], 1) == [{}]
+    assert environments_of([], 4) == [{"OMP_NUM_THREADS": "1"}] * 4
+    assert environments_of([], 2) == [{"OMP_NUM_THREADS": "3"}] * 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert environments_of([], 2) == [{}, {}]
