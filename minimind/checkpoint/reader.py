@@ -19,7 +19,7 @@ from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import ELSEWHERE, require_listed
 
 LAYOUT = ("world_size", "zero_stage", "backend", "micro_batch_rows", "accumulation_steps")
-WITHOUT_STEP = (MOMENTUM,)  # of SGD and Muon, which count no updates
+WITHOUT_STEP = (MOMENTUM, AVERAGE)  # SGD and Muon count no updates
 
 
 def require_optimizer_step(shards: ShardFiles, step: int, state: dict[str, Any]) -> None:

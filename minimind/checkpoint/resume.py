@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from minimind.checkpoint.tensor_files import BUFFERS, ShardFiles, read_buffers
 from minimind.checkpoint.train_state import TrainState
 from minimind.checkpoint.validation import read_state
 from minimind.engine.build import Engine
-from minimind.engine.optimizer.state import AVERAGE, MASTER
+from minimind.engine.optimizer.state import AVERAGE, MASTER, ZeroState
 from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import require_listed
 from minimind.runtime.collectives import Ranks, lost_peers, on_rank_0, run_on_all_ranks
@@ -152,14 +152,7 @@ def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) ->
         shards = ShardFiles(path, manifest["world_size"])
         shards.require_whole(saved["parameters"])
         require_optimizer_step(shards, manifest["step"], saved)
-        has_average = AVERAGE in shards.kinds
-
-        def read(kind: str, name: str, start: int, length: int) -> Tensor:
-            # A run that starts to average starts from the weights.
-            kind = MASTER if kind == AVERAGE and not has_average else kind
-            return shards.read(kind, name, start, length)
-
-        state.fill(read, saved["optimizer_step"])
+        state.fill(_reader(shards, state), saved["optimizer_step"])
         for name, value in buffers.items():
             buffers_of_model[name].copy_(value)
 
@@ -167,6 +160,27 @@ def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) ->
     with lost_peers():
         state.refresh()
     engine.backend.restore_counters(saved["counters"])
+
+
+def _reader(shards: ShardFiles, state: ZeroState) -> Callable[[str, str, int, int], Tensor]:
+    """Return `shards.read`, which raises CheckpointError for the moments of another optimizer.
+
+    Without an average in the checkpoint it reads the weights, at which a new average starts.
+    """
+    stored = shards.kinds
+
+    def read(kind: str, name: str, start: int, length: int) -> Tensor:
+        if kind == AVERAGE and AVERAGE not in stored:
+            kind = MASTER
+        saved = {one for one, names in stored.items() if name in names} - {MASTER, AVERAGE}
+        if kind in state.kinds and saved and saved.isdisjoint(state.kinds_of(name)):
+            raise CheckpointError(
+                f"{shards.directory}: has {min(saved)} of {name}, and the optimizer here needs"
+                f" {kind}; give the optimizer that saved it, or only its weights (--init_from)"
+            )
+        return shards.read(kind, name, start, length)
+
+    return read
 
 
 def shape_mismatches(saved: dict[str, list[int]], own: dict[str, list[int]]) -> list[str]:

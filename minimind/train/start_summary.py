@@ -169,7 +169,8 @@ def _rate(context: RunContext) -> str:
     schedule, scheduler = context.schedule, context.engine.resolved.scheduler
     if scheduler:
         return f"DeepSpeed's {scheduler}, as its file says"
-    return str(schedule)
+    muon = f", of Muon {context.run.muon['muon_lr']:g}" if context.run.muon else ""
+    return f"{schedule}{muon}"
 
 
 def _backend(context: RunContext) -> list[str]:

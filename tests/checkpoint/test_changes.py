@@ -223,6 +223,16 @@ def test_a_decay_branch_equals_a_run_that_decays_there_from_the_start(
     assert torch.equal(*(load_weights(path)["model.embed_tokens.weight"] for path in weights))
 
 
+def test_the_moments_of_another_optimizer_are_refused_by_name(run: Path, flags: dict[str, Any]):
+    muon = {**flags, "optimizer": "muon", "deepspeed_config": "none", "out_dir": str(run)}
+    with pytest.raises(CheckpointError, match=r"lr\.optimizer: AdamW -> Muon"):
+        train(muon)
+    with pytest.raises(
+        CheckpointError, match=r"has exp_avg of model\.layers.* here needs momentum_buffer; give"
+    ):
+        train(muon, allow_change="lr")
+
+
 def test_a_budget_ends_a_run_and_is_no_change_on_resume(flags: dict[str, Any], tmp_path: Path):
     tokens = 9 * 8 * 32  # 9 steps of 8 rows
     budget = {**flags, "max_steps": None, "max_tokens": tokens + 100, "out_dir": str(tmp_path)}

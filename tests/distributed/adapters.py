@@ -59,7 +59,7 @@ CASES = {
     "1, bf16": Case(1, BF16),
     "1, bf16, fp32 sums": Case(1, BF16, edits=WIDE_SUMS),
     "1, fp16": Case(1, FP16, edits=SCALED),
-    "2, fp32, SGD": Case(2, FP32, edits=SGD),
+    "2, fp32, SGD": Case(2, FP32, edits=SGD, flags=AVERAGE),
     "2, fp32": Case(2, FP32),
     "2, bf16": Case(2, BF16),
     "2, bf16, fp32 sums": Case(2, BF16, edits=WIDE_SUMS),

@@ -103,9 +103,10 @@ def _orthogonal_step(p: Tensor, grad: Tensor, momentum: Tensor, group: Mapping[s
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable matrices other than the embedding and the output head, by name."""
-    ends = [getattr(model, f"get_{end}_embeddings")() for end in ("input", "output")]
-    excluded = {id(end.weight) for end in ends if end is not None}
+    """Trainable matrices other than embeddings (also of positions) and the output head, by name."""
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    excluded = {id(module.weight) for module in [*tables, head] if module is not None}
     return {
         name: p
         for name, p in model.named_parameters()

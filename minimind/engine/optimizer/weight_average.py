@@ -48,12 +48,14 @@ class WeightAverage:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Let the model compute with the average inside the block (collective)."""
+        """Let the model compute with the average inside the block (collective).
+
+        An exception ends the run and leaves the average in force: swapping back would wait for
+        ranks that are gone.
+        """
         self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
+        yield
+        self._swap()
 
     @torch.no_grad()
     def _swap(self) -> None:

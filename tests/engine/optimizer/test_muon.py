@@ -21,6 +21,7 @@ SHAPE: dict[str, Any] = {
     **{"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 2},
     **{"num_attention_heads": 2, "num_key_value_heads": 1},
 }
+GPT2_MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 ROWS = torch.arange(2 * 9).view(2, 9) % 96
 
 
@@ -53,6 +54,14 @@ def test_muon_takes_the_matrices_of_the_blocks(changes):
     groups = run_groups(model, parse_flags(["--optimizer", "muon"]))
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     assert [group.get("use_muon", False) for group in groups] == [False, False, True]
+
+
+def test_a_table_of_positions_is_no_matrix_for_muon():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=96, n_positions=16)
+    names = set(hidden_matrices(GPT2LMHeadModel(config)))
+    assert names == {f"transformer.h.0.{n}.weight" for n in GPT2_MATRICES}
 
 
 @pytest.mark.parametrize(
