@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -50,14 +49,6 @@ def test_rtx_40_with_an_old_driver_run_as_under_accelerate_launch(monkeypatch: p
         assert accelerator.num_processes == 1
     assert os.environ["NCCL_P2P_DISABLE"] == "1"
     assert os.environ["NCCL_IB_DISABLE"] == "0"  # the user's
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, not listed)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def sent_by_ddp(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:

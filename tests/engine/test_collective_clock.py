@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from minimind.engine import collective_clock as communication
 from minimind.engine.collective_clock import COLLECTIVES, CommunicationClock
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, not listed)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class FixedClock:

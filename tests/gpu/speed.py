@@ -30,7 +30,7 @@ def speed(site: Site) -> Iterator[Finding]:
         failure = error
     result = json.loads(out.read_text()) if out.exists() else {"found": {}}
     for model, found in result["found"].items():
-        yield from rows_of(model, found)
+        yield from rows_of(model, found, site.device)
     missing = [model for model in models_of(site) if model not in result["found"]]
     text = ", ".join(missing) or "none"
     yield check("models without figures", not missing, text, "none", missing)
@@ -43,15 +43,17 @@ def models_of(site: Site) -> list[str]:
     return ["tiny"] if site.device == "cpu" else [*ROWS]
 
 
-def rows_of(model: str, found: dict[str, Any]) -> Iterator[Finding]:
-    """One row of each contender."""
+def rows_of(model: str, found: dict[str, Any], device: str) -> Iterator[Finding]:
+    """One row of each contender; on a CPU, whose peak depends on the dtype, without MFU."""
     for name in NAMES:
         row = found["table"][name]
         mfu = ", ".join(
-            f"{share:.1%} of the {whose} peak" for whose, share in row["mfu"].items() if share
+            f"{share:.1%} of the {whose} peak"
+            for whose, share in row["mfu"].items()
+            if share and device == "cuda"
         )
         text = (
-            f"{row['seconds'] * 1e3:.1f} ms, {row['tokens_per_second']:,.0f} tokens/s, MFU {mfu},"
+            f"{row['seconds'] * 1e3:.1f} ms, {row['tokens_per_second']:,.0f} tokens/s,{f' MFU {mfu},' * bool(mfu)}"
             f" {row['speed_against_bare']:.2f} x bare, {row['peak_mib']:,.0f} MiB"
         )
         yield figure(f"{model}, {found['rows']} rows, {name}", row, text)

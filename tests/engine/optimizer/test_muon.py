@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
@@ -114,14 +112,6 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_no_momentum(dtype):
         assert torch.equal(value, slices[key]), key
     gradient_step(backend)
     assert backend.counters()["skipped_steps"] == 1
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, not listed)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_a_step_on_flat_shards_is_that_on_whole_matrices(group: None):
