@@ -53,8 +53,8 @@ def rows_of(model: str, found: dict[str, Any], device: str) -> Iterator[Finding]
             if share and device == "cuda"
         )
         text = (
-            f"{row['seconds'] * 1e3:.1f} ms, {row['tokens_per_second']:,.0f} tokens/s,{f' MFU {mfu},' * bool(mfu)}"
-            f" {row['speed_against_bare']:.2f} x bare, {row['peak_mib']:,.0f} MiB"
+            f"{row['seconds'] * 1e3:.1f} ms, {row['tokens_per_second']:,.0f} tokens/s,"
+            f"{f' MFU {mfu},' if mfu else ''} {row['speed_against_bare']:.2f} x bare, {row['peak_mib']:,.0f} MiB"
         )
         yield figure(f"{model}, {found['rows']} rows, {name}", row, text)
 
