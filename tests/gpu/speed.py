@@ -54,7 +54,8 @@ def rows_of(model: str, found: dict[str, Any], device: str) -> Iterator[Finding]
         )
         text = (
             f"{row['seconds'] * 1e3:.1f} ms, {row['tokens_per_second']:,.0f} tokens/s,"
-            f"{f' MFU {mfu},' if mfu else ''} {row['speed_against_bare']:.2f} x bare, {row['peak_mib']:,.0f} MiB"
+            f"{f' MFU {mfu},' if mfu else ''} {row['speed_against_bare']:.2f} x bare,"
+            f" {row['peak_mib']:,.0f} MiB"
         )
         yield figure(f"{model}, {found['rows']} rows, {name}", row, text)
 
