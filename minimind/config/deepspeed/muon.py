@@ -54,6 +54,16 @@ def adopt_muon(config: dict[str, Any], path: str, run: RunConfig, faults: list[s
     return run
 
 
+def with_muon_defaults(run: RunConfig) -> RunConfig:
+    """Return the run with every value of Muon that is in force; unchanged without Muon."""
+    for name, value in run.muon.items():
+        if getattr(run, name) is None:
+            is_shared = name == "muon_lr" and run.muon["muon_scaling"] != "original"
+            source = "derived: learning_rate" if is_shared else "Muon's default"
+            run = run.with_values(source, **{name: value})
+    return run
+
+
 def muon_faults(run: RunConfig, config: Mapping[str, Any] | None = None) -> list[str]:
     """Faults of flags that only Muon reads, and of settings of the file that exclude it.
 
@@ -71,8 +81,8 @@ def muon_faults(run: RunConfig, config: Mapping[str, Any] | None = None) -> list
     written = get(config, "optimizer.type")
     if written is not MISSING:
         faults.append(
-            f"optimizer.type is {json.dumps(written)} but {flag}; drop the flag, or remove the"
-            " optimizer block from the file"
+            f"optimizer.type is {json.dumps(written)} but {flag}; drop the flag, or write the block"
+            " of docs/configuration.md (Muon) in the file"
         )
     if get(config, "scheduler.type") is not MISSING:
         faults.append(

@@ -82,4 +82,8 @@ def test_without_deepspeed_a_flag_of_muon_needs_muon(flag):
     with pytest.raises(UsageError, match=r"has no effect with optimizer = adamw \(default\)"):
         Setup(run, launch, "cpu", "single", {}, "none").resolve()
     run = parse_flags(f"{flag} --deepspeed_config none --optimizer muon".split())
-    assert Setup(run, launch, "cpu", "single", {}, "none").resolve().optimizer == "Muon"
+    found = Setup(run, launch, "cpu", "single", {}, "none").resolve()
+    assert found.optimizer == "Muon"
+    shown = {name: (getattr(found.run, name), found.run.sources[name]) for name in found.run.muon}
+    assert shown["muon_scaling"] == ("original", "Muon's default")
+    assert sorted(source for _, source in shown.values())[0] == flag.split()[0]
