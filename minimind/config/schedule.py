@@ -74,15 +74,15 @@ def budget_steps(
     Raise UsageError if a budget is less than one step.
     """
     tokens = {
-        "max_tokens": Fraction(run.max_tokens or 0),
-        "max_flops": Fraction(run.max_flops or 0) / flops_per_token,
-        "tokens_per_param": Fraction(run.tokens_per_param or 0) * parameters,
+        "max_tokens": _exact(run.max_tokens),
+        "max_flops": _exact(run.max_flops) / flops_per_token,
+        "tokens_per_param": _exact(run.tokens_per_param) * parameters,
     }
     steps = {name: int(tokens[name] / tokens_per_step) for name in tokens if tokens[name]}
     for name, whole in steps.items():
         if not whole:
             raise UsageError(
-                f"{_named(run, name)} is {float(tokens[name]):,.0f} tokens, less than the"
+                f"{_named(run, name)} is {int(tokens[name]):,} tokens, less than the"
                 f" {tokens_per_step:,} of one step; raise it, or lower --batch_size"
             )
     return steps
@@ -113,7 +113,8 @@ def plan_schedule(
     warmup, decay = planned_warmup(run, total), 0
     if run.schedule == "wsd":
         fraction = DECAY_FRACTION if run.decay_fraction is None else run.decay_fraction
-        decay = max(1, int(total * fraction)) if run.decay_steps is None else run.decay_steps
+        by_fraction = max(1, int(total * _exact(fraction)))
+        decay = by_fraction if run.decay_steps is None else run.decay_steps
     if warmup > total:
         raise UsageError(
             f"{_named(run, 'warmup_steps', warmup)} is more than the {total} steps of the whole"
@@ -137,7 +138,13 @@ def plan_schedule(
     )
 
 
+def _exact(value: float | None) -> Fraction:
+    """The number as it was typed, such as 3/10 for 0.3; 0 for None."""
+    return Fraction(repr(value or 0))
+
+
 def _named(run: RunConfig, name: str, value: float | None = None, by: str | None = None) -> str:
     """`name = value (source)`; the source is that of flag `by`, of the same name by default."""
     shown = getattr(run, name) if value is None else value
-    return f"{name} = {shown:g} ({run.sources[by or name]})"
+    text = str(shown) if isinstance(shown, int) else f"{shown:g}"
+    return f"{name} = {text} ({run.sources[by or name]})"

@@ -40,6 +40,7 @@ class Engine(Ranks):
         self.loss_chunk_size = loss_chunk_positions(resolved.run)
         self.eval_chunk_size = eval_chunk_positions(resolved.run, device)
         self.compiling = CompileClock(resolved.run)
+        self.seeded_step = 0
         decay = resolved.run.ema
         self.average = None if decay is None else WeightAverage(backend, decay)
 
@@ -64,6 +65,7 @@ class Engine(Ranks):
 
     def seed(self, step: int) -> None:
         """Reseed torch for a step, so that checkpoints need no random state."""
+        self.seeded_step = step
         seed = ((self.resolved.run.seed * 1_000_003 + step) * 4_099 + self.rank) % 2**63
         # Not torch.manual_seed, which visits every device type each time.
         torch.default_generator.manual_seed(seed)
@@ -95,12 +97,12 @@ class Engine(Ranks):
                     backend.backward(loss.total)
                     clock.mark("backward")
                 norm = backend.update(is_last)
+                if is_last and self.average:
+                    self.average.update(self.seeded_step)
                 clock.mark("optimizer", is_last)
                 routings.append(loss.routing)
                 sums.append(loss.loss_sum.detach())
                 counts.append(loss.tokens)
-        if self.average:
-            self.average.update()
         skipped = backend.skipped_steps
         return StepResult(
             tuple(sums),

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from minimind.checkpoint.directory import differences, read_manifest
+from minimind.checkpoint.reader import Contents
 from minimind.checkpoint.validation import read_config
 from minimind.data.tokenizer.files import MODEL_NAME, TOKENIZER_FILES
 from minimind.errors import CheckpointError
@@ -68,10 +69,12 @@ def average(paths: Sequence[Path], weights: str = TRAINED) -> TensorSource:
             )
     sources = [open_checkpoint(path, weights) for path in paths]
 
+    parameters = Contents(paths[0]).shapes
+
     def read(name: str) -> torch.Tensor:
+        if name not in parameters:
+            return sources[0].read(name)
         values = [source.read(name) for source in sources]
-        if not values[0].is_floating_point():
-            return values[0]
         total = reduce(torch.add, (value.double() for value in values))
         return (total / len(values)).to(values[0].dtype)
 

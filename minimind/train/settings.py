@@ -95,7 +95,10 @@ def _label_of_flag(resolved: ResolvedConfig, name: str, value: Any, source: str)
     """Return the label of a flag; empty if it is not shown."""
     if value is None or source == "default" or name in (*SHOWN_ABOVE, *NOT_TRAINING):
         return ""
-    if source.startswith(f"{resolved.path}: "):  # shown as a key of the DeepSpeed file
+    # Else shown as a key of the DeepSpeed file, which a block of type Muon does not reach.
+    if source.startswith(f"{resolved.path}: ") and not (
+        resolved.run.muon and "optimizer" in source
+    ):
         return ""
     is_typed = source == f"--{name}" or source.startswith("train(")
     is_preset = source == f"model {resolved.run.model}"

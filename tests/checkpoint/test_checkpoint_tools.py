@@ -233,18 +233,18 @@ def test_consolidated_files_load_in_transformers_with_the_numbers_of_the_checkpo
 
 def test_the_average_is_the_mean_of_the_weights_of_verified_checkpoints(run_dir, tmp_path, capsys):
     flat = {}
-    for number in (2, 6):
+    for number in (2, 4, 6):
         out = tmp_path / f"flat-{number}"
         assert checkpoint("consolidate", step(run_dir, number), "--out", out) == 0
         flat[number] = load_file(out / "model.safetensors")
     out = tmp_path / "mean"
-    assert checkpoint("average", step(run_dir, 2), run_dir, "--out", out) == 0
-    assert "in float32, the mean of 2 checkpoints" in capsys.readouterr().out
+    assert checkpoint("average", step(run_dir, 2), step(run_dir, 4), run_dir, "--out", out) == 0
+    assert "in float32, the mean of 3 checkpoints" in capsys.readouterr().out
     mean = load_file(out / "model.safetensors")
     assert mean.keys() == flat[2].keys()
     for name, value in mean.items():
-        expected = (flat[2][name].double() + flat[6][name].double()) / 2
-        assert torch.equal(value, expected.float()), name
+        expected = torch.stack([flat[number][name].double() for number in flat]).mean(0)
+        assert torch.allclose(value, expected.float(), rtol=1e-6, atol=0), name
     assert MiniMindForCausalLM.from_pretrained(out).dtype == torch.float32
     damage(step(run_dir, 2) / "state.json")
     words = ("average", step(run_dir, 2), run_dir, "--out", tmp_path / "other")

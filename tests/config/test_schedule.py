@@ -62,6 +62,8 @@ def test_inverse_sqrt_leaves_the_peak_without_a_jump_and_stays_above_the_minimum
         ("--max_steps 1000", 1000, 50, 200),
         ("--max_steps 1000 --decay_steps 7", 1000, 50, 7),
         ("--max_steps 1000 --decay_fraction 0.5", 1000, 50, 500),
+        ("--max_steps 100 --decay_fraction 0.29", 100, 5, 29),  # 28 in floating point
+        ("--max_steps 99 --decay_fraction 0.5", 99, 4, 49),
         ("--max_steps 3", 3, 0, 1),
         ("--max_steps 10 --warmup_steps 3 --decay_steps 7", 10, 3, 7),
     ],
@@ -104,6 +106,7 @@ def within(line: str) -> int:
         ("--max_tokens 2e9", 2_000_000_000 // 512),
         ("--max_flops 1e9", 1_000_000_000 // (20_000 * 512)),
         ("--tokens_per_param 20", 117),
+        ("--tokens_per_param 0.512", 3),
         ("--tokens_per_param 20 --max_flops 1e9 --max_tokens 1e9", 97),  # the first to end
         ("--max_tokens 5120 --epochs 3", 10),
         ("--max_tokens 2e9 --epochs 3", 3000),

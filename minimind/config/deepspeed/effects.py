@@ -75,7 +75,7 @@ IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "zero_optimization.save_muon_momentum_buffer_in_memory": (
         (False,),
-        "the optimizer is not Muon; remove it",
+        "DeepSpeed's own Muon is not used; remove it",
     ),
     "zero_optimization.override_module_apply": (
         (True,),

@@ -81,8 +81,8 @@ def muon_faults(run: RunConfig, config: Mapping[str, Any] | None = None) -> list
     written = get(config, "optimizer.type")
     if written is not MISSING:
         faults.append(
-            f"optimizer.type is {json.dumps(written)} but {flag}; drop the flag, or write the block"
-            " of docs/configuration.md (Muon) in the file"
+            f"optimizer.type is {json.dumps(written)} but {flag}; take --deepspeed_config"
+            " configs/deepspeed/muon.json, or none, or write such a block in the file"
         )
     if get(config, "scheduler.type") is not MISSING:
         faults.append(

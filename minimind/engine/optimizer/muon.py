@@ -20,6 +20,9 @@ from torch.optim._muon import muon as muon_update
 from minimind.engine.optimizer.state import Fragment, ZeroState
 
 Groups = list[dict[str, Any]]
+LINEAR = ("Conv1D",)  # of transformers, in GPT-2: a linear layer with its weight transposed
+# torch 2.13 renames it, and warns of the old name.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         update = flat.grad.lerp(momentum, group["momentum"]).bfloat16()  # as Muon rounds it
         ranks = dist.get_world_size(shards.process_group)
         gathered = update.new_empty((ranks, update.numel()))
-        dist.all_gather([*gathered], update, group=shards.process_group)
+        _all_gather(gathered.view(-1), update, shards.process_group)
         flat.mul_(1 - group["lr"] * group["weight_decay"])
         for matrix in shards.matrices.get(id(flat), ()):
             whole, f = matrix.whole(gathered), matrix.fragment
@@ -103,14 +106,13 @@ def _orthogonal_step(p: Tensor, grad: Tensor, momentum: Tensor, group: Mapping[s
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable matrices other than embeddings (also of positions) and the output head, by name."""
+    """Trainable weights of linear layers other than the output head, by name."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    excluded = {id(module.weight) for module in [*tables, head] if module is not None}
+    layers = [module for module in model.modules() if type(module).__name__ in LINEAR]
+    layers += [module for module in model.modules() if isinstance(module, nn.Linear)]
+    matrices = {id(module.weight) for module in layers} - {id(getattr(head, "weight", None))}
     return {
-        name: p
-        for name, p in model.named_parameters()
-        if p.requires_grad and p.ndim == 2 and id(p) not in excluded
+        name: p for name, p in model.named_parameters() if p.requires_grad and id(p) in matrices
     }
 
 
@@ -131,7 +133,7 @@ def shards_of(engine: Any, state: ZeroState) -> Shards | None:
         else:  # stages 1 and 2: the shards of all ranks are one vector
             whole = _of_vector(f, shape)
         found.setdefault(id(f.owner), []).append(ShardedMatrix(shape, f, whole))
-    if not found:
+    if all(f.is_replicated for f in state.fragments):
         return None
     groups = getattr(wrapper, "real_dp_process_group", None)
     return Shards(found, groups[0] if groups else getattr(wrapper, "dp_process_group", None))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from minimind.engine.optimizer.state import ZeroState
+from minimind.runtime.collectives import lost_peers
 
 _lerp_each: Any = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage] (not listed)
 
@@ -24,7 +25,10 @@ class HasState(Protocol):
 
 
 class WeightAverage:
-    """average = decay x average + (1 - decay) x weights after every step; starts at the weights."""
+    """average = decay x average + (1 - decay) x weights after every step; starts at the weights.
+
+    After n steps the decay is at most (1 + n) / (10 + n), so that the random start is forgotten.
+    """
 
     def __init__(self, backend: HasState, decay: float) -> None:
         self._backend, self._decay = backend, decay
@@ -38,9 +42,10 @@ class WeightAverage:
         return {id(owner): v for owner, v in zip(self._owners, self._values, strict=True)}
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take the weights of one more step into the average."""
-        _lerp_each(self._values, self._owners, 1 - self._decay)
+    def update(self, step: int) -> None:
+        """Take the weights after `step`, counted from 0, into the average."""
+        decay = min(self._decay, (1 + step) / (10 + step))
+        _lerp_each(self._values, self._owners, 1 - decay)
 
     def state(self) -> ZeroState:
         """The backend's state with the average."""
@@ -60,9 +65,11 @@ class WeightAverage:
     @torch.no_grad()
     def _swap(self) -> None:
         state = self._backend.state()
-        state.prepare()
+        with lost_peers():
+            state.prepare()
         for owner, value in zip(self._owners, self._values, strict=True):
             weights = owner.detach().clone()
             owner.copy_(value)
             value.copy_(weights)
-        state.refresh()
+        with lost_peers():
+            state.refresh()

@@ -54,6 +54,13 @@ def test_muon_takes_the_matrices_of_the_blocks(changes):
     assert [group.get("use_muon", False) for group in groups] == [False, False, True]
 
 
+def test_the_flags_of_muon_reach_it():
+    line = "--optimizer muon --muon_momentum 0.8 --muon_scaling match_rms_adamw --weight_decay 0.3"
+    group = backend_of(line).torch_optimizer.param_groups[-1]
+    names = ("momentum", "adjust_lr_fn", "weight_decay", "nesterov")
+    assert [group[name] for name in names] == [0.8, "match_rms_adamw", 0.3, True]
+
+
 def test_a_table_of_positions_is_no_matrix_for_muon():
     from transformers import GPT2Config, GPT2LMHeadModel
 
