@@ -81,6 +81,7 @@ def check_finished(sweep: subprocess.Popen[str], out: Path, trials: int) -> str:
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_a_killed_sweep_goes_on_where_its_trial_was_saved(corpus: Path, tmp_path: Path):
     path, out = write(tmp_path, corpus, trials=3, steps=150), tmp_path / "out"
     sweep = start(path, out)
