@@ -7,7 +7,7 @@ torch's Muon. DeepSpeed therefore clips and reports the gradient, as with AdamW.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -116,20 +116,18 @@ def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def shards_of(engine: Any, state: ZeroState) -> Shards | None:
-    """Describe the sharded matrices of a DeepSpeed engine; None if ZeRO shards no weights."""
+def shards_of(engine: Any, state: ZeroState, muon_names: Set[str]) -> Shards | None:
+    """Describe the sharded matrices `muon_names` of a DeepSpeed engine; None if none is sharded."""
     wrapper = engine.optimizer
     named = dict(engine.module.named_parameters())
     found: dict[int, list[ShardedMatrix]] = {}
     for f in state.fragments:
         p: Any = named[f.name]
         shape = tuple(getattr(p, "ds_shape", p.shape))
-        if f.is_replicated or f.is_frozen or len(shape) != 2:
+        if f.is_replicated or f.name not in muon_names:
             continue
-        start = f.offset
         if hasattr(p, "ds_shape"):  # stage 3: every rank holds an equal part, padded at the end
-            columns = slice(start, start + p.partition_numel())
-            whole = _of_columns(columns, shape)
+            whole = _of_columns(slice(f.offset, f.offset + p.partition_numel()), shape)
         else:  # stages 1 and 2: the shards of all ranks are one vector
             whole = _of_vector(f, shape)
         found.setdefault(id(f.owner), []).append(ShardedMatrix(shape, f, whole))
