@@ -34,7 +34,7 @@ def add_parsers(subs: Any) -> None:
         " gguf; transformers: a run of --model hf:, in its own architecture"
     )
     add("--format", required=True, choices=FORMATS, help=text)
-    add_weights(parser)
+    add_weights(add)
     add("--dtype", choices=DTYPES, default="float32", help="dtype of the tensors")
     text = "maximum size of a file of safetensors (default: 2GB)"
     add("--max_shard_size", type=size_in_bytes, help=text)

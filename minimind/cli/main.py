@@ -20,6 +20,7 @@ from minimind.cli import train as train_commands
 from minimind.config.arguments import (
     Parser,
     PrintCompletion,
+    add_weights,
     at_least,
     non_empty_path,
     positive,
@@ -116,8 +117,7 @@ def _add_checkpoint(subs: Any) -> None:
     text = "out_dirs or step_ directories, two or more"
     average("places", nargs="+", metavar="PLACE", help=text)
     for add in (consolidate, average):
-        text = "weights as trained, or their moving average of --ema"
-        add("--weights", choices=("trained", "ema"), default="trained", help=text)
+        add_weights(add)
         add("--out", type=non_empty_path, required=True, help="new output folder")
         text = "dtype of the tensors"
         add("--dtype", choices=("float32", "bfloat16"), default="float32", help=text)

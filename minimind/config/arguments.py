@@ -159,16 +159,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="DIR", help=exported)
     tokenizer = "tokenizer of --model (default: the one in DIR)"
     add("--tokenizer", type=non_empty, metavar="PATH", help=tokenizer)
-    add_weights(parser)
+    add_weights(add)
     device = "auto uses a GPU if there is one"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
     add("--debug", action="store_true", help="show tracebacks")
 
 
-def add_weights(parser: argparse.ArgumentParser) -> None:
-    """Add --weights, of a checkpoint."""
+def add_weights(add: Callable[..., Any]) -> None:
+    """Add --weights, of a checkpoint, by a parser's `add_argument`."""
     text = "weights of a checkpoint: as trained, or their moving average of --ema"
-    parser.add_argument("--weights", choices=("trained", "ema"), default="trained", help=text)
+    add("--weights", choices=("trained", "ema"), default="trained", help=text)
 
 
 def size_in_bytes(text: str) -> int:
