@@ -112,15 +112,14 @@ class Worker:
             place, first = layout, first + steps
 
     def _build(self, layout: Layout, dtype: str) -> Any:
-        import torch
-
+        from minimind.engine.optimizer import muon
         from tests.distributed.engines import MUON, Case, build
 
         # On a GPU some kernels sum in an order of their own each time.
         flags = "--deterministic" if self.device == "cuda" else ""
         edits = {}
         if self.optimizer == "muon":
-            torch.Tensor.bfloat16 = torch.Tensor.float  # which Newton-Schulz calls
+            muon.HAS_BF16 = False  # Newton-Schulz in fp32
             edits = MUON
             flags += " --optimizer muon --muon_lr 0.01" if layout[1] is None else ""
         case = Case(layout[1], dtype, ACCUMULATION[layout[0]], edits=edits, flags=flags)

@@ -1,8 +1,8 @@
 """Muon for the matrices of the blocks and AdamW for all other weights, sharded by ZeRO or not.
 
 ZeRO hands an optimizer flat shards of its weights, and Muon orthogonalizes whole matrices: the
-momentum stays sharded, and its bf16 update is gathered before each matrix is orthogonalized by
-torch's Muon. DeepSpeed therefore clips and reports the gradient, as with AdamW.
+momentum stays sharded, and its update is gathered before each matrix is orthogonalized by torch's
+Newton-Schulz iteration. DeepSpeed therefore clips and reports the gradient, as with AdamW.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim._muon import muon as muon_update
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from minimind.engine.optimizer.state import Fragment, ZeroState
+from minimind.runtime.hardware import HAS_BF16
 
 Groups = list[dict[str, Any]]
 LINEAR = ("Conv1D",)  # of transformers, in GPT-2: a linear layer with its weight transposed
@@ -75,7 +76,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(p)
                 if p.ndim == 2:
-                    _orthogonal_step(p, p.grad, state["momentum_buffer"], group)
+                    update = _nesterov(p.grad, state["momentum_buffer"], group["momentum"])
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.add_(_orthogonal(update, group))
                 elif self.shards:  # else DeepSpeed allocates state with a step of zero gradients
                     self._step_shard(p, state["momentum_buffer"], group, self.shards)
 
@@ -84,25 +87,51 @@ class MuonWithAdamW(torch.optim.Optimizer):
     ) -> None:
         """Update a flat shard of matrices; collective."""
         assert flat.grad is not None
-        momentum.lerp_(flat.grad, 1 - group["momentum"])
-        update = flat.grad.lerp(momentum, group["momentum"]).bfloat16()  # as Muon rounds it
+        update = _nesterov(flat.grad, momentum, group["momentum"]).to(iteration_dtype(flat.device))
         ranks = dist.get_world_size(shards.process_group)
         gathered = update.new_empty((ranks, update.numel()))
         _all_gather(gathered.view(-1), update, shards.process_group)
         flat.mul_(1 - group["lr"] * group["weight_decay"])
         for matrix in shards.matrices.get(id(flat), ()):
-            whole, f = matrix.whole(gathered), matrix.fragment
-            change = torch.zeros(tuple(matrix.shape), device=flat.device)
-            options = {**group, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
-            _orthogonal_step(change, whole, torch.zeros_like(whole), options)
-            f.view(flat).add_(change.view(-1).narrow(0, f.start, f.length))
+            change, f = _orthogonal(matrix.whole(gathered), group), matrix.fragment
+            f.view(flat).add_(change.reshape(-1).narrow(0, f.start, f.length))
 
 
-def _orthogonal_step(p: Tensor, grad: Tensor, momentum: Tensor, group: Mapping[str, Any]) -> None:
-    """A step of torch's Muon on one matrix."""
-    names = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps")
-    options = {name: group[name] for name in (*names, "adjust_lr_fn")}
-    muon_update([p], [grad], [momentum], has_complex=False, **options)
+def _nesterov(grad: Tensor, momentum: Tensor, decay: float) -> Tensor:
+    """Update the momentum by the gradient; return the Nesterov update."""
+    momentum.lerp_(grad, 1 - decay)
+    return grad.lerp(momentum, decay)
+
+
+def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Change of a matrix by its update: orthogonalized, times the negative learning rate."""
+    numbers = group["ns_coefficients"], group["ns_steps"], group["eps"]
+    if iteration_dtype(update.device) == torch.bfloat16:
+        direction = _zeropower_via_newtonschulz(update, *numbers).float()
+    else:
+        direction = newton_schulz(update, *numbers)
+    return direction.mul_(-_adjust_lr(group["lr"], group["adjust_lr_fn"], update.shape))
+
+
+def iteration_dtype(device: torch.device) -> torch.dtype:
+    """dtype in which Newton-Schulz iterates: torch's bf16, but fp32 on a CPU without bf16.
+
+    There products in bf16 take dozens of times as long (`benchmarks/products.py`).
+    """
+    return torch.bfloat16 if HAS_BF16 or device.type != "cpu" else torch.float32
+
+
+def newton_schulz(
+    update: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
+    """The iteration of torch.optim.Muon in the dtype of `update`."""
+    a, b, c = coefficients
+    is_tall = len(update) > update.shape[1]
+    x = (update.T if is_tall else update) / update.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -10,7 +10,13 @@ import torch
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.engine.optimizer.groups import optimizer_of, run_groups
-from minimind.engine.optimizer.muon import MuonWithAdamW, ShardedMatrix, Shards, hidden_matrices
+from minimind.engine.optimizer.muon import (
+    MuonWithAdamW,
+    ShardedMatrix,
+    Shards,
+    hidden_matrices,
+    newton_schulz,
+)
 from minimind.engine.optimizer.state import Fragment
 from minimind.engine.plain_backend import PlainBackend
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
@@ -59,6 +65,47 @@ def test_the_flags_of_muon_reach_it():
     group = backend_of(line).torch_optimizer.param_groups[-1]
     names = ("momentum", "adjust_lr_fn", "weight_decay", "nesterov")
     assert [group[name] for name in names] == [0.8, "match_rms_adamw", 0.3, True]
+
+
+def differences_to_torch(
+    monkeypatch: pytest.MonkeyPatch, has_bf16: bool, **options: Any
+) -> list[float]:
+    """Largest difference of each matrix to torch.optim.Muon's after three steps."""
+    monkeypatch.setattr("minimind.engine.optimizer.muon.HAS_BF16", has_bf16)
+    torch.manual_seed(2)
+    matrices = [torch.nn.Parameter(torch.randn(shape)) for shape in ((8, 24), (24, 8), (8, 8))]
+    group: Any = {"params": matrices, "lr": 0.05, **options}
+    other = {"params": [torch.nn.Parameter(torch.zeros(1))]}
+    optimizer = MuonWithAdamW([other], {**group, "names": frozenset()}, lr=1e-3)
+    optimizer.param_groups[-1]["use_muon"] = True
+    expected = [torch.nn.Parameter(p.detach().clone()) for p in matrices]
+    reference = torch.optim.Muon([{**group, "params": expected}])
+    for _ in range(3):
+        for p, copy in zip(matrices, expected, strict=True):
+            p.grad = torch.randn_like(p)
+            copy.grad = p.grad.clone()
+        optimizer.step()
+        reference.step()
+    return [
+        float((p - copy).detach().abs().max()) for p, copy in zip(matrices, expected, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("scaling", ["original", "match_rms_adamw"])
+def test_a_step_is_that_of_torch(monkeypatch, scaling):
+    options = {"adjust_lr_fn": scaling, "momentum": 0.9, "weight_decay": 0.2}
+    assert max(differences_to_torch(monkeypatch, True, **options)) < 1e-6
+    assert 0 < max(differences_to_torch(monkeypatch, False, **options)) < 0.005
+
+
+def test_the_iteration_in_fp32_is_that_in_float64():
+    torch.manual_seed(3)
+    for shape in ((8, 24), (24, 8)):
+        update, numbers = torch.randn(shape), ((3.4445, -4.775, 2.0315), 5, 1e-7)
+        found = newton_schulz(update, *numbers)
+        assert torch.allclose(found.double(), newton_schulz(update.double(), *numbers), atol=1e-5)
+        values = torch.linalg.svdvals(found)
+        assert 0.5 < values.min() <= values.max() < 1.3
 
 
 def test_a_table_of_positions_is_no_matrix_for_muon():
