@@ -30,6 +30,7 @@ from minimind.train.sample_text import Samples, draw
 from minimind.train.skipped_steps import SkippedSteps
 
 GC_WARMUP_STEPS = 2  # all long-lived objects exist after them
+FROZEN_AT_START = 1000  # or fewer objects of the interpreter itself: Python 3.12 freezes 375
 TIMED_STEPS = 3  # the time of a step is known after them
 LONG_SILENCE = 3600.0  # seconds without a step line that deserve a warning
 
@@ -68,7 +69,7 @@ def freeze_gc_after_warmup(context: RunContext, steps: int) -> None:
     gc.unfreeze() at the end releases everything, so nothing is done where the host process (a
     notebook) has frozen objects already.
     """
-    if steps == GC_WARMUP_STEPS and not gc.get_freeze_count():
+    if steps == GC_WARMUP_STEPS and gc.get_freeze_count() <= FROZEN_AT_START:
         with context.logger.pausing("gc"):
             gc.collect()
             gc.freeze()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +44,15 @@ def test_live_objects_are_frozen_after_warmup_until_the_run_ends(tmp_path: Path)
         freeze_gc_after_warmup(context, GC_WARMUP_STEPS)
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
+
+
+def test_objects_that_python_3_12_freezes_at_its_start_are_not_those_of_a_notebook(monkeypatch):
+    frozen: list[bool] = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    context: Any = SimpleNamespace(logger=SimpleNamespace(pausing=nullcontext), cleanup=ExitStack())
+    freeze_gc_after_warmup(context, GC_WARMUP_STEPS)
+    assert frozen
 
 
 def test_objects_frozen_by_a_notebook_stay_frozen(corpus: Path, tmp_path: Path):
