@@ -24,6 +24,7 @@ from optuna.distributions import (
 )
 from optuna.trial import TrialState
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import NullPool
 
 from minimind.errors import StorageError, UsageError
 from minimind.sweep.sweep_file import Dimension, Range, Sweep, changed_fields, points
@@ -68,7 +69,10 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.sweep, self.place = sweep, place
         self._distributions = {n: _distribution(n, d) for n, d in sweep.dimensions.items()}
-        storage = optuna.storages.RDBStorage(f"sqlite:///{(place / DATABASE).absolute()}")
+        storage = optuna.storages.RDBStorage(
+            f"sqlite:///{(place / DATABASE).absolute()}",
+            engine_kwargs={"poolclass": NullPool},  # no connection stays open between two uses
+        )
         startup, warmup = sweep.pruner_startup_trials, sweep.pruner_warmup_steps
         is_pruning = sweep.pruner == "median"
         self._study = optuna.create_study(
