@@ -13,11 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import gpu, overhead, record, table, throughput
+from benchmarks import gpu, overhead, race_page, racers, record, table, throughput, time_to_loss
 from benchmarks.gpu import NAMES
 from benchmarks.overhead import KINDS, interval
 from benchmarks.stages import PHASES, STAGES
+from minimind.cli.main import main as minimind
 from tests.conftest import ROOT
 
 PLACE: dict[str, Any] = {
@@ -206,3 +208,79 @@ def test_the_table_states_whose_figures_they_are(bf16: bool, tmp_path, monkeypat
     assert f"(Abacus, {'with' if bf16 else 'without'} instructions for bf16)" in last
     assert "load 0.2 before and 2.5 after" in last
     assert "rounds, `python -m benchmarks.throughput kjv.jsonl` (`benchmarks/results/" in last
+
+
+def raced_run(name: str, bits: list[float], rate: float = 1e-3) -> dict[str, Any]:
+    """Ten minutes with a point after every second one."""
+    curve = [
+        {"step": 10 * n, "tokens": 1000 * n, "seconds": 120.0 * n, "bits": value}
+        for n, value in enumerate(bits, 1)
+    ]
+    return {"name": name, "rate": rate, "seed": 0, "wall": 600.0, "curve": curve}
+
+
+def test_the_race_interpolates_between_its_points_and_takes_medians(tmp_path: Path):
+    slow = [raced_run("slow", [3.0, 2.5, 2.2, 2.1, 2.0 + seed / 100]) for seed in range(3)]
+    fast = [raced_run("fast", [2.21 - seed / 100, 2.0, 1.9, 1.8, 1.7]) for seed in range(3)]
+    assert time_to_loss.bits_at(slow[0], 180) == pytest.approx(2.75)
+    assert time_to_loss.seconds_to(slow[0], 2.35) == pytest.approx(300)
+    assert time_to_loss.seconds_to(slow[0], 3.5) == 120  # nothing is known before the first point
+    assert time_to_loss.seconds_to(slow[0], 1.9) == math.inf
+    found = time_to_loss.summary({"slow": slow, "fast": fast}, 10)
+    assert found["slow"]["bits"]["10"] == {"median": 2.01, "range": [2.0, 2.02]}
+    assert found["slow"]["bits"]["5"]["median"] == pytest.approx(2.35)
+    # 2.01, the median at the end, is crossed by the fast one of seed 1 at 120 + 120 * 19 / 20 s.
+    assert found["fast"]["sooner"]["slow"] == pytest.approx(600 / 234)
+    assert found["slow"]["sooner"]["fast"] == 0
+    text = time_to_loss.shown({"ours, recipe": found["fast"], "slow": found["slow"]}, ["slow"])
+    assert "2.56 times sooner at the final value of slow" in text
+    page = tmp_path / "race.html"
+    race_page.write_page(page, {"slow": slow, "fast": fast}, found, "Two of them.")
+    assert "2.0000 to 2.0200" in page.read_text()
+
+
+def test_rows_of_the_race_hold_the_documents(tmp_path: Path, corpus: Path):
+    data = tmp_path / "data"
+    words = f"prepare {corpus} --out {data} --vocab_size 600 --val_fraction 0.1"
+    assert minimind(words.split()) == 0
+    tokens, eos = racers.all_tokens(data)
+    inputs, targets = racers.padded_rows(data, 16)
+    assert len(inputs) == (tokens == eos).sum()
+    assert (inputs[:, 0] == eos).all()
+    first = tokens[: tokens.tolist().index(eos) + 1][:16]
+    assert targets[0, : len(first)].tolist() == first.tolist()
+    assert inputs[0, 1 : len(first)].tolist() == first[:-1].tolist()
+    assert ((targets == -100) | (targets < 600)).all()
+    inputs, targets = racers.packed_rows(data, 16)
+    joined = torch.cat([inputs[:, :1], targets], 1).flatten()
+    assert joined.tolist() == tokens[: len(joined)].tolist()
+
+
+def test_times_of_the_race_are_those_of_the_lines_without_saving(tmp_path: Path):
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [
+        {"event": "step", "step": 10, "time": 105.0, "step_ms": 500.0, "checkpoint_ms": 0.0},
+        {"event": "checkpoint_saved", "step": 10},
+        {"event": "step", "step": 20, "time": 113.0, "step_ms": 500.0, "checkpoint_ms": 2000.0},
+    ]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert racers.times_of(metrics, {10, 20}) == {10: 5.0, 20: 11.0}
+
+
+@pytest.mark.long
+@pytest.mark.launch
+def test_the_race_runs_whole_and_does_nothing_twice(tmp_path: Path, corpus: Path):
+    out, folder = tmp_path / "race.json", tmp_path / "race"
+    names = [racers.PACKED, racers.TRAINER, racers.DEFAULT]
+    line = f"{corpus} --folder {folder} --minutes 0.05 --search_minutes 0.03 --seeds 1 --rows 2"
+    more = ["--rates", "1e-3", "2e-3", "--only", *names, "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.time_to_loss", *line.split(), *more]
+    command += ["--page", str(tmp_path / "race.html")]
+    done = subprocess.run(command, **PLACE)
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+    found = json.loads(out.read_text())
+    assert list(found["table"]) == names
+    assert len(found["search"]) == 6
+    again = subprocess.run(command, **PLACE)
+    assert again.returncode == 0
+    assert json.loads(out.read_text())["runs"] == found["runs"]

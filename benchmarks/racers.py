@@ -1,0 +1,244 @@
+"""Training loops that are compared at equal time; each runs in a process of its own.
+
+    python -m benchmarks.racers NAME DATA OUT --steps N [--lr X] [--seed 0] [--points 10] [...]
+
+DATA is a folder of `minimind prepare`. Started by benchmarks.time_to_loss. Weights are kept after
+each of --points equal parts of the run, and judged at its end by `minimind eval` on the held-out
+documents, each document by itself. OUT/points.json has for each of them the step, the seconds from
+the start of the first step without the time to save, and bits per byte (without --judge none). All
+compute in fp32 on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.contenders import llama_model
+from benchmarks.record import preset
+from minimind.config.parse import parse_flags
+from minimind.model.loss import IGNORED, next_token_loss
+
+CLIP = 1.0
+
+
+class Clock:
+    """Seconds of training at the points where weights are saved."""
+
+    def __init__(self, out: Path, steps: int, points: int) -> None:
+        self.out = out
+        self.marks = {steps * point // points for point in range(1, points + 1)}
+        self.times: dict[int, float] = {}
+        self.paused = self.started = 0.0
+
+    def start(self) -> None:
+        """Note the start of the first step."""
+        self.started = time.perf_counter()
+
+    def after(self, step: int, save: Callable[[Path], Any]) -> None:
+        """Note the time and save the weights if `step` is one of the points."""
+        if step not in self.marks:
+            return
+        now = time.perf_counter()
+        self.times[step] = now - self.started - self.paused
+        save(self.weights(step))
+        self.paused += time.perf_counter() - now
+
+    def weights(self, step: int) -> Path:
+        """Folder of the weights after `step`."""
+        return self.out / f"step_{step:08d}"
+
+
+def documents(data: Path) -> list[np.ndarray]:
+    """Training documents, each with the end-of-document token before and after it."""
+    tokens, eos = all_tokens(data)
+    ends = np.flatnonzero(tokens == eos)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    return [
+        np.concatenate([[eos], tokens[start : end + 1]])
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def all_tokens(data: Path) -> tuple[np.ndarray, int]:
+    """Training tokens of a prepared folder, and the end-of-document token."""
+    from minimind.data.prepare.prepare import open_prepared
+
+    prepared = open_prepared(data)
+    tokens = prepared.train.stretch(0, len(prepared.train))
+    return tokens.astype(np.int64), prepared.tokenizer.eos_id
+
+
+def padded_rows(data: Path, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets (N, length): a document per row, cut to it; padding has no loss."""
+    texts = [torch.from_numpy(text[: length + 1]) for text in documents(data)]
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    inputs = pad([text[:-1] for text in texts])
+    return inputs, pad([text[1:] for text in texts], padding_value=IGNORED)
+
+
+def packed_rows(data: Path, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets (N, length): all documents in one stream, cut into rows."""
+    tokens, _ = all_tokens(data)
+    rows = torch.from_numpy(tokens[: len(tokens) // (length + 1) * (length + 1)])
+    rows = rows.view(-1, length + 1)
+    return rows[:, :-1], rows[:, 1:]
+
+
+def minimind_style(
+    args: argparse.Namespace,
+    clock: Clock,
+    rows_of: Callable[[Path, int], tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """A plain loop: AdamW of torch's defaults, cosine from 1.1 to 0.1 of the rate, no warm-up."""
+    run = parse_flags(["--model", args.model])
+    inputs, targets = rows_of(args.data, run.max_seq_len)
+    torch.manual_seed(args.seed)
+    model = preset(args.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    order = shuffled(len(inputs), args.rows)
+    clock.start()
+    for step in range(args.steps):
+        factor = 0.1 + 0.5 * (1 + math.cos(math.pi * step / args.steps))
+        optimizer.param_groups[0]["lr"] = args.lr * factor
+        batch = next(order)
+        loss_sum, count = next_token_loss(model(inputs[batch]).logits, targets[batch])
+        (loss_sum / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.after(step + 1, model.save_pretrained)
+
+
+def shuffled(count: int, rows: int) -> Iterator[torch.Tensor]:
+    """Endless batches of row numbers, each epoch in a random order."""
+    while True:
+        yield from torch.randperm(count)[: count // rows * rows].split(rows)
+
+
+def trainer(args: argparse.Namespace, clock: Clock) -> None:
+    """transformers' Trainer with its defaults: AdamW, linear decay; packed rows."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+
+    run = parse_flags(["--model", args.model])
+    inputs, _ = packed_rows(args.data, run.max_seq_len - 1)  # it shifts the targets itself
+    set_seed(args.seed)
+    model = llama_model(run)
+
+    class Points(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            clock.start()
+
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            clock.after(state.global_step, model.save_pretrained)
+
+    arguments = TrainingArguments(
+        output_dir=str(args.out / "trainer"),
+        per_device_train_batch_size=args.rows,
+        max_steps=args.steps,
+        learning_rate=args.lr,
+        seed=args.seed,
+        use_cpu=True,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    rows = [{"input_ids": row, "labels": row} for row in inputs]
+    Trainer(model, arguments, train_dataset=rows, callbacks=[Points()]).train()  # type: ignore[arg-type]
+
+
+def this_project(args: argparse.Namespace, clock: Clock, flags: str = "") -> None:
+    """train_pretrain.py with `flags` and those of the command line."""
+    from minimind.launch.train_pretrain import main
+
+    line = f"--model {args.model} --batch_size {args.rows} --seed {args.seed} --device cpu"
+    line += f" --data_path {args.data} --out_dir {args.out} --max_steps {args.steps} --resume none"
+    line += f" --eval_rows 0 --keep_last {args.points} --save_minutes 0"
+    line += f" --save_interval {args.steps // args.points} --no-async_save --dtype float32"
+    line += " --deepspeed_config none"
+    rate = ["--learning_rate", str(args.lr)] if args.lr else []
+    status = main([*line.split(), *flags.split(), *rate, *args.flags])
+    if status:
+        raise SystemExit(status)
+    clock.times = times_of(args.out / "metrics.jsonl", clock.marks)
+    for mark in clock.marks:
+        (args.out / "checkpoints" / clock.weights(mark).name).rename(clock.weights(mark))
+
+
+def times_of(metrics: Path, marks: set[int]) -> dict[int, float]:
+    """Seconds to the lines of `marks`, with all that happened before but the saving."""
+    events = map(json.loads, metrics.read_text().splitlines())
+    lines = [event for event in events if event["event"] == "step"]
+    first = lines[0]
+    started = first["time"] - first["step"] * first["step_ms"] / 1e3
+    saved, times = 0.0, {}
+    for line in lines:
+        saved += line["checkpoint_ms"] / 1e3
+        times[line["step"]] = line["time"] - started - saved
+    return {step: seconds for step, seconds in times.items() if step in marks}
+
+
+PADDED, PACKED = "MiniMind-style, padded", "MiniMind-style, packed"
+TRAINER, DEFAULT, RECIPE = "Trainer, Llama", "ours, defaults", "ours, recipe"
+RACERS: dict[str, Callable[[argparse.Namespace, Clock], None]] = {
+    PADDED: partial(minimind_style, rows_of=padded_rows),
+    PACKED: partial(minimind_style, rows_of=packed_rows),
+    TRAINER: trainer,
+    DEFAULT: this_project,
+    RECIPE: partial(this_project, flags="--config configs/recipes/fast.yaml"),
+}
+
+
+def judge(weights: Path, data: Path) -> float:
+    """Bits per byte of the held-out documents by `minimind eval`."""
+    from minimind.cli.main import main as minimind
+
+    command = ["eval", "--data", str(data), "--batch_size", "16", "--json"]
+    if (weights / "manifest.json").exists():
+        command += ["--checkpoint", str(weights)]
+    else:
+        command += ["--model", str(weights), "--tokenizer", str(data / "tokenizer")]
+    with redirect_stdout(io.StringIO()) as output:
+        status = minimind(command)
+    if status:
+        raise SystemExit(status)
+    bits: float = json.loads(output.getvalue())["bits_per_byte"]
+    return bits
+
+
+def main() -> None:
+    """Train one contender, and judge it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=RACERS)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--lr", type=float)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--points", type=int, default=10)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--judge", action="store_true")
+    args, args.flags = parser.parse_known_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    clock = Clock(args.out, args.steps, args.points)
+    RACERS[args.name](args, clock)
+    points = [{"step": step, "seconds": clock.times[step]} for step in sorted(clock.times)]
+    if args.judge:
+        points = [{**p, "bits": judge(clock.weights(int(p["step"])), args.data)} for p in points]
+    (args.out / "points.json").write_text(json.dumps(points))
+
+
+if __name__ == "__main__":
+    main()

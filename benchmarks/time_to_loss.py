@@ -1,0 +1,286 @@
+"""Validation bits per byte after a given time: this project beside other training loops.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.time_to_loss TEXT.jsonl [TEXT.jsonl ...] --folder DIR
+        [--minutes 10] [--search_minutes 2] [--rates 5e-4 1e-3 ...] [--seeds 3] [--jobs 2]
+        [--model tiny] [--rows 16] [--only NAME ...] [--variant NAME=FLAGS ...]
+        [--out FILE.json] [--page FILE.html]
+
+Every contender (benchmarks/racers.py) trains the same shape on the same tokens, with the same rows
+per step, in one process and thread. Step times are measured first, in rounds in which every
+contender takes some steps alone; a contender then takes as many steps as fit in --minutes, the
+first step with its compilation included, and its learning rate falls over them. So the curves do
+not depend on other load. Times to start, to prepare data and to save are not counted.
+
+Learning rates are searched at --search_minutes; the MiniMind-style loop on padded rows also runs
+with the 5e-4 that it ships with. Then every contender trains --minutes with each seed. `minimind
+eval` judges ten points of each run on the held-out documents, each document by itself. A variant is
+the recipe with further flags. What is done is kept in DIR, and not done again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.race_page import write_page
+from benchmarks.racers import PADDED, RACERS, RECIPE
+from benchmarks.record import arguments, record
+from minimind.config.parse import parse_flags
+
+SHIPPED = 5e-4  # learning rate of MiniMind's pretraining
+POINTS = 10
+PACE_STEPS, PACE_POINTS, PACE_ROUNDS = 40, 8, 3
+RATES = [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]
+AS_SHIPPED = f"{PADDED}, as shipped"
+
+
+@dataclass(frozen=True)
+class Race:
+    """A folder with the data, and everything measured so far."""
+
+    folder: Path
+    model: str
+    rows: int
+    variants: Mapping[str, str]  # further flags of the recipe by name
+
+    @property
+    def data(self) -> Path:
+        """The prepared text."""
+        return self.folder / "data"
+
+    def train(
+        self, name: str, out: Path, steps: int, points: int, rate: float, *more: str
+    ) -> list[dict[str, float]]:
+        """Train a contender; return points.json. SystemExit with the end of its log if it fails."""
+        racer = {AS_SHIPPED: PADDED}.get(name, RECIPE if name in self.variants else name)
+        flags = ["--steps", str(steps), "--points", str(points), "--lr", str(rate)]
+        flags += ["--model", self.model, "--rows", str(self.rows), *more]
+        flags += shlex.split(self.variants.get(name, ""))
+        command = [sys.executable, "-m", "benchmarks.racers", racer, str(self.data), str(out)]
+        shutil.rmtree(out, ignore_errors=True)
+        log = out.with_suffix(".log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as file:
+            done = subprocess.run([*command, *flags], stdout=file, stderr=subprocess.STDOUT)
+        if done.returncode:
+            raise SystemExit(f"{name} ended with {done.returncode}:\n{log.read_text()[-3000:]}")
+        points_of: list[dict[str, float]] = json.loads((out / "points.json").read_text())
+        shutil.rmtree(out)
+        return points_of
+
+    def pace(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
+        """Seconds per step, and of the first steps beyond that, by contender."""
+        path = self.folder / "pace.json"
+        known = json.loads(path.read_text()) if path.exists() else {}
+        missing = [name for name in names if name not in known]
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in missing}
+        for number in range(PACE_ROUNDS + 1 if missing else 0):  # the first one fills caches
+            for name in missing:
+                out = self.folder / "pace" / _slug(name)
+                marks = self.train(name, out, PACE_STEPS, PACE_POINTS, SHIPPED)
+                at = [mark["seconds"] for mark in marks]
+                each = statistics.median(np.diff(at)) * PACE_POINTS / PACE_STEPS
+                if number:
+                    found[name].append((each, at[0] - each * PACE_STEPS / PACE_POINTS))
+        for name, pairs in found.items():
+            each, start = (statistics.median(values) for values in zip(*pairs, strict=True))
+            spread = [pair[0] for pair in pairs]
+            known[name] = {"step": each, "start": max(start, 0.0), "steps": spread}
+            print(f"{name}: {each:.3f} s a step, {start:.1f} s more at the start", flush=True)
+        path.write_text(json.dumps(known, indent=1))
+        return known
+
+    def run(
+        self, name: str, rate: float, seed: int, minutes: float, pace: Mapping[str, float]
+    ) -> dict[str, Any]:
+        """Train and judge one run, unless that was done; return its curve."""
+        steps = round((60 * minutes - pace["start"]) / pace["step"]) // POINTS * POINTS
+        place = self.folder / "runs" / f"{_slug(name)}-{rate:g}-{seed}-{minutes:g}"
+        result = place.with_suffix(".json")
+        if result.exists():
+            return json.loads(result.read_text())
+        marks = self.train(name, place, steps, POINTS, rate, "--seed", str(seed), "--judge")
+        tokens = self.rows * parse_flags(["--model", self.model]).max_seq_len
+        curve = [
+            {
+                **{"step": mark["step"], "tokens": mark["step"] * tokens, "bits": mark["bits"]},
+                "seconds": pace["start"] + mark["step"] * pace["step"],
+            }
+            for mark in marks
+        ]
+        wall = marks[-1]["seconds"]  # measured, with whatever else ran
+        found = {"name": name, "rate": rate, "seed": seed, "wall": wall, "curve": curve}
+        result.write_text(json.dumps(found, indent=1))
+        last = curve[-1]
+        print(f"{name}, {rate:g}, seed {seed}, {minutes:g} min: {last['bits']:.4f}", flush=True)
+        return found
+
+
+def prepare(race: Race, texts: Sequence[Path]) -> None:
+    """Tokenize the texts with a tokenizer trained on them, unless that was done."""
+    if not race.data.exists():
+        size = parse_flags(["--model", race.model]).vocab_size
+        command = ["prepare", *map(str, texts), "--out", str(race.data), "--val_fraction", "0.01"]
+        subprocess.run(
+            [sys.executable, "-m", "minimind", *command, "--vocab_size", str(size)], check=True
+        )
+
+
+def _slug(name: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in name)
+
+
+def in_parallel(jobs: int, calls: Iterable[Any]) -> list[Any]:
+    """Results of functions without arguments, `jobs` at a time."""
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(call) for call in calls]
+        return [future.result() for future in futures]
+
+
+def final(run: Mapping[str, Any]) -> float:
+    """Bits per byte at the end of a run."""
+    return run["curve"][-1]["bits"]
+
+
+def bits_at(run: Mapping[str, Any], seconds: float) -> float:
+    """Bits per byte after `seconds`, interpolated between the points."""
+    points = run["curve"]
+    return float(np.interp(seconds, [p["seconds"] for p in points], [p["bits"] for p in points]))
+
+
+def seconds_to(run: Mapping[str, Any], bits: float) -> float:
+    """Seconds until a run is at `bits`, interpolated; infinity if it never is."""
+    points = run["curve"]
+    for before, after in zip([None, *points[:-1]], points, strict=True):
+        if after["bits"] <= bits:
+            if before is None:
+                return after["seconds"]
+            share = (before["bits"] - bits) / (before["bits"] - after["bits"])
+            return before["seconds"] + share * (after["seconds"] - before["seconds"])
+    return float("inf")
+
+
+def best_rate(runs: Sequence[Mapping[str, Any]]) -> float:
+    """Learning rate of the run that ends lowest."""
+    return min(runs, key=final)["rate"]
+
+
+def searched(race: Race, names: Sequence[str], given: Any, pace: Any) -> list[dict[str, Any]]:
+    """Short runs of every contender with every learning rate."""
+    calls = [
+        partial(race.run, name, rate, 0, given.search_minutes, pace[name])
+        for name in names
+        if name != AS_SHIPPED
+        for rate in given.rates
+    ]
+    return in_parallel(given.jobs, calls)
+
+
+def raced(
+    race: Race, rates: Mapping[str, float], given: Any, pace: Any
+) -> dict[str, list[dict[str, Any]]]:
+    """The long runs by contender, one of each seed."""
+    pairs = [(name, seed) for seed in range(given.seeds) for name in rates]
+    calls = [partial(race.run, n, rates[n], seed, given.minutes, pace[n]) for n, seed in pairs]
+    runs = in_parallel(given.jobs, calls)
+    return {name: [run for run in runs if run["name"] == name] for name in rates}
+
+
+def summary(runs: Mapping[str, Sequence[Mapping[str, Any]]], minutes: float) -> dict[str, Any]:
+    """By contender: bits per byte at a fifth, half and all of the time, and how much sooner it is.
+
+    `sooner` is by contender how many times sooner this one is at the other's final bits per byte:
+    the quotient of the median times.
+    """
+    moments = [minutes / 5, minutes / 2, minutes]
+    table: dict[str, Any] = {}
+    for name, own in runs.items():
+        at = {}
+        for moment in moments:
+            values = sorted(bits_at(run, 60 * moment) for run in own)
+            ends = [values[0], values[-1]]
+            at[f"{moment:g}"] = {"median": statistics.median(values), "range": ends}
+        table[name] = {"rate": own[0]["rate"], "bits": at, "sooner": {}}
+        for other, theirs in runs.items():
+            goal = statistics.median(final(run) for run in theirs)
+            needed = statistics.median(seconds_to(run, goal) for run in own)
+            table[name]["sooner"][other] = 60 * minutes / needed
+    return table
+
+
+def shown(table: Mapping[str, Any], against: Sequence[str]) -> str:
+    """Return the table as text."""
+    moments = list(next(iter(table.values()))["bits"])
+    head = "".join(f"{moment + ' min':>10}" for moment in moments)
+    lines = [f"{'bits per byte':34}{'rate':>8}{head}{'range':>18}"]
+    for name, row in table.items():
+        bits = "".join(f"{row['bits'][moment]['median']:10.4f}" for moment in moments)
+        low, high = row["bits"][moments[-1]]["range"]
+        lines.append(f"{name:34}{row['rate']:8g}{bits}{f'{low:.4f} to {high:.4f}':>18}")
+    for other in against:
+        if RECIPE in table and other in table:
+            times = table[RECIPE]["sooner"][other]
+            lines.append(f"{RECIPE} is {times:.2f} times sooner at the final value of {other}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, search, race; print the table, write JSON and page."""
+    parser = arguments(__doc__)
+    parser.add_argument("text", type=Path, nargs="+")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--search_minutes", type=float, default=2.0)
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--rows", type=int, default=16)
+    names = [AS_SHIPPED, *RACERS]
+    parser.add_argument("--only", nargs="+", default=names)
+    parser.add_argument("--variant", nargs="+", default=[], metavar="NAME=FLAGS")
+    parser.add_argument("--page", type=Path)
+    given = parser.parse_args()
+    before = os.getloadavg()
+    variants = dict(one.split("=", 1) for one in given.variant)
+    race = Race(given.folder, given.model, given.rows, variants)
+    prepare(race, given.text)
+    names = [*given.only, *variants]
+    pace = race.pace(names)
+    search = searched(race, names, given, pace)
+    rates = {
+        name: best_rate([run for run in search if run["name"] == name])
+        if name != AS_SHIPPED
+        else SHIPPED
+        for name in names
+    }
+    runs = raced(race, rates, given, pace) if given.seeds else {}
+    if runs:
+        table = summary(runs, given.minutes)
+        print(shown(table, [name for name in names if name != RECIPE]))
+        if given.page:
+            lead = f"{given.model}, {given.rows} rows per step, {given.seeds} seeds, one thread."
+            write_page(given.page, runs, table, lead)
+    else:
+        table = {}
+        for name in names:
+            own = sorted((run["rate"], final(run)) for run in search if run["name"] == name)
+            print(f"{name:34}" + "".join(f"{rate:9g}: {bits:.4f}" for rate, bits in own))
+    record(given.out, "time_to_loss", before, table=table, pace=pace, search=search, runs=runs)
+
+
+if __name__ == "__main__":
+    main()
