@@ -161,15 +161,15 @@ def bits_at(run: Mapping[str, Any], seconds: float) -> float:
     return float(np.interp(seconds, [p["seconds"] for p in points], [p["bits"] for p in points]))
 
 
-def seconds_to(run: Mapping[str, Any], bits: float) -> float:
-    """Seconds until a run is at `bits`, interpolated; infinity if it never is."""
+def needed(run: Mapping[str, Any], bits: float, axis: str = "seconds") -> float:
+    """Seconds or tokens until a run is at `bits`, interpolated; infinity if it never is."""
     points = run["curve"]
     for before, after in zip([None, *points[:-1]], points, strict=True):
         if after["bits"] <= bits:
             if before is None:
-                return after["seconds"]
+                return after[axis]
             share = (before["bits"] - bits) / (before["bits"] - after["bits"])
-            return before["seconds"] + share * (after["seconds"] - before["seconds"])
+            return before[axis] + share * (after[axis] - before[axis])
     return float("inf")
 
 
@@ -202,22 +202,24 @@ def raced(
 def summary(runs: Mapping[str, Sequence[Mapping[str, Any]]], minutes: float) -> dict[str, Any]:
     """By contender: bits per byte at a fifth, half and all of the time, and how much sooner it is.
 
-    `sooner` is by contender how many times sooner this one is at the other's final bits per byte:
-    the quotient of the median times.
+    `sooner` has by contender the quotient of its time or tokens and the medians that this one needs
+    for the same final bits per byte; 0 if it does not get there.
     """
-    moments = [minutes / 5, minutes / 2, minutes]
     table: dict[str, Any] = {}
     for name, own in runs.items():
-        at = {}
-        for moment in moments:
+        at, sooner = {}, {}
+        for moment in (minutes / 5, minutes / 2, minutes):
             values = sorted(bits_at(run, 60 * moment) for run in own)
             ends = [values[0], values[-1]]
             at[f"{moment:g}"] = {"median": statistics.median(values), "range": ends}
-        table[name] = {"rate": own[0]["rate"], "bits": at, "sooner": {}}
         for other, theirs in runs.items():
             goal = statistics.median(final(run) for run in theirs)
-            needed = statistics.median(seconds_to(run, goal) for run in own)
-            table[name]["sooner"][other] = 60 * minutes / needed
+            sooner[other] = {
+                axis: theirs[0]["curve"][-1][axis]
+                / statistics.median(needed(run, goal, axis) for run in own)
+                for axis in ("seconds", "tokens")
+            }
+        table[name] = {"rate": own[0]["rate"], "bits": at, "sooner": sooner}
     return table
 
 
@@ -232,8 +234,12 @@ def shown(table: Mapping[str, Any], against: Sequence[str]) -> str:
         lines.append(f"{name:34}{row['rate']:8g}{bits}{f'{low:.4f} to {high:.4f}':>18}")
     for other in against:
         if RECIPE in table and other in table:
-            times = table[RECIPE]["sooner"][other]
-            lines.append(f"{RECIPE} is {times:.2f} times sooner at the final value of {other}")
+            quotients = table[RECIPE]["sooner"][other]
+            times, fewer = quotients["seconds"], quotients["tokens"]
+            lines.append(
+                f"{RECIPE} is {times:.2f} times sooner at the final value of {other}, with"
+                f" {fewer:.2f} times fewer tokens"
+            )
     return "\n".join(lines)
 
 

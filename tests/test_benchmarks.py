@@ -223,15 +223,16 @@ def test_the_race_interpolates_between_its_points_and_takes_medians(tmp_path: Pa
     slow = [raced_run("slow", [3.0, 2.5, 2.2, 2.1, 2.0 + seed / 100]) for seed in range(3)]
     fast = [raced_run("fast", [2.21 - seed / 100, 2.0, 1.9, 1.8, 1.7]) for seed in range(3)]
     assert time_to_loss.bits_at(slow[0], 180) == pytest.approx(2.75)
-    assert time_to_loss.seconds_to(slow[0], 2.35) == pytest.approx(300)
-    assert time_to_loss.seconds_to(slow[0], 3.5) == 120  # nothing is known before the first point
-    assert time_to_loss.seconds_to(slow[0], 1.9) == math.inf
+    assert time_to_loss.needed(slow[0], 2.35) == pytest.approx(300)
+    assert time_to_loss.needed(slow[0], 3.5) == 120  # nothing is known before the first point
+    assert time_to_loss.needed(slow[0], 1.9) == math.inf
     found = time_to_loss.summary({"slow": slow, "fast": fast}, 10)
     assert found["slow"]["bits"]["10"] == {"median": 2.01, "range": [2.0, 2.02]}
     assert found["slow"]["bits"]["5"]["median"] == pytest.approx(2.35)
     # 2.01, the median at the end, is crossed by the fast one of seed 1 at 120 + 120 * 19 / 20 s.
-    assert found["fast"]["sooner"]["slow"] == pytest.approx(600 / 234)
-    assert found["slow"]["sooner"]["fast"] == 0
+    both = {"seconds": pytest.approx(600 / 234), "tokens": pytest.approx(5000 / 1950)}
+    assert found["fast"]["sooner"]["slow"] == both
+    assert found["slow"]["sooner"]["fast"] == {"seconds": 0, "tokens": 0}
     text = time_to_loss.shown({"ours, recipe": found["fast"], "slow": found["slow"]}, ["slow"])
     assert "2.56 times sooner at the final value of slow" in text
     page = tmp_path / "race.html"
