@@ -119,7 +119,7 @@ def test_other_documents_compile_no_block_again(quickly, monkeypatch):
 
     expected = loss_sums()  # with dense masks
     monkeypatch.setattr(attention_mask, "has_flex_kernel", lambda *_: True)
-    compile_model(model, COMPILED, "cpu")
+    compile_model(model, COMPILED)
     assert loss_sums() == pytest.approx(expected, rel=1e-5)
     assert counters["stats"]["unique_graphs"] == len(REGIONS)
 
@@ -161,7 +161,7 @@ def test_torch_caches_a_block_that_chooses_its_attention_kernel(quickly, monkeyp
     monkeypatch.setattr(torch, "compile", partial(COMPILE, backend=capture))
     model = built()
     with inductor.patch(unsafe_marked_cacheable_functions={}):
-        compile_model(model, COMPILED, "cuda")
+        compile_model(model, COMPILED)
         model(ROWS[:, :-1], shift_labels=ROWS[:, 1:], loss_chunk_size=0)
         assert any("_sdpa_kernel" in str(node.target) for node in nodes)
         for node in nodes:
@@ -180,7 +180,7 @@ def test_ddp_splits_no_block(quickly):
         return original(model, *args, **kwargs)
 
     model.forward = forward
-    compile_model(model, COMPILED, "cuda")
+    compile_model(model, COMPILED)
     model(ROWS[:, :-1])
     assert seen == [True, False]
     assert dynamo.optimize_ddp
@@ -215,7 +215,7 @@ def test_deterministic_has_the_compiler_choose_by_no_measurement(monkeypatch):
     given: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda method, **requested: given.append(requested))
     for more, options in (("", None), ("--deterministic", {"deterministic": True})):
-        compile_model(built(), parse_flags(f"--compile on {more}".split()), "cpu")
+        compile_model(built(), parse_flags(f"--compile on {more}".split()))
         assert len(given) == SHAPE["num_hidden_layers"] + 2
         assert all(requested["options"] == options for requested in given)
         del given[:]
@@ -258,17 +258,12 @@ def is_at_first_use(events: list[str]) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    ("device", "is_as_expected"), [("cpu", is_early), ("cuda", is_at_first_use)]
-)
-def test_for_a_cpu_backward_graphs_are_made_before_any_activation_is_saved(
-    graph_calls, device, is_as_expected
-):
+def test_backward_graphs_are_made_before_any_activation_is_saved(graph_calls):
     model = built()
-    compile_model(model, COMPILED, device)
+    compile_model(model, COMPILED)
     for _ in range(2):
         model(ROWS[:, :-1], shift_labels=ROWS[:, 1:], loss_chunk_size=0).loss_sum.backward()
-    assert is_as_expected(graph_calls)
+    assert is_early(graph_calls)
     assert graph_calls.count("forward made") == graph_calls.count("backward made") == len(REGIONS)
     per_step = SHAPE["num_hidden_layers"] + 2
     assert graph_calls.count("forward runs") == graph_calls.count("backward runs") == 2 * per_step
@@ -295,7 +290,7 @@ def test_a_torch_without_the_option_compiles_backward_graphs_at_their_first_use(
 ):
     model = built()
     monkeypatch.setattr(compiled, "EAGER_BACKWARD", "a_name_that_is_gone")
-    compile_model(model, COMPILED, "cpu")
+    compile_model(model, COMPILED)
     model(ROWS[:, :-1], shift_labels=ROWS[:, 1:], loss_chunk_size=0).loss_sum.backward()
     assert is_at_first_use(graph_calls)
     assert graph_calls.count("backward made") == len(REGIONS)
@@ -396,7 +391,7 @@ def test_logits_made_in_parts_are_not_kept_for_the_backward_pass():
 
 def test_only_the_model_is_uncompiled_where_it_is_requested_to_be(quickly):
     model = built()
-    compile_model(model, COMPILED, "cpu")
+    compile_model(model, COMPILED)
     doubled = torch.compile(lambda x: x * 2)
     with uncompiled(model):
         model(ROWS[:, :-1])
@@ -412,7 +407,7 @@ def test_what_hangs_on_the_model_is_not_compiled_with_it(quickly):
     seen = []
     model = built()
     model.register_forward_pre_hook(lambda *_: seen.append(torch.compiler.is_compiling()))
-    compile_model(model, COMPILED, "cpu")
+    compile_model(model, COMPILED)
     model.register_forward_hook(lambda *_: seen.append(torch.compiler.is_compiling()))
     for _ in range(2):
         model(ROWS[:, :-1])
