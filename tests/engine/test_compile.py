@@ -48,6 +48,7 @@ SHAPE: dict[str, Any] = {
 COMPILED = parse_flags(["--compile", "on"])
 COMPILE = torch.compile
 REGIONS = ("a block", "the final norm", "the loss")  # each is one graph
+REGIONS_OF_EXPERTS = ("attention", "the choice of experts", "their sum", *REGIONS[1:])
 ROWS = torch.randint(96, (4, 17), generator=torch.manual_seed(1))
 
 
@@ -105,6 +106,33 @@ def test_regions_are_compiled_once_for_all_blocks_with_the_losses_of_an_eager_ru
         finally:
             leave_process_group()
     assert found["on"] == pytest.approx(found["off"], rel=2e-6)
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("more", ["", "--gradient_checkpointing"])
+def test_of_experts_all_but_the_routed_ones_is_compiled_once(quickly, monkeypatch, more):
+    """The tokens of an expert are others in every batch; as shapes they would recompile."""
+    batches = torch.randint(96, (6, 2, 2, 17), generator=torch.manual_seed(3))
+    found: dict[str, list[Any]] = {}
+    for compiles in ("off", "on"):
+        model = built(use_moe=True, n_routed_experts=2, num_experts_per_tok=1)
+        if more:
+            enable_checkpointing(model)
+        flags = f"--dtype float32 --accumulation_steps 2 {more} --compile {compiles}"
+        engine = engine_of(model, monkeypatch, flags)
+        clock = PhaseClock(torch.device("cpu"))
+        try:
+            for batch in batches:
+                clock.begin()
+                result = engine.step(list(batch), 1e-2, clock)
+                values = [result.loss_sum / result.tokens, *(result.routing or ())]
+                found.setdefault(compiles, []).append([value.clone() for value in values])
+                graphs = len(REGIONS_OF_EXPERTS) if compiles == "on" else 0
+                assert counters["stats"]["unique_graphs"] == graphs
+        finally:
+            leave_process_group()
+    torch.testing.assert_close(found["on"], found["off"], rtol=2e-6, atol=0)
+    assert len({tuple(load.flatten().tolist()) for _, _, load in found["on"]}) == len(batches)
     assert not counters["graph_break"]
 
 
@@ -316,11 +344,19 @@ def test_only_what_is_compiled_for_a_cpu_computes_again(monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("more", ["", "--deterministic"])  # of which torch refuses unknown options
-def test_inductor_gives_the_losses_of_an_eager_run(monkeypatch, more):
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [
+        ({}, ""),
+        ({}, "--deterministic"),  # of which torch refuses unknown options
+        ({"use_moe": True, "n_routed_experts": 2}, ""),
+    ],
+)
+def test_inductor_gives_the_losses_of_an_eager_run(monkeypatch, changes, more):
     found = {}
     for compiles in ("off", "on"):
-        engine = engine_of(built(), monkeypatch, f"--dtype bfloat16 {more} --compile {compiles}")
+        flags = f"--dtype bfloat16 {more} --compile {compiles}"
+        engine = engine_of(built(**changes), monkeypatch, flags)
         try:
             found[compiles] = losses_of(engine, 8)
         finally:
@@ -429,9 +465,11 @@ def test_under_every_backend_of_two_processes_regions_are_compiled_once(tmp_path
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(out.read_text())
-    assert [*found] == ["ddp", "stage 0", "stage 1", "stage 2"]
+    stages = ["ddp", "stage 0", "stage 1", "stage 2"]
+    assert [*found] == [*stages, "experts, ddp", "experts, stage 2"]
     for name, seen in found.items():
-        assert (seen["graphs"], seen["breaks"]) == (len(REGIONS), {}), name
+        regions = REGIONS_OF_EXPERTS if "experts" in name else REGIONS
+        assert (seen["graphs"], seen["breaks"]) == (len(regions), {}), name
         assert seen["ahead"], name
         assert all(seen["ahead"]), name
         assert seen["compiled"] == pytest.approx(seen["eager"], rel=1e-4), name

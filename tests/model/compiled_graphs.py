@@ -85,8 +85,9 @@ def schedule(model: Any, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(layers, "KERNEL_DEVICE", "cpu")
     monkeypatch.setattr(layers, "blockwise_attention", fused)
     monkeypatch.setattr(bf16_matmul, "HAS_BF16", True)
-    kept: Callable[..., Any] = lambda function, *inputs: function(*inputs)  # noqa: E731
-    monkeypatch.setattr(activation_checkpointing, "recompute", kept)
+    monkeypatch.setattr(
+        activation_checkpointing, "recompute", lambda function, *inputs: function(*inputs)
+    )
     graphs = Graphs()
     torch._dynamo.reset()
     inner_compile: Any = graphs.compile
