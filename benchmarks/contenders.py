@@ -185,9 +185,10 @@ def llama(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> None:
 
 def litgpt(gate: Gate, shape: str, rows: int, folder: Path, *flags: str) -> None:
     """litgpt's GPT of the same shape, eager, in the plain loop, with litgpt's own loss."""
-    from litgpt.config import Config  # pyright: ignore[reportMissingImports]
-    from litgpt.model import GPT  # pyright: ignore[reportMissingImports]
-    from litgpt.utils import chunked_cross_entropy  # pyright: ignore[reportMissingImports]
+    # litgpt is installed for this comparison only.
+    from litgpt.config import Config  # pyright: ignore[reportMissingImports] (as above)
+    from litgpt.model import GPT  # pyright: ignore[reportMissingImports] (as above)
+    from litgpt.utils import chunked_cross_entropy  # pyright: ignore[reportMissingImports] (as above)
 
     run, batches = random_rows(shape, rows, *flags)
     model = GPT(

@@ -74,7 +74,7 @@ class PrintCompletion(argparse.Action):
             for action in subparser._actions:
                 action.choices = action.choices or self.known.get(action.dest)
                 if action.nargs != 0 and not action.choices:
-                    action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
+                    setattr(action, "complete", shtab.FILE)  # noqa: B010 (shtab's, not declared)
         parser.prog = self.command
         print(shtab.complete(parser, values))
         parser.exit()

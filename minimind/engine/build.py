@@ -102,7 +102,7 @@ def _deepspeed(
     assert plugin is not None
     # Again, because Accelerate overwrites steps_per_print.
     plugin.deepspeed_config.update(deepcopy(resolved.config))
-    compile_model(model, run, device)
+    compile_model(model, run)
     has_block = "optimizer" in resolved.config
     optimizer = DummyOptim(groups, lr=run.learning_rate) if has_block else optimizer_of(groups, run)
     with _refusals(resolved), lost_peers(), monitored_builds(OpBuilder, resolved.path):
@@ -166,7 +166,7 @@ def _plain(
     accelerator = _accelerator(
         device, run.dist_timeout, ddp, mixed_precision="no", cpu=device == "cpu"
     )
-    compile_model(model, run, device)
+    compile_model(model, run)
     with lost_peers():
         forward = accelerator.prepare_model(model)
     groups = run_groups(model, run)

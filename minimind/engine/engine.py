@@ -25,6 +25,8 @@ from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.plain_backend import StepResult
 from minimind.runtime.collectives import Ranks, lost_peers
 
+COMPILE_TIMEOUT = 3600.0  # seconds that ranks wait for one that compiles
+
 
 class Engine(Ranks):
     """Runs optimizer steps over all ranks on one of the backends."""
@@ -40,6 +42,8 @@ class Engine(Ranks):
         self.loss_chunk_size = loss_chunk_positions(resolved.run)
         self.eval_chunk_size = eval_chunk_positions(resolved.run, device)
         self.compiling = CompileClock(resolved.run)
+        compiles = resolved.run.compile == "on" and self.world_size > 1
+        self._compilation = self.another_group(COMPILE_TIMEOUT) if compiles else None
         self.seeded_step = 0
         decay = resolved.run.ema
         self.average = None if decay is None else WeightAverage(backend, decay)
@@ -93,6 +97,7 @@ class Engine(Ranks):
                     loss = compute_loss(
                         backend.forward, rows[:, :-1], rows[:, 1:], self.loss_chunk_size
                     )
+                    self._wait_for_compilation()
                     clock.mark("forward")
                     backend.backward(loss.total)
                     clock.mark("backward")
@@ -113,6 +118,17 @@ class Engine(Ranks):
             skipped > skipped_before,
             mean_routing(routings),
         )
+
+    def _wait_for_compilation(self) -> None:
+        """After the first forward pass, which compiles, wait until every rank has compiled.
+
+        Cold and warm caches differ by minutes, and the collectives of the backward pass wait for
+        --dist_timeout only. Meanwhile no rank is behind another, so none counts as hanging; one
+        that ends or is stopped is reported as ever.
+        """
+        if self._compilation is not None:
+            self._compilation.barrier()
+            self._compilation = None
 
     @torch.no_grad()
     def loss_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

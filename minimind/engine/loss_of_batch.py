@@ -95,7 +95,8 @@ def routing_fields(routing: Routing | None, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-# The option of torch 2.10 to 2.13; versions without it use more memory.
+# The option of torch 2.10 to 2.13. Versions without it use more memory, and ranks that compile the
+# backward pass for different times wait for --dist_timeout.
 EAGER_BACKWARD = "force_non_lazy_backward_lowering"
 ORIGINAL = "_torchdynamo_orig_callable"  # of a compiled function
 # The choice of attention kernels; its arguments are in the graph, and so in the key of torch's
@@ -105,7 +106,7 @@ CACHEABLE = dict.fromkeys(
 )
 
 
-def compile_model(model: Any, run: RunConfig, device: str) -> None:
+def compile_model(model: Any, run: RunConfig) -> None:
     """Compile methods of the model in place if --compile is on; names of weights do not change.
 
     Shapes are static, because rows are packed. Hooks are not compiled: DeepSpeed registers timers
@@ -123,7 +124,7 @@ def compile_model(model: Any, run: RunConfig, device: str) -> None:
         compiled = torch.compile(getattr(module, name), dynamic=False, options=options)
         setattr(module, name, compiled)
     is_whole = hasattr(model.forward, ORIGINAL)
-    model.forward = with_compile_message(with_compiler_settings(model.forward, device, is_whole))
+    model.forward = with_compile_message(with_compiler_settings(model.forward, is_whole))
 
 
 def compiled_methods(model: Any) -> list[tuple[Any, str]]:
@@ -147,22 +148,21 @@ def with_compile_message(forward: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def with_compiler_settings(
-    forward: Callable[..., Any], device: str, is_whole: bool
-) -> Callable[..., Any]:
+def with_compiler_settings(forward: Callable[..., Any], is_whole: bool) -> Callable[..., Any]:
     """Run `forward`, whose first call compiles, under settings of torch's compiler.
 
-    On a CPU the backward graph is compiled with the forward graph. By default torch compiles it at
-    its first use, when all saved activations are in memory; what the compiler allocates then
-    fragments memory for good. Compiled early it may not support backward(retain_graph=True), which
-    is not used here. On GPUs that was not measured. Under DDP torch splits a graph where a bucket
-    of gradients is full, which only a model compiled as a whole needs to overlap the reduction.
+    The backward graph is compiled with the forward graph, so that a rank has compiled all before
+    its first collective. By default torch compiles it at its first use, when all saved activations
+    are in memory; what the compiler allocates then fragments the memory of a CPU for good. Compiled
+    early it may not support backward(retain_graph=True), which is not used here. Under DDP torch
+    splits a graph where a bucket of gradients is full, which only a model compiled as a whole needs
+    to overlap the reduction.
     """
     from torch._dynamo import config as dynamo
     from torch._functorch import config as functorch
 
     settings = [] if is_whole else [dynamo.patch(optimize_ddp=False)]
-    if device == "cpu" and hasattr(functorch, EAGER_BACKWARD):
+    if hasattr(functorch, EAGER_BACKWARD):
         settings.append(functorch.patch({EAGER_BACKWARD: True}))
 
     @wraps(forward)

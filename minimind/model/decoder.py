@@ -155,8 +155,9 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         The blocks share their code. Gradients of a block are complete, and can be reduced, when its
         own backward pass ends.
         """
-        blocks: list[tuple[nn.Module, str]] = [(block, "forward") for block in self.model.layers]
-        return [*blocks, (self.model.norm, "forward"), (self, "_chunked_loss")]
+        blocks: Any = self.model.layers
+        of_blocks = [method for block in blocks for method in block.compiled_methods()]
+        return [*of_blocks, (self.model.norm, "forward"), (self, "_chunked_loss")]
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None, **_: Any) -> Tensor | None:

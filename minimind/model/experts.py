@@ -55,8 +55,19 @@ class MixtureOfExperts(nn.Module):
         self.experts = nn.ModuleList(make_expert() for _ in range(config.n_routed_experts))
         self.shared_experts = nn.ModuleList(make_expert() for _ in range(config.n_shared_experts))
 
+    def compiled_methods(self) -> list[tuple[nn.Module, str]]:
+        """All but the routed experts, whose shapes differ in every batch."""
+        return [(self, "_route"), (self, "_combine")]
+
     def forward(self, x_BTE: Tensor) -> tuple[Tensor, ...]:
         """Output (B, T, E), followed by the fields of Routing in training."""
+        weights_BTC, experts_BTC, sizes_X, *routing = self._route(x_BTE)
+        sizes = sizes_X.tolist()  # needed on the host: shapes depend on it
+        y_BTCE = self._run_experts(x_BTE, experts_BTC, sizes)
+        return self._combine(x_BTE, weights_BTC, y_BTCE), *routing
+
+    def _route(self, x_BTE: Tensor) -> tuple[Tensor, ...]:
+        """Weights and experts (B, T, C), visits of each expert (X,), and Routing in training."""
         scores_BTX = self.gate(x_BTE).softmax(-1, dtype=torch.float32)
         weights_BTC, experts_BTC = scores_BTX.topk(self.per_token, dim=-1)
         if self.is_normed:
@@ -64,15 +75,16 @@ class MixtureOfExperts(nn.Module):
         is_chosen_BTX = torch.zeros_like(scores_BTX, dtype=torch.bool).scatter(
             -1, experts_BTC, True
         )
-        sizes = is_chosen_BTX.sum((0, 1)).tolist()  # needed on the host: shapes depend on it
-        y_BTCE = self._run_experts(x_BTE, experts_BTC, sizes)
-        weights_BTC, y_BTCE = widen(weights_BTC.type_as(x_BTE), y_BTCE)
+        routing = self._balance_loss(scores_BTX, is_chosen_BTX) if self.training else ()
+        return weights_BTC.type_as(x_BTE), experts_BTC, is_chosen_BTX.sum((0, 1)), *routing
+
+    def _combine(self, x_BTE: Tensor, weights_BTC: Tensor, y_BTCE: Tensor) -> Tensor:
+        """Weighted sum (B, T, E) of the chosen experts, plus the shared ones."""
+        weights_BTC, y_BTCE = widen(weights_BTC, y_BTCE)
         out_BTE = (weights_BTC.unsqueeze(-2) @ y_BTCE).squeeze(-2).type_as(x_BTE)
         for expert in self.shared_experts:
             out_BTE = out_BTE + expert(x_BTE)
-        if not self.training:
-            return (out_BTE,)
-        return out_BTE, *self._balance_loss(scores_BTX, is_chosen_BTX)
+        return out_BTE
 
     def _run_experts(self, x_BTE: Tensor, experts_BTC: Tensor, sizes: list[int]) -> Tensor:
         """Outputs (B, T, C, E) of each token's experts; sizes are the visits of each expert.

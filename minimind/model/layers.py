@@ -238,9 +238,21 @@ class Block(GradientCheckpointingLayer):
 
         Flat, because reentrant checkpointing finds no gradient in a nested tuple.
         """
-        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), rotary, mask, cache)
-        normed_BTE = self.post_attention_layernorm(x_BTE)
+        x_BTE, normed_BTE = self._attend(x_BTE, rotary, mask, cache)
         if not isinstance(self.mlp, MixtureOfExperts):
             return (x_BTE + self.mlp(normed_BTE),)
         y_BTE, *routing = self.mlp(normed_BTE)
         return x_BTE + y_BTE, *routing
+
+    def _attend(
+        self, x_BTE: Tensor, rotary: Rotary, mask: AttentionMask, cache: Cache | None
+    ) -> tuple[Tensor, Tensor]:
+        """Add the attention; return the residual stream and the input of the feed-forward."""
+        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), rotary, mask, cache)
+        return x_BTE, self.post_attention_layernorm(x_BTE)
+
+    def compiled_methods(self) -> list[tuple[nn.Module, str]]:
+        """Methods that --compile compiles: all, except for the routed experts."""
+        if isinstance(self.mlp, MixtureOfExperts):
+            return [(self, "_attend"), *self.mlp.compiled_methods()]
+        return [(self, "forward")]

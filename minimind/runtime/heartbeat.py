@@ -31,6 +31,7 @@ from minimind.runtime.process import STATUS_FILE, Progress
 HEARTBEAT_INTERVAL = 2.0  # seconds
 GONE_GRACE = 5.0  # seconds; ranks in a collective with a dead one get an error sooner
 VERDICT_TIMEOUT = 6.0  # seconds for the others to report that they gave up: three heartbeats
+RUN_AGAIN = "; run the same command again"
 
 
 class Store(Protocol):
@@ -57,7 +58,8 @@ class FailedRank:
     def error(self) -> RunError:
         """Return the error to report."""
         kind = Stopped if self.status == PREEMPTED else PeerError
-        return kind(f"{self.description}; run the same command again", cause_rank=self.rank)
+        what = self.description.removesuffix(RUN_AGAIN)  # a rank that ended has said so already
+        return kind(f"{what}{RUN_AGAIN}", cause_rank=self.rank)
 
 
 @dataclass

@@ -225,9 +225,8 @@ def log_run_start(
         logger.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
         logger.print(f"skipped checkpoint {bad.path}: {bad.file} {bad.reason}")
     state, path, peak = resumed.state, resumed.path, peak_of(run, engine.device)
-    capacity = "no step is left"
-    if state.step < context.schedule.total_steps:
-        capacity = context.saver.require_capacity()
+    has_steps = state.step < context.schedule.total_steps
+    capacity = context.saver.require_capacity() if has_steps else "no step is left"
     current = layout(run, engine)
     logger.event(
         "run_start",

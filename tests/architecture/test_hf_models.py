@@ -212,7 +212,7 @@ def test_compiled_it_has_the_same_loss(kind, monkeypatch):
     torch._dynamo.reset()
     whole = partial(torch.compile, fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", whole)
-    compile_model(model, parse_flags(["--compile", "on"]), "cpu")
+    compile_model(model, parse_flags(["--compile", "on"]))
     compiled = model(**requested).loss_sum
     with uncompiled(model):
         again = model(**requested).loss_sum

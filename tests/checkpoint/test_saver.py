@@ -132,7 +132,7 @@ class Engine:
 
 
 def saver(engine: Engine, root: Any, keep_last: int = 2, in_background: bool = True) -> Saver:
-    return Saver(engine, engine, root, keep_last, FACTS, {}, in_background)  # type: ignore[arg-type]
+    return Saver(engine, engine, root, keep_last, FACTS, {}, in_background)  # type: ignore[arg-type] (a stand-in)
 
 
 def save(engine: Engine, root: Any, state: TrainState, keep_last: int = 2) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def resume(
     identity: Any = FACTS["identity"],
     allowed: Any = frozenset(),
 ) -> Resumed:
-    return resume_from(engine, engine, root, requested, identity, allowed)  # type: ignore[arg-type]
+    return resume_from(engine, engine, root, requested, identity, allowed)  # type: ignore[arg-type] (a stand-in)
 
 
 def test_a_resumed_engine_continues_as_the_saved_one(tmp_path):

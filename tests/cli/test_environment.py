@@ -57,8 +57,8 @@ class Host:
         self.patch.setattr(torch.cuda, "is_available", lambda: seen > 0)
         self.patch.setattr(torch.cuda, "device_count", lambda: seen)
         self.patch.setattr(torch.cuda, "get_device_properties", lambda number: gpus[number])
-        capability = lambda number: (gpus[number].major, gpus[number].minor)  # noqa: E731
-        self.patch.setattr(torch.cuda, "get_device_capability", capability)
+        capabilities = [(gpu.major, gpu.minor) for gpu in gpus]
+        self.patch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
 
     def env(self, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[str, list[str]]:
         """Print the facts; return them, and the lines about what is refused or slow."""

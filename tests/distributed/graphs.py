@@ -26,6 +26,7 @@ from tests.distributed.engines import Case, build, course
 
 is_ahead: list[bool] = []  # of each graph, whether its backward pass is asked for with it
 STAGES = {"ddp": None, "stage 0": 0, "stage 1": 1, "stage 2": 2}
+EXPERTS = {"use_moe": True, "n_routed_experts": 2, "num_experts_per_tok": 1}
 
 
 def captured(graph: Any, inputs: Any) -> Any:
@@ -34,14 +35,14 @@ def captured(graph: Any, inputs: Any) -> Any:
     return aot_eager(graph, inputs)
 
 
-def compiled_course(stage: int | None) -> dict[str, Any]:
+def compiled_course(stage: int | None, shape: dict[str, Any]) -> dict[str, Any]:
     """Losses of four steps, eager and compiled, and what torch counted of the latter."""
     torch._dynamo.reset()
     counters.clear()
-    eager = course(build(Case(stage, "bfloat16"), seed=1), 0, 4)
+    eager = course(build(Case(stage, "bfloat16", shape=shape), seed=1), 0, 4)
     assert not counters["stats"]
     before = len(is_ahead)
-    engine = build(Case(stage, "bfloat16", flags="--compile on"), seed=1)
+    engine = build(Case(stage, "bfloat16", flags="--compile on", shape=shape), seed=1)
     compiled = course(engine, 0, 1)
     with torch._dynamo.config.patch(error_on_recompile=True):
         engine.loss_of(torch.zeros((2, 17), dtype=torch.int64, device=engine.device))
@@ -58,7 +59,9 @@ def compiled_course(stage: int | None) -> dict[str, Any]:
 if __name__ == "__main__":
     os.environ["DS_ACCELERATOR"] = "cpu"
     torch.compile = partial(torch.compile, backend=captured)
-    found = {name: compiled_course(stage) for name, stage in STAGES.items()}
+    found = {name: compiled_course(stage, {}) for name, stage in STAGES.items()}
+    for name in ("ddp", "stage 2"):
+        found[f"experts, {name}"] = compiled_course(STAGES[name], EXPERTS)
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
     dist.barrier()

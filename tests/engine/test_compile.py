@@ -48,6 +48,7 @@ SHAPE: dict[str, Any] = {
 COMPILED = parse_flags(["--compile", "on"])
 COMPILE = torch.compile
 REGIONS = ("a block", "the final norm", "the loss")  # each is one graph
+REGIONS_OF_EXPERTS = ("attention", "the choice of experts", "their sum", *REGIONS[1:])
 ROWS = torch.randint(96, (4, 17), generator=torch.manual_seed(1))
 
 
@@ -108,6 +109,33 @@ def test_regions_are_compiled_once_for_all_blocks_with_the_losses_of_an_eager_ru
     assert not counters["graph_break"]
 
 
+@pytest.mark.parametrize("more", ["", "--gradient_checkpointing"])
+def test_of_experts_all_but_the_routed_ones_is_compiled_once(quickly, monkeypatch, more):
+    """The tokens of an expert are others in every batch; as shapes they would recompile."""
+    batches = torch.randint(96, (6, 2, 2, 17), generator=torch.manual_seed(3))
+    found: dict[str, list[Any]] = {}
+    for compiles in ("off", "on"):
+        model = built(use_moe=True, n_routed_experts=2, num_experts_per_tok=1)
+        if more:
+            enable_checkpointing(model)
+        flags = f"--dtype float32 --accumulation_steps 2 {more} --compile {compiles}"
+        engine = engine_of(model, monkeypatch, flags)
+        clock = PhaseClock(torch.device("cpu"))
+        try:
+            for batch in batches:
+                clock.begin()
+                result = engine.step(list(batch), 1e-2, clock)
+                values = [result.loss_sum / result.tokens, *(result.routing or ())]
+                found.setdefault(compiles, []).append([value.clone() for value in values])
+                graphs = len(REGIONS_OF_EXPERTS) if compiles == "on" else 0
+                assert counters["stats"]["unique_graphs"] == graphs
+        finally:
+            leave_process_group()
+    torch.testing.assert_close(found["on"], found["off"], rtol=2e-6, atol=0)
+    assert len({tuple(load.flatten().tolist()) for _, _, load in found["on"]}) == len(batches)
+    assert not counters["graph_break"]
+
+
 def test_other_documents_compile_no_block_again(quickly, monkeypatch):
     """A BlockMask is built outside the blocks, anew for every batch, as on a GPU."""
     model = built(doc_mask=True, eos_token_id=2)
@@ -119,7 +147,7 @@ def test_other_documents_compile_no_block_again(quickly, monkeypatch):
 
     expected = loss_sums()  # with dense masks
     monkeypatch.setattr(attention_mask, "has_flex_kernel", lambda *_: True)
-    compile_model(model, COMPILED, "cpu")
+    compile_model(model, COMPILED)
     assert loss_sums() == pytest.approx(expected, rel=1e-5)
     assert counters["stats"]["unique_graphs"] == len(REGIONS)
 
@@ -161,7 +189,7 @@ def test_torch_caches_a_block_that_chooses_its_attention_kernel(quickly, monkeyp
     monkeypatch.setattr(torch, "compile", partial(COMPILE, backend=capture))
     model = built()
     with inductor.patch(unsafe_marked_cacheable_functions={}):
-        compile_model(model, COMPILED, "cuda")
+        compile_model(model, COMPILED)
         model(ROWS[:, :-1], shift_labels=ROWS[:, 1:], loss_chunk_size=0)
         assert any("_sdpa_kernel" in str(node.target) for node in nodes)
         for node in nodes:
@@ -180,7 +208,7 @@ def test_ddp_splits_no_block(quickly):
         return original(model, *args, **kwargs)
 
     model.forward = forward
-    compile_model(model, COMPILED, "cuda")
+    compile_model(model, COMPILED)
     model(ROWS[:, :-1])
     assert seen == [True, False]
     assert dynamo.optimize_ddp
@@ -215,7 +243,7 @@ def test_deterministic_has_the_compiler_choose_by_no_measurement(monkeypatch):
     given: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda method, **requested: given.append(requested))
     for more, options in (("", None), ("--deterministic", {"deterministic": True})):
-        compile_model(built(), parse_flags(f"--compile on {more}".split()), "cpu")
+        compile_model(built(), parse_flags(f"--compile on {more}".split()))
         assert len(given) == SHAPE["num_hidden_layers"] + 2
         assert all(requested["options"] == options for requested in given)
         del given[:]
@@ -258,17 +286,12 @@ def is_at_first_use(events: list[str]) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    ("device", "is_as_expected"), [("cpu", is_early), ("cuda", is_at_first_use)]
-)
-def test_for_a_cpu_backward_graphs_are_made_before_any_activation_is_saved(
-    graph_calls, device, is_as_expected
-):
+def test_backward_graphs_are_made_before_any_activation_is_saved(graph_calls):
     model = built()
-    compile_model(model, COMPILED, device)
+    compile_model(model, COMPILED)
     for _ in range(2):
         model(ROWS[:, :-1], shift_labels=ROWS[:, 1:], loss_chunk_size=0).loss_sum.backward()
-    assert is_as_expected(graph_calls)
+    assert is_early(graph_calls)
     assert graph_calls.count("forward made") == graph_calls.count("backward made") == len(REGIONS)
     per_step = SHAPE["num_hidden_layers"] + 2
     assert graph_calls.count("forward runs") == graph_calls.count("backward runs") == 2 * per_step
@@ -295,7 +318,7 @@ def test_a_torch_without_the_option_compiles_backward_graphs_at_their_first_use(
 ):
     model = built()
     monkeypatch.setattr(compiled, "EAGER_BACKWARD", "a_name_that_is_gone")
-    compile_model(model, COMPILED, "cpu")
+    compile_model(model, COMPILED)
     model(ROWS[:, :-1], shift_labels=ROWS[:, 1:], loss_chunk_size=0).loss_sum.backward()
     assert is_at_first_use(graph_calls)
     assert graph_calls.count("backward made") == len(REGIONS)
@@ -321,11 +344,19 @@ def test_only_what_is_compiled_for_a_cpu_computes_again(monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("more", ["", "--deterministic"])  # of which torch refuses unknown options
-def test_inductor_gives_the_losses_of_an_eager_run(monkeypatch, more):
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [
+        ({}, ""),
+        ({}, "--deterministic"),  # of which torch refuses unknown options
+        ({"use_moe": True, "n_routed_experts": 2}, ""),
+    ],
+)
+def test_inductor_gives_the_losses_of_an_eager_run(monkeypatch, changes, more):
     found = {}
     for compiles in ("off", "on"):
-        engine = engine_of(built(), monkeypatch, f"--dtype bfloat16 {more} --compile {compiles}")
+        flags = f"--dtype bfloat16 {more} --compile {compiles}"
+        engine = engine_of(built(**changes), monkeypatch, flags)
         try:
             found[compiles] = losses_of(engine, 8)
         finally:
@@ -396,7 +427,7 @@ def test_logits_made_in_parts_are_not_kept_for_the_backward_pass():
 
 def test_only_the_model_is_uncompiled_where_it_is_requested_to_be(quickly):
     model = built()
-    compile_model(model, COMPILED, "cpu")
+    compile_model(model, COMPILED)
     doubled = torch.compile(lambda x: x * 2)
     with uncompiled(model):
         model(ROWS[:, :-1])
@@ -412,7 +443,7 @@ def test_what_hangs_on_the_model_is_not_compiled_with_it(quickly):
     seen = []
     model = built()
     model.register_forward_pre_hook(lambda *_: seen.append(torch.compiler.is_compiling()))
-    compile_model(model, COMPILED, "cpu")
+    compile_model(model, COMPILED)
     model.register_forward_hook(lambda *_: seen.append(torch.compiler.is_compiling()))
     for _ in range(2):
         model(ROWS[:, :-1])
@@ -434,9 +465,11 @@ def test_under_every_backend_of_two_processes_regions_are_compiled_once(tmp_path
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(out.read_text())
-    assert [*found] == ["ddp", "stage 0", "stage 1", "stage 2"]
+    stages = ["ddp", "stage 0", "stage 1", "stage 2"]
+    assert [*found] == [*stages, "experts, ddp", "experts, stage 2"]
     for name, seen in found.items():
-        assert (seen["graphs"], seen["breaks"]) == (len(REGIONS), {}), name
+        regions = REGIONS_OF_EXPERTS if "experts" in name else REGIONS
+        assert (seen["graphs"], seen["breaks"]) == (len(regions), {}), name
         assert seen["ahead"], name
         assert all(seen["ahead"]), name
         assert seen["compiled"] == pytest.approx(seen["eager"], rel=1e-4), name

@@ -27,7 +27,7 @@ class Hub(ThreadingHTTPServer):
 class Answers(BaseHTTPRequestHandler):
     """As much of the hub's interface as push_to_hub asks."""
 
-    server: Hub  # type: ignore[assignment]
+    server: Hub  # type: ignore[assignment] (narrower than the base class's)
 
     def answer(self, status: int, body: Any = None, **headers: str) -> None:
         content = json.dumps(body).encode()

@@ -31,7 +31,8 @@ def test_adamw_is_torchs():
 
 
 def test_torch_distributed_launch_is_deprecated():
-    assert "torch.distributed.launch is deprecated" in torch.distributed.launch.main.__deprecated__  # type: ignore[attr-defined]
+    main: Any = torch.distributed.launch.main
+    assert "torch.distributed.launch is deprecated" in main.__deprecated__
 
 
 def test_on_local_process_takes_local_process_index():

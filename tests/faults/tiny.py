@@ -98,7 +98,7 @@ def new_run(
     config = json.dumps(engine.model.config.to_dict(), indent=2).encode()
     texts = {"config.json": config, "tokenizer.model": tokenizer, "ds_config.resolved.json": b"{}"}
     where = out_dir / "checkpoints"
-    keeper = Saver(engine, engine, where, len(steps), FACTS, texts)  # type: ignore[arg-type]
+    keeper = Saver(engine, engine, where, len(steps), FACTS, texts)  # type: ignore[arg-type] (a stand-in)
     before = 0
     for step in steps:
         engine.train(step - before)
@@ -111,7 +111,7 @@ def new_run(
 
 def resume(out_dir: Path, requested: str = "auto", seed: int = 2) -> tuple[Engine, Resumed]:
     engine = Engine(seed)
-    found = resume_from(engine, engine, out_dir / "checkpoints", requested, IDENTITY)  # type: ignore[arg-type]
+    found = resume_from(engine, engine, out_dir / "checkpoints", requested, IDENTITY)  # type: ignore[arg-type] (a stand-in)
     return engine, found
 
 

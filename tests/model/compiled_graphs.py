@@ -85,14 +85,15 @@ def schedule(model: Any, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(layers, "KERNEL_DEVICE", "cpu")
     monkeypatch.setattr(layers, "blockwise_attention", fused)
     monkeypatch.setattr(bf16_matmul, "HAS_BF16", True)
-    kept: Callable[..., Any] = lambda function, *inputs: function(*inputs)  # noqa: E731
-    monkeypatch.setattr(activation_checkpointing, "recompute", kept)
+    monkeypatch.setattr(
+        activation_checkpointing, "recompute", lambda function, *inputs: function(*inputs)
+    )
     graphs = Graphs()
     torch._dynamo.reset()
     inner_compile: Any = graphs.compile
     backend = partial(compile_fx, inner_compile=inner_compile)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    compile_model(model, parse_flags(["--compile", "on"]), "cuda")
+    compile_model(model, parse_flags(["--compile", "on"]))
     out = model(input_ids=rows[:, :-1], shift_labels=rows[:, 1:], loss_chunk_size=0)
     (out.loss_sum / out.targets).backward()
     torch._dynamo.reset()

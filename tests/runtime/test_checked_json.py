@@ -27,7 +27,7 @@ ENTRY = {"name": "a.bin", "bytes": 1, "sha256": "0" * 64}
 class Sample(CheckedJson):
     count: Count = 0
     rate: Positive = 1.0
-    shape: Shape = []  # noqa: RUF012
+    shape: Shape = []  # noqa: RUF012 (pydantic copies defaults)
     flag: bool = False
 
 

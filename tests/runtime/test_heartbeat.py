@@ -294,6 +294,13 @@ def test_what_another_rank_found_is_taken_over_with_its_status(meeting):
     assert json.loads(store.kept["0"])["verdict"] == [2, lost.description, 5]
 
 
+def test_the_remedy_of_a_rank_that_reported_it_is_not_repeated():
+    again = "; run the same command again"
+    for reported in ("rank 2 ended: the connection was closed", "rank 2 is stopped (SIGSTOP)"):
+        for description in (reported, reported + again):
+            assert str(FailedRank(2, description).error()) == reported + again
+
+
 def test_where_the_main_thread_is_names_the_innermost_line_of_ours():
     place = "in main_thread_location, minimind/runtime/heartbeat.py:"
     assert main_thread_location().startswith(place)

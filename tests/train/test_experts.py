@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,18 @@ def test_recomputed_blocks_train_to_the_same_loss(
 ):
     train(flags, out_dir=str(tmp_path), gradient_checkpointing=True, max_steps=12, stop_at_step=3)
     assert curve(tmp_path) == curve(runs / "whole")[:3]
+
+
+def test_compiled_it_reports_the_same_losses_and_loads(
+    runs: Path, flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    train(flags, out_dir=str(tmp_path), compile="on", stop_at_step=4)
+    for compiled, eager in zip(curve(tmp_path), curve(runs / "whole"), strict=False):
+        for value, expected in zip(compiled, eager, strict=True):
+            assert value == pytest.approx(expected, rel=1e-2)
+    assert len(curve(tmp_path)) == 4
+    assert [line["step"] for line in events(tmp_path, "compiled")] == [1]
 
 
 @pytest.mark.parametrize("number", [0.5, -1, 10**9])

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,14 +173,12 @@ def test_the_advice_where_it_should_fit_and_where_nothing_does():
 
 
 def test_a_gpu_run_without_host_memory_is_reported_so(monkeypatch: pytest.MonkeyPatch):
-    class Setup:
-        device = "cuda"
-        launch = type("Launch", (), {"world_size": 1, "local_world_size": 1})
-
+    launch = SimpleNamespace(world_size=1, local_world_size=1)
+    setup: Any = SimpleNamespace(device="cuda", launch=launch)
     monkeypatch.setattr(memory_report, "_capacity", lambda setup: 80 * GIB)
     resolved = ResolvedConfig(parse_flags([]), "single")
     with pytest.raises(MemoryFull, match=r"^the host is out of memory, not the GPU; give --no-"):
-        with memory_report.report_out_of_memory(Setup, resolved):  # type: ignore[arg-type]
+        with memory_report.report_out_of_memory(setup, resolved):
             raise MemoryError
 
 

@@ -134,7 +134,7 @@ def resolve(
     launch: Launch | None = None,
     sections: Sections = lambda config, path: [],
 ) -> ResolvedConfig:
-    """Resolve `written` (read from `path`) against `run` for `world_size` processes on `device`.
+    """Resolve `document` (read from `path`) against `run` for `world_size` processes on `device`.
 
     Without `schedule` and --max_steps, total_num_steps is a placeholder: one more than the warm-up.
     `sections` returns the faults that DeepSpeed's own models find in a filled config. Raise a
@@ -150,18 +150,13 @@ def resolve(
     from_yaml = apply_yaml_fields(config, path, launch, faults) if launch else {}
     faults += deepspeed_schema.faults(config, path)
     blocks = {key: get(config, key) for key in OBJECTS}
-    wrong_types = {k: v for k, v in blocks.items() if v is not MISSING and not isinstance(v, dict)}
-    wrong_types = {
-        k: v for k, v in wrong_types.items() if v is not None or "offload" not in k
-    }  # null: none
+    wrong_types = [
+        f"{path}: {key} is {json.dumps(value)}, not an object; write {{...}}"
+        for key, value in blocks.items()
+        if not (value is MISSING or isinstance(value, dict) or (value is None and "offload" in key))
+    ]
     if wrong_types:  # the checks below read these objects
-        raise fault_error(
-            faults
-            + [
-                f"{path}: {k} is {json.dumps(v)}, not an object; write {{...}}"
-                for k, v in wrong_types.items()
-            ]
-        )
+        raise fault_error([*faults, *wrong_types])
     run = apply_file(config, path, run, world_size, faults)
     run = adopt_muon(config, path, run, faults)
     try:

@@ -37,7 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("encode")
     train_tokenizer(sentences(3, 200), 512, place / MODEL_NAME)
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue]
+    sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue] (set at import)
         sentence_iterator=iter(sentences(3, 300)),
         model_writer=model,
         model_type="unigram",

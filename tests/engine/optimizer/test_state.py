@@ -239,8 +239,7 @@ def test_a_frozen_weight_is_saved_and_restored_without_moments():
     runs = dict(zero_state(source).slices(0, 1))
     assert {key for key in runs if "bias" in key} == {"fp32|bias|0"}
     assert runs["fp32|bias|0"].dtype == torch.float32
-    read = lambda kind, name, start, length: runs[f"{kind}|{name}|{start}"]  # noqa: E731
-    zero_state(target).fill(read, None)
+    zero_state(target).fill(lambda kind, name, start, _: runs[f"{kind}|{name}|{start}"], None)
     assert torch.equal(target.module.bias, source.module.bias)
 
 
