@@ -27,10 +27,7 @@ INIT = {HIDDEN: -0.5, ROUTER: -1.0, OUTPUT: -1.0}
 ADAMW = {HIDDEN: -1.0, ROUTER: -1.0, OUTPUT: -1.0}
 # An update of Muon has a spectral norm of 1, which suits a hidden matrix of any width and is
 # sqrt(m) too large for a router; match_rms_adamw multiplies it by the root of the width.
-MUON = {
-    "original": {HIDDEN: 0.0, ROUTER: -0.5},
-    "match_rms_adamw": {HIDDEN: -0.5, ROUTER: -1.0},
-}
+MUON = {"original": {HIDDEN: 0.0, ROUTER: -0.5}, "match_rms_adamw": {HIDDEN: -0.5, ROUTER: -1.0}}
 
 
 def role_of(model: Any) -> dict[nn.Parameter, str]:
