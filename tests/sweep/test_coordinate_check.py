@@ -31,31 +31,31 @@ def coordinates(line: str, is_mup: bool = True) -> Coordinates:
     ],
 )
 def test_changes_are_equal_at_every_width_with_mup_only(line: str):
-    """Slopes measured: at most 0.2 with muP, 0.5 to 2 for the residual stream without it."""
+    """Slopes measured: at most 0.2 with muP; of the residual stream without it 0.5 to 1.3."""
     found = coordinates(line)
     assert found.is_flat, found.table()
     without = coordinates(line, is_mup=False)
     assert not without.is_flat
-    assert without.slope("residual stream") > 2 * TOLERANCE
-    assert without.slope("logits") > 2 * TOLERANCE
+    assert without.slope("residual stream") > 0.4
+    assert without.slope("logits") > 0.4
 
 
 @pytest.mark.parametrize(
-    ("line", "powers", "role", "value", "kind"),
+    ("line", "powers", "role", "kind"),
     [
-        ("", ADAMW, HIDDEN, 0.0, "residual stream"),
-        ("", ADAMW, OUTPUT, 0.0, "logits"),
-        ("", INIT, OUTPUT, 0.0, "logits"),
-        ("--use_moe", ADAMW, ROUTER, 0.0, "router"),
-        ("--use_moe --optimizer muon", MUON["original"], ROUTER, 0.0, "router"),
-        (MATCHED, MUON["match_rms_adamw"], HIDDEN, 0.0, "feed-forward"),
+        ("", ADAMW, HIDDEN, "residual stream"),
+        ("", INIT, OUTPUT, "logits"),
+        ("--use_moe", ADAMW, ROUTER, "router"),
+        ("--use_moe --optimizer muon --muon_lr 0.1", MUON["original"], ROUTER, "router"),
+        (MATCHED, MUON["match_rms_adamw"], HIDDEN, "feed-forward"),
     ],
 )
 def test_a_missing_part_is_found(
-    monkeypatch: pytest.MonkeyPatch, line: str, powers: dict, role: str, value: float, kind: str
+    monkeypatch: pytest.MonkeyPatch, line: str, powers: dict[str, float], role: str, kind: str
 ):
+    """The rate of the final norm is not among them: in 5 steps it hardly moves."""
     assert coordinates(f"{line} --n_layers 1").slope(kind) <= TOLERANCE
-    monkeypatch.setitem(powers, role, value)
+    monkeypatch.setitem(powers, role, 0.0)
     found = coordinates(f"{line} --n_layers 1")
     assert found.slope(kind) > TOLERANCE, found.table()
     assert not found.is_flat
