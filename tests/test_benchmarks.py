@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu, overhead, record, table, throughput
+from benchmarks import gpu, mup_transfer, overhead, record, table, throughput
 from benchmarks.gpu import NAMES
 from benchmarks.overhead import KINDS, interval
 from benchmarks.stages import PHASES, STAGES
@@ -206,3 +206,13 @@ def test_the_table_states_whose_figures_they_are(bf16: bool, tmp_path, monkeypat
     assert f"(Abacus, {'with' if bf16 else 'without'} instructions for bf16)" in last
     assert "load 0.2 before and 2.5 after" in last
     assert "rounds, `python -m benchmarks.throughput kjv.jsonl` (`benchmarks/results/" in last
+
+
+def test_the_best_rate_of_each_width_is_marked_and_a_run_that_diverged_is_left_out():
+    by_rate = {1e-3: 3.5, 2e-3: 3.25, 4e-3: math.inf}
+    row = mup_transfer.row_of(64, by_rate, [*by_rate])
+    assert row.split() == ["64", "3.5000", "3.2500", "inf", "best", "0.002"]
+    losses = {"mup": {64: by_rate}, "plain": {64: by_rate, 128: {1e-3: 3.0, 2e-3: 4.0}}}
+    page = mup_transfer.page_of(losses, steps=10)
+    assert page.count("width 64, best 0.002") == 2
+    assert page.count("width 128, best 0.001") == 1

@@ -32,10 +32,11 @@ MUON = {"original": {HIDDEN: 0.0, ROUTER: -0.5}, "match_rms_adamw": {HIDDEN: -0.
 
 def role_of(model: Any) -> dict[nn.Parameter, str]:
     """The role of each parameter that muP scales; the others keep initialization and rate."""
-    roles = dict.fromkeys(hidden_matrices(model).values(), HIDDEN)
-    routers = [module.gate for module in model.modules() if isinstance(module, MixtureOfExperts)]
-    roles |= {gate.weight: ROUTER for gate in routers if gate.weight.requires_grad}
-    return roles | {model.model.norm.weight: OUTPUT}
+    roles: dict[nn.Parameter, str] = dict.fromkeys(hidden_matrices(model).values(), HIDDEN)
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts) and module.gate.weight in roles:
+            roles[module.gate.weight] = ROUTER
+    return {**roles, model.model.norm.weight: OUTPUT}
 
 
 def rate_factors(model: Any, run: RunConfig) -> dict[nn.Parameter, float]:
