@@ -116,5 +116,12 @@ def run_sweep(args: argparse.Namespace) -> int:
 def run_coord_check(args: argparse.Namespace) -> int:
     """Print the coordinate check; return 0 if it is flat, else 1."""
     from minimind.sweep.coordinate_check import coordinate_check
+    from minimind.sweep.coordinate_page import write_coordinates
 
-    return coordinate_check(args.run_flags, args.widths, args.steps, args.seeds, args.out)
+    found = coordinate_check(args.run_flags, args.widths, args.steps, args.seeds)
+    with_mup = next(iter(found.values()))
+    print(f"\n{with_mup.verdict()}")
+    if args.out:
+        write_coordinates(found, args.steps, with_mup.verdict(), args.out)
+        print(f"{args.out}: plots")
+    return 0 if with_mup.is_flat else 1

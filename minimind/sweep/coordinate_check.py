@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,6 +63,11 @@ class Coordinates:
         lowest = {kind: -np.inf if kind in MAY_SHRINK else -TOLERANCE for kind in self.changes}
         return all(lowest[kind] <= self.slope(kind) <= TOLERANCE for kind in self.changes)
 
+    def verdict(self) -> str:
+        """A sentence on whether it is flat."""
+        bound = "every slope is" if self.is_flat else "not every slope is"
+        return f"{'' if self.is_flat else 'not '}flat with muP: {bound} within {TOLERANCE} of 0"
+
     def rows(self) -> list[list[str]]:
         """Kind, change at each width, slope; as text."""
         return [
@@ -78,32 +82,23 @@ class Coordinates:
 
 
 def coordinate_check(
-    words: Sequence[str], widths: Sequence[int] | None, steps: int, seeds: int, out: Path | None
-) -> int:
-    """Print the coordinates with and without muP; return 0 if those with muP are flat, else 1.
+    words: Sequence[str], widths: Sequence[int] | None, steps: int, seeds: int
+) -> dict[str, Coordinates]:
+    """Measure and print the coordinates with muP, then those without; return them by title.
 
-    `words` are flags of training at the width --dim. With `out`, write a page of plots there.
+    `words` are flags of training at the width --dim.
     """
     run = _run_of(words)
     widths = sorted({*widths}) if widths else [run.dim, 2 * run.dim, 4 * run.dim]
     if len(widths) < 2:
         raise UsageError(f"--widths {widths[0]}: a slope needs two widths or more; name others too")
     print(f"changes of activations in {steps} steps, root mean square")
-    titles = (f"muP, mup_base_dim {run.mup_base_dim or run.dim}", "without muP")
+    titles = {f"muP, mup_base_dim {run.mup_base_dim or run.dim}": True, "without muP": False}
     found = {}
-    for title, is_mup in zip(titles, (True, False), strict=True):
+    for title, is_mup in titles.items():
         found[title] = measure(runs_of_widths(run, widths, is_mup), steps, seeds)
         print(f"\n{title}\n{found[title].table()}", flush=True)
-    is_flat = found[titles[0]].is_flat
-    bound = "every slope is" if is_flat else "not every slope is"
-    verdict = f"{'flat' if is_flat else 'not flat'} with muP: {bound} within {TOLERANCE} of 0"
-    print(f"\n{verdict}")
-    if out:
-        from minimind.sweep.coordinate_page import write_coordinates
-
-        write_coordinates(found, steps, verdict, out)
-        print(f"{out}: plots")
-    return 0 if is_flat else 1
+    return found
 
 
 def _run_of(words: Sequence[str]) -> RunConfig:

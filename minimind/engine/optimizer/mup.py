@@ -34,8 +34,9 @@ def role_of(model: Any) -> dict[nn.Parameter, str]:
     """The role of each parameter that muP scales; the others keep initialization and rate."""
     roles: dict[nn.Parameter, str] = dict.fromkeys(hidden_matrices(model).values(), HIDDEN)
     for module in model.modules():
-        if isinstance(module, MixtureOfExperts) and module.gate.weight in roles:
-            roles[module.gate.weight] = ROUTER
+        gate: Any = module.gate.weight if isinstance(module, MixtureOfExperts) else None
+        if gate in roles:
+            roles[gate] = ROUTER
     return {**roles, model.model.norm.weight: OUTPUT}
 
 
