@@ -15,7 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, overhead, race_page, racers, record, table, throughput, time_to_loss
+from benchmarks import (
+    gpu,
+    mup_transfer,
+    overhead,
+    race_page,
+    racers,
+    record,
+    table,
+    throughput,
+    time_to_loss,
+)
 from benchmarks.gpu import NAMES
 from benchmarks.overhead import KINDS, interval
 from benchmarks.stages import PHASES, STAGES
@@ -285,3 +295,13 @@ def test_the_race_runs_whole_and_does_nothing_twice(tmp_path: Path, corpus: Path
     again = subprocess.run(command, **PLACE)
     assert again.returncode == 0
     assert json.loads(out.read_text())["runs"] == found["runs"]
+
+
+def test_the_best_rate_of_each_width_is_marked_and_a_run_that_diverged_is_left_out():
+    by_rate = {1e-3: 3.5, 2e-3: 3.25, 4e-3: math.inf}
+    row = mup_transfer.row_of(64, by_rate, [*by_rate])
+    assert row.split() == ["64", "3.5000", "3.2500", "inf", "best", "0.002"]
+    losses = {"mup": {64: by_rate}, "plain": {64: by_rate, 128: {1e-3: 3.0, 2e-3: 4.0}}}
+    page = mup_transfer.page_of(losses, steps=10)
+    assert page.count("width 64, best 0.002") == 2
+    assert page.count("width 128, best 0.001") == 1

@@ -48,26 +48,8 @@ class MiniMind:
 
     def config(self, run: RunConfig, tokenizer: AnyTokenizer) -> MiniMindConfig:
         """The configuration, with the tokenizer's special ids."""
-        return MiniMindConfig(
-            vocab_size=run.vocab_size,
-            hidden_size=run.dim,
-            intermediate_size=run.hidden_dim,
-            num_hidden_layers=run.n_layers,
-            num_attention_heads=run.n_heads,
-            num_key_value_heads=run.n_kv_heads,
-            max_position_embeddings=run.max_seq_len,
-            rope_theta=run.rope_theta,
-            rms_norm_eps=run.norm_eps,
-            use_flash_attn=run.use_flash_attn,
-            doc_mask=run.doc_mask,
-            qk_norm=run.qk_norm,
-            use_moe=run.use_moe,
-            n_routed_experts=run.n_routed_experts,
-            num_experts_per_tok=run.num_experts_per_tok,
-            n_shared_experts=run.n_shared_experts,
-            aux_loss_alpha=run.aux_loss_alpha,
-            norm_topk_prob=run.norm_topk_prob,
-            tie_word_embeddings=run.tie_word_embeddings,
+        return minimind_config(
+            run,
             bos_token_id=tokenizer.bos_id if tokenizer.bos_id >= 0 else None,
             eos_token_id=tokenizer.eos_id,
             pad_token_id=tokenizer.pad_id,
@@ -110,6 +92,32 @@ class MiniMind:
     def start_summary_line(self) -> str:
         """A line for the start summary; empty, since the flags describe the model."""
         return ""
+
+
+def minimind_config(run: RunConfig, **ids: int | None) -> MiniMindConfig:
+    """The configuration of the MiniMind decoder with these special ids."""
+    return MiniMindConfig(
+        vocab_size=run.vocab_size,
+        hidden_size=run.dim,
+        intermediate_size=run.hidden_dim,
+        num_hidden_layers=run.n_layers,
+        num_attention_heads=run.n_heads,
+        num_key_value_heads=run.n_kv_heads,
+        max_position_embeddings=run.max_seq_len,
+        rope_theta=run.rope_theta,
+        rms_norm_eps=run.norm_eps,
+        use_flash_attn=run.use_flash_attn,
+        doc_mask=run.doc_mask,
+        qk_norm=run.qk_norm,
+        use_moe=run.use_moe,
+        n_routed_experts=run.n_routed_experts,
+        num_experts_per_tok=run.num_experts_per_tok,
+        n_shared_experts=run.n_shared_experts,
+        aux_loss_alpha=run.aux_loss_alpha,
+        norm_topk_prob=run.norm_topk_prob,
+        tie_word_embeddings=run.tie_word_embeddings,
+        **ids,
+    )
 
 
 @dataclass(frozen=True)

@@ -149,11 +149,12 @@ def run_checkpoint(args: argparse.Namespace) -> int:
     return checkpoint_commands.ACTIONS[args.action](args)
 
 
-TAKE_RUN_FLAGS = ("plan", "train", "launch")
+TAKE_RUN_FLAGS = ("plan", "train", "launch", "coord_check")
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "train": train_commands.run_train,
     "launch": train_commands.run_launch,
     "sweep": train_commands.run_sweep,
+    "coord_check": train_commands.run_coord_check,
     "generate": generate_commands.run_generate,
     "eval": eval_commands.run_eval,
     "plan": run_plan,

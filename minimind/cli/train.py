@@ -1,4 +1,4 @@
-"""`minimind train`, `minimind launch` and `minimind sweep`.
+"""`minimind train`, `minimind launch`, `minimind sweep` and `minimind coord_check`.
 
 The first two are the start scripts of a checkout as commands.
 """
@@ -50,6 +50,26 @@ def add_parsers(subs: Any) -> None:
     text = "trials at the same time (default: one per free GPU, one on a CPU)"
     add("--parallel", type=at_least(1), help=text)
     add("--debug", action="store_true", help="show tracebacks")
+    _add_coord_check(subs)
+
+
+def _add_coord_check(subs: Any) -> None:
+    parser = subs.add_parser(
+        "coord_check",
+        help="whether training changes activations equally at every width (--mup_base_dim)",
+        description="Train small models of several widths for a few steps on random text, with and"
+        " without muP, and print the sizes of the changes of their activations; status 0 if those"
+        " with muP do not depend on the width, else 1. Takes the flags of train_pretrain.py too"
+        " (--dim, --n_heads, --learning_rate, --optimizer, ...): the model at the base width.",
+        example="minimind coord_check --widths 64 128 256 --use_moe --out coordinates.html",
+    )
+    add = parser.add_argument
+    text = "widths to compare, multiples of --dim (default: --dim, twice and four times that)"
+    add("--widths", type=at_least(1), nargs="+", help=text)
+    add("--steps", type=at_least(1), default=5, help="optimizer steps")
+    add("--seeds", type=at_least(1), default=2, help="models of each width, averaged")
+    add("--out", type=non_empty_path, metavar="FILE.html", help="page of plots to write")
+    add("--debug", action="store_true", help="show tracebacks")
 
 
 def _prints_help(args: argparse.Namespace) -> bool:
@@ -91,3 +111,17 @@ def run_sweep(args: argparse.Namespace) -> int:
 
     with storing(f"--out {args.out}", "free some space, or give another --out"):
         return sweep(args.sweep, args.out, args.parallel)
+
+
+def run_coord_check(args: argparse.Namespace) -> int:
+    """Print the coordinate check; return 0 if it is flat, else 1."""
+    from minimind.sweep.coordinate_check import coordinate_check
+    from minimind.sweep.coordinate_page import write_coordinates
+
+    found = coordinate_check(args.run_flags, args.widths, args.steps, args.seeds)
+    with_mup = next(iter(found.values()))
+    print(f"\n{with_mup.verdict()}")
+    if args.out:
+        write_coordinates(found, args.steps, with_mup.verdict(), args.out)
+        print(f"{args.out}: plots")
+    return 0 if with_mup.is_flat else 1

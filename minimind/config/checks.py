@@ -105,6 +105,11 @@ def _hugging_face_conflicts(run: RunConfig, place: str) -> Iterator[str]:
                 f"{name} = {getattr(run, name)} ({run.sources[name]}) beside --model hf:{place},"
                 " whose config.json decides the shape; drop it, or write it there"
             )
+    if run.mup_base_dim is not None:
+        yield (
+            f"mup_base_dim = {run.mup_base_dim} ({run.sources['mup_base_dim']}) is only for the"
+            f" built-in decoder, and --model hf:{place} is a model of transformers; drop it"
+        )
     for name, value in (("doc_mask", True), ("loss", "chunked")):
         if getattr(run, name) == value:
             yield (

@@ -71,6 +71,13 @@ class OptimizerFlags:
         "optimizer",
         choices=("original", "match_rms_adamw"),
     )
+    mup_base_dim: int | None = flag(
+        "muP: the --dim at which the learning rates were tuned, with the same dim / n_heads;"
+        " initialization and rates are scaled by dim / mup_base_dim, so that they suit this width",
+        None,
+        "optimizer",
+        at_least=1,
+    )
     weight_decay: float = flag(
         "weight decay of matrices (norms are not decayed)", 0.1, "optimizer", at_least=0.0
     )

@@ -54,6 +54,11 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
             "muon_scaling": scaling,
         }
 
+    @property
+    def width_ratio(self) -> float:
+        """dim / mup_base_dim; 1 without muP."""
+        return 1.0 if self.mup_base_dim is None else self.dim / self.mup_base_dim
+
     def micro_batch_rows(self, world_size: int) -> int:
         """Rows per micro-batch and process; raise UsageError if they do not divide evenly."""
         if not self.split_batches:

@@ -30,6 +30,7 @@ from minimind.config.model_flags import SHAPE as FLAGS_OF_SHAPE
 from minimind.config.run_config import RunConfig
 from minimind.data.prepare.prepare import is_prepared
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.engine.optimizer.mup import scale_initial_weights
 from minimind.errors import CheckpointError, UsageError
 from minimind.interop.foreign_config import ShapeFlags
 from minimind.interop.weights import (
@@ -73,7 +74,10 @@ class InitialModel:
     weights: Weights | None = None
 
     def build(self, run: RunConfig, tokenizer: AnyTokenizer) -> Any:
-        """Build the initial model of the resolved `run`, before an engine shards or copies it."""
+        """Build the initial model of the resolved `run`, before an engine shards or copies it.
+
+        muP scales random weights only, and not those of --init_from.
+        """
         torch.manual_seed(run.seed)
         model = self.architecture.build(run, tokenizer)
         if run.gradient_checkpointing:
@@ -81,6 +85,8 @@ class InitialModel:
         if self.weights:
             self.weights.fill(model)
             self.weights.release()
+        else:
+            scale_initial_weights(model, run)
         return model
 
     def origin(self, resumed: Mapping[str, Any]) -> dict[str, str] | None:

@@ -20,6 +20,7 @@ from minimind.config.schedule import plan_schedule
 from minimind.data.loader.manifest import is_whole, read_manifest
 from minimind.data.prepare.work_units import Options
 from minimind.data.tokenizer.load import load_tokenizer
+from minimind.engine.optimizer.mup import mup_line
 from minimind.errors import DataError
 from minimind.estimate.plan import plan_text
 from minimind.train.build import (
@@ -197,7 +198,8 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
     if resolved.scheduler is None and (length := length_text(run, world_size, model)):
         tables.append(length)
     costs = model.costs(run) or plan_text(run, world_size, resolved.config, device=setup.device)
-    return "\n\n".join([*tables, *dry_run_notices(setup, resolved), costs])
+    notices = [*filter(None, [mup_line(resolved.run)]), *dry_run_notices(setup, resolved)]
+    return "\n\n".join([*tables, *notices, costs])
 
 
 def length_text(run: RunConfig, world_size: int, model: Architecture) -> str:

@@ -12,6 +12,7 @@ from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.loader.manifest import where_listed
 from minimind.data.prepare.prepare import Prepared
+from minimind.engine.optimizer.mup import mup_line
 from minimind.telemetry.mfu import peak_text
 from minimind.train.loop_actions import RunContext
 from minimind.train.settings import (
@@ -47,7 +48,7 @@ def startup_summary(
         *labelled_lines("output", _series([shorten(run.out_dir, 60), _cadence(run), capacity])),
     ]
     note_lines: list[str] = []
-    for note in notes:
+    for note in filter(None, (mup_line(run), *notes)):
         label, gap, text = note.partition("  ")  # as in `weights  from a/b`
         note_lines += labelled_lines(*(label, text.split()) if gap else ("note", note.split()))
     for warning in cadence_warnings(

@@ -360,6 +360,7 @@ def refused(tmp_path: Path, report: dict[str, Any] | None, *words: str) -> str:
         (("--use_moe",), "use_moe"),
         (("--doc_mask",), "doc_mask"),
         (("--loss", "chunked"), "loss = chunked"),
+        (("--mup_base_dim", "64"), "mup_base_dim = 64"),
         (("--max_seq_len", "49"), "max_position_embeddings = 48"),
         (("--vocab_size", "641"), "vocab_size = 640"),
     ],

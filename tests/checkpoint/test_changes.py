@@ -148,6 +148,7 @@ def test_another_split_of_the_same_global_batch_is_allowed_and_reported(
     ("change", "report", "group"),
     [
         ({"learning_rate": 1e-3}, "lr.learning_rate: 0.002 -> 0.001", "lr"),
+        ({"mup_base_dim": 16}, "lr.mup_base_dim: None -> 16", "lr"),
         ({"beta2": 0.9}, "lr.betas: [0.9, 0.95] -> [0.9, 0.9]", "lr"),
         ({"batch_size": 4}, "batch.rows_per_step: 8 -> 16", "batch"),
         ({"max_seq_len": 16}, "batch.max_seq_len: 32 -> 16", "batch"),

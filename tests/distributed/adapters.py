@@ -49,6 +49,7 @@ SCALED = {"fp16.initial_scale_power": 20, "fp16.loss_scale_window": 3, "fp16.hys
 EXPERTS = {"use_moe": True, "n_routed_experts": 8, "num_experts_per_tok": 1}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": "auto", "momentum": 0.9}}}
 AVERAGE = "--ema 0.9"
+MUP = "--mup_base_dim 128"  # a quarter of the dim of the flags
 MUON_FLAGS = "--optimizer muon --muon_lr 0.01"
 
 CASES = {
@@ -87,6 +88,11 @@ CASES = {
     "2, bf16, experts, Muon": Case(2, BF16, edits=MUON, shape=EXPERTS),
     "3, fp32, Muon": Case(3, FP32, edits=MUON),
     "3, bf16, Muon": Case(3, BF16, edits=MUON, flags=AVERAGE),
+    "ddp, bf16, muP": Case(None, BF16, flags=MUP),
+    "0, fp32, FusedAdam, muP": Case(0, FP32, edits=FUSED, flags=MUP),
+    "2, bf16, muP": Case(2, BF16, flags=MUP),
+    "2, bf16, experts, muP, Muon": Case(2, BF16, edits=MUON, shape=EXPERTS, flags=MUP),
+    "3, bf16, muP": Case(3, BF16, flags=MUP),
     "3, fp32": Case(3, FP32),
     "3, fp32, recomputing": Case(3, FP32, model=Recomputing),
     "3, bf16": Case(3, BF16),

@@ -166,6 +166,15 @@ def test_a_resumed_run_ignores_it_and_needs_it_no_more(places, tmp_path, capsys)
         assert read_manifest(path)["init_from"] == {"place": str(source), "kind": "minimind"}
 
 
+def test_mup_scales_no_weights_that_are_given(places, tmp_path):
+    given = places / "ours"
+    step = run(places, tmp_path / "given", given, mup_base_dim=SHAPE.dim // 4)[1]
+    assert abs(step["loss"] - source_loss(places)) <= 1e-5
+    words = ["--mup_base_dim", str(SHAPE.dim // 4), "--init_from", str(given)]
+    read = read_initial(parse_flags(words))
+    assert read.run.width_ratio == 4  # the rates are scaled
+
+
 # --- what does not fit --------------------------------------------------------------------------
 
 

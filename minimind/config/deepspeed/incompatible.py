@@ -87,7 +87,7 @@ def incompatible_settings(
     else:
         faults += _precision(config, run, device, stage) + _optimizer(config, device)
         faults += _stage(config, stage, sources) + _reduction(config, stage)
-    faults += muon_faults(run, config)
+    faults += muon_faults(run, config) + _mup(config, run)
     return [f"{path}: {fault}" for fault in faults]
 
 
@@ -114,6 +114,30 @@ def _optimizer(config: Mapping[str, Any], device: str) -> list[str]:
     if name and name not in RESUMABLE:
         return [f"optimizer.type {name} has no checkpoints; use {', '.join(RESUMABLE)}"]
     return []
+
+
+def _mup(config: Mapping[str, Any], run: RunConfig) -> list[str]:
+    """Blocks that do not apply a rate and a decoupled weight decay per parameter group."""
+    if run.mup_base_dim is None:
+        return []
+    flag = f"mup_base_dim = {run.mup_base_dim} ({run.sources['mup_base_dim']})"
+    name, faults = optimizer_name(get(config, "optimizer.type")), []
+    if name == "SGD":
+        faults.append(
+            f"optimizer.type is SGD, and {flag} has rates for optimizers that normalize the"
+            " gradient; use AdamW, or drop mup_base_dim"
+        )
+    if name == "Adam" and get(config, "optimizer.params.adam_w_mode") is False:
+        faults.append(
+            f"optimizer.params.adam_w_mode is false, and {flag} scales a decoupled weight decay;"
+            " remove it, or drop mup_base_dim"
+        )
+    if get(config, "scheduler.type") is not MISSING:
+        faults.append(
+            f"scheduler sets one learning rate, and {flag} sets several; remove the block, and use"
+            " --schedule"
+        )
+    return faults
 
 
 def _batch(config: Mapping[str, Any], run: RunConfig, world_size: int) -> list[str]:

@@ -6,6 +6,7 @@ May import `minimind.config` and below; imports no deepspeed. A DeepSpeed wrappe
 adapters        where each DeepSpeed wrapper stores weights and moments
 groups          parameter groups, and AdamW or Muon where the JSON names no optimizer
 muon            Muon for hidden matrices beside AdamW, on whole matrices or shards
+mup             muP: initialization and learning rates by width
 state           weights and moments as named flat slices
 weight_average  exponential moving average of the weights
 """

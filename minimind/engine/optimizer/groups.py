@@ -10,6 +10,7 @@ from torch import nn
 
 from minimind.config.run_config import RunConfig
 from minimind.engine.optimizer.muon import Groups, MuonWithAdamW, hidden_matrices
+from minimind.engine.optimizer.mup import rate_factors
 
 
 def parameter_groups(
@@ -25,33 +26,58 @@ def parameter_groups(
 
 
 def run_groups(model: nn.Module, run: RunConfig) -> Groups:
-    """Return the parameter groups of the run's optimizer; those of Muon have `use_muon`.
+    """Return the parameter groups of the run's optimizer; those of Muon, the last, have `use_muon`.
 
     The rate of a group is `lr_scale` (1 if missing) times that of the schedule.
     """
-    if not (muon := run.muon):
-        return parameter_groups(model, run.weight_decay)
-    matrices = hidden_matrices(model)
-    group = {
-        "params": [*matrices.values()],
-        "names": frozenset(matrices),
-        "use_muon": True,
-        "lr": muon["muon_lr"],
-        "lr_scale": muon["muon_lr"] / run.learning_rate,
-        "weight_decay": run.weight_decay,
-        "momentum": muon["muon_momentum"],
-        "adjust_lr_fn": muon["muon_scaling"],
-    }
-    return [*parameter_groups(model, run.weight_decay, matrices.values()), group]
+    muon = run.muon
+    matrices = hidden_matrices(model) if muon else {}
+    groups = parameter_groups(model, run.weight_decay, matrices.values())
+    if muon:
+        group = {
+            "params": [*matrices.values()],
+            "names": frozenset(matrices),
+            "use_muon": True,
+            "lr": muon["muon_lr"],
+            "lr_scale": muon["muon_lr"] / run.learning_rate,
+            "weight_decay": run.weight_decay,
+            "momentum": muon["muon_momentum"],
+            "adjust_lr_fn": muon["muon_scaling"],
+        }
+        groups.append(group)
+    factors = rate_factors(model, run)
+    return [part for group in groups for part in _by_factor(group, factors, run.learning_rate)]
+
+
+def _by_factor(
+    group: dict[str, Any], factors: Mapping[nn.Parameter, float], learning_rate: float
+) -> Groups:
+    """Split a group by the factor of its rate, 1 first; each part decays as the whole did."""
+    by_factor: dict[float, list[nn.Parameter]] = {1.0: []}
+    for p in group["params"]:
+        by_factor.setdefault(factors.get(p, 1.0), []).append(p)
+    if len(by_factor) == 1:
+        return [group]
+    scale = group.get("lr_scale", 1.0)
+    return [
+        {
+            **group,
+            "params": params,
+            "lr": learning_rate * scale * factor,
+            "lr_scale": scale * factor,
+            "weight_decay": group["weight_decay"] / factor,
+        }
+        for factor, params in by_factor.items()
+        if params
+    ]
 
 
 def optimizer_of(groups: Groups, run: RunConfig) -> torch.optim.Optimizer:
-    """torch's fused AdamW, beside torch's Muon for a group with `use_muon`."""
-    *others, last = groups
-    betas = run.beta1, run.beta2
-    if last.get("use_muon"):
-        return MuonWithAdamW(others, last, lr=run.learning_rate, betas=betas)
-    return torch.optim.AdamW(groups, lr=run.learning_rate, betas=betas, fused=True)
+    """torch's fused AdamW, beside torch's Muon for groups with `use_muon`."""
+    options: dict[str, Any] = {"lr": run.learning_rate, "betas": (run.beta1, run.beta2)}
+    if any(group.get("use_muon") for group in groups):
+        return MuonWithAdamW(groups, **options)
+    return torch.optim.AdamW(groups, **options, fused=True)
 
 
 def trial_optimizer(name: str | None, params: Mapping[str, Any]) -> torch.optim.Optimizer:

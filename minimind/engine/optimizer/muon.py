@@ -44,18 +44,21 @@ class Shards:
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """torch's Muon for a group with `use_muon`, torch's fused AdamW for the others.
+    """torch's Muon for groups with `use_muon`, torch's fused AdamW for the others.
 
-    muon_names are the parameters of that group.
+    muon_names are the parameters of the former, from `names` of each of these groups.
     """
 
     shards: Shards | None = None  # set after ZeRO has replaced the parameters by shards
     found_inf: Tensor | None = None  # 1 to skip the step; set by the backend
 
-    def __init__(self, adamw_groups: Groups, muon_group: dict[str, Any], **options: Any) -> None:
-        self.muon_names: frozenset[str] = muon_group.pop("names")
-        adamw = torch.optim.AdamW(adamw_groups, fused=True, **options)
-        muon = torch.optim.Muon([muon_group])
+    def __init__(self, groups: Groups, **options: Any) -> None:
+        muon_groups = [{**group} for group in groups if group.get("use_muon")]
+        names = [group.pop("names") for group in muon_groups]
+        self.muon_names: frozenset[str] = frozenset().union(*names)
+        others = [group for group in groups if not group.get("use_muon")]
+        adamw = torch.optim.AdamW(others, fused=True, **options)
+        muon = torch.optim.Muon(muon_groups)
         super().__init__([*adamw.param_groups, *muon.param_groups], {"fused": True})
         self._adamw = adamw
 

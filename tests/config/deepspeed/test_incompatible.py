@@ -313,6 +313,28 @@ def test_tf32_is_refused_where_it_has_no_effect(words: str, device: str, why: st
         resolved(words, {}, device=device)
 
 
+@pytest.mark.parametrize(
+    ("edits", "said"),
+    [
+        (
+            {"optimizer": {"type": "SGD", "params": {"lr": "auto"}}},
+            r"optimizer.type is SGD, and mup_base_dim = 64 \(--mup_base_dim\) has rates for",
+        ),
+        (
+            {"optimizer.type": "Adam", "optimizer.params.adam_w_mode": False},
+            "adam_w_mode is false, and mup_base_dim = 64",
+        ),
+        (scheduler("WarmupLR"), "scheduler sets one learning rate, and mup_base_dim = 64"),
+    ],
+)
+def test_mup_is_refused_where_rates_of_groups_do_not_apply(edits: dict[str, Any], said: str):
+    with pytest.raises(UsageError, match=said):
+        resolved("--mup_base_dim 64 --max_steps 9", edits)
+    resolved("--max_steps 9", edits)
+    for optimizer in ("Adam", "AdamW"):
+        resolved("--mup_base_dim 64 --max_steps 9", {"optimizer.type": optimizer})
+
+
 def test_tf32_is_advised_once_where_it_would_help():
     exact = resolved("--dtype float32", {}, device="cuda").run
     assert "--tf32 is several times as fast" in exact_float32(exact, "cuda")

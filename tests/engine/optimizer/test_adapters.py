@@ -34,7 +34,7 @@ SHORT = [
     *("ddp, fp32", "ddp, bf16", "0, fp32", "0, bf16", "1, bf16, fp32 sums", "2, fp32"),
     *("2, bf16, round robin", "2, fp16", "2, bf16, experts", "2, fp32, recomputing"),
     *("ddp, bf16, Muon", "1, bf16, fp32 sums, Muon", "2, bf16, round robin, Muon"),
-    *("3, fp32", "3, bf16", "3, bf16, Muon"),
+    *("2, bf16, muP", "3, fp32", "3, bf16", "3, bf16, Muon", "3, bf16, muP"),
 ]
 LONG = [name for name in CASES if name not in SHORT]
 SHORT_CROSSINGS = [
@@ -45,6 +45,7 @@ SHORT_CROSSINGS = [
     "ddp, bf16, Muon -> 2, bf16, round robin, Muon",
     "2, bf16, round robin, Muon -> 3, bf16, Muon",
     "3, bf16, Muon -> 1, bf16, fp32 sums, Muon",
+    "2, bf16, muP -> 3, bf16, muP",
 ]
 LONG_CROSSINGS = [
     "2, fp16 -> 3, fp16",
@@ -56,6 +57,7 @@ LONG_CROSSINGS = [
     "2, bf16 -> 0, bf16, FusedAdam",
     "2, fp32, Muon -> 0, fp32, Muon",
     "0, fp32, Muon -> 3, fp32, Muon",
+    "ddp, bf16, muP -> 2, bf16, muP",
 ]
 RECOMPUTING = ["2, fp32, recomputing", "3, fp32, recomputing"]
 SOURCES = [name.partition(" -> ")[0] for name in LONG_CROSSINGS]

@@ -76,8 +76,8 @@ def differences_to_torch(
     matrices = [torch.nn.Parameter(torch.randn(shape)) for shape in ((8, 24), (24, 8), (8, 8))]
     group: Any = {"params": matrices, "lr": 0.05, **options}
     other = {"params": [torch.nn.Parameter(torch.zeros(1))]}
-    optimizer = MuonWithAdamW([other], {**group, "names": frozenset()}, lr=1e-3)
-    optimizer.param_groups[-1]["use_muon"] = True
+    muon_group = {**group, "use_muon": True, "names": frozenset()}
+    optimizer = MuonWithAdamW([other, muon_group], lr=1e-3)
     expected = [torch.nn.Parameter(p.detach().clone()) for p in matrices]
     reference = torch.optim.Muon([{**group, "params": expected}])
     for _ in range(3):
@@ -176,7 +176,7 @@ def test_a_step_on_flat_shards_is_that_on_whole_matrices(group: None):
     matrices = groups[-1]["params"]
     flat = torch.cat([p.detach().view(-1) for p in matrices])
     last = {**groups[-1], "params": [torch.zeros(2, 2)], "names": frozenset()}
-    sharded = MuonWithAdamW([{"params": [torch.zeros(1)]}], last, lr=1e-3)
+    sharded = MuonWithAdamW([{"params": [torch.zeros(1)]}, last], lr=1e-3)
     sharded.param_groups[-1]["params"] = [flat]
     found, start = [], 0
     for p in matrices:
