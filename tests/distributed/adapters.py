@@ -50,6 +50,7 @@ EXPERTS = {"use_moe": True, "n_routed_experts": 8, "num_experts_per_tok": 1}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": "auto", "momentum": 0.9}}}
 AVERAGE = "--ema 0.9"
 MUON_FLAGS = "--optimizer muon --muon_lr 0.01"
+LION_FLAGS, SGD_FLAGS = "--optimizer lion", "--optimizer sgd"
 
 CASES = {
     "ddp, fp32": Case(None, FP32),
@@ -87,6 +88,15 @@ CASES = {
     "2, bf16, experts, Muon": Case(2, BF16, edits=MUON, shape=EXPERTS),
     "3, fp32, Muon": Case(3, FP32, edits=MUON),
     "3, bf16, Muon": Case(3, BF16, edits=MUON, flags=AVERAGE),
+    "ddp, bf16, Lion": Case(None, BF16, flags=LION_FLAGS),
+    "0, fp32, Lion": Case(0, FP32, flags=LION_FLAGS),
+    "0, bf16, Lion": Case(0, BF16, flags=LION_FLAGS),
+    "1, bf16, fp32 sums, Lion": Case(1, BF16, edits=WIDE_SUMS, flags=LION_FLAGS),
+    "2, bf16, offload, Lion": Case(2, BF16, edits=OFFLOAD, flags=f"{LION_FLAGS} {AVERAGE}"),
+    "3, bf16, Lion": Case(3, BF16, flags=LION_FLAGS),
+    "ddp, bf16, SGD": Case(None, BF16, flags=SGD_FLAGS),
+    "0, bf16, SGD": Case(0, BF16, flags=SGD_FLAGS),
+    "3, fp32, SGD": Case(3, FP32, flags=SGD_FLAGS),
     "3, fp32": Case(3, FP32),
     "3, fp32, recomputing": Case(3, FP32, model=Recomputing),
     "3, bf16": Case(3, BF16),

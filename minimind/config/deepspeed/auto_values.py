@@ -134,6 +134,7 @@ def _optimizer(config: Mapping[str, Any], run: RunConfig) -> Filled:
             f"{_by(run, 'beta1')}, {_by(run, 'beta2')}",
         ),
         "optimizer.params.eps": (1e-8, "AdamW's default"),
+        **{"optimizer.params.momentum": (n, _by(run, "sgd_momentum")) for n in run.sgd.values()},
         "optimizer.params.weight_decay": (run.weight_decay, _by(run, "weight_decay")),
         "optimizer.params.torch_adam": (
             not named,
