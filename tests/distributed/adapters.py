@@ -50,6 +50,10 @@ EXPERTS = {"use_moe": True, "n_routed_experts": 8, "num_experts_per_tok": 1}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": "auto", "momentum": 0.9}}}
 AVERAGE = "--ema 0.9"
 MUON_FLAGS = "--optimizer muon --muon_lr 0.01"
+CPU_LION: dict[str, Any] = {
+    "optimizer": {"type": "Lion", "params": {"lr": "auto", "betas": "auto"}},
+    f"{ZERO}offload_optimizer": {"device": "cpu"},
+}
 LION_FLAGS, SGD_FLAGS = "--optimizer lion", "--optimizer sgd"
 
 CASES = {
@@ -93,6 +97,7 @@ CASES = {
     "0, bf16, Lion": Case(0, BF16, flags=LION_FLAGS),
     "1, bf16, fp32 sums, Lion": Case(1, BF16, edits=WIDE_SUMS, flags=LION_FLAGS),
     "2, bf16, offload, Lion": Case(2, BF16, edits=OFFLOAD, flags=f"{LION_FLAGS} {AVERAGE}"),
+    "2, bf16, CPULion": Case(2, BF16, edits=CPU_LION),
     "3, bf16, Lion": Case(3, BF16, flags=LION_FLAGS),
     "ddp, bf16, SGD": Case(None, BF16, flags=SGD_FLAGS),
     "0, bf16, SGD": Case(0, BF16, flags=SGD_FLAGS),

@@ -102,7 +102,7 @@ def read_setup(run: RunConfig, launch: Launch) -> Setup:
 
 
 def with_choices(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
-    """Replace the `auto` of --compile and then of --loss; fill in what the optimizer leaves open."""
+    """Replace the `auto` of --compile and then of --loss; fill in defaults of the optimizer."""
     resolved = replace(resolved, run=with_optimizer_defaults(resolved.run))
     return with_loss(with_compile(resolved, device), device)
 

@@ -71,10 +71,11 @@ class ResolvedConfig:
         """Optimizer parameters that affect updates and have no flag."""
         params = self.config.get("optimizer", {}).get("params", {})
         eps = {"eps": 1e-8} if self.optimizer in ("Adam", "AdamW") else {}
+        momentum = {"momentum": self.run.sgd["sgd_momentum"]} if self.run.sgd else {}
         return (
             eps
             | self.run.muon
-            | {"momentum": momentum for momentum in self.run.sgd.values()}
+            | momentum
             | {
                 k: v
                 for k, v in params.items()

@@ -58,6 +58,8 @@ LONG_CROSSINGS = [
     "0, fp32, Muon -> 3, fp32, Muon",
     "ddp, bf16, Lion -> 3, bf16, Lion",
     "3, bf16, Lion -> 1, bf16, fp32 sums, Lion",
+    "2, bf16, offload, Lion -> 2, bf16, CPULion",
+    "2, bf16, CPULion -> ddp, bf16, Lion",
     "2, fp32, SGD -> 3, fp32, SGD",
 ]
 RECOMPUTING = ["2, fp32, recomputing", "3, fp32, recomputing"]
