@@ -88,7 +88,8 @@ def incompatible_settings(
         faults += _precision(config, run, device, stage) + _optimizer(config, device)
         faults += _stage(config, stage, sources) + _reduction(config, stage)
     faults += muon_faults(run, config)
-    return [f"{path}: {fault}" for fault in faults] + unread_flag_faults(run)
+    of_flags = precision_faults(run, device) + unread_flag_faults(run)  # which name their source
+    return [f"{path}: {fault}" for fault in faults] + of_flags
 
 
 def ignored_flags(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -145,8 +146,8 @@ def precision_faults(run: RunConfig, device: str) -> list[str]:
 
 
 def _precision(config: Mapping[str, Any], run: RunConfig, device: str, stage: int) -> list[str]:
-    faults = precision_faults(run, device)
-    if run.dtype == "float16" and stage == 0 and not faults:
+    faults = []
+    if run.dtype == "float16" and stage == 0 and device != "cpu":
         faults.append(
             f"dtype = float16 ({run.sources['dtype']}) trains incorrectly at ZeRO stage 0 in"
             " DeepSpeed 0.19.8 (gradients are unscaled that were never scaled); use bfloat16, or"

@@ -81,7 +81,9 @@ def _adopt_muon(config: dict[str, Any], path: str, run: RunConfig, faults: list[
         f"{path}: {PARAMS}{key} is {json.dumps(params[key])}, which torch's Muon does not have;"
         " remove it"
         for key, accepted in OTHERS.items()
-        if key in params and params[key] not in (AUTO, *accepted)
+        if key in params
+        and params[key] not in (AUTO, *accepted)
+        and not any(fault.startswith(f"{path}: {PARAMS}{key} is ") for fault in faults)  # its type
     ]
     return run
 

@@ -163,3 +163,20 @@ def test_a_block_of_another_optimizer_is_adopted():
         assert found.run.sources["optimizer"] == "ds.json: optimizer.type"
     with pytest.raises(UsageError, match=r'optimizer\.type is "Lion" but --optimizer says'):
         resolved({"lr": "auto"}, "--optimizer adamw", "cuda", "Lion")
+
+
+@pytest.mark.parametrize("key", ["muon_lr", "momentum", "eps", "adam_lr", "torch_adam", "lr"])
+@pytest.mark.parametrize("value", [None, {}])
+def test_a_value_of_the_wrong_type_is_one_fault(key, value):
+    with pytest.raises(UsageError) as caught:
+        resolved({"muon_lr": 0.02, key: value})
+    assert str(caught.value).count(f"optimizer.params.{key} is") == 1
+
+
+def test_the_command_line_is_the_source_of_its_flags_and_the_file_of_its_keys():
+    with pytest.raises(UsageError) as caught:
+        resolved(None, "--muon_lr 0.01 --dtype float16")
+    assert "(1) dtype = float16 (--dtype) needs a GPU" in str(caught.value)
+    assert "(2) muon_lr = 0.01 (--muon_lr) has no effect" in str(caught.value)
+    with pytest.raises(UsageError, match=r"^ds\.json: scheduler sets one learning rate"):
+        resolved(MUON, scheduler={"type": "WarmupLR", "params": {}})
