@@ -91,10 +91,10 @@ def memory(shape: Shape, layout: Layout) -> Memory:
     kinds = {None: _plain, 0: _replicated, 1: _partitioned, 2: _partitioned, 3: _sharded}
     needed = kinds[layout.stage](shape, layout, activation_bytes(shape, layout))
     average = layout.averages * FP32 * shape.parameters // layout.shards
-    extra = _temporaries(shape, layout)
+    update = needed.update + max(0, extra := _temporaries(shape, layout))
     if layout.offload_optimizer:
         return replace(needed, host=needed.host + average + extra)
-    return replace(needed, optimizer=needed.optimizer + average, update=needed.update + extra)
+    return replace(needed, optimizer=needed.optimizer + average, update=update)
 
 
 def _state(shape: Shape, layout: Layout, has_masters: bool = True) -> int:
@@ -105,21 +105,22 @@ def _state(shape: Shape, layout: Layout, has_masters: bool = True) -> int:
 
 
 def _temporaries(shape: Shape, layout: Layout) -> int:
-    """Bytes that an update of Lion or Muon allocates beside state and gradients.
+    """Bytes of an update of Lion or Muon beyond those of AdamW.
 
     Lion's is the direction of a weight, or of a shard. Muon's is the update of a shard in fp32 and
-    in the dtype of the iteration, then all gathered updates, of which one is iterated at a time.
+    in the dtype of the iteration, then all gathered updates, of which one is iterated at a time. Of
+    gradients ZeRO holds by then its matrices' in fp32, at stage 3 also all in low precision.
     """
-    if layout.optimizer == "lion":
-        return FP32 * (-(-shape.parameters // layout.shards) if layout.stage else shape.largest)
+    part = -(-shape.parameters // layout.shards)
     if layout.optimizer != "muon":
-        return 0
+        return (layout.optimizer == "lion") * FP32 * (part if layout.stage else shape.largest)
     b, matrix = ITERATION[layout.device], shape.dim * max(shape.dim, shape.hidden_dim)
     iterated = (FP32 + 2 * b) * matrix
     if not layout.stage:
         return FP32 * matrix + iterated
     shard = -(-shape.hidden_matrices // layout.shards)
-    return max((FP32 + b) * shard, b * (shard + shape.hidden_matrices) + iterated)
+    freed = FP32 * (part - shard) + (BYTES[layout.dtype] * part if layout.stage != 3 else 0)
+    return max((FP32 + b) * shard, b * (shard + shape.hidden_matrices) + iterated) - freed
 
 
 def _plain(shape: Shape, layout: Layout, activations: int) -> Memory:

@@ -174,6 +174,8 @@ def main() -> None:
     watch = Watch()
     muon.HAS_BF16 = False  # as the plan counts for a CPU
     muon._all_gather = watch._watched(muon._all_gather, "all_gather_into_tensor")
+    watch.before(torch, "addmm")  # of the iteration
+    watch.before(torch.Tensor, "sign_")  # of Lion
     found = []
     for words in sys.argv[2:]:
         stage, dtype, accumulation, kind = words.split(",")

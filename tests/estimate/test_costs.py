@@ -345,8 +345,9 @@ def test_muon_gathers_its_updates_under_zero_in_the_dtype_of_the_iteration():
         muon = replace(here, optimizer="muon")
         sent = bytes_sent(SMALL, muon) - bytes_sent(SMALL, here)
         assert sent == b * SMALL.hidden_matrices * 3 // 4
-        held = memory(SMALL, muon).update - memory(SMALL, here).update
-        assert held > b * SMALL.hidden_matrices * 5 // 4  # the shard, and what is gathered
+        if stage:  # the shard and its fp32 gradient, and what is gathered
+            least = b * SMALL.hidden_matrices * 5 // 4 + SMALL.hidden_matrices
+            assert memory(SMALL, muon).update > least
 
 
 def test_nothing_is_offloaded_with_muon():
