@@ -89,8 +89,9 @@ def require_output(place: Path, name: str) -> None:
 def write_reference(out_dir: Path, resolved: ResolvedConfig) -> None:
     """Write `config.yaml`, which repeats the run with `--config`, and `ds_config.resolved.json`."""
     flags = asdict(resolved.run)
-    # Flags that DeepSpeed's scheduler or optimizer ignores are refused, so they are left out.
-    left_out = {*START_FLAGS, *(name for _, _, name in ignored_flags(resolved.config))}
+    # Flags that DeepSpeed's scheduler or the optimizer ignores are refused, so they are left out.
+    left_out = {*START_FLAGS, *resolved.run.unread_flags}
+    left_out |= {name for _, _, name in ignored_flags(resolved.config)}
     if resolved.run.hugging_face is not None:  # decided by its config.json
         left_out |= {*SHAPE} - {"max_seq_len", "vocab_size"}
     sources = flags.pop("sources")

@@ -6,17 +6,24 @@ from dataclasses import dataclass
 
 from minimind.config.training_flags import flag
 
+# Optimizers that read a flag; the flags that are not listed are read by all.
+READ_BY = {
+    **dict.fromkeys(("beta1", "beta2"), ("adamw", "muon", "lion")),
+    **dict.fromkeys(("muon_lr", "muon_momentum", "muon_scaling"), ("muon",)),
+    "sgd_momentum": ("sgd",),
+}
+
 
 @dataclass(frozen=True)
 class OptimizerFlags:
     """Optimizer, learning rate and precision."""
 
     optimizer: str = flag(
-        "AdamW, or Muon for the matrices of the blocks with AdamW for embedding, head and norms; an"
-        " optimizer block in the DeepSpeed JSON names another",
+        "AdamW, Lion, SGD with momentum, or Muon for the matrices of the blocks with AdamW for"
+        " embedding, head and norms; an optimizer block in the DeepSpeed JSON takes its place",
         "adamw",
         "optimizer",
-        choices=("adamw", "muon"),
+        choices=("adamw", "muon", "lion", "sgd"),
     )
     learning_rate: float = flag("peak learning rate", 5e-4, "optimizer", above=0.0)
     min_lr_ratio: float = flag(
@@ -81,8 +88,23 @@ class OptimizerFlags:
     weight_decay: float = flag(
         "weight decay of matrices (norms are not decayed)", 0.1, "optimizer", at_least=0.0
     )
-    beta1: float = flag("AdamW first-moment decay", 0.9, "optimizer", at_least=0.0, below=1.0)
-    beta2: float = flag("AdamW second-moment decay", 0.95, "optimizer", at_least=0.0, below=1.0)
+    beta1: float = flag(
+        "AdamW first-moment decay; Lion: weight of the momentum in an update",
+        0.9,
+        "optimizer",
+        at_least=0.0,
+        below=1.0,
+    )
+    beta2: float = flag(
+        "AdamW second-moment decay; Lion: decay of the momentum",
+        0.95,
+        "optimizer",
+        at_least=0.0,
+        below=1.0,
+    )
+    sgd_momentum: float | None = flag(
+        "momentum of SGD (default 0.9)", None, "optimizer", at_least=0.0, below=1.0
+    )
     ema: float | None = flag(
         "decay of an exponential moving average of the weights, such as 0.999: kept in float32,"
         " saved, evaluated and exported beside them",

@@ -9,7 +9,7 @@ from typing import Any
 
 from minimind import __version__
 from minimind.config.model_flags import HUGGING_FACE, ModelFlags
-from minimind.config.optimizer_flags import OptimizerFlags
+from minimind.config.optimizer_flags import READ_BY, OptimizerFlags
 from minimind.config.report_flags import ReportFlags
 from minimind.config.training_flags import CHANGEABLE, PlaceFlags, TrainingFlags
 from minimind.errors import UsageError
@@ -22,6 +22,7 @@ LAUNCH = "bash run_accelerate.sh" if (PROJECT / "run_accelerate.sh").exists() el
 # A wheel has the folder inside the package (pyproject.toml).
 CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PROJECT) / "configs"
 MUON_LR, MUON_MOMENTUM = 0.02, 0.95  # of --optimizer muon, if not given
+SGD_MOMENTUM = 0.9
 DEFAULT_DEEPSPEED_CONFIG = CONFIGS / "ds_config.json"
 
 
@@ -40,6 +41,18 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
         """PLACE of --model hf:PLACE; None for the built-in decoder."""
         name = self.model or ""
         return name.removeprefix(HUGGING_FACE) if name.startswith(HUGGING_FACE) else None
+
+    @property
+    def sgd(self) -> dict[str, float]:
+        """Momentum of --optimizer sgd; empty for another optimizer."""
+        if self.optimizer != "sgd":
+            return {}
+        return {"sgd_momentum": SGD_MOMENTUM if self.sgd_momentum is None else self.sgd_momentum}
+
+    @property
+    def unread_flags(self) -> list[str]:
+        """Flags that the optimizer does not read."""
+        return [name for name, optimizers in READ_BY.items() if self.optimizer not in optimizers]
 
     @property
     def muon(self) -> dict[str, Any]:

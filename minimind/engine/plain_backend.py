@@ -163,8 +163,8 @@ class PlainBackend:
         updated = [p for group in self.torch_optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(updated, self.max_norm)
         # The norm is that of the reduced gradient, so it is finite on all ranks or on none. Fused
-        # AdamW skips the update by a flag on the device (found_inf, as set by GradScaler); with
-        # Muon the flag is read.
+        # AdamW and SGD skip the update by a flag on the device (found_inf, as set by GradScaler);
+        # Muon and Lion read the flag.
         is_skipped = ~torch.isfinite(norm)
         self.skipped_steps = self.skipped_steps + is_skipped
         self.torch_optimizer.found_inf = is_skipped.float()

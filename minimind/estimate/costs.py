@@ -14,7 +14,7 @@ from minimind.model.sizes import LOSS_CHUNK, MIN_FLEX_HEAD_DIM
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FP32 = 4  # bytes
-MASTER_AND_MOMENTS = 3 * FP32
+ITERATION = {"cuda": 2, "cpu": FP32}  # of Muon; on a CPU those without bf16 instructions
 # DeepSpeed's defaults, in elements: the flat buffer of stage 0's all-reduce, and of stage 3
 # max_live_parameters and max_reuse_distance.
 FLATTENED, LIVE, REUSE = 5 * 10**8, 10**9, 10**9
@@ -37,12 +37,19 @@ class Layout:
     recomputes: bool = False  # gradient checkpointing: only the inputs of blocks are kept
     compiles: bool = False  # on a GPU; never at stage 3
     averages: bool = False  # --ema
+    optimizer: str = "adamw"
+    moments: int = 2  # fp32 numbers that it keeps per weight; Muon one less of a matrix of a block
     loss: str = "full"  # full, chunked, or auto: chunked on a GPU if nothing is compiled
 
     @property
     def is_compiled(self) -> bool:
         """Whether a GPU runs compiled code."""
         return self.compiles and self.device == "cuda" and self.stage != 3
+
+    @property
+    def shards(self) -> int:
+        """Parts into which ZeRO divides the optimizer's state."""
+        return self.world_size if self.stage else 1
 
     @property
     def chunks_loss(self) -> bool:
@@ -83,12 +90,37 @@ def memory(shape: Shape, layout: Layout) -> Memory:
     """
     kinds = {None: _plain, 0: _replicated, 1: _partitioned, 2: _partitioned, 3: _sharded}
     needed = kinds[layout.stage](shape, layout, activation_bytes(shape, layout))
-    if not layout.averages:
-        return needed
-    average = FP32 * shape.parameters // (layout.world_size if layout.stage else 1)
+    average = layout.averages * FP32 * shape.parameters // layout.shards
+    update = needed.update + max(0, extra := _temporaries(shape, layout))
     if layout.offload_optimizer:
-        return replace(needed, host=needed.host + average)
-    return replace(needed, optimizer=needed.optimizer + average)
+        return replace(needed, host=needed.host + average + extra)
+    return replace(needed, optimizer=needed.optimizer + average, update=update)
+
+
+def _state(shape: Shape, layout: Layout, has_masters: bool = True) -> int:
+    """Bytes of fp32 masters and moments of one process."""
+    numbers = (has_masters + layout.moments) * shape.parameters
+    numbers -= shape.hidden_matrices if layout.optimizer == "muon" else 0
+    return FP32 * -(-numbers // layout.shards)
+
+
+def _temporaries(shape: Shape, layout: Layout) -> int:
+    """Bytes of an update of Lion or Muon beyond those of AdamW.
+
+    Lion's is the direction of a weight, or of a shard. Muon's is the update of a shard in fp32 and
+    in the dtype of the iteration, then all gathered updates, of which one is iterated at a time. Of
+    gradients ZeRO holds by then its matrices' in fp32, at stage 3 also all in low precision.
+    """
+    part = -(-shape.parameters // layout.shards)
+    if layout.optimizer != "muon":
+        return (layout.optimizer == "lion") * FP32 * (part if layout.stage else shape.largest)
+    b, matrix = ITERATION[layout.device], shape.dim * max(shape.dim, shape.hidden_dim)
+    iterated = (FP32 + 2 * b) * matrix
+    if not layout.stage:
+        return FP32 * matrix + iterated
+    shard = -(-shape.hidden_matrices // layout.shards)
+    freed = FP32 * (part - shard) + (BYTES[layout.dtype] * part if layout.stage != 3 else 0)
+    return max((FP32 + b) * shard, b * (shard + shape.hidden_matrices) + iterated) - freed
 
 
 def _plain(shape: Shape, layout: Layout, activations: int) -> Memory:
@@ -97,7 +129,7 @@ def _plain(shape: Shape, layout: Layout, activations: int) -> Memory:
     Gradients are views of DDP's buckets, which stay while the fp32 copies are made.
     """
     b, p = BYTES[layout.dtype], shape.parameters
-    optimizer = (2 * FP32 if b == FP32 else MASTER_AND_MOMENTS) * p
+    optimizer = _state(shape, layout, has_masters=b < FP32)
     buckets = b * p if b == FP32 or layout.world_size > 1 else 0
     making = b * shape.largest if layout.world_size > 1 else 0  # before it is in its bucket
     update = buckets + (0 if b == FP32 else FP32 * p)
@@ -105,9 +137,9 @@ def _plain(shape: Shape, layout: Layout, activations: int) -> Memory:
 
 
 def _replicated(shape: Shape, layout: Layout, activations: int) -> Memory:
-    """Stage 0: everything replicated, torch's AdamW; the all-reduce uses a flat copy."""
+    """Stage 0: everything replicated, torch's optimizers; the all-reduce uses a flat copy."""
     b, p = BYTES[layout.dtype], shape.parameters
-    optimizer = (2 * FP32 if b == FP32 else MASTER_AND_MOMENTS) * p
+    optimizer = _state(shape, layout, has_masters=b < FP32)
     wide_gradients = 0 if b == FP32 else FP32 * p
     update = b * p + max(b * min(p, FLATTENED), wide_gradients)
     return Memory(b * p, optimizer, b * p, 0, activations, update)
@@ -129,10 +161,10 @@ def _partitioned(shape: Shape, layout: Layout, activations: int) -> Memory:
         gradients, making, reduced = b * part * (2 if accumulates else 1), b * shape.largest, 0
     update = max((b + FP32) * part, reduced)
     if not layout.offload_optimizer:
-        master = MASTER_AND_MOMENTS * part
-        return Memory(b * p, master, gradients, bucket + making, activations, update)
+        state = _state(shape, layout)
+        return Memory(b * p, state, gradients, bucket + making, activations, update)
     # master, moments and fp32 gradients; the new weights and the accumulated gradients
-    host = (MASTER_AND_MOMENTS + FP32 + 2 * b) * part + b * shape.largest
+    host = _state(shape, layout) + (FP32 + 2 * b) * part + b * shape.largest
     kept = b * p if making == 0 else 0
     buffers = bucket + 2 * b * shape.largest
     return Memory(b * p, 0, kept, buffers, activations, kept + buffers, host)
@@ -150,14 +182,14 @@ def _sharded(shape: Shape, layout: Layout, activations: int) -> Memory:
     # gathered weights, bucket, its flat copy for the reduce-scatter, the gradient being computed
     buffers = b * min(p, LIVE) + 2 * bucket + b * shape.largest
     shard, host = b * part, 0
-    master, gradients = MASTER_AND_MOMENTS * part, b * part
+    state, gradients = _state(shape, layout), b * part
     update = bucket + (b + FP32) * part
     if layout.offload_optimizer:
-        host = (MASTER_AND_MOMENTS + FP32 + b) * part
-        master, gradients, update = 0, 0, bucket
+        host = state + (FP32 + b) * part
+        state, gradients, update = 0, 0, bucket
     if layout.offload_param:
         shard, host = 0, host + b * part
-    return Memory(shard, master, gradients, buffers, activations, update, host)
+    return Memory(shard, state, gradients, buffers, activations, update, host)
 
 
 def activation_bytes(shape: Shape, layout: Layout) -> int:
@@ -238,7 +270,7 @@ def bytes_sent(shape: Shape, layout: Layout) -> int:
     For S bytes a ring sends S (N-1)/N in an all-gather or reduce-scatter and twice that in an
     all-reduce (Patarasuk and Yuan 2009). ZeRO, section 7, uses reduce-scatter at stages 1 and 2;
     DeepSpeed 0.19.8 uses all-reduce, at stage 2 after every micro-batch. Stage 3 gathers weights
-    once per micro-batch, and released ones again for the backward pass.
+    once per micro-batch, and released ones again for the backward pass. Muon gathers its updates.
     """
     n = layout.world_size
     b, p, micro_batches = BYTES[layout.dtype], shape.parameters, layout.accumulation_steps
@@ -248,7 +280,8 @@ def bytes_sent(shape: Shape, layout: Layout) -> int:
         passes = micro_batches * (2 * p + max(0, p - REUSE // 2))
     else:
         passes = 2 * p * (micro_batches if layout.stage == 2 else 1) + p
-    return b * passes * (n - 1) // n
+    updates = shape.hidden_matrices if layout.optimizer == "muon" and layout.stage else 0
+    return (b * passes + ITERATION[layout.device] * updates) * (n - 1) // n
 
 
 def flops_per_token(shape: Shape) -> int:

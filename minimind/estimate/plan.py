@@ -23,6 +23,7 @@ from minimind.estimate.step_time import estimate_lines
 
 HEADROOM = 0.1  # for the CUDA context, the libraries' own buffers and fragmentation
 OWN_FLAGS = ("gpus", "world_size", "gpu_model", "memory", "peak_tflops", "mfu", "tokens")
+MOMENTS = {"adamw": 2, "muon": 2, "lion": 1, "sgd": 1}  # fp32 numbers per weight
 GIB = 2**30
 
 
@@ -126,17 +127,21 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         run.gradient_checkpointing,
         compiles=run.compile != "off" and not run.use_moe,
         averages=run.ema is not None,
+        optimizer=run.optimizer,
+        moments=0 if run.sgd.get("sgd_momentum") == 0 else MOMENTS[run.optimizer],
         loss=run.loss,
     )
 
 
 def alternatives(current: Layout) -> list[Layout]:
-    """Layouts compared for the same step: every stage, then those with offloading."""
+    """Layouts compared for the same step: every stage, then those with offloading (not of Muon)."""
     plain = [
         replace(current, stage=s, offload_optimizer=False, offload_param=False) for s in range(4)
     ]
     if current.dtype == "float16":
         plain.pop(0)  # the resolver refuses it: DeepSpeed trains wrongly
+    if current.optimizer == "muon":
+        return plain
     offloaded = [replace(s, offload_optimizer=True) for s in plain if s.stage]
     return [*plain, *offloaded, replace(offloaded[-1], offload_param=True)]
 

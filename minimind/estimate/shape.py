@@ -45,6 +45,11 @@ class Shape:
         return self.layer_norms + self._matrices(experts)
 
     @property
+    def hidden_matrices(self) -> int:
+        """Parameters of the matrices of all blocks."""
+        return self.n_layers * (self.layer - self.layer_norms)
+
+    @property
     def active(self) -> int:
         """Parameters of one block that multiply a token."""
         return self._matrices(self.visits)

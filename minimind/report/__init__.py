@@ -7,6 +7,7 @@ charts           plotly figures
 downsample       long columns in fewer points
 formats          numbers as text
 page             tables; the HTML file
+palette          colors
 records          metrics.jsonl: the starts of a run
 runs             a run as one history; its configuration
 summary          figures of a run; the text summary

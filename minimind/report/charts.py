@@ -13,25 +13,11 @@ import plotly.graph_objects as go
 
 from minimind.report import formats
 from minimind.report.downsample import downsample, group_lines, group_means, pixel_columns, smooth
+from minimind.report.palette import LIGHT
 from minimind.report.records import MAX_EXPERTS, PAUSES, PHASES, number
 from minimind.report.runs import Run
 from minimind.report.summary import NOUNS, smoothed_loss, window_of
 
-# Light and dark, after Okabe and Ito (2008), whose colors differ for every kind of color vision.
-PALETTE = {
-    **{"paper": ("#ffffff", "#14181d"), "ink": ("#1d2733", "#e4e8ec")},
-    **{"soft": ("#5c6773", "#97a3af"), "rule": ("#dfe3e8", "#2c343d")},
-    **{"bad": ("#c0392b", "#ff7b6b"), "good": ("#00795a", "#2fc99b")},
-    **{"run0": ("#0072b2", "#56b4e9"), "run1": ("#d55e00", "#f08b43")},
-    **{"run2": ("#009e73", "#2fc99b"), "run3": ("#b0578d", "#d98cba")},
-    **{"run4": ("#b8860b", "#e6b422"), "run5": ("#3a9bd9", "#9ad0f5")},
-    **{"run6": ("#6b5b95", "#b3a1e0"), "run7": ("#555555", "#b5b5b5")},
-    **{"data": ("#e69f00", "#e6b422"), "forward": ("#7cc4ec", "#2f6a96")},
-    **{"backward": ("#2f7fb8", "#62b5ea"), "optimizer": ("#1fa27c", "#1fa27c")},
-    **{"evaluate": ("#cc79a7", "#cc79a7"), "checkpoint": ("#7b4fa0", "#b08fd4")},
-    **{"sample": ("#999999", "#999999"), "trace": ("#cccccc", "#cccccc"), "gc": ("#8c6d46",) * 2},
-}
-LIGHT = {name: light for name, (light, _) in PALETTE.items()}  # page.html changes light to dark
 AXIS = {"gridcolor": LIGHT["rule"], "zeroline": False, "exponentformat": "SI"}
 LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
 TEMPLATE = go.layout.Template(
@@ -50,6 +36,11 @@ TEMPLATE = go.layout.Template(
     }
 )
 DASHES = ("solid", "dash", "dot")
+# Column of an eval event: name, color of a single run, dash.
+VALIDATIONS = {
+    "val_loss": ("validation", "run1", "solid"),
+    "ema_val_loss": ("validation of the average", "run2", "dot"),
+}
 MAX_POINTS = 4000  # pixel columns of all curves of a chart together
 MAX_BARS, MAX_MARKS = 500, 200
 NOISY = 300  # lines from which a noisy curve is drawn with its moving mean
@@ -169,16 +160,19 @@ class Charts:
         traces: list[Any] = []
         for n, run in enumerate(self.runs):
             (tone, dash), x = run_style(n), self.at(run, run.column("step"))
-            names = (f"{run.name} loss", run.name, f"{run.name} validation")
+            names = (f"{run.name} loss", run.name, f"{run.name} ")
             group: dict[str, Any] = {"legendgroup": f"run{n}"}
             if self.is_single:
                 mean = f"mean of {formats.count(window_of(len(x)), 'line')}"
-                names, group = ("loss", mean, "validation"), {}
+                names, group = ("loss", mean, ""), {}
             faint = {"showlegend": self.is_single, "dash": dash, **FAINT, **group}
             traces += self._lost(run, "loss", tone)
             traces.append(self._line(names[0], x, run.column("loss"), tone, **faint))
             traces.append(self._line(names[1], x, smoothed_loss(run), tone, dash=dash, **group))
-            traces += self._validation(run, names[2], "run1" if self.is_single else tone, group)
+            for column, (noun, own_tone, style) in VALIDATIONS.items():
+                look = {"dash": style, **group}
+                shown_tone = own_tone if self.is_single else tone
+                traces += self._validation(run, column, names[2] + noun, shown_tone, look)
         events = {"checkpoint": "checkpoint_saved", "skipped step": "step_skipped"}
         for noun, event in events.items() if self.is_single else ():
             tone = "checkpoint" if noun == "checkpoint" else "bad"
@@ -187,14 +181,16 @@ class Charts:
         look: dict[str, Any] = {"may_be_log": True, "yaxis": {"hoverformat": ".4f"}}
         return self._chart("loss", "Loss", "nats per token", traces, **look)
 
-    def _validation(self, run: Run, name: str, tone: str, group: dict[str, Any]) -> list[Any]:
+    def _validation(
+        self, run: Run, column: str, name: str, tone: str, look: dict[str, Any]
+    ) -> list[Any]:
         """Validation losses as joined points; lost ones faint and alone."""
         traces = []
-        style: dict[str, Any] = {"mode": "lines+markers", "showlegend": self.is_single, **group}
+        style: dict[str, Any] = {"mode": "lines+markers", "showlegend": self.is_single, **look}
         for is_lost in (True, False):
-            events = run.events("eval", is_lost)
+            events = [e for e in run.events("eval", is_lost) if column in e]
             x = self.at(run, np.array([number(e["step"]) for e in events]))
-            y = np.array([number(e.get("val_loss")) for e in events])
+            y = np.array([number(e[column]) for e in events])
             look = {**style, **LOST, "mode": "markers"} if is_lost else style
             shown = f"{name}, lost" if is_lost else name
             marker = {"size": 7}

@@ -13,6 +13,7 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from minimind.report import formats
+from minimind.report.palette import PALETTE
 from minimind.report.records import PAUSES, PHASES, Start, number
 from minimind.report.runs import Configuration, Run, read_configuration, read_runs
 from minimind.report.summary import NOUNS, Summary, describe, rank_figures
@@ -78,8 +79,6 @@ def plots(charts: Sequence[Chart], is_single: bool) -> str:
 def fill_page(title: str, body: str, charts: Sequence[Chart], is_linked: bool) -> str:
     """A whole HTML file from its body and the charts in it; linked ones share one x axis."""
     from plotly.offline import get_plotlyjs
-
-    from minimind.report.charts import PALETTE
 
     figures = ",".join(f'"{chart.key}":{chart.figure.to_json()}' for chart in charts)
     facts = f'"dark":{json.dumps(dict(PALETTE.values()))},"isLinked":{json.dumps(is_linked)}'

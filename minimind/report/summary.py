@@ -38,10 +38,7 @@ class Summary:
         known = np.flatnonzero(np.isfinite(loss))
         self.loss, self.mean_loss = _last_finite(loss), _last_finite(smoothed_loss(run))
         self.loss_step = int(run.column("step")[known[-1]]) if len(known) else 0
-        names = ("step", "val_loss", "val_ppl", "val_bpb")
-        evals = [{name: number(event.get(name)) for name in names} for event in run.events("eval")]
-        evals = [one for one in evals if math.isfinite(one["val_loss"])]
-        self.best = min(evals, key=lambda one: one["val_loss"], default=None)
+        self.best, self.best_average = _best(run), _best(run, "ema_")
         self.tokens = _last_finite(run.column("tokens"))
         speed = run.column("tokens_per_second")
         per_token = _weighted_mean(1.0 / np.where(speed > 0, speed, np.nan), taken)
@@ -95,11 +92,12 @@ class Summary:
         if math.isfinite(self.loss):
             remark = f" at step {self.loss_step:,}, {self.mean_loss:.4f} smoothed"
             figures["loss"] = (f"{self.loss:.4f}", remark)
-        if best := self.best:
-            pairs = ((", perplexity", best["val_ppl"]), (", bits per byte", best["val_bpb"]))
-            more = "".join(f"{name} {value:.4g}" for name, value in pairs if math.isfinite(value))
-            remark = f" at step {best['step']:,.0f}, the best{more}"
-            figures["validation"] = (f"{best['val_loss']:.4f}", remark)
+        for name, best in (("validation", self.best), ("average", self.best_average)):
+            if best:
+                pairs = ((", perplexity", best["val_ppl"]), (", bits per byte", best["val_bpb"]))
+                more = "".join(f"{noun} {n:.4g}" for noun, n in pairs if math.isfinite(n))
+                remark = f" at step {best['step']:,.0f}, the best{more}"
+                figures[name] = (f"{best['val_loss']:.4f}", remark)
         if math.isfinite(self.tokens):
             mfu = f", MFU {formats.percent(self.mfu)}" if math.isfinite(self.mfu) else ""
             remark = f", {formats.figure(self.tokens_per_second)} tokens/s{mfu}"
@@ -116,7 +114,7 @@ class Summary:
             "run": self.description(),
             "course": self.course(),
             "setbacks": self.setbacks(),
-            **{name: figures.get(name, "") for name in ("loss", "validation", "tokens")},
+            **{name: figures.get(name, "") for name in ("loss", "validation", "average", "tokens")},
             "time": ", ".join(f"{n} {formats.percent(s)}" for n, s in shares if s >= 0.0005),
             "memory": figures.get("memory", ""),
             "ranks": ", ".join(
@@ -131,6 +129,17 @@ class Summary:
         shown = [f"  {name:<12}{value}" for name, value in lines.items() if value]
         text = "\n".join([str(self.run.run_dir), *shown, *([f"  {curve}"] if curve else [])])
         return text if has_blocks else text.encode("ascii", "replace").decode()
+
+
+def _best(run: Run, prefix: str = "") -> dict[str, float] | None:
+    """The validation of least loss, None without any; of the average of weights with `ema_`."""
+    names = ("val_loss", "val_ppl", "val_bpb")
+    evals = [
+        {"step": number(e["step"]), **{name: number(e.get(prefix + name)) for name in names}}
+        for e in run.events("eval")
+    ]
+    finite = [one for one in evals if math.isfinite(one["val_loss"])]
+    return min(finite, key=lambda one: one["val_loss"], default=None)
 
 
 def _weighted_mean(values: np.ndarray, weights: np.ndarray) -> float:

@@ -14,8 +14,9 @@ import numpy as np
 import plotly.graph_objects as go
 
 from minimind.report import formats
-from minimind.report.charts import LIGHT, TEMPLATE, Chart
+from minimind.report.charts import TEMPLATE, Chart
 from minimind.report.page import fill_page, html_table, plots
+from minimind.report.palette import LIGHT
 from minimind.runtime.durable_files import storing, write_whole
 from minimind.sweep.study import Row
 from minimind.sweep.sweep_file import Range, Sweep

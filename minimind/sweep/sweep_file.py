@@ -5,6 +5,7 @@ Every scalar is kept as text, as in `--config` files, and converted by the flag 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from itertools import islice, product
 from math import prod
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
+from minimind.config.launcher_env import read_launch
 from minimind.config.parse import build_config, convert, suggest, type_name, unknown_keys
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import UsageError, fault_error
@@ -189,7 +191,12 @@ def points(name: str, dimension: list[str] | Range) -> list[Any]:
 
 
 def config_of(sweep: Sweep, parameters: Mapping[str, Any], path: str) -> RunConfig:
-    """The settings of a trial; raise a UsageError for a combination that cannot be trained."""
+    """The settings of a trial; raise a UsageError for a combination that cannot be trained.
+
+    They are resolved against the DeepSpeed file as at the start of a run.
+    """
+    from minimind.config.deepspeed.backend_choice import read_setup  # torch
+
     source = path.replace("{", "{{").replace("}", "}}") + ": {name}"
     run = build_config({**sweep.flags, **parameters}, source)
     for name in ("stop_at_step", "max_minutes"):  # of a --config file
@@ -204,6 +211,7 @@ def config_of(sweep: Sweep, parameters: Mapping[str, Any], path: str) -> RunConf
             f"{name} = 0 ({run.sources[name]}) leaves no {sweep.metric} to compare trials by; raise"
             " it"
         )
+    read_setup(run, read_launch(os.environ)).resolve()
     return run
 
 

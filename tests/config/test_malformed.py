@@ -147,9 +147,7 @@ FLAGS = {
     "flag model file odd": bad(
         "run.yaml: 'batch_size'", flags="--model run.yaml", yaml="batch_size: 3"
     ),
-    "flag float16 on cpu": bad(
-        "dtype = float16 (--dtype)", "needs a GPU", "ds.json", flags="--dtype float16"
-    ),
+    "flag float16 on cpu": bad("dtype = float16 (--dtype)", "needs a GPU", flags="--dtype float16"),
     "flag float16 on cpu without deepspeed": bad(
         "dtype = float16 (--dtype)", "GPU", flags="--dtype float16 --deepspeed_config none"
     ),

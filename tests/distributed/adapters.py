@@ -51,6 +51,11 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": "auto", "momentum": 0.9}}}
 AVERAGE = "--ema 0.9"
 MUP = "--mup_base_dim 128"  # a quarter of the dim of the flags
 MUON_FLAGS = "--optimizer muon --muon_lr 0.01"
+CPU_LION: dict[str, Any] = {
+    "optimizer": {"type": "Lion", "params": {"lr": "auto", "betas": "auto"}},
+    f"{ZERO}offload_optimizer": {"device": "cpu"},
+}
+LION_FLAGS, SGD_FLAGS = "--optimizer lion", "--optimizer sgd"
 
 CASES = {
     "ddp, fp32": Case(None, FP32),
@@ -93,6 +98,16 @@ CASES = {
     "2, bf16, muP": Case(2, BF16, flags=MUP),
     "2, bf16, experts, muP, Muon": Case(2, BF16, edits=MUON, shape=EXPERTS, flags=MUP),
     "3, bf16, muP": Case(3, BF16, flags=MUP),
+    "ddp, bf16, Lion": Case(None, BF16, flags=LION_FLAGS),
+    "0, fp32, Lion": Case(0, FP32, flags=LION_FLAGS),
+    "0, bf16, Lion": Case(0, BF16, flags=LION_FLAGS),
+    "1, bf16, fp32 sums, Lion": Case(1, BF16, edits=WIDE_SUMS, flags=LION_FLAGS),
+    "2, bf16, offload, Lion": Case(2, BF16, edits=OFFLOAD, flags=f"{LION_FLAGS} {AVERAGE}"),
+    "2, bf16, CPULion": Case(2, BF16, edits=CPU_LION),
+    "3, bf16, Lion": Case(3, BF16, flags=LION_FLAGS),
+    "ddp, bf16, SGD": Case(None, BF16, flags=SGD_FLAGS),
+    "0, bf16, SGD": Case(0, BF16, flags=SGD_FLAGS),
+    "3, fp32, SGD": Case(3, FP32, flags=SGD_FLAGS),
     "3, fp32": Case(3, FP32),
     "3, fp32, recomputing": Case(3, FP32, model=Recomputing),
     "3, bf16": Case(3, BF16),

@@ -1,6 +1,6 @@
 """Every pair of ZeRO stages and of world sizes: what was saved by one goes on under the other.
 
-    python -m tests.distributed.elastic [--optimizer muon]   (`make elastic`; 6 launches, minutes)
+    python -m tests.distributed.elastic [--optimizer NAME]   (`make elastic`; 6 launches, minutes)
 
 Each source takes 7 steps, saves, and takes 20 more, which are its unbroken curve. Each target loads
 that checkpoint and takes the same 20. Printed is the largest difference of a loss between the two:
@@ -122,6 +122,8 @@ class Worker:
             muon.HAS_BF16 = False  # Newton-Schulz in fp32
             edits = MUON
             flags += " --optimizer muon --muon_lr 0.01" if layout[1] is None else ""
+        elif self.optimizer != "adamw":
+            flags += f" --optimizer {self.optimizer}"
         case = Case(layout[1], dtype, ACCUMULATION[layout[0]], edits=edits, flags=flags)
         return build(case, seed=1, on=self.device)
 

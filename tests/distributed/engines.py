@@ -97,6 +97,8 @@ def build(case: Case, seed: int, on: str = "cpu") -> Engine:
         written = read_deepspeed_json(str(DEFAULT_DEEPSPEED_CONFIG))
         put(written, "zero_optimization.stage", case.stage)
         put(written, "optimizer.params.torch_adam", True)
+        if run.is_explicit("optimizer"):
+            del written["optimizer"]
         for key, value in case.edits.items():
             put(written, key, value)
         # As for a GPU where the CPU has no such precision; the engine itself runs on the CPU.

@@ -1,6 +1,7 @@
 """Worker of test_memory.py: how many bytes of tensors each process holds in a step, and sends.
 
-Usage: torchrun ... measure_memory.py OUT.json STAGE,DTYPE,ACCUMULATION ...     (STAGE None: DDP)
+Usage: torchrun ... measure_memory.py OUT.json STAGE,DTYPE,ACCUMULATION,OPTIMIZER ...
+(STAGE None: DDP)
 Engines are built one after another. In the last of three steps (moments exist from the second on)
 every live tensor is looked at whenever a gradient is made, a collective called, an update begun.
 Storages count once. Left out are integers (the batch), complex numbers (pos_cis) and what has a
@@ -27,6 +28,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_jso
 from minimind.config.parse import SHAPE, parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine.build import build_engine
+from minimind.engine.optimizer import muon
 from minimind.engine.phase_clock import PhaseClock
 from minimind.model import bf16_matmul
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
@@ -73,8 +75,8 @@ def require_in_force(deepspeed: Any, config: dict[str, Any]) -> None:
         requested["reduce_bucket_size"],
         requested["overlap_comm"],
     )
-    params = config["optimizer"]["params"]
-    for group in deepspeed.optimizer.param_groups:
+    params = config.get("optimizer", {}).get("params")
+    for group in deepspeed.optimizer.param_groups if params else ():
         assert list(group["betas"]) == params["betas"], group["betas"]
         assert group["eps"] == params["eps"]
         assert group["lr"] == params["lr"]
@@ -119,16 +121,20 @@ class Watch:
         return call
 
 
-def measure(watch: Watch, stage: int | None, dtype: str, accumulation: int) -> dict[str, Any]:
+def measure(
+    watch: Watch, stage: int | None, dtype: str, accumulation: int, kind: str
+) -> dict[str, Any]:
     """One engine and three steps, of which the third is watched."""
     # Or every engine gets the plugin of the first.
     AcceleratorState._reset_state(reset_partial_state=True)
     gc.collect()
     gc.freeze()  # what is there by now is neither looked at nor counted
     words = f"--model tiny --batch_size 1 --max_steps 3 --device cpu --dtype {dtype}"
-    run = parse_flags(f"{words} --accumulation_steps {accumulation}".split())
+    run = parse_flags(f"{words} --accumulation_steps {accumulation} --optimizer {kind}".split())
     written = read_deepspeed_json(str(DEFAULT_DEEPSPEED_CONFIG))
     written["zero_optimization"]["stage"] = stage or 0
+    if kind != "adamw":
+        del written["optimizer"]
     resolved = resolve(written, "measured.json", run, int(os.environ["WORLD_SIZE"]), "cpu")
     zero = resolved.config["zero_optimization"]
     resolved = ResolvedConfig(run, "ddp") if stage is None else resolved
@@ -152,7 +158,7 @@ def measure(watch: Watch, stage: int | None, dtype: str, accumulation: int) -> d
         watch.look()
     watch.is_on = False
     return {
-        "of": [stage, dtype, accumulation],
+        "of": [stage, dtype, accumulation, kind],
         "held": engine.gather(watch.most),
         "through": dict(watch.through),
         "reduce_bucket": zero["reduce_bucket_size"],
@@ -161,16 +167,20 @@ def measure(watch: Watch, stage: int | None, dtype: str, accumulation: int) -> d
 
 
 def main() -> None:
-    """Measure every `stage,dtype,accumulation` of the command line; rank 0 writes the list."""
+    """Measure every case of the command line; rank 0 writes the list."""
     # As where bf16 is multiplied as such: the temporary fp32 of other CPUs is no state.
     bf16_matmul.HAS_BF16 = True
     import_module("deepspeed")  # its many objects are frozen with the others
     watch = Watch()
+    muon.HAS_BF16 = False  # as the plan counts for a CPU
+    muon._all_gather = watch._watched(muon._all_gather, "all_gather_into_tensor")
+    watch.before(torch, "addmm")  # of the iteration
+    watch.before(torch.Tensor, "sign_")  # of Lion
     found = []
     for words in sys.argv[2:]:
-        stage, dtype, accumulation = words.split(",")
+        stage, dtype, accumulation, kind = words.split(",")
         number = None if stage == "None" else int(stage)
-        found.append(measure(watch, number, dtype, int(accumulation)))
+        found.append(measure(watch, number, dtype, int(accumulation), kind))
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
     dist.barrier()

@@ -6,6 +6,7 @@ DDP and all four stages in both precisions are measured in one launch, by measur
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,20 @@ import pytest
 
 from minimind.config.parse import parse_flags
 from minimind.estimate.costs import Layout, bytes_sent, memory
-from minimind.estimate.plan import shape_of
+from minimind.estimate.plan import MOMENTS, shape_of
 from tests.forking import Nursery
 
 pytestmark = pytest.mark.launch
 TINY = shape_of(parse_flags(["--model", "tiny"]))
 # Stage 3 comes last: it replaces torch's linear function in the whole process.
 CASES = [
-    (stage, dtype, accumulation)
-    for stage, accumulation in ((None, 1), (0, 1), (1, 1), (2, 1), (2, 2), (3, 1))
-    for dtype in ("bfloat16", "float32")
+    *(
+        (stage, dtype, accumulation, "adamw")
+        for stage, accumulation in ((None, 1), (0, 1), (1, 1), (2, 1), (2, 2))
+        for dtype in ("bfloat16", "float32")
+    ),
+    *((None, "bfloat16", 1, "sgd"), (0, "float32", 1, "lion"), (2, "bfloat16", 1, "muon")),
+    *((3, "bfloat16", 1, "adamw"), (3, "float32", 1, "adamw"), (3, "bfloat16", 1, "muon")),
 ]
 
 
@@ -31,16 +36,17 @@ def measured(
     nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[Any, ...], dict[str, Any]]:
     out = tmp_path_factory.mktemp("memory") / "held.json"
-    cases = [f"{stage},{dtype},{accumulation}" for stage, dtype, accumulation in CASES]
+    cases = [",".join(map(str, case)) for case in CASES]
     statuses, _, report = nursery.run("tests.distributed.measure_memory", [str(out), *cases], out)
     assert statuses == [0, 0], report
     return {tuple(found["of"]): found for found in json.loads(Path(out).read_text())}
 
 
-def layout_of_case(case: tuple[int | None, str, int], found: dict[str, Any]) -> Layout:
-    stage, dtype, accumulation = case
+def layout_of_case(case: tuple[int | None, str, int, str], found: dict[str, Any]) -> Layout:
+    stage, dtype, accumulation, optimizer = case
     bucket, overlap = found["reduce_bucket"], found["overlap"]
-    return Layout(stage, 2, dtype, 1, accumulation, bucket, overlap, device="cpu")
+    layout = Layout(stage, 2, dtype, 1, accumulation, bucket, overlap, device="cpu")
+    return replace(layout, optimizer=optimizer, moments=MOMENTS[optimizer])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

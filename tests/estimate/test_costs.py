@@ -21,7 +21,7 @@ from minimind.estimate.costs import (
     memory,
     seconds,
 )
-from minimind.estimate.plan import Machine, layout_of, plan, shape_of
+from minimind.estimate.plan import Machine, alternatives, layout_of, plan, shape_of
 from minimind.estimate.shape import Shape
 from minimind.model import attention_kernels
 from minimind.model.activation_checkpointing import enable_checkpointing
@@ -315,3 +315,42 @@ def test_on_a_gpu_the_loss_takes_what_its_kernels_store(
     assert activation_bytes(shape, on_cpu) - activation_bytes(without, on_cpu) == (
         4 * 512 * shape.vocab_size * 3 * 4
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "per_weight", "per_matrix"),
+    [
+        ("", 8, 0),
+        ("--optimizer lion", 4, 0),
+        ("--optimizer sgd", 4, 0),
+        ("--optimizer sgd --sgd_momentum 0", 0, 0),
+        ("--optimizer muon", 8, -4),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_the_state_is_that_of_the_optimizer_in_force(
+    flags: str, per_weight: int, per_matrix: int, world_size: int
+):
+    run = parse_flags(["--model", "tiny", *flags.split()])
+    shape, layout = shape_of(run), layout_of(run, world_size, {}, "cuda")
+    bytes_of_all = (4 + per_weight) * shape.parameters + per_matrix * shape.hidden_matrices
+    assert memory(shape, layout).optimizer == bytes_of_all
+    sharded = replace(layout, stage=2, reduce_bucket=0)
+    assert memory(shape, sharded).optimizer == pytest.approx(bytes_of_all / world_size, abs=4)
+
+
+def test_muon_gathers_its_updates_under_zero_in_the_dtype_of_the_iteration():
+    for stage, device, b in ((2, "cuda", 2), (3, "cpu", 4), (None, "cuda", 0)):
+        here = replace(ONE_STEP, stage=stage, device=device)
+        muon = replace(here, optimizer="muon")
+        sent = bytes_sent(SMALL, muon) - bytes_sent(SMALL, here)
+        assert sent == b * SMALL.hidden_matrices * 3 // 4
+        if stage:  # the shard and its fp32 gradient, and what is gathered
+            least = b * SMALL.hidden_matrices * 5 // 4 + SMALL.hidden_matrices
+            assert memory(SMALL, muon).update > least
+
+
+def test_nothing_is_offloaded_with_muon():
+    here = replace(ONE_STEP, optimizer="muon")
+    assert [way.stage for way in alternatives(here)] == [0, 1, 2, 3]
+    assert not any(way.offload_optimizer for way in alternatives(here))

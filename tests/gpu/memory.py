@@ -26,7 +26,8 @@ MIB = 2**20
 # On a GPU a size at which activations and states both count.
 LARGE = "--model 104m --batch_size 16 --accumulation_steps 1 --max_seq_len 1024"
 FEW_STEPS = "--max_steps 4 --log_interval 1 --eval_rows 0 --save_interval 100000 --save_minutes 0"
-STATES = ("2,bfloat16,1", "1,bfloat16,1", "2,float32,1", "3,bfloat16,1")  # stage, dtype, micro-b.
+# Stage, dtype, micro-batches, optimizer.
+STATES = [f"{case},1,adamw" for case in ("2,bfloat16", "1,bfloat16", "2,float32", "3,bfloat16")]
 
 
 def memory(site: Site) -> Iterator[Finding]:
@@ -64,7 +65,7 @@ def states_on_cpu(site: Site) -> Iterator[Finding]:
     site.python("torch.distributed.run", *words, str(out), *STATES, DS_ACCELERATOR="cpu")
     shape = shape_of(parse_flags(["--model", "tiny"]))
     for found in json.loads(out.read_text()):
-        stage, dtype, accumulation = found["of"]
+        stage, dtype, accumulation, _ = found["of"]
         bucket, overlap = found["reduce_bucket"], found["overlap"]
         layout = Layout(stage, 1, dtype, 1, accumulation, bucket, overlap, device="cpu")
         held = costs.memory(shape, layout)

@@ -40,9 +40,9 @@ def step_line(step: int, at: float = 1_800_000_000.0, **facts: Any) -> dict[str,
     return {**fields, **facts}
 
 
-def evaluation(step: int, loss: float) -> dict[str, Any]:
+def evaluation(step: int, loss: float, **facts: Any) -> dict[str, Any]:
     found = {"val_loss": loss, "val_ppl": 2.0, "val_bpb": loss / 3, "tokens": 7}
-    return {"event": "eval", "time": 1_800_000_000.0, "step": step, **found}
+    return {"event": "eval", "time": 1_800_000_000.0, "step": step, **found, **facts}
 
 
 def end(step: int, status: int = 0, code: str = "DONE", reason: str = "done") -> dict[str, Any]:

@@ -14,6 +14,7 @@ from tests.report.made import (
     NOW,
     Drawn,
     crashed_and_resumed,
+    evaluation,
     made_run,
     page_of,
     run_start,
@@ -45,6 +46,18 @@ def test_lost_lines_are_faint_and_validation_is_points(tmp_path):
     assert page.points("loss", "validation").tolist() == [[10, 7.5], [20, 6.25], [40, 4.25]]
     assert "markers" in page.trace("loss", "validation")["mode"]
     assert page.points("loss", "validation, lost").tolist() == [[15, 0.5]]
+
+
+def test_the_validation_of_the_average_is_a_curve_of_its_own(tmp_path):
+    averages = {10: 7.0, 20: 6.0}  # --ema was given after step 5
+    evals = [evaluation(n, 7.5, ema_val_loss=y, ema_val_bpb=y / 3) for n, y in averages.items()]
+    lines = [run_start(), *map(step_line, range(1, 21)), evaluation(5, 8.0), *evals]
+    page = Drawn(page_of(tmp_path, write_run(tmp_path / "run", lines)))
+    assert page.points("loss", "validation").tolist() == [[5, 8.0], [10, 7.5], [20, 7.5]]
+    points = page.points("loss", "validation of the average")
+    assert points.tolist() == [[10, 7.0], [20, 6.0]]
+    lines = (page.trace("loss", f"validation{of}")["line"] for of in ("", " of the average"))
+    assert len({(line["color"], line["dash"]) for line in lines}) == 2
 
 
 def test_crashes_resumes_and_changes_of_processes_are_marked_in_the_charts(tmp_path):

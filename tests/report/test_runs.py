@@ -158,6 +158,16 @@ def test_the_summary_reports_what_a_reader_asks_first(tmp_path):
     assert max(map(len, text.splitlines())) <= 110
 
 
+def test_the_best_validation_of_the_average_has_a_line_of_its_own(tmp_path):
+    averages = [{"ema_val_loss": y, "ema_val_bpb": y / 2} for y in (3.0, 3.5)]
+    evals = [evaluation(n, 4.0, **average) for n, average in enumerate(averages, 1)]
+    run = made_run(tmp_path, [run_start(), step_line(1), step_line(2), *evals])
+    text = Summary(run, NOW).as_text()
+    assert "\n  average     3.0000 at step 1, the best, bits per byte 1.5\n" in text
+    without = made_run(tmp_path, [run_start(), step_line(1), evaluation(1, 4.0)])
+    assert "average" not in Summary(without, NOW).as_text()
+
+
 def test_the_sparkline_falls_as_the_curve_does():
     assert sparkline(np.array([4.0, 3.0, 2.0, 1.0]), "1234").startswith("4321  4.00 to 1.00")
     assert sparkline(np.array([4.0, math.nan]), "1234") == ""

@@ -43,6 +43,15 @@ def dimension(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
+        (
+            dimension(muon_lr=["0.01", "0.02"]),
+            "muon_lr = 0.01 ({}: muon_lr) has no effect with opti",
+        ),
+        (dimension(decay_steps=["2", "3"]), "decay_steps = 2 ({}: decay_steps) has no effect with"),
+        (
+            {"flags": {"optimizer": "lion", "deepspeed_config": "configs/ds_config.json"}},
+            'optimizer.type is "AdamW" but {}: optimizer says optimizer = lion',
+        ),
         (dimension(lerning_rate=RATE), "key 'lerning_rate' in dimensions of {}; did you mean lea"),
         ({"flags": {"max_stepps": 4}}, "unknown key 'max_stepps' in flags of {}; did you mean max"),
         ({"flags": {"lr": 1}}, "unknown key 'lr' in flags of {}"),

@@ -12,8 +12,8 @@ effects          settings without effect in this training loop
 engine_rules     faults of DeepSpeed's engine, reported before it is built
 incompatible     settings that exclude each other
 keys             names and types of everything that DeepSpeed reads
-muon             an optimizer block of type Muon as flags
 normalize        config values as DeepSpeed reads them
+optimizer        the optimizer block as flags, and flags without effect
 resolve          the resolver
 schema           unknown, misspelt and mistyped keys
 """

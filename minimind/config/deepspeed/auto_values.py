@@ -71,7 +71,7 @@ def auto_values(
 ) -> Filled:
     """Return value and source of every key that this package can fill."""
     values = _numbers(run, world_size) | _buckets(run, world_size, device)
-    return values | _optimizer(config, run) | _rates(run, schedule)
+    return values | _optimizer(config, run) | _sgd(run) | _rates(run, schedule)
 
 
 def _by(run: RunConfig, name: str) -> str:
@@ -145,6 +145,14 @@ def _optimizer(config: Mapping[str, Any], run: RunConfig) -> Filled:
             f"derived: the optimizer is {'torch' if is_torch_adam else 'DeepSpeed'}'s",
         ),
     }
+
+
+def _sgd(run: RunConfig) -> Filled:
+    """Momentum of SGD."""
+    momentum = run.sgd.get("sgd_momentum")
+    if momentum is None:
+        return {}
+    return {"optimizer.params.momentum": (momentum, _by(run, "sgd_momentum"))}
 
 
 def _rates(run: RunConfig, schedule: Schedule | None) -> Filled:

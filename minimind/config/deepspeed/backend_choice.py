@@ -15,7 +15,7 @@ from minimind.config.deepspeed.compiled_ops import compilation_notice, replaceab
 from minimind.config.deepspeed.config_values import AUTO, apply_launch, get, put
 from minimind.config.deepspeed.effects import keys_without_effect
 from minimind.config.deepspeed.incompatible import precision_faults
-from minimind.config.deepspeed.muon import muon_faults, with_muon_defaults
+from minimind.config.deepspeed.optimizer import unread_flag_faults, with_optimizer_defaults
 from minimind.config.deepspeed.resolve import ResolvedConfig, Sections, read_deepspeed_json, resolve
 from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, LAUNCH, RunConfig
@@ -47,7 +47,7 @@ class Setup:
             return with_choices(self._without_op(resolved, schedule, sections), self.device)
         faults: list[str] = []
         run = apply_launch(run, self.launch, faults)
-        faults += precision_faults(run, self.device) + muon_faults(run)
+        faults += precision_faults(run, self.device) + unread_flag_faults(run)
         if faults:
             raise fault_error(faults)
         run.micro_batch_rows(world_size)  # raises if the batch does not divide evenly
@@ -102,8 +102,8 @@ def read_setup(run: RunConfig, launch: Launch) -> Setup:
 
 
 def with_choices(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
-    """Replace the `auto` of --compile and then of --loss; fill in what Muon leaves open."""
-    resolved = replace(resolved, run=with_muon_defaults(resolved.run))
+    """Replace the `auto` of --compile and then of --loss; fill in defaults of the optimizer."""
+    resolved = replace(resolved, run=with_optimizer_defaults(resolved.run))
     return with_loss(with_compile(resolved, device), device)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from minimind.config.deepspeed.auto_values import offloads
 from minimind.config.deepspeed.config_values import BATCH, MISSING, get
 from minimind.config.deepspeed.effects import ignored_faults
-from minimind.config.deepspeed.muon import muon_faults
-from minimind.config.deepspeed.schema import OPTIMIZERS, optimizer_name
+from minimind.config.deepspeed.optimizer import muon_faults, unread_flag_faults
+from minimind.config.deepspeed.schema import optimizer_name
 from minimind.config.run_config import RunConfig
 
 ZERO = "zero_optimization."
@@ -88,19 +88,17 @@ def incompatible_settings(
         faults += _precision(config, run, device, stage) + _optimizer(config, device)
         faults += _stage(config, stage, sources) + _reduction(config, stage)
     faults += muon_faults(run, config) + _mup(config, run)
-    return [f"{path}: {fault}" for fault in faults]
+    of_flags = precision_faults(run, device) + unread_flag_faults(run)  # which name their source
+    return [f"{path}: {fault}" for fault in faults] + of_flags
 
 
 def ignored_flags(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return (block, type, flag) for each flag that the file's scheduler or optimizer ignores."""
+    """Return (block, type, flag) for each flag that the file's scheduler ignores."""
     scheduler = get(config, "scheduler.type")
-    optimizer = optimizer_name(get(config, "optimizer.type"))
     unsupported = (
         [] if scheduler is MISSING else [n for n, k in SUPPORTED_BY.items() if scheduler not in k]
     )
     ignored = [("scheduler", scheduler, name) for name in unsupported]
-    if optimizer and "betas" not in OPTIMIZERS[optimizer].split():
-        ignored += [("optimizer", optimizer, name) for name in ("beta1", "beta2")]
     if get(config, "scheduler.params.cycle_momentum") is True:
         ignored += [("scheduler", "OneCycle with cycle_momentum", n) for n in ("beta1", "beta2")]
     return ignored
@@ -110,7 +108,10 @@ def _optimizer(config: Mapping[str, Any], device: str) -> list[str]:
     """Optimizers without checkpoint support."""
     name = optimizer_name(get(config, "optimizer.type"))
     if name == "Lion" and device == "cpu" and not offloads(config, "optimizer"):
-        return ["optimizer.type Lion runs on a CPU only with offload_optimizer; use AdamW"]
+        return [
+            "optimizer.type Lion runs on a CPU only with offload_optimizer; remove the block, and"
+            " use --optimizer lion"
+        ]
     if name and name not in RESUMABLE:
         return [f"optimizer.type {name} has no checkpoints; use {', '.join(RESUMABLE)}"]
     return []
@@ -169,8 +170,8 @@ def precision_faults(run: RunConfig, device: str) -> list[str]:
 
 
 def _precision(config: Mapping[str, Any], run: RunConfig, device: str, stage: int) -> list[str]:
-    faults = precision_faults(run, device)
-    if run.dtype == "float16" and stage == 0 and not faults:
+    faults = []
+    if run.dtype == "float16" and stage == 0 and device != "cpu":
         faults.append(
             f"dtype = float16 ({run.sources['dtype']}) trains incorrectly at ZeRO stage 0 in"
             " DeepSpeed 0.19.8 (gradients are unscaled that were never scaled); use bfloat16, or"

@@ -27,8 +27,8 @@ from minimind.config.deepspeed.config_values import (
 )
 from minimind.config.deepspeed.engine_rules import engine_faults
 from minimind.config.deepspeed.incompatible import incompatible_settings
-from minimind.config.deepspeed.muon import adopt_muon
 from minimind.config.deepspeed.normalize import normalize_config
+from minimind.config.deepspeed.optimizer import TYPES, adopt_optimizer
 from minimind.config.launcher_env import Launch
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
@@ -64,16 +64,18 @@ class ResolvedConfig:
     def optimizer(self) -> str:
         """Name of the optimizer: from the file, else of --optimizer."""
         type_name = self.config.get("optimizer", {}).get("type")
-        return deepspeed_schema.optimizer_name(type_name) or ("Muon" if self.run.muon else "AdamW")
+        return deepspeed_schema.optimizer_name(type_name) or TYPES[self.run.optimizer]
 
     @property
     def optimizer_params(self) -> dict[str, Any]:
         """Optimizer parameters that affect updates and have no flag."""
         params = self.config.get("optimizer", {}).get("params", {})
         eps = {"eps": 1e-8} if self.optimizer in ("Adam", "AdamW") else {}
+        momentum = {"momentum": self.run.sgd["sgd_momentum"]} if self.run.sgd else {}
         return (
             eps
             | self.run.muon
+            | momentum
             | {
                 k: v
                 for k, v in params.items()
@@ -158,7 +160,7 @@ def resolve(
     if wrong_types:  # the checks below read these objects
         raise fault_error([*faults, *wrong_types])
     run = apply_file(config, path, run, world_size, faults)
-    run = adopt_muon(config, path, run, faults)
+    run = adopt_optimizer(config, path, run, faults)
     try:
         run.micro_batch_rows(world_size)
     except UsageError as error:

@@ -4,7 +4,8 @@ May import `minimind.config` and below; imports no deepspeed. A DeepSpeed wrappe
 `adapters.py`, an optimizer with checkpoints in `state.py`.
 
 adapters        where each DeepSpeed wrapper stores weights and moments
-groups          parameter groups, and AdamW or Muon where the JSON names no optimizer
+groups          parameter groups, and the optimizer where the JSON names none
+lion            Lion, which torch does not have
 muon            Muon for hidden matrices beside AdamW, on whole matrices or shards
 mup             muP: initialization and learning rates by width
 state           weights and moments as named flat slices

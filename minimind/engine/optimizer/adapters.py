@@ -196,5 +196,5 @@ ADAPTERS = {
     "DeepSpeedZeroOptimizer_Stage3": _sharded_weights,
     **dict.fromkeys(("FP16_UnfusedOptimizer", "MasterWeights"), _replicated_masters),
     "FP16_Optimizer": _replicated_flat_masters,
-    **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "SGD", "MuonWithAdamW"), _plain),
+    **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "SGD", "Lion", "MuonWithAdamW"), _plain),
 }

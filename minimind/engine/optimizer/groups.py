@@ -1,4 +1,4 @@
-"""Parameter groups, AdamW and Muon, and trial optimizers that check parameters."""
+"""Parameter groups, their optimizer, and trial optimizers that check parameters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from minimind.config.run_config import RunConfig
+from minimind.engine.optimizer.lion import Lion
 from minimind.engine.optimizer.muon import Groups, MuonWithAdamW, hidden_matrices
 from minimind.engine.optimizer.mup import rate_factors
 
@@ -73,11 +74,19 @@ def _by_factor(
 
 
 def optimizer_of(groups: Groups, run: RunConfig) -> torch.optim.Optimizer:
-    """torch's fused AdamW, beside torch's Muon for groups with `use_muon`."""
-    options: dict[str, Any] = {"lr": run.learning_rate, "betas": (run.beta1, run.beta2)}
+    """The optimizer of --optimizer: torch's except Lion, with fused kernels where torch has them.
+
+    Muon is beside AdamW and has the groups with `use_muon`.
+    """
+    betas = run.beta1, run.beta2
+    if run.optimizer == "lion":
+        return Lion(groups, lr=run.learning_rate, betas=betas)
+    if run.sgd:
+        momentum = run.sgd["sgd_momentum"]
+        return torch.optim.SGD(groups, lr=run.learning_rate, momentum=momentum, fused=True)
     if any(group.get("use_muon") for group in groups):
-        return MuonWithAdamW(groups, **options)
-    return torch.optim.AdamW(groups, **options, fused=True)
+        return MuonWithAdamW(groups, lr=run.learning_rate, betas=betas)
+    return torch.optim.AdamW(groups, lr=run.learning_rate, betas=betas, fused=True)
 
 
 def trial_optimizer(name: str | None, params: Mapping[str, Any]) -> torch.optim.Optimizer:

@@ -21,7 +21,7 @@ ADAM, MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"
 # State of each optimizer per weight.
 MOMENTS = {
     **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"), ADAM),
-    **dict.fromkeys(("FusedLion", "DeepSpeedCPULion"), ("exp_avg",)),
+    **dict.fromkeys(("Lion", "FusedLion", "DeepSpeedCPULion"), ("exp_avg",)),
     "SGD": (MOMENTUM,),
     "MuonWithAdamW": (*ADAM, MOMENTUM),  # a weight has either
 }

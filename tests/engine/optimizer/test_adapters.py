@@ -58,6 +58,11 @@ LONG_CROSSINGS = [
     "2, fp32, Muon -> 0, fp32, Muon",
     "0, fp32, Muon -> 3, fp32, Muon",
     "ddp, bf16, muP -> 2, bf16, muP",
+    "ddp, bf16, Lion -> 3, bf16, Lion",
+    "3, bf16, Lion -> 1, bf16, fp32 sums, Lion",
+    "2, bf16, offload, Lion -> 2, bf16, CPULion",
+    "2, bf16, CPULion -> ddp, bf16, Lion",
+    "2, fp32, SGD -> 3, fp32, SGD",
 ]
 RECOMPUTING = ["2, fp32, recomputing", "3, fp32, recomputing"]
 SOURCES = [name.partition(" -> ")[0] for name in LONG_CROSSINGS]
@@ -122,6 +127,7 @@ def test_every_parameter_is_saved_once_and_whole(found: dict[str, Any], name: st
         is_matrix = parameter.startswith("model.layers.") and "norm" not in parameter
         has_momentum = name.endswith("SGD") or (name.endswith("Muon") and is_matrix)
         moments = {"momentum_buffer"} if has_momentum else {"exp_avg", "exp_avg_sq"}
+        moments = {"exp_avg"} if name.endswith("Lion") else moments
         kept = {key.split("|")[0]: n for key, n in keys.items() if key.endswith(f"|{parameter}")}
         moments |= {"ema"} if "--ema" in CASES[name].flags else set()
         trained = {} if parameter in FROZEN else dict.fromkeys(moments, size)

@@ -1,0 +1,182 @@
+"""The optimizer block becomes flags; flags without effect and what excludes Muon are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from minimind.config.deepspeed.backend_choice import Setup, with_choices
+from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_json, resolve
+from minimind.config.launcher_env import read_launch
+from minimind.config.parse import parse_flags
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.errors import UsageError
+
+
+def resolved(
+    params: dict[str, Any] | None,
+    flags: str = "",
+    device: str = "cpu",
+    kind: str = "Muon",
+    **more: Any,
+) -> ResolvedConfig:
+    document = {**read_deepspeed_json(str(DEFAULT_DEEPSPEED_CONFIG)), **more}
+    if params is not None:
+        document["optimizer"] = {"type": kind, "params": params}
+    return resolve(document, "ds.json", parse_flags(flags.split()), 2, device)
+
+
+def test_the_block_is_adopted_and_deepspeed_sees_none():
+    params = {"lr": 1e-3, "muon_lr": 0.03, "momentum": 0.9, "betas": [0.8, 0.9], "eps": 1e-8}
+    found = resolved(params)
+    assert "optimizer" not in found.config
+    assert (found.run.learning_rate, found.run.beta1) == (1e-3, 0.8)
+    assert found.run.muon == {"muon_lr": 0.03, "muon_momentum": 0.9, "muon_scaling": "original"}
+    assert found.run.sources["muon_lr"] == "ds.json: optimizer.params.muon_lr"
+    assert found.optimizer == "Muon"
+    assert found.optimizer_params == found.run.muon
+
+
+def test_auto_is_filled_from_the_flags():
+    params = {"lr": "auto", "muon_lr": "auto", "momentum": "auto"}
+    flags = "--muon_lr 0.01 --muon_scaling match_rms_adamw"
+    muon = resolved(params, flags).run.muon
+    assert muon == {"muon_lr": 0.01, "muon_momentum": 0.95, "muon_scaling": "match_rms_adamw"}
+    assert resolved(params).run.muon["muon_lr"] == 0.02
+
+
+MUON = {"muon_lr": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("params", "flags", "more", "sentence"),
+    [
+        ({"lr": 1e-3}, "", {}, "optimizer.params.muon_lr is missing"),
+        (MUON, "--muon_lr 0.01", {}, "muon_lr is 0.02 but --muon_lr says muon_lr = 0.01"),
+        (
+            MUON,
+            "--optimizer adamw",
+            {},
+            'optimizer.type is "Muon" but --optimizer says optimizer = adamw; drop',
+        ),
+        ({**MUON, "ns_method": "gram"}, "", {}, 'ns_method is "gram", which torch\'s Muon does'),
+        ({**MUON, "per_head_muon": True}, "", {}, "per_head_muon is true, which"),
+        (None, "--optimizer muon", {}, "says optimizer = muon; drop optimizer, or take"),
+        (None, "--optimizer lion", {}, 'optimizer.type is "AdamW" but --optimizer says'),
+        (None, "--muon_lr 0.01", {}, "muon_lr = 0.01 (--muon_lr) has no effect with optimizer ="),
+        (
+            MUON,
+            "",
+            {"scheduler": {"type": "WarmupLR", "params": {}}},
+            "scheduler sets one learning rate, and optimizer = muon (ds.json: optimizer.type)",
+        ),
+        (
+            MUON,
+            "",
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+            "zero_optimization.offload_optimizer is not supported with optimizer = muon",
+        ),
+    ],
+)
+def test_what_excludes_muon_is_refused(params, flags, more, sentence):
+    with pytest.raises(UsageError) as caught:
+        resolved(params, flags, **more)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["--muon_lr 0.01", "--muon_momentum 0.9"])
+def test_without_deepspeed_a_flag_of_muon_needs_muon(flag):
+    launch = read_launch({})
+    run = parse_flags(f"{flag} --deepspeed_config none".split())
+    with pytest.raises(UsageError, match=r"has no effect with optimizer = adamw \(default\)"):
+        Setup(run, launch, "cpu", "single", {}, "none").resolve()
+    run = parse_flags(f"{flag} --deepspeed_config none --optimizer muon".split())
+    found = Setup(run, launch, "cpu", "single", {}, "none").resolve()
+    assert found.optimizer == "Muon"
+    shown = {name: (getattr(found.run, name), found.run.sources[name]) for name in found.run.muon}
+    assert shown["muon_scaling"] == ("original", "Muon's default")
+    assert sorted(source for _, source in shown.values())[0] == flag.split()[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--optimizer sgd --beta1 0.8", "beta1 = 0.8 (--beta1) has no effect with optimizer = sgd"),
+        ("--optimizer sgd --beta2 0.8", "drop it, or use --optimizer adamw"),
+        ("--optimizer lion --sgd_momentum 0.8", "drop it, or use --optimizer sgd"),
+        ("--sgd_momentum 0.8", "sgd_momentum = 0.8 (--sgd_momentum) has no effect with optimizer"),
+        ("--optimizer lion --muon_scaling original", "has no effect with optimizer = lion"),
+    ],
+)
+def test_a_flag_that_another_optimizer_reads_is_refused(line, sentence):
+    with pytest.raises(UsageError) as caught:
+        without_deepspeed(line)
+    assert sentence in str(caught.value)
+    document = read_deepspeed_json(str(DEFAULT_DEEPSPEED_CONFIG))
+    document.pop("optimizer")
+    with pytest.raises(UsageError) as caught:
+        resolve(document, "ds.json", parse_flags(line.split()), 2, "cpu")
+    assert sentence in str(caught.value)
+
+
+def without_deepspeed(line: str) -> ResolvedConfig:
+    run = parse_flags([*line.split(), "--deepspeed_config", "none"])
+    return Setup(run, read_launch({}), "cpu", "single", {}, "none").resolve()
+
+
+def test_lion_and_sgd_are_named_and_their_values_are_in_force():
+    lion = without_deepspeed("--optimizer lion --beta1 0.95 --beta2 0.98")
+    assert (lion.optimizer, lion.optimizer_params) == ("Lion", {})
+    sgd = without_deepspeed("--optimizer sgd")
+    assert (sgd.optimizer, sgd.optimizer_params) == ("SGD", {"momentum": 0.9})
+    assert (sgd.run.sgd_momentum, sgd.run.sources["sgd_momentum"]) == (0.9, "SGD's default")
+
+
+@pytest.mark.parametrize(
+    ("params", "line", "momentum", "source"),
+    [
+        ({}, "", 0.0, "torch's default"),
+        ({}, "--sgd_momentum 0.8", 0.8, "--sgd_momentum"),
+        ({"momentum": "auto"}, "", 0.9, "SGD's default"),
+        ({"momentum": "auto"}, "--sgd_momentum 0.8", 0.8, "--sgd_momentum"),
+        ({"momentum": 0.7}, "", 0.7, "ds.json: optimizer.params.momentum"),
+        ({"momentum": 0.7}, "--optimizer sgd --sgd_momentum 0.7", 0.7, "--sgd_momentum"),
+    ],
+)
+def test_the_momentum_of_an_sgd_block_is_the_flags(params, line, momentum, source):
+    found = with_choices(resolved(params, line, kind="SGD"), "cpu")
+    assert found.config["optimizer"]["params"]["momentum"] == momentum
+    assert (found.run.sgd_momentum, found.run.sources["sgd_momentum"]) == (momentum, source)
+    assert found.optimizer_params == {"momentum": momentum}
+
+
+def test_the_momentum_of_an_sgd_block_contradicts_a_given_flag():
+    with pytest.raises(UsageError, match=r"momentum is 0\.7 but --sgd_momentum says"):
+        resolved({"momentum": 0.7}, "--sgd_momentum 0.8", kind="SGD")
+
+
+def test_a_block_of_another_optimizer_is_adopted():
+    for kind, flag in {"Adam": "adamw", "AdamW": "adamw", "Lion": "lion", "SGD": "sgd"}.items():
+        found = resolved({"lr": "auto"}, device="cuda", kind=kind)
+        assert (found.optimizer, found.run.optimizer) == (kind, flag)
+        assert found.run.sources["optimizer"] == "ds.json: optimizer.type"
+    with pytest.raises(UsageError, match=r'optimizer\.type is "Lion" but --optimizer says'):
+        resolved({"lr": "auto"}, "--optimizer adamw", "cuda", "Lion")
+
+
+@pytest.mark.parametrize("key", ["muon_lr", "momentum", "eps", "adam_lr", "torch_adam", "lr"])
+@pytest.mark.parametrize("value", [None, {}])
+def test_a_value_of_the_wrong_type_is_one_fault(key, value):
+    with pytest.raises(UsageError) as caught:
+        resolved({"muon_lr": 0.02, key: value})
+    assert str(caught.value).count(f"optimizer.params.{key} is") == 1
+
+
+def test_the_command_line_is_the_source_of_its_flags_and_the_file_of_its_keys():
+    with pytest.raises(UsageError) as caught:
+        resolved(None, "--muon_lr 0.01 --dtype float16")
+    assert "(1) dtype = float16 (--dtype) needs a GPU" in str(caught.value)
+    assert "(2) muon_lr = 0.01 (--muon_lr) has no effect" in str(caught.value)
+    with pytest.raises(UsageError, match=r"^ds\.json: scheduler sets one learning rate"):
+        resolved(MUON, scheduler={"type": "WarmupLR", "params": {}})
