@@ -12,7 +12,7 @@ from minimind.runtime.heartbeat import GONE_GRACE
 from tests.conftest import Launcher, Run
 from tests.distributed.slow_compiler import LATE
 
-TIMEOUT = 4  # --dist_timeout of these runs
+TIMEOUT = 6  # --dist_timeout of these runs
 BACKENDS = {"ddp": "none", "stage 2": str(DEFAULT_DEEPSPEED_CONFIG)}
 
 
