@@ -112,14 +112,21 @@ def _term_of(points: Points) -> tuple[Term, list[str]]:
     notes = []
     if levels["tokens"] == 1 < levels["parameters"]:
         term = "parameters"
-        notes = [f"all runs have {formats.size(tokens[0])} tokens, so it is fitted over parameters"]
+        notes = [
+            f"all runs have {formats.size(tokens[0])} tokens, so the law is over parameters,"
+            " and E holds the term of tokens"
+        ]
     elif levels["parameters"] == 1 < levels["tokens"]:
         term = "tokens"
-        notes = [f"all runs have {formats.size(sizes[0])} parameters, so it is fitted over tokens"]
+        notes = [
+            f"all runs have {formats.size(sizes[0])} parameters, so the law is over tokens,"
+            " and E holds the term of parameters"
+        ]
     elif min(levels.values()) > 1 and abs(np.corrcoef(np.log([sizes, tokens]))[0, 1]) > COLLINEAR:
         term = "parameters"
         notes = [
-            "tokens follow from parameters in all runs, so it is fitted over parameters along them"
+            "tokens follow from parameters in all runs, so the two terms cannot be told apart,"
+            " and the law is over parameters at these tokens"
         ]
     needed = constants_of(term) + 1
     if len(used) < needed:

@@ -190,7 +190,8 @@ def draw(found: Answer) -> list[Chart]:
     """Loss over each fitted size, the optimum over budgets, and the errors."""
     over = [k for k in ("tokens", "parameters") if found.fit.term in (k, "both")]
     charts = [_over(found, name) for name in over]
-    return charts + [_optimal(found)] * (found.fit.term == "both") + [_errors(found)]
+    optimal = [_optimal(found)] if found.fit.term == "both" else []
+    return [*charts, *optimal, _errors(found)]
 
 
 def _chart(key: str, title: str, unit: str, traces: list[Any], x: dict, y: dict) -> Chart:
@@ -229,10 +230,11 @@ def _over(found: Answer, name: str) -> Chart:
     for n, value in enumerate(shown):
         tone, dash = run_style(n)
         near = [one for one in used if _nearest(shown, getattr(one, other)) == value]
-        label = f"{formats.size(value)} {other}" if found.fit.term == "both" else "law"
+        label = f"{formats.size(value)} {other}" if found.fit.term == "both" else "runs"
         sizes = {name: x, other: value}
         y = found.fit.law.loss(sizes["parameters"], sizes["tokens"])
-        traces.append(_curve(x, y, tone, line={"dash": dash}, showlegend=False))
+        curve = {"line": {"dash": dash}, "showlegend": False, "name": f"law, {label}"}
+        traces.append(_curve(x, y, tone, **curve))
         texts = [escape(f"{one.name}: {one.loss:.4f}") for one in near]
         marker = {"color": LIGHT[tone], "size": 9}
         dots = {"mode": "markers", "marker": marker, "text": texts, "hoverinfo": "text"}
@@ -260,7 +262,7 @@ def _optimal(found: Answer) -> Chart:
     middle, below, above = np.array(bands).T
     band = {"fill": "tonexty", "line": {"width": 0}, "opacity": 0.5, "showlegend": True}
     traces = [
-        _curve(x, below, "run5", line={"width": 0}, showlegend=False),
+        _curve(x, below, "run5", name="lower end", line={"width": 0}, showlegend=False),
         _curve(x, above, "run5", name=f"{LEVEL:.0%} interval", **band),
         _curve(x, middle, "run0", name="optimum"),
     ]
@@ -294,6 +296,5 @@ def _errors(found: Answer) -> Chart:
     place = {"x": found.fitted(), "y": errors}
     dots = {"mode": "markers", "marker": marker, "text": texts, "hoverinfo": "text"}
     axes = {"title": "loss of the law"}, {"title": "error", "ticksuffix": "%", "zeroline": True}
-    return _chart(
-        "errors", "Errors", "measured against the law", [go.Scatter(**place, **dots)], *axes
-    )
+    trace = go.Scatter(name="error", **place, **dots)
+    return _chart("errors", "Errors", "measured against the law", [trace], *axes)

@@ -86,7 +86,7 @@ def test_intervals_contain_the_truth_as_often_as_they_say():
     """40 replicas: 95 % is 38; below 33 has a probability of 0.3 %."""
     hits = dict.fromkeys(("E", "A", "alpha"), 0)
     for seed in range(40):
-        found = noisy_fit(0.003, 100 + seed, "parameters", resamples=100)
+        found = noisy_fit(0.003, 100 + seed, "parameters", resamples=25)
         truth = {"E": LAW.E + LAW.B * 1e9**-LAW.beta, "A": LAW.A, "alpha": LAW.alpha}
         for name in hits:
             low, high = found.interval(partial(_constant, name))
