@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from scipy.optimize import minimize
@@ -29,15 +29,15 @@ PRECISION = {"maxiter": 2000, "maxfun": 20000, "ftol": 1e-13, "gtol": 1e-9}
 class Law:
     """Constants of one or both terms; of a term that is not fitted they are NaN.
 
-    A field may be an array of one value per resample. `E` of a law of one term includes the other
+    A field is a number, or an array of one for each resample. `E` of a law of one term includes the other
     term, which its runs have in common.
     """
 
-    E: float
-    A: float
-    alpha: float
-    B: float
-    beta: float
+    E: Any
+    A: Any
+    alpha: Any
+    B: Any
+    beta: Any
 
     def loss(self, parameters: np.ndarray | float, tokens: np.ndarray | float) -> np.ndarray:
         """Nats per token."""
@@ -156,7 +156,7 @@ class _Problem:
 
     def law(self, theta: np.ndarray) -> Law:
         """The law of solutions (..., constants) in parameters and tokens."""
-        values = {"A": np.nan, "alpha": np.nan, "B": np.nan, "beta": np.nan}
+        values: dict[str, Any] = {"A": np.nan, "alpha": np.nan, "B": np.nan, "beta": np.nan}
         for n, name in enumerate(self.names):
             factor, exponent = ("A", "alpha") if name == "parameters" else ("B", "beta")
             log, power = theta[..., 1 + 2 * n], theta[..., 2 + 2 * n]

@@ -81,8 +81,8 @@ def answer(points: Points, flops: Sequence[float], tokens: Sequence[float]) -> A
     if (flops or tokens) and term != "both":
         given = "--flops" if flops else "--tokens"
         raise UsageError(f"{given} needs a law over parameters and tokens, but {notes[0]}")
-    columns = ([getattr(one, k) for one in used] for k in ("parameters", "tokens", "loss"))
-    fitted = fit(*columns, term)
+    sizes = [one.parameters for one in used], [one.tokens for one in used]
+    fitted = fit(*sizes, [one.loss for one in used], term)
     costs = [one.flops_per_token / one.parameters for one in used if one.flops_per_token]
     is_known = len(costs) == len(used)
     cost = float(np.exp(np.mean(np.log(costs)))) if is_known else COST
