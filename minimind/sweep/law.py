@@ -29,8 +29,8 @@ PRECISION = {"maxiter": 2000, "maxfun": 20000, "ftol": 1e-13, "gtol": 1e-9}
 class Law:
     """Constants of one or both terms; of a term that is not fitted they are NaN.
 
-    A field is a number, or an array of one for each resample. `E` of a law of one term includes the other
-    term, which its runs have in common.
+    A field is a number, or an array of one for each resample. `E` of a law of one term includes the
+    other term, which its runs have in common.
     """
 
     E: Any

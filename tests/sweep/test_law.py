@@ -81,11 +81,12 @@ def test_noise_widens_every_interval_and_a_seed_repeats_it():
     assert widths(noisy_fit(0.0, 3))[2] < 1e-3
 
 
-def test_intervals_contain_the_truth_as_often_as_they_say():
+@pytest.mark.long
+def test_intervals_of_one_term_contain_the_truth_as_often_as_they_say():
     """40 replicas: 95 % is 38; below 33 has a probability of 0.3 %."""
     hits = dict.fromkeys(("E", "A", "alpha"), 0)
     for seed in range(40):
-        found = noisy_fit(0.003, 100 + seed, "parameters", resamples=25)
+        found = noisy_fit(0.003, 100 + seed, "parameters", resamples=100)
         truth = {"E": LAW.E + LAW.B * 1e9**-LAW.beta, "A": LAW.A, "alpha": LAW.alpha}
         for name in hits:
             low, high = found.interval(partial(_constant, name))
