@@ -10,7 +10,7 @@ export            minimind export, minimind import
 generate          minimind generate
 host_facts        versions, hardware and disk of this host
 main              the table of commands
-report            minimind report
+report            minimind report, minimind scaling
 tokenizer         minimind tokenizer
 tokenizer_tables  the output of `minimind tokenizer inspect`
 train             minimind train, minimind launch, minimind sweep

@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     data_commands.add_parsers(subs)
     tokenizer_commands.add_parser(subs)
     weight_commands.add_parsers(subs)
-    report_commands.add_parser(subs)
+    report_commands.add_parsers(subs)
     environment_commands.add_parser(subs)
     return parser
 
@@ -165,6 +165,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "export": weight_commands.run_export,
     "import": weight_commands.run_import,
     "report": report_commands.run_report,
+    "scaling": report_commands.run_scaling,
     "env": environment_commands.run_env,
 }
 

@@ -1,22 +1,47 @@
-"""`minimind report`: the text summary of runs, or their HTML page."""
+"""`minimind report` and `minimind scaling`: what runs did, and the law of their losses."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from minimind.config.arguments import positive
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import storing
 
 REMEDY = "free some space, or give another --out"
 
 
-def add_parser(subs: Any) -> None:
-    """Add `report`."""
+def add_parsers(subs: Any) -> None:
+    """Add the commands."""
+    _add_report(subs)
+    parser = subs.add_parser(
+        "scaling",
+        help="fit loss over parameters and tokens; the best size for a budget",
+        description="Fit L = E + A/N^alpha + B/D^beta to the final validation losses of finished"
+        " runs, with confidence intervals, and print the compute-optimal size for a budget.",
+        example="minimind scaling out/sweep --flops 1e18 --out scaling.html",
+    )
+    add = parser.add_argument
+    places = "a run's out_dir, or a folder of runs, such as a sweep's"
+    add("places", nargs="+", type=Path, metavar="DIR", help=places)
+    text = "budgets of training, counted as --max_flops does"
+    add("--flops", nargs="+", type=positive, default=[], help=text)
+    text = "numbers of tokens to find the size for, for which each is compute-optimal"
+    add("--tokens", nargs="+", type=positive, default=[], help=text)
+    add("--json", action="store_true", help="print a JSON object")
+    add("--out", type=Path, metavar="FILE.html", help="page of tables and plots to write")
+    add("--force", action="store_true", help="replace an earlier page at --out")
+    add("--debug", action="store_true", help="show tracebacks")
+
+
+def _add_report(subs: Any) -> None:
     parser = subs.add_parser(
         "report",
         help="curves, step times, stops and resumes of a run",
@@ -49,6 +74,27 @@ def run_report(args: argparse.Namespace) -> None:
         return
     now = time.time()
     print("\n\n".join(Summary(run, now).as_text(_has_blocks()) for run in read_runs(places)))
+
+
+def run_scaling(args: argparse.Namespace) -> None:
+    """Print the law and the optima, and write the page."""
+    if find_spec("scipy") is None:
+        raise UsageError(
+            "minimind scaling needs the package scipy, which is not installed; pip install scipy"
+        )
+    from minimind.report.page import GENERATOR
+    from minimind.sweep.points import collect
+    from minimind.sweep.scaling import answer
+    from minimind.sweep.scaling_output import as_object, as_text, write_page
+
+    if args.out:
+        _require_free(args.out, args.force, GENERATOR)
+    found = answer(collect(args.places), args.flops, args.tokens)
+    print(json.dumps(as_object(found), ensure_ascii=False) if args.json else as_text(found))
+    if args.out:
+        size = write_page(found, args.out, REMEDY)
+        if not args.json:
+            print(f"\n{args.out}: {size / 1024:,.0f} KiB; open it in a browser")
 
 
 def _require_free(out: Path, force: bool, generator: str) -> None:

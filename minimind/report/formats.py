@@ -19,6 +19,16 @@ def figure(value: float) -> str:
     return f"{value:,.{4 if size < 10 else 2 if size < 100 else 1 if size < 1000 else 0}f}"
 
 
+def size(value: float) -> str:
+    """`350`, `2.36M`, `80.6M`, `1.61B`, `3.2e13`."""
+    if not math.isfinite(value):
+        return DASH
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if value >= 0.9995 * unit:
+            return f"{value / unit:.3g}{name}" if value < 999.5 * unit else f"{value:.3g}"
+    return f"{value:.3g}"
+
+
 def duration(seconds: float) -> str:
     """`7.1 s`, `41 s`, `12 min 5 s`, `3 h 20 min`, `2 d 4 h`."""
     if not math.isfinite(seconds):
