@@ -42,6 +42,12 @@ def conflicts(run: RunConfig) -> Iterator[str]:
             f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}) is more than"
             f" max_steps = {run.max_steps} ({run.sources['max_steps']}); lower it, or train longer"
         )
+    if run.mup_base_dim is not None and run.optimizer == "sgd":
+        yield (
+            f"mup_base_dim = {run.mup_base_dim} ({run.sources['mup_base_dim']}) has rates for"
+            f" optimizers that normalize the gradient, and optimizer ="
+            f" sgd ({run.sources['optimizer']}) does not; take another, or drop it"
+        )
 
 
 def _schedule_conflicts(run: RunConfig) -> Iterator[str]:

@@ -174,6 +174,11 @@ def test_a_current_directory_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
         parse_flags(["--dry_run"])
 
 
+def test_mup_is_refused_with_an_optimizer_that_does_not_normalize_the_gradient():
+    with pytest.raises(UsageError, match=r"mup_base_dim = 64 .*optimizer = sgd \(--optimizer\)"):
+        parse_flags("--mup_base_dim 64 --optimizer sgd".split())
+
+
 def test_a_warm_up_longer_than_the_run_is_reported_before_any_data_is_read():
     with pytest.raises(UsageError, match=r"warmup_steps = 9 .* max_steps = 5"):
         parse("--warmup_steps 9 --max_steps 5")
