@@ -91,7 +91,8 @@ def memory(shape: Shape, layout: Layout) -> Memory:
     kinds = {None: _plain, 0: _replicated, 1: _partitioned, 2: _partitioned, 3: _sharded}
     needed = kinds[layout.stage](shape, layout, activation_bytes(shape, layout))
     average = layout.averages * FP32 * shape.parameters // layout.shards
-    update = needed.update + max(0, extra := _temporaries(shape, layout))
+    extra = _temporaries(shape, layout) if layout.stage != 0 else 0  # there _replicated adds it
+    update = needed.update + max(0, extra)
     if layout.offload_optimizer:
         return replace(needed, host=needed.host + average + extra)
     return replace(needed, optimizer=needed.optimizer + average, update=update)
@@ -107,9 +108,8 @@ def _state(shape: Shape, layout: Layout, has_masters: bool = True) -> int:
 def _temporaries(shape: Shape, layout: Layout) -> int:
     """Bytes of an update of Lion or Muon beyond those of AdamW.
 
-    Lion's is the direction of a weight, or of a shard. Muon's is the update of a shard in fp32 and
-    in the dtype of the iteration, then all gathered updates, of which one is iterated at a time. Of
-    gradients ZeRO holds by then its matrices' in fp32, at stage 3 also all in low precision.
+    Lion's is the direction of a weight or a shard. Muon's is a shard's update in two precisions,
+    then all gathered updates, one of them iterated; ZeRO has freed gradients of others by then.
     """
     part = -(-shape.parameters // layout.shards)
     if layout.optimizer != "muon":
@@ -140,8 +140,8 @@ def _replicated(shape: Shape, layout: Layout, activations: int) -> Memory:
     """Stage 0: everything replicated, torch's optimizers; the all-reduce uses a flat copy."""
     b, p = BYTES[layout.dtype], shape.parameters
     optimizer = _state(shape, layout, has_masters=b < FP32)
-    wide_gradients = 0 if b == FP32 else FP32 * p
-    update = b * p + max(b * min(p, FLATTENED), wide_gradients)
+    in_step = _temporaries(shape, layout) + (0 if b == FP32 else FP32 * p)
+    update = b * p + max(b * min(p, FLATTENED), in_step)
     return Memory(b * p, optimizer, b * p, 0, activations, update)
 
 
