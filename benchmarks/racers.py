@@ -5,8 +5,8 @@
 DATA is a folder of `minimind prepare`. Started by benchmarks.time_to_loss. Weights are kept after
 each of --points equal parts of the run, and judged at its end by `minimind eval` on the held-out
 documents, each document by itself. OUT/points.json has for each of them the step, the seconds from
-the start of the first step without the time to save, and bits per byte (without --judge none). All
-compute in fp32 on the CPU.
+the start of the first step without the time to save, the tokens with a loss, and with --judge bits
+per byte. All compute in fp32 on the CPU.
 """
 
 from __future__ import annotations
@@ -30,28 +30,31 @@ from benchmarks.record import preset
 from minimind.config.parse import parse_flags
 from minimind.model.loss import IGNORED, next_token_loss
 
+ROOT = Path(__file__).resolve().parent.parent
 CLIP = 1.0
 
 
 class Clock:
-    """Seconds of training at the points where weights are saved."""
+    """Seconds of training and tokens trained on at the points where weights are saved."""
 
     def __init__(self, out: Path, steps: int, points: int) -> None:
         self.out = out
+        if steps % points:
+            raise SystemExit(f"--steps {steps} cannot be divided by --points {points}")
         self.marks = {steps * point // points for point in range(1, points + 1)}
-        self.times: dict[int, float] = {}
+        self.found: dict[int, dict[str, float]] = {}
         self.paused = self.started = 0.0
 
     def start(self) -> None:
         """Note the start of the first step."""
         self.started = time.perf_counter()
 
-    def after(self, step: int, save: Callable[[Path], Any]) -> None:
+    def after(self, step: int, tokens: int, save: Callable[[Path], Any]) -> None:
         """Note the time and save the weights if `step` is one of the points."""
         if step not in self.marks:
             return
         now = time.perf_counter()
-        self.times[step] = now - self.started - self.paused
+        self.found[step] = {"seconds": now - self.started - self.paused, "tokens": tokens}
         save(self.weights(step))
         self.paused += time.perf_counter() - now
 
@@ -108,6 +111,7 @@ def minimind_style(
     model = preset(args.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     order = shuffled(len(inputs), args.rows)
+    tokens = torch.zeros((), dtype=torch.int64)
     clock.start()
     for step in range(args.steps):
         factor = 0.1 + 0.5 * (1 + math.cos(math.pi * step / args.steps))
@@ -118,7 +122,8 @@ def minimind_style(
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        clock.after(step + 1, model.save_pretrained)
+        tokens += count
+        clock.after(step + 1, int(tokens), model.save_pretrained)
 
 
 def shuffled(count: int, rows: int) -> Iterator[torch.Tensor]:
@@ -141,7 +146,8 @@ def trainer(args: argparse.Namespace, clock: Clock) -> None:
             clock.start()
 
         def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-            clock.after(state.global_step, model.save_pretrained)
+            tokens = state.global_step * args.rows * (inputs.shape[1] - 1)
+            clock.after(state.global_step, tokens, model.save_pretrained)
 
     arguments = TrainingArguments(
         output_dir=str(args.out / "trainer"),
@@ -149,6 +155,7 @@ def trainer(args: argparse.Namespace, clock: Clock) -> None:
         max_steps=args.steps,
         learning_rate=args.lr,
         seed=args.seed,
+        dataloader_drop_last=True,
         use_cpu=True,
         save_strategy="no",
         report_to=[],
@@ -164,39 +171,42 @@ def this_project(args: argparse.Namespace, clock: Clock, flags: str = "") -> Non
 
     line = f"--model {args.model} --batch_size {args.rows} --seed {args.seed} --device cpu"
     line += f" --data_path {args.data} --out_dir {args.out} --max_steps {args.steps} --resume none"
-    line += f" --eval_rows 0 --keep_last {args.points} --save_minutes 0"
-    line += f" --save_interval {args.steps // args.points} --no-async_save --dtype float32"
+    part = args.steps // args.points
+    line += f" --eval_rows 0 --keep_last {args.points} --save_minutes 0 --save_interval {part}"
+    line += f" --log_interval {part} --no-async_save --dtype float32"
     line += " --deepspeed_config none"
     rate = ["--learning_rate", str(args.lr)] if args.lr else []
     status = main([*line.split(), *flags.split(), *rate, *args.flags])
     if status:
         raise SystemExit(status)
-    clock.times = times_of(args.out / "metrics.jsonl", clock.marks)
+    clock.found = times_of(args.out / "metrics.jsonl", clock.marks)
     for mark in clock.marks:
         (args.out / "checkpoints" / clock.weights(mark).name).rename(clock.weights(mark))
 
 
-def times_of(metrics: Path, marks: set[int]) -> dict[int, float]:
-    """Seconds to the lines of `marks`, with all that happened before but the saving."""
+def times_of(metrics: Path, marks: set[int]) -> dict[int, dict[str, float]]:
+    """Seconds and tokens at the step lines of `marks`, with all that happened but the saving."""
     events = map(json.loads, metrics.read_text().splitlines())
     lines = [event for event in events if event["event"] == "step"]
     first = lines[0]
     started = first["time"] - first["step"] * first["step_ms"] / 1e3
-    saved, times = 0.0, {}
+    saved, before, found = 0.0, 0, {}
     for line in lines:
-        saved += line["checkpoint_ms"] / 1e3
-        times[line["step"]] = line["time"] - started - saved
-    return {step: seconds for step, seconds in times.items() if step in marks}
+        saved += line["checkpoint_ms"] / 1e3 * (line["step"] - before)  # a mean over the steps
+        before = line["step"]
+        found[before] = {"seconds": line["time"] - started - saved, "tokens": line["tokens"]}
+    return {step: found[step] for step in marks}
 
 
 PADDED, PACKED = "MiniMind-style, padded", "MiniMind-style, packed"
 TRAINER, DEFAULT, RECIPE = "Trainer, Llama", "ours, defaults", "ours, recipe"
+RECIPE_FILE = ROOT / "configs" / "recipes" / "fast.yaml"
 RACERS: dict[str, Callable[[argparse.Namespace, Clock], None]] = {
     PADDED: partial(minimind_style, rows_of=padded_rows),
     PACKED: partial(minimind_style, rows_of=packed_rows),
     TRAINER: trainer,
     DEFAULT: this_project,
-    RECIPE: partial(this_project, flags="--config configs/recipes/fast.yaml"),
+    RECIPE: partial(this_project, flags=f"--config {RECIPE_FILE}"),
 }
 
 
@@ -234,7 +244,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     clock = Clock(args.out, args.steps, args.points)
     RACERS[args.name](args, clock)
-    points = [{"step": step, "seconds": clock.times[step]} for step in sorted(clock.times)]
+    points = [{"step": step, **clock.found[step]} for step in sorted(clock.found)]
     if args.judge:
         points = [{**p, "bits": judge(clock.weights(int(p["step"])), args.data)} for p in points]
     (args.out / "points.json").write_text(json.dumps(points))

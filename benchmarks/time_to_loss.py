@@ -5,22 +5,26 @@
         [--model tiny] [--rows 16] [--only NAME ...] [--variant NAME=FLAGS ...]
         [--out FILE.json] [--page FILE.html]
 
-Every contender (benchmarks/racers.py) trains the same shape on the same tokens, with the same rows
-per step, in one process and thread. Step times are measured first, in rounds in which every
-contender takes some steps alone; a contender then takes as many steps as fit in --minutes, the
-first step with its compilation included, and its learning rate falls over them. So the curves do
-not depend on other load. Times to start, to prepare data and to save are not counted.
+Every contender (benchmarks/racers.py) trains the same shape on the same text, with the same number
+of rows per step, in one process and thread. Step times are measured first, in rounds in which every
+contender takes some steps alone; a contender then takes as many steps as fit in --minutes, with
+what the first step takes longer (caches of compiled code are warm), and its learning rate falls
+over them. So the curves do not depend on other load. Times to start, to prepare data and to save
+are not counted. Tokens are those with a loss: padding is none.
 
-Learning rates are searched at --search_minutes; the MiniMind-style loop on padded rows also runs
+--learning_rate is searched at --search_minutes; the MiniMind-style loop on padded rows also runs
 with the 5e-4 that it ships with. Then every contender trains --minutes with each seed. `minimind
 eval` judges ten points of each run on the held-out documents, each document by itself. A variant is
-the recipe with further flags. What is done is kept in DIR, and not done again.
+the recipe with further flags, which do not change rows. What is done is kept in DIR, and not done
+again while its command, recipe and data stay the same.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import statistics
@@ -36,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.race_page import write_page
-from benchmarks.racers import PADDED, RACERS, RECIPE
+from benchmarks.racers import PADDED, RACERS, RECIPE, RECIPE_FILE
 from benchmarks.record import arguments, record
 from minimind.config.parse import parse_flags
 
@@ -45,6 +49,7 @@ POINTS = 10
 PACE_STEPS, PACE_POINTS, PACE_ROUNDS = 40, 8, 3
 RATES = [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]
 AS_SHIPPED = f"{PADDED}, as shipped"
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -61,71 +66,77 @@ class Race:
         """The prepared text."""
         return self.folder / "data"
 
-    def train(
-        self, name: str, out: Path, steps: int, points: int, rate: float, *more: str
-    ) -> list[dict[str, float]]:
-        """Train a contender; return points.json. SystemExit with the end of its log if it fails."""
+    def command(self, name: str, *more: str) -> list[str]:
+        """The command line of a contender, without its folder."""
         racer = {AS_SHIPPED: PADDED}.get(name, RECIPE if name in self.variants else name)
-        flags = ["--steps", str(steps), "--points", str(points), "--lr", str(rate)]
-        flags += ["--model", self.model, "--rows", str(self.rows), *more]
-        flags += shlex.split(self.variants.get(name, ""))
-        command = [sys.executable, "-m", "benchmarks.racers", racer, str(self.data), str(out)]
+        command = [sys.executable, "-m", "benchmarks.racers", racer, str(self.data)]
+        command += ["--model", self.model, "--rows", str(self.rows), *more]
+        return command + shlex.split(self.variants.get(name, ""))
+
+    def key(self, name: str, *more: str) -> str:
+        """Name of what a command finds; another for another command, recipe or data."""
+        command = self.command(name, *more)
+        content = [command[3], *command[5:], (self.data / "manifest.json").read_text()]
+        if RECIPE in content:
+            content.append(RECIPE_FILE.read_text())
+        digest = hashlib.sha256("\0".join(content).encode()).hexdigest()[:12]
+        return f"{re.sub('[^a-zA-Z0-9]+', '-', name)}-{digest}"
+
+    def train(self, name: str, *more: str) -> list[dict[str, float]]:
+        """Train a contender; return points.json. SystemExit with the end of its log if it fails."""
+        out = self.folder / "runs" / self.key(name, *more)
         shutil.rmtree(out, ignore_errors=True)
-        log = out.with_suffix(".log")
-        log.parent.mkdir(parents=True, exist_ok=True)
+        out.parent.mkdir(exist_ok=True)
+        log = out.with_name(f"{out.name}.log")
+        command = self.command(name, *more)
+        command.insert(5, str(out))
         with log.open("w") as file:
-            done = subprocess.run([*command, *flags], stdout=file, stderr=subprocess.STDOUT)
+            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=ONE_THREAD)
         if done.returncode:
             raise SystemExit(f"{name} ended with {done.returncode}:\n{log.read_text()[-3000:]}")
-        points_of: list[dict[str, float]] = json.loads((out / "points.json").read_text())
+        marks: list[dict[str, float]] = json.loads((out / "points.json").read_text())
         shutil.rmtree(out)
-        return points_of
+        return marks
 
-    def pace(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    def pace(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Seconds per step, and of the first steps beyond that, by contender."""
-        path = self.folder / "pace.json"
-        known = json.loads(path.read_text()) if path.exists() else {}
-        missing = [name for name in names if name not in known]
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in missing}
-        for number in range(PACE_ROUNDS + 1 if missing else 0):  # the first one fills caches
-            for name in missing:
-                out = self.folder / "pace" / _slug(name)
-                marks = self.train(name, out, PACE_STEPS, PACE_POINTS, SHIPPED)
-                at = [mark["seconds"] for mark in marks]
-                each = statistics.median(np.diff(at)) * PACE_POINTS / PACE_STEPS
+        flags = ["--steps", str(PACE_STEPS), "--points", str(PACE_POINTS), "--lr", str(SHIPPED)]
+        places = {name: self.folder / f"pace-{self.key(name, *flags)}.json" for name in names}
+        part = PACE_STEPS // PACE_POINTS
+        found: dict[str, list[tuple[float, float]]] = {
+            name: [] for name, place in places.items() if not place.exists()
+        }
+        for number in range(PACE_ROUNDS + 1):  # the first one fills caches
+            for name, pairs in found.items():
+                at = [mark["seconds"] for mark in self.train(name, *flags)]
+                each = statistics.median(np.diff(at)) / part
                 if number:
-                    found[name].append((each, at[0] - each * PACE_STEPS / PACE_POINTS))
+                    pairs.append((each, at[0] - each * part))
         for name, pairs in found.items():
             each, start = (statistics.median(values) for values in zip(*pairs, strict=True))
-            spread = [pair[0] for pair in pairs]
-            known[name] = {"step": each, "start": max(start, 0.0), "steps": spread}
+            pace = {"step": each, "start": max(start, 0.0), "steps": [pair[0] for pair in pairs]}
+            places[name].write_text(json.dumps(pace))
             print(f"{name}: {each:.3f} s a step, {start:.1f} s more at the start", flush=True)
-        path.write_text(json.dumps(known, indent=1))
-        return known
+        return {name: json.loads(place.read_text()) for name, place in places.items()}
 
     def run(
-        self, name: str, rate: float, seed: int, minutes: float, pace: Mapping[str, float]
+        self, name: str, rate: float, seed: int, minutes: float, pace: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Train and judge one run, unless that was done; return its curve."""
-        steps = round((60 * minutes - pace["start"]) / pace["step"]) // POINTS * POINTS
-        place = self.folder / "runs" / f"{_slug(name)}-{rate:g}-{seed}-{minutes:g}"
-        result = place.with_suffix(".json")
-        if result.exists():
-            return json.loads(result.read_text())
-        marks = self.train(name, place, steps, POINTS, rate, "--seed", str(seed), "--judge")
-        tokens = self.rows * parse_flags(["--model", self.model]).max_seq_len
-        curve = [
-            {
-                **{"step": mark["step"], "tokens": mark["step"] * tokens, "bits": mark["bits"]},
-                "seconds": pace["start"] + mark["step"] * pace["step"],
-            }
-            for mark in marks
-        ]
-        wall = marks[-1]["seconds"]  # measured, with whatever else ran
-        found = {"name": name, "rate": rate, "seed": seed, "wall": wall, "curve": curve}
-        result.write_text(json.dumps(found, indent=1))
-        last = curve[-1]
-        print(f"{name}, {rate:g}, seed {seed}, {minutes:g} min: {last['bits']:.4f}", flush=True)
+        fitting = round((60 * minutes - pace["start"]) / pace["step"])
+        steps = max(fitting // POINTS, 1) * POINTS
+        flags = ["--steps", str(steps), "--points", str(POINTS), "--lr", str(rate)]
+        flags += ["--seed", str(seed), "--judge"]
+        place = self.folder / "runs" / f"{self.key(name, *flags)}.json"
+        if place.exists():
+            return json.loads(place.read_text())
+        marks = self.train(name, *flags)
+        wall = marks[-1]["seconds"]  # with whatever else ran
+        curve = [{**mark, "seconds": pace["start"] + mark["step"] * pace["step"]} for mark in marks]
+        found = {"name": name, "rate": rate, "seed": seed, "minutes": minutes, "wall": wall}
+        found["curve"] = curve
+        place.write_text(json.dumps(found, indent=1))
+        print(f"{name}, {rate:g}, seed {seed}, {minutes:g} min: {final(found):.4f}", flush=True)
         return found
 
 
@@ -139,15 +150,15 @@ def prepare(race: Race, texts: Sequence[Path]) -> None:
         )
 
 
-def _slug(name: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in name)
-
-
 def in_parallel(jobs: int, calls: Iterable[Any]) -> list[Any]:
-    """Results of functions without arguments, `jobs` at a time."""
+    """Results of functions without arguments, `jobs` at a time; the first failure ends the rest."""
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(call) for call in calls]
-        return [future.result() for future in futures]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def final(run: Mapping[str, Any]) -> float:
@@ -174,8 +185,11 @@ def needed(run: Mapping[str, Any], bits: float, axis: str = "seconds") -> float:
 
 
 def best_rate(runs: Sequence[Mapping[str, Any]]) -> float:
-    """Learning rate of the run that ends lowest."""
-    return min(runs, key=final)["rate"]
+    """Learning rate of the run that ends lowest; prints if it is at an end of the grid."""
+    best, rates = min(runs, key=final), [run["rate"] for run in runs]
+    if best["rate"] in (min(rates), max(rates)):
+        print(f"{best['name']}: {best['rate']:g} is best, at an end of --rates", flush=True)
+    return best["rate"]
 
 
 def searched(race: Race, names: Sequence[str], given: Any, pace: Any) -> list[dict[str, Any]]:

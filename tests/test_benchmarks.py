@@ -269,20 +269,47 @@ def test_rows_of_the_race_hold_the_documents(tmp_path: Path, corpus: Path):
 
 def test_times_of_the_race_are_those_of_the_lines_without_saving(tmp_path: Path):
     metrics = tmp_path / "metrics.jsonl"
+    steps = {"event": "step", "step_ms": 500.0}
     lines = [
-        {"event": "step", "step": 10, "time": 105.0, "step_ms": 500.0, "checkpoint_ms": 0.0},
+        {**steps, "step": 10, "time": 105.0, "checkpoint_ms": 0.0, "tokens": 80},
         {"event": "checkpoint_saved", "step": 10},
-        {"event": "step", "step": 20, "time": 113.0, "step_ms": 500.0, "checkpoint_ms": 2000.0},
+        {**steps, "step": 20, "time": 113.0, "checkpoint_ms": 200.0, "tokens": 160},  # a mean
     ]
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert racers.times_of(metrics, {10, 20}) == {10: 5.0, 20: 11.0}
+    assert racers.times_of(metrics, {10, 20}) == {
+        10: {"seconds": 5.0, "tokens": 80},
+        20: {"seconds": 11.0, "tokens": 160},
+    }
+
+
+def test_what_a_race_found_is_of_one_command_recipe_and_data(tmp_path: Path, monkeypatch):
+    data, recipe = tmp_path / "data", tmp_path / "fast.yaml"
+    data.mkdir()
+    (data / "manifest.json").write_text("{}")
+    recipe.write_text("optimizer: muon")
+    monkeypatch.setattr(time_to_loss, "RECIPE_FILE", recipe)
+
+    def keys(rows: int = 2, flags: str = "--qk_norm") -> list[str]:
+        race = time_to_loss.Race(tmp_path, "tiny", rows, {"a b": flags, "a-b": ""})
+        rates = [race.key(racers.DEFAULT, "--lr", str(rate)) for rate in (5e-4, 8e-4)]
+        return [*rates, race.key(racers.RECIPE), race.key("a b"), race.key("a-b")]
+
+    first = keys()
+    assert len({*first}) == 5
+    assert keys() == first
+    assert not {*keys(rows=4)} & {*first}
+    assert [a == b for a, b in zip(keys(flags=""), first, strict=True)][3] is False
+    recipe.write_text("optimizer: adamw")
+    assert [a == b for a, b in zip(keys(), first, strict=True)] == [True, True, *[False] * 3]
+    (data / "manifest.json").write_text('{"documents": 2}')
+    assert not {*keys()} & {*first}
 
 
 @pytest.mark.long
 @pytest.mark.launch
 def test_the_race_runs_whole_and_does_nothing_twice(tmp_path: Path, corpus: Path):
     out, folder = tmp_path / "race.json", tmp_path / "race"
-    names = [racers.PACKED, racers.TRAINER, racers.DEFAULT]
+    names = [racers.PACKED, racers.TRAINER, racers.RECIPE]
     line = f"{corpus} --folder {folder} --minutes 0.05 --search_minutes 0.03 --seeds 1 --rows 2"
     more = ["--rates", "1e-3", "2e-3", "--only", *names, "--out", str(out)]
     command = [sys.executable, "-m", "benchmarks.time_to_loss", *line.split(), *more]
@@ -291,7 +318,15 @@ def test_the_race_runs_whole_and_does_nothing_twice(tmp_path: Path, corpus: Path
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
     found = json.loads(out.read_text())
     assert list(found["table"]) == names
-    assert len(found["search"]) == 6
+    runs = [*found["search"], *(run for own in found["runs"].values() for run in own)]
+    settings = [(run["name"], run["rate"], run["minutes"]) for run in runs]
+    assert len({*settings}) == len(settings) == 9
+    for run in runs:
+        pace = found["pace"][run["name"]]
+        assert len(run["curve"]) == time_to_loss.POINTS
+        end = run["curve"][-1]["seconds"]
+        assert end == pytest.approx(60 * run["minutes"], abs=10 * pace["step"] + pace["start"])
+        assert run["curve"][-1]["tokens"] == pytest.approx(run["curve"][-1]["step"] * 2 * 256, 0.01)
     again = subprocess.run(command, **PLACE)
     assert again.returncode == 0
     assert json.loads(out.read_text())["runs"] == found["runs"]
