@@ -23,8 +23,9 @@ import plotly.graph_objects as go
 
 from benchmarks.record import arguments, record
 from minimind.errors import NumericError
-from minimind.report.charts import LIGHT, TEMPLATE, Chart, run_style
+from minimind.report.charts import TEMPLATE, Chart, run_style
 from minimind.report.page import fill_page, plots
+from minimind.report.palette import LIGHT
 
 HEAD_DIM = 16
 RATES = [5e-4 * 2**n for n in range(8)]  # up to 0.064
@@ -39,7 +40,8 @@ Losses = dict[str, dict[int, dict[float, float]]]  # by parametrization, width a
 
 def loss_of_run(given: Any, kind: str, width: int, rate: float) -> float:
     """The last validation loss of a run, trained unless it has finished; inf if it diverged."""
-    folder = given.work / f"{kind}-{width}-{rate:g}"
+    base, name = given.widths[0], given.text.stem
+    folder = given.work / f"{name}-{kind}-{base}-{width}-{rate:g}-{given.steps}-{given.seed}"
     events = folder / "metrics.jsonl"
     if not (events.exists() and _of(events, "exit", "status") == 0):
         heads = width // HEAD_DIM
@@ -48,7 +50,7 @@ def loss_of_run(given: Any, kind: str, width: int, rate: float) -> float:
             **{"data_path": given.text, "cache_dir": given.work / "cache", "out_dir": folder},
             **{"dim": width, "n_heads": heads, "n_kv_heads": heads // 2, "learning_rate": rate},
             **{"max_steps": given.steps, "eval_interval": given.steps, "seed": given.seed},
-            **({"mup_base_dim": given.widths[0]} if kind == "mup" else {}),
+            **({"mup_base_dim": base} if kind == "mup" else {}),
         }
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         command = [sys.executable, "-m", "minimind", "train", *words]
@@ -57,7 +59,8 @@ def loss_of_run(given: Any, kind: str, width: int, rate: float) -> float:
             return math.inf
         if done.returncode:
             raise SystemExit(f"{folder}: status {done.returncode}\n{done.stderr[-2000:]}")
-    return float(_of(events, "eval", "val_loss"))
+    loss = _of(events, "eval", "val_loss")
+    return math.inf if loss is None else float(loss)  # null: not finite
 
 
 def _of(events: Path, event: str, field: str) -> Any:
@@ -74,7 +77,7 @@ def page_of(losses: Losses, steps: int) -> str:
         traces = []
         for n, (width, by_rate) in enumerate(losses[kind].items()):
             finite = {rate: loss for rate, loss in by_rate.items() if math.isfinite(loss)}
-            best = min(finite, key=lambda rate: finite[rate])
+            best = min(finite, key=lambda rate: finite[rate], default=math.nan)
             sizes = [13 if rate == best else 6 for rate in finite]
             look = {"mode": "lines+markers", "marker": {"size": sizes}}
             line = {"color": LIGHT[run_style(n)[0]]}
@@ -108,6 +111,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--page", type=Path)
     given = parser.parse_args()
+    given.widths.sort()
     load, losses = os.getloadavg(), {}
     for kind, title in KINDS.items():
         print(f"{title}\n{'width':>6}{''.join(f'{rate:>9g}' for rate in given.rates)}")

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from minimind.report.charts import LIGHT, TEMPLATE, Chart, run_style
+from minimind.report.charts import TEMPLATE, Chart, run_style
 from minimind.report.page import fill_page, html_table, plots
+from minimind.report.palette import LIGHT
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]  # by contender, one of each seed
 

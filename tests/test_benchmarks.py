@@ -97,6 +97,8 @@ def test_a_model_whose_process_ends_costs_the_others_no_figures(tmp_path, monkey
         return {"rows": rows, "table": {NAMES[0]: {**row, "mfu": dict.fromkeys(peaks)}}}
 
     monkeypatch.setattr(gpu, "of_model", of_model)
+    monkeypatch.setattr(gpu, "write_corpus", lambda words: None)
+    monkeypatch.setattr(gpu, "measured_peak", lambda device: 1.0)
     monkeypatch.setattr(
         sys, "argv", ["gpu", "--device", "cpu", "--minutes", "6", "--out", str(out)]
     )

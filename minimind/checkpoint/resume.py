@@ -173,10 +173,12 @@ def _reader(shards: ShardFiles, state: ZeroState) -> Callable[[str, str, int, in
         if kind == AVERAGE and AVERAGE not in stored:
             kind = MASTER
         saved = {one for one, names in stored.items() if name in names} - {MASTER, AVERAGE}
-        if kind in state.kinds and saved and saved.isdisjoint(state.kinds_of(name)):
+        needed = set(state.kinds_of(name))
+        if kind in state.kinds and saved and saved != needed:
+            has, needs = (" and ".join(sorted(kinds)) or "nothing" for kinds in (saved, needed))
             raise CheckpointError(
-                f"{shards.directory}: has {min(saved)} of {name}, and the optimizer here needs"
-                f" {kind}; give the optimizer that saved it, or only its weights (--init_from)"
+                f"{shards.directory}: has {has} of {name}, and the optimizer here needs {needs};"
+                " give the optimizer that saved it, or only its weights (--init_from)"
             )
         return shards.read(kind, name, start, length)
 

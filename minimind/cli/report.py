@@ -64,7 +64,7 @@ def run_report(args: argparse.Namespace) -> None:
     from minimind.report.summary import Summary
 
     if args.out:
-        _require_free(args.out, args.force, GENERATOR)
+        require_free(args.out, args.force, GENERATOR)
     places = [place.parent if place.name == "metrics.jsonl" else place for place in args.places]
     if len({place.resolve() for place in places}) < len(places):
         raise UsageError("the same out_dir is given twice; name each run once")
@@ -88,7 +88,7 @@ def run_scaling(args: argparse.Namespace) -> None:
     from minimind.sweep.scaling_output import as_object, as_text, write_page
 
     if args.out:
-        _require_free(args.out, args.force, GENERATOR)
+        require_free(args.out, args.force, GENERATOR)
     found = answer(collect(args.places), args.flops, args.tokens)
     print(json.dumps(as_object(found), ensure_ascii=False) if args.json else as_text(found))
     if args.out:
@@ -97,7 +97,7 @@ def run_scaling(args: argparse.Namespace) -> None:
             print(f"\n{args.out}: {size / 1024:,.0f} KiB; open it in a browser")
 
 
-def _require_free(out: Path, force: bool, generator: str) -> None:
+def require_free(out: Path, force: bool, generator: str) -> None:
     """Raise UsageError if `out` exists, unless it is a report and `force` is set."""
     if not os.path.lexists(out):
         return

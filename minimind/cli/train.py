@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from minimind.cli.report import require_free
 from minimind.config.arguments import at_least, non_empty_path
 from minimind.config.parse import build_parser
 from minimind.errors import UsageError
@@ -69,6 +70,7 @@ def _add_coord_check(subs: Any) -> None:
     add("--steps", type=at_least(1), default=5, help="optimizer steps")
     add("--seeds", type=at_least(1), default=2, help="models of each width, averaged")
     add("--out", type=non_empty_path, metavar="FILE.html", help="page of plots to write")
+    add("--force", action="store_true", help="replace an earlier page")
     add("--debug", action="store_true", help="show tracebacks")
 
 
@@ -115,9 +117,12 @@ def run_sweep(args: argparse.Namespace) -> int:
 
 def run_coord_check(args: argparse.Namespace) -> int:
     """Print the coordinate check; return 0 if it is flat, else 1."""
+    from minimind.report.page import GENERATOR
     from minimind.sweep.coordinate_check import coordinate_check
     from minimind.sweep.coordinate_page import write_coordinates
 
+    if args.out:
+        require_free(args.out, args.force, GENERATOR)
     found = coordinate_check(args.run_flags, args.widths, args.steps, args.seeds)
     with_mup = next(iter(found.values()))
     print(f"\n{with_mup.verdict()}")

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minimind.config.deepspeed.auto_values import auto_values, offloads
+from minimind.config.deepspeed.optimizer import unread_flag_faults
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags, unknown_flag
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS, LAUNCH, RunConfig
+from minimind.config.run_config import CONFIGS, DEFAULT_DEEPSPEED_CONFIG, FLAGS, LAUNCH, RunConfig
 from minimind.errors import UsageError, fault_error
 from minimind.estimate import costs
 from minimind.estimate.costs import Layout, Memory
@@ -25,6 +26,7 @@ HEADROOM = 0.1  # for the CUDA context, the libraries' own buffers and fragmenta
 OWN_FLAGS = ("gpus", "world_size", "gpu_model", "memory", "peak_tflops", "mfu", "tokens")
 MOMENTS = {"adamw": 2, "muon": 2, "lion": 1, "sgd": 1}  # fp32 numbers per weight
 GIB = 2**30
+NO_BLOCK = CONFIGS / "deepspeed" / "torch_adamw.json"  # takes any --optimizer
 
 
 @dataclass(frozen=True)
@@ -56,19 +58,21 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
         )
     if run.init_from is not None:
         raise UsageError("plan does not read weights, so --init_from has no effect; give the flags")
-    shipped = os.path.relpath(DEFAULT_DEEPSPEED_CONFIG)
-    path = run.deepspeed_config or shipped
+    path = run.deepspeed_config or os.path.relpath(DEFAULT_DEEPSPEED_CONFIG)
     device = "cpu" if run.device == "cpu" else "cuda"
     config: Mapping[str, Any] = {}
     if path != "none":
         resolved = resolve(read_deepspeed_json(path), path, run, machine.gpus, device)
         run, config = resolved.run, resolved.config
+    elif faults := unread_flag_faults(run):
+        raise fault_error(faults)
     text = plan_text(run, machine.gpus, config, machine, device)
     if machine.memory is None:
         return f"{text}\n\nGive --memory (of one GPU, say 24GiB) to see what fits."
     current = layout_of(run, machine.gpus, config, device)
-    target = shipped if path == "none" else path
-    return f"{text}\n\n{_advice(run, current, machine.memory, target)}"
+    if path == "none":
+        path = os.path.relpath(DEFAULT_DEEPSPEED_CONFIG if run.optimizer == "adamw" else NO_BLOCK)
+    return f"{text}\n\n{_advice(run, current, machine.memory, path)}"
 
 
 def plan_text(
@@ -228,6 +232,8 @@ def _advice(run: RunConfig, here: Layout, memory: int, path: str) -> str:
     host = f", {held.host * gpus / GIB:.1f} GiB of RAM" if held.host else ""
     rows = best.rows * (gpus if run.split_batches else 1)
     command = _command_flags(run)
+    if run.deepspeed_config == "none" and run.optimizer != "adamw":
+        command += f" --deepspeed_config {path}"
     flags = f"{command} --batch_size {rows} --accumulation_steps {best.accumulation_steps}"
     others = [replace(here, world_size=gpus * n) for n in (2, 4, 8) if best.offload_optimizer]
     layouts = [recommend(shape, other, memory) for other in others]

@@ -186,11 +186,12 @@ def estimate_lines(shape: Shape, layout: Layout, gpu: GPUModel, how: str) -> lis
     """Lines of `minimind plan`: the least time of a step, and the one with assumed rates."""
     is_covered = shape.use_flash_attn and not (shape.use_moe or shape.doc_mask)
     is_covered &= layout.dtype != "float32" and layout.device == "cuda"
+    is_covered &= layout.optimizer == "adamw"
     if not is_covered or layout.recomputes or layout.chunks_loss:
         return [
-            "estimate    none: only for dense models with fused causal attention in bf16 or fp16,"
-            " without --gradient_checkpointing or --loss chunked"
-            " (auto is chunked if nothing is compiled)"
+            "estimate    none: only for dense models with fused causal attention in bf16 or fp16"
+            " and AdamW, without --gradient_checkpointing or --loss chunked (auto is chunked if"
+            " nothing is compiled)"
         ]
     least = step_time(shape, layout, gpu, DATA_SHEET, how)
     likely = step_time(shape, layout, gpu, ASSUMED, how)

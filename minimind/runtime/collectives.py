@@ -124,7 +124,7 @@ class Ranks:
         peers.start()
 
     def another_group(self, seconds: float) -> Ranks:
-        """A separate group of the same ranks, for a thread beside the training loop."""
+        """A separate group of the same ranks: for another thread, or with another timeout."""
         return Ranks(timedelta(seconds=seconds))
 
     def barrier(self) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from minimind.architecture.hf_models import model_of
 from minimind.architecture.select import minimind_config
 from minimind.config.checks import check
+from minimind.config.deepspeed.optimizer import unread_flag_faults
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import RunConfig
@@ -25,7 +26,7 @@ from minimind.engine.loss_of_batch import compute_loss
 from minimind.engine.optimizer.groups import run_groups
 from minimind.engine.optimizer.mup import scale_initial_weights
 from minimind.engine.plain_backend import PlainBackend
-from minimind.errors import UsageError
+from minimind.errors import UsageError, fault_error
 from minimind.model.experts import MixtureOfExperts
 
 SOURCE = "minimind coord_check"
@@ -66,7 +67,9 @@ class Coordinates:
     def verdict(self) -> str:
         """A sentence on whether it is flat."""
         bound = "every slope is" if self.is_flat else "not every slope is"
-        return f"{'' if self.is_flat else 'not '}flat with muP: {bound} within {TOLERANCE} of 0"
+        also = [f" ({kind}: or below)" for kind in MAY_SHRINK if kind in self.changes]
+        flat = f"{'' if self.is_flat else 'not '}flat with muP"
+        return f"{flat}: {bound} within {TOLERANCE} of 0{''.join(also)}"
 
     def rows(self) -> list[list[str]]:
         """Kind, change at each width, slope; as text."""
@@ -110,9 +113,16 @@ def _run_of(words: Sequence[str]) -> RunConfig:
             " drop it"
         )
     defaults = {k: v for k, v in DEFAULTS.items() if run.sources[k] == "default"}
-    run = run.with_values(SOURCE, **defaults, **FIXED)
-    check(run)
-    return run
+    faults = unread_flag_faults(run)
+    faults += [
+        f"{name} = {getattr(run, name)} ({run.sources[name]}) is {value} in a coordinate check;"
+        " drop it"
+        for name, value in FIXED.items()
+        if run.is_explicit(name) and getattr(run, name) != value
+    ]
+    if faults:
+        raise fault_error(faults)
+    return run.with_values(SOURCE, **defaults, **FIXED)
 
 
 def runs_of_widths(run: RunConfig, widths: Sequence[int], is_mup: bool) -> list[RunConfig]:
@@ -133,9 +143,9 @@ def runs_of_widths(run: RunConfig, widths: Sequence[int], is_mup: bool) -> list[
                     f" does not grow to a whole number; name multiples of {run.dim}"
                 )
             grown[name] = value * width // run.dim
-        runs.append(
-            run.with_values(SOURCE, dim=width, mup_base_dim=base if is_mup else None, **grown)
-        )
+        grown |= {"dim": width, "mup_base_dim": base if is_mup else None}
+        runs.append(run.with_values(SOURCE, **grown))
+        check(runs[-1])
     return runs
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
-from minimind.report.charts import LIGHT, TEMPLATE, Chart, run_style
+from minimind.report.charts import TEMPLATE, Chart, run_style
 from minimind.report.page import fill_page, html_table, plots
+from minimind.report.palette import LIGHT
 from minimind.runtime.durable_files import storing, write_whole
 from minimind.sweep.coordinate_check import Coordinates
 

@@ -12,8 +12,9 @@ import numpy as np
 import plotly.graph_objects as go
 
 from minimind.report import formats
-from minimind.report.charts import LIGHT, TEMPLATE, Chart, run_style
+from minimind.report.charts import TEMPLATE, Chart, run_style
 from minimind.report.page import fill_page, html_table, plots
+from minimind.report.palette import LIGHT
 from minimind.runtime.durable_files import storing, write_whole
 from minimind.sweep.law import LEVEL
 from minimind.sweep.scaling import Answer, Interval, Optimum, command_of, interval_of
@@ -278,14 +279,8 @@ def _optimal(found: Answer) -> Chart:
             traces.append(go.Scatter(name=name, x=flops, y=sizes, **dots))
     heights = [*above, *below, *(one.parameters for one in used)]
     y = _log_axis("parameters", min(heights) / MARGIN, max(heights) * MARGIN)
-    return _chart(
-        "optimum",
-        "Compute-optimal size",
-        "parameters over FLOPs, log scales",
-        traces,
-        _log_axis("FLOPs", low, high),
-        y,
-    )
+    x_axis, unit = _log_axis("FLOPs", low, high), "parameters over FLOPs, log scales"
+    return _chart("optimum", "Compute-optimal size", unit, traces, x_axis, y)
 
 
 def _errors(found: Answer) -> Chart:

@@ -12,6 +12,7 @@ from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.loader.manifest import where_listed
 from minimind.data.prepare.prepare import Prepared
+from minimind.engine.optimizer.muon import iteration_dtype
 from minimind.engine.optimizer.mup import mup_line
 from minimind.telemetry.mfu import peak_text
 from minimind.train.loop_actions import RunContext
@@ -170,8 +171,10 @@ def _rate(context: RunContext) -> str:
     schedule, scheduler = context.schedule, context.engine.resolved.scheduler
     if scheduler:
         return f"DeepSpeed's {scheduler}, as its file says"
-    muon = f", of Muon {context.run.muon['muon_lr']:g}" if context.run.muon else ""
-    return f"{schedule}{muon}"
+    if not context.run.muon:
+        return f"{schedule}"
+    dtype = str(iteration_dtype(context.engine.device)).removeprefix("torch.")
+    return f"{schedule}, of Muon {context.run.muon['muon_lr']:g} (iterated in {dtype})"
 
 
 def _backend(context: RunContext) -> list[str]:

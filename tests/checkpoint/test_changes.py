@@ -229,9 +229,23 @@ def test_the_moments_of_another_optimizer_are_refused_by_name(run: Path, flags: 
     with pytest.raises(CheckpointError, match=r"lr\.optimizer: AdamW -> Muon"):
         train(muon)
     with pytest.raises(
-        CheckpointError, match=r"has exp_avg of model\.layers.* here needs momentum_buffer; give"
+        CheckpointError,
+        match=r"has exp_avg and exp_avg_sq of model\.layers.* here needs momentum_buffer; give",
     ):
         train(muon, allow_change="lr")
+
+
+def test_moments_of_which_only_some_are_needed_are_refused(
+    run: Path, flags: dict[str, Any], tmp_path: Path
+):
+    lion = {**flags, "optimizer": "lion", "deepspeed_config": "none", "allow_change": "lr"}
+    with pytest.raises(CheckpointError, match=r"exp_avg and exp_avg_sq of .* needs exp_avg; give"):
+        train({**lion, "out_dir": str(run)})
+    own = {**lion, "out_dir": str(tmp_path / "lion"), "resume": "none"}
+    assert train(own, stop_at_step=2) == 75
+    adamw = {**own, "optimizer": "adamw", "resume": "auto"}
+    with pytest.raises(CheckpointError, match=r"has exp_avg of .* needs exp_avg and exp_avg_sq;"):
+        train(adamw)
 
 
 def test_a_budget_ends_a_run_and_is_no_change_on_resume(flags: dict[str, Any], tmp_path: Path):

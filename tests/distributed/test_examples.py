@@ -66,6 +66,8 @@ def test_an_example_trains_as_the_shipped_file_does(name: str, trained: dict[str
     if name == "muon":
         assert run.losses()[0] == pytest.approx(fp32.losses()[0], rel=2e-6)
         assert run.losses()[-1] < run.losses()[0]
+        assert largest_relative_difference(run.losses(), fp32.losses()) > 1e-3
+        assert "of Muon 0.02" in run.stdout
         return
     assert largest_relative_difference(run.losses(), fp32.losses()) < 2e-6
     assert rates == [s["lr"] for s in fp32.events("step")]

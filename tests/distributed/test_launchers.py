@@ -84,7 +84,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 # Under --long: each costs ten seconds and more.
-RARER = ("accelerate-flags", "torchrun-ddp", "notebook")
+RARER = ("accelerate-flags", "accelerate-multi-gpu", "torchrun-ddp", "deepspeed", "notebook")
 
 
 @pytest.mark.launch

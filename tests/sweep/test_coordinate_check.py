@@ -97,6 +97,11 @@ def test_the_status_is_1_where_a_rate_is_not_scaled(monkeypatch: pytest.MonkeyPa
         ("--widths 64", "a slope needs two widths or more"),
         ("--dim 60 --n_heads 4 --n_kv_heads 3", "n_heads = 4"),
         ("--model hf:.", "transformers"),
+        ("--optimizer sgd", "optimizer = sgd (--optimizer) does not; take another"),
+        ("--muon_lr 0.1", "muon_lr = 0.1 (--muon_lr) has no effect with optimizer = adamw"),
+        ("--dtype bfloat16", "dtype = bfloat16 (--dtype) is float32 in a coordinate check"),
+        ("--out pyproject.toml", "--out pyproject.toml exists"),
+        ("--out pyproject.toml --force", "--out pyproject.toml is no report"),
     ],
 )
 def test_what_cannot_be_checked_is_refused(

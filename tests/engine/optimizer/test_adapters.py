@@ -33,8 +33,8 @@ WRAPPERS = {
 SHORT = [
     *("ddp, fp32", "ddp, bf16", "0, fp32", "0, bf16", "1, bf16, fp32 sums", "2, fp32"),
     *("2, bf16, round robin", "2, fp16", "2, bf16, experts", "2, fp32, recomputing"),
-    *("ddp, bf16, Muon", "1, bf16, fp32 sums, Muon", "2, bf16, round robin, Muon"),
-    *("2, bf16, muP", "3, fp32", "3, bf16", "3, bf16, Muon", "3, bf16, muP"),
+    *("ddp, bf16, Muon", "2, bf16, round robin, Muon", "2, bf16, muP"),
+    *("3, fp32", "3, bf16", "3, bf16, Muon"),
 ]
 LONG = [name for name in CASES if name not in SHORT]
 SHORT_CROSSINGS = [
@@ -44,10 +44,10 @@ SHORT_CROSSINGS = [
     "3, bf16 -> 2, bf16",
     "ddp, bf16, Muon -> 2, bf16, round robin, Muon",
     "2, bf16, round robin, Muon -> 3, bf16, Muon",
-    "3, bf16, Muon -> 1, bf16, fp32 sums, Muon",
-    "2, bf16, muP -> 3, bf16, muP",
 ]
 LONG_CROSSINGS = [
+    "3, bf16, Muon -> 1, bf16, fp32 sums, Muon",
+    "2, bf16, muP -> 3, bf16, muP",
     "2, fp16 -> 3, fp16",
     "2, bf16, experts -> 3, bf16, experts",
     "2, bf16 -> 2, bf16, FusedAdam",
