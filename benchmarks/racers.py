@@ -30,7 +30,6 @@ from benchmarks.record import preset
 from minimind.config.parse import parse_flags
 from minimind.model.loss import IGNORED, next_token_loss
 
-ROOT = Path(__file__).resolve().parent.parent
 CLIP = 1.0
 
 
@@ -199,14 +198,14 @@ def times_of(metrics: Path, marks: set[int]) -> dict[int, dict[str, float]]:
 
 
 PADDED, PACKED = "MiniMind-style, padded", "MiniMind-style, packed"
-TRAINER, DEFAULT, RECIPE = "Trainer, Llama", "ours, defaults", "ours, recipe"
-RECIPE_FILE = ROOT / "configs" / "recipes" / "fast.yaml"
+TRAINER, DEFAULT, MUON = "Trainer, Llama", "ours, defaults", "ours, Muon"
+MUON_FLAGS = "--optimizer muon --muon_scaling match_rms_adamw"  # one rate for all weights
 RACERS: dict[str, Callable[[argparse.Namespace, Clock], None]] = {
     PADDED: partial(minimind_style, rows_of=padded_rows),
     PACKED: partial(minimind_style, rows_of=packed_rows),
     TRAINER: trainer,
     DEFAULT: this_project,
-    RECIPE: partial(this_project, flags=f"--config {RECIPE_FILE}"),
+    MUON: partial(this_project, flags=MUON_FLAGS),
 }
 
 

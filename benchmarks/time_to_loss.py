@@ -15,8 +15,8 @@ are not counted. Tokens are those with a loss: padding is none.
 --learning_rate is searched at --search_minutes; the MiniMind-style loop on padded rows also runs
 with the 5e-4 that it ships with. Then every contender trains --minutes with each seed. `minimind
 eval` judges ten points of each run on the held-out documents, each document by itself. A variant is
-the recipe with further flags, which do not change rows. What is done is kept in DIR, and not done
-again while its command, recipe and data stay the same.
+the contender with Muon with further flags, which do not change rows. What is done is kept in DIR,
+and not done again while its command and data stay the same.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.race_page import write_page
-from benchmarks.racers import PADDED, RACERS, RECIPE, RECIPE_FILE
+from benchmarks.racers import MUON, PADDED, RACERS
 from benchmarks.record import arguments, record
 from minimind.config.parse import parse_flags
 
@@ -59,7 +59,7 @@ class Race:
     folder: Path
     model: str
     rows: int
-    variants: Mapping[str, str]  # further flags of the recipe by name
+    variants: Mapping[str, str]  # further flags of the one with Muon, by name
 
     @property
     def data(self) -> Path:
@@ -68,17 +68,15 @@ class Race:
 
     def command(self, name: str, *more: str) -> list[str]:
         """The command line of a contender, without its folder."""
-        racer = {AS_SHIPPED: PADDED}.get(name, RECIPE if name in self.variants else name)
+        racer = {AS_SHIPPED: PADDED}.get(name, MUON if name in self.variants else name)
         command = [sys.executable, "-m", "benchmarks.racers", racer, str(self.data)]
         command += ["--model", self.model, "--rows", str(self.rows), *more]
         return command + shlex.split(self.variants.get(name, ""))
 
     def key(self, name: str, *more: str) -> str:
-        """Name of what a command finds; another for another command, recipe or data."""
+        """Name of what a command finds; another for another command or data."""
         command = self.command(name, *more)
         content = [command[3], *command[5:], (self.data / "manifest.json").read_text()]
-        if RECIPE in content:
-            content.append(RECIPE_FILE.read_text())
         digest = hashlib.sha256("\0".join(content).encode()).hexdigest()[:12]
         return f"{re.sub('[^a-zA-Z0-9]+', '-', name)}-{digest}"
 
@@ -247,11 +245,11 @@ def shown(table: Mapping[str, Any], against: Sequence[str]) -> str:
         low, high = row["bits"][moments[-1]]["range"]
         lines.append(f"{name:34}{row['rate']:8g}{bits}{f'{low:.4f} to {high:.4f}':>18}")
     for other in against:
-        if RECIPE in table and other in table:
-            quotients = table[RECIPE]["sooner"][other]
+        if MUON in table and other in table:
+            quotients = table[MUON]["sooner"][other]
             times, fewer = quotients["seconds"], quotients["tokens"]
             lines.append(
-                f"{RECIPE} is {times:.2f} times sooner at the final value of {other}, with"
+                f"{MUON} is {times:.2f} times sooner at the final value of {other}, with"
                 f" {fewer:.2f} times fewer tokens"
             )
     return "\n".join(lines)
@@ -290,7 +288,7 @@ def main() -> None:
     runs = raced(race, rates, given, pace) if given.seeds else {}
     if runs:
         table = summary(runs, given.minutes)
-        print(shown(table, [name for name in names if name != RECIPE]))
+        print(shown(table, [name for name in names if name != MUON]))
         if given.page:
             lead = f"{given.model}, {given.rows} rows per step, {given.seeds} seeds, one thread."
             write_page(given.page, runs, table, lead)

@@ -245,7 +245,7 @@ def test_the_race_interpolates_between_its_points_and_takes_medians(tmp_path: Pa
     both = {"seconds": pytest.approx(600 / 234), "tokens": pytest.approx(5000 / 1950)}
     assert found["fast"]["sooner"]["slow"] == both
     assert found["slow"]["sooner"]["fast"] == {"seconds": 0, "tokens": 0}
-    text = time_to_loss.shown({"ours, recipe": found["fast"], "slow": found["slow"]}, ["slow"])
+    text = time_to_loss.shown({"ours, Muon": found["fast"], "slow": found["slow"]}, ["slow"])
     assert "2.56 times sooner at the final value of slow" in text
     page = tmp_path / "race.html"
     race_page.write_page(page, {"slow": slow, "fast": fast}, found, "Two of them.")
@@ -284,25 +284,21 @@ def test_times_of_the_race_are_those_of_the_lines_without_saving(tmp_path: Path)
     }
 
 
-def test_what_a_race_found_is_of_one_command_recipe_and_data(tmp_path: Path, monkeypatch):
-    data, recipe = tmp_path / "data", tmp_path / "fast.yaml"
+def test_what_a_race_found_is_of_one_command_and_data(tmp_path: Path):
+    data = tmp_path / "data"
     data.mkdir()
     (data / "manifest.json").write_text("{}")
-    recipe.write_text("optimizer: muon")
-    monkeypatch.setattr(time_to_loss, "RECIPE_FILE", recipe)
 
     def keys(rows: int = 2, flags: str = "--qk_norm") -> list[str]:
         race = time_to_loss.Race(tmp_path, "tiny", rows, {"a b": flags, "a-b": ""})
         rates = [race.key(racers.DEFAULT, "--lr", str(rate)) for rate in (5e-4, 8e-4)]
-        return [*rates, race.key(racers.RECIPE), race.key("a b"), race.key("a-b")]
+        return [*rates, race.key(racers.MUON), race.key("a b"), race.key("a-b")]
 
     first = keys()
     assert len({*first}) == 5
     assert keys() == first
     assert not {*keys(rows=4)} & {*first}
     assert [a == b for a, b in zip(keys(flags=""), first, strict=True)][3] is False
-    recipe.write_text("optimizer: adamw")
-    assert [a == b for a, b in zip(keys(), first, strict=True)] == [True, True, *[False] * 3]
     (data / "manifest.json").write_text('{"documents": 2}')
     assert not {*keys()} & {*first}
 
@@ -311,7 +307,7 @@ def test_what_a_race_found_is_of_one_command_recipe_and_data(tmp_path: Path, mon
 @pytest.mark.launch
 def test_the_race_runs_whole_and_does_nothing_twice(tmp_path: Path, corpus: Path):
     out, folder = tmp_path / "race.json", tmp_path / "race"
-    names = [racers.PACKED, racers.TRAINER, racers.RECIPE]
+    names = [racers.PACKED, racers.TRAINER, racers.MUON]
     line = f"{corpus} --folder {folder} --minutes 0.05 --search_minutes 0.03 --seeds 1 --rows 2"
     more = ["--rates", "1e-3", "2e-3", "--only", *names, "--out", str(out)]
     command = [sys.executable, "-m", "benchmarks.time_to_loss", *line.split(), *more]

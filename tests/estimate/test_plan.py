@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from minimind.cli.main import main
+from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags
 from minimind.estimate.costs import Layout, memory
 from minimind.estimate.plan import HEADROOM, alternatives, layout_of, plan_text, recommend, shape_of
@@ -60,6 +61,22 @@ def test_the_command_it_prints_requests_the_run_it_planned(capsys):
     run = parse_flags(out.rstrip().splitlines()[-1].split())
     assert (run.model, run.use_flash_attn, run.dtype) == ("26m", False, "float32")
     assert run.batch_size * run.accumulation_steps == 12
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "muon", "sgd"])
+def test_the_command_names_a_file_that_takes_the_optimizer(capsys, optimizer: str):
+    line = f"plan --deepspeed_config none --memory 24GiB --optimizer {optimizer}"
+    assert main(line.split()) == 0
+    command = capsys.readouterr().out.split("run_accelerate.sh", 1)[1].replace("\\", " ")
+    run = parse_flags(command.split())
+    assert run.deepspeed_config
+    document = read_deepspeed_json(run.deepspeed_config)
+    assert resolve(document, run.deepspeed_config, run, 1, "cuda").run.optimizer == optimizer
+
+
+def test_flags_that_the_optimizer_does_not_read_are_refused_without_deepspeed(capsys):
+    assert main("plan --deepspeed_config none --sgd_momentum 0.5".split()) == 2
+    assert "sgd_momentum = 0.5 (--sgd_momentum) has no effect" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("gib", [2.5, 3, 4, 6, 8, 10, 12, 16, 24, 80])
