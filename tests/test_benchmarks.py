@@ -308,7 +308,7 @@ def test_what_a_race_found_is_of_one_command_and_data(tmp_path: Path):
 def test_the_race_runs_whole_and_does_nothing_twice(tmp_path: Path, corpus: Path):
     out, folder = tmp_path / "race.json", tmp_path / "race"
     names = [racers.PACKED, racers.TRAINER, racers.MUON]
-    line = f"{corpus} --folder {folder} --minutes 0.05 --search_minutes 0.03 --seeds 1 --rows 2"
+    line = f"{corpus} --folder {folder} --minutes 0.3 --search_minutes 0.03 --seeds 1 --rows 2"
     more = ["--rates", "1e-3", "2e-3", "--only", *names, "--out", str(out)]
     command = [sys.executable, "-m", "benchmarks.time_to_loss", *line.split(), *more]
     command += ["--page", str(tmp_path / "race.html")]
@@ -317,7 +317,7 @@ def test_the_race_runs_whole_and_does_nothing_twice(tmp_path: Path, corpus: Path
     found = json.loads(out.read_text())
     assert list(found["table"]) == names
     runs = [*found["search"], *(run for own in found["runs"].values() for run in own)]
-    settings = [(run["name"], run["rate"], run["minutes"]) for run in runs]
+    settings = [(run["name"], run["rate"], run["curve"][-1]["step"]) for run in runs]
     assert len({*settings}) == len(settings) == 9
     for run in runs:
         pace = found["pace"][run["name"]]
