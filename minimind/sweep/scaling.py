@@ -32,6 +32,7 @@ class Optimum:
     """The optimum of a budget, or of a number of tokens."""
 
     budget: str  # "1e18 FLOPs"
+    limit: str  # "--max_flops 1e+18", the flag of that budget
     flops: Interval
     parameters: Interval
     tokens: Interval
@@ -172,6 +173,7 @@ def _optimum(fitted: Fit, used: Sequence[Point], cost: float, **given: float) ->
     ((kind, value),) = given.items()
     return Optimum(
         f"{value:.3g} {'FLOPs' if kind == 'flops' else 'tokens'}",
+        f"--max_{kind} {value:.3g}",
         interval_of(fitted, lambda law: cost * np.multiply(*sizes(law))),
         parameters,
         tokens,
@@ -200,11 +202,9 @@ def command_of(one: Optimum) -> str:
     shape = one.shape
     if shape is None:
         return ""
-    flops = one.budget.endswith("FLOPs")
-    limit = f"--max_flops {one.flops[0]:.3g}" if flops else f"--max_tokens {one.tokens[0]:.3g}"
     return (
         f"minimind train --dim {shape.dim} --n_layers {shape.n_layers} --n_heads {shape.n_heads}"
         f" --n_kv_heads {shape.n_kv_heads} --max_seq_len {shape.max_seq_len}"
         f" --vocab_size {shape.vocab_size}{'' if shape.is_tied else ' --no-tie_word_embeddings'}"
-        f" {limit}"
+        f" {one.limit}"
     )
