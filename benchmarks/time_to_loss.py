@@ -154,7 +154,7 @@ def in_parallel(jobs: int, calls: Iterable[Any]) -> list[Any]:
         futures = [pool.submit(call) for call in calls]
         try:
             return [future.result() for future in futures]
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: what is queued takes hours
             pool.shutdown(cancel_futures=True)
             raise
 

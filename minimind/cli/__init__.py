@@ -13,5 +13,5 @@ main              the table of commands
 report            minimind report, minimind scaling
 tokenizer         minimind tokenizer
 tokenizer_tables  the output of `minimind tokenizer inspect`
-train             minimind train, minimind launch, minimind sweep
+train             minimind train, minimind launch, minimind sweep, minimind coord_check
 """

@@ -44,7 +44,7 @@ class Shards:
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """torch's Muon for groups with `use_muon`, torch's fused AdamW for the others.
+    """Muon for groups with `use_muon`, torch's fused AdamW for the others.
 
     muon_names are the parameters of the former, from `names` of each of these groups.
     """
