@@ -45,7 +45,7 @@ class DeepSpeedBackend:
             self.optimizer.check_grad_overflow = True
         base = getattr(self.optimizer, "optimizer", self.optimizer)
         if isinstance(base, MuonWithAdamW):
-            base.shards = shards_of(engine, self.state(), base.muon_names)
+            base.shards = shards_of(engine, collectives, self.state(), base.muon_names)
 
     @property
     def skipped_steps(self) -> int:

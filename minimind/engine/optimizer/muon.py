@@ -22,8 +22,6 @@ from minimind.runtime.hardware import HAS_BF16
 
 Groups = list[dict[str, Any]]
 LINEAR = ("Conv1D",)  # of transformers, in GPT-2: a linear layer with its weight transposed
-# torch 2.13 renames it, and warns of the old name.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,7 @@ class Shards:
     """Matrices by the flat shard that the optimizer updates, and the ranks that share them."""
 
     matrices: Mapping[int, list[ShardedMatrix]]  # by id of the shard
+    collectives: Any  # DeepSpeed's communication backend, whose calls comm_ms times
     process_group: dist.ProcessGroup | None
 
 
@@ -93,7 +92,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         update = _nesterov(flat.grad, momentum, group["momentum"]).to(iteration_dtype(flat.device))
         ranks = dist.get_world_size(shards.process_group)
         gathered = update.new_empty((ranks, update.numel()))
-        _all_gather(gathered.view(-1), update, shards.process_group)
+        gather = shards.collectives.all_gather_into_tensor
+        gather(gathered.view(-1), update, group=shards.process_group)
         flat.mul_(1 - group["lr"] * group["weight_decay"])
         for matrix in shards.matrices.get(id(flat), ()):
             change, f = _orthogonal(matrix.whole(gathered), group), matrix.fragment
@@ -148,7 +148,9 @@ def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def shards_of(engine: Any, state: ZeroState, muon_names: Set[str]) -> Shards | None:
+def shards_of(
+    engine: Any, collectives: Any, state: ZeroState, muon_names: Set[str]
+) -> Shards | None:
     """Describe the sharded matrices `muon_names` of a DeepSpeed engine; None if none is sharded."""
     wrapper = engine.optimizer
     named = dict(engine.module.named_parameters())
@@ -166,7 +168,8 @@ def shards_of(engine: Any, state: ZeroState, muon_names: Set[str]) -> Shards | N
     if all(f.is_replicated for f in state.fragments):
         return None
     groups = getattr(wrapper, "real_dp_process_group", None)
-    return Shards(found, groups[0] if groups else getattr(wrapper, "dp_process_group", None))
+    group = groups[0] if groups else getattr(wrapper, "dp_process_group", None)
+    return Shards(found, collectives, group)
 
 
 def _of_columns(columns: slice, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
+from minimind.engine.collective_clock import CommunicationClock
 from minimind.engine.optimizer.groups import optimizer_of, run_groups
 from minimind.engine.optimizer.muon import (
     MuonWithAdamW,
@@ -150,6 +153,16 @@ def test_the_gradient_is_clipped_before_the_momentum_and_its_norm_is_that_of_ada
         assert torch.allclose(momenta(clipped)[name], expected * (0.25 / norm), rtol=1e-4)
 
 
+class Collectives:
+    """DeepSpeed's communication backend of one process, with a gather of known length."""
+
+    MS = 2.0
+
+    def all_gather_into_tensor(self, output: Tensor, input: Tensor, group: Any = None) -> None:
+        time.sleep(self.MS / 1e3)
+        output.copy_(input)
+
+
 def test_a_step_on_flat_shards_is_that_on_whole_matrices(group: None):
     run = parse_flags("--optimizer muon --muon_lr 0.05 --learning_rate 1e-3".split())
     model = model_of()
@@ -170,7 +183,9 @@ def test_a_step_on_flat_shards_is_that_on_whole_matrices(group: None):
             )
         )
         start += p.numel()
-    sharded.shards = Shards({id(flat): found}, None)
+    collectives, clock = Collectives(), CommunicationClock(torch.device("cpu"))
+    sharded.shards = Shards({id(flat): found}, collectives, None)
+    clock.watch_deepspeed(collectives)
     for seed in range(3):
         torch.manual_seed(seed)
         gradients = [torch.randn_like(p) for p in matrices]
@@ -183,3 +198,4 @@ def test_a_step_on_flat_shards_is_that_on_whole_matrices(group: None):
         assert torch.allclose(matrix.fragment.view(flat), p.view(-1), rtol=0, atol=1e-7)
     stacked = torch.cat([whole.state[p]["momentum_buffer"].view(-1) for p in matrices])
     assert torch.equal(sharded.state[flat]["momentum_buffer"], stacked)
+    assert clock.take() >= 3 * Collectives.MS  # comm_ms contains the gathers
