@@ -200,6 +200,7 @@ def times_of(metrics: Path, marks: set[int]) -> dict[int, dict[str, float]]:
 
 PADDED, PACKED = "MiniMind-style, padded", "MiniMind-style, packed"
 TRAINER, DEFAULT, MUON = "Trainer, Llama", "ours, defaults", "ours, Muon"
+RECIPE = "ours, recipe fast"
 MUON_FLAGS = "--optimizer muon --muon_scaling match_rms_adamw"  # one rate for all weights
 RACERS: dict[str, Callable[[argparse.Namespace, Clock], None]] = {
     PADDED: partial(minimind_style, rows_of=padded_rows),
@@ -207,6 +208,7 @@ RACERS: dict[str, Callable[[argparse.Namespace, Clock], None]] = {
     TRAINER: trainer,
     DEFAULT: this_project,
     MUON: partial(this_project, flags=MUON_FLAGS),
+    RECIPE: partial(this_project, flags="--config fast"),
 }
 
 

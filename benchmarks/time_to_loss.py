@@ -40,9 +40,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.race_page import write_page
-from benchmarks.racers import MUON, PADDED, RACERS
+from benchmarks.racers import MUON, PADDED, RACERS, RECIPE
 from benchmarks.record import arguments, record
-from minimind.config.parse import parse_flags
+from minimind.config.parse import RECIPES, parse_flags
 
 SHIPPED = 5e-4  # learning rate of MiniMind's pretraining
 POINTS = 10
@@ -77,6 +77,8 @@ class Race:
         """Name of what a command finds; another for another command or data."""
         command = self.command(name, *more)
         content = [command[3], *command[5:], (self.data / "manifest.json").read_text()]
+        if command[3] == RECIPE:
+            content.append((RECIPES / "fast.yaml").read_text())
         digest = hashlib.sha256("\0".join(content).encode()).hexdigest()[:12]
         return f"{re.sub('[^a-zA-Z0-9]+', '-', name)}-{digest}"
 
@@ -244,12 +246,12 @@ def shown(table: Mapping[str, Any], against: Sequence[str]) -> str:
         bits = "".join(f"{row['bits'][moment]['median']:10.4f}" for moment in moments)
         low, high = row["bits"][moments[-1]]["range"]
         lines.append(f"{name:34}{row['rate']:8g}{bits}{f'{low:.4f} to {high:.4f}':>18}")
-    for other in against:
-        if MUON in table and other in table:
-            quotients = table[MUON]["sooner"][other]
+    for name, other in ((name, other) for name in (MUON, RECIPE) for other in against):
+        if name in table and other in table and name != other:
+            quotients = table[name]["sooner"][other]
             times, fewer = quotients["seconds"], quotients["tokens"]
             lines.append(
-                f"{MUON} is {times:.2f} times sooner at the final value of {other}, with"
+                f"{name} is {times:.2f} times sooner at the final value of {other}, with"
                 f" {fewer:.2f} times fewer tokens"
             )
     return "\n".join(lines)
@@ -288,7 +290,7 @@ def main() -> None:
     runs = raced(race, rates, given, pace) if given.seeds else {}
     if runs:
         table = summary(runs, given.minutes)
-        print(shown(table, [name for name in names if name != MUON]))
+        print(shown(table, names))
         if given.page:
             lead = f"{given.model}, {given.rows} rows per step, {given.seeds} seeds, one thread."
             write_page(given.page, runs, table, lead)

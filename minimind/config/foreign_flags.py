@@ -1,4 +1,4 @@
-"""Equivalents of other projects' flags, for docs/coming_from.md and error messages.
+"""Equivalents of other projects' flags, for docs/coming_from.md and error messages; suggestions.
 
 A row is `their names | ours | note`, ours separated by commas. With equal counts, names pair up in
 order; otherwise each maps to the first of ours. If ours is empty, the note gives the reason.
@@ -6,7 +6,9 @@ order; otherwise each maps to the first of ours. If ours is empty, the note give
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Sequence
 
 # In the order of the page. The first row of a name gives the hint, unless a `=value` matches.
 TABLES = {
@@ -210,3 +212,14 @@ def equivalent_flag(flag: str) -> str:
                 )
                 clauses.insert(0 if its_value and its_value == value else len(clauses), clause)
     return clauses[0] if clauses else ""
+
+
+def suggest(name: str, names: Sequence[str], otherwise: str = "--help lists every flag") -> str:
+    """Suggest the name closest to an unknown one; `otherwise` if none is close."""
+    plain = {known.lstrip("-"): known for known in names}
+    word = str(name).lstrip("-")
+    close = [known for known in plain if sorted(known) == sorted(word)]  # letters out of order
+    longer = [known for known in plain if known.startswith(word)]
+    close += longer if len(longer) == 1 and len(word) > 3 else []
+    close += difflib.get_close_matches(word, plain, n=1, cutoff=0.8)
+    return f"did you mean {plain[close[0]]}?" if close else otherwise

@@ -8,7 +8,6 @@ Imports only the standard library and PyYAML, so errors appear before torch is i
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any, NoReturn
 
 from minimind.config.arguments import EXAMPLE, Formatter, PrintCompletion, format_default
 from minimind.config.checks import conflicts
-from minimind.config.foreign_flags import equivalent_flag
+from minimind.config.foreign_flags import equivalent_flag, suggest
 from minimind.config.model_flags import HUGGING_FACE, SHAPE
 from minimind.config.run_config import CONFIGS, DISTRIBUTION, FLAGS, RunConfig
 from minimind.config.yaml_files import load_yaml_texts
@@ -27,7 +26,7 @@ _FLAG_NAMES = [
     *FLAGS,
     *(f"no-{name}" for name, spec in FLAGS.items() if isinstance(spec.default, bool)),
 ]
-PRESETS = CONFIGS / "models"
+PRESETS, RECIPES = CONFIGS / "models", CONFIGS / "recipes"
 EXIT_FLAGS = ("--help", "-h", "--version", "--print_completion")  # flags that exit
 
 
@@ -123,7 +122,7 @@ def _layers(
     preset: Mapping[str, Any] = {}
     path = given.get("config")
     try:
-        from_file = load_yaml_texts(path, "--config") if path is not None else {}
+        from_file = _load_config_file(path) if path is not None else {}
         faults += unknown_keys(from_file, path)
         if "config" in from_file:
             faults.append(f"'config' in {path}: a file cannot include another; remove it")
@@ -137,6 +136,15 @@ def _layers(
     for layer, source_of in ((preset, f"model {name}"), (from_file, f"--config {path}")):
         yield {key: layer[key] for key in layer if key in FLAGS and key != "config"}, source_of
     yield {key: given[key] for key in given if key in FLAGS}, source
+
+
+def _load_config_file(name: str) -> dict[str, Any]:
+    """Load the recipe `name`, else the file."""
+    recipes = {path.stem: str(path) for path in RECIPES.glob("*.yaml")}
+    if name not in recipes and not Path(name).exists():
+        hint = suggest(name, list(recipes), f"give a file or {', '.join(recipes)}")
+        raise UsageError(f"--config {name}: no such recipe or file; {hint}")
+    return load_yaml_texts(recipes.get(name, name), "--config")
 
 
 def _parse_argv(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -177,17 +185,6 @@ def _normalize_flag(word: str) -> str:
     if name not in FLAGS and name.startswith("no_"):
         name = f"no-{name.removeprefix('no_')}"
     return f"--{name}{equals}{value}"
-
-
-def suggest(name: str, names: Sequence[str], otherwise: str = "--help lists every flag") -> str:
-    """Suggest the name closest to an unknown one; `otherwise` if none is close."""
-    plain = {known.lstrip("-"): known for known in names}
-    word = str(name).lstrip("-")
-    close = [known for known in plain if sorted(known) == sorted(word)]  # letters out of order
-    longer = [known for known in plain if known.startswith(word)]
-    close += longer if len(longer) == 1 and len(word) > 3 else []
-    close += difflib.get_close_matches(word, plain, n=1, cutoff=0.8)
-    return f"did you mean {plain[close[0]]}?" if close else otherwise
 
 
 def unknown_keys(values: Mapping[str, Any], where: str | None) -> list[str]:

@@ -211,5 +211,8 @@ class PlaceFlags:
     )
     debug: bool = flag("show tracebacks and the launcher's own log", False, "engine")
     config: str | None = flag(
-        "YAML file of flag names and values; the command line takes precedence", None, "engine"
+        "recipe (configs/recipes/*.yaml) or YAML file of flag names and values; the command line"
+        " takes precedence",
+        None,
+        "engine",
     )

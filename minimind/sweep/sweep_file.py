@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
+from minimind.config.foreign_flags import suggest
 from minimind.config.launcher_env import read_launch
-from minimind.config.parse import build_config, convert, suggest, type_name, unknown_keys
+from minimind.config.parse import build_config, convert, type_name, unknown_keys
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.checked_json import describe_fault

@@ -2,8 +2,8 @@
 
 import pytest
 
-from minimind.config.foreign_flags import TABLES, equivalent_flag, rows
-from minimind.config.parse import parse_flags, suggest
+from minimind.config.foreign_flags import TABLES, equivalent_flag, rows, suggest
+from minimind.config.parse import parse_flags
 from minimind.config.run_config import FLAGS
 from minimind.errors import UsageError
 

@@ -172,7 +172,7 @@ YAML_FILES = {
     "yaml text as object": bad("tokenizer", "--config run.yaml", yaml="tokenizer: {path: t.model}"),
     "yaml null": bad("run.yaml:1:13: the value is empty", yaml="batch_size: null"),
     "yaml names another": bad("'config' in run.yaml", yaml="config: other.yaml"),
-    "yaml not there": bad("--config none.yaml", "No such file", flags="--config none.yaml"),
+    "yaml not there": bad("none.yaml: no such recipe or file", flags="--config none.yaml"),
     "yaml against the json": bad(
         "ds.json: gradient_clipping is 0.5",
         "--config run.yaml says grad_clip = 1.0",

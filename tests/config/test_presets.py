@@ -1,4 +1,4 @@
-"""Every preset under configs/models against the model it builds, on the meta device."""
+"""Presets against the models they build, on the meta device; recipes against the flags."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 
+from minimind.config.parse import RECIPES, parse_flags
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "models"
@@ -33,3 +34,13 @@ def test_preset_builds_the_number_of_parameters_in_its_first_line(path: Path):
     assert text.startswith(f"# {parameters:,} parameters")
     for key, value in shape.items():
         assert getattr(model.config, key) == value
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_is_found_by_name_and_gives_way_to_the_command_line(path: Path):
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert path.read_text(encoding="utf-8").startswith("# ")
+    run = parse_flags(["--config", path.stem, "--learning_rate", "0.002"])
+    assert (run.learning_rate, run.sources["learning_rate"]) == (0.002, "--learning_rate")
+    for name in set(values) - {"learning_rate"}:
+        assert (getattr(run, name), run.sources[name]) == (values[name], f"--config {path.stem}")

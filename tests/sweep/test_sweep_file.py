@@ -79,7 +79,7 @@ def dimension(**changes: Any) -> dict[str, Any]:
         ({"flags": {"val_fraction": 0}}, "val_fraction = 0 ({}: val_fraction) leaves no val_bpb"),
         ({"flags": {"max_steps": 0}}, "max_steps = 0 ({}: max_steps) must be at least 1; cha"),
         ({"flags": {"n_heads": 7}}, "n_heads = 7 ({}: n_heads)"),
-        ({"flags": {"config": "none.yaml"}}, "--config none.yaml: No such file"),
+        ({"flags": {"config": "none.yaml"}}, "--config none.yaml: no such recipe or file"),
         ({"trials": 0}, "{}: has trials = '0', which should be greater than or equal to 1; corr"),
         ({"trials": None}, "{}: has no trials, which tpe needs; add trials: N"),
         ({"metric": "loss"}, "has metric = 'loss', which should be 'val_bpb' or 'val_loss'"),
