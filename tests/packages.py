@@ -20,6 +20,7 @@ PACKAGES = [
     "train",
     "inference",
     "interop",
+    "provenance",
     "checkpoint",
     "report",
     "telemetry",

@@ -3,13 +3,13 @@
 May import everything below. A new command starts in `main.py`.
 
 checkpoint        minimind checkpoint
-data              minimind prepare, minimind data
+data              minimind prepare, minimind data inspect
 environment       minimind env
 evaluate          minimind eval
 export            minimind export, minimind import
 generate          minimind generate
-host_facts        versions, hardware and disk of this host
 main              the table of commands
+provenance        minimind data at, minimind data where
 report            minimind report, minimind scaling
 tokenizer         minimind tokenizer
 tokenizer_tables  the output of `minimind tokenizer inspect`

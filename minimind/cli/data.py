@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minimind.cli import provenance
 from minimind.config.arguments import (
     Parser,
     at_least,
@@ -77,9 +78,8 @@ def add_parsers(subs: Any) -> None:
 
 
 def _add_data(subs: Any) -> None:
-    group = subs.add_parser(
-        "data", help="inspect", description="Inspect prepared data.", example=INSPECT
-    )
+    text = "Inspect prepared data; the text behind a step of a run."
+    group = subs.add_parser("data", help="inspect | at | where", description=text, example=INSPECT)
     actions = group.add_subparsers(dest="action", required=True, parser_class=Parser)
     purpose = "Counts, lengths, duplicates and rows; status 3 if a file has changed"
     inspect = actions.add_parser(
@@ -92,6 +92,7 @@ def _add_data(subs: Any) -> None:
     inspect.add_argument("--no_verify", action="store_true", help="do not hash the files again")
     inspect.add_argument("--json", action="store_true", help="print a JSON object")
     inspect.add_argument("--debug", action="store_true", help="show tracebacks")
+    provenance.add_actions(actions)
 
 
 def _default(name: str) -> str:
@@ -218,6 +219,12 @@ def _print_sources(sources: list[dict[str, Any]]) -> None:
 
 
 def run_data(args: argparse.Namespace) -> int:
+    """Run one action of `minimind data`."""
+    actions = {"inspect": _run_inspect, "at": provenance.run_at, "where": provenance.run_where}
+    return actions[args.action](args)
+
+
+def _run_inspect(args: argparse.Namespace) -> int:
     """Print a summary of a folder; return 3, and print the damage, if a file has changed."""
     from minimind.data.prepare.inspect import damage, inspect
     from minimind.data.prepare.prepare import NEEDED, missing_of, open_prepared

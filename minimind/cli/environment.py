@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from minimind.config.run_config import DISTRIBUTION
 
 if TYPE_CHECKING:
-    from minimind.cli.host_facts import HostFacts
+    from minimind.launch.host_facts import HostFacts
 
 MIN_SHARED_MIB = 1024  # what NVIDIA's containers ask for; Docker's default is 64 MiB
 MIN_DISK_MIB_S = 100.0
@@ -36,7 +36,7 @@ def add_parser(subs: Any) -> None:
 
 def run_env(args: argparse.Namespace) -> None:
     """Print the facts and what follows from them."""
-    from minimind.cli.host_facts import read_facts
+    from minimind.launch.host_facts import read_facts
 
     if args.brief:
         print("\n".join(torch_build_lines()))

@@ -5,6 +5,7 @@ signals, processes and exit statuses is in `run_accelerate.sh`. `run_accelerate.
 `train_pretrain.py` of a checkout start the files of the same name here.
 
 accelerate_launch     `accelerate launch` with one orderly stop, recording how workers end
+host_facts            versions, hardware and disk of this host
 plan                  CONFIG_FILE and environment, checked, as the YAML to launch
 train_pretrain        the program of a worker: parse, build, train, exit status
 """

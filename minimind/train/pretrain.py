@@ -38,6 +38,7 @@ from minimind.engine.build import (
     section_faults,
 )
 from minimind.errors import StorageError, UsageError
+from minimind.provenance.step_rows import logged_order
 from minimind.report.page import REPORT_NAME, write_report
 from minimind.runtime.durable_files import storing
 from minimind.runtime.process import Progress
@@ -242,6 +243,7 @@ def log_run_start(
         parameters=engine.parameters,
         tokens_per_step=context.batches.tokens_per_step,
         rows_per_epoch=order.n_rows,
+        **logged_order(order, run.max_seq_len + 1, prepared),
         total_steps=context.schedule.total_steps,
         versions=versions(),
         commit=source_commit(),

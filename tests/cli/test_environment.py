@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minimind.cli import environment, host_facts
+from minimind.cli import environment
 from minimind.cli.main import main
+from minimind.launch import host_facts
 from minimind.runtime import hardware
 from tests.runtime.test_hardware import NVCC_12, NVCC_13, path, tool
 

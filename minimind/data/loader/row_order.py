@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -29,15 +30,34 @@ def permute(
     times on average. Memory does not depend on `size`: an index array for 10**9 rows would take 8
     GB on every rank.
     """
-    values = np.array(positions, dtype=np.uint64)
+    return _walk(_feistel, positions, size, seed, epoch, source)
+
+
+def unpermute(
+    values: np.ndarray, size: int, seed: int, epoch: int | np.ndarray, source: int | None = None
+) -> np.ndarray:
+    """The positions that `permute` maps to `values`, int64."""
+    return _walk(_unfeistel, values, size, seed, epoch, source)
+
+
+def _walk(
+    network: Callable[[np.ndarray, int, np.ndarray], np.ndarray],
+    given: np.ndarray,
+    size: int,
+    seed: int,
+    epoch: int | np.ndarray,
+    source: int | None,
+) -> np.ndarray:
+    """Apply the network until all values are inside."""
+    values = np.array(given, dtype=np.uint64)
     if size < 1 or (values >= size).any():
         raise ValueError(f"positions must lie in range({size})")
     keys = _keys(seed, np.atleast_1d(epoch), source)
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    values = _feistel(values, half_bits, keys)
+    values = network(values, half_bits, keys)
     while len(outside := np.flatnonzero(values >= size)):
         of_these = keys if keys.shape[1] == 1 else keys[:, outside]
-        values[outside] = _feistel(values[outside], half_bits, of_these)
+        values[outside] = network(values[outside], half_bits, of_these)
     return values.astype(np.int64)
 
 
@@ -55,6 +75,15 @@ def _feistel(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray
     left, right = values >> bits, values & mask
     for key in keys:
         left, right = right, left ^ (_mix(right + key) & mask)
+    return left << bits | right
+
+
+def _unfeistel(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray:
+    """The inverse of `_feistel`."""
+    bits, mask = np.uint64(half_bits), np.uint64(2**half_bits - 1)
+    left, right = values >> bits, values & mask
+    for key in keys[::-1]:
+        left, right = right ^ (_mix(left + key) & mask), left
     return left << bits | right
 
 
@@ -136,6 +165,19 @@ class Mixture:
         further, place = np.divmod(read + shuffled - sum(self.quotas[:source]), size)
         return sum(self.sizes[:source]) + permute(place, size, seed, passes + further, source)
 
+    def reads_of(self, row: int, seed: int, epochs: range) -> tuple[np.ndarray, np.ndarray]:
+        """Positions and epochs, int64, at which `row` is read; the inverse of `rows_at`."""
+        source = int(np.searchsorted(np.cumsum(self.sizes), row, side="right"))
+        size, quota, before = self.sizes[source], self.quotas[source], sum(self.quotas[:source])
+        within = row - sum(self.sizes[:source])
+        first, last = epochs.start * quota // size, (epochs.stop * quota - 1) // size
+        passes = np.arange(first, last + 1)
+        places = unpermute(np.full(len(passes), within), size, seed, passes, source)
+        read_in, turn = np.divmod(passes * size + places, quota)
+        inside = (read_in >= epochs.start) & (read_in < epochs.stop)
+        read_in, turn = read_in[inside], turn[inside]
+        return unpermute(before + turn, self.n_rows, seed, read_in), read_in
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -213,3 +255,27 @@ class Order:
         if self.mixture:
             return self.mixture.rows_at(positions, self.seed, epochs)
         return permute(positions, self.n_rows, self.seed, epochs)
+
+    def reads_of(self, row: int, stop: int) -> list[tuple[int, int]]:
+        """(step, position in its rows) of each read of `row` before step `stop`, in order."""
+        if stop <= self.origin.step:
+            return []
+        epochs = range(self.origin.epoch, self.place(stop - 1)[0] + 1)
+        if self.mixture:
+            positions, read_in = self.mixture.reads_of(row, self.seed, epochs)
+        else:
+            read_in = np.arange(epochs.start, epochs.stop)
+            positions = unpermute(np.full(len(epochs), row), self.n_rows, self.seed, read_in)
+        found = map(self._step_of, read_in.tolist(), positions.tolist())
+        return sorted(read for read in found if read is not None and read[0] < stop)
+
+    def _step_of(self, epoch: int, position: int) -> tuple[int, int] | None:
+        """(step, position in its rows); None before the origin and in the tail of an epoch."""
+        origin, later = self.origin, epoch - self.origin.epoch
+        offset = 0 if later else origin.offset
+        number, at = divmod(position - offset, self.rows_per_step)
+        if not 0 <= number < (self.n_rows - offset) // self.rows_per_step:
+            return None
+        left = (self.n_rows - origin.offset) // self.rows_per_step
+        skipped = left + (later - 1) * self.steps_per_epoch if later else 0
+        return origin.step + skipped + number, at

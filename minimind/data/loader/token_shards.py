@@ -115,13 +115,8 @@ class TokenShards:
         Raise DataError for an id outside the vocabulary: an embedding reports only an
         index error, and on a GPU a device-side assert.
         """
-        indices = np.asarray(indices, dtype=np.int64)
-        borders = np.cumsum([0, *self.sizes(row_tokens)], dtype=np.int64)
-        if len(indices) and not (0 <= indices.min() and indices.max() < borders[-1]):
-            raise IndexError(f"rows {indices.min()}..{indices.max()} of {borders[-1]}")
-        result = np.empty((len(indices), row_tokens), dtype=np.int64)
-        source = np.searchsorted(borders, indices, side="right") - 1
-        starts = self._begin[source] + (indices - borders[source]) * row_tokens
+        starts = self.row_starts(indices, row_tokens)
+        result = np.empty((len(starts), row_tokens), dtype=np.int64)
         first = np.searchsorted(self._starts, starts, side="right") - 1
         is_whole = starts + row_tokens <= self._starts[first + 1]
         for shard in np.unique(first[is_whole]).tolist():
@@ -132,6 +127,23 @@ class TokenShards:
         if result.size and result.max() >= self._vocab_size:
             self._raise_unknown_id(starts, result)
         return result
+
+    def row_starts(self, indices: np.ndarray, row_tokens: int) -> np.ndarray:
+        """Position of the first token of each row, int64."""
+        indices = np.asarray(indices, dtype=np.int64)
+        borders = np.cumsum([0, *self.sizes(row_tokens)], dtype=np.int64)
+        if len(indices) and not (0 <= indices.min() and indices.max() < borders[-1]):
+            raise IndexError(f"rows {indices.min()}..{indices.max()} of {borders[-1]}")
+        source = np.searchsorted(borders, indices, side="right") - 1
+        return self._begin[source] + (indices - borders[source]) * row_tokens
+
+    def rows_over(self, start: int, stop: int, row_tokens: int) -> range:
+        """The complete rows with any of the tokens `start` to `stop` of one source."""
+        source = int(np.searchsorted(self.source_ends(), start, side="right"))
+        sizes, begin = self.sizes(row_tokens), int(self._begin[source])
+        before = sum(sizes[:source])
+        last = min((stop - 1 - begin) // row_tokens + 1, sizes[source])
+        return range(before + (start - begin) // row_tokens, before + last)
 
     def source_ends(self) -> np.ndarray:
         """Cumulative token counts of the sources, int64."""

@@ -23,19 +23,20 @@ from minimind.data.text.inputs import DATASET, Segment, kind_of
 from minimind.data.text.tables import dataset_texts, parquet_texts
 from minimind.errors import DataError
 
-Found = Iterator[tuple[str, int] | Rejection]
+# A document: its text, the bytes of the segment read so far, its line or row, and its offset.
+Found = Iterator[tuple[str, int, int, int | None] | Rejection]
 PIECE_BYTES = 2**20
 
 
 def read_segment(segment: Segment, reading: ReadOptions) -> Found:
-    r"""Yield documents or rejections, with the bytes of the segment read so far.
+    r"""Yield documents or rejections, with the bytes of the segment read so far and the place.
 
     A document is the `text_field` of a line or a row, or a whole .txt file with its newlines; lines
     of JSON may end with \r\n. Reading continues after a rejection unless the file is damaged. Raise
     DataError for an unreadable file or a table without such a column.
 
-    In a .jsonl file, line numbers of rejections count from the start of the segment; every line
-    gives one document or one rejection.
+    Lines, rows and offsets are those of a Rejection, but in a .jsonl file line numbers count from
+    the start of the segment; every line gives one document or one rejection.
     """
     kind = kind_of(segment.path)
     if segment.start == segment.stop:
@@ -55,7 +56,7 @@ def _plain_lines(segment: Segment, reading: ReadOptions) -> Found:
         for number, (begin, end, line) in enumerate(lines, 1):
             document = _document_or_error(line, reading)
             if isinstance(document, str):
-                yield document, end - segment.start
+                yield document, end - segment.start, number, begin
             else:
                 yield _rejection(segment.path, number, begin, document)
 
@@ -128,10 +129,10 @@ def in_file(rejection: Rejection) -> Rejection:
     """Return the rejection with its line number in the file, which requires reading up to it."""
     if rejection.byte is None or kind_of(rejection.path) != ".jsonl":
         return rejection
-    return replace(rejection, line=_line_number(rejection.path, rejection.byte))
+    return replace(rejection, line=line_number(rejection.path, rejection.byte))
 
 
-def _line_number(path: Path, offset: int) -> int:
+def line_number(path: Path, offset: int) -> int:
     """Number of the line that contains the byte at `offset`."""
     newlines = 0
     with open(path, "rb", buffering=0) as file:
@@ -149,7 +150,7 @@ def _packed_lines(segment: Segment, reading: ReadOptions) -> Found:
                 number, position = number + 1, end
                 document = _document_or_error(line, reading)
                 if isinstance(document, str):
-                    yield document, content.consumed
+                    yield document, content.consumed, number, begin
                 else:
                     yield _rejection(segment.path, number, begin, document)
             if not number:
@@ -163,7 +164,7 @@ def _whole_file(segment: Segment, reading: ReadOptions) -> Found:
     with open(segment.path, "rb") as file:
         content = file.read(reading.max_document_bytes + 1)
     try:
-        yield document_of_file(content, reading), segment.weight
+        yield document_of_file(content, reading), segment.weight, 1, 0
     except DocumentError as error:
         line = 1 + content.count(b"\n", 0, error.at)
         yield _rejection(segment.path, line, 0, error)
@@ -186,7 +187,7 @@ def _rows(segment: Segment, texts: Iterator[str | DocumentError]) -> Found:
                 yield Rejection(segment.path, row, None, text.reason, text.remedy)
             else:
                 share = (row - segment.start) / (segment.stop - segment.start)
-                yield text, int(segment.weight * share)
+                yield text, int(segment.weight * share), row, None
         if row < segment.stop:
             raise Damage(f"the rows from here to {segment.stop} are missing")
     except Damage as damage:

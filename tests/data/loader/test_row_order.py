@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from minimind.data.loader.row_order import Mixture, Order, Origin, permute
+from minimind.data.loader.row_order import Mixture, Order, Origin, permute, unpermute
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1000, 4095, 4097, 100_003])
@@ -138,3 +138,25 @@ def test_several_steps_at_once_are_the_steps_one_by_one(mixture):
     order = Order(103, 8, 5, Origin(4, 30, 2, 9), mixture)
     one_by_one = [order.rows_for(step, 1, 2) for step in range(4, 50)]
     np.testing.assert_array_equal(order.rows_for(4, 1, 2, 46), np.concatenate(one_by_one))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 103, 1000])
+def test_unpermute_inverts_permute(size):
+    positions = np.arange(size)
+    for source in (None, 2):
+        for epoch in (0, 7, np.arange(size) % 3):
+            image = permute(positions, size, 9, epoch, source)
+            np.testing.assert_array_equal(unpermute(image, size, 9, epoch, source), positions)
+
+
+@pytest.mark.parametrize("mixture", [None, Mixture((40, 3, 60), (1.0, 1.0, 2.0))])
+@pytest.mark.parametrize("origin", [Origin(), Origin(4, 30, 2, 9), Origin(4, 30, 2, 100)])
+@pytest.mark.parametrize("stop", [3, 4, 5, 40, 90])
+def test_the_reads_of_a_row_are_those_of_all_steps(mixture, origin, stop):
+    order = Order(103, 8, 5, origin, mixture)
+    expected: dict[int, list[tuple[int, int]]] = {row: [] for row in range(103)}
+    for step in range(origin.step, stop):
+        for at, row in enumerate(order.rows_for(step, 0, 1).tolist()):
+            expected[row].append((step, at))
+    for row, reads in expected.items():
+        assert order.reads_of(row, stop) == reads
