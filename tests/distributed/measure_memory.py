@@ -173,7 +173,6 @@ def main() -> None:
     import_module("deepspeed")  # its many objects are frozen with the others
     watch = Watch()
     muon.HAS_BF16 = False  # as the plan counts for a CPU
-    muon._all_gather = watch._watched(muon._all_gather, "all_gather_into_tensor")
     watch.before(torch, "addmm")  # of the iteration
     watch.before(torch.Tensor, "sign_")  # of Lion
     found = []
