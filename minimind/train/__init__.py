@@ -15,7 +15,8 @@ pretrain          a run from its flags to its exit status
 sample_text       text from the model in training
 settings          the tables of values that --dry_run and --verbose print
 skipped_steps     steps whose loss or gradient is not finite
-start_summary     the first screen of a run
+start_summary     the log of a start, and the first screen of a run
+token_balance     where every token of the text goes
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from minimind.architecture.hf_models import rotary_dtype
-from minimind.checkpoint.identity import facts, hardware, identity, layout, source_commit, versions
+from minimind.checkpoint.identity import facts, identity
 from minimind.checkpoint.resume import Resumed, resume
 from minimind.checkpoint.run_folder import (
     lock_out_dir,
@@ -38,11 +37,10 @@ from minimind.engine.build import (
     section_faults,
 )
 from minimind.errors import StorageError, UsageError
-from minimind.provenance.step_rows import logged_order
 from minimind.report.page import REPORT_NAME, write_report
 from minimind.runtime.durable_files import storing
 from minimind.runtime.process import Progress
-from minimind.telemetry.mfu import mfu_per_speed, peak_of
+from minimind.telemetry.mfu import mfu_per_speed
 from minimind.telemetry.progress import RunLogger
 from minimind.telemetry.trace import require_traceable, trace_of, traced_steps
 from minimind.telemetry.trackers import FINISH, open_trackers
@@ -65,11 +63,10 @@ from minimind.train.memory_report import report_out_of_memory
 from minimind.train.sample_text import build_samples, read_sample_prompts
 from minimind.train.settings import dry_run_text
 from minimind.train.skipped_steps import SkippedSteps
-from minimind.train.start_summary import startup_summary
+from minimind.train.start_summary import log_run_start
 
 # For reading and writing: a disk may be slow, and a dead rank is detected by other means.
 CHECKPOINT_TIMEOUT_S = 3600
-SHARDING = ("world_size", "zero_stage")
 
 
 def pretrain(run: RunConfig, progress: Progress) -> int:
@@ -211,59 +208,6 @@ def build_context(
         cleanup=cleanup,
     )
     return context, resumed
-
-
-def log_run_start(
-    context: RunContext,
-    prepared: Prepared,
-    resumed: Resumed,
-    initial: InitialModel,
-    notes: list[str],
-) -> None:
-    """Log the run's start; raise StorageError if no checkpoint would fit."""
-    run, engine, logger, order = context.run, context.engine, context.logger, context.batches.order
-    for bad in resumed.rejected:
-        logger.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
-        logger.print(f"skipped checkpoint {bad.path}: {bad.file} {bad.reason}")
-    state, path, peak = resumed.state, resumed.path, peak_of(run, engine.device)
-    has_steps = state.step < context.schedule.total_steps
-    capacity = context.saver.require_capacity() if has_steps else "no step is left"
-    current = layout(run, engine)
-    logger.event(
-        "run_start",
-        step=state.step,
-        resume_from=str(path) if path else None,
-        init_from=initial.origin(resumed.manifest),
-        **current,
-        dtype=run.dtype,
-        device=engine.device.type,
-        hardware=hardware(engine.device),
-        peak_tflops=peak[0] if peak else None,
-        peak_source=peak[1] if peak else None,
-        parameters=engine.parameters,
-        tokens_per_step=context.batches.tokens_per_step,
-        rows_per_epoch=order.n_rows,
-        **logged_order(order, run.max_seq_len + 1, prepared),
-        total_steps=context.schedule.total_steps,
-        versions=versions(),
-        commit=source_commit(),
-        rotary=engine.gather(rotary_dtype(engine.model)),
-    )
-    saved = {key: resumed.manifest.get(key, current[key]) for key in current}
-    if path and saved != current:
-        changes = [f"{k} {saved[k]} -> {new}" for k, new in current.items() if saved[k] != new]
-        logger.print(f"checkpoint resharded: {', '.join(changes)}")
-        before, after = ({key: side[key] for key in SHARDING} for side in (saved, current))
-        if before != after:
-            logger.event("checkpoint_resharded", **{"from": before, "to": after})
-    if resumed.changed:
-        changes = [str(one) for one in resumed.changed]
-        logger.event("run_changed", changes=changes)
-        logger.print(f"changed with --allow_change: {'; '.join(changes)}")
-    notes = [*filter(None, (initial.architecture.start_summary_line(), initial.line())), *notes]
-    if (traced := traced_steps(run)) and traced[1] <= state.step:
-        notes.append(f"trace    none: --trace_steps {run.trace_steps} is before step {state.step}")
-    logger.print(startup_summary(context, prepared, resumed, capacity, notes))
 
 
 def finish(context: RunContext, state: TrainState, status: int, reason: str) -> None:

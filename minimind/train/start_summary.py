@@ -1,11 +1,14 @@
-"""The start summary: model, data, schedule and output, then the settings that are not default."""
+"""The log of a start: run_start, and a summary with the settings that are not default."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from minimind.architecture.hf_models import rotary_dtype
+from minimind.checkpoint.identity import hardware, layout, source_commit, versions
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.train_state import TrainState
 from minimind.config.run_config import RunConfig
@@ -14,7 +17,10 @@ from minimind.data.loader.manifest import where_listed
 from minimind.data.prepare.prepare import Prepared
 from minimind.engine.optimizer.muon import iteration_dtype
 from minimind.engine.optimizer.mup import mup_line
-from minimind.telemetry.mfu import peak_text
+from minimind.provenance.step_rows import logged_order
+from minimind.telemetry.mfu import peak_of, peak_text
+from minimind.telemetry.trace import traced_steps
+from minimind.train.initial_weights import InitialModel
 from minimind.train.loop_actions import RunContext
 from minimind.train.settings import (
     COLUMNS,
@@ -25,10 +31,66 @@ from minimind.train.settings import (
     short_source,
     shorten,
 )
+from minimind.train.token_balance import TokenBalance, token_balance
 
 MAX_LINES = 20  # of the summary, warnings and notes aside
 MIN_SETTINGS = 3  # lines of settings that are shown in any case
+SHARDING = ("world_size", "zero_stage")
 FIRST_OF_ONE_CYCLE = 2000  # steps; DeepSpeed's default
+
+
+def log_run_start(
+    context: RunContext,
+    prepared: Prepared,
+    resumed: Resumed,
+    initial: InitialModel,
+    notes: list[str],
+) -> None:
+    """Log the run's start; raise StorageError if no checkpoint would fit."""
+    run, engine, logger, order = context.run, context.engine, context.logger, context.batches.order
+    for bad in resumed.rejected:
+        logger.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
+        logger.print(f"skipped checkpoint {bad.path}: {bad.file} {bad.reason}")
+    state, path, peak = resumed.state, resumed.path, peak_of(run, engine.device)
+    has_steps = state.step < context.schedule.total_steps
+    capacity = context.saver.require_capacity() if has_steps else "no step is left"
+    current = layout(run, engine)
+    logger.event(
+        "run_start",
+        step=state.step,
+        resume_from=str(path) if path else None,
+        init_from=initial.origin(resumed.manifest),
+        **current,
+        dtype=run.dtype,
+        device=engine.device.type,
+        hardware=hardware(engine.device),
+        peak_tflops=peak[0] if peak else None,
+        peak_source=peak[1] if peak else None,
+        parameters=engine.parameters,
+        tokens_per_step=context.batches.tokens_per_step,
+        rows_per_epoch=order.n_rows,
+        **logged_order(order, run.max_seq_len + 1, prepared),
+        total_steps=context.schedule.total_steps,
+        versions=versions(),
+        commit=source_commit(),
+        rotary=engine.gather(rotary_dtype(engine.model)),
+    )
+    logger.event("token_balance", step=state.step, **asdict(balance_of(context, prepared)))
+    saved = {key: resumed.manifest.get(key, current[key]) for key in current}
+    if path and saved != current:
+        changes = [f"{k} {saved[k]} -> {new}" for k, new in current.items() if saved[k] != new]
+        logger.print(f"checkpoint resharded: {', '.join(changes)}")
+        before, after = ({key: side[key] for key in SHARDING} for side in (saved, current))
+        if before != after:
+            logger.event("checkpoint_resharded", **{"from": before, "to": after})
+    if resumed.changed:
+        changes = [str(one) for one in resumed.changed]
+        logger.event("run_changed", changes=changes)
+        logger.print(f"changed with --allow_change: {'; '.join(changes)}")
+    notes = [*filter(None, (initial.architecture.start_summary_line(), initial.line())), *notes]
+    if (traced := traced_steps(run)) and traced[1] <= state.step:
+        notes.append(f"trace    none: --trace_steps {run.trace_steps} is before step {state.step}")
+    logger.print(startup_summary(context, prepared, resumed, capacity, notes))
 
 
 def startup_summary(
@@ -42,6 +104,7 @@ def startup_summary(
     lines = [
         *labelled_lines("model", _series(_model(context, prepared))),
         *labelled_lines("data", _series(_data(context, prepared))),
+        *labelled_lines("tokens", str(balance_of(context, prepared)).split(" ")),
         *labelled_lines("step", [_step(context)]),
         *labelled_lines("length", _series(_length(context, state))),
         *labelled_lines("rate", [_rate(context)]),
@@ -68,6 +131,11 @@ def startup_summary(
     part = "these are not all; " if len(kept) < len(settings) else ""
     more = f"{part}every value and its source: --verbose, or config.yaml in out_dir"
     return "\n".join([*lines, *kept, f"{'more':<{LABEL}}{more}", *note_lines])
+
+
+def balance_of(context: RunContext, prepared: Prepared) -> TokenBalance:
+    """Where the tokens of the text go."""
+    return token_balance(prepared, context.batches.order, context.run.max_seq_len + 1)
 
 
 def cadence_warnings(
@@ -160,10 +228,7 @@ def _step(context: RunContext) -> str:
 def _length(context: RunContext, state: TrainState) -> list[str]:
     order, total = context.batches.order, context.schedule.total_steps
     tokens = state.tokens + (total - state.step) * context.batches.tokens_per_step
-    dropped = order.n_rows - order.steps_per_epoch * order.rows_per_step
     epoch = f"{_count(order.steps_per_epoch, 'step')} an epoch"
-    if dropped:
-        epoch += f", its last {_count(dropped, 'row')} dropped"
     return [f"{_count(total, 'step')}, {tokens:,} tokens", epoch]
 
 

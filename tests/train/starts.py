@@ -23,4 +23,5 @@ def require_fit(lines: list[str]) -> None:
     assert len(lines) <= 20
     assert max(map(disp_len, lines)) <= 100
     labels = [line.split(" ")[0] for line in lines if not line.startswith(" ")]
-    assert labels[:7] == ["model", "data", "step", "length", "rate", "backend", "output"]
+    expected = ["model", "data", "tokens", "step", "length", "rate", "backend", "output"]
+    assert labels[: len(expected)] == expected

@@ -1,0 +1,46 @@
+"""Where every token of the text goes: the balance that a start prints and logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minimind.data.loader.row_order import Order
+from minimind.data.prepare.prepare import Prepared
+
+
+@dataclass(frozen=True)
+class TokenBalance:
+    """Tokens of the text: held out, and trained on or dropped in an epoch.
+
+    With weights, an epoch has as many rows as the sources together, some of them repeated.
+    """
+
+    text: int
+    held_out: int
+    trained: int  # in the complete steps of an epoch
+    first_of_row: int  # of these, the ones that are only inputs
+    tail_of_epoch: int  # in the rows after the last complete step
+    tail_of_source: int  # after the last complete row of each source
+
+    def __str__(self) -> str:
+        """A line for the start summary, without its label."""
+        items = [f"{self.held_out:,} held out", f"{self.trained:,} trained on in an epoch"]
+        if self.tail_of_epoch:
+            items.append(f"{self.tail_of_epoch:,} dropped in its last rows")
+        if self.tail_of_source:
+            items.append(f"{self.tail_of_source:,} dropped at the end of a source")
+        return f"{self.text:,} of the text = {' + '.join(items)}"
+
+
+def token_balance(prepared: Prepared, order: Order, row_tokens: int) -> TokenBalance:
+    """Count the tokens of a folder as `order` reads them in an epoch."""
+    train, val = len(prepared.train), len(prepared.val)
+    rows = order.steps_per_epoch * order.rows_per_step
+    return TokenBalance(
+        text=train + val,
+        held_out=val,
+        trained=rows * row_tokens,
+        first_of_row=rows,
+        tail_of_epoch=(order.n_rows - rows) * row_tokens,
+        tail_of_source=train - order.n_rows * row_tokens,
+    )

@@ -1,0 +1,83 @@
+"""The token balance against every token of an epoch, marked where it is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import minimind.train as training
+from minimind.cli.main import main as minimind
+from minimind.data.loader.row_order import Order
+from minimind.data.prepare.prepare import Prepared, open_prepared
+from minimind.train.token_balance import token_balance
+from tests.conftest import sentences
+
+train: Any = training  # a package that is called like a function
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    place = tmp_path_factory.mktemp("balance")
+    sources = []
+    for number in range(3):
+        path = place / f"{number}.jsonl"
+        path.write_text("".join(json.dumps({"text": t}) + "\n" for t in sentences(number, 40)))
+        sources += ["--source", f"source{number}={path}"]
+    words = f"prepare --out {place}/data --vocab_size 600 --val_fraction 0.1"
+    assert minimind([*words.split(), *sources]) == 0
+    return open_prepared(place / "data")
+
+
+@pytest.mark.parametrize(("row_tokens", "rows_per_step"), [(33, 8), (65, 7), (17, 1), (129, 16)])
+def test_every_token_is_counted_where_it_goes(
+    prepared: Prepared, row_tokens: int, rows_per_step: int
+):
+    train = prepared.train
+    order = Order(train.rows(row_tokens), rows_per_step, seed=3)
+    times = np.zeros(len(train), dtype=int)
+    for step in range(order.steps_per_epoch):
+        for start in train.row_starts(order.rows_for(step, 0, 1), row_tokens).tolist():
+            times[start : start + row_tokens] += 1
+    rows = train.row_starts(np.arange(order.n_rows), row_tokens)
+    in_rows = np.zeros(len(train), dtype=bool)
+    for start in rows.tolist():
+        in_rows[start : start + row_tokens] = True
+    found = token_balance(prepared, order, row_tokens)
+    assert times.max() == 1
+    assert found.trained == times.sum()
+    assert found.first_of_row == order.steps_per_epoch * rows_per_step
+    assert found.tail_of_epoch == (in_rows & (times == 0)).sum()
+    assert found.tail_of_source == (~in_rows).sum() > 0
+    assert found.held_out == len(prepared.val)
+    used = found.held_out + found.trained + found.tail_of_epoch + found.tail_of_source
+    assert (
+        used == found.text == sum(sum(s["tokens"].values()) for s in prepared.manifest["sources"])
+    )
+    assert str(found).startswith(f"{found.text:,} of the text = {found.held_out:,} held out + ")
+
+
+def test_a_run_logs_the_balance(corpus: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    flags: dict[str, Any] = {
+        "dim": 16,
+        "n_layers": 1,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "max_seq_len": 32,
+    }
+    flags |= {"vocab_size": 600, "batch_size": 4, "device": "cpu", "deepspeed_config": "none"}
+    flags |= {"data_path": [str(corpus)], "cache_dir": str(tmp_path / "cache"), "epochs": 2}
+    assert train(flags, out_dir=str(out), eval_rows=0, log_interval=100) == 0
+    events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    start, balance = (
+        next(e for e in events if e["event"] == name) for name in ("run_start", "token_balance")
+    )
+    last = [event for event in events if event["event"] == "step"][-1]
+    assert 2 * (balance["trained"] - balance["first_of_row"]) == last["tokens"]
+    parts = ("held_out", "trained", "tail_of_epoch", "tail_of_source")
+    assert sum(balance[name] for name in parts) == balance["text"]
+    assert balance["trained"] + balance["tail_of_epoch"] == start["rows_per_epoch"] * 33
