@@ -43,6 +43,7 @@ from benchmarks.race_page import write_page
 from benchmarks.racers import MUON, PADDED, RACERS, RECIPE
 from benchmarks.record import arguments, record
 from minimind.config.parse import RECIPES, parse_flags
+from minimind.config.yaml_files import load_yaml_texts
 
 SHIPPED = 5e-4  # learning rate of MiniMind's pretraining
 POINTS = 10
@@ -78,7 +79,8 @@ class Race:
         command = self.command(name, *more)
         content = [command[3], *command[5:], (self.data / "manifest.json").read_text()]
         if command[3] == RECIPE:
-            content.append((RECIPES / "fast.yaml").read_text())
+            recipe = load_yaml_texts(str(RECIPES / "fast.yaml"), "--config")
+            content.append(json.dumps(recipe))
         digest = hashlib.sha256("\0".join(content).encode()).hexdigest()[:12]
         return f"{re.sub('[^a-zA-Z0-9]+', '-', name)}-{digest}"
 
