@@ -12,11 +12,12 @@ what the first step takes longer (caches of compiled code are warm), and its lea
 over them. So the curves do not depend on other load. Times to start, to prepare data and to save
 are not counted. Tokens are those with a loss: padding is none.
 
---learning_rate is searched at --search_minutes; the MiniMind-style loop on padded rows also runs
-with the 5e-4 that it ships with. Then every contender trains --minutes with each seed. `minimind
-eval` judges ten points of each run on the held-out documents, each document by itself. A variant is
-the contender with Muon with further flags, which do not change rows. What is done is kept in DIR,
-and not done again while its command and data stay the same.
+--learning_rate is searched at --search_minutes; the recipe keeps its own --muon_lr, and the
+MiniMind-style loop on padded rows also runs with the 5e-4 that it ships with. Then every contender
+trains --minutes with each seed. `minimind eval` judges ten points of each run on the held-out
+documents, each document by itself. A variant is the contender with Muon with further flags, which
+do not change rows. What is done is kept in DIR, and not done again while its command and data stay
+the same.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from minimind.config.yaml_files import load_yaml_texts
 SHIPPED = 5e-4  # learning rate of MiniMind's pretraining
 POINTS = 10
 PACE_STEPS, PACE_POINTS, PACE_ROUNDS = 40, 8, 3
-RATES = [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]
+RATES = [5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
 AS_SHIPPED = f"{PADDED}, as shipped"
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 

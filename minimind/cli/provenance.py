@@ -12,10 +12,11 @@ from minimind.config.arguments import at_least
 from minimind.errors import UsageError
 
 if TYPE_CHECKING:
-    from minimind.provenance.documents import Documents, Place
+    from minimind.provenance.documents import Documents, Place, Placed
     from minimind.provenance.step_rows import Row
 
 AT = "minimind data at out/mine --step 1200 --text"
+TOP = 10  # documents listed with --steps
 WHERE = "minimind data where out/mine my_text.jsonl:512"
 
 
@@ -29,7 +30,7 @@ def add_actions(actions: Any) -> None:
     text = "of steps A to B: documents in those with a loss above the running median"
     add("--steps", type=_steps, metavar="A:B", help=text)
     add("--rank", type=at_least(0), help="only the rows of this process")
-    add("--top", type=at_least(1), default=10, help="documents listed with --steps")
+    add("--top", type=at_least(1), help="documents listed with --steps (default: 10)")
     add("--text", action="store_true", help="print the text as well")
 
     text = "Steps of a run that read a document"
@@ -38,6 +39,8 @@ def add_actions(actions: Any) -> None:
     text = "file of the text and line; of a table the row"
     where.add_argument("place", type=_place, metavar="FILE:LINE", help=text)
     for parser in (at, where):
+        text = "folder of the prepared text, if it is not where the run read it"
+        parser.add_argument("--data", type=Path, metavar="DIR", help=text)
         parser.add_argument("--json", action="store_true", help="print a JSON object")
         parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
@@ -58,7 +61,7 @@ def _place(text: str) -> tuple[str, int]:
 
 def run_at(args: argparse.Namespace) -> int:
     """Print the rows of a step, or the documents of steps with a high loss."""
-    from minimind.provenance.step_rows import documents_of, read_run, rows_at, stretch_of
+    from minimind.provenance.step_rows import documents_of, read_run, rows_at
 
     if (args.step is None) == (args.steps is None):
         given = "both were given" if args.step else "neither was given"
@@ -67,14 +70,16 @@ def run_at(args: argparse.Namespace) -> int:
         if args.rank is not None or args.text:
             raise UsageError("--steps counts documents over all ranks; drop --rank and --text")
         return _run_suspects(args)
-    stretch = stretch_of(read_run(args.run), args.step)
-    documents = documents_of(stretch)
+    if args.top is not None:
+        raise UsageError("--top lists documents of --steps A:B; drop it, or give --steps")
+    stretch = read_run(args.run).at(args.step)
+    documents = documents_of(stretch, args.data)
     rows = rows_at(stretch, documents, args.step, args.rank)
     numbers = {part.document for row in rows for part in row.parts}
     places = documents.places(numbers)
     if args.json:
         found = [_row_json(row, documents, places, args.text) for row in rows]
-        print(json.dumps({"step": args.step, "rows": found}, ensure_ascii=False, indent=1))
+        _print_json({"step": args.step, "rows": found, "faults": documents.faults})
         return 0
     count = f"{len(rows)} rows, {len(numbers)} documents"
     print(f"step {args.step}: {count}; rows of {stretch.row_tokens} tokens")
@@ -90,53 +95,85 @@ def run_at(args: argparse.Namespace) -> int:
 
 
 def _run_suspects(args: argparse.Namespace) -> int:
-    """Print the documents that are most often in steps with a high loss."""
-    from minimind.provenance.step_rows import documents_of, read_run, suspects
+    """Print the documents whose steps have a high loss more often than expected."""
+    from minimind.provenance.high_losses import suspects
+    from minimind.provenance.step_rows import documents_of, read_run
 
-    stretches = read_run(args.run)
-    documents = documents_of(stretches[-1])
-    found, high, logged = suspects(args.run, stretches, documents, args.steps)
-    listed = found[: args.top]
+    log = read_run(args.run)
+    texts = list(log.texts(args.steps).values())
+    if len(texts) > 1:
+        raise UsageError(
+            f"--steps {args.steps.start}:{args.steps.stop - 1}: the run read other text from step"
+            f" {texts[1].steps.start} on; give steps of one text"
+        )
+    documents = documents_of(texts[0] if texts else log.at(args.steps.start), args.data)
+    found, high, logged = suspects(log, documents, args.steps)
+    listed = found[: args.top or TOP]
     places = documents.places(one.document for one in listed)
     if args.json:
         rows = [{**asdict(one), **_place_json(places.get(one.document))} for one in listed]
-        print(json.dumps({"high": high, "logged": logged, "documents": rows}, indent=1))
+        facts = {"high": high, "logged": logged, "documents": rows}
+        _print_json({**facts, "faults": documents.faults})
         return 0
     print(f"{len(high)} of {logged} logged steps have a loss above the running median")
     if listed:
-        print(f"{'in them':>8} {'in all':>7}  {'document':>10}  place")
+        print(f"{'in them':>8} {'expected':>9} {'score':>6}  {'document':>10}  place")
     for one in listed:
         place = _shown(places.get(one.document))
-        print(f"{one.above:>8} {one.logged:>7}  {one.document:>10,}  {place}")
+        expected = one.logged * len(high) / logged
+        count = f"{one.high:>8} {expected:>9.1f} {one.score:>6.1f}"
+        print(f"{count}  {one.document:>10,}  {place}")
     _print_faults(documents)
     return 0
 
 
 def run_where(args: argparse.Namespace) -> int:
-    """Print the steps that read a document."""
+    """Print the steps that read a document, for each text that the run read."""
     from minimind.provenance.step_rows import documents_of, read_run, steps_reading
 
     file, line = args.place
-    stretches = read_run(args.run)
-    documents = documents_of(stretches[-1])
-    found, number = documents.find(file, line)
-    reads = [] if number is None else steps_reading(stretches, documents, number)
-    if args.json:
+    log = read_run(args.run)
+    texts = list(log.texts().values()) or [log.at(1)]
+    unknown, places = None, []
+    for stretch in texts:
+        documents = documents_of(stretch, args.data if len(texts) == 1 else None)
+        try:
+            found, number = documents.find(file, line)
+        except UsageError as error:  # the file may be part of another text
+            unknown = unknown or error
+            continue
+        reads = [] if number is None else steps_reading(log, documents, number)
         steps = [{"step": step, "rank": rank, "row": row} for step, rank, row in reads]
         facts = {**_place_json(found.place), "split": found.split or None, "document": number}
-        print(json.dumps({**facts, "reads": steps}, indent=1))
-        return 0
+        places.append({**facts, "data": str(documents.prepared.directory), "reads": steps})
+        if not args.json:
+            if len(texts) > 1:
+                print(f"{documents.prepared.directory}:")
+            _print_reads(found, number, documents, reads)
+    if unknown and not places:
+        raise unknown
+    if args.json:
+        _print_json({"texts": places})
+    return 0
+
+
+def _print_reads(
+    found: Placed, number: int | None, documents: Documents, reads: list[tuple[int, int, int]]
+) -> None:
     if number is None:
         reason = "held out for validation" if found.split else "no document: it was rejected"
         print(f"{found.place}: {reason}")
-        return 0
+        return
     start, stop = documents.tokens(number)
     print(f"{found.place}: document {number:,}, {stop - start:,} tokens with its end token")
     for step, rank, row in reads:
         print(f"step {step:>9,}  rank {rank}  row {row:,}")
     if not reads:
-        print("no step reads it: its rows are beyond the end of the run or in the tail of an epoch")
-    return 0
+        print("no logged step has read it")
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, ensure_ascii=False, indent=1))
 
 
 def _row_json(

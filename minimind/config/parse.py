@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -138,13 +139,15 @@ def _layers(
     yield {key: given[key] for key in given if key in FLAGS}, source
 
 
-def _load_config_file(name: str) -> dict[str, Any]:
+def _load_config_file(name: Any) -> dict[str, Any]:
     """Load the recipe `name`, else the file."""
     recipes = {path.stem: str(path) for path in RECIPES.glob("*.yaml")}
-    if name not in recipes and not Path(name).exists():
-        hint = suggest(name, list(recipes), f"give a file or {', '.join(recipes)}")
+    if not isinstance(name, str | Path):
+        raise UsageError(f"config = {name!r} is no path; give a recipe or a file")
+    if str(name) not in recipes and not os.path.exists(name):
+        hint = suggest(str(name), list(recipes), f"give a file or {', '.join(recipes)}")
         raise UsageError(f"--config {name}: no such recipe or file; {hint}")
-    return load_yaml_texts(recipes.get(name, name), "--config")
+    return load_yaml_texts(recipes.get(str(name), str(name)), "--config")
 
 
 def _parse_argv(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -4,5 +4,6 @@ May import `minimind.report` and below. The commands are `minimind data at` and 
 row order is arithmetic (`minimind.data.loader.row_order`), so nothing is recorded while training.
 
 documents         documents of the training tokens, and their place in the text
+high_losses       documents of steps with a high loss
 step_rows         rows of a step, and steps of a document, from the log of a run
 """

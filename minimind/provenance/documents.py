@@ -7,7 +7,7 @@ up to the document, with the same split by hash.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -17,9 +17,11 @@ from minimind.data.prepare.prepare import Prepared
 from minimind.data.prepare.unit_reader import split_of
 from minimind.data.prepare.work_units import Plan, Unit, read_described
 from minimind.data.text.documents import ReadOptions, Rejection
-from minimind.data.text.inputs import kind_of
-from minimind.data.text.readers import line_number, read_segment
+from minimind.data.text.inputs import Segment, kind_of
+from minimind.data.text.readers import line_offset, newlines, read_segment
 from minimind.errors import DataError, UsageError
+
+CHANGED = "changed since it was prepared"
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,12 @@ class Place:
     """File, line (or row of a table) from 1, and byte of the line in the (decompressed) file."""
 
     file: str
-    line: int
+    line: int  # 0 for a .txt file, which is one document
     byte: int | None  # None for a row of a table
 
     def __str__(self) -> str:
-        """`FILE:LINE`."""
-        return f"{self.file}:{self.line}"
+        """`FILE:LINE`, or `FILE`."""
+        return f"{self.file}:{self.line}" if self.line else self.file
 
 
 @dataclass(frozen=True)
@@ -51,19 +53,20 @@ class Documents:
     prepared: Prepared
     ends: np.ndarray  # int64, cumulative tokens
     plan: Plan
-    first: Mapping[int, int]  # number of the first document by unit
-    faults: dict[str, str] = field(default_factory=dict)  # why a text could not be read, by file
+    numbers: Mapping[int, range]  # numbers of the documents of a unit
+    faults: dict[str, str] = field(default_factory=dict)  # why documents are not found, by file
+    _line_at: dict[Path, tuple[int, int]] = field(default_factory=dict)  # a known offset and line
 
     @classmethod
     def of(cls, prepared: Prepared) -> Documents:
         """Read the index of a folder."""
         plan = Plan.from_json(read_described(prepared.directory))
-        first, before = {}, 0
+        numbers, before = {}, 0
         for shard in prepared.manifest["splits"]["train"]["shards"]:
             unit = int(Path(shard["name"]).stem.removeprefix("train-"))
-            first[unit] = before
+            numbers[unit] = range(before, before + shard["documents"])
             before += shard["documents"]
-        return cls(prepared, prepared.train.document_ends(), plan, first)
+        return cls(prepared, prepared.train.document_ends(), plan, numbers)
 
     def over(self, start: int, stop: int) -> range:
         """Numbers of the documents with any of the tokens `start` to `stop`."""
@@ -74,35 +77,32 @@ class Documents:
         """First token of a document, and the one after its end token."""
         return int(self.ends[number - 1]) if number else 0, int(self.ends[number])
 
-    def places(self, numbers: Iterable[int]) -> dict[int, Place]:
+    def places(self, wanted: Iterable[int]) -> dict[int, Place]:
         """Place by number; without those whose text is gone or changed (`faults`)."""
-        wanted = sorted(set(numbers))
-        units = np.array(sorted(self.first))
-        starts = np.array([self.first[unit] for unit in units.tolist()])
+        left = set(wanted)
         found: dict[int, Place] = {}
-        for unit in np.unique(units[np.searchsorted(starts, wanted, side="right") - 1]).tolist():
-            own = {n - self.first[unit] for n in wanted if n >= self.first[unit]}
-            own -= {n - self.first[unit] for n in found}
-            found |= self._places_in(self.plan.units[unit], own)
+        for unit, numbers in self.numbers.items():
+            if own := {number for number in left if number in numbers}:
+                found |= self._places_in(self.plan.units[unit], own)
+                left -= own
         return found
 
     def _places_in(self, unit: Unit, wanted: set[int]) -> dict[int, Place]:
-        """Place by number, for those of `wanted` (counted from the unit's first) in a unit."""
+        """Place of each document of a unit that is found unchanged."""
         found: dict[int, Place] = {}
-        before = self.first[unit.number]
+        last = max(wanted)
         train = (one for one in self._read(unit) if one.split == "train")
-        try:
-            for at, one in enumerate(train):
-                if at not in wanted:
-                    continue
-                if self._is_stored(before + at, one.text):
-                    found[before + at] = one.place
-                else:
-                    self.faults[one.place.file] = "changed since it was prepared"
-                if len(found) == len(wanted):
-                    break
-        except DataError as error:
-            self.faults[str(self._now(unit.segments[0].path))] = str(error)
+        number = self.numbers[unit.number].start - 1
+        for number, one in enumerate(train, self.numbers[unit.number].start):
+            if number in wanted and self._is_stored(number, one.text):
+                found[number] = one.place
+            elif number in wanted:
+                self.faults[one.place.file] = CHANGED
+            if number == last:
+                break
+        files = [str(self._now(segment.path)) for segment in unit.segments]
+        if number < last and not any(file in self.faults for file in files):
+            self.faults[files[-1]] = CHANGED
         return found
 
     def _is_stored(self, number: int, text: str) -> bool:
@@ -114,29 +114,49 @@ class Documents:
     def find(self, file: str, line: int) -> tuple[Placed, int | None]:
         """The document at FILE:LINE and its number; None if it is not trained on.
 
-        Raise UsageError if the file is not part of the text or has no such line.
+        All lines of a .txt file are one document. Raise UsageError if the file is not part of the
+        text or has no such line, DataError if it has changed.
         """
-        path = self._input_of(file)
-        for unit in self.plan.units:
-            if path not in {str(segment.path) for segment in unit.segments}:
-                continue
-            number = self.first.get(unit.number, 0) - 1
+        path = self._now(Path(self._input_of(file)))
+        for unit in self._units_at(path, line):
+            numbers = self.numbers.get(unit.number, range(0))
+            number = numbers.start - 1
             for one in self._read(unit):
                 number += one.split == "train"
-                if (one.place.file, one.place.line) == (str(self._now(Path(path))), line):
-                    is_trained = one.split == "train"
-                    if is_trained and not self._is_stored(number, one.text):
-                        raise DataError(f"{file}: changed since it was prepared; restore it")
-                    return one, number if is_trained else None
+                if one.place.file != str(path) or one.place.line not in (line, 0):
+                    continue
+                if one.split != "train":
+                    return one, None
+                if number not in numbers or not self._is_stored(number, one.text):
+                    raise DataError(f"{file}: {CHANGED}; restore it")
+                return one, number
+        if self.faults:
+            name, fault = next(iter(self.faults.items()))
+            raise DataError(f"{name}: {fault}; restore it")
         raise UsageError(f"{file}:{line}: there is no such line; lines are counted from 1")
+
+    def _units_at(self, path: Path, line: int) -> list[Unit]:
+        """The units that may hold a line of a file: those with its byte or its row."""
+        if not path.exists():
+            raise DataError(f"{path}: is gone; restore it")
+        kind = kind_of(path)
+        at = line_offset(path, line) if kind == ".jsonl" else line - 1
+        is_cut = kind not in (".txt", ".jsonl.gz", ".jsonl.zst")  # the others are read whole
+
+        def has_line(segment: Segment) -> bool:
+            inside = not is_cut or segment.start <= at < max(segment.stop, segment.start + 1)
+            return inside and self._now(segment.path) == path
+
+        return [unit for unit in self.plan.units if any(map(has_line, unit.segments))]
 
     def _input_of(self, file: str) -> str:
         """The path, as in the plan, of a file given in any way that names one input."""
         by_now = {str(self._now(Path(one.path))): one.path for one in self.plan.inputs}
-        wanted = str(Path(file).expanduser().absolute())
-        close = [now for now in by_now if now == wanted or now.endswith(f"/{file}")]
+        given = Path(file).expanduser()
+        wanted = str(given.resolve() if given.is_dir() else given.parent.resolve() / given.name)
         if wanted in by_now:
             return by_now[wanted]
+        close = [now for now in by_now if now.endswith(f"/{file}")]
         if len(close) != 1:
             some = ", ".join(sorted(close or by_now)[:3])
             problem = "names several files" if close else "is no file of this text"
@@ -148,19 +168,39 @@ class Documents:
         return Path(self.prepared.names.get(str(path), str(path)))
 
     def _read(self, unit: Unit) -> Iterator[Placed]:
-        """All documents of a unit, in order."""
+        """Documents of a unit, in order, up to a file that cannot be read (`faults`)."""
         options = self.plan.options
         reading = ReadOptions(options.text_field, options.max_document_bytes)
         for segment in unit.segments:
             path = self._now(segment.path)
-            here = type(segment)(path, segment.start, segment.stop, segment.weight)
-            before = None if kind_of(path) == ".jsonl" and segment.start else 0
-            for one in read_segment(here, reading):
-                if isinstance(one, Rejection):
-                    text, split, line, byte = "", "", one.line, one.byte
-                else:
-                    text, _, line, byte = one
-                    split = split_of(sha256(text.encode()).digest(), options.val_fraction)
-                if before is None:  # lines count from the start of the segment
-                    before = line_number(path, byte or 0) - line
-                yield Placed(Place(str(path), line + before, byte), split, text)
+            try:
+                if not path.exists():
+                    raise DataError("is gone, and the documents after it cannot be counted")
+                yield from self._read_segment(replace(segment, path=path), reading)
+            except DataError as error:
+                self.faults[str(path)] = str(error).removeprefix(f"{path}: ")
+                return
+
+    def _read_segment(self, segment: Segment, reading: ReadOptions) -> Iterator[Placed]:
+        path, kind = segment.path, kind_of(segment.path)
+        before = None if kind == ".jsonl" and segment.start else 0
+        for one in read_segment(segment, reading):
+            if isinstance(one, Rejection):
+                text, split, line, byte = "", "", one.line, one.byte
+            else:
+                text, _, line, byte = one
+                val_fraction = self.plan.options.val_fraction
+                split = split_of(sha256(text.encode()).digest(), val_fraction)
+            if before is None:  # lines count from the start of the segment
+                before = self._line_of(path, byte or 0) - line
+            at = 0 if kind == ".txt" else line + before
+            yield Placed(Place(str(path), at, byte), split, text)
+
+    def _line_of(self, path: Path, byte: int) -> int:
+        """Line at an offset, counted from the last known one: units are read in order."""
+        at, line = self._line_at.get(path, (0, 1))
+        if byte < at:
+            at, line = 0, 1
+        line += newlines(path, at, byte)
+        self._line_at[path] = byte, line
+        return line

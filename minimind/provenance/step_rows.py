@@ -5,7 +5,6 @@ Steps are numbered as in the log: step 1 is the first, and reads what the row or
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,13 +15,11 @@ import numpy as np
 from minimind.checkpoint.validation import Mixture as LoggedMixture
 from minimind.checkpoint.validation import OrderOrigin
 from minimind.data.loader.row_order import Mixture, Order, Origin
-from minimind.data.prepare.prepare import Prepared, open_prepared
+from minimind.data.prepare.prepare import Prepared, missing_of, open_prepared
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.provenance.documents import Documents
-from minimind.report.records import Start, read_starts
+from minimind.report.records import Start, number, read_starts
 from minimind.runtime.checked_json import CheckedJson, Count, Integer, Size, validate
-
-WINDOW = 100  # logged steps of the running median
 
 
 class LoggedOrder(CheckedJson):
@@ -48,7 +45,6 @@ class LoggedStart(CheckedJson):
     """The part of a run_start that determines the rows of its steps."""
 
     step: Count
-    total_steps: Count
     world_size: Size
     micro_batch_rows: Size
     order: LoggedOrder
@@ -104,13 +100,63 @@ class Row:
     parts: tuple[Part, ...]
 
 
-def read_run(run_dir: Path) -> list[Stretch]:
-    """The stretches of a run; UsageError if its log lacks them."""
+@dataclass(frozen=True)
+class RunLog:
+    """The stretches of a run, in order."""
+
+    run_dir: Path
+    starts: list[Start]
+    stretches: list[Stretch]
+    unknown: list[range]  # steps of starts by a version that did not log the row order
+
+    def at(self, step: int) -> Stretch:
+        """The stretch with a step; UsageError if there is none."""
+        for stretch in reversed(self.stretches):
+            if step in stretch.steps:
+                return stretch
+        if any(step in steps for steps in self.unknown):
+            raise UsageError(
+                f"step {step} of {self.run_dir} was trained by an earlier version, which did not"
+                " log the row order; give a step after the next start"
+            )
+        last = max((steps.stop - 1 for steps in self._steps()), default=0)
+        raise UsageError(f"step {step}: {self.run_dir} has steps 1 to {last}; give one of them")
+
+    def _steps(self) -> list[range]:
+        return [*(stretch.steps for stretch in self.stretches if stretch.steps), *self.unknown]
+
+    def texts(self, steps: range | None = None) -> dict[str, Stretch]:
+        """A stretch of each text that was read (in `steps`), by its fingerprint."""
+        found = {}
+        for stretch in self.stretches:
+            own = stretch.steps
+            if own and (steps is None or (own.start < steps.stop and steps.start < own.stop)):
+                found[stretch.data["fingerprint"]] = stretch
+        return found
+
+
+def read_run(run_dir: Path) -> RunLog:
+    """Read the log of a run; UsageError if it has no start."""
     starts, _ = read_starts(run_dir)
-    found = [_stretch(start, run_dir) for start in starts if not start.is_implied]
-    if not found:
+    stretches, unknown = [], []
+    for start in starts:
+        if start.is_implied or "order" not in start.facts:
+            first = number(start.first_step, 0.0)
+            unknown.append(range(int(first) + 1, int(_last_step(start)) + 1))
+        else:
+            stretches.append(_stretch(start, run_dir))
+    if not starts:
         raise UsageError(f"{run_dir}/metrics.jsonl: has no run_start; give the --out_dir of a run")
-    return found
+    return RunLog(run_dir, starts, stretches, unknown)
+
+
+def _last_step(start: Start) -> float:
+    """The last step that counts, as far as it is logged."""
+    if start.cutoff < np.inf:  # its checkpoint is there
+        return start.cutoff
+    ends = [start.end or {}, *start.events]
+    known = [number(event.get("step"), 0.0) for event in ends]
+    return max([*known, start.last_step, number(start.facts.get("step"), 0.0)])
 
 
 def _stretch(start: Start, run_dir: Path) -> Stretch:
@@ -123,31 +169,29 @@ def _stretch(start: Start, run_dir: Path) -> Stretch:
         order = Order(logged["rows"], logged["rows_per_step"], seed, origin, mixture)
     except (CheckpointError, ValueError) as error:
         raise UsageError(
-            f"{run_dir}/metrics.jsonl: a run_start {error}; it was written by an earlier version,"
-            " which did not log the row order"
+            f"{run_dir}/metrics.jsonl: a run_start {error}; restore the file"
         ) from error
-    last = min(start.cutoff, facts["total_steps"])
-    steps = range(facts["step"] + 1, int(last) + 1)
+    steps = range(facts["step"] + 1, int(_last_step(start)) + 1)
     sizes = facts["world_size"], facts["micro_batch_rows"]
     return Stretch(steps, order, logged["row_tokens"], *sizes, facts["data"])
 
 
-def stretch_of(stretches: list[Stretch], step: int) -> Stretch:
-    """The stretch with a step; UsageError if the run has no such step."""
-    for stretch in reversed(stretches):
-        if step in stretch.steps:
-            return stretch
-    last = max(stretch.steps.stop - 1 for stretch in stretches)
-    raise UsageError(f"--step {step}: the run has steps 1 to {last}; give one of them")
+def documents_of(stretch: Stretch, directory: Path | None = None) -> Documents:
+    """Open the text of a stretch, in another folder if one is given.
 
-
-def documents_of(stretch: Stretch) -> Documents:
-    """Open the text of a stretch; DataError if the folder is gone or has changed."""
-    directory = Path(stretch.data["directory"])
-    prepared = open_prepared(directory)
+    Raise DataError if the folder is gone or holds other text.
+    """
+    place = directory or Path(stretch.data["directory"])
+    if missing := missing_of(place):
+        raise DataError(
+            f"{place}: has no {missing[0]}, and the run was trained on this folder; restore it, or"
+            " give --data with a folder of the same text"
+        )
+    prepared = open_prepared(place)
     if prepared.manifest["fingerprint"] != stretch.data["fingerprint"]:
         raise DataError(
-            f"{directory}: holds other text than the run was trained on; prepare that text again"
+            f"{place}: holds other text than the run was trained on; restore it, or give --data"
+            " with a folder of the same text"
         )
     prepared.names.update(stretch.data["renamed"])
     return Documents.of(prepared)
@@ -175,72 +219,28 @@ def rows_at(stretch: Stretch, documents: Documents, step: int, rank: int | None)
 
 def _parts(documents: Documents, start: int, stop: int) -> list[Part]:
     found = []
-    for number in documents.over(start, stop):
-        first, last = documents.tokens(number)
-        found.append(Part(max(first, start) - start, min(last, stop) - start, number))
+    for document in documents.over(start, stop):
+        first, last = documents.tokens(document)
+        found.append(Part(max(first, start) - start, min(last, stop) - start, document))
     return found
 
 
-def steps_reading(
-    stretches: list[Stretch], documents: Documents, number: int
-) -> list[tuple[int, int, int]]:
+def steps_reading(log: RunLog, documents: Documents, document: int) -> list[tuple[int, int, int]]:
     """(step, rank, row) of every read of a document, in order; only of its text."""
     found = []
-    start, stop = documents.tokens(number)
-    for stretch in stretches:
-        if stretch.data["fingerprint"] != documents.prepared.manifest["fingerprint"]:
-            continue
-        share = stretch.order.rows_per_step // stretch.world_size
-        for row in documents.prepared.train.rows_over(start, stop, stretch.row_tokens):
-            reads = stretch.order.reads_of(row, stretch.steps.stop - 1)
-            found += [
-                (at + 1, place // share, row) for at, place in reads if at + 1 in stretch.steps
-            ]
-    return sorted(found)
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """A document, and its steps: those above the running median of the loss, and all logged."""
-
-    document: int
-    above: int
-    logged: int
-
-
-def suspects(
-    run_dir: Path, stretches: list[Stretch], documents: Documents, steps: range
-) -> tuple[list[Suspect], list[int], int]:
-    """Documents by how often they are in logged steps with a loss above its running median.
-
-    Also returns these steps, and the number of all logged steps in `steps`. The median is that of
-    the last `WINDOW` logged steps.
-    """
-    logged, high = _high_losses(run_dir, steps)
+    shards, (start, stop) = documents.prepared.train, documents.tokens(document)
     fingerprint = documents.prepared.manifest["fingerprint"]
-    counts: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
-    for step in logged:
-        stretch = stretch_of(stretches, step)
-        if stretch.data["fingerprint"] != fingerprint:
+    stretches = [one for one in log.stretches if one.data["fingerprint"] == fingerprint]
+    last = max((one.steps.stop for one in stretches), default=0) - 1
+    for order in dict.fromkeys(one.order for one in stretches):  # a resume keeps it
+        own = [one for one in stretches if one.order == order and one.steps]
+        if not own:
             continue
-        rows = rows_at(stretch, documents, step, None)
-        counts[step in high].update({part.document for row in rows for part in row.parts})
-    above, rest = counts[True], counts[False]
-    found = [Suspect(number, times, times + rest[number]) for number, times in above.items()]
-    return sorted(found, key=lambda s: (-s.above, s.logged, s.document)), sorted(high), len(logged)
-
-
-def _high_losses(run_dir: Path, steps: range) -> tuple[list[int], set[int]]:
-    """Logged steps in `steps`, and those of them with a loss above its running median."""
-    starts, _ = read_starts(run_dir)
-    all_steps = np.concatenate([s.column("step")[s.is_kept] for s in starts])
-    losses = np.concatenate([s.column("loss")[s.is_kept] for s in starts])
-    logged, high = [], set()
-    for at, (step, loss) in enumerate(zip(all_steps.tolist(), losses.tolist(), strict=True)):
-        if int(step) not in steps:
-            continue
-        logged.append(int(step))
-        before = losses[max(0, at - WINDOW) : at]
-        if len(before) and not loss <= np.nanmedian(before):
-            high.add(int(step))
-    return logged, high
+        for row in shards.rows_over(start, stop, own[0].row_tokens):
+            for at, place in order.reads_of(row, last):
+                found += [
+                    (at + 1, place // (order.rows_per_step // one.world_size), row)
+                    for one in own
+                    if at + 1 in one.steps
+                ]
+    return sorted(found)

@@ -21,10 +21,12 @@ class TokenBalance:
     first_of_row: int  # of these, the ones that are only inputs
     tail_of_epoch: int  # in the rows after the last complete step
     tail_of_source: int  # after the last complete row of each source
+    is_weighted: bool
 
     def __str__(self) -> str:
         """A line for the start summary, without its label."""
-        items = [f"{self.held_out:,} held out", f"{self.trained:,} trained on in an epoch"]
+        how = ", sources repeated by weight" if self.is_weighted else ""
+        items = [f"{self.held_out:,} held out", f"{self.trained:,} trained on in an epoch{how}"]
         if self.tail_of_epoch:
             items.append(f"{self.tail_of_epoch:,} dropped in its last rows")
         if self.tail_of_source:
@@ -43,4 +45,5 @@ def token_balance(prepared: Prepared, order: Order, row_tokens: int) -> TokenBal
         first_of_row=rows,
         tail_of_epoch=(order.n_rows - rows) * row_tokens,
         tail_of_source=train - order.n_rows * row_tokens,
+        is_weighted=order.mixture is not None,
     )

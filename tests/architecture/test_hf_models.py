@@ -132,7 +132,7 @@ def test_the_first_loss_is_that_of_transformers(kind, text, tmp_path):
     source = random_model(report)
     source.save_pretrained(tmp_path / "place")
     more = {"init_from": str(tmp_path / "place"), "dtype": "float32", "max_steps": 1}
-    started, step = run(text, tmp_path / "place", tmp_path / "out", **more)[:2]
+    started, _, step = run(text, tmp_path / "place", tmp_path / "out", **more)[:3]
     rows = first_rows(text)
     with torch.no_grad():
         theirs = float(source(input_ids=rows, labels=rows).loss)

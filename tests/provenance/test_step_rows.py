@@ -20,14 +20,13 @@ from minimind.data.loader.row_order import Mixture, Order
 from minimind.data.prepare.prepare import Prepared, open_prepared
 from minimind.errors import DataError, UsageError
 from minimind.provenance.documents import Documents
+from minimind.provenance.high_losses import suspects
 from minimind.provenance.step_rows import (
     documents_of,
     logged_order,
     read_run,
     rows_at,
     steps_reading,
-    stretch_of,
-    suspects,
 )
 from tests.conftest import sentences
 
@@ -103,27 +102,27 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 
 def test_the_rows_of_every_step_are_those_that_were_read(recorded: Recorded):
-    stretches = read_run(recorded.run_dir)
-    documents = documents_of(stretches[0])
+    log = read_run(recorded.run_dir)
+    documents = documents_of(log.stretches[0])
     shards, compared = recorded.prepared.train, 0
     for step in range(1, 1251):
-        rows = rows_at(stretch_of(stretches, step), documents, step, None)
+        rows = rows_at(log.at(step), documents, step, None)
         tokens = [shards.stretch(row.first_token, ROW_TOKENS) for row in rows]
         np.testing.assert_array_equal(np.stack(tokens), recorded.rows(step))
         compared += len(rows)
         if step % 50 == 0:
             for rank, batches in enumerate(recorded.read[step]):
-                own = rows_at(stretch_of(stretches, step), documents, step, rank)
+                own = rows_at(log.at(step), documents, step, rank)
                 assert own == [row for row in rows if row.rank == rank]
                 of_batch = [row.micro_batch for row in own]
                 assert of_batch == [n for n, batch in enumerate(batches) for _ in batch]
     assert compared > 10_000
-    assert stretch_of(stretches, 1250).order.place(1249)[0] >= 2  # of several epochs
+    assert log.at(1250).order.place(1249)[0] >= 2  # of several epochs
 
 
 def test_a_document_is_at_its_place(recorded: Recorded):
     documents = Documents.of(recorded.prepared)
-    assert len(documents.first) > 4  # units
+    assert len(documents.numbers) > 4  # units
     places = documents.places(range(len(documents.ends)))
     assert len(places) == len(documents.ends)
     assert not documents.faults
@@ -149,10 +148,10 @@ def test_a_document_is_at_its_place(recorded: Recorded):
 
 
 def test_the_parts_of_a_row_cover_it_and_name_its_documents(recorded: Recorded):
-    stretches = read_run(recorded.run_dir)
-    documents = documents_of(stretches[0])
+    log = read_run(recorded.run_dir)
+    documents = documents_of(log.stretches[0])
     eos = recorded.prepared.tokenizer.eos_id
-    for row in rows_at(stretch_of(stretches, 5), documents, 5, None):
+    for row in rows_at(log.at(5), documents, 5, None):
         tokens = recorded.prepared.train.stretch(row.first_token, ROW_TOKENS)
         ends = (np.flatnonzero(tokens == eos) + 1).tolist()
         borders = [*ends, ROW_TOKENS] if ends[-1:] != [ROW_TOKENS] else ends
@@ -161,25 +160,28 @@ def test_the_parts_of_a_row_cover_it_and_name_its_documents(recorded: Recorded):
 
 
 def test_the_steps_of_a_document_are_those_that_read_it(recorded: Recorded):
-    stretches = read_run(recorded.run_dir)
-    documents = documents_of(stretches[0])
+    log = read_run(recorded.run_dir)
+    documents = documents_of(log.stretches[0])
     expected: dict[int, list[tuple[int, int, int]]] = {}
     for step in range(1, 1251):
-        for row in rows_at(stretch_of(stretches, step), documents, step, None):
+        for row in rows_at(log.at(step), documents, step, None):
             for part in row.parts:
                 expected.setdefault(part.document, []).append((step, row.rank, row.row))
     for number in range(0, len(documents.ends), 7):
-        assert steps_reading(stretches, documents, number) == sorted(expected.get(number, []))
+        assert steps_reading(log, documents, number) == sorted(expected.get(number, []))
 
 
 def test_documents_of_steps_with_a_high_loss(recorded: Recorded):
-    stretches = read_run(recorded.run_dir)
-    documents = documents_of(stretches[0])
-    found, high, logged = suspects(recorded.run_dir, stretches, documents, range(1, 201))
+    log = read_run(recorded.run_dir)
+    documents = documents_of(log.stretches[0])
+    found, high, logged = suspects(log, documents, range(1, 201))
     assert (high, logged) == ([*range(11, 201, 10)], 200)  # nothing is known before the first
-    rows = rows_at(stretch_of(stretches, 11), documents, 11, None)
+    rows = rows_at(log.at(11), documents, 11, None)
     assert {part.document for row in rows for part in row.parts} <= {s.document for s in found}
-    assert found[0].above == max(one.above for one in found) <= found[0].logged
+    assert [one.score for one in found] == sorted((one.score for one in found), reverse=True)
+    for one in found:
+        expected, spread = one.logged * 19 / 200, (one.logged * 19 / 200 * 181 / 200) ** 0.5
+        assert one.score == pytest.approx((one.high - expected) / spread)
 
 
 def shown(capsys: pytest.CaptureFixture[str], words: str) -> str:
@@ -194,8 +196,9 @@ def test_the_commands(recorded: Recorded, capsys: pytest.CaptureFixture[str]):
     assert "rank 1, micro-batch 1, row " in text
     found = json.loads(shown(capsys, f"data at {run} --step 260 --json --text"))
     part = found["rows"][0]["parts"][0]
-    where = f"data where {run} {Path(part['file']).name}:{part['line']}"
-    reads = json.loads(shown(capsys, f"{where} --json"))
+    assert found["faults"] == {}
+    where = f"data where {run} {Path(part['file']).name}:{part['line'] or 1}"
+    (reads,) = json.loads(shown(capsys, f"{where} --json"))["texts"]
     assert reads["document"] == part["document"]
     assert reads["split"] == "train"
     assert {"step": 260, "rank": 0, "row": found["rows"][0]["row"]} in reads["reads"]
@@ -212,7 +215,9 @@ def test_a_document_that_is_held_out_is_read_by_no_step(
 ):
     place = recorded.run_dir.parent / "a.jsonl"
     splits = [
-        json.loads(shown(capsys, f"data where {recorded.run_dir} {place}:{line} --json"))["split"]
+        json.loads(shown(capsys, f"data where {recorded.run_dir} {place}:{line} --json"))["texts"][
+            0
+        ]["split"]
         for line in range(1, 60)
     ]
     assert splits.count("val") > 0
@@ -224,13 +229,15 @@ def test_a_document_that_is_held_out_is_read_by_no_step(
 @pytest.mark.parametrize(
     ("words", "report"),
     [
-        ("data at RUN --step 1251", "the run has steps 1 to 1250; give one of them"),
+        ("data at RUN --step 1251", "run has steps 1 to 1250; give one of them"),
         ("data at RUN --step 260 --rank 2", "had ranks 0 to 1"),
         ("data at RUN --step 0", "0 is below 1"),
         ("data at RUN", "neither was given"),
         ("data at RUN --step 1 --steps 1:2", "both were given"),
         ("data at RUN --steps 2:1", "is no A:B"),
         ("data at RUN --steps 1:2 --text", "drop --rank and --text"),
+        ("data at RUN --step 1 --top 2", "drop it, or give --steps"),
+        ("data at RUN --steps 5000:6000", "has steps 1 to 1250"),
         ("data at none --step 1", "is no folder"),
         ("data where RUN a.jsonl", "is no FILE:LINE"),
         ("data where RUN a.jsonl:0", "is no FILE:LINE"),
@@ -246,22 +253,20 @@ def test_what_is_wrong_is_named(
 
 
 def changed_log(recorded: Recorded, out: Path, **changes: Any) -> Path:
-    out.mkdir()
-    lines = (recorded.run_dir / "metrics.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines]
-    starts = [{**e, **changes} for e in events if e["event"] == "run_start"]
-    text = "".join(json.dumps(line) + "\n" for line in starts[:1])
-    (out / "metrics.jsonl").write_text(text)
-    return out
+    return copied(out, [{**events_of(recorded)[0], **changes}])
 
 
 def test_a_log_without_an_order_or_with_other_text_is_refused(recorded: Recorded, tmp_path: Path):
     old = changed_log(recorded, tmp_path / "old", order=None)
-    with pytest.raises(UsageError, match="written by an earlier version"):
+    with pytest.raises(UsageError, match=r"a run_start .*order.*; restore the file"):
         read_run(old)
     data = {"directory": str(recorded.prepared.directory), "fingerprint": "x", "renamed": {}}
     with pytest.raises(DataError, match="other text than the run"):
-        documents_of(read_run(changed_log(recorded, tmp_path / "other", data=data))[0])
+        documents_of(read_run(changed_log(recorded, tmp_path / "other", data=data)).stretches[0])
+    data["directory"] = str(tmp_path / "gone")
+    gone = read_run(changed_log(recorded, tmp_path / "a", data=data)).stretches[0]
+    with pytest.raises(DataError, match=r"has no manifest.json, .* or give --data"):
+        documents_of(gone)
 
 
 def test_a_text_that_is_gone_or_changed_is_named_and_the_rest_is_shown(
@@ -277,6 +282,116 @@ def test_a_text_that_is_gone_or_changed_is_named_and_the_rest_is_shown(
         assert "b.jsonl.gz:" in text
         place.unlink()
         text = shown(capsys, words)
-        assert f"? {place}: cannot be read (No such file or directory)" in text
+        assert f"? {place}: is gone" in text
     finally:
         place.write_bytes(content)
+
+
+def copied(out: Path, events: list[dict[str, Any]]) -> Path:
+    out.mkdir()
+    (out / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    return out
+
+
+def events_of(recorded: Recorded) -> list[dict[str, Any]]:
+    lines = (recorded.run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_steps_that_are_not_trained_or_not_known_are_refused(recorded: Recorded, tmp_path: Path):
+    first, *rest = events_of(recorded)
+    run = copied(tmp_path / "a", [first, *rest[:120]])
+    with pytest.raises(UsageError, match="has steps 1 to 120; give one"):
+        read_run(run).at(121)
+    ended = {"event": "exit", "step": 125, "time": 1.0, "code": "PREEMPTED"}
+    log = read_run(copied(tmp_path / "b", [first, *rest[:120], ended]))
+    assert log.at(125) == log.stretches[0]
+    old = {key: value for key, value in first.items() if key not in ("order", "data")}
+    log = read_run(copied(tmp_path / "c", [old, *rest]))
+    assert log.at(260).world_size == 2
+    with pytest.raises(UsageError, match=r"step 250 of .* earlier version"):
+        log.at(250)
+
+
+def test_each_text_of_a_run_is_searched(
+    recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    text = tmp_path / "other.jsonl"
+    text.write_bytes(lines_of(sentences(9, 60)).replace(b"not JSON\n\n", b""))
+    words = f"prepare {text} --out {tmp_path}/data --vocab_size 600 --val_fraction 0"
+    assert minimind(words.split()) == 0
+    other = open_prepared(tmp_path / "data")
+    before = read_run(recorded.run_dir).at(900).order
+    n_rows = other.train.rows(ROW_TOKENS)
+    order = Order(n_rows, 8, SEED, before.origin_at(900, is_same_text=False))
+    facts = {"step": 900, "world_size": 1, "micro_batch_rows": 8}
+    start = {"event": "run_start", **facts, **logged_order(order, ROW_TOKENS, other)}
+    kept = [e for e in events_of(recorded) if e["step"] <= 900]
+    ended = {"event": "exit", "step": 910, "time": 1.0}
+    run = copied(tmp_path / "run", [*kept, start, ended])
+    capsys.readouterr()
+    (found,) = json.loads(shown(capsys, f"data where {run} other.jsonl:1 --json"))["texts"]
+    documents = Documents.of(other)
+    assert {read["step"] for read in found["reads"]} <= set(range(901, 911))
+    read = {row for step in range(901, 911) for row in order.rows_for(step - 1, 0, 1).tolist()}
+    expected = [row for row in other.train.rows_over(*documents.tokens(0), ROW_TOKENS)]
+    assert {read["row"] for read in found["reads"]} == read & set(expected)
+    (found,) = json.loads(shown(capsys, f"data where {run} a.jsonl:1 --json"))["texts"]
+    assert found["reads"]
+    assert max(read["step"] for read in found["reads"]) <= 900
+    assert minimind(f"data at {run} --steps 890:905".split()) == 2
+    assert "read other text from step 901 on" in capsys.readouterr().err
+
+
+def test_lines_of_a_text_file_are_one_document_and_links_name_their_file(
+    recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    place, run = recorded.run_dir.parent, recorded.run_dir
+    (tmp_path / "link").symlink_to(place)
+    for name in (f"{place}/d.txt:1", "d.txt:3", f"{tmp_path}/link/d.txt:2"):
+        assert f"{place}/d.txt: document" in shown(capsys, f"data where {run} {name}")
+
+
+def test_documents_of_a_shortened_file_and_after_a_missing_one_are_named(
+    recorded: Recorded, capsys: pytest.CaptureFixture[str]
+):
+    place = recorded.run_dir.parent / "b.jsonl.gz"
+    content = place.read_bytes()
+    documents = Documents.of(recorded.prepared)
+    try:
+        lines = gzip.decompress(content).splitlines(keepends=True)
+        place.write_bytes(gzip.compress(b"".join(lines[:50])))
+        places = documents.places(range(len(documents.ends)))
+        assert 0 < len(documents.ends) - len(places) < 150
+        assert documents.faults == {str(place): "changed since it was prepared"}
+        place.write_bytes(gzip.compress(b"".join([*lines, *lines[:20]])))
+        assert minimind(f"data where {recorded.run_dir} {place}:{len(lines) + 1}".split()) == 3
+        assert "changed since it was prepared; restore it" in capsys.readouterr().err
+        place.unlink()
+        documents.faults.clear()
+        documents.places(range(len(documents.ends)))
+        assert documents.faults[str(place)].startswith("is gone")
+        assert minimind(f"data where {recorded.run_dir} {place}:2".split()) == 3
+        assert "is gone; restore it" in capsys.readouterr().err
+    finally:
+        place.write_bytes(content)
+
+
+def test_a_line_is_found_without_reading_the_units_before_it(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+):
+    documents = Documents.of(recorded.prepared)
+    path = recorded.run_dir.parent / "a.jsonl"
+    read: list[int] = []
+    original = Documents._read
+
+    def counting(self: Documents, unit: Any) -> Any:
+        read.append(unit.number)
+        return original(self, unit)
+
+    monkeypatch.setattr(Documents, "_read", counting)
+    content = path.read_bytes()
+    lines = content.splitlines(keepends=True)
+    found, _ = documents.find(str(path), len(lines))
+    assert json.loads(lines[-1])["text"] == found.text
+    assert len(read) == 1 < sum(unit.segments[0].path == path for unit in documents.plan.units)

@@ -92,7 +92,7 @@ def source_loss(folder: Path) -> float:
 @pytest.mark.parametrize("place", PLACES)
 def test_the_loss_of_step_1_is_that_of_the_source(place, places, tmp_path, capsys):
     more = of_pth() if place.endswith(".pth") else {}
-    started, step = run(places, tmp_path / "out", places / place, **more)[:2]
+    started, _, step = run(places, tmp_path / "out", places / place, **more)[:3]
     assert abs(step["loss"] - source_loss(places)) <= 1e-5
     path = places / ("run/checkpoints/step_00000001" if place.startswith("run") else place)
     kind = {"file.pth": "minimind2", "ours": "minimind", "llama": "llama"}.get(place, "checkpoint")
@@ -168,7 +168,7 @@ def test_a_resumed_run_ignores_it_and_needs_it_no_more(places, tmp_path, capsys)
 
 def test_mup_scales_no_weights_that_are_given(places, tmp_path):
     given = places / "ours"
-    step = run(places, tmp_path / "given", given, mup_base_dim=SHAPE.dim // 4)[1]
+    step = run(places, tmp_path / "given", given, mup_base_dim=SHAPE.dim // 4)[2]
     assert abs(step["loss"] - source_loss(places)) <= 1e-5
     words = ["--mup_base_dim", str(SHAPE.dim // 4), "--init_from", str(given)]
     read = read_initial(parse_flags(words))

@@ -13,6 +13,7 @@ import minimind.train as training
 from minimind.cli.main import main as minimind
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared, open_prepared
+from minimind.provenance.step_rows import documents_of, read_run, rows_at
 from minimind.train.token_balance import token_balance
 from tests.conftest import sentences
 
@@ -77,6 +78,11 @@ def test_a_run_logs_the_balance(corpus: Path, tmp_path: Path):
         next(e for e in events if e["event"] == name) for name in ("run_start", "token_balance")
     )
     last = [event for event in events if event["event"] == "step"][-1]
+    log = read_run(out)  # of a real run, as `minimind data at` reads it
+    stretch = log.at(last["step"])
+    assert (stretch.world_size, stretch.micro_batch_rows, stretch.row_tokens) == (1, 4, 33)
+    rows = rows_at(stretch, documents_of(stretch), last["step"], None)
+    assert [row.position for row in rows] == [*range(*last["rows"])]
     assert 2 * (balance["trained"] - balance["first_of_row"]) == last["tokens"]
     parts = ("held_out", "trained", "tail_of_epoch", "tail_of_source")
     assert sum(balance[name] for name in parts) == balance["text"]

@@ -134,12 +134,32 @@ def in_file(rejection: Rejection) -> Rejection:
 
 def line_number(path: Path, offset: int) -> int:
     """Number of the line that contains the byte at `offset`."""
-    newlines = 0
+    return newlines(path, 0, offset) + 1
+
+
+def newlines(path: Path, start: int, stop: int) -> int:
+    """Newlines among the bytes `start` to `stop` of a file."""
+    count = 0
     with open(path, "rb", buffering=0) as file:
-        while offset > 0 and (piece := file.read(min(PIECE_BYTES, offset))):
-            newlines += piece.count(b"\n")
-            offset -= len(piece)
-    return newlines + 1
+        file.seek(start)
+        while start < stop and (piece := file.read(min(PIECE_BYTES, stop - start))):
+            count += piece.count(b"\n")
+            start += len(piece)
+    return count
+
+
+def line_offset(path: Path, line: int) -> int:
+    """Offset of a line, or the size of the file if it has fewer lines."""
+    offset, left = 0, line - 1
+    with open(path, "rb", buffering=0) as file:
+        while left and (piece := file.read(PIECE_BYTES)):
+            here = piece.count(b"\n")
+            if here >= left:
+                lines = piece.split(b"\n", left)[:left]
+                return offset + sum(map(len, lines)) + left
+            left -= here
+            offset += len(piece)
+    return offset
 
 
 def _packed_lines(segment: Segment, reading: ReadOptions) -> Found:
