@@ -61,7 +61,7 @@ def stand_in(line: str, backend: str) -> tuple[Any, Any]:
         world_size=world_size,
         device=torch.device("cpu"),
     )
-    order = SimpleNamespace(n_rows=2_151, rows_per_step=8, steps_per_epoch=268)
+    order = SimpleNamespace(n_rows=2_151, rows_per_step=8, steps_per_epoch=268, mixture=None)
     context = SimpleNamespace(
         run=resolved.run,
         schedule=schedule,
