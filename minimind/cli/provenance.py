@@ -100,13 +100,13 @@ def _run_suspects(args: argparse.Namespace) -> int:
     from minimind.provenance.step_rows import documents_of, read_run
 
     log = read_run(args.run)
-    texts = list(log.texts(args.steps).values())
+    texts = log.texts(args.steps)
     if len(texts) > 1:
         raise UsageError(
             f"--steps {args.steps.start}:{args.steps.stop - 1}: the run read other text from step"
-            f" {texts[1].steps.start} on; give steps of one text"
+            f" {texts[1][0].steps.start} on; give steps of one text"
         )
-    documents = documents_of(texts[0] if texts else log.at(args.steps.start), args.data)
+    documents = documents_of(texts[0][-1] if texts else log.at(args.steps.start), args.data)
     found, high, logged = suspects(log, documents, args.steps)
     listed = found[: args.top or TOP]
     places = documents.places(one.document for one in listed)
@@ -133,7 +133,7 @@ def run_where(args: argparse.Namespace) -> int:
 
     file, line = args.place
     log = read_run(args.run)
-    texts = list(log.texts().values()) or [log.at(1)]
+    texts = [stretches[-1] for stretches in log.texts()] or [log.at(1)]
     unknown, places = None, []
     for stretch in texts:
         documents = documents_of(stretch, args.data if len(texts) == 1 else None)
@@ -210,4 +210,4 @@ def _indented(text: str) -> str:
 
 def _print_faults(documents: Documents) -> None:
     for file, fault in documents.faults.items():
-        print(f"? {fault if fault.startswith(file) else f'{file}: {fault}'}")
+        print(f"? {file}: {fault}")

@@ -20,7 +20,7 @@ from minimind.config.checks import conflicts
 from minimind.config.foreign_flags import equivalent_flag, suggest
 from minimind.config.model_flags import HUGGING_FACE, SHAPE
 from minimind.config.run_config import CONFIGS, DISTRIBUTION, FLAGS, RunConfig
-from minimind.config.yaml_files import load_yaml_texts
+from minimind.config.yaml_files import files_by_name, load_yaml_texts
 from minimind.errors import UsageError, fault_error
 
 _FLAG_NAMES = [
@@ -141,7 +141,7 @@ def _layers(
 
 def _load_config_file(name: Any) -> dict[str, Any]:
     """Load the recipe `name`, else the file."""
-    recipes = {path.stem: str(path) for path in RECIPES.glob("*.yaml")}
+    recipes = files_by_name(RECIPES)
     if not isinstance(name, str | Path):
         raise UsageError(f"config = {name!r} is no path; give a recipe or a file")
     if str(name) not in recipes and not os.path.exists(name):
@@ -201,16 +201,15 @@ def load_preset(name: str) -> dict[str, Any]:
     """Load the shape fields of a preset or YAML file; empty for hf:, which is read later."""
     if name.startswith(HUGGING_FACE):
         return {}
-    path = PRESETS / f"{name}.yaml"
-    known = sorted(p.stem for p in PRESETS.glob("*.yaml"))
-    if not path.is_file():
-        path = Path(name)
-    if not path.is_file():
+    presets = files_by_name(PRESETS)
+    path = presets.get(name, name)
+    if not Path(path).is_file():
+        known = list(presets)
         raise UsageError(
             f"--model {name}: no such preset or file;"
             f" {suggest(name, known, 'give one')} ({', '.join(known)})"
         )
-    shape = load_yaml_texts(str(path), "--model")
+    shape = load_yaml_texts(path, "--model")
     for key in shape:
         if key not in SHAPE:
             raise UsageError(f"{path}: {key!r} is not a shape field; {suggest(key, SHAPE)}")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -45,6 +46,11 @@ class _TextLoader(_Loader):
                 problem_mark=node.start_mark,
             )
         return super().construct_scalar(node)
+
+
+def files_by_name(folder: Path) -> dict[str, str]:
+    """Paths of the YAML files in a folder, by name without suffix."""
+    return {path.stem: str(path) for path in sorted(folder.glob("*.yaml"))}
 
 
 def load_yaml(path: str, source: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from minimind.data.prepare.prepare import Prepared
 from minimind.data.prepare.unit_reader import split_of
-from minimind.data.prepare.work_units import Plan, Unit, read_described
+from minimind.data.prepare.work_units import Plan, Unit, placed, read_described
 from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import Segment, kind_of
 from minimind.data.text.readers import line_offset, newlines, read_segment
@@ -152,8 +152,7 @@ class Documents:
     def _input_of(self, file: str) -> str:
         """The path, as in the plan, of a file given in any way that names one input."""
         by_now = {str(self._now(Path(one.path))): one.path for one in self.plan.inputs}
-        given = Path(file).expanduser()
-        wanted = str(given.resolve() if given.is_dir() else given.parent.resolve() / given.name)
+        wanted = str(placed(Path(file).expanduser()))
         if wanted in by_now:
             return by_now[wanted]
         close = [now for now in by_now if now.endswith(f"/{file}")]

@@ -39,8 +39,8 @@ def suspects(
     logged, high = _high_losses(log, steps)
     if not logged:
         raise UsageError(
-            f"--steps {steps.start}:{steps.stop - 1}: {log.run_dir} logged no loss of these steps;"
-            " give others"
+            f"--steps {steps.start}:{steps.stop - 1}: {log.run.run_dir} logged no loss of these"
+            " steps; give others"
         )
     counts: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
     for step in logged:
@@ -58,10 +58,9 @@ def suspects(
 
 def _high_losses(log: RunLog, steps: range) -> tuple[list[int], set[int]]:
     """Logged steps in `steps`, and those of them with a loss above its running median."""
-    all_steps = np.concatenate([s.column("step")[s.is_kept] for s in log.starts])
-    losses = np.concatenate([s.column("loss")[s.is_kept] for s in log.starts])
+    losses = log.run.column("loss")
     logged, high = [], set()
-    for at, (step, loss) in enumerate(zip(all_steps.tolist(), losses.tolist(), strict=True)):
+    for at, (step, loss) in enumerate(zip(log.run.column("step"), losses, strict=True)):
         if int(step) not in steps:
             continue
         logged.append(int(step))

@@ -6,7 +6,7 @@ Steps are numbered as in the log: step 1 is the first, and reads what the row or
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from minimind.data.loader.row_order import Mixture, Order, Origin
 from minimind.data.prepare.prepare import Prepared, missing_of, open_prepared
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.provenance.documents import Documents
-from minimind.report.records import Start, number, read_starts
+from minimind.report.records import Start, number
+from minimind.report.runs import Run, read_runs
 from minimind.runtime.checked_json import CheckedJson, Count, Integer, Size, validate
 
 
@@ -104,8 +105,7 @@ class Row:
 class RunLog:
     """The stretches of a run, in order."""
 
-    run_dir: Path
-    starts: list[Start]
+    run: Run
     stretches: list[Stretch]
     unknown: list[range]  # steps of starts by a version that did not log the row order
 
@@ -116,38 +116,36 @@ class RunLog:
                 return stretch
         if any(step in steps for steps in self.unknown):
             raise UsageError(
-                f"step {step} of {self.run_dir} was trained by an earlier version, which did not"
-                " log the row order; give a step after the next start"
+                f"step {step} of {self.run.run_dir} was trained by an earlier version, which"
+                " did not log the row order; give a step after the next start"
             )
-        last = max((steps.stop - 1 for steps in self._steps()), default=0)
-        raise UsageError(f"step {step}: {self.run_dir} has steps 1 to {last}; give one of them")
+        known = [*(stretch.steps for stretch in self.stretches if stretch.steps), *self.unknown]
+        last = max((steps.stop - 1 for steps in known), default=0)
+        raise UsageError(f"step {step}: {self.run.run_dir} has steps 1 to {last}; give one of them")
 
-    def _steps(self) -> list[range]:
-        return [*(stretch.steps for stretch in self.stretches if stretch.steps), *self.unknown]
-
-    def texts(self, steps: range | None = None) -> dict[str, Stretch]:
-        """A stretch of each text that was read (in `steps`), by its fingerprint."""
-        found = {}
+    def texts(self, steps: range | None = None) -> list[list[Stretch]]:
+        """The stretches (in `steps`) of each text that was read."""
+        found: dict[str, list[Stretch]] = {}
         for stretch in self.stretches:
             own = stretch.steps
             if own and (steps is None or (own.start < steps.stop and steps.start < own.stop)):
-                found[stretch.data["fingerprint"]] = stretch
-        return found
+                found.setdefault(stretch.data["fingerprint"], []).append(stretch)
+        return list(found.values())
 
 
 def read_run(run_dir: Path) -> RunLog:
     """Read the log of a run; UsageError if it has no start."""
-    starts, _ = read_starts(run_dir)
+    (run,) = read_runs([run_dir])
     stretches, unknown = [], []
-    for start in starts:
+    for start in run.starts:
         if start.is_implied or "order" not in start.facts:
             first = number(start.first_step, 0.0)
             unknown.append(range(int(first) + 1, int(_last_step(start)) + 1))
         else:
             stretches.append(_stretch(start, run_dir))
-    if not starts:
+    if not run.starts:
         raise UsageError(f"{run_dir}/metrics.jsonl: has no run_start; give the --out_dir of a run")
-    return RunLog(run_dir, starts, stretches, unknown)
+    return RunLog(run, stretches, unknown)
 
 
 def _last_step(start: Start) -> float:
@@ -193,8 +191,7 @@ def documents_of(stretch: Stretch, directory: Path | None = None) -> Documents:
             f"{place}: holds other text than the run was trained on; restore it, or give --data"
             " with a folder of the same text"
         )
-    prepared.names.update(stretch.data["renamed"])
-    return Documents.of(prepared)
+    return Documents.of(replace(prepared, names=stretch.data["renamed"]))
 
 
 def rows_at(stretch: Stretch, documents: Documents, step: int, rank: int | None) -> list[Row]:

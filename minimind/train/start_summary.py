@@ -76,8 +76,18 @@ def log_run_start(
         rotary=engine.gather(rotary_dtype(engine.model)),
     )
     logger.event("token_balance", step=state.step, **asdict(balance_of(context, prepared)))
+    _log_changes(context, resumed, current)
+    notes = [*filter(None, (initial.architecture.start_summary_line(), initial.line())), *notes]
+    if (traced := traced_steps(run)) and traced[1] <= state.step:
+        notes.append(f"trace    none: --trace_steps {run.trace_steps} is before step {state.step}")
+    logger.print(startup_summary(context, prepared, resumed, capacity, notes))
+
+
+def _log_changes(context: RunContext, resumed: Resumed, current: dict[str, Any]) -> None:
+    """Log what differs from the checkpoint."""
+    logger = context.logger
     saved = {key: resumed.manifest.get(key, current[key]) for key in current}
-    if path and saved != current:
+    if resumed.path and saved != current:
         changes = [f"{k} {saved[k]} -> {new}" for k, new in current.items() if saved[k] != new]
         logger.print(f"checkpoint resharded: {', '.join(changes)}")
         before, after = ({key: side[key] for key in SHARDING} for side in (saved, current))
@@ -87,10 +97,6 @@ def log_run_start(
         changes = [str(one) for one in resumed.changed]
         logger.event("run_changed", changes=changes)
         logger.print(f"changed with --allow_change: {'; '.join(changes)}")
-    notes = [*filter(None, (initial.architecture.start_summary_line(), initial.line())), *notes]
-    if (traced := traced_steps(run)) and traced[1] <= state.step:
-        notes.append(f"trace    none: --trace_steps {run.trace_steps} is before step {state.step}")
-    logger.print(startup_summary(context, prepared, resumed, capacity, notes))
 
 
 def startup_summary(

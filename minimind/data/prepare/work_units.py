@@ -36,9 +36,8 @@ class Input:
 
     @classmethod
     def of(cls, path: Path, source: int) -> Input:
-        """Describe `path` as it is now. A link keeps its name: the suffix is the format."""
-        placed = path.resolve() if path.is_dir() else path.parent.resolve() / path.name
-        return cls(str(placed), *_size_and_time(path), source)
+        """Describe `path` as it is now."""
+        return cls(str(placed(path)), *_size_and_time(path), source)
 
     def require_unchanged(self) -> None:
         """Raise DataError if the input changed since the plan was made."""
@@ -47,6 +46,11 @@ class Input:
             raise DataError(
                 f"{path}: changed since its preparation started; restore it, or start again"
             )
+
+
+def placed(path: Path) -> Path:
+    """Absolute path of an input. A link keeps its name: the suffix is the format."""
+    return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
 def files_of(path: Path) -> list[Path]:

@@ -88,7 +88,7 @@ def _encode_in_processes(
             "a process that tokenizes was killed, perhaps for lack of memory; free some and run the"
             " same command again"
         ) from error
-    except BaseException:
+    except BaseException:  # Ctrl-C, too: no worker may outlive the command
         for process in multiprocessing.active_children():
             if process not in others:
                 process.kill()

@@ -129,10 +129,10 @@ def in_file(rejection: Rejection) -> Rejection:
     """Return the rejection with its line number in the file, which requires reading up to it."""
     if rejection.byte is None or kind_of(rejection.path) != ".jsonl":
         return rejection
-    return replace(rejection, line=line_number(rejection.path, rejection.byte))
+    return replace(rejection, line=_line_number(rejection.path, rejection.byte))
 
 
-def line_number(path: Path, offset: int) -> int:
+def _line_number(path: Path, offset: int) -> int:
     """Number of the line that contains the byte at `offset`."""
     return newlines(path, 0, offset) + 1
 

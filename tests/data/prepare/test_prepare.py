@@ -264,7 +264,7 @@ def test_no_line_is_read_again_to_number_what_is_passed_over(tmp_path, tokenizer
     rows = [None if n % 97 == 0 < n else text for n, text in enumerate(TEXTS)]
     parquet.write_table(pyarrow.table({"text": rows}), paths[4], row_group_size=50)
     given = {"skips_bad": True, "max_bad_fraction": 0.5, "val_fraction": 0.0}
-    monkeypatch.setattr(readers, "line_number", no_build)
+    monkeypatch.setattr(readers, "_line_number", no_build)
     made = [
         make(paths, tmp_path / f"{unit}", tokenizer_path, unit_bytes=unit, **given)
         for unit in (10**9, 30_000, 4096)
