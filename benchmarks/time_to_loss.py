@@ -1,9 +1,9 @@
 """Validation bits per byte after a given time: this project beside other training loops.
 
     OMP_NUM_THREADS=1 python -m benchmarks.time_to_loss TEXT.jsonl [TEXT.jsonl ...] --folder DIR
-        [--minutes 10] [--search_minutes 2] [--rates 5e-4 1e-3 ...] [--seeds 3] [--jobs 2]
-        [--model tiny] [--rows 16] [--only NAME ...] [--variant NAME=FLAGS ...]
-        [--out FILE.json] [--page FILE.html]
+        [--minutes 10] [--search_minutes 2] [--rates 5e-4 1e-3 ...] [--rates_of NAME=5e-4,1e-3 ...]
+        [--seeds 3] [--jobs 2] [--model tiny] [--rows 16] [--only NAME ...]
+        [--variant NAME=FLAGS ...] [--out FILE.json] [--page FILE.html]
 
 Every contender (benchmarks/racers.py) trains the same shape on the same text, with the same number
 of rows per step, in one process and thread. Step times are measured first, in rounds in which every
@@ -12,7 +12,8 @@ what the first step takes longer (caches of compiled code are warm), and its lea
 over them. So the curves do not depend on other load. Times to start, to prepare data and to save
 are not counted. Tokens are those with a loss: padding is none.
 
---learning_rate is searched at --search_minutes; the recipe keeps its own --muon_lr, and the
+--learning_rate is searched at --search_minutes, for the contenders of --rates_of over fewer rates
+than --rates; a best rate at an end of them is reported. The recipe keeps its own --muon_lr, and the
 MiniMind-style loop on padded rows also runs with the 5e-4 that it ships with. Then every contender
 trains --minutes with each seed. `minimind eval` judges ten points of each run on the held-out
 documents, each document by itself. A variant is the contender with Muon with further flags, which
@@ -201,7 +202,7 @@ def searched(race: Race, names: Sequence[str], given: Any, pace: Any) -> list[di
         partial(race.run, name, rate, 0, given.search_minutes, pace[name])
         for name in names
         if name != AS_SHIPPED
-        for rate in given.rates
+        for rate in given.rates_of.get(name, given.rates)
     ]
     return in_parallel(given.jobs, calls)
 
@@ -260,6 +261,12 @@ def shown(table: Mapping[str, Any], against: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def rates_of(text: str) -> tuple[str, list[float]]:
+    """Return the name and the rates of NAME=RATE,RATE,..."""
+    name, rates = text.split("=", 1)
+    return name, [float(rate) for rate in rates.split(",")]
+
+
 def main() -> None:
     """Measure, search, race; print the table, write JSON and page."""
     parser = arguments(__doc__)
@@ -268,6 +275,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--search_minutes", type=float, default=2.0)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
+    parser.add_argument("--rates_of", type=rates_of, nargs="+", default=[], metavar="NAME=RATES")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--model", default="tiny")
@@ -277,6 +285,7 @@ def main() -> None:
     parser.add_argument("--variant", nargs="+", default=[], metavar="NAME=FLAGS")
     parser.add_argument("--page", type=Path)
     given = parser.parse_args()
+    given.rates_of = dict(given.rates_of)
     before = os.getloadavg()
     variants = dict(one.split("=", 1) for one in given.variant)
     race = Race(given.folder, given.model, given.rows, variants)

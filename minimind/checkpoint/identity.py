@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 from contextlib import suppress
-from dataclasses import asdict
+from hashlib import sha256
 from importlib.metadata import version
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from minimind import __version__
 from minimind.config.run_config import PROJECT, RunConfig
 from minimind.config.schedule import Schedule
+from minimind.data.loader.mixture import Ranges, count_rows
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared
 from minimind.engine.build import Engine
@@ -53,12 +55,19 @@ def identity(
         "data": {
             "sha256": prepared.manifest["fingerprint"],
             "weights": order.mixture and list(order.mixture.weights),
+            **({"rows_left_out": _brief(order.left_out)} if order.left_out else {}),
         },
         "tokenizer": {"sha256": prepared.tokenizer.fingerprint},
         "model": model,
         "dtype": {"dtype": "tf32" if run.tf32 else run.dtype},
         "seed": {"seed": run.seed},
     }
+
+
+def _brief(left_out: Ranges) -> str:
+    """`3 (1f2e3d4c)`: the number of the rows left out, and a digest of them."""
+    digest = sha256(json.dumps(left_out).encode()).hexdigest()
+    return f"{count_rows(left_out)} ({digest[:8]})"
 
 
 def _decay(schedule: Schedule) -> dict[str, Any]:
@@ -98,8 +107,8 @@ def facts(run: RunConfig, identity: dict[str, Any], order: Order, engine: Engine
         **layout(run, engine),
         "dtype": run.dtype,
         "rows": order.n_rows,
-        "mixture": order.mixture and asdict(order.mixture),
-        "order": asdict(order.origin),
+        "mixture": order.mixture_json(),
+        "order": order.start_json(),
         "configuration": engine.resolved.config,
         "sources": engine.resolved.sources,
         "versions": versions(),

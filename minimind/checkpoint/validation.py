@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, FailFast, Field, RootModel
 
 from minimind.config.model_flags import MOST_EXPERTS
+from minimind.data.loader.row_order import MOST_LEFT_OUT
 from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import (
     ELSEWHERE,
@@ -37,6 +38,8 @@ Positions = Annotated[int, Field(ge=1, le=2**20)]
 # Modules are built for each layer before any weight is read.
 Experts = Annotated[int, Field(ge=0, le=MOST_EXPERTS)]
 MAX_TENSORS = 100_000
+MAX_JUMPS = 1000
+RowRange = Annotated[list[Count], Field(min_length=2, max_length=2)]
 ParameterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,400}$")]
 
 
@@ -89,13 +92,20 @@ class Mixture(ClosedJson):
     weights: Annotated[list[Positive], FailFast()]
 
 
-class OrderOrigin(ClosedJson):
-    """Where the row order starts."""
+class OrderJump(ClosedJson):
+    """Where the row order starts, or continues."""
 
     step: Count
     rows: Count
     epoch: Count
     offset: Count
+
+
+class OrderOrigin(OrderJump):
+    """Start of the row order, ranges of rows that are left out, and jumps."""
+
+    left_out: Annotated[list[RowRange], Field([], max_length=MOST_LEFT_OUT), FailFast()]
+    jumps: Annotated[list[OrderJump], Field([], max_length=MAX_JUMPS), FailFast()]
 
 
 class Batch(CheckedJson):
@@ -230,11 +240,26 @@ def validate_data_order(manifest: dict[str, Any]) -> None:
             raise CheckpointError(
                 f"has order.step = {order['step']} after its step {manifest['step']}"
             )
-        if order["offset"] > manifest["rows"]:
-            raise CheckpointError(
-                f"has order.offset = {order['offset']} in an epoch of {manifest['rows']} rows"
-            )
-        if manifest["rows"] * order["epoch"] > MAX_INTEGER:
-            raise CheckpointError(f"has an impossible order.epoch = {shown(order['epoch'])}")
+        validate_order(manifest["rows"], order)
     except CheckpointError as error:
         raise CheckpointError(f"manifest.json: {error}; {ELSEWHERE}") from error
+
+
+def validate_order(rows: int, start: dict[str, Any]) -> None:
+    """Raise CheckpointError if the start of an order does not fit a text of that many rows."""
+    ends = [0]
+    for first, stop in start.get("left_out", ()):
+        if not ends[-1] <= first < stop <= rows:
+            raise CheckpointError(f"has an impossible order.left_out = [{first}, {stop}]")
+        ends.append(stop)
+    last = start["step"]
+    for origin in (start, *start.get("jumps", ())):
+        if origin["step"] < last:
+            raise CheckpointError(f"has a jump at step {origin['step']} after one at {last}")
+        last = origin["step"]
+        if origin["offset"] > rows:
+            raise CheckpointError(
+                f"has order.offset = {origin['offset']} in an epoch of {rows} rows"
+            )
+        if rows * origin["epoch"] > MAX_INTEGER:
+            raise CheckpointError(f"has an impossible order.epoch = {shown(origin['epoch'])}")

@@ -30,6 +30,8 @@ def add_actions(actions: Any) -> None:
     text = "of steps A to B: documents in those with a loss above the running median"
     add("--steps", type=_steps, metavar="A:B", help=text)
     add("--rank", type=at_least(0), help="only the rows of this process")
+    text = "print the rows of the steps, as a file for --skip_rows"
+    add("--rows", action="store_true", help=text)
     add("--top", type=at_least(1), help="documents listed with --steps (default: 10)")
     add("--text", action="store_true", help="print the text as well")
 
@@ -66,6 +68,8 @@ def run_at(args: argparse.Namespace) -> int:
     if (args.step is None) == (args.steps is None):
         given = "both were given" if args.step else "neither was given"
         raise UsageError(f"--step N or --steps A:B: {given}; give one")
+    if args.rows:
+        return _run_rows(args)
     if args.steps is not None:
         if args.rank is not None or args.text:
             raise UsageError("--steps counts documents over all ranks; drop --rank and --text")
@@ -91,6 +95,28 @@ def run_at(args: argparse.Namespace) -> int:
             if args.text:
                 print(_indented(_text(documents, row, part.start, part.stop)))
     _print_faults(documents)
+    return 0
+
+
+def _run_rows(args: argparse.Namespace) -> int:
+    """Print the rows of steps, as a file for --skip_rows."""
+    from minimind.data.loader.skip_rows import skip_rows_text
+    from minimind.provenance.step_rows import read_run
+
+    if args.text or args.json or args.top is not None or args.rank is not None:
+        raise UsageError("--rows prints row numbers alone; drop --text, --json, --top and --rank")
+    log, steps = read_run(args.run), args.steps or range(args.step, args.step + 1)
+    stretches = [log.at(step) for step in steps]
+    if len(kinds := {(one.data["fingerprint"], one.row_tokens) for one in stretches}) > 1:
+        raise UsageError(
+            f"--steps {steps.start}:{steps.stop - 1}: the run read other text, or rows of another"
+            " length, in a part of them; give steps of one"
+        )
+    rows: set[int] = set()
+    for step, stretch in zip(steps, stretches, strict=True):
+        rows.update(stretch.order.rows_for(step - 1, 0, 1).tolist())
+    ((fingerprint, row_tokens),) = kinds
+    print(skip_rows_text(rows, row_tokens, fingerprint), end="")
     return 0
 
 

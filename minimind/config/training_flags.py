@@ -119,6 +119,12 @@ class PlaceFlags:
     doc_mask: bool = flag(
         "restrict attention to the document, and restart positions in each", False, "data"
     )
+    skip_rows: str | None = flag(
+        "file of rows that are never read: a row (17), a range (17:19) or a JSON object with a row"
+        " per line, as `minimind data at RUN --steps A:B --rows` prints them",
+        None,
+        "data",
+    )
     num_workers: int = flag(
         "threads that prefetch rows; 0: read in the training thread", 1, "data", at_least=0
     )

@@ -6,15 +6,14 @@ Steps are numbered as in the log: step 1 is the first, and reads what the row or
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from minimind.checkpoint.validation import Mixture as LoggedMixture
-from minimind.checkpoint.validation import OrderOrigin
-from minimind.data.loader.row_order import Mixture, Order, Origin
+from minimind.checkpoint.validation import Mixture, OrderOrigin, validate_order
+from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared, missing_of, open_prepared
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.provenance.documents import Documents
@@ -31,7 +30,7 @@ class LoggedOrder(CheckedJson):
     row_tokens: Size
     seed: Integer
     origin: OrderOrigin
-    mixture: LoggedMixture | None
+    mixture: Mixture | None
 
 
 class LoggedData(CheckedJson):
@@ -57,8 +56,8 @@ def logged_order(order: Order, row_tokens: int, prepared: Prepared) -> dict[str,
     return {
         "order": {
             **{"rows": order.n_rows, "rows_per_step": order.rows_per_step, "seed": order.seed},
-            **{"row_tokens": row_tokens, "origin": asdict(order.origin)},
-            "mixture": order.mixture and asdict(order.mixture),
+            **{"row_tokens": row_tokens, "origin": order.start_json()},
+            "mixture": order.mixture_json(),
         },
         "data": {
             "directory": str(prepared.directory.absolute()),
@@ -161,10 +160,10 @@ def _stretch(start: Start, run_dir: Path) -> Stretch:
     facts = start.facts
     try:
         validate(LoggedStart, facts)
-        logged, mixed = facts["order"], facts["order"]["mixture"]
-        mixture = mixed and Mixture(tuple(mixed["sizes"]), tuple(mixed["weights"]))
-        origin, seed = Origin(**logged["origin"]), logged["seed"]
-        order = Order(logged["rows"], logged["rows_per_step"], seed, origin, mixture)
+        logged = facts["order"]
+        validate_order(logged["rows"], logged["origin"])
+        names = "rows", "rows_per_step", "seed", "origin", "mixture"
+        order = Order.from_json(*(logged[name] for name in names))
     except (CheckpointError, ValueError) as error:
         raise UsageError(
             f"{run_dir}/metrics.jsonl: a run_start {error}; restore the file"

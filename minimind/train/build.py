@@ -17,7 +17,9 @@ from minimind.config.run_config import LAUNCH, RunConfig
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
 from minimind.config.training_flags import DEFAULT_DATA
 from minimind.data.loader.batches import held_out_rows
-from minimind.data.loader.row_order import Mixture, Order, Origin
+from minimind.data.loader.mixture import Mixture, Ranges, count_rows
+from minimind.data.loader.row_order import Order
+from minimind.data.loader.skip_rows import read_skip_rows
 from minimind.data.prepare.prepare import (
     Prepared,
     PrepareRequest,
@@ -130,17 +132,22 @@ def plan_data_and_schedule(
                 " --max_seq_len"
             )
     n_rows = prepared.train.rows(row_tokens)
-    rows_per_step = check_enough_rows(run, world_size, len(prepared.train), n_rows)
+    left_out: Ranges = ()
+    if run.skip_rows is not None:
+        fingerprint = prepared.manifest["fingerprint"]
+        left_out = read_skip_rows(Path(run.skip_rows), n_rows, row_tokens, fingerprint)
+    n_read = n_rows - count_rows(left_out)
+    rows_per_step = check_enough_rows(run, world_size, len(prepared.train), n_read)
     try:
         weights = prepared.train.weights
-        mixture = None if weights is None else Mixture(sizes, weights)
+        mixture = None if weights is None else Mixture(sizes, weights, left_out)
     except ValueError as error:
         names = ", ".join(source["name"] for source in sources)
         raise DataError(
             f"{paths}: {error} (of the sources {names}, counted from 0, in rows of {row_tokens}"
             " tokens); change its weight, or leave that source out"
         ) from error
-    order = Order(n_rows, rows_per_step, run.seed, mixture=mixture)
+    order = Order(n_rows, rows_per_step, run.seed, mixture=mixture, left_out=left_out)
     budgets = run_budgets(with_prepared(run, prepared), rows_per_step, model)
     return order, plan_schedule(run, order.steps_per_epoch, budgets)
 
@@ -170,26 +177,31 @@ def check_enough_rows(run: RunConfig, world_size: int, tokens: int, n_rows: int)
 def resume_order(order: Order, resumed: Resumed) -> Order:
     """Return the checkpoint's row order, or a new one from its step if batch or data changed."""
     validate_data_order(resumed.manifest)
-    saved = resumed.manifest["identity"]
-    origin = Origin(**resumed.manifest["order"])
-    n_rows, batch, seed = resumed.manifest["rows"], saved["batch"], saved["seed"]["seed"]
-    mixed = resumed.manifest["mixture"]
+    saved, manifest = resumed.manifest["identity"], resumed.manifest
+    rows_per_step, seed = saved["batch"]["rows_per_step"], saved["seed"]["seed"]
+    start, mixture = manifest["order"], manifest["mixture"]
     try:
-        mixture = mixed and Mixture(tuple(mixed["sizes"]), tuple(mixed["weights"]))
-        before = Order(n_rows, batch["rows_per_step"], seed, origin, mixture)
+        before = Order.from_json(manifest["rows"], rows_per_step, seed, start, mixture)
     except ValueError as error:
         raise CheckpointError(f"manifest.json: {error}; {ELSEWHERE}") from error
-    changed = {one.name for one in resumed.changed if one.group == "batch"}
-    groups = {one.group for one in resumed.changed}
-    is_same_text = not groups & {"data", "tokenizer", "seed"} and "max_seq_len" not in changed
-    if is_same_text and (n_rows, mixture) != (order.n_rows, order.mixture):
+    changed = {(one.group, one.name) for one in resumed.changed}
+    goes_on = {("batch", "rows_per_step"), ("data", "rows_left_out")}
+    is_same_text = not any(
+        one not in goes_on and (one[0] in ("data", "tokenizer", "seed") or one[1] == "max_seq_len")
+        for one in changed
+    )
+    if is_same_text and (before.n_rows, before.mixture_json()) != (
+        order.n_rows,
+        order.mixture_json(),
+    ):
         raise CheckpointError(
-            f"manifest.json: has {n_rows:,} rows, and the same text makes {order.n_rows:,};"
+            f"manifest.json: has {before.n_rows:,} rows, and the same text makes {order.n_rows:,};"
             f" {ELSEWHERE}"
         )
-    if is_same_text and "rows_per_step" not in changed:
+    if is_same_text and not changed & goes_on:
         return before
-    return replace(order, origin=before.origin_at(resumed.state.step, is_same_text))
+    origin = before.origin_at(resumed.state.step, is_same_text, order.left_out)
+    return replace(order, origin=origin)
 
 
 def require_length(run: RunConfig, step: int, schedule: Schedule, order: Order) -> None:

@@ -68,7 +68,7 @@ def log_run_start(
         peak_source=peak[1] if peak else None,
         parameters=engine.parameters,
         tokens_per_step=context.batches.tokens_per_step,
-        rows_per_epoch=order.n_rows,
+        rows_per_epoch=order.rows_per_epoch,
         **logged_order(order, run.max_seq_len + 1, prepared),
         total_steps=context.schedule.total_steps,
         versions=versions(),

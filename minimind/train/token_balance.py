@@ -21,6 +21,7 @@ class TokenBalance:
     first_of_row: int  # of these, the ones that are only inputs
     tail_of_epoch: int  # in the rows after the last complete step
     tail_of_source: int  # after the last complete row of each source
+    left_out: int  # in the rows of --skip_rows
     is_weighted: bool
 
     def __str__(self) -> str:
@@ -29,6 +30,8 @@ class TokenBalance:
         items = [f"{self.held_out:,} held out", f"{self.trained:,} trained on in an epoch{how}"]
         if self.tail_of_epoch:
             items.append(f"{self.tail_of_epoch:,} dropped in its last rows")
+        if self.left_out:
+            items.append(f"{self.left_out:,} left out (--skip_rows)")
         if self.tail_of_source:
             items.append(f"{self.tail_of_source:,} dropped at the end of a source")
         return f"{self.text:,} of the text = {' + '.join(items)}"
@@ -43,7 +46,8 @@ def token_balance(prepared: Prepared, order: Order, row_tokens: int) -> TokenBal
         held_out=val,
         trained=rows * row_tokens,
         first_of_row=rows,
-        tail_of_epoch=(order.n_rows - rows) * row_tokens,
+        tail_of_epoch=(order.rows_per_epoch - rows) * row_tokens,
         tail_of_source=train - order.n_rows * row_tokens,
+        left_out=(order.n_rows - order.rows_per_epoch) * row_tokens,
         is_weighted=order.mixture is not None,
     )

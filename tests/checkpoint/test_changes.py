@@ -13,6 +13,7 @@ import torch
 
 import minimind.train as training
 from minimind.checkpoint.directory import differences
+from minimind.cli.main import main as minimind
 from minimind.config.parse import parse_flags
 from minimind.data.loader.batches import Batches
 from minimind.errors import CheckpointError, DataError, UsageError
@@ -21,6 +22,7 @@ from minimind.inference.load_model import load_checkpoint
 from minimind.inference.sampling import Sampling
 from minimind.interop.consolidate import consolidate
 from minimind.model.decoder import MiniMindForCausalLM
+from minimind.provenance.step_rows import read_run
 from tests.checkpoint.weights import load_weights
 from tests.conftest import sentences
 
@@ -196,6 +198,37 @@ def test_a_new_batch_reads_on_from_the_row_reached_and_a_kill_changes_nothing(
     for step in range(8, 13):
         assert steps(again)[step]["loss"] == steps(run)[step]["loss"]
         assert steps(again)[step]["rows"] == [40 + 4 * (step - 6), 44 + 4 * (step - 6)]
+
+
+def test_rows_left_out_on_a_resume_are_not_read_and_the_others_keep_their_order(
+    run: Path,
+    stopped: Path,
+    flags: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    assert minimind(["data", "at", str(stopped / "whole"), "--steps", "7:8", "--rows"]) == 0
+    skip = tmp_path / "skip.txt"
+    skip.write_text(capsys.readouterr().out)
+    whole = read_run(stopped / "whole").at(1).order
+    assert len(skip.read_text().split("\n")) > 2
+    flags = {**flags, "skip_rows": str(skip)}
+    with pytest.raises(CheckpointError, match=r"data\.rows_left_out.*--allow_change data"):
+        train(flags, out_dir=str(run))
+    assert train(flags, out_dir=str(run), allow_change="data", stop_at_step=7) == 75
+    order = read_run(run).at(7).order
+    out = set(whole.rows_for(6, 0, 1, 2).tolist())
+    assert order.rows_per_epoch == whole.rows_per_epoch - len(out)
+    read = [order.rows_for(step, 0, 1).tolist() for step in range(5, 9)]
+    unbroken = [whole.rows_for(step, 0, 1).tolist() for step in (5, 8, 9, 10)]
+    assert read == unbroken
+    assert steps(run)[6]["loss"] == steps(stopped / "whole")[6]["loss"]
+    assert steps(run)[7]["loss"] != steps(stopped / "whole")[7]["loss"]
+    # A resume without a change goes on, and its checkpoint holds what it left out.
+    assert train(flags, out_dir=str(run)) == 0
+    assert read_run(run).at(12).order == order
+    with pytest.raises(CheckpointError, match=r"data\.rows_left_out"):
+        train({**flags, "skip_rows": None}, out_dir=str(run), max_steps=13)
 
 
 def test_epochs_do_not_count_steps_of_two_sizes(run: Path, flags: dict[str, Any]):

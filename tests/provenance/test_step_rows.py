@@ -16,7 +16,8 @@ import torch
 
 from minimind.cli.main import main as minimind
 from minimind.data.loader.batches import Batches
-from minimind.data.loader.row_order import Mixture, Order
+from minimind.data.loader.mixture import Mixture
+from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared, open_prepared
 from minimind.errors import DataError, UsageError
 from minimind.provenance.documents import Documents

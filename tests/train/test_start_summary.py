@@ -19,6 +19,7 @@ from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS
 from minimind.config.schedule import Schedule, plan_schedule
+from minimind.data.loader.row_order import Order
 from minimind.train.settings import DEFAULT_KEYS, labelled_lines, non_default_settings, shorten
 from minimind.train.start_summary import cadence_warnings, startup_summary
 from tests.train.starts import require_fit, start_of, unbroken_text
@@ -61,7 +62,7 @@ def stand_in(line: str, backend: str) -> tuple[Any, Any]:
         world_size=world_size,
         device=torch.device("cpu"),
     )
-    order = SimpleNamespace(n_rows=2_151, rows_per_step=8, steps_per_epoch=268, mixture=None)
+    order = Order(2_151, 8, seed=0)
     context = SimpleNamespace(
         run=resolved.run,
         schedule=schedule,

@@ -38,7 +38,8 @@ def test_every_token_is_counted_where_it_goes(
     prepared: Prepared, row_tokens: int, rows_per_step: int
 ):
     train = prepared.train
-    order = Order(train.rows(row_tokens), rows_per_step, seed=3)
+    left_out = ((2, 5), (7, 8))
+    order = Order(train.rows(row_tokens), rows_per_step, seed=3, left_out=left_out)
     times = np.zeros(len(train), dtype=int)
     for step in range(order.steps_per_epoch):
         for start in train.row_starts(order.rows_for(step, 0, 1), row_tokens).tolist():
@@ -51,12 +52,15 @@ def test_every_token_is_counted_where_it_goes(
     assert times.max() == 1
     assert found.trained == times.sum()
     assert found.first_of_row == order.steps_per_epoch * rows_per_step
-    assert found.tail_of_epoch == (in_rows & (times == 0)).sum()
+    assert found.left_out == 4 * row_tokens
+    assert found.tail_of_epoch + found.left_out == (in_rows & (times == 0)).sum()
     assert found.tail_of_source == (~in_rows).sum() > 0
     assert found.held_out == len(prepared.val)
     used = found.held_out + found.trained + found.tail_of_epoch + found.tail_of_source
     assert (
-        used == found.text == sum(sum(s["tokens"].values()) for s in prepared.manifest["sources"])
+        used + found.left_out
+        == found.text
+        == sum(sum(s["tokens"].values()) for s in prepared.manifest["sources"])
     )
     assert str(found).startswith(f"{found.text:,} of the text = {found.held_out:,} held out + ")
 

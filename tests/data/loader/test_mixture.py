@@ -6,7 +6,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from minimind.data.loader.row_order import Mixture, Order, Origin, permute
+from minimind.data.loader.mixture import Mixture
+from minimind.data.loader.permutation import permute
+from minimind.data.loader.row_order import Order, Origin
 
 SIZES, WEIGHTS = (1000, 70, 3), (0.5, 0.3, 0.2)
 

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from minimind.data.loader.row_order import Mixture, Order, Origin, permute, unpermute
+from minimind.data.loader.mixture import Mixture
+from minimind.data.loader.permutation import permute, unpermute
+from minimind.data.loader.row_order import Order, Origin
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1000, 4095, 4097, 100_003])

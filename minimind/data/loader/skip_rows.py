@@ -1,0 +1,99 @@
+"""The file of --skip_rows: rows of the text that are never read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minimind.data.loader.mixture import Ranges
+from minimind.data.loader.row_order import MOST_LEFT_OUT
+from minimind.errors import UsageError
+
+HEADER = re.compile(r"# rows of (\d+) tokens of text ([0-9a-f]{8})\s*")
+LINE = re.compile(r"(\d{1,16})(?::(\d{1,16}))?")
+
+
+def skip_rows_text(rows: Iterable[int], row_tokens: int, fingerprint: str) -> str:
+    """Return a file that leaves out `rows`; its first line names the text and the row length."""
+    lines = [f"# rows of {row_tokens} tokens of text {fingerprint[:8]}"]
+    for first, stop in _ranges(set(rows)):
+        lines.append(f"{first}:{stop - 1}" if stop - first > 1 else str(first))
+    return "\n".join(lines) + "\n"
+
+
+def read_skip_rows(path: Path, n_rows: int, row_tokens: int, fingerprint: str) -> Ranges:
+    """Return the rows in a file, as ranges; raise UsageError for a line that names none.
+
+    A line is a row (17), a range (17:19), a comment (#), or a JSON object with a `row`, such as
+    those of nonfinite_rows.jsonl. Rows count from 0 and depend on --max_seq_len, so a file with the
+    first line of `skip_rows_text` is refused for other text or rows of another length.
+    """
+    try:
+        lines = path.read_text("utf-8", "replace").splitlines()
+    except OSError as error:
+        raise UsageError(f"--skip_rows {path}: {error.strerror}; correct the path") from error
+    rows: set[int] = set()
+    for number, line in enumerate(lines, 1):
+        where = f"--skip_rows {path}:{number}"
+        if header := HEADER.fullmatch(line):
+            if header.groups() != (str(row_tokens), fingerprint[:8]):
+                raise UsageError(
+                    f"{where}: has rows of {header[1]} tokens of text {header[2]}, and this run"
+                    f" reads rows of {row_tokens} of text {fingerprint[:8]}; give a file made for"
+                    " it"
+                )
+        elif line.strip() and not line.lstrip().startswith("#"):
+            found = _rows_of(line.strip(), row_tokens, where)
+            if not 0 <= found.start < found.stop <= n_rows:
+                raise UsageError(f"{where}: {line.strip()[:80]!r} is not in rows 0 to {n_rows - 1}")
+            if len(found) + len(rows) > MOST_LEFT_OUT:
+                raise UsageError(
+                    f"{where}: more than {MOST_LEFT_OUT:,} rows; take their documents out of the"
+                    " text instead"
+                )
+            rows.update(found)
+    if not rows:
+        raise UsageError(f"--skip_rows {path}: has no rows; add some, or drop the flag")
+    return _ranges(rows)
+
+
+def _rows_of(line: str, row_tokens: int, where: str) -> range:
+    """Rows of a line; raise UsageError if there are none."""
+    if line.startswith("{"):
+        value = _row_object(line)
+        tokens = value.get("tokens")
+        if isinstance(tokens, list) and len(tokens) != row_tokens:
+            raise UsageError(
+                f"{where}: is a row of {len(tokens)} tokens, and this run reads rows of"
+                f" {row_tokens} (--max_seq_len); give rows of this length"
+            )
+        row = value.get("row")
+        if isinstance(row, int) and not isinstance(row, bool):
+            return range(row, row + 1)
+    elif match := LINE.fullmatch(line):
+        return range(int(match[1]), int(match[2] or match[1]) + 1)
+    raise UsageError(
+        f"{where}: {line[:80]!r} is no row (17), range (17:19) or JSON object with a row; correct"
+        " it"
+    )
+
+
+def _row_object(line: str) -> dict[str, Any]:
+    """The JSON object of a line; empty if it is none."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _ranges(rows: set[int]) -> Ranges:
+    """Consecutive rows as ranges, ascending."""
+    ordered = np.array(sorted(rows), dtype=np.int64)
+    parts = np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1)
+    return tuple((int(part[0]), int(part[-1]) + 1) for part in parts if len(part))
