@@ -131,10 +131,12 @@ def run(race: Race, given: argparse.Namespace, folder: Path) -> None:
     def at_with_bare_step(self: Batches, step: int) -> Any:
         return race.at(read, self, step)
 
-    def with_or_without(self: Engine, micro_batches: Any, lr: float, clock: Any) -> Any:
+    def with_or_without(
+        self: Engine, micro_batches: Any, lr: float, clock: Any, norm_limit: float = math.inf
+    ) -> Any:
         race.engine = self
         used: Any = NoClock(clock) if race.kind == "neither" else clock
-        return engine_step(self, micro_batches, lr, used)
+        return engine_step(self, micro_batches, lr, used, norm_limit)
 
     Batches.at, Engine.step = at_with_bare_step, with_or_without
     train: Any = training

@@ -20,6 +20,7 @@ PACKAGES = [
     "train",
     "inference",
     "interop",
+    "recovery",
     "provenance",
     "checkpoint",
     "report",

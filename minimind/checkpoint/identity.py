@@ -108,7 +108,6 @@ def facts(run: RunConfig, identity: dict[str, Any], order: Order, engine: Engine
         "dtype": run.dtype,
         "rows": order.n_rows,
         "mixture": order.mixture_json(),
-        "order": order.start_json(),
         "configuration": engine.resolved.config,
         "sources": engine.resolved.sources,
         "versions": versions(),

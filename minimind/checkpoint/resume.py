@@ -56,14 +56,16 @@ def resume(
     requested: str,
     identity: dict[str, Any],
     allowed: Set[str] = frozenset(),
+    steps: range | None = None,
 ) -> Resumed:
     """Load the checkpoint of `--resume` into the engine.
 
     `ranks` is a control group with a long timeout, since ranks may read different amounts. Damaged
     and newer checkpoints of `root`, and all of them when resuming from elsewhere, are set aside, so
-    that pruning and later resumes ignore them.
+    that pruning and later resumes ignore them. With `steps`, only checkpoints of these steps count.
     """
     candidates = on_rank_0(ranks, lambda: _candidates(root, requested))
+    candidates = [path for path in candidates if steps is None or step_of(path) in steps]
     path, rejected = newest_valid(candidates, lambda path: _verify_on_all_ranks(ranks, path))
     if path is None:
         return Resumed(rejected=rejected)

@@ -7,6 +7,7 @@ import math
 import secrets
 import shutil
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ class Snapshot:
     slices: list[tuple[str, Tensor]]
     buffers: dict[str, Tensor]
     about: dict[str, Any]
+    facts: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,11 @@ class Saver:
 
         return on_rank_0(self.engine, look)
 
-    def begin(self, state: TrainState) -> None:
-        """Start saving `state` (collective); the previous save must have been polled."""
+    def begin(self, state: TrainState, facts: Mapping[str, Any] | None = None) -> None:
+        """Start saving `state` (collective); the previous save must have been polled.
+
+        `facts` are fields of the manifest that differ between checkpoints.
+        """
         assert self._saving is None
         started = time.perf_counter()
         self._last_begin = time.monotonic()
@@ -132,7 +137,8 @@ class Saver:
             "optimizer_step": held.optimizer_step(),
             "counters": engine.backend.counters(),
         }
-        snapshot = Snapshot(state, slices, _persistent_buffers(engine.model), about)
+        buffers = _persistent_buffers(engine.model)
+        snapshot = Snapshot(state, slices, buffers, about, facts or {})
         future = self._thread.submit(self._save, snapshot, started)
         self._saving = Saving(future, (time.perf_counter() - started) * 1e3)
 
@@ -196,7 +202,7 @@ class Saver:
         try:
             parts = run_on_all_ranks(self.ranks, lambda: self._write_own_files(tmp, snapshot))
             entries = [entry for part in parts for entry in part]
-            facts = {**self.facts, "step": state.step, "tokens": state.tokens}
+            facts = {**self.facts, **snapshot.facts, "step": state.step, "tokens": state.tokens}
             on_rank_0(self.ranks, lambda: self._publish(tmp, final, facts, entries))
         except RunError:
             if is_first:

@@ -42,6 +42,17 @@ def conflicts(run: RunConfig) -> Iterator[str]:
             f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}) is more than"
             f" max_steps = {run.max_steps} ({run.sources['max_steps']}); lower it, or train longer"
         )
+    for name in ("spike_factor", "spike_window", "max_rollbacks"):
+        if getattr(run, name) is not None and not run.spike_guard:
+            yield (
+                f"{name} = {getattr(run, name)} ({run.sources[name]}) has no effect without"
+                " --spike_guard; add it, or drop this"
+            )
+    if run.spike_guard and run.dtype == "float16":
+        yield (
+            f"spike_guard = True ({run.sources['spike_guard']}) and dtype = float16"
+            f" ({run.sources['dtype']}) skip updates for different reasons; use bfloat16"
+        )
     if run.mup_base_dim is not None and run.optimizer == "sgd":
         yield (
             f"mup_base_dim = {run.mup_base_dim} ({run.sources['mup_base_dim']}) has rates for"

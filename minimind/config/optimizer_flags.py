@@ -129,6 +129,32 @@ class OptimizerFlags:
         "optimizer",
     )
 
+    spike_guard: bool = flag(
+        "skip updates whose gradient norm is far above that of the steps before; if norm or loss"
+        " stay high, go back to the newest checkpoint before and leave the rows out",
+        False,
+        "optimizer",
+    )
+    spike_factor: float | None = flag(
+        "with --spike_guard: what counts as far, in robust standard deviations above the median"
+        " (default 8)",
+        None,
+        "optimizer",
+        above=0.0,
+    )
+    spike_window: int | None = flag(
+        "with --spike_guard: steps that loss and gradient norm are compared with (default 128)",
+        None,
+        "optimizer",
+        at_least=16,
+        at_most=10_000,
+    )
+    max_rollbacks: int | None = flag(
+        "with --spike_guard: times that a run may go back before it ends with status 6 (default 3)",
+        None,
+        "optimizer",
+        at_least=0,
+    )
     max_skipped: int = flag(
         "non-finite steps to skip before the run ends with status 6; counted since step 0, in"
         " float16 only those in a row",

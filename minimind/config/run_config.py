@@ -23,6 +23,7 @@ LAUNCH = "bash run_accelerate.sh" if (PROJECT / "run_accelerate.sh").exists() el
 CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PROJECT) / "configs"
 MUON_LR, MUON_MOMENTUM = 0.02, 0.95  # of --optimizer muon, if not given
 SGD_MOMENTUM = 0.9
+SPIKE_FACTOR, SPIKE_WINDOW, MAX_ROLLBACKS = 8.0, 128, 3  # of --spike_guard, if not given
 DEFAULT_DEEPSPEED_CONFIG = CONFIGS / "ds_config.json"
 
 
@@ -65,6 +66,17 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
             "muon_lr": rate if self.muon_lr is None else self.muon_lr,
             "muon_momentum": MUON_MOMENTUM if self.muon_momentum is None else self.muon_momentum,
             "muon_scaling": scaling,
+        }
+
+    @property
+    def guard(self) -> dict[str, Any]:
+        """Numbers of --spike_guard; empty without it."""
+        if not self.spike_guard:
+            return {}
+        return {
+            "factor": SPIKE_FACTOR if self.spike_factor is None else self.spike_factor,
+            "window": SPIKE_WINDOW if self.spike_window is None else self.spike_window,
+            "max_rollbacks": MAX_ROLLBACKS if self.max_rollbacks is None else self.max_rollbacks,
         }
 
     @property

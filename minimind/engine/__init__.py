@@ -9,6 +9,7 @@ deepspeed_backend  steps under DeepSpeed
 deepspeed_logs     corrections of DeepSpeed's comms_logger and flops_profiler
 engine             one optimizer step over all ranks
 loss_of_batch      the loss of a micro-batch, its metrics, torch.compile
+norm_limit         lets DeepSpeed skip an update whose gradient norm is above a limit
 op_build_lock      the lock of op compilation, with stale locks removed
 phase_clock        time of each phase of a step
 plain_backend      steps under DDP or in one process

@@ -111,7 +111,9 @@ def _deepspeed(
     for group in list(distributed_c10d._world.pg_map):  # ZeRO's groups default to 30 minutes
         distributed_c10d._set_pg_timeout(timeout, group)
     log = _enable_logs(deepspeed, prepared, resolved.config)
-    return DeepSpeedBackend(prepared, deepspeed.comm.comm.cdb, log), accelerator.device
+    limits_norm = resolved.run.spike_guard
+    backend = DeepSpeedBackend(prepared, deepspeed.comm.comm.cdb, log, limits_norm)
+    return backend, accelerator.device
 
 
 @contextmanager

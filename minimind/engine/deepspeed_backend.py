@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from minimind.engine.collective_clock import CommunicationClock
 from minimind.engine.deepspeed_logs import CollectivesLog
+from minimind.engine.norm_limit import NormLimit
 from minimind.engine.optimizer.adapters import require_tested_deepspeed, zero_state
 from minimind.engine.optimizer.muon import MuonWithAdamW, shards_of
 from minimind.engine.optimizer.state import ZeroState
@@ -22,8 +24,13 @@ class DeepSpeedBackend:
     """DeepSpeed reduces, clips and updates at the last micro-batch of a step."""
 
     def __init__(
-        self, engine: Any, collectives: Any = None, log: CollectivesLog | None = None
+        self,
+        engine: Any,
+        collectives: Any = None,
+        log: CollectivesLog | None = None,
+        limits_norm: bool = False,
     ) -> None:
+        """With `limits_norm`, `update` skips gradients whose norm is above its limit."""
         self.engine = engine
         self.collectives = collectives  # DeepSpeed's communication backend
         self._log = log
@@ -44,13 +51,16 @@ class DeepSpeedBackend:
             # the norm they would check neither.
             self.optimizer.check_grad_overflow = True
         base = getattr(self.optimizer, "optimizer", self.optimizer)
+        is_bare = isinstance(self.optimizer, torch.optim.Optimizer)
+        self._norm_limit = NormLimit(self.optimizer) if limits_norm and not is_bare else None
+        self._spikes = 0  # updates that the limit skipped, since the engine was built or resumed
         if isinstance(base, MuonWithAdamW):
             base.shards = shards_of(engine, collectives, self.state(), base.muon_names)
 
     @property
     def skipped_steps(self) -> int:
         """Steps skipped since step 0 because of a gradient that is not finite."""
-        return self.engine.skipped_steps
+        return self.engine.skipped_steps - self._spikes
 
     def watch(self, clock: CommunicationClock) -> None:
         """Time DeepSpeed's collectives."""
@@ -67,6 +77,8 @@ class DeepSpeedBackend:
             self._clock.release()
         if self._log:
             self._log.release()
+        if self._norm_limit:
+            self._norm_limit.release()
 
     def begin(self, lr: float) -> float:
         """Set the learning rate of the next update; return the one in force.
@@ -88,14 +100,20 @@ class DeepSpeedBackend:
         """Accumulate gradients; DeepSpeed divides by the number of micro-batches."""
         self.engine.backward(loss)
 
-    def update(self, is_last: bool) -> float | torch.Tensor | None:
+    def update(self, is_last: bool, norm_limit: float = math.inf) -> float | torch.Tensor | None:
         """Step; return the global gradient norm before clipping at the last micro-batch."""
         norm = self._norm_of_replicated_gradients() if is_last else None
         if norm is not None:  # the same on every rank; DeepSpeed reads and counts `overflow`
-            self.optimizer.overflow = not bool(torch.isfinite(norm))
+            is_finite = bool(torch.isfinite(norm))
+            self.optimizer.overflow = not (is_finite and norm <= norm_limit)
+            self._spikes += is_finite and self.optimizer.overflow
+        if self._norm_limit:
+            self._norm_limit.limit = norm_limit
         self.engine.step()
         if is_last and norm is None:
-            norm = self.engine.get_global_grad_norm()
+            above = self._norm_limit.take() if self._norm_limit else None
+            self._spikes += above is not None
+            norm = self.engine.get_global_grad_norm() if above is None else above
         return norm
 
     def _norm_of_replicated_gradients(self) -> torch.Tensor | None:
@@ -119,7 +137,7 @@ class DeepSpeedBackend:
         values = {name: getattr(scaler, name) for name in SCALER} if scaler else {}
         return {
             "global_steps": engine.global_steps,
-            "skipped_steps": engine.skipped_steps,
+            "skipped_steps": self.skipped_steps,
             "loss_scaler": values,
             "scheduler_iteration": scheduler.last_batch_iteration if scheduler else None,
         }
@@ -137,7 +155,7 @@ class DeepSpeedBackend:
         """
         engine = self.engine
         engine.global_steps = saved["global_steps"]
-        engine.skipped_steps = saved["skipped_steps"]
+        engine.skipped_steps, self._spikes = saved["skipped_steps"], 0
         engine.global_samples = engine.global_steps * engine.train_batch_size()
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
         scaler, kept = self._loss_scaler(), saved["loss_scaler"]

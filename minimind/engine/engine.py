@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -77,9 +78,15 @@ class Engine(Ranks):
             torch.cuda.manual_seed(seed)
 
     def step(
-        self, micro_batches: Sequence[torch.Tensor], lr: float, clock: PhaseClock
+        self,
+        micro_batches: Sequence[torch.Tensor],
+        lr: float,
+        clock: PhaseClock,
+        norm_limit: float = math.inf,
     ) -> StepResult:
         """Take one optimizer step over this rank's micro-batches, each (B, T + 1) token ids.
+
+        The update is skipped if the gradient norm before clipping is above `norm_limit`.
 
         The learning rate is set first, since DeepSpeed updates at the last micro-batch. Rows are
         packed and every micro-batch has the same number of targets, so the mean over micro-batches
@@ -101,7 +108,7 @@ class Engine(Ranks):
                     clock.mark("forward")
                     backend.backward(loss.total)
                     clock.mark("backward")
-                norm = backend.update(is_last)
+                norm = backend.update(is_last, norm_limit)
                 if is_last and self.average:
                     self.average.update(self.seeded_step)
                 clock.mark("optimizer", is_last)

@@ -6,6 +6,7 @@ then `update`; deepspeed_backend.py has the same interface.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -153,8 +154,11 @@ class PlainBackend:
         """Accumulate the gradients of a micro-batch."""
         self.scaler.scale(loss / self.micro_batches).backward()
 
-    def update(self, is_last: bool) -> torch.Tensor | None:
-        """Clip and step at the last micro-batch; return the gradient norm before clipping."""
+    def update(self, is_last: bool, norm_limit: float = math.inf) -> torch.Tensor | None:
+        """Clip and step at the last micro-batch; return the gradient norm before clipping.
+
+        The update is skipped if the norm is not finite or above `norm_limit`.
+        """
         if not is_last:
             return None
         if self.masters:
@@ -167,7 +171,7 @@ class PlainBackend:
         # Muon and Lion read the flag.
         is_skipped = ~torch.isfinite(norm)
         self.skipped_steps = self.skipped_steps + is_skipped
-        self.torch_optimizer.found_inf = is_skipped.float()
+        self.torch_optimizer.found_inf = (is_skipped | (norm > norm_limit)).float()
         self.torch_optimizer.step()
         self.scaler.update()  # by the overflow that unscale_ found
         self.torch_optimizer.zero_grad()

@@ -6,4 +6,5 @@ row order is arithmetic (`minimind.data.loader.row_order`), so nothing is record
 documents         documents of the training tokens, and their place in the text
 high_losses       documents of steps with a high loss
 step_rows         rows of a step, and steps of a document, from the log of a run
+token_balance     where every token of the text goes
 """

@@ -173,7 +173,10 @@ class Charts:
                 look = {"dash": style, **group}
                 shown_tone = own_tone if self.is_single else tone
                 traces += self._validation(run, column, names[2] + noun, shown_tone, look)
-        events = {"checkpoint": "checkpoint_saved", "skipped step": "step_skipped"}
+        events = {
+            **{"checkpoint": "checkpoint_saved", "skipped step": "step_skipped"},
+            "skipped spike": "spike_skipped",
+        }
         for noun, event in events.items() if self.is_single else ():
             tone = "checkpoint" if noun == "checkpoint" else "bad"
             steps = np.array([number(e["step"]) for e in self.runs[0].events(event)])

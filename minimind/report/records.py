@@ -27,9 +27,10 @@ COLUMNS = (
     *("step", "time", "loss", "lr", "grad_norm", "tokens", "tokens_per_second"),
     *("mfu", "memory_mib", "step_ms", "comm_ms", *(f"{name}_ms" for name in (*PHASES, *PAUSES))),
 )
+ENDS = ("exit", "rolled_back")  # of a start; after a rollback another one follows
 KEPT_EVENTS = {
     *("eval", "checkpoint_saved", "checkpoint_rejected", "checkpoint_resharded"),
-    *("run_changed", "step_skipped", "sample", "profile"),
+    *("run_changed", "step_skipped", "spike_skipped", "sample", "profile"),
 }
 
 
@@ -44,7 +45,7 @@ def number(value: Any, default: float = math.nan) -> float:
 
 @dataclass
 class Start:
-    """The lines from one run_start to its exit, or to the next start after a crash.
+    """The lines from one run_start to its exit or rollback, or to the next start after a crash.
 
     Lines beyond `cutoff`, the step from which a later start resumed, are lost: they took time but
     have no part in the model.
@@ -167,7 +168,7 @@ def _add_line(starts: list[Start], line: dict[str, Any]) -> None:
     name = line.get("event")
     if name == "run_start":
         starts.append(Start(line, is_implied=False))
-    elif not isinstance(name, str) or name not in {"step", "exit", *KEPT_EVENTS}:
+    elif not isinstance(name, str) or name not in {"step", *ENDS, *KEPT_EVENTS}:
         return
     elif not starts or starts[-1].end is not None or _follows_missing_start(starts[-1], line):
         starts.append(Start())
@@ -177,7 +178,7 @@ def _add_line(starts: list[Start], line: dict[str, Any]) -> None:
         start.last_time = now
     if name == "step" and math.isfinite(number(line.get("step"))):
         start.add_step(line)
-    elif name == "exit":
+    elif name in ENDS:
         start.end = line
     elif name in KEPT_EVENTS:
         start.events.append(line)

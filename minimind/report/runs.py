@@ -75,21 +75,25 @@ class Run:
         return kept[-1] if len(kept) else max(filter(math.isfinite, starts), default=0.0)
 
     def outcomes(self, now: float) -> list[tuple[str, str]]:
-        """For each start: done, stopped, failed, crashed, running or silent, and a sentence."""
+        """For each start a kind and a sentence.
+
+        Kinds: done, stopped, failed, crashed, rolled back, running, silent.
+        """
         return [_outcome(start, start is self.starts[-1], now) for start in self.starts]
 
     def marks(self, now: float) -> list[tuple[float, str, str]]:
         """Step, kind and label of each resume and of each end other than done."""
         marks: list[tuple[float, str, str]] = []
-        world = None
+        world, before = None, ""
         for n, (start, (kind, _)) in enumerate(zip(self.starts, self.outcomes(now), strict=True)):
             size, first = start.facts.get("world_size"), start.first_step
             last = max(first, start.last_step)
             if n and math.isfinite(first) and not start.is_implied:
                 verb = "resumed" if start.facts.get("resume_from") else "started anew"
+                verb = "rolled back" if before == "rolled back" else verb
                 change = f", {world} → {size} processes" if world not in (None, size) else ""
                 marks.append((first, "resume", f"{verb} at {first:,.0f}{change}"))
-            world = start.facts.get("world_size", world)
+            world, before = start.facts.get("world_size", world), kind
             if kind in ("crashed", "failed", "stopped") and math.isfinite(last):
                 word = f"failed ({(start.end or {}).get('code')})" if kind == "failed" else kind
                 marks.append((last, kind, f"{word} at {last:,.0f}"))
@@ -114,6 +118,9 @@ def _outcome(start: Start, is_last: bool, now: float) -> tuple[str, str]:
         pace = float(times[1] - times[0]) if np.isfinite(times).sum() == 2 else 0.0
         is_recent = now - start.last_time < max(SILENCE, 3 * pace)
         return ("running", "still running") if is_recent else ("silent", "no end recorded")
+    if start.end.get("event") == "rolled_back":
+        step, to = (f"{number(start.end.get(name)):,.0f}" for name in ("step", "to"))
+        return "rolled back", f"spikes up to step {step}, rolled back to {to}"
     status, reason = start.end.get("status"), str(start.end.get("reason") or "")
     if status in (0, PREEMPTED):
         return ("stopped", reason or "stopped and saved") if status else ("done", "done")

@@ -56,10 +56,13 @@ class Summary:
         lost = [ms for start in starts for ms in start.milliseconds(only_lost=True).values()]
         self.lost_seconds = sum(lost) / 1e3
         self.skipped = len(run.events("step_skipped"))
+        self.spikes = len(run.events("spike_skipped"))
         self.starts = sum(not s.is_implied or s.last_step > -math.inf for s in starts)
         self.resumes = sum(start.facts.get("resume_from") is not None for start in starts)
         outcomes = run.outcomes(now) or [("silent", "nothing recorded")]
         self.crashes = sum(kind == "crashed" for kind, _ in outcomes)
+        self.rollbacks = sum(kind == "rolled back" for kind, _ in outcomes)
+        self.resumes -= self.rollbacks
         self.kind, self.ending = outcomes[-1]
 
     def description(self) -> str:
@@ -83,6 +86,8 @@ class Summary:
             (self.crashes, formats.count(self.crashes, "crash", "crashes")),
             (self.lost_steps, f"{lost} ({formats.duration(self.lost_seconds)})"),
             (self.skipped, f"{formats.count(self.skipped, 'step')} skipped"),
+            (self.spikes, f"{formats.count(self.spikes, 'spike')} skipped"),
+            (self.rollbacks, formats.count(self.rollbacks, "rollback")),
         )
         return ", ".join(text for number, text in parts if number)
 

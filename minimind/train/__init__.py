@@ -12,11 +12,11 @@ loop              the training loop
 loop_actions      log, evaluate, save: the actions between steps
 memory_report     out of memory: the micro-batch in force, and one that would fit
 pretrain          a run from its flags to its exit status
+rollback          back to a checkpoint within a run, after spikes
 sample_text       text from the model in training
 settings          the tables of values that --dry_run and --verbose print
 skipped_steps     steps whose loss or gradient is not finite
 start_summary     the log of a start, and the first screen of a run
-token_balance     where every token of the text goes
 """
 
 from __future__ import annotations

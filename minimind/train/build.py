@@ -16,7 +16,7 @@ from minimind.checkpoint.validation import validate_data_order
 from minimind.config.run_config import LAUNCH, RunConfig
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
 from minimind.config.training_flags import DEFAULT_DATA
-from minimind.data.loader.batches import held_out_rows
+from minimind.data.loader.batches import Batches, held_out_rows
 from minimind.data.loader.mixture import Mixture, Ranges, count_rows
 from minimind.data.loader.row_order import Order
 from minimind.data.loader.skip_rows import read_skip_rows
@@ -255,6 +255,20 @@ def require_same_files(engine: Engine, out_dir: Path, prepared: Prepared) -> Non
             f" {first_host}; give all hosts the same files",
             cause_rank=0,
         )
+
+
+def build_batches(run: RunConfig, engine: Engine, prepared: Prepared, order: Order) -> Batches:
+    """Return this rank's micro-batches in an order."""
+    return Batches(
+        prepared.train,
+        order,
+        run.max_seq_len + 1,
+        run.micro_batch_rows(engine.world_size),
+        engine.rank,
+        engine.world_size,
+        engine.device,
+        run.num_workers,
+    )
 
 
 def held_out_of(run: RunConfig, prepared: Prepared) -> HeldOutRows:

@@ -19,8 +19,11 @@ from minimind.train.loop_actions import (
     run_evaluation,
     start_save,
     stop_reason,
+    sum_requests,
     update_trace,
 )
+
+GO_BACK = -1  # instead of an exit status: the spike guard asks for an earlier checkpoint
 
 
 def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]:
@@ -41,13 +44,15 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
         engine.seed(state.step)
         clock.begin()
         micro_batches = context.logger.track(context.batches.at(state.step))  # fetch
-        result = engine.step(micro_batches, context.schedule.lr_at(state.step), clock)  # step
+        result = engine.step(  # step
+            micro_batches, context.schedule.lr_at(state.step), clock, context.spikes.norm_limit
+        )
         state = state.after(context.batches.tokens_per_step)  # advance
         advance_progress(context, state, state.step - first)
         context.progress.step = state.step
-        stop_requests, failed, overdue = engine.sum_over_ranks(
-            [bool(context.stop.reason), context.saver.has_failed, context.saver.is_overdue]
-        )
+        stop_requests, failed, overdue, must_go_back = sum_requests(context, state, result)
+        if must_go_back:
+            return state, GO_BACK, "spikes"
         stopping = stop_requests > 0 or state.step == run.stop_at_step
         poll_save(context, wait=failed > 0)
         logging = is_due(state.step, run.log_interval, last) or stopping
@@ -62,8 +67,7 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
             start_save(context, state)  # before evaluation, which may outlast a grace period
         if is_due(state.step, run.eval_interval, last) and len(context.held_out.rows):
             run_evaluation(context, state)
-        if context.samples and is_due(state.step, run.sample_interval, last):
-            log_samples(context, state, context.samples)
+        log_samples(context, state)
         if profiling:
             log_profile(context, state)
         log_collectives(context, state, stopping)

@@ -19,6 +19,7 @@ from minimind.engine.loss_of_batch import routing_fields
 from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import NumericError
+from minimind.recovery.spike_guard import SpikeGuard
 from minimind.runtime.collectives import lost_peers, run_on_all_ranks
 from minimind.runtime.durable_files import mebibytes
 from minimind.runtime.process import Progress, StopRequest
@@ -49,6 +50,7 @@ class RunContext:
     trace: Trace | None
     communication: CommunicationClock | None  # None unless profiling
     logger: RunLogger
+    spikes: SpikeGuard
     skipped: SkippedSteps
     stop: StopRequest
     progress: Progress
@@ -89,6 +91,23 @@ def advance_progress(context: RunContext, state: TrainState, steps: int) -> None
             f"warning  no step line for {duration(silence)}: a step takes {step_seconds:.1f} s and"
             f" --log_interval is {interval:,}"
         )
+
+
+def sum_requests(
+    context: RunContext, state: TrainState, result: StepResult
+) -> tuple[float, float, float, bool]:
+    """Ranks that ask to stop, whose save failed, and who ask to save (collective).
+
+    Last, whether the spike guard asks to go back. It observes the step before with the same
+    reduction, and holds this one.
+    """
+    saver, spikes = context.saver, context.spikes
+    requests = [bool(context.stop.reason), saver.has_failed, saver.is_overdue]
+    stop, failed, overdue, *sums = context.engine.sum_over_ranks([*requests, *spikes.own_sums()])
+    norm_limit = spikes.norm_limit  # that of this step
+    must_go_back = spikes.observe(sums)
+    spikes.hold(state.step - 1, result, norm_limit)
+    return stop, failed, overdue, must_go_back
 
 
 def stop_reason(context: RunContext) -> str:
@@ -198,8 +217,11 @@ def run_evaluation(context: RunContext, state: TrainState) -> None:
             )
 
 
-def log_samples(context: RunContext, state: TrainState, samples: Samples) -> None:
-    """Generate and log a continuation of each prompt."""
+def log_samples(context: RunContext, state: TrainState) -> None:
+    """Generate and log a continuation of each prompt, every --sample_interval."""
+    samples, last = context.samples, context.schedule.total_steps
+    if samples is None or not is_due(state.step, context.run.sample_interval, last):
+        return
     with context.logger.pausing("sample"):
         with lost_peers():
             texts = draw(context.engine, samples)
@@ -215,7 +237,8 @@ def start_save(context: RunContext, state: TrainState) -> None:
     with context.logger.pausing("checkpoint"):
         poll_save(context, wait=True)
         run_on_all_ranks(context.engine, partial(check_data_unchanged, context))
-        context.saver.begin(state)
+        order = context.batches.order.start_json()
+        context.saver.begin(state, {"order": order, **context.spikes.state()})
         if not context.saver.in_background:
             poll_save(context, wait=True)
 

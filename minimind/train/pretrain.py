@@ -26,7 +26,6 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import read_launch
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.config.schedule import Schedule
-from minimind.data.loader.batches import Batches
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared
 from minimind.engine.build import (
@@ -37,6 +36,7 @@ from minimind.engine.build import (
     section_faults,
 )
 from minimind.errors import StorageError, UsageError
+from minimind.recovery.spike_guard import SpikeGuard
 from minimind.report.page import REPORT_NAME, write_report
 from minimind.runtime.durable_files import storing
 from minimind.runtime.process import Progress
@@ -45,6 +45,7 @@ from minimind.telemetry.progress import RunLogger
 from minimind.telemetry.trace import require_traceable, trace_of, traced_steps
 from minimind.telemetry.trackers import FINISH, open_trackers
 from minimind.train.build import (
+    build_batches,
     held_out_of,
     plan_data_and_schedule,
     prepare_data,
@@ -57,13 +58,14 @@ from minimind.train.build import (
     with_prepared,
 )
 from minimind.train.initial_weights import InitialModel, read_initial
-from minimind.train.loop import train
+from minimind.train.loop import GO_BACK, train
 from minimind.train.loop_actions import RunContext, register_cleanup
 from minimind.train.memory_report import report_out_of_memory
+from minimind.train.rollback import go_back
 from minimind.train.sample_text import build_samples, read_sample_prompts
 from minimind.train.settings import dry_run_text
 from minimind.train.skipped_steps import SkippedSteps
-from minimind.train.start_summary import log_run_start
+from minimind.train.start_summary import log_run_start, log_start_event
 
 # For reading and writing: a disk may be slow, and a dead rank is detected by other means.
 CHECKPOINT_TIMEOUT_S = 3600
@@ -143,7 +145,18 @@ def train_resolved(
             logger.trackers = open_trackers(run, resumed.state.step, flags)
     log_run_start(context, prepared, resumed, initial, advice(setup, resolved))
     progress.has_started = True
+    return train_to_end(context, prepared, resumed, initial)
+
+
+def train_to_end(
+    context: RunContext, prepared: Prepared, resumed: Resumed, initial: InitialModel
+) -> int:
+    """Train, going back where the spike guard asks for it; return the exit status."""
     state, status, reason = train(context, resumed.state)
+    while status == GO_BACK:
+        context, resumed = go_back(context)
+        log_start_event(context, prepared, resumed, initial)
+        state, status, reason = train(context, resumed.state)
     finish(context, state, status, reason)
     return status
 
@@ -181,16 +194,7 @@ def build_context(
         run.async_save,
         run.save_minutes,
     )
-    batches = Batches(
-        prepared.train,
-        order,
-        run.max_seq_len + 1,
-        run.micro_batch_rows(engine.world_size),
-        engine.rank,
-        engine.world_size,
-        engine.device,
-        run.num_workers,
-    )
+    batches = build_batches(run, engine, prepared, order)
     context = RunContext(
         run=run,
         schedule=schedule,
@@ -202,6 +206,7 @@ def build_context(
         trace=trace_of(run, engine.rank, engine.device),
         communication=engine.instrument_collectives() if run.profile else None,
         logger=logger,
+        spikes=SpikeGuard.of(run, engine, batches, prepared, logger, resumed.manifest),
         skipped=SkippedSteps(run, engine, order, batches.at, prepared.tokenizer.decode, logger),
         stop=progress.begin(),
         progress=progress,

@@ -18,6 +18,7 @@ from minimind.data.prepare.prepare import Prepared
 from minimind.engine.optimizer.muon import iteration_dtype
 from minimind.engine.optimizer.mup import mup_line
 from minimind.provenance.step_rows import logged_order
+from minimind.provenance.token_balance import TokenBalance, token_balance
 from minimind.telemetry.mfu import peak_of, peak_text
 from minimind.telemetry.trace import traced_steps
 from minimind.train.initial_weights import InitialModel
@@ -31,7 +32,6 @@ from minimind.train.settings import (
     short_source,
     shorten,
 )
-from minimind.train.token_balance import TokenBalance, token_balance
 
 MAX_LINES = 20  # of the summary, warnings and notes aside
 MIN_SETTINGS = 3  # lines of settings that are shown in any case
@@ -47,20 +47,34 @@ def log_run_start(
     notes: list[str],
 ) -> None:
     """Log the run's start; raise StorageError if no checkpoint would fit."""
-    run, engine, logger, order = context.run, context.engine, context.logger, context.batches.order
+    run, logger = context.run, context.logger
     for bad in resumed.rejected:
         logger.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
         logger.print(f"skipped checkpoint {bad.path}: {bad.file} {bad.reason}")
-    state, path, peak = resumed.state, resumed.path, peak_of(run, engine.device)
+    state = resumed.state
     has_steps = state.step < context.schedule.total_steps
     capacity = context.saver.require_capacity() if has_steps else "no step is left"
-    current = layout(run, engine)
-    logger.event(
+    log_start_event(context, prepared, resumed, initial)
+    logger.event("token_balance", step=state.step, **asdict(balance_of(context, prepared)))
+    _log_changes(context, resumed, layout(run, context.engine))
+    notes = [*filter(None, (initial.architecture.start_summary_line(), initial.line())), *notes]
+    if (traced := traced_steps(run)) and traced[1] <= state.step:
+        notes.append(f"trace    none: --trace_steps {run.trace_steps} is before step {state.step}")
+    logger.print(startup_summary(context, prepared, resumed, capacity, notes))
+
+
+def log_start_event(
+    context: RunContext, prepared: Prepared, resumed: Resumed, initial: InitialModel
+) -> None:
+    """Log the `run_start` event: at the start, and again after going back to a checkpoint."""
+    run, engine, order = context.run, context.engine, context.batches.order
+    peak = peak_of(run, engine.device)
+    context.logger.event(
         "run_start",
-        step=state.step,
-        resume_from=str(path) if path else None,
+        step=resumed.state.step,
+        resume_from=str(resumed.path) if resumed.path else None,
         init_from=initial.origin(resumed.manifest),
-        **current,
+        **layout(run, engine),
         dtype=run.dtype,
         device=engine.device.type,
         hardware=hardware(engine.device),
@@ -75,12 +89,6 @@ def log_run_start(
         commit=source_commit(),
         rotary=engine.gather(rotary_dtype(engine.model)),
     )
-    logger.event("token_balance", step=state.step, **asdict(balance_of(context, prepared)))
-    _log_changes(context, resumed, current)
-    notes = [*filter(None, (initial.architecture.start_summary_line(), initial.line())), *notes]
-    if (traced := traced_steps(run)) and traced[1] <= state.step:
-        notes.append(f"trace    none: --trace_steps {run.trace_steps} is before step {state.step}")
-    logger.print(startup_summary(context, prepared, resumed, capacity, notes))
 
 
 def _log_changes(context: RunContext, resumed: Resumed, current: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from minimind.cli.main import main as minimind
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared, open_prepared
 from minimind.provenance.step_rows import documents_of, read_run, rows_at
-from minimind.train.token_balance import token_balance
+from minimind.provenance.token_balance import token_balance
 from tests.conftest import sentences
 
 train: Any = training  # a package that is called like a function

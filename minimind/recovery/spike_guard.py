@@ -1,0 +1,216 @@
+"""Observes the steps of a run for --spike_guard, and names the documents of spikes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from minimind.config.run_config import RunConfig
+from minimind.data.loader.batches import Batches
+from minimind.data.prepare.prepare import Prepared
+from minimind.engine.build import Engine
+from minimind.engine.plain_backend import StepResult
+from minimind.provenance.documents import Documents
+from minimind.provenance.step_rows import Stretch, rows_at
+from minimind.recovery.spike_detector import Observed, SpikeDetector, SpikeState
+from minimind.runtime.checked_json import validate
+from minimind.telemetry.progress import RunLogger
+
+SUSPECTS = 3  # rows named by an event
+
+
+class HeldStep:
+    """A step whose loss is read when the next one has been queued, so that a GPU never waits."""
+
+    def __init__(self, step: int, result: StepResult, norm_limit: float) -> None:
+        self.step, self.result, self.norm_limit = step, result, norm_limit
+        self._event: torch.cuda.Event | None = None
+        norm = math.nan if result.grad_norm is None else result.grad_norm
+        if result.tokens.device.type == "cuda":
+            device = result.tokens.device
+            values = [result.loss_sum, result.tokens, torch.as_tensor(norm, device=device)]
+            self._values = torch.empty(3, dtype=torch.float64, pin_memory=True)
+            self._values.copy_(torch.stack([v.double() for v in values]), non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            numbers = float(result.loss_sum), float(result.tokens), float(norm)
+            self._values = torch.tensor(numbers, dtype=torch.float64)
+
+    def values(self) -> list[float]:
+        """This rank's summed loss and targets, and the gradient norm."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()
+
+
+@dataclass
+class SpikeGuard:
+    """Observes every step, one step late; without a detector it does nothing.
+
+    Every rank calls the same methods, since naming the rows of a spike is collective.
+    """
+
+    detector: SpikeDetector | None
+    options: dict[str, Any]  # factor, window and max_rollbacks; empty: off
+    engine: Engine
+    batches: Batches
+    prepared: Prepared
+    row_tokens: int
+    micro_batch_rows: int
+    logger: RunLogger
+    held: HeldStep | Observed | None = None  # the last step; Observed if it is of a checkpoint
+
+    @classmethod
+    def of(
+        cls,
+        run: RunConfig,
+        engine: Engine,
+        batches: Batches,
+        prepared: Prepared,
+        logger: RunLogger,
+        manifest: dict[str, Any],
+    ) -> SpikeGuard:
+        """The guard of a run that resumes from the checkpoint of `manifest` ({}: none)."""
+        rows = run.micro_batch_rows(engine.world_size)
+        guard = cls(None, run.guard, engine, batches, prepared, run.max_seq_len + 1, rows, logger)
+        return guard.restored(batches, manifest)
+
+    def restored(
+        self, batches: Batches, manifest: dict[str, Any], rollbacks: int | None = None
+    ) -> SpikeGuard:
+        """The guard as of a checkpoint; raise CheckpointError if its state there is invalid."""
+        if not self.options:
+            return replace(self, batches=batches)
+        state = manifest.get("spikes")
+        if state is not None:
+            validate(SpikeState, state, "spikes.")
+        detector = SpikeDetector(self.options["factor"], self.options["window"], state)
+        detector.rollbacks = detector.rollbacks if rollbacks is None else rollbacks
+        held = Observed(**state["last"]) if state and state["last"] else None
+        return replace(self, batches=batches, detector=detector, held=held)
+
+    @property
+    def norm_limit(self) -> float:
+        """Gradient norm above which the next update is skipped."""
+        return self.detector.norms.limit if self.detector else math.inf
+
+    def own_sums(self) -> list[float]:
+        """This rank's summed loss and targets of the held step; to be summed over ranks."""
+        if self.detector is None:
+            return []
+        return self.held.values()[:2] if isinstance(self.held, HeldStep) else [0.0, 0.0]
+
+    def observe(self, sums: Sequence[float]) -> bool:
+        """Observe the held step; whether the run must go back. `sums` is over all ranks."""
+        if self.detector is None or self.held is None:
+            return False
+        seen, limit = self._seen(sums), self.detector.losses.limit
+        if self.detector.observe(seen):
+            self._log_spike(seen, limit)
+        return self.detector.must_go_back
+
+    def hold(self, step: int, result: StepResult, norm_limit: float) -> None:
+        """Hold a step for the next call of `observe`; `step` counts from 0."""
+        if self.detector:
+            self.held = HeldStep(step, result, norm_limit)
+
+    def state(self) -> dict[str, Any]:
+        """Fields of a checkpoint's manifest (collective)."""
+        if self.detector is None:
+            return {}
+        seen = self.held and self._seen(self.engine.sum_over_ranks(self.own_sums()))
+        return {"spikes": self.detector.state(seen)}
+
+    def _seen(self, sums: Sequence[float]) -> Observed:
+        held = self.held
+        if not isinstance(held, HeldStep):
+            assert held is not None
+            return held
+        loss, norm = sums[0] / max(sums[1], 1.0), held.values()[2]
+        return Observed(held.step, _finite(loss), _finite(norm), _finite(held.norm_limit))
+
+    def _log_spike(self, seen: Observed, loss_limit: float) -> None:
+        """Log a spike with the rows of the highest loss (collective)."""
+        assert self.detector is not None
+        rows = self.highest_rows(self.held.result) if isinstance(self.held, HeldStep) else []
+        name = "spike_skipped" if seen.is_skipped else "spike"
+        facts = {"loss": seen.loss, "grad_norm": seen.norm}
+        limits = {"loss_limit": _finite(loss_limit), "norm_limit": seen.norm_limit}
+        counts = {"in_a_row": self.detector.in_a_row, "skipped": self.detector.skipped}
+        self.logger.event(name, step=seen.step + 1, **facts, **limits, **counts, rows=rows)
+        what = f"loss {_text(seen.loss)} (limit {_text(limits['loss_limit'])})"
+        what += f", gradient norm {_text(seen.norm)} (limit {_text(seen.norm_limit)})"
+        end = "update skipped" if seen.is_skipped else "update made"
+        self.logger.print(f"spike at step {seen.step + 1}: {what}; {end}{_where(rows)}")
+
+    def highest_rows(self, result: StepResult) -> list[dict[str, Any]]:
+        """Rows with the highest loss of the held step, highest first, with their documents.
+
+        Each rank looks at its micro-batch with the highest loss, with the weights of now.
+        """
+        assert isinstance(self.held, HeldStep)
+        engine, order, step = self.engine, self.batches.order, self.held.step
+        sums = [float(loss) for loss in result.loss_sums]
+        number = max(
+            range(len(sums)), key=lambda n: sums[n] if math.isfinite(sums[n]) else math.inf
+        )
+        first = order.positions(step).start + engine.rank * len(sums) * self.micro_batch_rows
+        own = []
+        for at, row in enumerate(self.batches.at(step)[number], number * self.micro_batch_rows):
+            loss_sum, targets = engine.loss_of(row[None])
+            own.append((_finite(float(loss_sum) / max(float(targets), 1.0)), first + at))
+        rows = [row for part in engine.gather(own) for row in part]
+        rows.sort(key=lambda row: -(math.inf if row[0] is None else row[0]))
+        if engine.rank:
+            return []
+        return self._described(step, rows[:SUSPECTS])
+
+    def _described(self, step: int, rows: list[tuple[float | None, int]]) -> list[dict[str, Any]]:
+        """Row number, loss and documents of some positions."""
+        order, sizes = self.batches.order, (self.engine.world_size, self.micro_batch_rows)
+        stretch = Stretch(range(step + 1, step + 2), order, self.row_tokens, *sizes, {})
+        by_position = {
+            row.position: row for row in rows_at(stretch, self._documents, step + 1, None)
+        }
+        numbers = {part.document for _, at in rows for part in by_position[at].parts}
+        places = self._documents.places(numbers)
+        found = []
+        for loss, at in rows:
+            parts = by_position[at].parts
+            documents = [
+                {"document": part.document, **_place(places.get(part.document))} for part in parts
+            ]
+            found.append({"row": by_position[at].row, "loss": loss, "documents": documents})
+        return found
+
+    @cached_property
+    def _documents(self) -> Documents:
+        return Documents.of(self.prepared)
+
+
+def _place(place: Any) -> dict[str, Any]:
+    return asdict(place) if place else {"file": None, "line": None, "byte": None}
+
+
+def _where(rows: list[dict[str, Any]]) -> str:
+    """`; highest loss 14.2 in row 17 (a.jsonl:512)`: the first row and its documents."""
+    if not rows:
+        return ""
+    first = rows[0]
+    places = [f"{one['file']}:{one['line']}" for one in first["documents"] if one["file"]]
+    named = f" ({', '.join(places[:3])})" if places else ""
+    return f"; highest loss {_text(first['loss'])} in row {first['row']}{named}"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _text(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"

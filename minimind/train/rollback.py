@@ -1,0 +1,66 @@
+"""Go back to a checkpoint within a run, and leave out the rows that led to a spike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from minimind.checkpoint.resume import Resumed, resume
+from minimind.errors import NumericError
+from minimind.recovery.spike_detector import MARGIN, PATIENCE
+from minimind.train.build import build_batches
+from minimind.train.loop_actions import RunContext, poll_save
+
+
+def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
+    """Load the newest checkpoint before the spikes (collective); return the context from there on.
+
+    Training repeats the steps up to MARGIN before the first spike, and goes on with the rows after
+    the last one. Raise NumericError without such a checkpoint, and after --max_rollbacks.
+    """
+    guard, saver, order = context.spikes, context.saver, context.batches.order
+    detector = guard.detector
+    assert detector is not None
+    assert detector.first is not None
+    first, last = detector.first, detector.first + detector.in_a_row - 1
+    poll_save(context, wait=True)
+    if message := saver.prune_error(wait=True):
+        context.logger.print(message)
+    what = f"loss or gradient norm are high for {PATIENCE} steps, {first + 1} to {last + 1},"
+    limit = context.run.guard["max_rollbacks"]
+    if detector.rollbacks >= limit:
+        raise NumericError(
+            f"{what} after {detector.rollbacks} rollbacks, and max_rollbacks ="
+            f" {limit} ({context.run.sources['max_rollbacks']}); train on from a checkpoint with a"
+            " lower --learning_rate or --grad_clip (and --allow_change lr), or raise"
+            " --max_rollbacks"
+        )
+    start = first - MARGIN
+    resumed = resume(
+        context.engine,
+        saver.ranks,
+        saver.root,
+        "auto",
+        saver.facts["identity"],
+        context.run.allowed_changes(),
+        steps=range(order.origin.step, start + 1),
+    )
+    if resumed.path is None:
+        raise NumericError(
+            f"{what} and there is no checkpoint up to step {max(start, 0)} to go back to; save"
+            " earlier with --save_interval, or train with a lower --learning_rate or --grad_clip"
+        )
+    after = order.jumping(start, last + 1)
+    rows = [order.positions(start).start, order.positions(last).stop]
+    facts = {"to": resumed.state.step, "rows": rows, "steps": [start + 1, last + 1]}
+    facts |= {"rollbacks": detector.rollbacks + 1, **context.logger.unlogged_pauses()}
+    context.logger.event("rolled_back", step=last + 1, **facts)
+    context.logger.print(
+        f"{what} so the run goes back to {resumed.path.name} and leaves out the rows of steps"
+        f" {start + 1} to {last + 1}; rollback {detector.rollbacks + 1} of {limit}"
+    )
+    context.batches.close()
+    batches = build_batches(context.run, context.engine, guard.prepared, after)
+    context.cleanup.callback(batches.close)
+    spikes = guard.restored(batches, resumed.manifest, detector.rollbacks + 1)
+    skipped = replace(context.skipped, order=after, batches_at=batches.at, pending=[])
+    return replace(context, batches=batches, spikes=spikes, skipped=skipped), resumed
