@@ -197,7 +197,10 @@ def test_a_command_out_of_memory_ends_with_10(
 
 
 def test_the_script_answers_10_and_the_other_rank_does_not_hang(launch: Launcher, tmp_path: Path):
-    """Attention scores of 51 GB, under a limit that holds on every machine: torch's own error."""
+    """Attention scores of 51 GB, under a limit that holds on every machine: torch's own error.
+
+    A CPU with instructions for bfloat16 keeps them in that: two tensors of 26 GB.
+    """
     text = tmp_path / "long.txt"
     text.write_text(" ".join(sentences(3, 2000)))
     flags = (
@@ -211,6 +214,6 @@ def test_the_script_answers_10_and_the_other_rank_does_not_hang(launch: Launcher
     )
     assert done.status == 10, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "error[" in line]
-    assert "the host is out of memory (tried to allocate 5" in line
+    assert re.search(r"host is out of memory \(tried to allocate (51|25)\d{9} bytes\)", line)
     assert "1 rows (--batch_size 1) x 40000 tokens (--max_seq_len 40000)" in line
     assert "Traceback" not in done.stderr
