@@ -18,6 +18,7 @@ from minimind.engine.phase_clock import LABELS, mean_ms, median_ms, profile_tabl
 from minimind.runtime.durable_files import Metrics, storing
 from minimind.runtime.terminal import for_stdout
 from minimind.telemetry.trackers import Trackers
+from minimind.telemetry.verdict import Setting, Verdicts
 
 PAUSES: tuple[str, ...] = ("evaluate", "checkpoint", "sample", "trace", "gc")
 ERROR_TIMEOUT = 3.0  # seconds that a tracker gets to finish when a run ends by an error
@@ -118,6 +119,7 @@ class RunLogger:
         self._table_pauses: dict[str, float] = {}  # ms by cause, since the last profile
         self._line_pauses: dict[str, float] = dict.fromkeys(PAUSES, 0.0)
         self.trackers = Trackers()
+        self.verdicts = Verdicts(Setting())
 
     def print(self, text: str) -> None:
         """Print a message above the progress bar."""
@@ -212,10 +214,10 @@ class RunLogger:
         memory = {"memory_mib": self._memory_mib()}
         return {**median_ms(self._table_times), **_by_ms(self._table_pauses), **memory}
 
-    def profile(self, step: int, ranks: Sequence[dict[str, float]]) -> None:
-        """Print the profile since the last one and log it as an event.
+    def profile(self, step: int, ranks: Sequence[dict[str, float]], is_last: bool = False) -> None:
+        """Print the profile since the last one and log it as an event; then a new verdict.
 
-        `ranks` holds the medians of every rank.
+        `ranks` holds the medians of every rank. After the last profile the verdict is repeated.
         """
         times, self._table_times = self._table_times, []
         pauses, self._table_pauses = self._table_pauses, {}
@@ -226,7 +228,13 @@ class RunLogger:
         self.print(f"{table}\n{ranks_table(ranks) if len(ranks) > 1 else memory}")
         by_rank = {name: [rank[name] for rank in ranks] for name in ranks[0]}
         means = {**mean_ms(times), **_by_ms(pauses)}
-        self.event("profile", step=step, steps=len(times), **means, ranks=by_rank)
+        profile = {"step": step, "steps": len(times), **means, "ranks": by_rank}
+        self.event("profile", **profile)
+        if found := self.verdicts.after(profile, is_last):
+            self.event(
+                "verdict", step=step, kind=found.kind, text=found.text, figures=found.figures
+            )
+            self.print(f"verdict  {found.text}")
 
     def close(self, timeout: float = ERROR_TIMEOUT) -> None:
         """Close trackers, metrics and the bar; trackers get `timeout` seconds to finish."""

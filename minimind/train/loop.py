@@ -69,7 +69,7 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
             run_evaluation(context, state)
         log_samples(context, state)
         if profiling:
-            log_profile(context, state)
+            log_profile(context, state, is_last=stopping or state.step == last)
         log_collectives(context, state, stopping)
         if stopping and state.step < last:
             finish_recording(context, state, clock)

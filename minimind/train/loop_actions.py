@@ -159,9 +159,10 @@ def check_skipped_steps(
         raise
 
 
-def log_profile(context: RunContext, state: TrainState) -> None:
-    """Log the phase times of every rank since the last profile (collective)."""
-    context.logger.profile(state.step, context.engine.gather(context.logger.medians()))
+def log_profile(context: RunContext, state: TrainState, is_last: bool) -> None:
+    """Log the phase times of every rank since the last profile, and the verdict (collective)."""
+    medians = context.engine.gather(context.logger.medians())
+    context.logger.profile(state.step, medians, is_last)
 
 
 def log_collectives(context: RunContext, state: TrainState, stopping: bool) -> None:

@@ -21,6 +21,7 @@ from minimind.checkpoint.run_folder import (
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.train_state import TrainState
 from minimind.config.deepspeed.backend_choice import Setup, advice, read_setup
+from minimind.config.deepspeed.config_values import leaves
 from minimind.config.deepspeed.engine_rules import output_paths
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import read_launch
@@ -44,6 +45,7 @@ from minimind.telemetry.mfu import mfu_per_speed
 from minimind.telemetry.progress import RunLogger
 from minimind.telemetry.trace import require_traceable, trace_of, traced_steps
 from minimind.telemetry.trackers import FINISH, open_trackers
+from minimind.telemetry.verdict import Setting, Verdicts
 from minimind.train.build import (
     build_batches,
     held_out_of,
@@ -130,6 +132,7 @@ def train_resolved(
         logger = RunLogger(
             out_dir, schedule.total_steps, engine.device, engine.rank == 0, run.profile, mfu
         )
+    logger.verdicts = Verdicts(setting_of(engine, schedule))
     cleanup.callback(logger.close)
     context, resumed = build_context(
         run, prepared, order, schedule, engine, logger, progress, initial, cleanup
@@ -213,6 +216,18 @@ def build_context(
         cleanup=cleanup,
     )
     return context, resumed
+
+
+def setting_of(engine: Engine, schedule: Schedule) -> Setting:
+    """The layout and the flags that the verdict of --profile depends on."""
+    resolved = engine.resolved
+    facts = {
+        "world_size": engine.world_size,
+        "zero_stage": resolved.zero_stage,
+        "device": engine.device.type,
+        "total_steps": schedule.total_steps,
+    }
+    return Setting.read({**vars(resolved.run), **leaves(resolved.config), **facts})
 
 
 def finish(context: RunContext, state: TrainState, status: int, reason: str) -> None:
