@@ -11,4 +11,5 @@ palette          colors
 records          metrics.jsonl: the starts of a run
 runs             a run as one history; its configuration
 summary          figures of a run; the text summary
+verdict          what held a run back
 """

@@ -112,7 +112,7 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str) ->
 
 
 def _opening(summary: Summary) -> str:
-    run, sentences = summary.run, (summary.course(), summary.setbacks())
+    run, sentences = summary.run, (summary.course(), summary.setbacks(), summary.verdict)
     lead = " ".join(f"{text[0].upper()}{text[1:]}." for text in sentences if text)
     lead = lead if run.starts else "Nothing is recorded yet."
     starts = f"in {formats.count(summary.starts, 'start')}"
@@ -139,6 +139,7 @@ def _comparison(runs: Sequence[Run], now: float) -> str:
         one, tone = Summary(run, now), f"--c: var(--{run_style(n)[0]})"
         best = one.best
         bars += _shares_bar(run.name, one)
+        bars += f'<p class="quiet">{escape(one.verdict)}</p>' if one.verdict else ""
         figures = (
             f'<span class="key" style="{tone}"><i></i>{escape(run.name)}</span>',
             f"{one.step:,}",

@@ -30,7 +30,7 @@ COLUMNS = (
 ENDS = ("exit", "rolled_back")  # of a start; after a rollback another one follows
 KEPT_EVENTS = {
     *("eval", "checkpoint_saved", "checkpoint_rejected", "checkpoint_resharded"),
-    *("run_changed", "step_skipped", "spike_skipped", "sample", "profile"),
+    *("run_changed", "step_skipped", "spike_skipped", "sample", "profile", "verdict"),
 }
 
 
@@ -182,6 +182,16 @@ def _add_line(starts: list[Start], line: dict[str, Any]) -> None:
         start.end = line
     elif name in KEPT_EVENTS:
         start.events.append(line)
+
+
+def values_by_rank(ranks: Any, key: str) -> dict[str, float]:
+    """Rank -> value, from a list of objects or an object of lists."""
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(ranks, dict) and isinstance(ranks.get(key), list):
+        pairs = [*enumerate(ranks[key])]
+    elif isinstance(ranks, list):
+        pairs = [(r.get("rank", n), r.get(key)) for n, r in enumerate(ranks) if isinstance(r, dict)]
+    return {str(rank): number(value) for rank, value in pairs if math.isfinite(number(value))}
 
 
 def _follows_missing_start(start: Start, line: dict[str, Any]) -> bool:

@@ -11,8 +11,9 @@ import numpy as np
 
 from minimind.report import formats
 from minimind.report.downsample import smooth
-from minimind.report.records import PAUSES, PHASES, number
+from minimind.report.records import PAUSES, PHASES, number, values_by_rank
 from minimind.report.runs import Run
+from minimind.report.verdict import verdict_of
 
 NOUNS = {"evaluate": "evaluation", "sample": "samples", "gc": "garbage collection"}  # of pauses
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
@@ -64,6 +65,7 @@ class Summary:
         self.rollbacks = sum(kind == "rolled back" for kind, _ in outcomes)
         self.resumes -= self.rollbacks
         self.kind, self.ending = outcomes[-1]
+        self.verdict = verdict_of(run)
 
     def description(self) -> str:
         """`2,361,024 parameters, bfloat16, DeepSpeed ZeRO-2 on 2 processes (cpu)`."""
@@ -112,7 +114,7 @@ class Summary:
         return figures
 
     def as_text(self, has_blocks: bool = True) -> str:
-        """The run in 6 to 12 lines for a terminal; ASCII only unless `has_blocks`."""
+        """The run in 6 to 13 lines for a terminal; ASCII only unless `has_blocks`."""
         figures = {name: value + remark for name, (value, remark) in self.figures().items()}
         shares = [(NOUNS.get(name, name), share) for name, share in self.shares.items()]
         lines = {
@@ -121,6 +123,7 @@ class Summary:
             "setbacks": self.setbacks(),
             **{name: figures.get(name, "") for name in ("loss", "validation", "average", "tokens")},
             "time": ", ".join(f"{n} {formats.percent(s)}" for n, s in shares if s >= 0.0005),
+            "verdict": self.verdict,
             "memory": figures.get("memory", ""),
             "ranks": ", ".join(
                 f"{BRIEF[name]} {least} to {largest} ({rank})"
@@ -173,7 +176,7 @@ def rank_figures(run: Run) -> tuple[float, list[tuple[str, str, str, str, str]]]
     for event in reversed(run.events("profile")):
         rows = []
         for key, name, form in RANK_FIGURES:
-            values = _values_by_rank(event.get("ranks"), key)
+            values = values_by_rank(event.get("ranks"), key)
             if len(values) > 1:
                 figures = (min(values.values()), median(values.values()), max(values.values()))
                 rank = max(values, key=lambda one: values[one])
@@ -181,16 +184,6 @@ def rank_figures(run: Run) -> tuple[float, list[tuple[str, str, str, str, str]]]
         if rows:
             return number(event.get("step")), rows
     return math.nan, []
-
-
-def _values_by_rank(ranks: Any, key: str) -> dict[str, float]:
-    """Rank -> value, from a list of objects or an object of lists."""
-    pairs: list[tuple[Any, Any]] = []
-    if isinstance(ranks, dict) and isinstance(ranks.get(key), list):
-        pairs = [*enumerate(ranks[key])]
-    elif isinstance(ranks, list):
-        pairs = [(r.get("rank", n), r.get(key)) for n, r in enumerate(ranks) if isinstance(r, dict)]
-    return {str(rank): number(value) for rank, value in pairs if math.isfinite(number(value))}
 
 
 def describe(facts: Mapping[str, Any]) -> str:

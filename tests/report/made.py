@@ -40,6 +40,20 @@ def step_line(step: int, at: float = 1_800_000_000.0, **facts: Any) -> dict[str,
     return {**fields, **facts}
 
 
+def made_profile(step: int = 10, **facts: Any) -> dict[str, Any]:
+    """A profile of ten steps on one rank."""
+    times = {**PHASES, **PAUSES, **{n: v for n, v in facts.items() if n in PHASES}}
+    ranks = {name: [ms] for name, ms in times.items() if name in PHASES}
+    fields = {"event": "profile", "time": 1_800_000_001.0, "step": step, "steps": 10}
+    return {**fields, **times, "step_ms": 100.0, "comm_ms": None, "ranks": ranks, **facts}
+
+
+def verdict_line(text: str, step: int = 10) -> dict[str, Any]:
+    figures = {"part_ms": 1.0, "whole_ms": 2.0, "share": 0.5}
+    kind = {"kind": "data", "text": text, "figures": figures}
+    return {"event": "verdict", "time": 1_800_000_001.0, "step": step, **kind}
+
+
 def evaluation(step: int, loss: float, **facts: Any) -> dict[str, Any]:
     found = {"val_loss": loss, "val_ppl": 2.0, "val_bpb": loss / 3, "tokens": 7}
     return {"event": "eval", "time": 1_800_000_000.0, "step": step, **found, **facts}

@@ -24,7 +24,16 @@ from minimind.errors import StorageError
 from minimind.report.page import GENERATOR, write_report
 from minimind.train import pretrain
 from tests.conftest import ROOT, SMALL, Trained
-from tests.report.made import Drawn, crashed_and_resumed, page_of, run_start, step_line, write_run
+from tests.report.made import (
+    Drawn,
+    crashed_and_resumed,
+    made_profile,
+    page_of,
+    run_start,
+    step_line,
+    verdict_line,
+    write_run,
+)
 
 EVIL = "<script>alert('x')</script>\"&"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -241,6 +250,7 @@ def test_whatever_a_line_holds_there_is_a_page(tmp_path):
         lines[3] |= {"expert_load": [0.5, 0.5], "expert_load_range": [0.9, 1.1], "comm_ms": 3.0}
         lines.insert(5, {"event": "profile", "step": 5, "ranks": [{"rank": 0, "step_ms": 4}]})
         lines.insert(5, {"event": "sample", "step": 5, "number": 0, "prompt": "a", "text": "b"})
+        lines[5:5] = [made_profile(5), made_profile(5), verdict_line("x", 5)][: seed % 4]
         for _ in range(draw.choice([1, 5, 40])):
             line = draw.choice(lines)
             line[draw.choice([*line])] = draw.choice(odd)
