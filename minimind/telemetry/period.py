@@ -50,7 +50,8 @@ class Period:
 
     def usual(self, name: str) -> float:
         """Usual milliseconds per step on rank 0, without steps that compile or warm up."""
-        return [*self.by_rank(name), self.mean(name)][0]
+        ranks = self.by_rank(name)
+        return ranks[0] if ranks else self.mean(name)
 
     @property
     def step(self) -> float:
