@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -35,11 +36,14 @@ from minimind.train.skipped_steps import SkippedSteps
 SHAPE = MiniMindConfig(
     vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
 )
-FLAGS = "--batch_size 2 --accumulation_steps 2 --max_steps 6 --device cpu --max_skipped 2"
+FLAGS = (
+    "--batch_size 2 --accumulation_steps 2 --max_steps 7 --device cpu --max_skipped 2 --spike_guard"
+)
 ORDER = Order(n_rows=20, rows_per_step=8, seed=5)  # 2 processes x 2 micro-batches x 2 rows
 # What rank 1 makes of a micro-batch, by step from 0. The first step is spoilt before there are
-# moments, the last is one skipped step too many.
-COURSE = [("loss", 0), None, ("gradient", 1), None, None, ("loss", 1)]
+# moments, the last is one skipped step too many. "limit": the norm is above the limit of its step.
+COURSE = [("loss", 0), None, ("gradient", 1), None, ("limit", 0), None, ("loss", 1)]
+NORM_LIMIT = 1e-9
 
 
 def all_rows() -> torch.Tensor:
@@ -113,8 +117,8 @@ def micro_batches_of(rows: torch.Tensor, rank: int, step: int) -> Sequence[torch
 def course(stage: int | None, dtype: str, changes: list[str], out_dir: Path) -> dict[str, Any]:
     """What this rank saw of both runs."""
     rows, clock = all_rows(), PhaseClock(torch.device("cpu"))
-    found: dict[str, Any] = {"skipped": [], "unchanged": [], "losses": [], "raised": None}
-    ends = []
+    found: dict[str, Any] = {"skipped": [], "unchanged": [], "norms": [], "losses": []}
+    found["raised"], ends = None, []
     for is_spoilt in (True, False):
         engine = engine_of(stage, dtype, changes, out_dir)
         logger = RunLogger(out_dir, len(COURSE), engine.device, engine.rank == 0, False)
@@ -134,10 +138,12 @@ def course(stage: int | None, dtype: str, changes: list[str], out_dir: Path) -> 
             micro_batches = micro_batches_of(rows, engine.rank, step)
             before = state_of(engine)
             clock.begin()
-            result = engine.step(micro_batches, 1e-2, clock)
+            limit = NORM_LIMIT if fault and fault[0] == "limit" else math.inf
+            result = engine.step(micro_batches, 1e-2, clock, limit)
             if not is_spoilt:
                 continue
             found["skipped"].append([bool(result.is_skipped), int(result.skipped_so_far)])
+            found["norms"].append(float(result.grad_norm))
             found["unchanged"].append(state_of(engine) == before)
             found["losses"].append(
                 [float(loss / n) for loss, n in zip(result.loss_sums, result.targets, strict=True)]

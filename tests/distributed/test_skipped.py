@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Launcher
-from tests.distributed.skip_steps import COURSE, ORDER, all_rows
+from tests.distributed.skip_steps import COURSE, NORM_LIMIT, ORDER, all_rows
 from tests.forking import Nursery
 
 pytestmark = pytest.mark.launch
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.launch
 CASES = [f"{stage},{dtype}" for stage in (None, 0, 1, 2, 3) for dtype in ("float32", "bfloat16")]
 CASES.insert(-2, "2,float32,zero_optimization.compute_grad_norm=false")
 CASES.insert(-2, '1,bfloat16,data_types.grad_accum_dtype="fp32"')  # BF16_Optimizer
-SPOILT = [step for step, fault in enumerate(COURSE, 1) if fault]
+SPOILT = [step for step, fault in enumerate(COURSE, 1) if fault and fault[0] != "limit"]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,17 @@ def test_a_skipped_step_changes_nothing_and_the_others_are_as_without_it(skip_ru
         assert seen["unchanged"] == [bool(fault) for fault in COURSE]
         spoilt, clean = seen["ends"]
         assert spoilt == clean
-        assert clean[1] == len(COURSE) - len(SPOILT)  # the optimizer's own count
+        assert clean[1] == COURSE.count(None)  # the optimizer's own count
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_norm_above_the_limit_is_that_of_the_gradient(skip_runs, case):
+    at = COURSE.index(("limit", 0))
+    norms = [skip_runs[case][rank]["norms"][at] for rank in (0, 1)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    ddp = skip_runs[f"None,{case.split(',')[1]}"][0]["norms"][at]
+    assert norms[0] == pytest.approx(ddp, rel=2e-2 if "bfloat16" in case else 1e-5)
+    assert norms[0] > NORM_LIMIT
 
 
 @pytest.mark.parametrize("case", CASES)
