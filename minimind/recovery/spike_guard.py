@@ -144,9 +144,10 @@ class SpikeGuard:
         limits = {"loss_limit": _finite(loss_limit), "norm_limit": seen.norm_limit}
         counts = {"in_a_row": self.detector.in_a_row, "skipped": self.detector.skipped}
         self.logger.event(name, step=seen.step + 1, **facts, **limits, **counts, rows=rows)
-        what = f"loss {_text(seen.loss)} (limit {_text(limits['loss_limit'])})"
-        what += f", gradient norm {_text(seen.norm)} (limit {_text(seen.norm_limit)})"
-        end = "update skipped" if seen.is_skipped else "update made"
+        what = f"loss {_text(seen.loss)}{_limit(limits['loss_limit'])}"
+        what += f", gradient norm {_text(seen.norm)}{_limit(seen.norm_limit)}"
+        is_made = seen.norm is not None and not seen.is_skipped
+        end = "update made" if is_made else "update skipped"
         self.logger.print(f"spike at step {seen.step + 1}: {what}; {end}{_where(rows)}")
 
     def highest_rows(self, result: StepResult) -> list[dict[str, Any]]:
@@ -210,6 +211,11 @@ def _where(rows: list[dict[str, Any]]) -> str:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _limit(value: float | None) -> str:
+    """` (limit 3.1)`; empty while the window fills."""
+    return "" if value is None else f" (limit {value:.4g})"
 
 
 def _text(value: float | None) -> str:
