@@ -7,7 +7,8 @@
 # Environment: CONFIG_FILE (configs/accelerate_config.yaml), OMP_NUM_THREADS (CPU cores / processes),
 # PYTHON (that of .venv here, whichever conda or virtual environment is active; else the active one),
 # and, before the same field of CONFIG_FILE, NUM_PROCESSES (over all hosts; all GPUs, else 2 a host),
-# MAIN_PORT (a free one), and on several hosts NUM_MACHINES, MACHINE_RANK and MAIN_IP.
+# MAIN_PORT (a free one), and on several hosts NUM_MACHINES, MACHINE_RANK and MAIN_IP. MAX_RESTARTS (0)
+# starts again after status 7, first after RESTART_WAIT (5) seconds, with what is left of the hosts.
 # Exit status: the run's own (0 done, 2 usage, 3 data, 4 checkpoint, 5 storage, 6 numeric, 7 peer,
 # 8 in use, 9 port, 10 out of memory, 70 bug, 75 stopped and saved: run it again), not torchrun's 1.
 # Works from any directory. docs/launching.md: several hosts, Slurm, other launchers. Where the

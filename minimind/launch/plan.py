@@ -27,6 +27,10 @@ from minimind.runtime.terminal import one_line, phase
 # Device files of NVIDIA, AMD and Windows drivers; nvidia-smi may still be missing.
 DRIVERS = [Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg")]
 TYPES = ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU", "NO")
+RESTARTS = {  # variable: (allowed values, default); minimind/launch/restart.py reads them
+    "MAX_RESTARTS": (range(10_001), 0),
+    "RESTART_WAIT": (range(1, 301), 5),  # seconds before the first restart
+}
 DEEPSPEED_FIELDS = (  # `accelerate launch` ignores others silently
     "deepspeed_config_file",
     "zero3_init_flag",
@@ -176,6 +180,8 @@ def free_port(port: int) -> int:
     """Return `port`, or a free one for 0, after binding and releasing it."""
     try:
         with socket.socket() as probe:
+            # As torch does: connections of a launch that was lost keep its port for a minute.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", port))
             return probe.getsockname()[1]
     except OSError as error:
@@ -212,6 +218,9 @@ def main(target: str, device: str) -> dict[str, Any]:
     path = os.environ.get("CONFIG_FILE") or str(CONFIGS / "accelerate_config.yaml")
     settings = LaunchSettings(load_yaml(path, "CONFIG_FILE"), path, os.environ)
     exports: dict[str, Any] = {"MINIMIND_CONFIG_FILE": path}
+    for variable, (allowed, default) in RESTARTS.items():
+        value = settings.number(variable, "", allowed)  # no field of the YAML
+        exports[variable] = default if value is None else value
     for field, value in (("use_cpu", True), ("distributed_type", "MULTI_CPU")):
         if settings.document.get(field) == value:
             exports["MINIMIND_CPU_BY"] = field

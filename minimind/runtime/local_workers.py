@@ -2,17 +2,19 @@
 
 Under run_accelerate.sh workers register in its scratch folder, beside the status file, so that they
 find one another before the process group exists. The launcher, as their parent, records there how
-each of them ended (minimind/launch/accelerate_launch.py).
+each of them ended (minimind/launch/accelerate_launch.py), and they record what they train, for a
+restart on other processes (minimind/launch/restart.py).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from minimind.errors import PREEMPTED, PeerError
@@ -101,6 +103,35 @@ def register(worker: Worker) -> None:
         text = f"{worker.rank} {worker.pid} {worker.started}\n"
         with suppress(FileNotFoundError):  # the script is gone, which the watch thread detects
             _write_atomically(here / f"worker-{worker.rank}", text)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the workers of a launch divide the rows of a step, and where their run is."""
+
+    launch: str  # another one for every launch, the same on all its hosts
+    out_dir: str
+    world_size: int
+    micro_batch_rows: int
+    accumulation_steps: int
+    batch_size: int
+    split_batches: bool
+    resume: str
+    fixed_by: str  # the file that fixes accumulation_steps; empty if a flag can change it
+
+
+def record_layout(rank: int, layout: Layout) -> None:
+    """Record what this worker trains."""
+    here = folder()
+    if here:
+        with suppress(FileNotFoundError):  # the script is gone, which the watch thread detects
+            _write_atomically(here / f"layout-{rank}", json.dumps(asdict(layout)))
+
+
+def read_layout(here: Path) -> Layout | None:
+    """Return what a worker recorded in the folder of its launch; None before its first step."""
+    path = next(here.glob("layout-*"), None)
+    return Layout(**json.loads(path.read_text(encoding="ascii"))) if path else None
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import sys
 from contextlib import ExitStack
@@ -40,6 +41,7 @@ from minimind.errors import StorageError, UsageError
 from minimind.recovery.spike_guard import SpikeGuard
 from minimind.report.page import REPORT_NAME, write_report
 from minimind.runtime.durable_files import storing
+from minimind.runtime.local_workers import Layout, record_layout
 from minimind.runtime.process import Progress
 from minimind.telemetry.mfu import mfu_per_speed
 from minimind.telemetry.progress import RunLogger
@@ -147,6 +149,7 @@ def train_resolved(
             flags = {name: getattr(run, name) for name in FLAGS}
             logger.trackers = open_trackers(run, resumed.state.step, flags)
     log_run_start(context, prepared, resumed, initial, advice(setup, resolved))
+    record_for_restart(run, engine)
     progress.has_started = True
     return train_to_end(context, prepared, resumed, initial)
 
@@ -162,6 +165,27 @@ def train_to_end(
         state, status, reason = train(context, resumed.state)
     finish(context, state, status, reason)
     return status
+
+
+def record_for_restart(run: RunConfig, engine: Engine) -> None:
+    """Record what a restart on other processes has to know; collective."""
+    key, resolved = "gradient_accumulation_steps", engine.resolved
+    by_file = resolved.path if resolved.sources.get(key) == resolved.path else ""
+    origin, _, field = run.sources["accumulation_steps"].rpartition(": ")
+    record_layout(
+        engine.rank,
+        Layout(
+            launch=engine.gather(secrets.token_hex(8))[0],
+            out_dir=str(Path(run.out_dir).absolute()),
+            world_size=engine.world_size,
+            micro_batch_rows=run.micro_batch_rows(engine.world_size),
+            accumulation_steps=run.accumulation_steps,
+            batch_size=run.batch_size,
+            split_batches=run.split_batches,
+            resume=run.resume,
+            fixed_by=by_file or (origin if field == key else ""),
+        ),
+    )
 
 
 def build_context(

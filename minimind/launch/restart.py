@@ -1,0 +1,254 @@
+"""Decide how run_accelerate.sh starts again after status 7: with which hosts, processes and flags.
+
+Run as `restart.py SCRATCH N` before restart N of MAX_RESTARTS: waits and prints the variables of
+the next launch as NAME=VALUE lines. RESTART_FLAGS are appended to the command, where the last value
+of a flag counts. The rows of a step stay the same, so that the run is the same.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+if not __package__:  # run as a script: import the package from this checkout or installation
+    project = str(Path(__file__).resolve().parents[2])
+    sys.path[0:1] = [] if project in sys.path else [project]
+from minimind.checkpoint.directory import published_checkpoints
+from minimind.config.yaml_files import load_yaml
+from minimind.errors import PREEMPTED, PeerError, RunError
+from minimind.launch.hosts_left import FOLDER, Host, Meeting, own_address
+from minimind.launch.plan import count_gpus
+from minimind.runtime.local_workers import Layout, read_layout
+from minimind.runtime.terminal import one_line
+
+LONGEST_WAIT = 300  # seconds
+SETTLE = 6  # times RESTART_WAIT: how long to wait for one more host
+NAME = "run_accelerate.sh"
+AGAIN = "run the same command again"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The launch that was lost, from the YAML that plan.py wrote for it."""
+
+    processes: int
+    machines: int
+    machine_rank: int
+    ip: str
+    port: int
+
+    @property
+    def each(self) -> int:
+        """Processes of one host."""
+        return self.processes // self.machines
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The next launch."""
+
+    hosts: Sequence[Host]  # by rank
+    each: int  # processes of one host
+    accumulation: int | None  # micro-batches of a process; None if no step was begun
+
+    @property
+    def processes(self) -> int:
+        """Processes of all hosts."""
+        return self.each * len(self.hosts)
+
+
+def read_launched(path: Path) -> Launched:
+    """Read the YAML of a launch."""
+    document = load_yaml(str(path), "the YAML of the launch")
+    return Launched(
+        document["num_processes"],
+        document["num_machines"],
+        document["machine_rank"],
+        document["main_process_ip"] or "",
+        document["main_process_port"],
+    )
+
+
+def choose(layout: Layout | None, hosts: Sequence[Host], now: int) -> Choice:
+    """Return the launch with the most processes that takes as many rows per step as before.
+
+    Of several with as many, the one with the most hosts. `now` is the number of processes that were
+    started last. Raise PeerError if there is none.
+    """
+    if layout is None:  # nothing is known of the batch
+        processes = sum(host.processes for host in hosts)
+        if processes == now:
+            return Choice(hosts, hosts[0].processes, None)
+        raise PeerError(
+            f"{processes} of {now} processes are left, and no step was begun that tells the rows"
+            f" per step; {AGAIN}"
+        )
+    micro_batches = layout.accumulation_steps * layout.world_size
+    by_size = sorted(hosts, key=lambda host: (-host.processes, host.rank))
+    choices = [
+        Choice(sorted(by_size[:count], key=lambda host: host.rank), each, micro_batches // total)
+        for count in range(1, len(hosts) + 1)
+        for each in range(1, by_size[count - 1].processes + 1)
+        if micro_batches % (total := count * each) == 0
+    ]
+    if layout.fixed_by:
+        choices = [one for one in choices if one.accumulation == layout.accumulation_steps]
+    if not choices:
+        raise PeerError(
+            f"fewer processes need more micro-batches each, and {layout.fixed_by} fixes"
+            f' gradient_accumulation_steps = {layout.accumulation_steps}; write "auto" there, and'
+            f" {AGAIN}"
+        )
+    return max(choices, key=lambda one: (one.processes, len(one.hosts)))
+
+
+def added_flags(layout: Layout, choice: Choice, has_checkpoint: bool) -> dict[str, Any]:
+    """Return the flags that differ in the next launch, by name."""
+    flags: dict[str, Any] = {}
+    if layout.resume != "auto" and has_checkpoint:  # else it would begin anew
+        flags["resume"] = "auto"
+    if choice.accumulation != layout.accumulation_steps:
+        flags["accumulation_steps"] = choice.accumulation
+        if layout.split_batches:  # --batch_size counts over all processes
+            flags["batch_size"] = layout.micro_batch_rows * choice.processes
+    return flags
+
+
+def back_off(restart: int, first: int) -> int:
+    """Return the seconds before restart `restart`, from 1: doubled each time, to LONGEST_WAIT."""
+    return min(first * 2 ** min(restart - 1, 9), LONGEST_WAIT)
+
+
+def variables(launched: Launched, choice: Choice, me: Host) -> dict[str, Any]:
+    """Return the environment of the next launch on this host; raise PeerError if it is left out."""
+    if me not in choice.hosts:
+        raise PeerError(
+            f"host {me.rank} is left out of the restart: {len(choice.hosts)} hosts with"
+            f" {choice.each} processes each divide the batch, and more do not; {AGAIN} on them"
+            " once that run has ended"
+        )
+    found: dict[str, Any] = {}
+    if choice.processes != launched.processes:
+        found["NUM_PROCESSES"] = choice.processes
+    if launched.machines > 1:
+        found["NUM_MACHINES"] = len(choice.hosts)
+        found["MACHINE_RANK"] = list(choice.hosts).index(me)
+        found["MAIN_IP"] = choice.hosts[0].address
+        if len(choice.hosts) == 1:
+            found["MAIN_PORT"] = 0  # any free one: nobody else has to know it
+    return found
+
+
+def this_host(launched: Launched) -> Host:
+    """Return this host, with the GPUs that are there now; raise PeerError if none is left."""
+    processes = launched.each
+    if os.environ.get("DS_ACCELERATOR") != "cpu":  # exported by plan.py without GPUs
+        processes = min(processes, count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
+        if not processes:
+            raise PeerError(f"no GPU of this host is left; {AGAIN} where there is one")
+    address = launched.ip
+    if launched.machine_rank:  # host 0 is MAIN_IP itself
+        address = own_address(launched.ip, launched.port)
+    return Host(launched.machine_rank, address, processes)
+
+
+def meeting_of(layout: Layout | None, launched: Launched, me: Host, restart: int) -> Meeting | None:
+    """Return where the hosts meet; None for one host. Raise PeerError if they share no folder."""
+    if launched.machines == 1:
+        return None
+    if layout is None:
+        raise PeerError(
+            "the hosts were not connected yet, so it is not known which of them are left;"
+            f" {AGAIN} on those that are"
+        )
+    folder = Path(layout.out_dir) / FOLDER / f"{layout.launch}-{restart}"
+    return Meeting(folder, me, launched.machines)
+
+
+def what_was_lost(status_file: Path, launched: Launched) -> str:
+    """Say which rank ended the launch, from the status that its workers claimed."""
+    if not status_file.exists():
+        return "the launcher was lost (status 7)"
+    rank = int(status_file.read_text(encoding="ascii").split()[1])
+    host = f" on host {rank // launched.each}" if launched.machines > 1 else ""
+    return f"rank {rank}{host} was lost (status 7)"
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Restart `number`, of a command whose first start had `layout`."""
+
+    number: int
+    launched: Launched
+    layout: Layout | None
+    me: Host
+
+    def prepare(self, meeting: Meeting | None, lost: str) -> dict[str, Any]:
+        """Wait, and return the variables of the next launch; `lost` says what ended the last."""
+        most, first = (int(os.environ[name]) for name in ("MAX_RESTARTS", "RESTART_WAIT"))
+        if meeting:
+            _say(f"{lost}; waiting for the other hosts, up to {SETTLE * first} s for each")
+        hosts = meeting.agree(SETTLE * first) if meeting else [self.me]
+        choice = choose(self.layout, hosts, self.launched.processes)
+        found = variables(self.launched, choice, self.me)
+        flags = self._flags(choice)
+        changes = [f", --{n} {v} instead of {getattr(self.layout, n)}" for n, v in flags.items()]
+        wait = back_off(self.number, first)
+        _say(
+            f"{lost}; restart {self.number} of {most} in {wait} s on {choice.processes} of"
+            f" {self.launched.processes} processes{''.join(changes)}"
+        )
+        if meeting:
+            meeting.wait(wait)
+        else:
+            time.sleep(wait)
+        return {**found, "RESTART_FLAGS": " ".join(f"--{n} {v}" for n, v in flags.items())}
+
+    def _flags(self, choice: Choice) -> dict[str, Any]:
+        if self.layout is None:
+            return {}
+        saved = published_checkpoints(Path(self.layout.out_dir) / "checkpoints")
+        return added_flags(self.layout, choice, has_checkpoint=bool(saved))
+
+
+def _say(text: str) -> None:
+    print(f"{NAME}: {text}", file=sys.stderr, flush=True)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(PREEMPTED)
+
+
+def main(scratch: Path, number: int) -> dict[str, Any]:
+    """Agree with the other hosts, wait, and return the variables of the next launch."""
+    signal.signal(signal.SIGTERM, _stop)
+    last = scratch / str(number - 1)
+    launched = read_launched(last / "launch.yaml")
+    layouts = (read_layout(scratch / str(start)) for start in range(number))
+    layout = next(filter(None, layouts), None)  # the earliest: of the command as it was given
+    me = this_host(launched)
+    meeting = meeting_of(layout, launched, me, number)
+    try:
+        lost = what_was_lost(last / "status", launched)
+        return Restart(number, launched, layout, me).prepare(meeting, lost)
+    except SystemExit:
+        if meeting:
+            meeting.stop()
+        raise
+
+
+if __name__ == "__main__":
+    try:
+        for name, value in main(Path(sys.argv[1]), int(sys.argv[2])).items():
+            print(f"{name}={value}")
+    except RunError as error:
+        is_stop = error.status == PREEMPTED
+        print(f"{NAME}: {error}" if is_stop else one_line(NAME, error), file=sys.stderr)
+        sys.exit(error.status)
