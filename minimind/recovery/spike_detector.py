@@ -20,14 +20,19 @@ from minimind.runtime.checked_json import ClosedJson, Count, Real
 PATIENCE = 8  # spikes in a row until the run goes back
 MARGIN = 8  # steps before the first of them whose rows are left out, too
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution
-LEAST_DEVIATION = 0.02  # of the median: a short window may hold almost equal values
+# Of the median. The loss of a batch varies by some percent and a window may hold almost equal
+# values; norms two or three times the median are common, and harmless.
+LOSS_DEVIATION, NORM_DEVIATION = 0.02, 0.25
 
 
 class Estimate:
     """The last values of a quantity, and the limit above which a value is far from them."""
 
-    def __init__(self, factor: float, window: int, values: Iterable[float] = ()) -> None:
-        self._factor = factor
+    def __init__(
+        self, factor: float, window: int, least: float, values: Iterable[float] = ()
+    ) -> None:
+        """`least` is the smallest deviation, as a share of the median."""
+        self._factor, self._least = factor, least
         self.values = deque(values, maxlen=window)
         self.limit = self._compute()
 
@@ -44,7 +49,7 @@ class Estimate:
         values, middle = np.fromiter(self.values, np.float64, size), size // 2
         median = np.partition(values, middle)[middle]
         mad = np.partition(np.abs(values - median), middle)[middle]
-        deviation = max(MAD_TO_DEVIATION * mad, LEAST_DEVIATION * median)
+        deviation = max(MAD_TO_DEVIATION * mad, self._least * median)
         return float(median + self._factor * deviation)
 
 
@@ -96,8 +101,8 @@ class SpikeDetector:
     def __init__(self, factor: float, window: int, state: dict[str, Any] | None = None) -> None:
         """Continue from `state`, a `SpikeState`, or begin."""
         state = state or {}
-        self.losses = Estimate(factor, window, state.get("losses", ()))
-        self.norms = Estimate(factor, window, state.get("norms", ()))
+        self.losses = Estimate(factor, window, LOSS_DEVIATION, state.get("losses", ()))
+        self.norms = Estimate(factor, window, NORM_DEVIATION, state.get("norms", ()))
         self.first: int | None = state.get("first")  # of the spikes in a row
         self.in_a_row: int = state.get("in_a_row", 0)
         self.skipped: int = state.get("skipped", 0)  # updates since step 0

@@ -11,14 +11,7 @@ import numpy as np
 import pytest
 
 from minimind.errors import CheckpointError
-from minimind.recovery.spike_detector import (
-    LEAST_DEVIATION,
-    PATIENCE,
-    Estimate,
-    Observed,
-    SpikeDetector,
-    SpikeState,
-)
+from minimind.recovery.spike_detector import PATIENCE, Estimate, Observed, SpikeDetector, SpikeState
 from minimind.runtime.checked_json import validate
 
 WINDOW = 17
@@ -34,7 +27,7 @@ def steady(detector: SpikeDetector, steps: range, seed: int = 0) -> None:
 
 def test_the_limit_is_median_and_mad_of_the_window():
     values = np.random.default_rng(1).normal(5, 1, 100).tolist()
-    estimate = Estimate(6.0, WINDOW)
+    estimate = Estimate(6.0, WINDOW, 0.02)
     for number, value in enumerate(values):
         assert math.isinf(estimate.limit) == (number < WINDOW)
         estimate.add(value)
@@ -46,8 +39,7 @@ def test_the_limit_is_median_and_mad_of_the_window():
 
 
 def test_equal_values_leave_room_for_rounding():
-    estimate = Estimate(8.0, WINDOW, [2.0] * WINDOW)
-    assert estimate.limit == pytest.approx(2 + 8 * LEAST_DEVIATION * 2)
+    assert Estimate(8.0, WINDOW, 0.02, [2.0] * WINDOW).limit == pytest.approx(2 * 1.16)
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,19 @@ def test_killed_at_any_decision_a_run_decides_alike(
         assert {one for one in decisions(guarded) if one[1] > 50} <= {*decisions(out_dir)}
 
 
+def test_a_planted_document_is_named(corpus: Path, flags: dict[str, Any], tmp_path: Path):
+    lines = corpus.read_text().splitlines(keepends=True)
+    text = tmp_path / "planted.jsonl"
+    text.write_text("".join([*lines[:200], json.dumps({"text": "^" * 400}) + "\n", *lines[200:]]))
+    out_dir = tmp_path / "out"
+    train({**flags, "data_path": str(text), "max_steps": 60}, out_dir=str(out_dir), **GUARD)
+    spikes = events(out_dir, "spike", "spike_skipped")
+    assert spikes
+    for event in spikes:
+        places = [(one["file"], one["line"]) for one in event["rows"][0]["documents"]]
+        assert (str(text), 201) in places
+
+
 @pytest.mark.parametrize("step", [41, 48])
 def test_saved_and_resumed_amid_spikes_a_run_decides_alike(
     step: int, guarded: Path, flags: dict[str, Any], tmp_path: Path
