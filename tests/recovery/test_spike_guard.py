@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,7 +172,8 @@ def test_killed_at_any_decision_a_run_decides_alike(
 def test_a_planted_document_is_named(corpus: Path, flags: dict[str, Any], tmp_path: Path):
     lines = corpus.read_text().splitlines(keepends=True)
     text = tmp_path / "planted.jsonl"
-    text.write_text("".join([*lines[:200], json.dumps({"text": "^" * 400}) + "\n", *lines[200:]]))
+    odd = "".join(random.Random(0).choices("^~|{}@&%$#", k=400))
+    text.write_text("".join([*lines[:200], json.dumps({"text": odd}) + "\n", *lines[200:]]))
     out_dir = tmp_path / "out"
     train({**flags, "data_path": str(text), "max_steps": 60}, out_dir=str(out_dir), **GUARD)
     spikes = events(out_dir, "spike", "spike_skipped")
