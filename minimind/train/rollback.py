@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+from minimind.checkpoint.directory import published_checkpoints, step_of
 from minimind.checkpoint.resume import Resumed, resume
 from minimind.errors import NumericError
 from minimind.recovery.spike_detector import MARGIN, PATIENCE
+from minimind.runtime.collectives import on_rank_0
 from minimind.train.build import build_batches
 from minimind.train.loop_actions import RunContext, poll_save
+
+
+def checkpoints_in(root: Path, steps: range) -> list[Path]:
+    """Checkpoints of some steps, the newest first."""
+    return [path for path in published_checkpoints(root) if step_of(path) in steps]
 
 
 def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
@@ -26,15 +34,21 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
     if message := saver.prune_error(wait=True):
         context.logger.print(message)
     what = f"loss or gradient norm are high for {PATIENCE} steps, {first + 1} to {last + 1},"
-    limit = context.run.guard["max_rollbacks"]
+    start, limit = first - MARGIN, context.run.guard["max_rollbacks"]
+    steps = range(order.origin.step, start + 1)
+    good = on_rank_0(saver.ranks, lambda: checkpoints_in(saver.root, steps))
+    if not good:
+        raise NumericError(
+            f"{what} and there is no checkpoint up to step {max(start, 0)} to go back to; save"
+            " earlier with --save_interval, or train with a lower --learning_rate or --grad_clip"
+        )
     if detector.rollbacks >= limit:
         raise NumericError(
             f"{what} after {detector.rollbacks} rollbacks, and max_rollbacks ="
-            f" {limit} ({context.run.sources['max_rollbacks']}); train on from a checkpoint with a"
-            " lower --learning_rate or --grad_clip (and --allow_change lr), or raise"
-            " --max_rollbacks"
+            f" {limit} ({context.run.sources['max_rollbacks']}); the last checkpoint before them is"
+            f" {good[0]}: train on from it (--resume) with a lower --learning_rate or --grad_clip"
+            " (and --allow_change lr), or with a higher --max_rollbacks"
         )
-    start = first - MARGIN
     resumed = resume(
         context.engine,
         saver.ranks,
@@ -42,13 +56,9 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
         "auto",
         saver.facts["identity"],
         context.run.allowed_changes(),
-        steps=range(order.origin.step, start + 1),
+        steps=steps,
     )
-    if resumed.path is None:
-        raise NumericError(
-            f"{what} and there is no checkpoint up to step {max(start, 0)} to go back to; save"
-            " earlier with --save_interval, or train with a lower --learning_rate or --grad_clip"
-        )
+    assert resumed.path is not None  # the newest of `good` that is not damaged
     after = order.jumping(start, last + 1)
     rows = [order.positions(start).start, order.positions(last).stop]
     facts = {"to": resumed.state.step, "rows": rows, "steps": [start + 1, last + 1]}
