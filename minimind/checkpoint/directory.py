@@ -125,12 +125,15 @@ def set_aside(path: Path, why: str) -> None:
     path.rename(_free_name(path.with_name(f"{why}-{path.name}")))
 
 
-def prune(root: Path, keep_last: int) -> None:
+def prune(root: Path, keep_last: int, reach: int = 0) -> None:
     """Delete all but the newest checkpoints; those being read stay until the next call.
 
+    With `reach` those of the last `reach` steps stay, too, and the newest of the earlier ones.
     Assumes that none is damaged or abandoned, which `resume` ensures.
     """
-    for old in published_checkpoints(root)[keep_last:]:
+    found = published_checkpoints(root)
+    recent = [path for path in found if step_of(path) > step_of(found[0]) - reach]
+    for old in found[max(keep_last, len(recent) + 1 if reach else 0) :]:
         delete(old)
 
 

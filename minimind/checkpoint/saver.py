@@ -72,12 +72,17 @@ class Saver:
         texts: dict[str, bytes],
         in_background: bool = True,
         minutes: float = 0.0,
+        reach: int = 0,
     ) -> None:
-        """A save is overdue `minutes` after the previous one began; 0: never."""
+        """A save is overdue `minutes` after the previous one began; 0: never.
+
+        With `reach`, checkpoints of the last `reach` steps and one more are kept, if that is more
+        than `keep_last`.
+        """
         self.engine = engine
         self.ranks = ranks
         self.root = root
-        self.keep_last = keep_last
+        self.keep_last, self.reach = keep_last, reach
         self.facts = facts  # of the manifest
         self.texts = texts  # small files kept beside the tensors, by name
         self.in_background = in_background
@@ -172,7 +177,7 @@ class Saver:
     def prune(self) -> None:
         """Delete older checkpoints in the background, after the new one was reported."""
         if self.ranks.rank == 0:
-            self._pruning = self._thread.submit(prune, self.root, self.keep_last)
+            self._pruning = self._thread.submit(prune, self.root, self.keep_last, self.reach)
 
     def prune_error(self, wait: bool = False) -> str:
         """Return the error of the last pruning, only once; empty if there was none."""

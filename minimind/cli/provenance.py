@@ -122,6 +122,7 @@ def _run_rows(args: argparse.Namespace) -> int:
 
 def _run_suspects(args: argparse.Namespace) -> int:
     """Print the documents whose steps have a high loss more often than expected."""
+    from minimind.provenance.documents import place_json
     from minimind.provenance.high_losses import suspects
     from minimind.provenance.step_rows import documents_of, read_run
 
@@ -137,7 +138,7 @@ def _run_suspects(args: argparse.Namespace) -> int:
     listed = found[: args.top or TOP]
     places = documents.places(one.document for one in listed)
     if args.json:
-        rows = [{**asdict(one), **_place_json(places.get(one.document))} for one in listed]
+        rows = [{**asdict(one), **place_json(places.get(one.document))} for one in listed]
         facts = {"high": high, "logged": logged, "documents": rows}
         _print_json({**facts, "faults": documents.faults})
         return 0
@@ -155,6 +156,7 @@ def _run_suspects(args: argparse.Namespace) -> int:
 
 def run_where(args: argparse.Namespace) -> int:
     """Print the steps that read a document, for each text that the run read."""
+    from minimind.provenance.documents import place_json
     from minimind.provenance.step_rows import documents_of, read_run, steps_reading
 
     file, line = args.place
@@ -170,7 +172,7 @@ def run_where(args: argparse.Namespace) -> int:
             continue
         reads = [] if number is None else steps_reading(log, documents, number)
         steps = [{"step": step, "rank": rank, "row": row} for step, rank, row in reads]
-        facts = {**_place_json(found.place), "split": found.split or None, "document": number}
+        facts = {**place_json(found.place), "split": found.split or None, "document": number}
         places.append({**facts, "data": str(documents.prepared.directory), "reads": steps})
         if not args.json:
             if len(texts) > 1:
@@ -205,17 +207,15 @@ def _print_json(value: dict[str, Any]) -> None:
 def _row_json(
     row: Row, documents: Documents, places: dict[int, Place], with_text: bool
 ) -> dict[str, Any]:
+    from minimind.provenance.documents import place_json
+
     parts = []
     for part in row.parts:
-        facts = {**asdict(part), **_place_json(places.get(part.document))}
+        facts = {**asdict(part), **place_json(places.get(part.document))}
         if with_text:
             facts["text"] = _text(documents, row, part.start, part.stop)
         parts.append(facts)
     return {**asdict(row), "parts": parts}
-
-
-def _place_json(place: Place | None) -> dict[str, Any]:
-    return asdict(place) if place else {"file": None, "line": None, "byte": None}
 
 
 def _shown(place: Place | None) -> str:

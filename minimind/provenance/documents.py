@@ -7,9 +7,10 @@ up to the document, with the same split by hash.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,11 @@ class Place:
     def __str__(self) -> str:
         """`FILE:LINE`, or `FILE`."""
         return f"{self.file}:{self.line}" if self.line else self.file
+
+
+def place_json(place: Place | None) -> dict[str, Any]:
+    """File, line and byte as JSON; null where the place is unknown."""
+    return asdict(place) if place else {"file": None, "line": None, "byte": None}
 
 
 @dataclass(frozen=True)

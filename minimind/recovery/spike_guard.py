@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from minimind.checkpoint.resume import Resumed
 from minimind.config.run_config import RunConfig
 from minimind.data.loader.batches import Batches
-from minimind.data.prepare.prepare import Prepared
+from minimind.data.prepare.prepare import Prepared, missing_of
 from minimind.engine.build import Engine
 from minimind.engine.plain_backend import StepResult
-from minimind.provenance.documents import Documents
+from minimind.errors import DataError
+from minimind.provenance.documents import Documents, Place, place_json
 from minimind.provenance.step_rows import Stretch, rows_at
 from minimind.recovery.spike_detector import Observed, SpikeDetector, SpikeState
 from minimind.runtime.checked_json import validate
 from minimind.telemetry.progress import RunLogger
 
 SUSPECTS = 3  # rows named by an event
+MOST_BYTES = 2**28  # of a file up to a document that is looked for: a second
 
 
 class HeldStep:
@@ -74,20 +77,24 @@ class SpikeGuard:
         batches: Batches,
         prepared: Prepared,
         logger: RunLogger,
-        manifest: dict[str, Any],
+        resumed: Resumed,
     ) -> SpikeGuard:
-        """The guard of a run that resumes from the checkpoint of `manifest` ({}: none)."""
+        """The guard of a run that starts or resumes."""
         rows = run.micro_batch_rows(engine.world_size)
         guard = cls(None, run.guard, engine, batches, prepared, run.max_seq_len + 1, rows, logger)
-        return guard.restored(batches, manifest)
+        return guard.restored(batches, resumed)
 
     def restored(
-        self, batches: Batches, manifest: dict[str, Any], rollbacks: int | None = None
+        self, batches: Batches, resumed: Resumed, rollbacks: int | None = None
     ) -> SpikeGuard:
-        """The guard as of a checkpoint; raise CheckpointError if its state there is invalid."""
+        """The guard as of a checkpoint; raise CheckpointError if its state there is invalid.
+
+        After an allowed change, of the data for example, the window starts empty: values before
+        and after cannot be compared.
+        """
         if not self.options:
             return replace(self, batches=batches)
-        state = manifest.get("spikes")
+        state = None if resumed.changed else resumed.manifest.get("spikes")
         if state is not None:
             validate(SpikeState, state, "spikes.")
         detector = SpikeDetector(self.options["factor"], self.options["window"], state)
@@ -101,10 +108,17 @@ class SpikeGuard:
         return self.detector.norms.limit if self.detector else math.inf
 
     def own_sums(self) -> list[float]:
-        """This rank's summed loss and targets of the held step; to be summed over ranks."""
+        """This rank's summed loss and targets of the held step, to be summed over ranks.
+
+        Last its norm, of rank 0 alone: where every rank computes the norm, the last bits may
+        differ, and all have to decide alike.
+        """
         if self.detector is None:
             return []
-        return self.held.values()[:2] if isinstance(self.held, HeldStep) else [0.0, 0.0]
+        if not isinstance(self.held, HeldStep):
+            return [0.0, 0.0, 0.0]
+        loss_sum, targets, norm = self.held.values()
+        return [loss_sum, targets, 0.0 if self.engine.rank else norm]
 
     def observe(self, sums: Sequence[float]) -> bool:
         """Observe the held step; whether the run must go back. `sums` is over all ranks."""
@@ -132,8 +146,8 @@ class SpikeGuard:
         if not isinstance(held, HeldStep):
             assert held is not None
             return held
-        loss, norm = sums[0] / max(sums[1], 1.0), held.values()[2]
-        return Observed(held.step, _finite(loss), _finite(norm), _finite(held.norm_limit))
+        loss = sums[0] / max(sums[1], 1.0)
+        return Observed(held.step, _finite(loss), _finite(sums[2]), _finite(held.norm_limit))
 
     def _log_spike(self, seen: Observed, loss_limit: float) -> None:
         """Log a spike with the rows of the highest loss (collective)."""
@@ -175,28 +189,46 @@ class SpikeGuard:
     def _described(self, step: int, rows: list[tuple[float | None, int]]) -> list[dict[str, Any]]:
         """Row number, loss and documents of some positions."""
         order, sizes = self.batches.order, (self.engine.world_size, self.micro_batch_rows)
+        if missing_of(self.prepared.directory):  # prepared by an earlier version
+            return [{"row": None, "loss": loss, "documents": []} for loss, _ in rows]
         stretch = Stretch(range(step + 1, step + 2), order, self.row_tokens, *sizes, {})
         by_position = {
             row.position: row for row in rows_at(stretch, self._documents, step + 1, None)
         }
-        numbers = {part.document for _, at in rows for part in by_position[at].parts}
-        places = self._documents.places(numbers)
+        places = self._places({part.document for _, at in rows for part in by_position[at].parts})
         found = []
         for loss, at in rows:
             parts = by_position[at].parts
             documents = [
-                {"document": part.document, **_place(places.get(part.document))} for part in parts
+                {"document": part.document, **place_json(places.get(part.document))}
+                for part in parts
             ]
             found.append({"row": by_position[at].row, "loss": loss, "documents": documents})
         return found
 
+    def _places(self, documents: set[int]) -> dict[int, Place]:
+        """Where documents are in the text, if that is soon found: the other ranks wait.
+
+        `minimind data at` finds the others, and says which text is gone or changed.
+        """
+        plan, units = self._documents.plan, self._documents.numbers.items()
+        near = {
+            unit
+            for unit, numbers in units
+            if documents & set(numbers)
+            and max(segment.stop for segment in plan.units[unit].segments) <= MOST_BYTES
+        }
+        wanted = {
+            one for one in documents for unit, numbers in units if unit in near and one in numbers
+        }
+        try:
+            return self._documents.places(wanted)
+        except (OSError, DataError):
+            return {}
+
     @cached_property
     def _documents(self) -> Documents:
         return Documents.of(self.prepared)
-
-
-def _place(place: Any) -> dict[str, Any]:
-    return asdict(place) if place else {"file": None, "line": None, "byte": None}
 
 
 def _where(rows: list[dict[str, Any]]) -> str:

@@ -175,11 +175,11 @@ class Charts:
                 traces += self._validation(run, column, names[2] + noun, shown_tone, look)
         events = {
             **{"checkpoint": "checkpoint_saved", "skipped step": "step_skipped"},
-            "skipped spike": "spike_skipped",
+            **{"skipped spike": "spike_skipped", "spike": "spike"},
         }
         for noun, event in events.items() if self.is_single else ():
             tone = "checkpoint" if noun == "checkpoint" else "bad"
-            steps = np.array([number(e["step"]) for e in self.runs[0].events(event)])
+            steps = np.array(self.runs[0].steps_of(event))
             traces += self._ticks(formats.count(len(steps), noun), self.runs[0], steps, tone)
         look: dict[str, Any] = {"may_be_log": True, "yaxis": {"hoverformat": ".4f"}}
         return self._chart("loss", "Loss", "nats per token", traces, **look)

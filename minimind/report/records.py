@@ -30,7 +30,7 @@ COLUMNS = (
 ENDS = ("exit", "rolled_back")  # of a start; after a rollback another one follows
 KEPT_EVENTS = {
     *("eval", "checkpoint_saved", "checkpoint_rejected", "checkpoint_resharded"),
-    *("run_changed", "step_skipped", "spike_skipped", "sample", "profile", "verdict"),
+    *("run_changed", "step_skipped", "spike", "spike_skipped", "sample", "profile", "verdict"),
 }
 
 

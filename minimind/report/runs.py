@@ -55,6 +55,11 @@ class Run:
             and (step > start.cutoff) == is_lost
         ]
 
+    def steps_of(self, name: str) -> list[float]:
+        """Steps of kept and lost events of that name, each once."""
+        found = [*self.events(name), *self.events(name, is_lost=True)]
+        return sorted({number(event["step"]) for event in found})
+
     def fact(self, name: str) -> Any:
         """`name` in the last run_start that has it, or None."""
         values = [start.facts.get(name) for start in reversed(self.starts)]

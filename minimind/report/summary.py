@@ -57,7 +57,7 @@ class Summary:
         lost = [ms for start in starts for ms in start.milliseconds(only_lost=True).values()]
         self.lost_seconds = sum(lost) / 1e3
         self.skipped = len(run.events("step_skipped"))
-        self.spikes = len(run.events("spike_skipped"))
+        self.spikes = len(run.steps_of("spike_skipped"))
         self.starts = sum(not s.is_implied or s.last_step > -math.inf for s in starts)
         self.resumes = sum(start.facts.get("resume_from") is not None for start in starts)
         outcomes = run.outcomes(now) or [("silent", "nothing recorded")]

@@ -140,7 +140,10 @@ class RunLogger:
 
     def begin(self, step: int) -> None:
         """Show the progress bar from `step` on (terminals only) and start the tokens/s clock."""
-        self._start = time.perf_counter()
+        self._start, self._steps = time.perf_counter(), 0
+        self._line_times, self._line_pauses = [], dict.fromkeys(PAUSES, 0.0)
+        if self._bar:  # the run has gone back
+            self._bar.close()
         if self._is_rank_0 and sys.stderr.isatty():
             self._bar = ProgressBar(step, self._total)
 

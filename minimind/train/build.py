@@ -211,9 +211,9 @@ def require_length(run: RunConfig, step: int, schedule: Schedule, order: Order) 
     """
     if order.origin.step and (run.epochs is not None or run.max_steps is None):
         raise UsageError(
-            f"the batch or the text was changed at step {order.origin.step}, so that --epochs and"
-            " budgets no longer determine the number of steps; give --max_steps instead, counted"
-            " from step 0"
+            f"the batch, the text or the rows left out were changed at step {order.origin.step}, so"
+            " that --epochs and budgets no longer determine the number of steps; give --max_steps"
+            " instead, counted from step 0"
         )
     if step > schedule.total_steps:
         raise UsageError(
@@ -222,7 +222,9 @@ def require_length(run: RunConfig, step: int, schedule: Schedule, order: Order) 
         )
 
 
-def require_same_files(engine: Engine, out_dir: Path, prepared: Prepared) -> None:
+def require_same_files(
+    engine: Engine, out_dir: Path, prepared: Prepared, left_out: Ranges = ()
+) -> None:
     """Raise the same error on every rank if hosts see different out_dirs or different text.
 
     Rank 0 creates a probe file that the others must see.
@@ -238,7 +240,7 @@ def require_same_files(engine: Engine, out_dir: Path, prepared: Prepared) -> Non
             )
     if problem := engine.gather(problem)[0]:
         raise StorageError(problem, cause_rank=0)
-    text = prepared.manifest["fingerprint"], prepared.tokenizer.fingerprint
+    text = prepared.manifest["fingerprint"], prepared.tokenizer.fingerprint, left_out
     views = engine.gather((socket.gethostname(), probe.exists(), text))
     if engine.rank == 0:
         probe.unlink(missing_ok=True)
@@ -251,7 +253,7 @@ def require_same_files(engine: Engine, out_dir: Path, prepared: Prepared) -> Non
         )
     if hosts := sorted({host for host, _, theirs in views if theirs != views[0][2]}):
         raise DataError(
-            f"--data_path or --tokenizer is different text on {', '.join(hosts)} than on"
+            f"--data_path, --tokenizer or --skip_rows is different on {', '.join(hosts)} than on"
             f" {first_host}; give all hosts the same files",
             cause_rank=0,
         )

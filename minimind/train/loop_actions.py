@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.train_state import TrainState, is_due
 from minimind.config.run_config import RunConfig
@@ -106,8 +107,17 @@ def sum_requests(
     stop, failed, overdue, *sums = context.engine.sum_over_ranks([*requests, *spikes.own_sums()])
     norm_limit = spikes.norm_limit  # that of this step
     must_go_back = spikes.observe(sums)
+    if must_go_back:  # the last chance to count what is pending
+        check_skipped_steps(context, state, result, is_due=True)
     spikes.hold(state.step - 1, result, norm_limit)
     return stop, failed, overdue, must_go_back
+
+
+def log_rejected(logger: RunLogger, resumed: Resumed) -> None:
+    """Log the checkpoints that could not be used."""
+    for bad in resumed.rejected:
+        logger.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
+        logger.print(f"skipped checkpoint {bad.path}: {bad.file} {bad.reason}")
 
 
 def stop_reason(context: RunContext) -> str:

@@ -38,6 +38,7 @@ from minimind.engine.build import (
     section_faults,
 )
 from minimind.errors import StorageError, UsageError
+from minimind.recovery.spike_detector import REACH
 from minimind.recovery.spike_guard import SpikeGuard
 from minimind.report.page import REPORT_NAME, write_report
 from minimind.runtime.durable_files import storing
@@ -128,7 +129,7 @@ def train_resolved(
     engine = build_engine(resolved, initial.build(run, prepared.tokenizer), setup.device)
     cleanup.callback(engine.release)
     engine.introduce(progress.peers)
-    require_same_files(engine, out_dir, prepared)
+    require_same_files(engine, out_dir, prepared, order.left_out)
     with storing(str(out_dir), "correct its permissions, or give another --out_dir"):
         mfu = mfu_per_speed(run, initial.architecture, engine.device, engine.world_size)
         logger = RunLogger(
@@ -220,6 +221,7 @@ def build_context(
         sidecar_files(prepared, engine),
         run.async_save,
         run.save_minutes,
+        REACH if run.spike_guard else 0,
     )
     batches = build_batches(run, engine, prepared, order)
     context = RunContext(
@@ -233,7 +235,7 @@ def build_context(
         trace=trace_of(run, engine.rank, engine.device),
         communication=engine.instrument_collectives() if run.profile else None,
         logger=logger,
-        spikes=SpikeGuard.of(run, engine, batches, prepared, logger, resumed.manifest),
+        spikes=SpikeGuard.of(run, engine, batches, prepared, logger, resumed),
         skipped=SkippedSteps(run, engine, order, batches.at, prepared.tokenizer.decode, logger),
         stop=progress.begin(),
         progress=progress,

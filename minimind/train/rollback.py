@@ -5,18 +5,54 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from minimind.checkpoint.directory import published_checkpoints, step_of
 from minimind.checkpoint.resume import Resumed, resume
+from minimind.config.training_flags import CHANGEABLE
+from minimind.data.loader.skip_rows import skip_rows_text
 from minimind.errors import NumericError
 from minimind.recovery.spike_detector import MARGIN, PATIENCE
 from minimind.runtime.collectives import on_rank_0
+from minimind.runtime.durable_files import storing
 from minimind.train.build import build_batches
-from minimind.train.loop_actions import RunContext, poll_save
+from minimind.train.loop_actions import RunContext, log_rejected, poll_save
 
 
 def checkpoints_in(root: Path, steps: range) -> list[Path]:
     """Checkpoints of some steps, the newest first."""
     return [path for path in published_checkpoints(root) if step_of(path) in steps]
+
+
+def write_rows(context: RunContext, rows: np.ndarray, step: int) -> Path:
+    """Write the rows that a rollback leaves out as a file for --skip_rows; return its path."""
+    guard, path = context.spikes, Path(context.run.out_dir) / f"rolled_back-{step}.txt"
+    fingerprint = guard.prepared.manifest["fingerprint"]
+    text = skip_rows_text(rows.tolist(), guard.row_tokens, fingerprint)
+    if context.engine.rank == 0:
+        with storing(str(path), "free some space, or correct the path of --out_dir"):
+            path.write_text(text, encoding="utf-8")
+    return path
+
+
+def require_rollback(context: RunContext, steps: range, what: str) -> None:
+    """Raise NumericError, which begins with `what`, if the run cannot go back to one of `steps`."""
+    saver, detector, limit = context.saver, context.spikes.detector, context.run.guard
+    good = on_rank_0(saver.ranks, lambda: checkpoints_in(saver.root, steps))
+    if not good:
+        raise NumericError(
+            f"{what} and there is no checkpoint up to step {max(steps.stop - 1, 0)} to go back to;"
+            " save earlier with --save_interval, or train with a lower --learning_rate or"
+            " --grad_clip"
+        )
+    if detector and detector.rollbacks >= limit["max_rollbacks"]:
+        raise NumericError(
+            f"{what} after {detector.rollbacks} rollbacks, and max_rollbacks ="
+            f" {limit['max_rollbacks']} ({context.run.sources['max_rollbacks']}); the last"
+            f" checkpoint before them is {good[0]}: train on from it (--resume) with a lower"
+            " --learning_rate or --grad_clip (and --allow_change lr), or with a higher"
+            " --max_rollbacks"
+        )
 
 
 def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
@@ -36,41 +72,36 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
     what = f"loss or gradient norm are high for {PATIENCE} steps, {first + 1} to {last + 1},"
     start, limit = first - MARGIN, context.run.guard["max_rollbacks"]
     steps = range(order.origin.step, start + 1)
-    good = on_rank_0(saver.ranks, lambda: checkpoints_in(saver.root, steps))
-    if not good:
-        raise NumericError(
-            f"{what} and there is no checkpoint up to step {max(start, 0)} to go back to; save"
-            " earlier with --save_interval, or train with a lower --learning_rate or --grad_clip"
+    require_rollback(context, steps, what)
+    with context.logger.pausing("checkpoint"):
+        resumed = resume(
+            context.engine,
+            saver.ranks,
+            saver.root,
+            "auto",
+            saver.facts["identity"],
+            frozenset(
+                CHANGEABLE
+            ),  # of this run, as are all checkpoints from the origin of its order
+            steps=steps,
         )
-    if detector.rollbacks >= limit:
-        raise NumericError(
-            f"{what} after {detector.rollbacks} rollbacks, and max_rollbacks ="
-            f" {limit} ({context.run.sources['max_rollbacks']}); the last checkpoint before them is"
-            f" {good[0]}: train on from it (--resume) with a lower --learning_rate or --grad_clip"
-            " (and --allow_change lr), or with a higher --max_rollbacks"
-        )
-    resumed = resume(
-        context.engine,
-        saver.ranks,
-        saver.root,
-        "auto",
-        saver.facts["identity"],
-        context.run.allowed_changes(),
-        steps=steps,
-    )
+    log_rejected(context.logger, resumed)
     assert resumed.path is not None  # the newest of `good` that is not damaged
     after = order.jumping(start, last + 1)
-    rows = [order.positions(start).start, order.positions(last).stop]
-    facts = {"to": resumed.state.step, "rows": rows, "steps": [start + 1, last + 1]}
+    positions = [order.positions(start).start, order.positions(last).stop]
+    file = write_rows(context, order.rows_for(start, 0, 1, last + 1 - start), last + 1)
+    facts = {"to": resumed.state.step, "steps": [start + 1, last + 1], "positions": positions}
+    facts |= {"rows": str(file)}
     facts |= {"rollbacks": detector.rollbacks + 1, **context.logger.unlogged_pauses()}
     context.logger.event("rolled_back", step=last + 1, **facts)
     context.logger.print(
         f"{what} so the run goes back to {resumed.path.name} and leaves out the rows of steps"
-        f" {start + 1} to {last + 1}; rollback {detector.rollbacks + 1} of {limit}"
+        f" {start + 1} to {last + 1} (listed in {file}); rollback {detector.rollbacks + 1} of"
+        f" {limit}"
     )
     context.batches.close()
     batches = build_batches(context.run, context.engine, guard.prepared, after)
     context.cleanup.callback(batches.close)
-    spikes = guard.restored(batches, resumed.manifest, detector.rollbacks + 1)
+    spikes = guard.restored(batches, resumed, detector.rollbacks + 1)
     skipped = replace(context.skipped, order=after, batches_at=batches.at, pending=[])
     return replace(context, batches=batches, spikes=spikes, skipped=skipped), resumed

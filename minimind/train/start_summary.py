@@ -22,7 +22,7 @@ from minimind.provenance.token_balance import TokenBalance, token_balance
 from minimind.telemetry.mfu import peak_of, peak_text
 from minimind.telemetry.trace import traced_steps
 from minimind.train.initial_weights import InitialModel
-from minimind.train.loop_actions import RunContext
+from minimind.train.loop_actions import RunContext, log_rejected
 from minimind.train.settings import (
     COLUMNS,
     LABEL,
@@ -48,9 +48,7 @@ def log_run_start(
 ) -> None:
     """Log the run's start; raise StorageError if no checkpoint would fit."""
     run, logger = context.run, context.logger
-    for bad in resumed.rejected:
-        logger.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
-        logger.print(f"skipped checkpoint {bad.path}: {bad.file} {bad.reason}")
+    log_rejected(logger, resumed)
     state = resumed.state
     has_steps = state.step < context.schedule.total_steps
     capacity = context.saver.require_capacity() if has_steps else "no step is left"

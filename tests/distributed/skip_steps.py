@@ -143,6 +143,7 @@ def course(stage: int | None, dtype: str, changes: list[str], out_dir: Path) -> 
             if not is_spoilt:
                 continue
             found["skipped"].append([bool(result.is_skipped), int(result.skipped_so_far)])
+            assert result.grad_norm is not None
             found["norms"].append(float(result.grad_norm))
             found["unchanged"].append(state_of(engine) == before)
             found["losses"].append(

@@ -34,7 +34,7 @@ from minimind.launch.restart import (
     what_was_lost,
 )
 from minimind.runtime.local_workers import Layout, read_layout
-from minimind.train.build import record_for_restart
+from minimind.train.pretrain import record_for_restart
 from tests.conftest import ROOT, Launcher, Run
 from tests.distributed.conftest import FP32, LONGER
 from tests.distributed.test_launchers import environment

@@ -14,6 +14,7 @@ import pytest
 
 import minimind.train as training
 from minimind.checkpoint.directory import published_checkpoints, read_manifest
+from minimind.data.loader.skip_rows import skip_rows_text
 from minimind.data.loader.token_shards import TokenShards
 from minimind.errors import NumericError, UsageError
 from minimind.provenance.step_rows import read_run
@@ -117,10 +118,12 @@ def test_spikes_are_skipped_and_many_of_them_left_out(
     start = BAD_STEPS.start - MARGIN
     assert (rolled["to"], rolled["steps"]) == (30, [start + 1, BAD_STEPS.start + PATIENCE])
     positions = read_run(clean).at(1).order.positions
-    assert rolled["rows"] == [
-        positions(start).start,
-        positions(BAD_STEPS.start + PATIENCE - 1).stop,
-    ]
+    last = BAD_STEPS.start + PATIENCE - 1
+    assert rolled["positions"] == [positions(start).start, positions(last).stop]
+    order, prepared = read_run(clean).at(1).order, read_run(clean).at(1).data
+    rows = order.rows_for(start, 0, 1, last + 1 - start).tolist()
+    file = skip_rows_text(rows, BASE["max_seq_len"] + 1, prepared["fingerprint"])
+    assert Path(rolled["rows"]).read_text() == file
     spikes = events(guarded, "spike", "spike_skipped")
     assert [event["step"] for event in spikes[:PATIENCE]] == [
         step + 1 for step in range(BAD_STEPS.start, BAD_STEPS.start + PATIENCE)
@@ -172,15 +175,15 @@ def test_killed_at_any_decision_a_run_decides_alike(
 def test_a_planted_document_is_named(corpus: Path, flags: dict[str, Any], tmp_path: Path):
     lines = corpus.read_text().splitlines(keepends=True)
     text = tmp_path / "planted.jsonl"
-    odd = "".join(random.Random(0).choices("^~|{}@&%$#", k=400))
+    odd = "".join(random.Random(0).choices("^~|{}@&%$#", k=1200))
     text.write_text("".join([*lines[:200], json.dumps({"text": odd}) + "\n", *lines[200:]]))
     out_dir = tmp_path / "out"
-    train({**flags, "data_path": str(text), "max_steps": 60}, out_dir=str(out_dir), **GUARD)
+    few = {**flags, "data_path": str(text), "max_steps": 60, "spike_factor": 3.0}
+    train({**GUARD, **few}, out_dir=str(out_dir))
     spikes = events(out_dir, "spike", "spike_skipped")
-    assert spikes
-    for event in spikes:
-        places = [(one["file"], one["line"]) for one in event["rows"][0]["documents"]]
-        assert (str(text), 201) in places
+    highest = max(spikes, key=lambda event: event["loss"] / event["loss_limit"])
+    places = [(one["file"], one["line"]) for one in highest["rows"][0]["documents"]]
+    assert (str(text), 201) in places
 
 
 @pytest.mark.parametrize("step", [41, 48])
@@ -210,6 +213,26 @@ def test_a_resume_after_a_rollback_goes_on_with_its_jump(
     assert len(manifest["order"]["jumps"]) == 1
 
 
+def test_a_checkpoint_before_the_spikes_is_kept(
+    guarded: Path, flags: dict[str, Any], tmp_path: Path
+):
+    few = {**flags, "keep_last": 1}
+    assert train(few, out_dir=str(tmp_path / "out"), stop_at_step=45, **GUARD) == 75
+    assert train(few, out_dir=str(tmp_path / "out"), **GUARD) == 0
+    (rolled,) = events(tmp_path / "out", "rolled_back")
+    assert rolled["to"] == 30
+    assert curve(tmp_path / "out") == curve(guarded)
+
+
+def test_after_a_change_the_window_starts_empty(guarded: Path, flags: dict[str, Any], tmp_path):
+    out_dir = Path(shutil.copytree(guarded, tmp_path / "copy"))
+    changed = {**flags, "learning_rate": 1e-3, "allow_change": "lr", "max_steps": 75}
+    changed["allow_change"] = "lr,schedule"
+    assert train(changed, out_dir=str(out_dir), **GUARD) == 0
+    spikes = read_manifest(published_checkpoints(out_dir / "checkpoints")[0])["spikes"]
+    assert len(spikes["losses"]) < 6
+
+
 def test_too_many_rollbacks_end_the_run_with_6(
     poisoned: None, flags: dict[str, Any], tmp_path: Path
 ):
@@ -233,6 +256,7 @@ def test_the_report_counts_it(guarded: Path):
     summary = Summary(run, now=0.0)
     assert (summary.rollbacks, summary.resumes, summary.crashes) == (1, 0, 0)
     assert "1 rollback" in summary.setbacks()
+    assert summary.spikes == len({one["step"] for one in events(guarded, "spike_skipped")}) > 0
     assert ("rolled back at 30") in [label for _, _, label in run.marks(0.0)]
     assert (guarded / "report.html").exists()
 

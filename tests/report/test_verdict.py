@@ -40,7 +40,8 @@ def test_a_start_without_a_profile_leaves_the_verdict_of_the_one_before(tmp_path
 
 
 def test_a_run_without_a_recorded_verdict_gets_that_of_its_profiles(tmp_path):
-    start, waits = run_start(num_workers=1), {"data_ms": 60.0}
+    start = run_start(num_workers=1)
+    waits: dict[str, Any] = {"data_ms": 60.0}
     lines = [start, made_profile(forward_ms=9e9), *[made_profile(**waits)] * 2]
     place = tmp_path / "run"
     assert verdict_of(made_run(place, lines)) == f"{OF_WAITS}--num_workers 2"

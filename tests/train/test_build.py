@@ -21,7 +21,7 @@ class TwoHosts:
 
     rank, world_size = 0, 2
 
-    def __init__(self, sees: bool, text: tuple[str, str]) -> None:
+    def __init__(self, sees: bool, text: tuple[Any, ...]) -> None:
         self.theirs = ("node2", sees, text)
         self.found_here: list[bool] = []
 
@@ -35,7 +35,7 @@ class TwoHosts:
         pass
 
 
-def check(out_dir: Path, sees: bool = True, text: tuple[str, str] = ("text", "pieces")) -> None:
+def check(out_dir: Path, sees: bool = True, text: tuple[Any, ...] = ("text", "pieces", ())) -> None:
     engine = TwoHosts(sees, text)
     require_same_files(engine, out_dir, PREPARED)  # type: ignore[arg-type] (a stand-in)
     assert engine.found_here == [True]
@@ -53,5 +53,6 @@ def test_a_host_with_another_out_dir_is_named(tmp_path):
 
 
 def test_a_host_with_other_text_is_named(tmp_path):
-    with pytest.raises(DataError, match="different text on node2 than on node1"):
-        check(tmp_path, text=("text", "other pieces"))
+    for text in (("text", "other pieces", ()), ("text", "pieces", ((3, 4),))):
+        with pytest.raises(DataError, match="is different on node2 than on node1"):
+            check(tmp_path, text=text)

@@ -49,9 +49,11 @@ def read_skip_rows(path: Path, n_rows: int, row_tokens: int, fingerprint: str) -
                 )
         elif line.strip() and not line.lstrip().startswith("#"):
             found = _rows_of(line.strip(), row_tokens, where)
+            if found is None:
+                continue
             if not 0 <= found.start < found.stop <= n_rows:
                 raise UsageError(f"{where}: {line.strip()[:80]!r} is not in rows 0 to {n_rows - 1}")
-            if len(found) + len(rows) > MOST_LEFT_OUT:
+            if len(rows.union(found)) > MOST_LEFT_OUT:
                 raise UsageError(
                     f"{where}: more than {MOST_LEFT_OUT:,} rows; take their documents out of the"
                     " text instead"
@@ -62,8 +64,8 @@ def read_skip_rows(path: Path, n_rows: int, row_tokens: int, fingerprint: str) -
     return _ranges(rows)
 
 
-def _rows_of(line: str, row_tokens: int, where: str) -> range:
-    """Rows of a line; raise UsageError if there are none."""
+def _rows_of(line: str, row_tokens: int, where: str) -> range | None:
+    """Rows of a line, None for one of a gradient; raise UsageError for another line."""
     if line.startswith("{"):
         value = _row_object(line)
         tokens = value.get("tokens")
@@ -73,6 +75,8 @@ def _rows_of(line: str, row_tokens: int, where: str) -> range:
                 f" {row_tokens} (--max_seq_len); give rows of this length"
             )
         row = value.get("row")
+        if "row" not in value and "step" in value:  # of nonfinite_rows.jsonl: names no row
+            return None
         if isinstance(row, int) and not isinstance(row, bool):
             return range(row, row + 1)
     elif match := LINE.fullmatch(line):

@@ -135,7 +135,8 @@ def test_a_file_of_rows_is_read_back(tmp_path: Path):
     file.write_text(skip_rows_text(rows, 257, FINGERPRINT))
     assert file.read_text().splitlines()[1:] == ["0", "17:19", "55", "102"]
     assert read_skip_rows(file, 103, 257, FINGERPRINT) == OUT
-    file.write_text('# by hand\n\n 17 \n{"row": 18, "tokens": [1, 2]}\n3:5\n4\n')
+    odd = '{"step": 3, "reason": "gradient"}'  # a line of nonfinite_rows.jsonl without a row
+    file.write_text(f'# by hand\n\n 17 \n{{"row": 18, "tokens": [1, 2]}}\n3:5\n4\n{odd}\n')
     assert read_skip_rows(file, 103, 2, FINGERPRINT) == ((3, 6), (17, 19))
 
 
