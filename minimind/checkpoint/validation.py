@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, FailFast, Field, RootModel
 
 from minimind.config.model_flags import MOST_EXPERTS
-from minimind.data.loader.row_order import MOST_LEFT_OUT
+from minimind.config.training_flags import MOST_LEFT_OUT
 from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import (
     ELSEWHERE,

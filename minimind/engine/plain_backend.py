@@ -171,7 +171,9 @@ class PlainBackend:
         # Muon and Lion read the flag.
         is_skipped = ~torch.isfinite(norm)
         self.skipped_steps = self.skipped_steps + is_skipped
-        self.torch_optimizer.found_inf = (is_skipped | (norm > norm_limit)).float()
+        if norm_limit < math.inf:
+            is_skipped = is_skipped | (norm > norm_limit)
+        self.torch_optimizer.found_inf = is_skipped.float()
         self.torch_optimizer.step()
         self.scaler.update()  # by the overflow that unscale_ found
         self.torch_optimizer.zero_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,20 +169,6 @@ def test_killed_at_any_decision_a_run_decides_alike(
         assert train(flags, out_dir=str(out_dir), **GUARD) == 0
         assert curve(out_dir) == curve(guarded)
         assert {one for one in decisions(guarded) if one[1] > 50} <= {*decisions(out_dir)}
-
-
-def test_a_planted_document_is_named(corpus: Path, flags: dict[str, Any], tmp_path: Path):
-    lines = corpus.read_text().splitlines(keepends=True)
-    text = tmp_path / "planted.jsonl"
-    odd = "".join(random.Random(0).choices("^~|{}@&%$#", k=1200))
-    text.write_text("".join([*lines[:200], json.dumps({"text": odd}) + "\n", *lines[200:]]))
-    out_dir = tmp_path / "out"
-    few = {**flags, "data_path": str(text), "max_steps": 60, "spike_factor": 3.0}
-    train({**GUARD, **few}, out_dir=str(out_dir))
-    spikes = events(out_dir, "spike", "spike_skipped")
-    highest = max(spikes, key=lambda event: event["loss"] / event["loss_limit"])
-    places = [(one["file"], one["line"]) for one in highest["rows"][0]["documents"]]
-    assert (str(text), 201) in places
 
 
 @pytest.mark.parametrize("step", [41, 48])

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from minimind.config.training_flags import MOST_LEFT_OUT
 from minimind.data.loader.mixture import Mixture, Ranges, count_rows, rows_in
 from minimind.data.loader.permutation import Shuffle
-
-MOST_LEFT_OUT = 100_000  # their places are computed for every 1,000 rows: 20 ms on a CPU core
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from minimind.config.training_flags import MOST_LEFT_OUT
 from minimind.data.loader.mixture import Ranges
-from minimind.data.loader.row_order import MOST_LEFT_OUT
 from minimind.errors import UsageError
 
 HEADER = re.compile(r"# rows of (\d+) tokens of text ([0-9a-f]{8})\s*")
