@@ -34,7 +34,8 @@ def course(out_dir: Path) -> tuple[list[list[Any]], dict[int, float]]:
             highest = [row["row"] for row in line["rows"]][:1]  # none for a checkpoint's last step
             decisions.append([line["event"], line["step"], *highest])
         elif line["event"] == "rolled_back":
-            decisions.append([line["event"], line["step"], line["to"], line["steps"], line["rows"]])
+            rows = Path(line["rows"]).read_text()
+            decisions.append([line["event"], line["step"], line["to"], line["steps"], rows])
     return decisions, losses
 
 
