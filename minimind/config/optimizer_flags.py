@@ -154,6 +154,7 @@ class OptimizerFlags:
         None,
         "optimizer",
         at_least=0,
+        at_most=1000,  # as many jumps as a checkpoint may hold
     )
     max_skipped: int = flag(
         "non-finite steps to skip before the run ends with status 6; counted since step 0, in"

@@ -152,7 +152,7 @@ class SpikeGuard:
     def _log_spike(self, seen: Observed, loss_limit: float) -> None:
         """Log a spike with the rows of the highest loss (collective)."""
         assert self.detector is not None
-        rows = self.highest_rows(self.held.result) if isinstance(self.held, HeldStep) else []
+        rows = self.highest_rows()
         name = "spike_skipped" if seen.is_skipped else "spike"
         facts = {"loss": seen.loss, "grad_norm": seen.norm}
         limits = {"loss_limit": _finite(loss_limit), "norm_limit": seen.norm_limit}
@@ -164,14 +164,15 @@ class SpikeGuard:
         end = "update made" if is_made else "update skipped"
         self.logger.print(f"spike at step {seen.step + 1}: {what}; {end}{_where(rows)}")
 
-    def highest_rows(self, result: StepResult) -> list[dict[str, Any]]:
+    def highest_rows(self) -> list[dict[str, Any]]:
         """Rows with the highest loss of the held step, highest first, with their documents.
 
         Each rank looks at its micro-batch with the highest loss, with the weights of now.
         """
-        assert isinstance(self.held, HeldStep)
+        if not isinstance(self.held, HeldStep):  # the last step of a checkpoint
+            return []
         engine, order, step = self.engine, self.batches.order, self.held.step
-        sums = [float(loss) for loss in result.loss_sums]
+        sums = [float(loss) for loss in self.held.result.loss_sums]
         number = max(
             range(len(sums)), key=lambda n: sums[n] if math.isfinite(sums[n]) else math.inf
         )
@@ -211,18 +212,15 @@ class SpikeGuard:
 
         `minimind data at` finds the others, and says which text is gone or changed.
         """
-        plan, units = self._documents.plan, self._documents.numbers.items()
+        units = self._documents.plan.units
         near = {
-            unit
-            for unit, numbers in units
-            if documents & set(numbers)
-            and max(segment.stop for segment in plan.units[unit].segments) <= MOST_BYTES
-        }
-        wanted = {
-            one for one in documents for unit, numbers in units if unit in near and one in numbers
+            one
+            for number, numbers in self._documents.numbers.items()
+            for one in documents
+            if one in numbers and max(part.stop for part in units[number].segments) <= MOST_BYTES
         }
         try:
-            return self._documents.places(wanted)
+            return self._documents.places(near)
         except (OSError, DataError):
             return {}
 

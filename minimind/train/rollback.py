@@ -27,9 +27,9 @@ def checkpoints_in(root: Path, steps: range) -> list[Path]:
 def write_rows(context: RunContext, rows: np.ndarray, step: int) -> Path:
     """Write the rows that a rollback leaves out as a file for --skip_rows; return its path."""
     guard, path = context.spikes, Path(context.run.out_dir) / f"rolled_back-{step}.txt"
-    fingerprint = guard.prepared.manifest["fingerprint"]
-    text = skip_rows_text(rows.tolist(), guard.row_tokens, fingerprint)
     if context.engine.rank == 0:
+        fingerprint = guard.prepared.manifest["fingerprint"]
+        text = skip_rows_text(rows.tolist(), guard.row_tokens, fingerprint)
         with storing(str(path), "free some space, or correct the path of --out_dir"):
             path.write_text(text, encoding="utf-8")
     return path

@@ -46,11 +46,6 @@ class Shuffle:
     left_out: np.ndarray  # row numbers, int64
     source: int | None = None
 
-    @property
-    def kept(self) -> int:
-        """Rows of a pass."""
-        return self.size - len(self.left_out)
-
     def rows_at(self, places: np.ndarray, passes: np.ndarray) -> np.ndarray:
         """Row numbers, int64, at `places` of `passes`, one pass per place."""
         if len(self.left_out):
