@@ -7,7 +7,10 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import minimind.train as training
+from minimind.recovery import spike_guard
 
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {
@@ -19,7 +22,12 @@ FLAGS: dict[str, Any] = {
 }
 
 
-def test_a_planted_document_is_named(corpus: Path, tmp_path: Path):
+@pytest.mark.parametrize("is_far", [False, True])
+def test_a_planted_document_is_named_unless_it_is_far_into_its_file(
+    is_far: bool, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if is_far:
+        monkeypatch.setattr(spike_guard, "MOST_BYTES", 1000)
     lines = corpus.read_text().splitlines(keepends=True)
     text = tmp_path / "planted.jsonl"
     odd = "".join(random.Random(0).choices("^~|{}@&%$#", k=1200))
@@ -30,4 +38,5 @@ def test_a_planted_document_is_named(corpus: Path, tmp_path: Path):
     spikes = [event for event in map(json.loads, log) if event["event"].startswith("spike")]
     highest = max(spikes, key=lambda event: event["loss"] / event["loss_limit"])
     found = [(one["file"], one["line"]) for one in highest["rows"][0]["documents"]]
-    assert (str(text), 201) in found
+    assert ((str(text), 201) in found) == (not is_far)
+    assert found[0] == (None, None) or not is_far
