@@ -126,9 +126,14 @@ def test_a_compiler_that_outlives_its_owner_is_waited_for(lock, tmp_path):
     assert sleep
     shutil.copy(sleep, tmp_path / "ninja")
     with subprocess.Popen([tmp_path / "ninja", "600"], cwd=lock.parent) as ninja:
-        assert describe_builder(lock) == f"process {ninja.pid}"
-        assert not MonitoredBaton(str(lock)).try_acquire()
-        ninja.kill()
+        try:
+            # Linux names a process after exec has closed the pipe that Popen waits for.
+            while Path(f"/proc/{ninja.pid}/comm").read_text() != "ninja\n":
+                time.sleep(0.01)
+            assert describe_builder(lock) == f"process {ninja.pid}"
+            assert not MonitoredBaton(str(lock)).try_acquire()
+        finally:
+            ninja.kill()
     assert MonitoredBaton(str(lock)).try_acquire()
 
 
