@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.overhead TEXT.jsonl [--pairs 100]
         [--model tiny|least|PRESET] [--batch_size ROWS]
-        [--hooks_only] [--deepspeed_config configs/ds_config.json] [--out FILE.json]
+        [--hooks_only] [--guard] [--deepspeed_config configs/ds_config.json] [--out FILE.json]
 
 One process, one run. Before each step of the loop, the same rows take a bare step on the same
 engine: forward, backward and step only. Loop steps alternate between three kinds: default, with
@@ -11,6 +11,8 @@ profiling hooks, without any clock. In the results these are "as ever", "hooks" 
 hooks: loop steps with profiling hooks (phase clock and timed collectives) less those without any
 clock. profile: loop steps with profiling hooks less default ones, which is what --profile adds to a
 run. With --hooks_only there are no bare steps and no default steps, for models with slow steps.
+guard: with --guard a fourth kind has the spike guard, less default steps; its window is full when
+the differences are taken.
 """
 
 from __future__ import annotations
@@ -23,16 +25,21 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.record import arguments, record
+from minimind.config.run_config import SPIKE_WINDOW
 from minimind.data.loader.batches import Batches
 from minimind.engine.collective_clock import COLLECTIVES
 from minimind.engine.engine import Engine
+from minimind.recovery.spike_guard import SpikeGuard
 
 WARM = 10  # steps
 KINDS = ("as ever", "hooks", "neither")
+GUARD = "guard"
+GUARD_METHODS = ("norm_limit", "own_sums", "observe", "hold")  # that the loop calls in a step
 # A step of some milliseconds, which hides nothing: `--model least`.
 LEAST = {"dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32}
 LEAST |= {"vocab_size": 1024, "batch_size": 2}
@@ -51,8 +58,10 @@ class NoClock:
 class Race:
     """Alternates bare steps and steps of the loop, and records their times."""
 
-    def __init__(self, pairs: int, hooks_only: bool) -> None:
+    def __init__(self, pairs: int, hooks_only: bool, has_guard: bool) -> None:
         self.kinds, self.has_bare = KINDS[1:] if hooks_only else KINDS, not hooks_only
+        self.kinds += (GUARD,) if has_guard else ()
+        self.warm = SPIKE_WINDOW * len(self.kinds) if has_guard else WARM
         self.steps, self.taken = pairs * len(self.kinds), 0
         self.step_start = self.read_seconds = 0.0
         self.engine: Any = None
@@ -60,11 +69,12 @@ class Race:
         self.pairs: list[dict[str, Any]] = []  # seconds of each pair, and whether it had hooks
         self.kind = KINDS[0]
         self.timed: dict[str, Any] = {}
+        self.no_guard: SpikeGuard | None = None
 
     def at(self, read: Any, batches: Batches, step: int) -> Any:
         """The rows of a step; the loop's last step ends here, and its next one begins."""
         now = time.perf_counter()
-        if self.taken > WARM:
+        if self.taken > self.warm:
             spent = {
                 "bare": self.bare,
                 "loop": now - self.step_start + self.read_seconds,
@@ -138,7 +148,21 @@ def run(race: Race, given: argparse.Namespace, folder: Path) -> None:
         used: Any = NoClock(clock) if race.kind == "neither" else clock
         return engine_step(self, micro_batches, lr, used, norm_limit)
 
+    def guarding(name: str) -> Any:
+        true = vars(SpikeGuard)[name]
+        call: Any = true.fget if isinstance(true, property) else true
+
+        def called(self: SpikeGuard, *given: Any) -> Any:
+            """As without --spike_guard, except in steps that have it."""
+            race.no_guard = race.no_guard or replace(self, detector=None)
+            return call(self if race.kind == GUARD else race.no_guard, *given)
+
+        return property(called) if isinstance(true, property) else called
+
+    guard_methods = {name: vars(SpikeGuard)[name] for name in GUARD_METHODS}
     Batches.at, Engine.step = at_with_bare_step, with_or_without
+    for name in guard_methods if GUARD in race.kinds else ():
+        setattr(SpikeGuard, name, guarding(name))
     train: Any = training
     shape = LEAST if given.model == "least" else {"model": given.model}
     rows = {"batch_size": given.batch_size} if given.batch_size else {}
@@ -157,11 +181,14 @@ def run(race: Race, given: argparse.Namespace, folder: Path) -> None:
             eval_rows=0,
             profile=True,
             profile_interval=10**6,
+            spike_guard=GUARD in race.kinds,
         )
     except KeyboardInterrupt:
         pass
     finally:
         Batches.at, Engine.step = read, engine_step
+        for name, method in guard_methods.items():
+            setattr(SpikeGuard, name, method)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -198,6 +225,9 @@ def summary(race: Race) -> dict[str, Any]:
         found["bare_ms"] = statistics.median(pair["bare"] for pair in race.pairs) * 1e3
         differences["profile_ms"] = [a - b for a, b in zip(hooks, loop["as ever"], strict=True)]
         differences["loop_over_engine_ms"] = [(one["loop"] - one["bare"]) * 1e3 for one in ever]
+    if GUARD in loop:
+        other = loop["as ever" if race.has_bare else "hooks"]
+        differences["guard_ms"] = [a - b for a, b in zip(loop[GUARD], other, strict=True)]
     for name, values in differences.items():
         found[name] = statistics.median(values)
         found[f"{name}, 95 %"] = interval(values)
@@ -212,9 +242,10 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, help="rows of a step; the preset's own if absent")
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--hooks_only", action="store_true")
+    parser.add_argument("--guard", action="store_true")
     parser.add_argument("--deepspeed_config", default="configs/ds_config.json")
     given = parser.parse_args()
-    race, before = Race(given.pairs, given.hooks_only), os.getloadavg()
+    race, before = Race(given.pairs, given.hooks_only, given.guard), os.getloadavg()
     with tempfile.TemporaryDirectory() as kept:
         run(race, given, Path(kept))
     found = summary(race)

@@ -97,6 +97,13 @@ class MemoryFull(RunError):
     status = 10
 
 
+class CorruptionError(RunError):
+    """A rank computes wrongly, or holds other numbers than it should."""
+
+    code = "E_CORRUPTION"
+    status = 11
+
+
 # Messages of failed allocations in torch, cuBLAS, cuDNN and NCCL that have no exception type.
 # Triton's "out of resource" concerns a single kernel and is not included.
 HOST_FULL = "DefaultCPUAllocator: can't allocate memory"

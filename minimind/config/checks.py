@@ -48,6 +48,11 @@ def conflicts(run: RunConfig) -> Iterator[str]:
                 f"{name} = {getattr(run, name)} ({run.sources[name]}) has no effect without"
                 " --spike_guard; add it, or drop this"
             )
+    if run.on_corruption is not None and not run.verify_interval:
+        yield (
+            f"on_corruption = {run.on_corruption} ({run.sources['on_corruption']}) has no effect"
+            " without --verify_interval; add it, or drop this"
+        )
     if run.spike_guard and run.dtype == "float16":
         yield (
             f"spike_guard = True ({run.sources['spike_guard']}) and dtype = float16"

@@ -182,6 +182,20 @@ class PlaceFlags:
     )
     log_interval: int = flag("optimizer steps between log lines", 10, "output", at_least=1)
 
+    verify_interval: int = flag(
+        "optimizer steps between checks for silent corruption: ranks compare weights and state, and"
+        " compute some rows again, each twice and once for its neighbour; 0: never",
+        0,
+        "engine",
+        at_least=0,
+    )
+    on_corruption: str | None = flag(
+        "with --verify_interval: log what differs and go on (warn, the default), or end the run"
+        " with status 11 (stop)",
+        None,
+        "engine",
+        choices=("warn", "stop"),
+    )
     compile: str = flag(
         "torch.compile the model and its loss; auto: on GPUs, for ZeRO stages 0 to 2 without"
         " experts",

@@ -13,4 +13,5 @@ norm_limit         lets DeepSpeed skip an update whose gradient norm is above a 
 op_build_lock      the lock of op compilation, with stale locks removed
 phase_clock        time of each phase of a step
 plain_backend      steps under DDP or in one process
+replay             passes that are repeated, and checksums of state
 """

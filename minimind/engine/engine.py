@@ -68,10 +68,14 @@ class Engine(Ranks):
         """Restore process-wide state, for notebooks."""
         self.backend.release()
 
-    def seed(self, step: int) -> None:
-        """Reseed torch for a step, so that checkpoints need no random state."""
+    def seed(self, step: int, rank: int | None = None) -> None:
+        """Reseed torch for a step, so that checkpoints need no random state.
+
+        As on `rank`; None: on this rank.
+        """
         self.seeded_step = step
-        seed = ((self.resolved.run.seed * 1_000_003 + step) * 4_099 + self.rank) % 2**63
+        rank = self.rank if rank is None else rank
+        seed = ((self.resolved.run.seed * 1_000_003 + step) * 4_099 + rank) % 2**63
         # Not torch.manual_seed, which visits every device type each time.
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":

@@ -176,6 +176,7 @@ class Charts:
         events = {
             **{"checkpoint": "checkpoint_saved", "skipped step": "step_skipped"},
             **{"skipped spike": "spike_skipped", "spike": "spike"},
+            "corruption": "corruption",
         }
         for noun, event in events.items() if self.is_single else ():
             tone = "checkpoint" if noun == "checkpoint" else "bad"

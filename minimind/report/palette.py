@@ -15,5 +15,6 @@ PALETTE = {
     **{"backward": ("#2f7fb8", "#62b5ea"), "optimizer": ("#1fa27c", "#1fa27c")},
     **{"evaluate": ("#cc79a7", "#cc79a7"), "checkpoint": ("#7b4fa0", "#b08fd4")},
     **{"sample": ("#999999", "#999999"), "trace": ("#cccccc", "#cccccc"), "gc": ("#8c6d46",) * 2},
+    "verify": ("#5b8c5a", "#5b8c5a"),
 }
 LIGHT = {name: light for name, (light, _) in PALETTE.items()}  # page.html changes light to dark

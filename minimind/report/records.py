@@ -20,7 +20,7 @@ from minimind.errors import UsageError
 from minimind.runtime.durable_files import storing
 
 PHASES = ("data", "forward", "backward", "optimizer")
-PAUSES = ("evaluate", "checkpoint", "sample", "trace", "gc")
+PAUSES = ("evaluate", "checkpoint", "sample", "verify", "trace", "gc")
 LIMIT = 1e100  # larger values, and smaller inverses, would overflow in later arithmetic
 MAX_EXPERTS = 8  # shown one by one; of more, the first and the range over all
 COLUMNS = (
@@ -30,7 +30,8 @@ COLUMNS = (
 ENDS = ("exit", "rolled_back")  # of a start; after a rollback another one follows
 KEPT_EVENTS = {
     *("eval", "checkpoint_saved", "checkpoint_rejected", "checkpoint_resharded"),
-    *("run_changed", "step_skipped", "spike", "spike_skipped", "sample", "profile", "verdict"),
+    *("run_changed", "step_skipped", "spike", "spike_skipped", "corruption"),
+    *("sample", "profile", "verdict"),
 }
 
 

@@ -15,7 +15,12 @@ from minimind.report.records import PAUSES, PHASES, number, values_by_rank
 from minimind.report.runs import Run
 from minimind.report.verdict import verdict_of
 
-NOUNS = {"evaluate": "evaluation", "sample": "samples", "gc": "garbage collection"}  # of pauses
+NOUNS = {
+    "evaluate": "evaluation",
+    "sample": "samples",
+    "verify": "checks for corruption",
+    "gc": "garbage collection",
+}  # of pauses
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 SPARKLINE_WIDTH = 60
 # Values that a profile has of each rank: key, name, format.
@@ -58,6 +63,7 @@ class Summary:
         self.lost_seconds = sum(lost) / 1e3
         self.skipped = len(run.events("step_skipped"))
         self.spikes = len(run.steps_of("spike_skipped"))
+        self.corruptions = len(run.steps_of("corruption"))
         self.starts = sum(not s.is_implied or s.last_step > -math.inf for s in starts)
         self.resumes = sum(start.facts.get("resume_from") is not None for start in starts)
         outcomes = run.outcomes(now) or [("silent", "nothing recorded")]
@@ -90,6 +96,7 @@ class Summary:
             (self.skipped, f"{formats.count(self.skipped, 'step')} skipped"),
             (self.spikes, f"{formats.count(self.spikes, 'spike')} skipped"),
             (self.rollbacks, formats.count(self.rollbacks, "rollback")),
+            (self.corruptions, f"corruption at {formats.count(self.corruptions, 'step')}"),
         )
         return ", ".join(text for number, text in parts if number)
 

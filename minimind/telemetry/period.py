@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 COMPUTING = ("forward", "backward", "optimizer")
-PAUSES = ("checkpoint", "evaluate", "sample")  # that recur; garbage collection and traces do not
+# Pauses that recur; garbage collection and traces do not.
+PAUSES = ("checkpoint", "evaluate", "sample", "verify")
 
 
 class Period:

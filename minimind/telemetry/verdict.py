@@ -18,6 +18,7 @@ SAYINGS = {
     "checkpoint": ("checkpoints take", "save_interval"),
     "evaluate": ("evaluation takes", "eval_interval"),
     "sample": ("samples take", "sample_interval"),
+    "verify": ("checks for corruption take", "verify_interval"),
 }
 # Least shares of the step, or of the time, at which a cause is named. Reading, evaluation and
 # checkpoints can be nearly free. A part of communication and of the update is inherent.
@@ -41,6 +42,7 @@ class Setting:
     eval_interval: int = 0
     eval_rows: int = 0
     sample_interval: int = 0
+    verify_interval: int = 0
     async_save: bool = True
     device: str = ""
     dtype: str = ""

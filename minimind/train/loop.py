@@ -8,6 +8,7 @@ from minimind.errors import PREEMPTED
 from minimind.train.loop_actions import (
     RunContext,
     advance_progress,
+    check_corruption,
     check_skipped_steps,
     finish_recording,
     freeze_gc_after_warmup,
@@ -41,6 +42,7 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
     while state.step < last:
         freeze_gc_after_warmup(context, state.step - first)
         update_trace(context, state, clock)
+        check_corruption(context, state, first)
         engine.seed(state.step)
         clock.begin()
         micro_batches = context.logger.track(context.batches.at(state.step))  # fetch
@@ -49,7 +51,6 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
         )
         state = state.after(context.batches.tokens_per_step)  # advance
         advance_progress(context, state, state.step - first)
-        context.progress.step = state.step
         stop_requests, failed, overdue, must_go_back = sum_requests(context, state, result)
         if must_go_back:
             return state, GO_BACK, "spikes"

@@ -20,6 +20,7 @@ from minimind.engine.loss_of_batch import routing_fields
 from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import NumericError
+from minimind.recovery.corruption_check import CorruptionCheck
 from minimind.recovery.spike_guard import SpikeGuard
 from minimind.runtime.collectives import lost_peers, run_on_all_ranks
 from minimind.runtime.durable_files import mebibytes
@@ -52,6 +53,7 @@ class RunContext:
     communication: CommunicationClock | None  # None unless profiling
     logger: RunLogger
     spikes: SpikeGuard
+    corruption: CorruptionCheck
     skipped: SkippedSteps
     stop: StopRequest
     progress: Progress
@@ -80,7 +82,8 @@ def freeze_gc_after_warmup(context: RunContext, steps: int) -> None:
 
 
 def advance_progress(context: RunContext, state: TrainState, steps: int) -> None:
-    """Advance the progress bar; warn once if step lines will be over an hour apart."""
+    """Advance progress and its bar; warn once if step lines will be over an hour apart."""
+    context.progress.step = state.step
     context.logger.advance()
     if steps != TIMED_STEPS:
         return
@@ -167,6 +170,22 @@ def check_skipped_steps(
     except NumericError:
         poll_save(context, wait=True)  # a save in the background may hold the last good checkpoint
         raise
+
+
+def check_corruption(context: RunContext, state: TrainState, first: int) -> None:
+    """Check for silent corruption every --verify_interval; may raise CorruptionError (collective).
+
+    The loop began at step `first`.
+    """
+    check, logger = context.corruption, context.logger
+    if not check.is_due(state.step, first):
+        return
+    with logger.pausing("verify"):
+        found = check.check(state.step, context.batches)
+    if found and context.run.on_corruption == "stop":
+        poll_save(context, wait=True)  # it may hold the last good checkpoint
+    pace = logger.seconds_per_step() if state.step - first >= TIMED_STEPS else None
+    check.report(found, state.step, logger, context.saver.root, pace)
 
 
 def log_profile(context: RunContext, state: TrainState, is_last: bool) -> None:

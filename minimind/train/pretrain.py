@@ -38,6 +38,7 @@ from minimind.engine.build import (
     section_faults,
 )
 from minimind.errors import StorageError, UsageError
+from minimind.recovery.corruption_check import CorruptionCheck
 from minimind.recovery.spike_detector import REACH
 from minimind.recovery.spike_guard import SpikeGuard
 from minimind.report.page import REPORT_NAME, write_report
@@ -235,6 +236,7 @@ def build_context(
         trace=trace_of(run, engine.rank, engine.device),
         communication=engine.instrument_collectives() if run.profile else None,
         logger=logger,
+        corruption=CorruptionCheck(run, engine),
         spikes=SpikeGuard.of(run, engine, batches, prepared, logger, resumed),
         skipped=SkippedSteps(run, engine, order, batches.at, prepared.tokenizer.decode, logger),
         stop=progress.begin(),

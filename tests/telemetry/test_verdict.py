@@ -286,7 +286,8 @@ def test_a_run_made_slow_names_what_was_slow(
     events = verdict_events(out_dir)
     assert [(e["step"], e["kind"]) for e in events] == [(8, kind), (12, kind)]
     assert words in events[-1]["text"]
-    assert events[-1]["figures"]["share"] > 0.5
+    figures = events[-1]["figures"]
+    assert figures["share"] == pytest.approx(figures["part_ms"] / figures["whole_ms"])
     assert printed == [f"verdict  {event['text']}" for event in events]
     # The report says the same, also where the run recorded no verdict.
     text = events[-1]["text"]

@@ -143,6 +143,13 @@ class Batches:
             block.rows.record_stream(stream)  # keeps its memory until this stream has read it
         return block.steps[at]
 
+    def micro_batch_of(self, step: int, rank: int, number: int) -> torch.Tensor:
+        """A micro-batch of any rank, int64 (micro_batch_rows, row_tokens), read now."""
+        rows = self.order.rows_for(step, rank, self._world_size)
+        first = number * self._micro_batch_rows
+        places = rows[first : first + self._micro_batch_rows]
+        return torch.from_numpy(self._shards.read_rows(places, self._row_tokens))
+
     def _block(self, number: int) -> Block:
         """Return a block, read ahead or now, and start reading the next ones."""
         wanted = range(number, number + 1 + self._ahead)

@@ -84,6 +84,13 @@ class ZeroState:
                     zeros = torch.zeros(part.length, device=part.owner.device)
                     yield f"{kind}|{part.name}|{part.start}", zeros
 
+    def tensors_of(self, f: Fragment) -> dict[str, Tensor]:
+        """Master, average and moments of a fragment by kind, as far as they exist; see `view`."""
+        state = self.base.state.get(f.owner, {})
+        tensors = {kind: state.get(kind) for kind in self.kinds_of(f.name)}
+        tensors |= {MASTER: f.owner, AVERAGE: self.averages.get(id(f.owner))}
+        return {kind: tensor for kind, tensor in tensors.items() if tensor is not None}
+
     @property
     def kinds(self) -> tuple[str, ...]:
         """Names of the moments of the base optimizer."""
