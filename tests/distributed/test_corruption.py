@@ -6,7 +6,6 @@ All cases run in one launch of flip_bits.py. With --long there are more flips an
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
