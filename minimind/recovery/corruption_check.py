@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from minimind.checkpoint.directory import published_checkpoints, step_of
+from minimind.checkpoint.directory import published_checkpoints, set_aside, step_of
 from minimind.checkpoint.identity import hardware
 from minimind.config.run_config import RunConfig
 from minimind.data.loader.batches import Batches
@@ -119,16 +119,16 @@ class CorruptionCheck:
         raise CorruptionError(f"{text}; {self._remedy(root)}", cause_rank=found[0].ranks[0])
 
     def _remedy(self, root: Path) -> str:
-        """What to do after a failed check (collective)."""
+        """What to do after a failed check (collective); sets newer checkpoints aside."""
         exclude = "take that GPU or host out"
-        if self.last_passed is None:
+        step = self.last_passed
+        if step is None:
             return f"{exclude}, and train again: no check has passed since the start"
-        passed = f"the last check that passed, at step {self.last_passed}"
-        paths = on_rank_0(self.engine, lambda: published_checkpoints(root))
-        good = [path for path in paths if step_of(path) <= self.last_passed]
-        if not good:
+        passed = f"the last check that passed, at step {step}"
+        good = on_rank_0(self.engine, lambda: _abandon_after(root, step))
+        if good is None:
             return f"{exclude}, and train again: no checkpoint is left from before {passed}"
-        return f"{exclude} and go on with --resume {good[0]}, saved before {passed}"
+        return f"{exclude} and go on from {good} (--resume), saved before {passed}"
 
     def sentence(self, fault: Fault) -> str:
         """`rank 1 (host b) holds ...`."""
@@ -142,3 +142,12 @@ class CorruptionCheck:
             "is_either": fault.is_either,
             "text": self.sentence(fault),
         }
+
+
+def _abandon_after(root: Path, step: int) -> Path | None:
+    """The newest checkpoint up to `step`; sets aside those after it, unless there is none."""
+    paths = published_checkpoints(root)
+    good = [path for path in paths if step_of(path) <= step]
+    for path in paths[: -len(good)] if good else ():
+        set_aside(path, "abandoned")
+    return good[0] if good else None

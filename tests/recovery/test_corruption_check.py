@@ -116,12 +116,13 @@ def test_with_stop_the_run_ends_with_11_and_names_the_checkpoint(
     with pytest.raises(CorruptionError) as raised:
         train({**given, "out_dir": str(tmp_path / "out")})
     good = tmp_path / "out" / "checkpoints" / "step_00000004"
-    assert f"go on with --resume {good}, saved before the last check that passed, at step 7" in str(
-        raised.value
-    )
+    words = f"go on from {good} (--resume), saved before the last check that passed, at step 7"
+    assert words in str(raised.value)
     assert "model.embed_tokens.weight" in str(raised.value)
     assert (raised.value.status, raised.value.code) == (11, "E_CORRUPTION")
     assert events(tmp_path / "out", "corruption")[0]["step"] == 8
+    names = sorted(path.name for path in good.parent.iterdir())
+    assert names == ["abandoned-step_00000008", "step_00000004"]
 
 
 @pytest.mark.parametrize(
