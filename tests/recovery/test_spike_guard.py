@@ -149,12 +149,18 @@ def test_the_guarded_run_ends_like_the_clean_one_and_the_unguarded_one_does_not(
 
 
 def test_killed_at_any_decision_a_run_decides_alike(
-    guarded: Path, flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    guarded: Path,
+    flags: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ):
     log, names = RunLogger.event, ("spike", "spike_skipped", "rolled_back")
     count = len(events(guarded, *names))
     assert count > PATIENCE
-    for number in (0, PATIENCE):  # at the first spike, and after going back
+    # At the first spike, and when it goes back; with --long at every decision.
+    is_long = request.config.getoption("--long")
+    for number in range(count) if is_long else (0, PATIENCE):
         out_dir, left = tmp_path / f"killed{number}", iter(range(number))
 
         def event(self: RunLogger, name: str, left: Iterator[int] = left, **fields: Any) -> None:
