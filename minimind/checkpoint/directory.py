@@ -19,6 +19,7 @@ import shutil
 import stat
 from collections.abc import Set
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +114,8 @@ def publish(tmp: Path, final: Path) -> None:
 
 
 def _free_name(path: Path) -> Path:
-    free, n = path, 1
-    while free.exists():
-        n += 1
-        free = path.with_name(f"{path.name}-{n}")
-    return free
+    others = (path.with_name(f"{path.name}-{n}") for n in count(2))
+    return next(free for free in chain([path], others) if not free.exists())
 
 
 def set_aside(path: Path, why: str) -> None:
@@ -125,15 +123,17 @@ def set_aside(path: Path, why: str) -> None:
     path.rename(_free_name(path.with_name(f"{why}-{path.name}")))
 
 
-def prune(root: Path, keep_last: int, reach: int = 0) -> None:
+def prune(root: Path, keep_last: int, reach: int = 0, good: int | None = None) -> None:
     """Delete all but the newest checkpoints; those being read stay until the next call.
 
-    With `reach` those of the last `reach` steps stay, too, and the newest of the earlier ones.
-    Assumes that none is damaged or abandoned, which `resume` ensures.
+    With `reach` those of the last `reach` steps stay, too, and the newest of the earlier ones; with
+    `good` the newest up to that step. Assumes that `resume` has set damaged ones aside.
     """
     found = published_checkpoints(root)
     recent = [path for path in found if step_of(path) > step_of(found[0]) - reach]
-    for old in found[max(keep_last, len(recent) + 1 if reach else 0) :]:
+    kept = found[: max(keep_last, len(recent) + 1 if reach else 0)]
+    kept += [path for path in found if good is not None and step_of(path) <= good][:1]
+    for old in [path for path in found if path not in kept]:
         delete(old)
 
 

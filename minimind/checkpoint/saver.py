@@ -83,6 +83,7 @@ class Saver:
         self.ranks = ranks
         self.root = root
         self.keep_last, self.reach = keep_last, reach
+        self.good: int | None = None  # the newest checkpoint up to this step is kept, too
         self.facts = facts  # of the manifest
         self.texts = texts  # small files kept beside the tensors, by name
         self.in_background = in_background
@@ -177,7 +178,9 @@ class Saver:
     def prune(self) -> None:
         """Delete older checkpoints in the background, after the new one was reported."""
         if self.ranks.rank == 0:
-            self._pruning = self._thread.submit(prune, self.root, self.keep_last, self.reach)
+            self._pruning = self._thread.submit(
+                prune, self.root, self.keep_last, self.reach, self.good
+            )
 
     def prune_error(self, wait: bool = False) -> str:
         """Return the error of the last pruning, only once; empty if there was none."""

@@ -9,8 +9,14 @@ from dataclasses import dataclass, replace
 
 from minimind.engine.replay import Key, Replay
 
-# Relative difference that the order of summation explains.
-ROUNDING = {"float32": 1e-4, "tf32": 1e-2, "bfloat16": 3e-2, "float16": 1e-2}
+# Relative differences that the order of summation explains: of a loss, of the norm of a gradient.
+ROUNDING = {
+    "float32": (1e-5, 1e-4),
+    "tf32": (1e-3, 1e-2),
+    "bfloat16": (1e-3, 3e-2),
+    "float16": (1e-3, 1e-2),
+}
+EXACT = (0.0, 0.0)
 SMALL = 1e-3  # of the whole gradient: norms below it are compared with this
 MOST_NAMES = 2
 
@@ -19,7 +25,7 @@ MOST_NAMES = 2
 class Holding:
     """What one rank holds."""
 
-    host: str
+    place: str  # host and GPU
     hardware: str
     replicated: dict[str, int]  # checksums of what every rank holds
     masters: dict[Key, int]  # checksums of its fp32 weights, rounded
@@ -111,7 +117,7 @@ def _computation_faults(
     holdings: Sequence[Holding],
     findings: Sequence[Finding],
     wrong: set[int],
-    rounding: float,
+    rounding: tuple[float, float],
     is_exact: bool,
 ) -> Iterator[Fault]:
     """Ranks that read or compute something else than before, or than their neighbour.
@@ -120,7 +126,7 @@ def _computation_faults(
     """
     n_ranks = len(findings)
     for rank, finding in enumerate(findings):
-        if difference := _difference(*finding.own, 0.0 if is_exact else rounding):
+        if difference := _difference(*finding.own, EXACT if is_exact else rounding):
             wrong = wrong | {rank}
             text = f"computes {difference} the second time"
             yield Fault("computation", [rank], text)
@@ -135,22 +141,22 @@ def _computation_faults(
             yield Fault("rows", sorted({rank, after}), text, is_either=True)
             continue
         is_same = holdings[rank].hardware == holdings[after].hardware
-        if difference := _difference(own, theirs, 0.0 if is_exact and is_same else rounding):
+        if difference := _difference(own, theirs, EXACT if is_exact and is_same else rounding):
             other[rank] = difference
     yield from _neighbour_faults(other, n_ranks)
 
 
 def _neighbour_faults(other: Mapping[int, str], n_ranks: int) -> Iterator[Fault]:
-    """Name the rank between two differences; of a single one the rank that computed once."""
-    both = [rank for rank in other if (rank - 1) % n_ranks in other]
-    if n_ranks == 2 and both:
-        text = f"computes {other[0]} for the same rows than the other"
-        yield Fault("computation", [0, 1], text, is_either=True)
-        return
-    named = both or [(rank + 1) % n_ranks for rank in other]
-    for rank in sorted(set(named)):
-        difference = other.get(rank) or other[(rank - 1) % n_ranks]
-        yield Fault("computation", [rank], f"computes {difference} for the same rows than others")
+    """Name the rank between two differences; of a difference that has none both ranks."""
+    both = [rank for rank in other if (rank - 1) % n_ranks in other] if n_ranks > 2 else []
+    for rank in sorted(both):
+        yield Fault("computation", [rank], f"computes {other[rank]} for the same rows than others")
+    for rank, difference in other.items():
+        after = (rank + 1) % n_ranks
+        pair = sorted((rank, after))
+        if {rank, after}.isdisjoint(both) and (n_ranks > 2 or rank == min(other)):
+            text = f"computes {difference} for the same rows than the other"
+            yield Fault("computation", pair, text, is_either=True)
 
 
 def _odd_ranks(sums: Mapping[int, Hashable]) -> tuple[tuple[int, ...], bool] | None:
@@ -163,15 +169,16 @@ def _odd_ranks(sums: Mapping[int, Hashable]) -> tuple[tuple[int, ...], bool] | N
     return tuple(rank for rank, one in sums.items() if one != counts[0][0]), False
 
 
-def _difference(first: Replay, second: Replay, rounding: float) -> str:
-    """What differs by more than `rounding`, 0: by a bit; empty if nothing does."""
-    if not rounding:
+def _difference(first: Replay, second: Replay, rounding: tuple[float, float]) -> str:
+    """What differs by more than `rounding`, or by a bit if that is EXACT; empty if nothing does."""
+    of_loss, of_norm = rounding
+    if rounding == EXACT:
         if first.sums == second.sums:
             return ""
-    elif not _differs(first.loss, second.loss, rounding, 0.0):
+    elif not _differs(first.loss, second.loss, of_loss, 0.0):
         least = SMALL * math.sqrt(math.fsum(norm * norm for norm in first.norms))
         pairs = zip(first.norms, second.norms, strict=True)
-        if not any(_differs(a, b, rounding, least) for a, b in pairs):
+        if not any(_differs(a, b, of_norm, least) for a, b in pairs):
             return ""
     if first.loss != second.loss and not (math.isnan(first.loss) and math.isnan(second.loss)):
         return f"another loss ({second.loss:.9g} instead of {first.loss:.9g})"

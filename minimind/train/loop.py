@@ -42,7 +42,6 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
     while state.step < last:
         freeze_gc_after_warmup(context, state.step - first)
         update_trace(context, state, clock)
-        check_corruption(context, state, first)
         engine.seed(state.step)
         clock.begin()
         micro_batches = context.logger.track(context.batches.at(state.step))  # fetch
@@ -64,6 +63,7 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
             context.logger.add_phase_times(clock.take())
         if logging:
             log_step(context, state, result)
+        check_corruption(context, state, first)
         if saving:
             start_save(context, state)  # before evaluation, which may outlast a grace period
         if is_due(state.step, run.eval_interval, last) and len(context.held_out.rows):

@@ -87,8 +87,7 @@ def advance_progress(context: RunContext, state: TrainState, steps: int) -> None
     context.logger.advance()
     if steps != TIMED_STEPS:
         return
-    interval = context.run.log_interval
-    step_seconds = context.logger.seconds_per_step()
+    interval, step_seconds = context.run.log_interval, context.logger.seconds_per_step()
     silence = step_seconds * min(interval, context.schedule.total_steps - state.step)
     if silence > LONG_SILENCE:
         context.logger.print(
@@ -173,19 +172,18 @@ def check_skipped_steps(
 
 
 def check_corruption(context: RunContext, state: TrainState, first: int) -> None:
-    """Check for silent corruption every --verify_interval; may raise CorruptionError (collective).
-
-    The loop began at step `first`.
-    """
-    check, logger = context.corruption, context.logger
-    if not check.is_due(state.step, first):
+    """Check for corruption if due; `first`: step from which the loop goes on (collective)."""
+    check, logger, saver = context.corruption, context.logger, context.saver
+    if not check.is_due(state.step, context.schedule.total_steps):
         return
     with logger.pausing("verify"):
         found = check.check(state.step, context.batches)
+    check.report(found, state.step, logger, state.step - first >= TIMED_STEPS)
+    saver.good = check.good
     if found and context.run.on_corruption == "stop":
-        poll_save(context, wait=True)  # it may hold the last good checkpoint
-    pace = logger.seconds_per_step() if state.step - first >= TIMED_STEPS else None
-    check.report(found, state.step, logger, context.saver.root, pace)
+        poll_save(context, wait=True)
+        saver.prune_error(wait=True)
+        raise check.error(found, saver.root)
 
 
 def log_profile(context: RunContext, state: TrainState, is_last: bool) -> None:

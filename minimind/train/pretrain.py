@@ -224,6 +224,7 @@ def build_context(
         run.save_minutes,
         REACH if run.spike_guard else 0,
     )
+    saver.good = resumed.state.step if run.verify_interval else None
     batches = build_batches(run, engine, prepared, order)
     context = RunContext(
         run=run,
@@ -236,7 +237,7 @@ def build_context(
         trace=trace_of(run, engine.rank, engine.device),
         communication=engine.instrument_collectives() if run.profile else None,
         logger=logger,
-        corruption=CorruptionCheck(run, engine),
+        corruption=CorruptionCheck(run, engine, resumed.state.step),
         spikes=SpikeGuard.of(run, engine, batches, prepared, logger, resumed),
         skipped=SkippedSteps(run, engine, order, batches.at, prepared.tokenizer.decode, logger),
         stop=progress.begin(),

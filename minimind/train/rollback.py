@@ -99,6 +99,7 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
         f" {start + 1} to {last + 1} (listed in {file}); rollback {detector.rollbacks + 1} of"
         f" {limit}"
     )
+    context.corruption.go_back(resumed.state.step)
     context.batches.close()
     batches = build_batches(context.run, context.engine, guard.prepared, after)
     context.cleanup.callback(batches.close)

@@ -378,7 +378,7 @@ def test_older_checkpoints_are_pruned_after_the_new_one_is_reported(tmp_path):
 def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_the_new_one_lasts(
     tmp_path, monkeypatch
 ):
-    def refuse(root, keep_last, reach):
+    def refuse(root, keep_last, reach, good):
         raise PermissionError(errno.EACCES, "Permission denied", "step_00000001")
 
     monkeypatch.setattr(saver_module, "prune", refuse)

@@ -123,7 +123,8 @@ def course(words: str, flips: int, clean: int) -> dict[str, Any]:
         clock.begin()
         engine.step([rows.micro_batch_of(step, engine.rank, n) for n in (0, 1)], LR, clock)
         clock.take()
-        alarms += [f"{step}: {check.sentence(one)}" for one in check.check(step + 1, batches)]
+        if found := check.check(step + 1, batches):
+            alarms.append(f"{step}: {check.text(found)}")
     choose, found = random.Random(words), []
     for number in range(flips):
         what = ("weight", "state", "activation")[number % 3]

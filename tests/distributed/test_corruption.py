@@ -29,7 +29,7 @@ def courses(
     tmp_path_factory: pytest.TempPathFactory, nursery: Nursery, request: pytest.FixtureRequest
 ) -> dict[str, dict[str, Any]]:
     root = tmp_path_factory.mktemp("flips")
-    numbers = ["200", "300"] if request.config.getoption("--long") else ["18", "12"]
+    numbers = ["200", "340"] if request.config.getoption("--long") else ["18", "12"]
     words = [str(root / "results.json"), *numbers, *CASES]
     statuses, _, text = nursery.run("tests.distributed.flip_bits", words, root / "ranks")
     assert statuses == [0, 0], text

@@ -58,7 +58,7 @@ def reference(tensor: Tensor) -> int:
 def test_a_checksum_is_the_sum_of_the_bits(name: str):
     tensor = TENSORS[name]
     assert int(sum_of_bits(tensor)) == reference(tensor)
-    assert checksums({name: tensor}) == {name: reference(tensor)}
+    assert checksums([(name, tensor)]) == {name: reference(tensor)}
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float64", "uint8"])

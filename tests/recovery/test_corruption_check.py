@@ -12,6 +12,7 @@ import torch
 
 import minimind.recovery.corruption_check as checking
 import minimind.train as training
+from minimind.config.parse import parse_flags
 from minimind.engine.engine import Engine
 from minimind.errors import CorruptionError, UsageError
 from minimind.recovery.corruption_check import CorruptionCheck
@@ -39,14 +40,15 @@ def flags(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 
 
 @pytest.fixture
-def spoil_before(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[Engine], Any]], None]:
-    """Have something done to the engine before the check of a step."""
+def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[Engine], Any]], None]:
+    """Have something done to the engine once, before the check after a step."""
 
     def install(step: int, work: Callable[[Engine], Any]) -> None:
-        true = CorruptionCheck.check
+        true, steps = CorruptionCheck.check, [step]
 
         def check(self: CorruptionCheck, at: int, batches: Any) -> Any:
-            if at == step:
+            if at in steps:
+                steps.remove(at)
                 work(self.engine)
             return true(self, at, batches)
 
@@ -81,7 +83,7 @@ def test_a_clean_run_passes_and_trains_as_without_checks(
     assert losses[0] == losses[1]
     checks = events(tmp_path / "checked", "verified")
     assert [(one["step"], one["passed"]) for one in checks] == [
-        (step, True) for step in range(2, 12, 2)
+        (step, True) for step in range(2, 13, 2)
     ]
     assert (
         sum(line["verify_ms"] for line in lines[1])
@@ -91,15 +93,15 @@ def test_a_clean_run_passes_and_trains_as_without_checks(
 
 
 def test_a_flipped_weight_is_reported_and_the_run_goes_on(
-    flags: dict[str, Any], tmp_path: Path, spoil_before: Any, capsys: pytest.CaptureFixture[str]
+    flags: dict[str, Any], tmp_path: Path, spoil: Any, capsys: pytest.CaptureFixture[str]
 ):
-    spoil_before(8, flip_weight)
+    spoil(8, flip_weight)
     out_dir = tmp_path / "out"
     assert train({**flags, "verify_interval": 4}, out_dir=str(out_dir)) == 0
     (event,) = events(out_dir, "corruption")
     (fault,) = event["faults"]
     assert (event["step"], fault["kind"], fault["ranks"]) == (8, "weights", [0])
-    assert [one["passed"] for one in events(out_dir, "verified")] == [True, False]
+    assert [one["passed"] for one in events(out_dir, "verified")] == [True, False, True]
     assert (
         f"warning: corruption at step 8: {fault['text']}; the run goes on"
         in capsys.readouterr().out
@@ -109,36 +111,66 @@ def test_a_flipped_weight_is_reported_and_the_run_goes_on(
 
 
 def test_with_stop_the_run_ends_with_11_and_names_the_checkpoint(
-    flags: dict[str, Any], tmp_path: Path, spoil_before: Any
+    flags: dict[str, Any], tmp_path: Path, spoil: Any
 ):
-    spoil_before(8, flip_weight)
-    given = {**flags, "verify_interval": 1, "on_corruption": "stop", "keep_last": 5}
+    spoil(8, flip_weight)
+    stop = {"verify_interval": 4, "on_corruption": "stop"}
+    given = {**flags, **stop, "save_interval": 1, "keep_last": 1, "out_dir": str(tmp_path / "out")}
     with pytest.raises(CorruptionError) as raised:
-        train({**given, "out_dir": str(tmp_path / "out")})
+        train(given)
     good = tmp_path / "out" / "checkpoints" / "step_00000004"
-    words = f"go on from {good} (--resume), saved before the last check that passed, at step 7"
+    words = f"go on from {good} (--resume), saved before the last check that passed, at step 4"
     assert words in str(raised.value)
     assert "model.embed_tokens.weight" in str(raised.value)
     assert (raised.value.status, raised.value.code) == (11, "E_CORRUPTION")
     assert events(tmp_path / "out", "corruption")[0]["step"] == 8
+    # Pruning has kept the good one, although only one is kept; the same command goes on from it.
     names = sorted(path.name for path in good.parent.iterdir())
-    assert names == ["abandoned-step_00000008", "step_00000004"]
+    assert names == ["abandoned-step_00000007", "step_00000004"]
+    assert train(given) == 0
+    assert events(tmp_path / "out", "run_start")[-1]["step"] == 4
+
+
+def test_after_a_resume_the_checkpoint_of_the_start_is_named(
+    flags: dict[str, Any], tmp_path: Path, spoil: Any
+):
+    given = {**flags, "verify_interval": 4, "on_corruption": "stop", "save_interval": 1}
+    given["out_dir"] = str(tmp_path / "out")
+    assert train(given, stop_at_step=5) == 75
+    spoil(8, flip_weight)
+    with pytest.raises(CorruptionError) as raised:
+        train(given)
+    start = tmp_path / "out" / "checkpoints" / "step_00000005"
+    words = f"from {start} (--resume), saved before step 5, where this run started; no check has"
+    assert words in str(raised.value)
+    assert [path.name for path in start.parent.glob("step_*")] == ["step_00000005"]
 
 
 @pytest.mark.parametrize(
     ("step", "more", "words"),
     [
-        (4, {}, "no check has passed since the start"),
+        (4, {}, "step 0, where this run started; no check has passed since"),
         (8, {"save_interval": 9}, "no checkpoint is left from before the last check that passed"),
     ],
 )
 def test_without_such_a_checkpoint_it_says_so(
-    step: int, more: dict[str, Any], words: str, flags: dict[str, Any], tmp_path: Path, spoil_before
+    step: int, more: dict[str, Any], words: str, flags: dict[str, Any], tmp_path: Path, spoil: Any
 ):
-    spoil_before(step, flip_weight)
-    given = {**flags, "verify_interval": 4, "on_corruption": "stop", **more}
+    spoil(step, flip_weight)
+    given = {**flags, "save_interval": 2, "verify_interval": 4, "on_corruption": "stop", **more}
     with pytest.raises(CorruptionError, match=words):
         train({**given, "out_dir": str(tmp_path / "out")})
+    assert not [*(tmp_path / "out" / "checkpoints").glob("step_*")]
+
+
+def test_a_rollback_forgets_later_checks():
+    engine: Any = None
+    check = CorruptionCheck(parse_flags([]), engine, last_passed=400)
+    check.go_back(375)
+    assert (check.last_passed, check.good) == (None, 375)
+    check.last_passed = 380
+    check.go_back(380)
+    assert check.good == 380
 
 
 def test_rows_that_give_another_result_the_second_time_are_a_fault(
@@ -164,22 +196,24 @@ def test_rows_that_give_another_result_the_second_time_are_a_fault(
     assert event["step"] == 8
     assert [(one["kind"], one["ranks"]) for one in event["faults"]] == [("computation", [0])]
     assert "computes another loss" in event["faults"][0]["text"]
-    assert [len(rows) for rows in passes] == [2] * 4  # a sixth of 12
+    assert [len(rows) for rows in passes] == [2] * 6  # a sixth of 12
 
 
-def test_the_rows_of_a_check_are_random_and_within_the_step(flags: dict[str, Any]):
-    from minimind.config.parse import parse_flags
-
+def test_the_rows_of_a_check_are_random_and_within_the_step():
     class OneRank:
         world_size = 1
 
     engine: Any = OneRank()
-    run = parse_flags("--batch_size 5 --accumulation_steps 3 --verify_interval 1".split())
-    check = CorruptionCheck(run, engine)
-    seen = [check.rows_of_check(step) for step in range(200)]
-    assert {number for number, _, _ in seen} == {0, 1, 2}
-    assert {(part.start, part.stop) for _, part, _ in seen} == {(n, n + 2) for n in range(4)}
-    assert seen == [CorruptionCheck(run, engine).rows_of_check(step) for step in range(200)]
+    for accumulation, rows in ((1, 1), (3, 2), (4, 5)):
+        words = f"--batch_size 5 --accumulation_steps {accumulation} --verify_interval 1"
+        run = parse_flags(words.split())
+        check = CorruptionCheck(run, engine)
+        seen = [check.rows_of_check(step) for step in range(300)]
+        assert {number for number, _, _ in seen} == {*range(accumulation)}
+        parts = {(first, first + rows) for first in range(5 - rows + 1)}
+        assert {(part.start, part.stop) for _, part, _ in seen} == parts
+        assert {is_whole for _, _, is_whole in seen} == {rows == 5}
+        assert seen == [CorruptionCheck(run, engine).rows_of_check(step) for step in range(300)]
 
 
 def test_on_corruption_needs_the_checks(tmp_path: Path):
