@@ -12,7 +12,7 @@ hooks: loop steps with profiling hooks (phase clock and timed collectives) less 
 clock. profile: loop steps with profiling hooks less default ones, which is what --profile adds to a
 run. With --hooks_only there are no bare steps and no default steps, for models with slow steps.
 guard: with --guard a fourth kind has the spike guard, less default steps; its window is full when
-the differences are taken.
+the differences are taken. What DeepSpeed's optimizer does for the guard is in every kind.
 """
 
 from __future__ import annotations

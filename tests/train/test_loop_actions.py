@@ -94,8 +94,9 @@ def test_an_hour_without_a_step_line_is_stated_once_steps_are_timed(
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now)
     logger = RunLogger(tmp_path, 200, torch.device("cpu"), is_rank_0=True, is_profiling=False)
     run = parse_flags(["--log_interval", str(interval)])
+    ends = SimpleNamespace(total_steps=200)
     context: Any = SimpleNamespace(
-        logger=logger, run=run, schedule=SimpleNamespace(total_steps=200)
+        logger=logger, run=run, schedule=ends, progress=SimpleNamespace(step=0)
     )
     logger.begin(0)
     for step in range(1, 9):
@@ -103,6 +104,7 @@ def test_an_hour_without_a_step_line_is_stated_once_steps_are_timed(
         advance_progress(context, TrainState(step), step)
         now += 500.0
         logger.add_pause("evaluate", 500e3)
+    assert context.progress.step == 8
     logger.close()
     found = [line for line in capsys.readouterr().out.splitlines() if line]
     assert len(found) == bool(output)
