@@ -48,6 +48,7 @@ def conflicts(run: RunConfig) -> Iterator[str]:
                 f"{name} = {getattr(run, name)} ({run.sources[name]}) has no effect without"
                 " --spike_guard; add it, or drop this"
             )
+    yield from _task_conflicts(run)
     if run.on_corruption is not None and not run.verify_interval:
         yield (
             f"on_corruption = {run.on_corruption} ({run.sources['on_corruption']}) has no effect"
@@ -63,6 +64,33 @@ def conflicts(run: RunConfig) -> Iterator[str]:
             f"mup_base_dim = {run.mup_base_dim} ({run.sources['mup_base_dim']}) has rates for"
             f" optimizers that normalize the gradient, and optimizer ="
             f" sgd ({run.sources['optimizer']}) does not; take another, or drop it"
+        )
+
+
+def _task_conflicts(run: RunConfig) -> Iterator[str]:
+    """Flags that only fine-tuning reads, and those that it sets or does not read."""
+    if run.task != "sft":
+        for name in ("train_on", "chat_template"):
+            if getattr(run, name) is not None:
+                yield (
+                    f"{name} = {getattr(run, name)} ({run.sources[name]}) has no effect without"
+                    " --task sft; add it, or drop this"
+                )
+        return
+    if not run.doc_mask and run.is_explicit("doc_mask"):
+        yield (
+            f"doc_mask = False ({run.sources['doc_mask']}) lets conversations of a row see each"
+            " other, which --task sft does not; drop it"
+        )
+    if run.text_field != "text":
+        yield (
+            f"text_field = {run.text_field} ({run.sources['text_field']}) is not read with --task"
+            " sft, which knows the fields of conversations; drop it"
+        )
+    if run.hugging_face is not None:
+        yield (
+            f"model = {run.model} ({run.sources['model']}) cannot be fine-tuned with --task sft"
+            " yet; import its weights if it is a Llama (minimind import), or use examples/"
         )
 
 

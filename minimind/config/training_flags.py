@@ -121,6 +121,19 @@ class PlaceFlags:
     doc_mask: bool = flag(
         "restrict attention to the document, and restart positions in each", False, "data"
     )
+    train_on: str | None = flag(
+        "with --task sft: the targets are all assistant turns (assistant, the default), the last one"
+        " of each conversation (last), or everything (all)",
+        None,
+        "data",
+        choices=("assistant", "last", "all"),
+    )
+    chat_template: str | None = flag(
+        "with --task sft: file of a Jinja chat template, as in tokenizer_config.json (default: one"
+        " special token before each turn, and one after)",
+        None,
+        "data",
+    )
     skip_rows: str | None = flag(
         "file of rows that are never read: per line a row such as 17, a range such as 17:19, or a"
         " JSON object with a row; `minimind data at RUN --steps A:B --rows` prints one",

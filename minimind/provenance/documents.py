@@ -175,7 +175,7 @@ class Documents:
     def _read(self, unit: Unit) -> Iterator[Placed]:
         """Documents of a unit, in order, up to a file that cannot be read (`faults`)."""
         options = self.plan.options
-        reading = ReadOptions(options.text_field, options.max_document_bytes)
+        reading = options.reading
         for segment in unit.segments:
             path = self._now(segment.path)
             try:

@@ -6,7 +6,7 @@ import json
 import secrets
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from minimind.checkpoint.validation import validate_data_order
 from minimind.config.run_config import LAUNCH, RunConfig
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
 from minimind.config.training_flags import DEFAULT_DATA
+from minimind.data.chat.template import read_template
 from minimind.data.loader.batches import Batches, held_out_rows
 from minimind.data.loader.mixture import Mixture, Ranges, count_rows
 from minimind.data.loader.row_order import Order
@@ -55,6 +56,11 @@ def require_resume_path(run: RunConfig) -> None:
 def prepared_folder(run: RunConfig) -> Path | None:
     """Return the prepared folder in --data_path; raise UsageError if it is not the only path."""
     folders = [path for path in run.data_path if is_prepared(path)]
+    if folders and run.task == "sft":
+        raise UsageError(
+            f"--data_path: {folders[0]} has prepared shards, which hold text; give the files of"
+            " conversations"
+        )
     if folders and len(run.data_path) > 1:
         raise UsageError(
             f"--data_path: {folders[0]} has prepared shards and must be the only path; mix several"
@@ -70,11 +76,15 @@ def prepare_data(run: RunConfig) -> Prepared:
         return open_prepared(folder, run.tokenizer)
     is_explicit = run.is_explicit("max_document_bytes")
     max_bytes = run.max_document_bytes if is_explicit else longest_document(run.tokenizer)
+    options = Options(run.text_field, max_bytes, float(run.val_fraction))
+    if run.task == "sft":
+        template, train_on = read_template(run.chat_template), run.train_on or "assistant"
+        options = replace(options, chat_template=template, train_on=train_on)
     request = PrepareRequest(
         (Source("data", run.data_path),),
         run.tokenizer,
         run.vocab_size,
-        Options(run.text_field, max_bytes, float(run.val_fraction)),
+        options,
         run.on_bad_data == "skip",
         run.max_bad_fraction,
     )
@@ -83,9 +93,11 @@ def prepare_data(run: RunConfig) -> Prepared:
 
 def with_prepared(run: RunConfig, prepared: Prepared) -> RunConfig:
     """Return the run with the values its data decides; raise UsageError if a flag differs."""
+    if run.task == "sft":  # special tokens of the template were added
+        run = run.with_values("--task sft", vocab_size=prepared.tokenizer.vocab_size)
     by = f"--tokenizer {run.tokenizer}" if run.tokenizer else f"--data_path {prepared.directory}"
     run = with_derived_values(run, by, {"vocab_size": prepared.tokenizer.vocab_size})
-    options = asdict(Options(**prepared.manifest["options"]))
+    options = Options(**prepared.manifest["options"]).to_json()
     if not is_prepared(run.data_path[0]):
         return with_derived_values(run, by, {"max_document_bytes": options["max_document_bytes"]})
     return with_derived_values(run, f"--data_path {prepared.directory}", options)

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +179,7 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
     if folder := prepared_folder(run):
         manifest = read_manifest(folder)
         _require_usable(folder, manifest, run.tokenizer)
-        derived = {"vocab_size": manifest["vocab_size"], **asdict(Options(**manifest["options"]))}
+        derived = {"vocab_size": manifest["vocab_size"], **Options(**manifest["options"]).to_json()}
         run = with_derived_values(run, f"--data_path {folder}", derived)
         row_tokens, lines = run.max_seq_len + 1, [f"data: {folder}"]
         for split, part in manifest["splits"].items():

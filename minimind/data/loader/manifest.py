@@ -76,6 +76,8 @@ class Options(ClosedJson):
     text_field: str
     max_document_bytes: Count
     val_fraction: Annotated[float, Field(ge=0, le=1)]
+    chat_template: str | None = None  # of conversations
+    train_on: Literal["assistant", "last", "all"] | None = None
 
 
 class Rejected(CheckedJson):

@@ -10,15 +10,19 @@ import gc
 import json
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from minimind.data.chat.conversations import conversation_of
+from minimind.data.chat.template import ChatTemplate
+from minimind.data.loader.conversation_shards import DTYPE, marked
 from minimind.data.loader.manifest import SPLITS, is_whole
 from minimind.data.loader.token_shards import ShardWriter, token_dtype
 from minimind.data.prepare.unit_reader import Batch, UnitReader
@@ -44,6 +48,24 @@ class Work:
     threads: int = 1
     report_bytes: Callable[[int], object] = lambda _: None  # bytes of input since the last call
     overlap_task: Callable[[], object] = lambda: None  # called while the end of a unit is tokenized
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the token files."""
+        is_text = self.plan.options.chat_template is None
+        return token_dtype(self.tokenizer.vocab_size) if is_text else DTYPE
+
+    @cached_property
+    def _chat(self) -> ChatTemplate | None:
+        template = self.plan.options.chat_template
+        return None if template is None else ChatTemplate(template, self.tokenizer)
+
+    def encode(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
+        """Tokens of each document; of conversations with the marks of targets."""
+        if self._chat is None:
+            return self.tokenizer.encode_arrays(texts, threads)
+        train_on = self.plan.options.train_on or "assistant"
+        return [marked(*self._chat.encode(conversation_of(text), train_on)) for text in texts]
 
     def path(self, kind: str, number: int) -> Path:
         """`unit-00012.json`, its marker, or `rejected-00012.jsonl`."""
@@ -110,12 +132,11 @@ def _claimed(path: Path, waiting: bool) -> Iterator[bool]:
 def encode_unit(work: Work, unit: Unit) -> None:
     """Write shards, rejections and marker of a unit, fsynced, in this order."""
     number, directory = unit.number, work.directory
-    dtype = token_dtype(work.tokenizer.vocab_size)
     for given in work.plan.inputs_of(unit):
         given.require_unchanged()
     rejected = work.path("rejected", number)
     reader = UnitReader(unit, work.plan.options, work.is_strict, rejected, work.report_bytes)
-    writers = {split: ShardWriter(directory, f"{split}-{number:05d}", dtype) for split in SPLITS}
+    writers = {split: ShardWriter(directory, f"{split}-{number:05d}", work.dtype) for split in SPLITS}
     text_bytes: dict[str, int] = dict.fromkeys(SPLITS, 0)
     with ExitStack() as stack, storing(f"{directory}: cannot be written", REMEDY):
         work.begin(unit)
@@ -167,7 +188,7 @@ def _overlapped(batches: Iterable[Batch], work: Work) -> Iterator[tuple[Batch, l
     Each thread has a batch of its own: sharing one, all would wait for the last. But a document
     that is large has all threads, and memory, to itself.
     """
-    encode, threads = work.tokenizer.encode_arrays, work.threads
+    encode, threads = work.encode, work.threads
     large = min(LARGE_BYTES, (work.tokenizer.longest_at_once or sys.maxsize) // threads)
     with ThreadPoolExecutor(threads, thread_name_prefix="tokenize") as pool:
         waiting: deque[tuple[Batch, Future[list[np.ndarray]]]] = deque()

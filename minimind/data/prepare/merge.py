@@ -6,7 +6,6 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from minimind.data.loader.manifest import (
     read_manifest,
     seal,
 )
-from minimind.data.loader.token_shards import token_dtype
 from minimind.data.prepare.encode import TOKENIZER_NAME, Work
 from minimind.data.prepare.unit_reader import MAX_LISTED, refusal
 from minimind.data.prepare.work_units import PLAN_NAME, Plan, Source, Unit
@@ -129,8 +127,8 @@ def _manifest(work: Work, markers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "tokenizer": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
-        "dtype": token_dtype(tokenizer.vocab_size).name,
-        "options": asdict(plan.options),
+        "dtype": work.dtype.name,
+        "options": plan.options.to_json(),
         "documents": _count(markers, "documents"),
         "splits": {
             split: {

@@ -10,13 +10,15 @@ import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from minimind.data.chat.template import tokens_of
+from minimind.data.loader.conversation_shards import ConversationShards
 from minimind.data.loader.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -36,7 +38,6 @@ from minimind.data.prepare.merge import (
 from minimind.data.prepare.unit_reader import documents_of, ignore, refusal, refuse, split_of
 from minimind.data.prepare.work_units import PLAN_NAME, Options, Plan, Unit, files_of, make_plan
 from minimind.data.prepare.workers import encode_plan
-from minimind.data.text.documents import ReadOptions
 from minimind.data.text.inputs import kind_of
 from minimind.data.text.sources import Source
 from minimind.data.tokenizer.files import MODEL_NAME, write_tokenizer
@@ -132,7 +133,11 @@ def open_prepared(
                 f"{tokenizer_path}: {problem}; leave out --tokenizer, or prepare the text"
                 " again with it"
             )
-    train, val = (TokenShards(directory, split) for split in ("train", "val"))
+    if "chat_template" in manifest["options"]:
+        kind = partial(ConversationShards, eos_id=manifest["eos_id"])
+    else:
+        kind = TokenShards
+    train, val = (kind(directory, split) for split in ("train", "val"))
     before = [given["path"] for source in manifest["sources"] for given in source["inputs"]]
     renamed = dict(zip(before, names, strict=True)) if names else {}
     return Prepared(directory, tokenizer, train, val, manifest, renamed)
@@ -148,13 +153,15 @@ def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
     documents = {
         "format_version": FORMAT_VERSION,
         "contents": contents,
-        "options": asdict(plan.options),
+        "options": plan.options.to_json(),
         "unit_bytes": request.unit_bytes,
     }
     trained = (
         cache_dir / f"tokenizer-{fingerprint({**documents, 'vocab_size': request.vocab_size})}"
     )
     tokenizer = tokenizer_of(request, plan, trained, REMEDY)
+    if plan.options.chat_template is not None:
+        tokenizer = with_template_tokens(tokenizer, plan.options.chat_template, cache_dir)
     directory = cache_dir / f"tokens-{fingerprint({**documents, 'is': tokenizer.fingerprint})}"
 
     def build(draft: Path) -> None:
@@ -174,6 +181,21 @@ def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
         raise refusal(first)
     require_few_rejected(prepared.manifest, request.max_bad_fraction, request.sources)
     return prepared
+
+
+def with_template_tokens(tokenizer: AnyTokenizer, template: str, cache_dir: Path) -> AnyTokenizer:
+    """The tokenizer with the special tokens of a chat template, in the cache."""
+    names = tokens_of(template)
+    known = tokenizer.special_tokens()
+    if all(name in known for name in names):
+        return tokenizer
+    directory = cache_dir / f"tokenizer-{fingerprint([tokenizer.fingerprint, names])}"
+
+    def build(draft: Path) -> None:
+        with_special_tokens(tokenizer, names, draft)
+
+    build_once(directory, build, REMEDY)
+    return load_tokenizer(directory)
 
 
 def _content(path: Path) -> list[str]:
@@ -201,7 +223,7 @@ def tokenizer_of(request: PrepareRequest, plan: Plan, trained: Path, remedy: str
 def _training_texts(plan: Plan, request: PrepareRequest) -> Iterator[str]:
     """Yield training documents of a sample of units; raise DataError if there are none."""
     options, is_empty, held_out = plan.options, True, 0
-    reading = ReadOptions(options.text_field, options.max_document_bytes)
+    reading = options.reading
     reject = ignore if request.skips_bad else refuse
     segments = [segment for unit in _sampled(plan.units) for segment in unit.segments]
     total = sum(segment.weight for segment in segments)

@@ -102,7 +102,7 @@ class UnitReader:
 
     def batches(self) -> Iterator[Batch]:
         """Yield batches of about `BATCH_CHARACTERS`."""
-        reading = ReadOptions(self.options.text_field, self.options.max_document_bytes)
+        reading = self.options.reading
         texts: list[str] = []
         size = 0
         for text, reached in documents_of(self.unit.segments, reading, self._reject, self.lines):

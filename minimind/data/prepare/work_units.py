@@ -13,7 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from minimind.data.chat.conversations import conversation_of_line
 from minimind.data.loader.manifest import FORMAT_VERSION
+from minimind.data.text.documents import ReadOptions
 from minimind.data.text.inputs import Segment, find_files, is_cut, require_once, segments_of
 from minimind.data.text.sources import Source
 from minimind.errors import DataError, UsageError
@@ -73,6 +75,18 @@ class Options:
     text_field: str = "text"
     max_document_bytes: int = 64 * 2**20
     val_fraction: float = 0.01
+    chat_template: str | None = None  # source of the template of conversations; None: text
+    train_on: str | None = None  # which tokens of conversations are targets
+
+    def to_json(self) -> dict[str, Any]:
+        """The options that apply, as in a manifest."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @property
+    def reading(self) -> ReadOptions:
+        """How documents are read."""
+        parse = None if self.chat_template is None else conversation_of_line
+        return ReadOptions(self.text_field, self.max_document_bytes, parse)
 
 
 @dataclass(frozen=True)
@@ -100,7 +114,8 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of plan.json, which other processes read."""
-        return json.loads(json.dumps(asdict(self), default=str))
+        content = {**asdict(self), "options": self.options.to_json()}
+        return json.loads(json.dumps(content, default=str))
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Plan:
@@ -133,7 +148,7 @@ class Plan:
         facts = {
             "format_version": FORMAT_VERSION,
             "tokenizer": tokenizer,
-            "options": asdict(self.options),
+            "options": self.options.to_json(),
             "inputs": [[i.path, i.bytes, i.modified_ns] for i in self.inputs_of(unit)],
             "segments": [[str(s.path), s.start, s.stop] for s in unit.segments],
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,8 @@ class ReadOptions:
 
     text_field: str = "text"
     max_document_bytes: int = 64 * 2**20
+    # Reads a line of JSON other than by `text_field`; see `document_of_line`.
+    parse: Callable[[bytes | bytearray, ReadOptions], str] | None = None
 
     @property
     def example(self) -> str:

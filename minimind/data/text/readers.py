@@ -120,7 +120,7 @@ def _document_or_error(line: bytes | bytearray | None, reading: ReadOptions) -> 
     if line is None:
         return too_long_line(reading)
     try:
-        return document_of_line(line, reading)
+        return (reading.parse or document_of_line)(line, reading)
     except DocumentError as error:
         return error
 

@@ -1,0 +1,152 @@
+"""Conversations in rows: whole ones, side by side, padded; tokens carry whether they are targets.
+
+In the files the highest bit of a token marks a target. In a row, int64, a token t that is not a
+target is ~t (negative), as the engine expects it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minimind.data.loader.token_shards import TokenShards
+
+TARGET = 1 << 31  # of a uint32 token
+DTYPE = np.dtype("<u4")
+
+
+def marked(ids: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Token ids with the marks of targets, uint32, as they are stored."""
+    return ids.astype(DTYPE) | np.where(targets, TARGET, 0).astype(DTYPE)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Which tokens of a split lie in which row: row n has the tokens `starts[n]` to `stops[n]`."""
+
+    starts: np.ndarray  # int64
+    stops: np.ndarray
+    sizes: tuple[int, ...]  # rows of each source
+    conversations: int
+    cut: int  # conversations longer than a row, kept up to the end of an assistant turn
+    dropped: int  # whose first assistant turn ends after the row
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all rows, without padding."""
+        return int((self.stops - self.starts).sum())
+
+    def __str__(self) -> str:
+        """A line for the start summary."""
+        kept = self.conversations - self.dropped
+        parts = [f"{kept:,} conversations, {self.tokens:,} tokens, in {len(self.starts):,} rows"]
+        if self.cut:
+            parts.append(f"{self.cut:,} of them longer than a row and cut at the end of a turn")
+        if self.dropped:
+            parts.append(f"{self.dropped:,} dropped, whose first answer does not fit a row")
+        return "; ".join(parts)
+
+
+class ConversationShards(TokenShards):
+    """TokenShards whose rows hold whole conversations, next to each other, in their order."""
+
+    def __init__(self, directory: str | Path, split: str, eos_id: int) -> None:
+        super().__init__(directory, split)
+        self._eos_id = eos_id
+        self._packings: dict[int, Packing] = {}
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return self.document_ends()
+
+    def packing(self, row_tokens: int) -> Packing:
+        """The rows for a row length."""
+        if row_tokens not in self._packings:
+            self._packings[row_tokens] = self._pack(row_tokens)
+        return self._packings[row_tokens]
+
+    def rows(self, row_tokens: int) -> int:
+        """Number of rows over all sources."""
+        return len(self.packing(row_tokens).starts)
+
+    def sizes(self, row_tokens: int) -> tuple[int, ...]:
+        """Rows of each source."""
+        return self.packing(row_tokens).sizes
+
+    def row_starts(self, indices: np.ndarray, row_tokens: int) -> np.ndarray:
+        """Position of the first token of each row, int64."""
+        return self.packing(row_tokens).starts[np.asarray(indices, dtype=np.int64)]
+
+    def read_rows(self, indices: np.ndarray, row_tokens: int) -> np.ndarray:
+        """Read rows as int64 (len(indices), row_tokens): ~t for a token t that is no target.
+
+        Padding is ~eos_id. Raise DataError for an id outside the vocabulary.
+        """
+        packing = self.packing(row_tokens)
+        result = np.full((len(indices), row_tokens), ~self._eos_id, dtype=np.int64)
+        for row, index in zip(result, np.asarray(indices, dtype=np.int64).tolist(), strict=True):
+            start, stop = int(packing.starts[index]), int(packing.stops[index])
+            ids, targets = self._tokens_of(start, stop - start)
+            row[: stop - start] = np.where(targets, ids, ~ids)
+        return result
+
+    def stretch(self, start: int, length: int) -> np.ndarray:
+        """Tokens from `start` on, int64 (length,); raise DataError for an invalid id."""
+        return self._tokens_of(start, length)[0]
+
+    def _tokens_of(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, int64, and which of them are targets."""
+        if not 0 <= start <= start + length <= len(self):
+            raise IndexError(f"tokens {start}..{start + length} of {len(self)}")
+        stored = np.empty(length, dtype=np.int64)
+        self._copy(start, stored)
+        ids = stored & (TARGET - 1)
+        if length and ids.max() >= self._vocab_size:
+            self._raise_unknown_id(np.array([start]), ids[None])
+        return ids, stored >= TARGET
+
+    def _pack(self, row_tokens: int) -> Packing:
+        """Fill each row with the next conversations as long as they fit."""
+        ends = self._ends
+        source_ends = self.source_ends()
+        starts: list[int] = []
+        stops: list[int] = []
+        sizes: list[int] = []
+        cut = dropped = at = 0
+        begin = 0
+        for source_end in source_ends.tolist():
+            before = len(starts)
+            last = int(np.searchsorted(ends, source_end, side="right"))
+            while at < last:
+                fits = min(int(np.searchsorted(ends, begin + row_tokens, side="right")), last)
+                if fits > at:
+                    starts.append(begin)
+                    begin, at = int(ends[fits - 1]), fits
+                    stops.append(begin)
+                    continue
+                kept = self._turns_within(begin, row_tokens)
+                if kept:
+                    starts.append(begin)
+                    stops.append(begin + kept)
+                cut, dropped = cut + bool(kept), dropped + (not kept)
+                begin, at = int(ends[at]), at + 1
+            sizes.append(len(starts) - before)
+        as_array = [np.array(values, dtype=np.int64) for values in (starts, stops)]
+        return Packing(*as_array, tuple(sizes), len(ends), cut, dropped)
+
+    def _turns_within(self, start: int, length: int) -> int:
+        """Tokens up to the last end of an assistant turn within `length`; 0 if there is none."""
+        targets = self._tokens_of(start, length + 1)[1]
+        turn_ends = np.flatnonzero(targets[:-1] & ~targets[1:])
+        return int(turn_ends[-1]) + 1 if len(turn_ends) else 0
+
+
+def describe(shards: Any, row_tokens: int) -> str:
+    """The packing of conversations; empty for text."""
+    return str(shards.packing(row_tokens)) if isinstance(shards, ConversationShards) else ""
+
+
