@@ -2,6 +2,7 @@
 
 May import `minimind.data.text` and below. A new kind of tokenizer starts in `load.py`.
 
+add_special      special tokens appended after the last id
 encoder          encode texts, long ones in chunks
 escaping         keep U+2581 distinct from a space
 files            the files of a tokenizer

@@ -148,6 +148,14 @@ class HuggingFaceTokenizer:
         pieces = self.pieces()
         return {token.content: i for i, token in added if pieces[i].kind == CONTROL}
 
+    def piece_id(self, name: str) -> int | None:
+        """Id of the piece of this name; None if there is none."""
+        return self._tokenizer.token_to_id(name)
+
+    def piece_name(self, i: int) -> str | None:
+        """Name of the piece with this id; None if there is none."""
+        return self._tokenizer.id_to_token(i)
+
     def piece_bytes(self) -> np.ndarray:
         """UTF-8 bytes of text per id, int32 (vocab_size,); 0 for special tokens.
 

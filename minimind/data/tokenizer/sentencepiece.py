@@ -138,6 +138,11 @@ class Tokenizer:
         """Ids of the control pieces by name, without fillers."""
         return special_tokens(self._processor)
 
+    def piece_id(self, name: str) -> int | None:
+        """Id of the piece of this name; None if there is none."""
+        i = self._processor.piece_to_id(name)  # the unknown id for any other
+        return i if self._processor.id_to_piece(i) == name else None
+
     def piece_bytes(self) -> np.ndarray:
         """UTF-8 bytes of text per id, int32 (vocab_size,); 0 for control pieces.
 

@@ -88,7 +88,7 @@ def require_learnable(vocab_size: int, special: Sequence[str] = ()) -> None:
             " lower --vocab_size"
         )
     for at, name in enumerate(special):
-        if error := _name_error(name, special[:at]):
+        if error := name_error(name, special[:at]):
             raise UsageError(f"--special_tokens: {name!r} {error}; give another name, or leave it")
     limit = vocab_size - RESERVED_PIECES - SMALLEST_ALPHABET
     if len(special) > limit:
@@ -98,8 +98,8 @@ def require_learnable(vocab_size: int, special: Sequence[str] = ()) -> None:
         )
 
 
-def _name_error(name: str, before: Sequence[str]) -> str:
-    """Why `name` cannot name a special token; empty if it can."""
+def name_error(name: str, before: Sequence[str]) -> str:
+    """Return why `name` cannot name a special token, after the names `before`; empty if it can."""
     if not name:
         return "is empty"
     if name in before:
