@@ -8,6 +8,7 @@ consolidate      a checkpoint as whole tensors
 export           `minimind export` and `minimind import`
 foreign_config   the shape of a model made elsewhere
 gguf             a model as one GGUF file
+grow_vocabulary  rows for special tokens that a model has none for
 hf_folder        `export --format transformers`
 hf_weights       weights under the names of a model of transformers
 tensor_sources   named tensors of checkpoints, safetensors and .pth files

@@ -7,7 +7,7 @@ may be gone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,10 @@ from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.engine.optimizer.mup import scale_initial_weights
 from minimind.errors import CheckpointError, UsageError
 from minimind.interop.foreign_config import ShapeFlags
+from minimind.interop.grow_vocabulary import grow_vocabulary
 from minimind.interop.weights import (
     Weights,
+    check_vocabulary,
     find_tokenizer,
     load_transformers_weights,
     load_weights_from,
@@ -72,6 +74,30 @@ class InitialModel:
     run: RunConfig
     architecture: Architecture
     weights: Weights | None = None
+    grown_from: int | None = None  # rows of the weights before `with_special_tokens`
+
+    def with_special_tokens(self, before: AnyTokenizer, after: AnyTokenizer) -> InitialModel:
+        """Return the run with `after`, which has added ids to `before`, and rows for the new ids.
+
+        `before` is the tokenizer of `self.run`. With any other number of rows than its ids the
+        weights are refused, except those of a model of transformers, which may have spare ones.
+        """
+        if after is before:
+            return self
+        by = "special tokens"
+        run = self.run.with_values(by, tokenizer=str(after.path))
+        architecture, rows = self.architecture, before.vocab_size
+        if isinstance(architecture, HuggingFace):
+            rows = architecture.parsed.vocab_size
+            if after.vocab_size <= rows:
+                return replace(self, run=run)
+            architecture = architecture.with_vocabulary(after.vocab_size)
+        if self.weights is None:  # the shape is that of the flags, or of a checkpoint of this run
+            return replace(self, run=run, architecture=architecture)
+        check_vocabulary(before, self.weights.config)
+        run = run.with_values(by, vocab_size=after.vocab_size)
+        weights = grow_vocabulary(self.weights, after.vocab_size)
+        return InitialModel(run, architecture, weights, grown_from=rows)
 
     def build(self, run: RunConfig, tokenizer: AnyTokenizer) -> Any:
         """Build the initial model of the resolved `run`, before an engine shards or copies it.
@@ -98,7 +124,13 @@ class InitialModel:
     def line(self) -> str:
         """The `weights` line of the start summary; empty without --init_from."""
         if self.weights:
-            return f"weights  from {self.weights.path} ({self.weights.kind})"
+            line = f"weights  from {self.weights.path} ({self.weights.kind})"
+            if self.grown_from is None:
+                return line
+            return (
+                f"{line}, vocabulary {self.grown_from:,} -> {self.weights.config.vocab_size:,}:"
+                " new rows are the mean of the others"
+            )
         path = self.run.init_from
         return f"weights  from the checkpoint: --init_from {path} is ignored" if path else ""
 
