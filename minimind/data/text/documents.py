@@ -31,7 +31,7 @@ class ReadOptions:
     # Reads a line of JSON other than by `text_field`; see `document_of_line`.
     parse: Callable[[bytes | bytearray, ReadOptions], str] | None = None
 
-    @property
+    @cached_property
     def example(self) -> str:
         """An example of a valid line."""
         return json.dumps({self.text_field: "..."})
@@ -96,9 +96,9 @@ def too_long_line(reading: ReadOptions) -> DocumentError:
 def document_of_line(line: bytes | bytearray, reading: ReadOptions) -> str:
     """Return the text of a line of JSON; raise DocumentError."""
     try:
-        text = _text_of(_decode(line), reading)
+        text = _text_of(decode_utf8(line), reading)
     except DocumentError:
-        _explain(line)
+        explain_line(line)
         raise
     # Lone surrogates and NUL require a \u escape, and a text is no longer than its line.
     if not text or b"\\u" in line or len(line) > reading.max_document_bytes:
@@ -108,7 +108,7 @@ def document_of_line(line: bytes | bytearray, reading: ReadOptions) -> str:
 
 def _text_of(line: str, reading: ReadOptions) -> str:
     text = _text_fast_path(line, reading)
-    return _text_of_fields(_parse(line, reading), reading) if text is None else text
+    return _text_of_fields(parse_line(line, reading.example), reading) if text is None else text
 
 
 def _text_fast_path(line: str, reading: ReadOptions) -> str | None:
@@ -125,14 +125,14 @@ def _text_fast_path(line: str, reading: ReadOptions) -> str | None:
 
 def _text_of_fields(value: Any, reading: ReadOptions) -> str:
     if not isinstance(value, tuple):
-        raise DocumentError(f"is {_kind(value)}, not an object", f"write {reading.example}")
+        raise DocumentError(f"is {json_type(value)}, not an object", f"write {reading.example}")
     texts = [content for key, content in value if key == reading.text_field]
     if len(texts) != 1 or not isinstance(texts[0], str):
         raise _no_text(value, texts, reading)
     return texts[0]
 
 
-def _explain(line: bytes | bytearray) -> None:
+def explain_line(line: bytes | bytearray) -> None:
     """Raise DocumentError for common errors that the decoder describes less clearly."""
     if line.startswith(BOM):
         raise _byte_order_mark()
@@ -152,7 +152,9 @@ def _no_text(
         return DocumentError(*missing_in_line(value, reading.text_field))
     if len(texts) > 1:
         return DocumentError(f"has {name} {len(texts)} times", "keep the one that is meant")
-    return DocumentError(f"{name} is {_kind(texts[0])}, not a string", f"write {reading.example}")
+    return DocumentError(
+        f"{name} is {json_type(texts[0])}, not a string", f"write {reading.example}"
+    )
 
 
 def document_of_file(content: bytes, reading: ReadOptions) -> str:
@@ -171,7 +173,7 @@ def document_of_file(content: bytes, reading: ReadOptions) -> str:
             f"the document is longer than max_document_bytes = {reading.max_document_bytes}",
             "cut it into several files, or raise --max_document_bytes",
         )
-    return _decode(content)
+    return decode_utf8(content)
 
 
 def document_of_cell(content: bytes | None, reading: ReadOptions) -> str:
@@ -180,7 +182,7 @@ def document_of_cell(content: bytes | None, reading: ReadOptions) -> str:
         raise DocumentError(
             f"{json.dumps(reading.text_field)} is null, not a string", "remove the row"
         )
-    text = _decode(content)
+    text = decode_utf8(content)
     require_usable(text, reading)
     return text
 
@@ -189,16 +191,21 @@ def require_usable(text: str, reading: ReadOptions) -> None:
     """Raise DocumentError for text that is empty, too long or not Unicode."""
     if not text:
         raise DocumentError("the document is empty", "remove it")
+    size = usable_size(text)
+    if size > reading.max_document_bytes:
+        raise too_long_document(size, reading)
+
+
+def usable_size(text: str) -> int:
+    """Return the size of a text in UTF-8; raise DocumentError for NUL and lone surrogates."""
     if "\0" in text:
         raise DocumentError("the text holds a NUL character", "remove it")
     try:
-        size = len(text.encode())
+        return len(text.encode())
     except UnicodeEncodeError as error:
         lone = f"\\u{ord(text[error.start]):04x}"
         what = f"contains a lone surrogate ({lone})"
         raise DocumentError(what, "write the pair or drop it") from None
-    if size > reading.max_document_bytes:
-        raise too_long_document(size, reading)
 
 
 def too_long_document(size: int, reading: ReadOptions) -> DocumentError:
@@ -214,7 +221,8 @@ def _byte_order_mark() -> DocumentError:
     return DocumentError("begins with a byte order mark", "save the file as UTF-8 without it")
 
 
-def _decode(content: bytes | bytearray) -> str:
+def decode_utf8(content: bytes | bytearray) -> str:
+    """Decode UTF-8; raise DocumentError with the offset of the first invalid byte."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -241,20 +249,21 @@ _STRING = _JSON.parse_string  # pyright: ignore[reportAttributeAccessIssue] (stu
 USUAL_END = '"}\n'  # of a line whose text is its last field
 
 
-def _parse(line: str, reading: ReadOptions) -> Any:
+def parse_line(line: str, example: str) -> Any:
+    """Decode JSON, objects as tuples of pairs; raise DocumentError that shows the `example`."""
     try:
         value = _decode_json(line)
     except RecursionError:
-        raise _nested_too_deep(reading) from None
+        raise _nested_too_deep(example) from None
     except json.JSONDecodeError as error:
         cut = error.pos >= len(line.rstrip()) or error.msg.startswith("Unterminated")
         state = "is cut off" if cut else "is not JSON"
         what = f"{state} ({re.sub(r' at$', '', error.msg)} at column {error.colno})"
-        raise DocumentError(what, f"write {reading.example} on one line") from None
+        raise DocumentError(what, f"write {example} on one line") from None
     if len(line) > MAX_DEPTH:  # counting takes time
         brackets = line.count("[") + line.count("{")
         if brackets > MAX_DEPTH and _is_deep(value):
-            raise _nested_too_deep(reading)
+            raise _nested_too_deep(example)
     return value
 
 
@@ -267,8 +276,8 @@ def _decode_json(line: str) -> Any:
     return _JSON.decode(line)
 
 
-def _nested_too_deep(reading: ReadOptions) -> DocumentError:
-    return DocumentError(f"is nested too deep (more than {MAX_DEPTH})", f"write {reading.example}")
+def _nested_too_deep(example: str) -> DocumentError:
+    return DocumentError(f"is nested too deep (more than {MAX_DEPTH})", f"write {example}")
 
 
 def _is_deep(value: Any) -> bool:
@@ -286,7 +295,7 @@ def _inside(container: list[Any] | tuple[Any, ...]) -> list[Any]:
     return [content for _, content in container]
 
 
-def _kind(value: Any) -> str:
+def json_type(value: Any) -> str:
     """Name the JSON type of a value."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
