@@ -138,6 +138,12 @@ class HuggingFaceTokenizer:
         """Ids of each text as int32, one text at a time: the library's encodings are large."""
         return [np.array(self.encode(text), dtype=np.int32) for text in texts]
 
+    def encode_with_special(self, text: str) -> list[int]:
+        """Ids of a text in which special tokens are matched; slow, as it loads the file again."""
+        matching = _load(self.path, self._files[JSON_NAME])
+        matching.encode_special_tokens = False
+        return matching.encode(text, add_special_tokens=False).ids
+
     def decode(self, ids: Iterable[int]) -> str:
         """Decode ids; special tokens are skipped, invalid UTF-8 becomes U+FFFD."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
