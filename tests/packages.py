@@ -32,6 +32,7 @@ PACKAGES = [
     "model",
     "data.prepare",
     "data.loader",
+    "data.chat",
     "data.tokenizer",
     "data.text",
     "config.deepspeed",

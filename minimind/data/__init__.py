@@ -1,4 +1,5 @@
 """Text -> tokens -> rows -> micro-batches. Knows no model.
 
-Four packages, each of which may import those before it: `text`, `tokenizer`, `loader`, `prepare`.
+Five packages, each of which may import those before it: `text`, `tokenizer`, `chat`, `loader`,
+`prepare`.
 """

@@ -1,0 +1,222 @@
+"""Encode a conversation with a chat template, and say which of its tokens are trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Literal, get_args
+
+import numpy as np
+
+from minimind.data.chat.rendering import Renderer, Span, spans_by_piece
+from minimind.data.chat.turns import ASSISTANT, SYSTEM, TOOL, USER, Message
+from minimind.data.text.documents import DocumentError
+from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
+from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.errors import UsageError
+
+TrainOn = Literal["assistant", "last", "all"]
+Encoded = tuple[np.ndarray, np.ndarray]  # ids, and whether each is trained on
+
+SPECIAL_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
+# Each header is one special token, so no piece of text can contain a header and content.
+DEFAULT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{{ '<|assistant|>' }}"
+    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% elif message['role'] in ['system', 'user', 'tool'] %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% else %}"
+    "{{ raise_exception('there is no role ' + message['role']) }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+# What a special token looks like in a rendered text, also if the tokenizer does not have it.
+SPECIAL_LOOK = re.compile(r"<[|\uff5c][^\s<>]+?[|\uff5c]>")
+PROBE = (Message(USER, " a b "), Message(ASSISTANT, " c d "))
+PROBES = (PROBE, (Message(SYSTEM, " e f "), *PROBE), (*PROBE, Message(TOOL, " g h "), *PROBE[1:]))
+
+
+class ChatTemplate:
+    """A Jinja chat template with a tokenizer that has its special tokens.
+
+    Special tokens in the rendered text become their ids; the text between them is encoded by
+    itself. Raise UsageError if the template is not valid, or does not fit the tokenizer; `name` is
+    what messages call it.
+    """
+
+    def __init__(
+        self, source: str, tokenizer: AnyTokenizer, name: str = "the chat template"
+    ) -> None:
+        self.source = source
+        self.name = name
+        self._tokenizer = tokenizer
+        self._special = tokenizer.special_tokens()
+        longest_first = sorted(self._special, key=len, reverse=True)
+        self._special_name = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+        names = {i: token for token, i in self._special.items()}
+        roles = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        tokens = {role: names[i] for role, i in roles.items() if i in names}
+        self._renderer = Renderer(source, tokens, name)
+        self._special_ids = {token: np.array([i], np.int32) for token, i in self._special.items()}
+        self._sizes = tokenizer.piece_bytes()
+        self._require_fit()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 hex digest of the source."""
+        return hashlib.sha256(self.source.encode()).hexdigest()
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        """Return the text of the messages; raise DocumentError if the template refuses them."""
+        return self._renderer.render(messages, add_generation_prompt)
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids after which the assistant writes its next turn."""
+        self._require_no_special(messages)
+        text = self.render(messages, add_generation_prompt=True)
+        return self._ids_and_targets([(text, [])], threads=1)[0][0].tolist()
+
+    def encode(self, messages: Sequence[Message], train_on: TrainOn = "assistant") -> Encoded:
+        """Return the ids, int32, and whether each is trained on, bool.
+
+        `assistant` trains on what the assistant writes, with the token that ends its turn, `last`
+        on the last of its turns, `all` on everything. A token is trained on if any of its
+        characters is. Raise DocumentError for content that contains the name of a special token:
+        it could forge a turn.
+        """
+        (encoded,) = self.encode_batch([messages], train_on)
+        if isinstance(encoded, DocumentError):
+            raise encoded
+        return encoded
+
+    def encode_batch(
+        self,
+        conversations: Iterable[Sequence[Message]],
+        train_on: TrainOn = "assistant",
+        threads: int = 1,
+    ) -> list[Encoded | DocumentError]:
+        """Encode many conversations, up to twice as fast; return the error of a bad one."""
+        if train_on not in get_args(TrainOn):
+            raise ValueError(f"train_on is {train_on!r}, not one of {get_args(TrainOn)}")
+        found = [self._text_and_spans_or_error(messages, train_on) for messages in conversations]
+        good = (one for one in found if not isinstance(one, DocumentError))
+        encoded = iter(self._ids_and_targets([*good], threads))
+        return [one if isinstance(one, DocumentError) else next(encoded) for one in found]
+
+    def _text_and_spans_or_error(
+        self, messages: Sequence[Message], train_on: TrainOn
+    ) -> tuple[str, list[Span]] | DocumentError:
+        try:
+            self._require_no_special(messages)
+            if train_on == "all":
+                text = self.render(messages)
+                return text, [(0, len(text))]
+            text, spans = self._renderer.with_spans(messages, last_only=train_on == "last")
+            if not self._renderer.marks_generation:
+                spans = [self._without_separator(text, span) for span in spans]
+            if all(begin == end for begin, end in spans):
+                raise self._nothing_to_train_on(messages)
+        except DocumentError as error:
+            return error
+        return text, spans
+
+    def _ids_and_targets(
+        self, texts: Sequence[tuple[str, list[Span]]], threads: int
+    ) -> list[Encoded]:
+        split = [self._special_name.split(text) for text, _ in texts]  # every second is special
+        parts = [part for pieces in split for part in pieces[::2] if part]
+        arrays = iter(self._tokenizer.encode_arrays(parts, threads))
+        encoded = []
+        for pieces, (_, spans) in zip(split, texts, strict=True):
+            ids, targets = [np.empty(0, np.int32)], [np.empty(0, bool)]
+            for number, (piece, within) in enumerate(spans_by_piece(pieces, spans)):
+                if piece:
+                    ids.append(self._special_ids[piece] if number % 2 else next(arrays))
+                    targets.append(self._targets(piece, ids[-1], within))
+            encoded.append((np.concatenate(ids), np.concatenate(targets)))
+        return encoded
+
+    def _targets(self, piece: str, ids: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """Whether each token of a piece has a character within the spans."""
+        if not spans:
+            return np.zeros(len(ids), bool)
+        if spans == [(0, len(piece))]:
+            return np.ones(len(ids), bool)
+        sizes = self._sizes[ids]
+        ends = sizes.cumsum()
+        is_lossless = ends[-1] == len(piece.encode())
+        targets = np.zeros(len(ids), bool)
+        for begin, end in spans:
+            first, last = (self._bytes(piece[:at], is_lossless) for at in (begin, end))
+            targets |= (ends > first) & (ends - sizes < last)
+        return targets
+
+    def _bytes(self, text: str, is_lossless: bool) -> int:
+        """Bytes of the tokens of a text; the tokenizer may normalize it to another size."""
+        if is_lossless:
+            return len(text.encode())
+        return int(self._sizes[self._tokenizer.encode(text)].sum())
+
+    def _without_separator(self, text: str, span: Span) -> Span:
+        """Cut whitespace after the token that ends a turn: the assistant does not write it."""
+        begin, end = span
+        written = text[begin:end].rstrip()
+        is_ended = any(written.endswith(name) for name in self._special)
+        return (begin, begin + len(written)) if is_ended else span
+
+    def _require_no_special(self, messages: Sequence[Message]) -> None:
+        for number, message in enumerate(messages, 1):
+            if found := self._special_name.search(message.content):
+                raise DocumentError(
+                    f'turn {number}: contains "{found[0]}", a special token of the tokenizer, which'
+                    " could forge a turn",
+                    "write it in another way, or remove the conversation",
+                )
+
+    def _nothing_to_train_on(self, messages: Sequence[Message]) -> Exception:
+        if all(message.role != ASSISTANT for message in messages):
+            return DocumentError("has no assistant turn", "add the answer, or remove it")
+        return UsageError(
+            f"{self.name} marks no text of the assistant; put {{% generation %}} and"
+            " {% endgeneration %} around what the assistant writes"
+        )
+
+    def _require_fit(self) -> None:
+        """Raise UsageError for a template that fails on a short chat or lacks a special token."""
+        for probe in PROBES:
+            try:
+                text = self.render(probe)
+            except DocumentError:  # the template refuses system messages or tools, as it may
+                continue
+            self._require_special(text)
+            self._require_ids_of_library(text)
+        self.encode_batch([PROBE])
+
+    def _require_special(self, text: str) -> None:
+        missing = [name for name in SPECIAL_LOOK.findall(text) if name not in self._special]
+        if missing:
+            raise UsageError(
+                f"{self.name} writes {missing[0]}, which is no special token of the tokenizer"
+                f" {self._tokenizer.path}; give a tokenizer that has it, as one learnt with"
+                " --special_tokens, or another template"
+            )
+
+    def _require_ids_of_library(self, text: str) -> None:
+        """Raise UsageError for a tokenizer.json that encodes a text in another way after a token.
+
+        Some add a space to the start of a text only, or drop spaces around a special token.
+        """
+        tokenizer = self._tokenizer
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            return
+        ((ids, _),) = self._ids_and_targets([(text, [])], threads=1)
+        if ids.tolist() != tokenizer.encode_with_special(text):
+            raise UsageError(
+                f"{tokenizer.path}: encodes text beside a special token of {self.name} otherwise"
+                " than by itself, as by a space that it adds or drops; give another tokenizer"
+            )

@@ -1,0 +1,89 @@
+"""Ids and masks against apply_chat_template of transformers, on random conversations."""
+
+import random
+from dataclasses import asdict
+
+import pytest
+from transformers import AutoTokenizer
+
+from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate
+from tests.data.chat.made import (
+    CHATML,
+    CHATML_MARKED,
+    HEADERS,
+    HEADERS_MARKED,
+    all_good,
+    conversation,
+)
+
+SEED = 29
+CONVERSATIONS = 1000
+MARKED = {"default": DEFAULT_TEMPLATE, "chatml": CHATML_MARKED, "headers": HEADERS_MARKED}
+
+
+@pytest.fixture(scope="module", params=["sentencepiece", "byte_level"])
+def pair(request, tokenizer, byte_level):
+    """Ours, and what AutoTokenizer makes of tokenizer.json, matching special tokens in text."""
+    ours = tokenizer if request.param == "sentencepiece" else byte_level
+    theirs = AutoTokenizer.from_pretrained(ours.path.parent)
+    theirs.split_special_tokens = False
+    return ours, theirs
+
+
+def conversations():
+    draw = random.Random(SEED)
+    return [conversation(draw) for _ in range(CONVERSATIONS)]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_ids_and_masks_of_random_conversations(pair, name):
+    ours, theirs = pair
+    template = ChatTemplate(MARKED[name], ours)
+    theirs.chat_template = MARKED[name]
+    made = conversations()
+    for messages, found in zip(made, all_good(template.encode_batch(made)), strict=True):
+        expected = theirs.apply_chat_template(
+            [asdict(message) for message in messages],
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        assert found[0].tolist() == expected["input_ids"], f"{messages} of seed {SEED}"
+        assert found[1].tolist() == expected["assistant_masks"], f"{messages} of seed {SEED}"
+
+
+@pytest.mark.parametrize("source", [DEFAULT_TEMPLATE, CHATML, HEADERS])
+def test_prompts(pair, source):
+    ours, theirs = pair
+    template = ChatTemplate(source, ours)
+    for messages in conversations()[:200]:
+        expected = theirs.apply_chat_template(
+            [asdict(message) for message in messages[:-1]],
+            chat_template=source,
+            add_generation_prompt=True,
+            return_dict=True,
+        )
+        if messages[:-1]:
+            assert template.prompt(messages[:-1]) == expected["input_ids"]
+
+
+@pytest.mark.parametrize(("source", "marked"), [(CHATML, CHATML_MARKED), (HEADERS, HEADERS_MARKED)])
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+def test_a_template_without_generation_gives_what_one_with_it_gives(pair, source, marked, train_on):
+    ours, _ = pair
+    made = conversations()[:300]
+    found = all_good(ChatTemplate(source, ours).encode_batch(made, train_on))
+    expected = all_good(ChatTemplate(marked, ours).encode_batch(made, train_on))
+    for (ids, targets), (their_ids, their_targets) in zip(found, expected, strict=True):
+        assert ids.tolist() == their_ids.tolist()
+        assert targets.tolist() == their_targets.tolist()
+
+
+def test_one_by_one_is_the_same_as_a_batch(pair):
+    template = ChatTemplate(DEFAULT_TEMPLATE, pair[0])
+    made = conversations()[:100]
+    batch = all_good(template.encode_batch(made))
+    for messages, (ids, targets) in zip(made, batch, strict=True):
+        own_ids, own_targets = template.encode(messages)
+        assert own_ids.tolist() == ids.tolist()
+        assert own_targets.tolist() == targets.tolist()

@@ -1,0 +1,298 @@
+"""Records in every format, and records with one mistake against what is said of it."""
+
+import json
+import random
+
+import pytest
+
+from minimind.data.chat.conversations import (
+    canonical_text,
+    conversation_of,
+    conversation_of_line,
+    messages_of,
+)
+from minimind.data.chat.turns import Message
+from minimind.data.text.documents import DocumentError, ReadOptions, parse_line
+from tests.data.chat.made import conversation
+
+SEED = 29
+LIMIT = ReadOptions(max_document_bytes=2000)
+ROUND = [Message("user", "one"), Message("assistant", "two")]
+
+
+def turns(*pairs, role="role", content="content"):
+    return [{role: name, content: text} for name, text in pairs]
+
+
+USER, ANSWER = turns(("user", "one"), ("assistant", "two"))
+
+
+def read(record):
+    line = record if isinstance(record, bytes) else json.dumps(record).encode() + b"\n"
+    return conversation_of(conversation_of_line(line, LIMIT))
+
+
+FORMATS = [
+    {"conversations": [USER, ANSWER]},
+    {"messages": [USER, ANSWER]},
+    {"conversations": turns(("human", "one"), ("gpt", "two"), role="from", content="value")},
+    {"conversations": turns(("user", "one"), ("chatgpt", "two"), role="from", content="value")},
+    {"prompt": "one", "completion": "two"},
+    {"id": 7, "weight": 0.5, "messages": [USER, ANSWER], "source": {"a": [1]}},
+    {"messages": [USER, ANSWER], "prompt": "one"},
+    {"messages": [USER, ANSWER], "system": "", "tools": None},
+    {"messages": [{**USER, "name": "ann", "id": 1}, {**ANSWER, "tool_calls": None, "x": None}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "one"}]}, ANSWER]},
+    {
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "o"}, {"text": "ne", "type": "text"}],
+            },
+            ANSWER,
+        ]
+    },
+]
+
+
+@pytest.mark.parametrize("record", FORMATS)
+def test_formats(record):
+    assert read(record) == ROUND
+    value = parse_line(json.dumps(record), "")
+    assert messages_of(value) == ROUND
+
+
+@pytest.mark.parametrize(
+    ("record", "roles"),
+    [
+        ({"messages": turns(("system", "s"), ("user", "u"), ("assistant", "a"))}, "sua"),
+        (
+            {
+                "messages": turns(
+                    *[(r, "x") for r in ("user", "assistant", "tool", "tool")], ("assistant", "a")
+                )
+            },
+            "uatta",
+        ),
+        (
+            {
+                "conversations": turns(
+                    ("system", "s"),
+                    ("human", "u"),
+                    ("gpt", "a"),
+                    ("observation", "t"),
+                    ("gpt", "a"),
+                    role="from",
+                    content="value",
+                )
+            },
+            "suata",
+        ),
+        ({"messages": [USER, ANSWER, USER]}, "uau"),
+    ],
+)
+def test_roles(record, roles):
+    assert "".join(message.role[0] for message in read(record)) == roles
+
+
+def sharegpt(*pairs):
+    return {"conversations": turns(*pairs, role="from", content="value")}
+
+
+def second(turn):
+    return {"messages": [USER, turn]}
+
+
+# A record, and all that must be said of it.
+MISTAKES = [
+    (b"\n", "the line is blank"),
+    (b" \t \n", "the line is blank"),
+    (b'\xef\xbb\xbf{"prompt": "a", "completion": "b"}\n', "byte order mark"),
+    (b'{"prompt": "a\x00", "completion": "b"}\n', "NUL byte"),
+    (b'{"prompt": "a", "compl', "is cut off"),
+    (b'{"prompt": "a", "completion": b}', "is not JSON"),
+    (b'{"prompt": "\xff", "completion": "b"}', "is not UTF-8"),
+    (b'{"messages": ' + b"[" * 200 + b"]" * 200 + b"}", "is nested too deep"),
+    (b'{"messages": ' + b"[" * 60_000, "is nested too deep"),
+    (b'{"prompt": "a", "completion": "b", "score": NaN}', "NaN is not JSON"),
+    (["a"], "is a list, not an object"),
+    (None, "is null, not an object"),
+    ({}, 'has no "conversations" or "messages"; write {"conversations": [{"role"'),
+    (
+        {"a": 1, "b": 2, "c": 3, "d": 4},
+        'has no "conversations" or "messages" but "a", "b", "c", ...',
+    ),
+    ({"instruction": "a", "output": "b"}, 'but "instruction", "output"'),
+    ({"text": "plain"}, 'has "text" and no conversation; drop --task sft'),
+    ({"chosen": [USER], "rejected": [USER]}, 'has "chosen", a preference'),
+    ({"prompt": "a"}, 'has "prompt" and no "completion"'),
+    ({"completion": "a"}, 'has "completion" and no "prompt"'),
+    ({"prompt": "a", "completion": None}, 'turn 2: "completion" is null, not a string'),
+    ({"prompt": [USER], "completion": [ANSWER]}, 'turn 1: "prompt" is a list, not a string'),
+    ({"prompt": "", "completion": "b"}, 'turn 1: "prompt" is empty'),
+    ({"prompt": "a", "completion": "\n"}, 'turn 2: "completion" is blank'),
+    (
+        {"messages": [USER, ANSWER], "conversations": [USER, ANSWER]},
+        '"conversations" and "messages"',
+    ),
+    ({"messages": [USER, ANSWER], "prompt": "a", "completion": "b"}, 'has "messages" and "prompt"'),
+    (b'{"messages": [], "messages": []}', 'has "messages" 2 times'),
+    (b'{"prompt": "a", "prompt": "a", "completion": "b"}', 'has "prompt" 2 times'),
+    ({"messages": None}, '"messages" is null, not a list'),
+    ({"messages": "hello"}, '"messages" is a string, not a list'),
+    ({"messages": {"role": "user"}}, '"messages" is an object, not a list'),
+    ({"conversations": []}, '"conversations" is an empty list'),
+    ({"messages": [USER, ANSWER], "system": "be good"}, 'has "system" outside of the turns'),
+    ({"messages": [USER, ANSWER], "tools": [{"name": "f"}]}, 'has "tools"'),
+    (second("two"), "turn 2: is a string, not an object"),
+    (second(None), "turn 2: is null, not an object"),
+    (second({"content": "two"}), 'turn 2: has no "role"'),
+    (second({"role": "assistant"}), 'turn 2: has no "content"'),
+    (second({}), 'turn 2: has no "role"'),
+    (
+        b'{"messages": [{"role": "user", "role": "user", "content": "a"}]}',
+        'turn 1: has "role" 2 times',
+    ),
+    (
+        b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+        'turn 1: has "content" 2 times',
+    ),
+    (
+        second({"role": "bot", "content": "two"}),
+        'turn 2: "role" is "bot"; write one of system, user,',
+    ),
+    (second({"role": "human", "content": "two"}), 'turn 2: "role" is "human"'),
+    (second({"role": "Assistant", "content": "two"}), 'turn 2: "role" is "Assistant"'),
+    (second({"role": 1, "content": "two"}), 'turn 2: "role" is a number, not a string'),
+    (second({"role": None, "content": "two"}), 'turn 2: "role" is null, not a string'),
+    (second({"role": "assistant", "content": None}), 'turn 2: "content" is null, not a string'),
+    (second({"role": "assistant", "content": 2}), 'turn 2: "content" is a number, not a string'),
+    (second({"role": "assistant", "content": ""}), 'turn 2: "content" is empty'),
+    (second({"role": "assistant", "content": " \n"}), 'turn 2: "content" is blank'),
+    (second({"role": "assistant", "content": []}), 'turn 2: "content" is empty'),
+    (second({"role": "assistant", "content": ["a"]}), "turn 2: part 1 of its content is a string"),
+    (
+        second(
+            {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}
+        ),
+        'turn 2: part 2 of its content is "image_url", and only text',
+    ),
+    (
+        second({"role": "assistant", "content": [{"text": "a"}]}),
+        "part 1 of its content is without a type",
+    ),
+    (
+        second({"role": "assistant", "content": [{"type": "text"}]}),
+        '"text" of part 1 of its content is null',
+    ),
+    (
+        second({**ANSWER, "tool_calls": [{"id": "x"}]}),
+        'turn 2: has "tool_calls", and tool calls are not',
+    ),
+    (second({"role": "assistant", "content": None, "tool_calls": []}), 'turn 2: has "tool_calls"'),
+    (second({**ANSWER, "function_call": {"name": "f"}}), 'turn 2: has "function_call"'),
+    (second({**ANSWER, "weight": 0}), 'turn 2: has "weight", which is not supported'),
+    (
+        second({**ANSWER, "reasoning_content": "hm"}),
+        'turn 2: has "reasoning_content", which is not',
+    ),
+    (
+        second({**ANSWER, "from": "gpt"}),
+        'turn 2: has "from", but the conversation is written with "role"',
+    ),
+    (sharegpt(("human", "a"), ("alpaca", "b")), 'turn 2: "from" is "alpaca"; write one of human'),
+    (sharegpt(("human", "a"), ("function_call", "b")), 'turn 2: is a "function_call"'),
+    (sharegpt(("human", "a"), ("gpt", None)), 'turn 2: "value" is null, not a string'),
+    (
+        sharegpt(("human", "a"), ("gpt", [{"type": "text", "text": "b"}])),
+        'turn 2: "value" is a list',
+    ),
+    ({"conversations": [{"from": "human", "value": "a"}, ANSWER]}, 'turn 2: has "role", but'),
+    ({"messages": [{"from": "human", "value": "a"}]}, 'turn 1: has "from", but'),
+    ({"messages": [USER]}, "has no assistant turn among 1"),
+    ({"messages": turns(("system", "s"))}, "has no assistant turn among 1"),
+    ({"messages": [ANSWER, USER]}, "turn 1 (assistant) begins the conversation, where a user turn"),
+    (
+        {"messages": turns(("tool", "t"), ("assistant", "a"))},
+        "turn 1 (tool) begins the conversation",
+    ),
+    (
+        {"messages": turns(("system", "s"), ("assistant", "a"))},
+        "turn 2 (assistant) follows the system",
+    ),
+    (
+        {"messages": [USER, *turns(("system", "s")), ANSWER]},
+        "turn 2 is a system message that is not first",
+    ),
+    (
+        {"messages": turns(("system", "s"), ("system", "s"))},
+        "turn 2 is a system message that is not",
+    ),
+    ({"messages": [USER, USER, ANSWER]}, "turn 2 (user) follows another user turn; join both"),
+    ({"messages": [USER, ANSWER, ANSWER]}, "turn 3 (assistant) follows another assistant turn"),
+    (
+        {"messages": [USER, *turns(("tool", "t")), ANSWER]},
+        "turn 2 (tool) follows a turn of user; put a turn of assistant",
+    ),
+    (
+        {"messages": [USER, ANSWER, *turns(("tool", "t"), ("user", "u"))]},
+        "turn 4 (user) follows a turn of tool",
+    ),
+    (second({"role": "assistant", "content": "a\0"}), "turn 2: the text holds a NUL character"),
+    (
+        second({"role": "assistant", "content": "a\ud83d"}),
+        "turn 2: contains a lone surrogate (\\ud83d)",
+    ),
+    ({"prompt": "\udc00", "completion": "b"}, "turn 1: contains a lone surrogate"),
+    ({"prompt": "a", "completion": "b" * 2000}, "bytes, more than max_document_bytes = 2000"),
+    ({"prompt": "a", "completion": "春" * 700}, "bytes, more than max_document_bytes = 2000"),
+]
+
+
+@pytest.mark.parametrize(("record", "words"), MISTAKES)
+def test_what_is_said_of_a_mistake(record, words):
+    with pytest.raises(DocumentError) as caught:
+        read(record)
+    said = f"{caught.value.reason}; {caught.value.remedy}"
+    assert words in said
+    assert caught.value.remedy
+    assert "\n" not in said
+
+
+def test_the_byte_of_text_that_is_not_utf8():
+    with pytest.raises(DocumentError) as caught:
+        read(b'{"prompt": "\xff", "completion": "b"}')
+    assert caught.value.at == 12
+
+
+def test_canonical_text():
+    text = conversation_of_line(
+        b'{"prompt": "\\u6625 \\"q\\"\\n", "completion": "\\u0001\\u2028"}\n', LIMIT
+    )
+    assert text == (
+        '[{"role":"user","content":"春 \\"q\\"\\n"},{"role":"assistant","content":"\\u0001\u2028"}]'
+    )
+    assert conversation_of(text) == [
+        Message("user", '春 "q"\n'),
+        Message("assistant", "\x01\u2028"),
+    ]
+
+
+def test_the_limit_is_that_of_the_canonical_text():
+    line = b'{"prompt":"a","completion":"b"}'
+    size = len(conversation_of_line(line, LIMIT).encode())
+    assert conversation_of_line(line, ReadOptions(max_document_bytes=size))
+    with pytest.raises(DocumentError, match=f"has {size} bytes"):
+        conversation_of_line(line, ReadOptions(max_document_bytes=size - 1))
+
+
+@pytest.mark.parametrize("escaped", [True, False])
+def test_random_conversations_come_back(escaped):
+    draw = random.Random(SEED)
+    for _ in range(500):
+        messages = conversation(draw)
+        text = canonical_text(messages)
+        assert conversation_of(text) == messages
+        record = {"id": 1, "messages": json.loads(text)}
+        line = bytearray(json.dumps(record, ensure_ascii=escaped).encode() + b"\r\n")
+        assert conversation_of_line(line, ReadOptions()) == text

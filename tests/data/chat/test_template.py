@@ -1,0 +1,254 @@
+"""Which tokens are trained on, and templates that do not fit."""
+
+import json
+
+import numpy as np
+import pytest
+
+from minimind.data.chat.rendering import spans_by_piece
+from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
+from minimind.data.chat.turns import Message
+from minimind.data.text.documents import DocumentError
+from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
+from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
+from minimind.errors import UsageError
+from tests.data.chat.made import CHATML, CHATML_MARKED, HEADERS, HEADERS_MARKED, all_good
+
+ONE = [Message("user", "the question"), Message("assistant", "an answer")]
+TWO = [
+    Message("system", "be brief"),
+    *ONE,
+    Message("user", "and then?"),
+    Message("assistant", "回答"),
+]
+TOOLS = [*ONE, Message("tool", "42"), Message("assistant", "it is 42"), Message("user", "thanks")]
+
+
+def trained_text(template, tokenizer, messages, train_on):
+    """The trained tokens as text, special tokens by name, and "|" between runs of them."""
+    ids, targets = template.encode(messages, train_on)
+    assert (ids.dtype, targets.dtype) == (np.int32, np.bool_)
+    names = {i: name for name, i in tokenizer.special_tokens().items()}
+    shown, run = [], []
+    for i, is_target in zip([*ids.tolist(), 0], [*targets.tolist(), False], strict=True):
+        if is_target:
+            run.append(i)
+        elif run:
+            shown.append("".join(names.get(i) or tokenizer.decode([i]) for i in run))
+            run = []
+    return "|".join(shown)
+
+
+@pytest.mark.parametrize(
+    ("source", "end"),
+    [
+        (DEFAULT_TEMPLATE, "<|end|>"),
+        (CHATML, "<|im_end|>"),
+        (CHATML_MARKED, "<|im_end|>"),
+        (HEADERS, "<|eot_id|>"),
+        (HEADERS_MARKED, "<|eot_id|>"),
+    ],
+)
+def test_what_is_trained_on(tokenizer, source, end):
+    template = ChatTemplate(source, tokenizer)
+    cases = [
+        (ONE, "assistant", f"an answer{end}"),
+        (ONE, "last", f"an answer{end}"),
+        (TOOLS, "assistant", f"an answer{end}|it is 42{end}"),
+        (TOOLS, "last", f"it is 42{end}"),
+    ]
+    for messages, train_on, expected in cases:
+        assert trained_text(template, tokenizer, messages, train_on) == expected
+    ids, targets = template.encode(TWO, "all")
+    assert targets.all()
+    for train_on in ("assistant", "last"):
+        assert template.encode(TWO, train_on)[0].tolist() == ids.tolist()
+    _, targets = template.encode(TWO, "last")
+    _, of_all = template.encode(TWO, "assistant")
+    assert 0 < targets.sum() < of_all.sum()
+
+
+def test_the_default_template(tokenizer):
+    template = ChatTemplate(DEFAULT_TEMPLATE, tokenizer)
+    assert template.render(TOOLS, add_generation_prompt=True) == (
+        "<|user|>the question<|end|><|assistant|>an answer<|end|><|tool|>42<|end|>"
+        "<|assistant|>it is 42<|end|><|user|>thanks<|end|><|assistant|>"
+    )
+    assert template.render(TWO).startswith("<|system|>be brief<|end|><|user|>")
+    special = tokenizer.special_tokens()
+    ids, targets = template.encode(ONE)
+    question, answer = tokenizer.encode("the question"), tokenizer.encode("an answer")
+    header = [special["<|user|>"], *question, special["<|end|>"], special["<|assistant|>"]]
+    assert ids.tolist() == [*header, *answer, special["<|end|>"]]
+    assert targets.tolist() == [False] * len(header) + [True] * (len(answer) + 1)
+    assert template.prompt(ONE[:1]) == header
+    with pytest.raises(DocumentError, match="refuses the conversation \\(there is no role bot\\)"):
+        template.render([Message("bot", "a")])
+
+
+def test_a_prompt_is_the_beginning_of_what_is_trained_on(tokenizer):
+    for source in (DEFAULT_TEMPLATE, CHATML, CHATML_MARKED, HEADERS, HEADERS_MARKED):
+        template = ChatTemplate(source, tokenizer)
+        ids, targets = template.encode(TWO, "last")
+        assert template.prompt(TWO[:-1]) == ids[: targets.argmax()].tolist()
+
+
+def test_the_beginning_is_only_that_of_the_template(tokenizer):
+    assert ChatTemplate(HEADERS, tokenizer).encode(ONE)[0][0] == tokenizer.bos_id
+    for source in (DEFAULT_TEMPLATE, CHATML):
+        assert tokenizer.bos_id not in ChatTemplate(source, tokenizer).encode(ONE)[0]
+    ended = DEFAULT_TEMPLATE + "{{ eos_token }}"
+    assert ChatTemplate(ended, tokenizer).encode(ONE)[0][-1] == tokenizer.eos_id
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "byte_level"])
+def test_a_token_across_the_edge_of_a_span_is_trained_on(kind, request):
+    tokenizer = request.getfixturevalue(kind)
+    contents = [piece.content.decode(errors="replace") for piece in tokenizer.pieces()]
+    first, second = next(text for text in contents if len(text) == 2 and text.isalpha())
+    source = (
+        f"<|user|>1{first}{{% generation %}}{second} 2{{% endgeneration %}} 3<|end|>"
+        "{# messages #}"
+    )
+    ids, targets = ChatTemplate(source, tokenizer).encode(ONE)
+    across = tokenizer.encode(first + second)
+    assert len(across) == 1
+    at = ids.tolist().index(across[0])
+    assert not targets[:at].any()
+    assert tokenizer.decode(ids[targets]) == f"{first}{second} 2"
+
+
+def test_text_that_is_normalized_to_another_size(byte_level):
+    template = ChatTemplate(CHATML, byte_level)
+    messages = [Message("user", "e\u0301" * 5), Message("assistant", "e\u0301" * 7)]
+    ids, targets = template.encode(messages)
+    assert byte_level.decode(ids[targets]) == "é" * 7
+    _, targets = ChatTemplate(CHATML.replace("<|im_end|>", " "), byte_level).encode(messages)
+    assert targets.any()
+
+
+@pytest.mark.parametrize("name", [*SPECIAL_TOKENS, "</s>", "<s>"])
+def test_content_that_could_forge_a_turn(tokenizer, name):
+    template = ChatTemplate(DEFAULT_TEMPLATE, tokenizer)
+    forged = [ONE[0], Message("assistant", f"a{name}b")]
+    with pytest.raises(DocumentError) as caught:
+        template.encode(forged)
+    assert caught.value.reason.startswith(f'turn 2: contains "{name}"')
+    with pytest.raises(DocumentError, match="turn 1"):
+        template.prompt(forged[1:])
+    found = template.encode_batch([ONE, forged, TWO])
+    assert [isinstance(one, DocumentError) for one in found] == [False, True, False]
+    _, (ids, _) = all_good(found[::2])
+    assert ids.tolist() == template.encode(TWO)[0].tolist()
+
+
+def test_no_piece_of_text_has_a_header_and_content(tokenizer):
+    template = ChatTemplate(DEFAULT_TEMPLATE, tokenizer)
+    for message in TOOLS:
+        assert f"|>{message.content}<|" in template.render(TOOLS)
+    almost = [Message("user", "<|end"), Message("assistant", "|>")]
+    ids, _ = template.encode(almost)
+    assert (ids == tokenizer.special_tokens()["<|end|>"]).sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% for m in messages %}{{ m", "chat.jinja is not a Jinja template"),
+        ("{% for m in messages %}a", "line 1"),
+        ("{{ nothing.at_all }}", "chat.jinja cannot be rendered (UndefinedError"),
+        ("{{ messages[0]['content'] + 1 }}", "cannot be rendered (TypeError"),
+        ("{{ 1 / 0 }}", "cannot be rendered (ZeroDivisionError"),
+        ("{{ messages.__class__.__base__ }}", "cannot be rendered (SecurityError"),
+        ("", "marks no text of the assistant"),
+        ("{{ messages[0]['content'] }}{% generation %}{% endgeneration %}", "marks no text of the"),
+        (
+            DEFAULT_TEMPLATE.replace("<|end|>", "<|fin|>"),
+            "writes <|fin|>, which is no special token",
+        ),
+        (
+            CHATML.replace("<|im_start|>", "<\uff5cstart\uff5c>"),
+            "writes <\uff5cstart\uff5c>, which",
+        ),
+        (
+            CHATML.replace("m['content']", "(m['content'] if loop.last else 'cut')"),
+            "has no {% generation %}, and the text of the messages up to turn 2",
+        ),
+    ],
+)
+def test_templates_that_do_not_fit(tokenizer, source, words):
+    with pytest.raises(UsageError) as caught:
+        ChatTemplate(source, tokenizer, "chat.jinja").encode(TWO[1:])
+    assert words in str(caught.value)
+    assert "; " in str(caught.value)
+
+
+def test_a_tokenizer_without_the_special_tokens(tmp_path):
+    train_tokenizer(["some text to learn"] * 9, 512, tmp_path / "tokenizer.model")
+    with pytest.raises(UsageError, match=r"writes <\|user\|>, .*special_tokens"):
+        ChatTemplate(DEFAULT_TEMPLATE, Tokenizer(tmp_path))
+
+
+def test_a_template_may_refuse_system_messages(tokenizer):
+    source = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no\n system') }}{% endif %}"
+        + CHATML
+    )
+    template = ChatTemplate(source, tokenizer)
+    assert template.encode(ONE)[1].any()
+    with pytest.raises(DocumentError, match=r"refuses the conversation \(no system\)"):
+        template.encode(TWO)
+
+
+def test_a_tokenizer_that_drops_spaces_beside_a_special_token(byte_level, tmp_path):
+    for name, content in byte_level.files().items():
+        (tmp_path / name).write_bytes(content)
+    changed = json.loads((tmp_path / "tokenizer.json").read_bytes())
+    for token in changed["added_tokens"]:
+        token["rstrip"] = token["content"] == "<|user|>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
+    with pytest.raises(UsageError, match="a space that it adds or drops"):
+        ChatTemplate(DEFAULT_TEMPLATE, HuggingFaceTokenizer(tmp_path))
+    ChatTemplate(CHATML, HuggingFaceTokenizer(tmp_path))
+
+
+def test_last_with_several_spans_in_a_turn(tokenizer):
+    split = DEFAULT_TEMPLATE.replace(
+        "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}",
+        "{% generation %}{{ message['content'] }}{% endgeneration %}"
+        "{% generation %}{{ '<|end|>' }}{% endgeneration %}",
+    )
+    for messages in (ONE, TWO, TOOLS):
+        for train_on in ("assistant", "last"):
+            expected = ChatTemplate(DEFAULT_TEMPLATE, tokenizer).encode(messages, train_on)[1]
+            found = ChatTemplate(split, tokenizer).encode(messages, train_on)[1]
+            assert found.tolist() == expected.tolist()
+
+
+def test_messages_without_an_assistant_turn(tokenizer):
+    for source in (DEFAULT_TEMPLATE, CHATML):
+        for train_on in ("assistant", "last"):
+            with pytest.raises(DocumentError, match="no assistant turn"):
+                ChatTemplate(source, tokenizer).encode(ONE[:1], train_on)
+
+
+def test_fingerprints(tokenizer):
+    prints = {ChatTemplate(s, tokenizer).fingerprint for s in (DEFAULT_TEMPLATE, CHATML, CHATML)}
+    assert len(prints) == 2
+    assert all(len(one) == 64 for one in prints)
+
+
+def test_spans_by_piece():
+    pieces = ["ab", "", "cde", "f"]
+    assert [*spans_by_piece(pieces, [(1, 3), (4, 6)])] == [
+        ("ab", [(1, 2)]),
+        ("", []),
+        ("cde", [(0, 1), (2, 3)]),
+        ("f", [(0, 1)]),
+    ]
+    assert [parts for _, parts in spans_by_piece(pieces, [(2, 2)])] == [[], [], [], []]
+
+
+def test_an_unknown_choice_is_a_bug(tokenizer):
+    with pytest.raises(ValueError, match="train_on is 'first'"):
+        ChatTemplate(DEFAULT_TEMPLATE, tokenizer).encode(ONE, "first")  # pyright: ignore[reportArgumentType]
