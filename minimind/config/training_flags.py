@@ -85,6 +85,12 @@ class PlaceFlags:
         (DEFAULT_DATA,),
         "data",
     )
+    task: str = flag(
+        "pretrain on text, or fine-tune on conversations (sft): only assistant turns are targets",
+        "pretrain",
+        "data",
+        choices=("pretrain", "sft"),
+    )
     tokenizer: str | None = flag(
         "SentencePiece .model file, Hugging Face tokenizer.json, or a directory with either",
         None,

@@ -79,6 +79,10 @@ CHECKPOINT_TIMEOUT_S = 3600
 
 def pretrain(run: RunConfig, progress: Progress) -> int:
     """Train until the run ends or is asked to stop; return 0 or 75. --dry_run only prints."""
+    if run.task == "sft":
+        raise UsageError(
+            f"task = sft ({run.sources['task']}) cannot read conversations yet; drop it"
+        )
     progress.stop.limit(run.max_minutes)
     launch = read_launch(os.environ)
     initial = read_initial(run)
