@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.engine.collective_clock import CommunicationClock
@@ -18,12 +19,14 @@ from minimind.engine.loss_of_batch import (
     eval_chunk_positions,
     loss_chunk_positions,
     mean_routing,
+    split_rows,
     uncompiled,
 )
 from minimind.engine.optimizer.state import ZeroState
 from minimind.engine.optimizer.weight_average import WeightAverage
 from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.plain_backend import StepResult
+from minimind.model.loss import IGNORED
 from minimind.runtime.collectives import Ranks, lost_peers
 
 COMPILE_TIMEOUT = 3600.0  # seconds that ranks wait for one that compiles
@@ -40,6 +43,7 @@ class Engine(Ranks):
         self.parameters = parameters  # of the whole model; at stage 3 a rank holds a part
         self.resolved = resolved
         self.device = device
+        self.counts_targets = resolved.run.task == "sft"  # rows have tokens that are no targets
         self.loss_chunk_size = loss_chunk_positions(resolved.run)
         self.eval_chunk_size = eval_chunk_positions(resolved.run, device)
         self.compiling = CompileClock(resolved.run)
@@ -92,25 +96,25 @@ class Engine(Ranks):
 
         The update is skipped if the gradient norm before clipping is above `norm_limit`.
 
-        The learning rate is set first, since DeepSpeed updates at the last micro-batch. Rows are
-        packed and every micro-batch has the same number of targets, so the mean over micro-batches
-        and ranks equals the mean over tokens.
+        The learning rate is set first, since DeepSpeed updates at the last micro-batch. The loss is
+        the mean over all targets of the step. In pretraining every micro-batch has the same number
+        of targets, so that is the mean over micro-batches and ranks; otherwise targets are counted.
         """
         backend = self.backend
         actual_lr, skipped_before = backend.begin(lr), backend.skipped_steps
         norm, routings, sums, counts = None, [], [], []
         with lost_peers():
+            divisor = self._mean_targets(micro_batches) if self.counts_targets else None
             for number, rows in enumerate(micro_batches, 1):
                 is_last = number == len(micro_batches)
                 with backend.micro_batch(is_last):
                     rows = rows.to(self.device, non_blocking=True)
                     clock.mark("data")
-                    loss = compute_loss(
-                        backend.forward, rows[:, :-1], rows[:, 1:], self.loss_chunk_size
-                    )
+                    parts = split_rows(rows, self.counts_targets)
+                    loss = compute_loss(backend.forward, *parts, self.loss_chunk_size)
                     self._wait_for_compilation()
                     clock.mark("forward")
-                    backend.backward(loss.total)
+                    backend.backward(loss.total if divisor is None else loss.divided_by(divisor))
                     clock.mark("backward")
                 norm = backend.update(is_last, norm_limit)
                 if is_last and self.average:
@@ -130,6 +134,19 @@ class Engine(Ranks):
             mean_routing(routings),
         )
 
+    def _mean_targets(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Mean number of targets per micro-batch of the step, over all ranks (collective).
+
+        float32 on the device, which is not waited for. If summed losses are divided by it, their
+        mean over micro-batches and ranks is the mean over all targets. A step without targets
+        counts as one with a single target, so that its loss is 0.
+        """
+        counts = [(rows[:, 1:] >= 0).sum() for rows in micro_batches[:]]  # shows no progress
+        total = torch.stack(counts).sum().to(self.device, non_blocking=True)
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        return total.clamp(min=1) / (self.world_size * self.resolved.run.accumulation_steps)
+
     def _wait_for_compilation(self) -> None:
         """After the first forward pass, which compiles, wait until every rank has compiled.
 
@@ -146,8 +163,11 @@ class Engine(Ranks):
         """Return summed loss and target count of rows (B, T + 1); leaves the model in eval mode."""
         self.backend.forward.eval()
         rows = rows.to(self.device)
-        inputs = rows[:, :-1].clamp(min=0)  # ignored positions need valid ids
+        if self.counts_targets:  # IGNORED is also ~99; alone in a row it is padding
+            rows = rows.masked_fill((rows == IGNORED).all(1, keepdim=True), ~0)
+        inputs, targets = split_rows(rows, self.counts_targets)
+        inputs = inputs.clamp(min=0)  # ignored positions need valid ids
         # Uncompiled: batches of other shapes than in training would trigger recompilation.
         with lost_peers(), uncompiled(self.model):
-            loss = compute_loss(self.backend.forward, inputs, rows[:, 1:], self.eval_chunk_size)
+            loss = compute_loss(self.backend.forward, inputs, targets, self.eval_chunk_size)
         return loss.loss_sum, loss.tokens

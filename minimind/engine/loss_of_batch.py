@@ -1,7 +1,8 @@
 """The loss of a micro-batch, routing metrics, and torch.compile of the model.
 
 Inputs and targets are (B, T) token ids on the model's device: a row without its last and without
-its first token.
+its first token. In fine-tuning a token t of a row that is no target is stored as ~t, which is
+negative.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from minimind.config.run_config import RunConfig
 from minimind.model.experts import Routing
-from minimind.model.loss import mean_with_nan_grads
+from minimind.model.loss import IGNORED, mean_with_nan_grads
 from minimind.model.sizes import LOSS_CHUNK
 from minimind.runtime.collectives import Ranks
 from minimind.runtime.terminal import phase
@@ -48,10 +49,26 @@ class MicroBatchLoss:
         Both are means over rows of equal length, so their mean over micro-batches and ranks is the
         mean over the rows of a step, however it is split.
         """
+        return self.divided_by(self.tokens)
+
+    def divided_by(self, targets: torch.Tensor) -> torch.Tensor:
+        """The same with the summed cross-entropy divided by `targets`, a positive scalar."""
         if self.routing is None:
-            return mean_with_nan_grads(self.loss_sum, self.tokens)
+            return mean_with_nan_grads(self.loss_sum, targets)
         balance = self.routing.aux_loss
-        return mean_with_nan_grads(self.loss_sum, self.tokens, also=balance) + balance
+        return mean_with_nan_grads(self.loss_sum, targets, also=balance) + balance
+
+
+def split_rows(rows: torch.Tensor, counts_targets: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets (B, T) of rows (B, T + 1).
+
+    With `counts_targets` negative tokens are converted: inputs are ids, targets may be IGNORED.
+    """
+    if not counts_targets:
+        return rows[:, :-1], rows[:, 1:]
+    is_target = rows >= 0
+    ids, targets = torch.where(is_target, rows, ~rows), torch.where(is_target, rows, IGNORED)
+    return ids[:, :-1], targets[:, 1:]
 
 
 def compute_loss(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minimind.engine.engine import Engine
-from minimind.engine.loss_of_batch import MicroBatchLoss, compute_loss, uncompiled
+from minimind.engine.loss_of_batch import MicroBatchLoss, compute_loss, split_rows, uncompiled
 
 PIECE = 2**22  # elements that are summed at once: the sum converts them to int64 first
 FP16_SCALE = 2.0**10  # of the loss, so that gradients in float16 are not too small
@@ -31,7 +31,7 @@ class Replay:
     """Result of one forward and backward pass over some rows."""
 
     rows: int  # checksum of the token ids
-    loss: float  # nats per token
+    loss: float  # nats per token; 0 without targets
     norms: list[float]  # of the gradient of each weight; empty at stage 3
     sums: list[int]  # checksums of the loss and of these gradients
 
@@ -103,7 +103,7 @@ def replay(engine: Engine, rows: Tensor, rank: int, is_whole: bool) -> Replay:
         loss_sum, targets = loss.loss_sum.detach(), loss.tokens
         norms, sums = record.norms, [*sums, *record.sums]
     sums.append(sum_of_bits(loss_sum))
-    mean = loss_sum.double() / targets
+    mean = loss_sum.double() / targets.clamp(min=1)
     rows_sum, *others = torch.stack(sums).tolist()
     return Replay(rows_sum, float(mean), torch.stack(norms).tolist() if norms else [], others)
 
@@ -119,9 +119,11 @@ def _loss_and_gradients(
     scale = FP16_SCALE if engine.resolved.run.dtype == "float16" else 1.0
     try:
         with nullcontext() if is_whole else uncompiled(model):
-            loss = compute_loss(model, rows[:, :-1], rows[:, 1:], engine.loss_chunk_size)
+            parts = split_rows(rows, engine.counts_targets)
+            loss = compute_loss(model, *parts, engine.loss_chunk_size)
+            total = loss.divided_by(loss.tokens.clamp(min=1)) * scale
             # Not backward(), whose hooks reduce gradients.
-            torch.autograd.grad(loss.total * scale, weights, allow_unused=True)
+            torch.autograd.grad(total, weights, allow_unused=True)
     finally:
         record.close()
     return loss, record

@@ -1,0 +1,91 @@
+"""Worker of test_target_means.py: steps over rows with unequal numbers of targets.
+
+Usage: RANKS of ... target_means OUT_DIR STAGE,DTYPE,MICRO_BATCHES ...      (STAGE None: without)
+Each case takes the same rows a step, however they are split, and saves losses, gradient norms and
+the fp32 weights of all ranks to OUT_DIR/CASE.pt.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minimind.engine.build import leave_process_group
+from minimind.engine.phase_clock import PhaseClock
+from tests.distributed.engines import ROWS, Case, build, state_of, text
+
+# Targets of each row, of 16, by step. Then whole micro-batches, a whole rank of two, and all.
+TARGETS = [
+    [16, 3, 1, 9, 12, 2, 5, 7],
+    [4, 16, 0, 0, 2, 1, 16, 3],
+    [5, 1, 11, 8, 0, 0, 0, 0],
+    [0, 0, 0, 0, 0, 0, 0, 0],
+    [1, 1, 2, 1, 16, 15, 14, 16],
+]
+SGD = "--optimizer sgd --task sft"  # a step is in proportion to the gradient, as not with Adam
+
+
+def marked(rows: torch.Tensor, targets: list[int]) -> torch.Tensor:
+    """Rows (B, T + 1) of which only some tokens, anywhere behind the first, are targets."""
+    draw = torch.Generator().manual_seed(sum(targets))
+    marks = torch.full_like(rows, True, dtype=torch.bool)
+    for row, count in enumerate(targets):
+        marks[row, 1 + torch.randperm(rows.shape[1] - 1, generator=draw)[:count]] = False
+    return torch.where(marks, ~rows, rows)
+
+
+def rows_of(step: int) -> torch.Tensor:
+    """All rows of a step, (ROWS, T + 1)."""
+    return marked(text()[ROWS * step : ROWS * (step + 1)], TARGETS[step])
+
+
+def course(case: Case) -> dict[str, Any]:
+    """Losses and norms of all steps, and the weights at their end, on every rank."""
+    engine = build(case, seed=1)
+    clock, found = PhaseClock(engine.device), {"losses": [], "norms": [], "skipped": 0}
+    for step in range(len(TARGETS)):
+        share = rows_of(step).chunk(engine.world_size)[engine.rank]
+        engine.seed(step)
+        clock.begin()
+        result = engine.step(share.chunk(case.accumulation), 0.1, clock)
+        loss, count = engine.sum_over_ranks([float(result.loss_sum), float(result.tokens)])
+        assert count == sum(TARGETS[step])
+        found["losses"].append(loss / max(count, 1.0))
+        norm = result.grad_norm
+        assert norm is not None
+        found["norms"].append(float(norm))
+        found["skipped"] = int(result.skipped_so_far)
+    weights = {k: v for k, v in state_of(engine).items() if k.startswith("fp32|")}
+    return {**found, "weights": weights}
+
+
+def main() -> None:
+    """Take every case of the command line; rank 0 saves each."""
+    root = Path(sys.argv[1])
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    # DeepSpeed accepts no fp16 on a CPU: its check is answered for it.
+    accelerator: Any = import_module("deepspeed.accelerator").get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        os.environ.setdefault(name, value)
+    for words in sys.argv[2:]:
+        stage, dtype, accumulation = words.split(",")
+        case = Case(None if stage == "None" else int(stage), dtype, int(accumulation), flags=SGD)
+        found = course(case)
+        if dist.get_rank() == 0:
+            torch.save(found, root / f"{words}.pt")
+        if os.environ["WORLD_SIZE"] == "1" and case.stage is None:
+            leave_process_group()
+    if dist.is_initialized():
+        dist.barrier()
+    os._exit(0)  # several engines share one process group: none of them may take it down
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Fine-tuning rows: a token t that is no target is stored as ~t; a step's loss is the mean over
+the targets of all its micro-batches. Against a float64 reference, in one process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minimind.config.deepspeed.resolve import ResolvedConfig
+from minimind.config.parse import parse_flags
+from minimind.engine.build import Engine, build_engine, leave_process_group
+from minimind.engine.phase_clock import PhaseClock
+from minimind.engine.replay import replay
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.loss import IGNORED
+from tests.distributed.host_reads import counted
+
+SHAPE: dict[str, Any] = {"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 1}
+SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+EXPERTS = {"use_moe": True, "n_routed_experts": 4, "num_experts_per_tok": 2}
+ONCE = 95  # an id that the rows below do not have
+IDS = torch.randint(ONCE, (4, 9), generator=torch.Generator().manual_seed(1))
+IS_TARGET = torch.tensor(
+    [[0, 0, 1, 1, 1, 0, 0, 1, 0], [0] * 9, [0, 1, 1, 1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 1, 0, 0, 0, 0]]
+).bool()  # the first token of a row is never a target
+ROWS = torch.where(IS_TARGET, IDS, ~IDS)
+BuildEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[BuildEngine]:
+    """Builds engines of one process, one after another."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**alone, "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    def build(flags: str = "--task sft", **shape: Any) -> Engine:
+        leave_process_group()
+        os.environ["LOCAL_RANK"] = "0"  # which a process alone removes
+        words = f"--dtype float32 --device cpu --grad_clip 0 {flags}"
+        torch.manual_seed(1)
+        model = MiniMindForCausalLM(MiniMindConfig(**SHAPE, **shape))
+        return build_engine(ResolvedConfig(parse_flags(words.split()), "single"), model, "cpu")
+
+    yield build
+    leave_process_group()
+
+
+def gradients_of(engine: Engine, rows: Tensor) -> tuple[Any, dict[str, Tensor]]:
+    """Result of one step over rows, and the gradient of its update by name."""
+    seen: dict[str, Tensor] = {}
+    weights = dict(engine.model.named_parameters())
+
+    def look(*_: Any) -> None:
+        for name, p in weights.items():
+            assert p.grad is not None
+            seen[name] = p.grad.clone()
+
+    handle = engine.backend.optimizer.register_step_pre_hook(look)
+    clock = PhaseClock(engine.device)
+    clock.begin()
+    result = engine.step(rows.chunk(engine.resolved.run.accumulation_steps), 1e-2, clock)
+    handle.remove()
+    return result, seen
+
+
+def reference(model: Any, parts: int) -> tuple[float, dict[str, Tensor]]:
+    """Mean cross-entropy over the targets of ROWS, and its gradients with the balance loss."""
+    model = deepcopy(model).double()
+    total: Any = 0.0
+    for ids, is_target in zip(IDS.chunk(parts), IS_TARGET.chunk(parts), strict=True):
+        out = model(input_ids=ids[:, :-1])
+        chosen = is_target[:, 1:]
+        sums = F.cross_entropy(out.logits[chosen], ids[:, 1:][chosen], reduction="sum")
+        total = total + sums / IS_TARGET[:, 1:].sum()
+        if out.aux_loss is not None:
+            total = total + out.aux_loss / parts
+    total.backward()
+    return total.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("shape", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_a_step_has_the_gradient_of_the_mean_over_its_targets(built: BuildEngine, parts, shape):
+    engine = built(f"--task sft --accumulation_steps {parts}", **shape)
+    engine.model.train()
+    expected, gradients = reference(engine.model, parts)
+    result, found = gradients_of(engine, ROWS)
+    assert int(result.tokens) == int(IS_TARGET[:, 1:].sum())
+    loss = float(result.loss_sum) / float(result.tokens)
+    balance = 0.0 if result.routing is None else float(result.routing.aux_loss)
+    assert loss + balance == pytest.approx(expected, rel=1e-6)
+    for name, gradient in gradients.items():
+        assert (found[name] - gradient).abs().max() <= 2e-6 * gradient.abs().max(), name
+    norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
+    assert float(result.grad_norm) == pytest.approx(float(norm), rel=2e-6)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_the_last_token_has_no_effect_unless_it_is_a_target(built: BuildEngine, parts):
+    assert not IS_TARGET[0, -1]
+    rows = ROWS.clone()
+    rows[0, -1] = ~ONCE
+    flags = f"--task sft --accumulation_steps {parts}"
+    (one, of_one), (other, of_other) = (gradients_of(built(flags), r) for r in (ROWS, rows))
+    assert one.loss_sums == other.loss_sums
+    for name, gradient in of_one.items():
+        assert torch.equal(gradient, of_other[name]), name
+    _, untied = gradients_of(built(flags, tie_word_embeddings=False), rows)
+    assert not untied["model.embed_tokens.weight"][ONCE].any()
+    rows[0, -1] = ONCE
+    assert gradients_of(built(flags), rows)[0].loss_sums != one.loss_sums
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_rows_of_targets_alone_are_trained_as_in_pretraining_to_the_bit(built: BuildEngine, parts):
+    def course(task: str) -> tuple[list[Tensor], list[Tensor]]:
+        engine = built(f"--task {task} --accumulation_steps {parts}")
+        losses = [gradients_of(engine, IDS)[0].loss_sum for _ in range(3)]
+        return losses, [p.detach() for p in engine.model.parameters()]
+
+    (losses, weights), (others, other_weights) = course("pretrain"), course("sft")
+    assert losses == others
+    assert all(map(torch.equal, weights, other_weights))
+
+
+def test_without_any_target_the_gradient_is_0(built: BuildEngine):
+    engine = built("--task sft --accumulation_steps 2")
+    result, found = gradients_of(engine, torch.where(IDS >= 0, ~IDS, 0))
+    assert float(result.loss_sum) == float(result.tokens) == float(result.grad_norm) == 0.0
+    assert not result.is_skipped
+    assert not any(gradient.any() for gradient in found.values())
+
+
+@pytest.mark.parametrize(("task", "times"), [("pretrain", 0), ("sft", 1)])
+def test_targets_are_counted_without_a_wait_and_only_in_fine_tuning(
+    built: BuildEngine, monkeypatch: pytest.MonkeyPatch, task: str, times: int
+):
+    engine, clock, calls = built(f"--task {task}"), PhaseClock(torch.device("cpu")), []
+    true_count = engine._mean_targets
+
+    def count(micro_batches: Sequence[Tensor]) -> Tensor:
+        calls.append(len(micro_batches))
+        return true_count(micro_batches)
+
+    monkeypatch.setattr(engine, "_mean_targets", count)
+    clock.begin()
+    with counted() as reads:
+        engine.step([IDS], 1e-3, clock)
+    assert not reads
+    assert calls == [1] * times
+
+
+def test_a_validation_batch_may_be_padded_with_rows_of_ignored(built: BuildEngine):
+    """~IGNORED is 99, which is no id here."""
+    engine = built()
+    loss, count = engine.loss_of(ROWS)
+    padded, same = engine.loss_of(torch.cat([ROWS, torch.full((2, 9), IGNORED)]))
+    assert int(count) == int(same) == int(IS_TARGET[:, 1:].sum())
+    assert float(padded) == pytest.approx(float(loss), rel=1e-6)
+    expected, _ = reference(engine.model, 1)
+    assert float(loss / count) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_replay_takes_such_rows_and_those_without_targets(built: BuildEngine):
+    engine = built()
+    seen = replay(engine, ROWS, 0, is_whole=True)
+    expected, gradients = reference(engine.model, 1)
+    assert seen.loss == pytest.approx(expected, rel=1e-6)
+    norms = [float(gradient.norm()) for gradient in gradients.values()]
+    assert seen.norms == pytest.approx(norms, rel=1e-5)
+    nothing = replay(engine, ROWS[1:2], 0, is_whole=False)
+    assert nothing.loss == 0.0
+    assert not any(nothing.norms)
