@@ -172,11 +172,12 @@ class SpikeGuard:
         if not isinstance(self.held, HeldStep):  # the last step of a checkpoint
             return []
         engine, order, step = self.engine, self.batches.order, self.held.step
-        sums = [float(loss) for loss in self.held.result.loss_sums]
+        sums, counts = self.held.result.loss_sums, self.held.result.targets
+        means = [float(s) / max(float(n), 1.0) for s, n in zip(sums, counts, strict=True)]
         number = max(
-            range(len(sums)), key=lambda n: sums[n] if math.isfinite(sums[n]) else math.inf
+            range(len(means)), key=lambda n: means[n] if math.isfinite(means[n]) else math.inf
         )
-        first = order.positions(step).start + engine.rank * len(sums) * self.micro_batch_rows
+        first = order.positions(step).start + engine.rank * len(means) * self.micro_batch_rows
         own = []
         for at, row in enumerate(self.batches.at(step)[number], number * self.micro_batch_rows):
             loss_sum, targets = engine.loss_of(row[None])

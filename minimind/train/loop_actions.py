@@ -139,7 +139,7 @@ def log_step(context: RunContext, state: TrainState, result: StepResult) -> None
     context.logger.step(
         {
             "step": state.step,
-            "loss": loss / count,
+            "loss": loss / max(count, 1.0),
             "lr": result.lr,
             "grad_norm": norm,
             "clipped": norm is not None and 0 < context.run.grad_clip < norm < math.inf,
