@@ -137,7 +137,7 @@ def _sum_loss(
         losses.append(loss)
         counts.append(count)
         targets = batch[:, 1:]
-        text_bytes += float(held_out.piece_bytes[targets[targets != IGNORED]].sum())
+        text_bytes += float(held_out.piece_bytes[targets[targets >= 0]].sum())
     return [sum(torch.stack(losses).tolist()), sum(torch.stack(counts).tolist()), text_bytes]
 
 

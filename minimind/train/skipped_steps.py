@@ -115,7 +115,8 @@ class SkippedSteps:
             batch = micro_batches[number].tolist()
             for at, tokens in enumerate(batch, number * len(batch)):
                 place = {"micro_batch": number, "position": first + at, "row": indices[at]}
-                rows.append({**place, "loss": None, "tokens": tokens})
+                ids = [token if token >= 0 else ~token for token in tokens]  # of no targets: ~token
+                rows.append({**place, "loss": None, "tokens": ids})
         return NonfiniteRows(bad, rows[:MAX_ROWS], len(rows[MAX_ROWS:]))
 
     def _lines(

@@ -53,6 +53,20 @@ def test_every_row_counts_once_whatever_the_number_of_ranks(world_size, n_rows):
     assert len({r.passes for r in ranks}) == 1  # a forward pass is collective under ZeRO-3
 
 
+def test_only_targets_stand_for_bytes_of_text():
+    """Tokens that are no targets are negative, and are no places from the end of a table."""
+
+    class Marked(Rows):
+        def read_rows(self, indices, row_tokens):
+            tokens = super().read_rows(indices, row_tokens)
+            return np.where(tokens % 2, tokens, ~tokens)
+
+    held_out = HeldOutRows(Marked(), np.arange(2), ROW, np.arange(100))  # type: ignore[arg-type] (stand-ins)
+    rank = Ranks(0, 1)
+    evaluate(rank, held_out, 2)  # type: ignore[arg-type] (stand-ins)
+    assert rank.sums[2] == 1 + 3 + 7 + 9  # not 5, the first of its row
+
+
 def test_the_sums_of_all_batches_are_read_at_once():
     """On a GPU a read per batch would wait for it, and the next batch would be late."""
     bytes_of = np.full(100, 3, dtype=np.int32)

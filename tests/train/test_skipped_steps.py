@@ -85,6 +85,13 @@ def test_a_skipped_step_is_one_line_one_event_and_its_rows(tmp_path):
     ]
 
 
+def test_tokens_that_are_no_targets_are_dumped_as_ids(tmp_path):
+    steps, _ = alone(tmp_path, "")
+    steps.batches_at = lambda step: [~rows for rows in micro_batches()]
+    steps.check(2, result([1.0, NAN], 1, True))
+    assert [row["tokens"] for row in lines_of(tmp_path)] == [[6, 7, 8], [9, 10, 11]]
+
+
 def test_of_a_gradient_alone_the_range_of_rows_is_reported(tmp_path):
     steps, ear = alone(tmp_path, "")
     steps.check(2, result([1.0, 2.0], 1, True))
