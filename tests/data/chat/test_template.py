@@ -1,6 +1,7 @@
 """Which tokens are trained on, and templates that do not fit."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -123,8 +124,19 @@ def test_text_that_is_normalized_to_another_size(byte_level):
     messages = [Message("user", "e\u0301" * 5), Message("assistant", "e\u0301" * 7)]
     ids, targets = template.encode(messages)
     assert byte_level.decode(ids[targets]) == "é" * 7
-    _, targets = ChatTemplate(CHATML.replace("<|im_end|>", " "), byte_level).encode(messages)
-    assert targets.any()
+    without_tokens = CHATML_MARKED.replace("<|im_start|>", "").replace("<|im_end|>", "")
+    ids, targets = ChatTemplate(without_tokens, byte_level).encode(messages)
+    assert byte_level.decode(ids[targets]) == "é" * 7
+
+
+def test_a_special_token_that_begins_with_another(tmp_path):
+    train_tokenizer(["some text"] * 9, 512, tmp_path / "tokenizer.model", special=["<t>", "<t>+"])
+    tokenizer = Tokenizer(tmp_path)
+    template = ChatTemplate("<t>+{% generation %}<t>a{% endgeneration %}{# messages #}", tokenizer)
+    special = tokenizer.special_tokens()
+    ids, targets = template.encode(ONE)
+    assert ids.tolist() == [special["<t>+"], special["<t>"], *tokenizer.encode("a")]
+    assert targets.tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize("name", [*SPECIAL_TOKENS, "</s>", "<s>"])
@@ -169,6 +181,14 @@ def test_no_piece_of_text_has_a_header_and_content(tokenizer):
         (
             CHATML.replace("<|im_start|>", "<\uff5cstart\uff5c>"),
             "writes <\uff5cstart\uff5c>, which",
+        ),
+        (CHATML.replace("assistant", "model"), "has no {% generation %}, and the text of the mess"),
+        (
+            CHATML.replace(
+                "m['content']",
+                "(m['content'] if loop.last or m['role'] == 'user' else 'thoughts left out')",
+            ),
+            "up to turn 2 is not the beginning of the whole",
         ),
         (
             CHATML.replace("m['content']", "(m['content'] if loop.last else 'cut')"),
@@ -252,3 +272,11 @@ def test_spans_by_piece():
 def test_an_unknown_choice_is_a_bug(tokenizer):
     with pytest.raises(ValueError, match="train_on is 'first'"):
         ChatTemplate(DEFAULT_TEMPLATE, tokenizer).encode(ONE, "first")  # pyright: ignore[reportArgumentType]
+
+
+def test_threads_may_share_a_source(tokenizer):
+    templates = [ChatTemplate(DEFAULT_TEMPLATE, tokenizer) for _ in range(2)]
+    expected = templates[0].encode(TWO)[1].tolist()
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda number: templates[number % 2].encode(TWO)[1].tolist(), range(400))
+        assert all(targets == expected for targets in found)
