@@ -128,8 +128,8 @@ class PlaceFlags:
         "restrict attention to the document, and restart positions in each", False, "data"
     )
     train_on: str | None = flag(
-        "with --task sft: the targets are all assistant turns (assistant, the default), the last one"
-        " of each conversation (last), or everything (all)",
+        "with --task sft: the targets are all assistant turns (assistant, the default), the last"
+        " one of each conversation (last), or everything (all)",
         None,
         "data",
         choices=("assistant", "last", "all"),

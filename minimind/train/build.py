@@ -16,11 +16,11 @@ from minimind.checkpoint.validation import validate_data_order
 from minimind.config.run_config import LAUNCH, RunConfig
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
 from minimind.config.training_flags import DEFAULT_DATA
-from minimind.data.chat.template import read_template
 from minimind.data.loader.batches import Batches, held_out_rows
 from minimind.data.loader.mixture import Mixture, Ranges, count_rows
 from minimind.data.loader.row_order import Order
 from minimind.data.loader.skip_rows import read_skip_rows
+from minimind.data.prepare.chat_tokenizer import read_template
 from minimind.data.prepare.prepare import (
     Prepared,
     PrepareRequest,
@@ -93,8 +93,6 @@ def prepare_data(run: RunConfig) -> Prepared:
 
 def with_prepared(run: RunConfig, prepared: Prepared) -> RunConfig:
     """Return the run with the values its data decides; raise UsageError if a flag differs."""
-    if run.task == "sft":  # special tokens of the template were added
-        run = run.with_values("--task sft", vocab_size=prepared.tokenizer.vocab_size)
     by = f"--tokenizer {run.tokenizer}" if run.tokenizer else f"--data_path {prepared.directory}"
     run = with_derived_values(run, by, {"vocab_size": prepared.tokenizer.vocab_size})
     options = Options(**prepared.manifest["options"]).to_json()

@@ -28,6 +28,7 @@ from minimind.checkpoint.validation import read_config
 from minimind.config.checks import check
 from minimind.config.model_flags import SHAPE as FLAGS_OF_SHAPE
 from minimind.config.run_config import RunConfig
+from minimind.data.prepare.chat_tokenizer import chat_tokenizer, read_template
 from minimind.data.prepare.prepare import is_prepared
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.engine.optimizer.mup import scale_initial_weights
@@ -160,6 +161,25 @@ def read_initial(run: RunConfig) -> InitialModel:
         )
     run = _with_shape_and_tokenizer(run, by, weights.config, weights.tokenizer)
     return InitialModel(run, MiniMind(), weights)
+
+
+def fine_tuned(initial: InitialModel) -> InitialModel:
+    """Return the model of --task sft: with the chat template's tokens, blind across conversations.
+
+    Raise UsageError without a tokenizer, which comes with --init_from.
+    """
+    run = initial.run.with_values("--task sft", doc_mask=True)
+    if run.tokenizer is None:
+        raise UsageError(
+            "--task sft needs a model to start from; give --init_from, a run's out_dir for example"
+        )
+    before = load_tokenizer(run.tokenizer)
+    template, cache_dir = read_template(run.chat_template), Path(run.cache_dir).expanduser()
+    after = chat_tokenizer(before, template, cache_dir)
+    if after.vocab_size == before.vocab_size:
+        run = run.with_values("--task sft", tokenizer=str(after.path.parent))
+        return replace(initial, run=run)
+    return replace(initial, run=run).with_special_tokens(before, after)
 
 
 def _of_transformers(run: RunConfig, model: HuggingFace, folder: Path) -> InitialModel:

@@ -63,7 +63,7 @@ from minimind.train.build import (
     sidecar_files,
     with_prepared,
 )
-from minimind.train.initial_weights import InitialModel, read_initial
+from minimind.train.initial_weights import InitialModel, fine_tuned, read_initial
 from minimind.train.loop import GO_BACK, train
 from minimind.train.loop_actions import RunContext, register_cleanup
 from minimind.train.memory_report import report_out_of_memory
@@ -79,13 +79,11 @@ CHECKPOINT_TIMEOUT_S = 3600
 
 def pretrain(run: RunConfig, progress: Progress) -> int:
     """Train until the run ends or is asked to stop; return 0 or 75. --dry_run only prints."""
-    if run.task == "sft":
-        raise UsageError(
-            f"task = sft ({run.sources['task']}) cannot read conversations yet; drop it"
-        )
     progress.stop.limit(run.max_minutes)
     launch = read_launch(os.environ)
     initial = read_initial(run)
+    if run.task == "sft":
+        initial = fine_tuned(initial)
     run = initial.run
     setup = read_setup(run, launch)
     # Report every mistake before the long work.

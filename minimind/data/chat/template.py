@@ -94,6 +94,12 @@ class ChatTemplate:
             raise encoded
         return encoded
 
+    def require_usable(self, messages: Sequence[Message], train_on: TrainOn = "assistant") -> None:
+        """Raise DocumentError for a conversation that cannot be encoded; see `encode`."""
+        found = self._text_and_spans_or_error(messages, train_on)
+        if isinstance(found, DocumentError):
+            raise found
+
     def encode_batch(
         self,
         conversations: Iterable[Sequence[Message]],

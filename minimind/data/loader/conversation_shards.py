@@ -135,8 +135,8 @@ class ConversationShards(TokenShards):
                 cut, dropped = cut + bool(kept), dropped + (not kept)
                 begin, at = int(ends[at]), at + 1
             sizes.append(len(starts) - before)
-        as_array = [np.array(values, dtype=np.int64) for values in (starts, stops)]
-        return Packing(*as_array, tuple(sizes), len(ends), cut, dropped)
+        first, last = (np.array(values, dtype=np.int64) for values in (starts, stops))
+        return Packing(first, last, tuple(sizes), len(ends), cut, dropped)
 
     def _turns_within(self, start: int, length: int) -> int:
         """Tokens up to the last end of an assistant turn within `length`; 0 if there is none."""
@@ -148,5 +148,3 @@ class ConversationShards(TokenShards):
 def describe(shards: Any, row_tokens: int) -> str:
     """The packing of conversations; empty for text."""
     return str(shards.packing(row_tokens)) if isinstance(shards, ConversationShards) else ""
-
-

@@ -13,20 +13,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from minimind.data.chat.conversations import conversation_of
+from minimind.data.chat.conversations import conversation_of, conversation_of_line
 from minimind.data.chat.template import ChatTemplate
 from minimind.data.loader.conversation_shards import DTYPE, marked
 from minimind.data.loader.manifest import SPLITS, is_whole
 from minimind.data.loader.token_shards import ShardWriter, token_dtype
 from minimind.data.prepare.unit_reader import Batch, UnitReader
 from minimind.data.prepare.work_units import Plan, Unit
+from minimind.data.text.documents import DocumentError, ReadOptions
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.runtime.durable_files import canonical_json, storing, sync_directory, write_whole
 
@@ -60,12 +61,36 @@ class Work:
         template = self.plan.options.chat_template
         return None if template is None else ChatTemplate(template, self.tokenizer)
 
+    @property
+    def _train_on(self) -> Any:
+        return self.plan.options.train_on
+
+    @property
+    def reading(self) -> ReadOptions:
+        """How documents are read; conversations that cannot be encoded are rejected."""
+        reading, chat = self.plan.options.reading, self._chat
+        if chat is None:
+            return reading
+
+        def parse(line: bytes | bytearray, reading: ReadOptions) -> str:
+            text = conversation_of_line(line, reading)
+            chat.require_usable(conversation_of(text), self._train_on)
+            return text
+
+        return replace(reading, parse=parse)
+
     def encode(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
         """Tokens of each document; of conversations with the marks of targets."""
         if self._chat is None:
             return self.tokenizer.encode_arrays(texts, threads)
-        train_on = self.plan.options.train_on or "assistant"
-        return [marked(*self._chat.encode(conversation_of(text), train_on)) for text in texts]
+        encoded = self._chat.encode_batch(map(conversation_of, texts), self._train_on, threads)
+        documents = []
+        for one in encoded:
+            assert not isinstance(one, DocumentError)  # see `reading`
+            ids, targets = one
+            targets[:1] = False  # nothing of the same conversation predicts it
+            documents.append(marked(ids, targets))
+        return documents
 
     def path(self, kind: str, number: int) -> Path:
         """`unit-00012.json`, its marker, or `rejected-00012.jsonl`."""
@@ -135,8 +160,17 @@ def encode_unit(work: Work, unit: Unit) -> None:
     for given in work.plan.inputs_of(unit):
         given.require_unchanged()
     rejected = work.path("rejected", number)
-    reader = UnitReader(unit, work.plan.options, work.is_strict, rejected, work.report_bytes)
-    writers = {split: ShardWriter(directory, f"{split}-{number:05d}", work.dtype) for split in SPLITS}
+    reader = UnitReader(
+        unit,
+        work.reading,
+        work.plan.options.val_fraction,
+        work.is_strict,
+        rejected,
+        work.report_bytes,
+    )
+    writers = {
+        split: ShardWriter(directory, f"{split}-{number:05d}", work.dtype) for split in SPLITS
+    }
     text_bytes: dict[str, int] = dict.fromkeys(SPLITS, 0)
     with ExitStack() as stack, storing(f"{directory}: cannot be written", REMEDY):
         work.begin(unit)

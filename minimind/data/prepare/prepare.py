@@ -11,13 +11,13 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from minimind.data.chat.template import tokens_of
 from minimind.data.loader.conversation_shards import ConversationShards
 from minimind.data.loader.manifest import (
     FORMAT_VERSION,
@@ -161,7 +161,7 @@ def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
     )
     tokenizer = tokenizer_of(request, plan, trained, REMEDY)
     if plan.options.chat_template is not None:
-        tokenizer = with_template_tokens(tokenizer, plan.options.chat_template, cache_dir)
+        require_lines(plan)
     directory = cache_dir / f"tokens-{fingerprint({**documents, 'is': tokenizer.fingerprint})}"
 
     def build(draft: Path) -> None:
@@ -183,19 +183,14 @@ def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
     return prepared
 
 
-def with_template_tokens(tokenizer: AnyTokenizer, template: str, cache_dir: Path) -> AnyTokenizer:
-    """The tokenizer with the special tokens of a chat template, in the cache."""
-    names = tokens_of(template)
-    known = tokenizer.special_tokens()
-    if all(name in known for name in names):
-        return tokenizer
-    directory = cache_dir / f"tokenizer-{fingerprint([tokenizer.fingerprint, names])}"
-
-    def build(draft: Path) -> None:
-        with_special_tokens(tokenizer, names, draft)
-
-    build_once(directory, build, REMEDY)
-    return load_tokenizer(directory)
+def require_lines(plan: Plan) -> None:
+    """Raise DataError for a file that holds no lines of conversations."""
+    for given in plan.inputs:
+        if not kind_of(Path(given.path)).startswith(".jsonl"):
+            raise DataError(
+                f"{given.path}: conversations are read from .jsonl, .jsonl.gz and .jsonl.zst; write"
+                " one conversation a line"
+            )
 
 
 def _content(path: Path) -> list[str]:

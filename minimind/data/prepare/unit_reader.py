@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from minimind.data.prepare.work_units import Options, Unit
+from minimind.data.prepare.work_units import Unit
 from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import Segment, kind_of
 from minimind.data.text.readers import in_file, read_segment
@@ -82,13 +82,15 @@ class UnitReader:
     def __init__(
         self,
         unit: Unit,
-        options: Options,
+        reading: ReadOptions,
+        val_fraction: float,
         is_strict: bool,
         listed: Path,
         report_bytes: Callable[[int], object],
     ) -> None:
         self.unit = unit
-        self.options = options
+        self.reading = reading
+        self.val_fraction = val_fraction
         self.is_strict = is_strict  # the first rejection is an error
         self.listed = listed  # file of the first `MAX_LISTED` rejections
         self.report_bytes = report_bytes
@@ -102,10 +104,11 @@ class UnitReader:
 
     def batches(self) -> Iterator[Batch]:
         """Yield batches of about `BATCH_CHARACTERS`."""
-        reading = self.options.reading
         texts: list[str] = []
         size = 0
-        for text, reached in documents_of(self.unit.segments, reading, self._reject, self.lines):
+        for text, reached in documents_of(
+            self.unit.segments, self.reading, self._reject, self.lines
+        ):
             texts.append(text)
             size += len(text) + DOCUMENT_CHARACTERS
             if size >= BATCH_CHARACTERS:
@@ -121,7 +124,7 @@ class UnitReader:
         contents = [text.encode() for text in texts]
         digests = [hashlib.sha256(content).digest() for content in contents]
         self.digest.update(b"".join(digests))
-        splits = [split_of(digest, self.options.val_fraction) for digest in digests]
+        splits = [split_of(digest, self.val_fraction) for digest in digests]
         return Batch(texts, splits, [*map(len, contents)])
 
     def _report(self, reached: int) -> None:

@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from minimind.runtime.durable_files import storing, write_whole
+from minimind.runtime.durable_files import read_small, storing, write_whole
 
 MODEL_NAME = "tokenizer.model"
 JSON_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
 SPECIALS_NAME = "special_tokens_map.json"
-TOKENIZER_FILES = (MODEL_NAME, JSON_NAME, CONFIG_NAME, SPECIALS_NAME)
+TEMPLATE_NAME = "chat_template.jinja"  # as transformers names it
+TOKENIZER_FILES = (MODEL_NAME, JSON_NAME, CONFIG_NAME, SPECIALS_NAME, TEMPLATE_NAME)
+LARGEST_TEMPLATE = 2**20  # bytes
 LARGEST_FILE = 2**28  # bytes; a million pieces take a tenth of it
+
+
+def read_template_beside(path: Path) -> dict[str, bytes]:
+    """The chat template beside the file of a tokenizer, by name; empty if there is none."""
+    file = path.with_name(TEMPLATE_NAME)
+    return {TEMPLATE_NAME: read_small(file, LARGEST_TEMPLATE)} if file.exists() else {}
 
 
 def write_tokenizer(directory: str | Path, files: Mapping[str, bytes]) -> None:

@@ -19,6 +19,8 @@ from minimind.data.tokenizer.files import (
     JSON_NAME,
     LARGEST_FILE,
     SPECIALS_NAME,
+    TEMPLATE_NAME,
+    read_template_beside,
     write_tokenizer,
 )
 from minimind.data.tokenizer.vocabulary import (
@@ -54,7 +56,7 @@ class HuggingFaceTokenizer:
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
         self.path = path / JSON_NAME if path.is_dir() else path
-        self._files = {JSON_NAME: _read(self.path)}
+        self._files = {JSON_NAME: _read(self.path), **read_template_beside(self.path)}
         self._json = _parse_object(self.path, self._files[JSON_NAME])
         self._tokenizer = _load(self.path, self._files[JSON_NAME])
         names: dict[str, Any] = {}
@@ -191,6 +193,14 @@ class HuggingFaceTokenizer:
         # After another piece, because some decoders strip the start of a text.
         text = decoder.decode([ANCHOR, name]).removeprefix(ANCHOR) if decoder else name
         return piece_of(text.encode())
+
+    @property
+    def chat_template(self) -> str | None:
+        """Source of the chat template in the files beside it."""
+        if TEMPLATE_NAME in self._files:
+            return self._files[TEMPLATE_NAME].decode()
+        template = json.loads(self._files[CONFIG_NAME]).get("chat_template")
+        return template if isinstance(template, str) else None
 
     def files(self) -> dict[str, bytes]:
         """Content of its files by name."""

@@ -20,7 +20,14 @@ import sentencepiece
 from minimind.data.text.sample import SEED, sample
 from minimind.data.tokenizer.encoder import TextEncoder
 from minimind.data.tokenizer.escaping import escape, unescape
-from minimind.data.tokenizer.files import JSON_NAME, LARGEST_FILE, MODEL_NAME, write_tokenizer
+from minimind.data.tokenizer.files import (
+    JSON_NAME,
+    LARGEST_FILE,
+    MODEL_NAME,
+    TEMPLATE_NAME,
+    read_template_beside,
+    write_tokenizer,
+)
 from minimind.data.tokenizer.hf_export import hugging_face_files, special_tokens
 from minimind.data.tokenizer.long_texts import id_chunks
 from minimind.data.tokenizer.vocabulary import (
@@ -60,6 +67,7 @@ class Tokenizer:
                 f"{self.path}: the tokenizer cannot be read ({error.strerror});"
                 f" name a SentencePiece model or a directory with {MODEL_NAME}"
             ) from error
+        self._template = read_template_beside(self.path)
         self._processor = sentencepiece.SentencePieceProcessor()
         self._encoder = TextEncoder(self._processor)
         try:
@@ -165,7 +173,13 @@ class Tokenizer:
 
     def files(self) -> dict[str, bytes]:
         """Content of its files by name."""
-        return {MODEL_NAME: self._model}
+        return {MODEL_NAME: self._model, **self._template}
+
+    @property
+    def chat_template(self) -> str | None:
+        """Source of the chat template beside it."""
+        template = self._template.get(TEMPLATE_NAME)
+        return None if template is None else template.decode()
 
     @cached_property
     def exported(self) -> dict[str, bytes]:

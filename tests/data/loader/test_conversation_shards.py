@@ -93,5 +93,5 @@ def test_ids_come_without_marks_and_unknown_ones_are_refused(tmp_path: Path):
     with pytest.raises(IndexError):
         shards.stretch(1, 3)
     shards = write(tmp_path, [[([5, 10**6, EOS], [False, True, False])]])
-    with pytest.raises(DataError, match="token 1 .* is 1000000"):
+    with pytest.raises(DataError, match=r"token 1 .* is 1000000"):
         shards.read_rows(np.array([0]), 4)

@@ -103,7 +103,11 @@ def test_many_short_documents_are_more_than_one_batch(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", texts)
     options = Options()
     (unit,) = make_plan((Source("data", (str(path),)),), options).units
-    batches = list(UnitReader(unit, options, True, tmp_path / "rejected", lambda _: None).batches())
+    batches = list(
+        UnitReader(
+            unit, options.reading, options.val_fraction, True, tmp_path / "rejected", lambda _: None
+        ).batches()
+    )
     assert [text for batch in batches for text in batch.texts] == texts
     assert max(len(batch.texts) for batch in batches) < 17_000
 
@@ -292,7 +296,7 @@ def test_parts_of_one_file_in_one_unit_number_its_lines_as_one(tmp_path):
     listed = []
     for size in (10**9, 100):
         unit, rejected = Unit(0, 0, tuple(segments_of(path, size))), tmp_path / f"{size}"
-        reader = UnitReader(unit, Options(), False, rejected, lambda _: None)
+        reader = UnitReader(unit, Options().reading, 0.01, False, rejected, lambda _: None)
         assert sum(len(batch.texts) for batch in reader.batches()) == 20
         reader.close()
         assert reader.lines == {str(path): 40}

@@ -1,0 +1,45 @@
+"""The tokenizer of a fine-tuning run, with the special tokens of its chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_LOOK, SPECIAL_TOKENS
+from minimind.data.prepare.cache import build_once
+from minimind.data.tokenizer.add_special import with_special_tokens
+from minimind.data.tokenizer.files import TEMPLATE_NAME, write_tokenizer
+from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.errors import UsageError
+from minimind.runtime.durable_files import fingerprint
+
+REMEDY = "free space or give another --cache_dir"
+
+
+def read_template(path: str | None) -> str:
+    """The source of a chat template, by default ours; raise UsageError if it cannot be read."""
+    if path is None:
+        return DEFAULT_TEMPLATE
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(
+            f"--chat_template {path}: cannot be read ({reason}); name a file with a Jinja template"
+        ) from error
+
+
+def chat_tokenizer(tokenizer: AnyTokenizer, template: str, cache_dir: Path) -> AnyTokenizer:
+    """The tokenizer with the special tokens that a template writes, and the template beside it.
+
+    Tokens that it lacks are appended after its last id.
+    """
+    names = SPECIAL_TOKENS if template == DEFAULT_TEMPLATE else SPECIAL_LOOK.findall(template)
+    names = tuple(dict.fromkeys(names))
+    directory = cache_dir / f"tokenizer-{fingerprint([tokenizer.fingerprint, names, template])}"
+
+    def build(draft: Path) -> None:
+        extended = with_special_tokens(tokenizer, names, draft / "extended")
+        write_tokenizer(draft, {**extended.files(), TEMPLATE_NAME: template.encode()})
+
+    build_once(directory, build, REMEDY)
+    return load_tokenizer(directory)
