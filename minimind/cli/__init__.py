@@ -2,16 +2,16 @@
 
 May import everything below. A new command starts in `main.py`.
 
-checkpoint        minimind checkpoint
-data              minimind prepare, minimind data inspect
-environment       minimind env
-evaluate          minimind eval
-export            minimind export, minimind import
-generate          minimind generate
-main              the table of commands
-provenance        minimind data at, minimind data where
-report            minimind report, minimind scaling
-tokenizer         minimind tokenizer
-tokenizer_tables  the output of `minimind tokenizer inspect`
-train             minimind train, minimind launch, minimind sweep, minimind coord_check
+chat         minimind chat
+checkpoint   minimind checkpoint
+data         minimind prepare, minimind data inspect
+environment  minimind env
+evaluate     minimind eval
+export       minimind export, minimind import
+generate     minimind generate
+main         the table of commands
+provenance   minimind data at, minimind data where
+report       minimind report, minimind scaling
+tokenizer    minimind tokenizer
+train        minimind train, minimind launch, minimind sweep, minimind coord_check
 """

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from minimind.cli import chat as chat_commands
 from minimind.cli import data as data_commands
 from minimind.cli import environment as environment_commands
 from minimind.cli import evaluate as eval_commands
@@ -49,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     subs = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     train_commands.add_parsers(subs)
     generate_commands.add_parser(subs)
+    chat_commands.add_parser(subs)
     _add_plan(subs)
     _add_checkpoint(subs)
     eval_commands.add_parser(subs)
@@ -156,6 +158,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "sweep": train_commands.run_sweep,
     "coord_check": train_commands.run_coord_check,
     "generate": generate_commands.run_generate,
+    "chat": chat_commands.run_chat,
     "eval": eval_commands.run_eval,
     "plan": run_plan,
     "checkpoint": run_checkpoint,

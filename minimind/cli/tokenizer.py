@@ -198,8 +198,8 @@ def run_inspect(args: argparse.Namespace) -> int:
     """Print the pieces of a tokenizer and its statistics on text."""
     import numpy as np
 
-    from minimind.cli import tokenizer_tables as tables
     from minimind.data.text.inputs import find_files
+    from minimind.data.tokenizer import statistics as tables
     from minimind.data.tokenizer.load import load_tokenizer
     from minimind.data.tokenizer.statistics import AWKWARD, measure
 

@@ -2,6 +2,7 @@
 
 May import `minimind.interop` and below. Start in `load_model.py`.
 
+chat        a conversation by a chat template
 generate    prompts -> continuations with a key/value cache
 load_model  load a model and its tokenizer from any source
 prompts     read a file of prompts

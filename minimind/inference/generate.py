@@ -7,7 +7,7 @@ row, and `stop_strings` needs a tokenizer of transformers and keeps the stop str
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,7 @@ class _Text:
     sampling: Sampling
     max_positions: int
     generator: torch.Generator
+    ends: frozenset[int]  # tokens that end it
     on_text: Callable[[str], None] | None = None
     new: list[int] = field(default_factory=list)
     text: str = ""
@@ -54,7 +55,7 @@ class _Text:
         """Add a token; finish at the end of the document, a stop string or the length limit."""
         if self.is_finished:
             return
-        is_end = token == self.tokenizer.eos_id
+        is_end = token in self.ends
         if not is_end:
             self.new.append(token)
         is_full = len(self.new) == self.sampling.max_new_tokens
@@ -119,11 +120,32 @@ def generate_texts(
     (default: 1, 2, ...) name the prompts in errors and select their random generators.
     """
     max_positions = model.config.max_position_embeddings
-    texts = []
-    for number, prompt in zip(numbers or range(1, len(prompts) + 1), prompts, strict=True):
-        ids = encode_prompt(prompt, number, tokenizer, max_positions)
-        generator = sampling.generator(number)
-        texts.append(_Text(ids, tokenizer, sampling, max_positions, generator, on_text))
+    by_number = {
+        number: encode_prompt(prompt, number, tokenizer, max_positions)
+        for number, prompt in zip(numbers or range(1, len(prompts) + 1), prompts, strict=True)
+    }
+    return continue_ids(model, tokenizer, by_number, sampling, on_text, synced_gpus)
+
+
+def continue_ids(
+    model: Any,
+    tokenizer: AnyTokenizer,
+    prompts: Mapping[int, list[int]],
+    sampling: Sampling,
+    on_text: Callable[[str], None] | None = None,
+    synced_gpus: bool = False,
+    end_ids: Iterable[int] = (),
+) -> GenerationResult:
+    """Generate one continuation for the token ids of each prompt, by number; see `generate_texts`.
+
+    `end_ids` end a text too, as the end of a document does.
+    """
+    ends = frozenset((tokenizer.eos_id, *end_ids))
+    places = tokenizer, sampling, model.config.max_position_embeddings
+    texts = [
+        _Text(ids, *places, sampling.generator(number), ends, on_text)
+        for number, ids in prompts.items()
+    ]
     started = time.perf_counter()
     while unfinished := [text for text in texts if not text.is_finished]:
         _generate_batch(model, unfinished, synced_gpus)
@@ -154,7 +176,7 @@ def _generate_batch(model: Any, texts: list[_Text], synced_gpus: bool) -> None:
         attention_mask=mask.to(device),
         max_new_tokens=min(remaining, texts[0].max_positions - longest),
         repetition_penalty=float(sampling.repetition_penalty),
-        eos_token_id=tokenizer.eos_id,
+        eos_token_id=[*texts[0].ends],
         pad_token_id=tokenizer.pad_id,
         use_cache=True,
         do_sample=False,

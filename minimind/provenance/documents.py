@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from minimind.data.loader.conversation_shards import TARGET
+from minimind.data.prepare.encode import Work
 from minimind.data.prepare.prepare import Prepared
 from minimind.data.prepare.unit_reader import split_of
 from minimind.data.prepare.work_units import Plan, Unit, placed, read_described
@@ -111,10 +114,14 @@ class Documents:
             self.faults[files[-1]] = CHANGED
         return found
 
+    @cached_property
+    def _work(self) -> Work:
+        return Work(self.prepared.directory, self.plan, self.prepared.tokenizer, is_strict=False)
+
     def _is_stored(self, number: int, text: str) -> bool:
         """Whether a text has the tokens of a document."""
         start, stop = self.tokens(number)
-        ids = self.prepared.tokenizer.encode_arrays([text], 1)[0]
+        ids = self._work.encode([text], 1)[0] & (TARGET - 1)  # without marks
         return np.array_equal(ids, self.prepared.train.stretch(start, stop - start - 1))
 
     def find(self, file: str, line: int) -> tuple[Placed, int | None]:
@@ -174,14 +181,12 @@ class Documents:
 
     def _read(self, unit: Unit) -> Iterator[Placed]:
         """Documents of a unit, in order, up to a file that cannot be read (`faults`)."""
-        options = self.plan.options
-        reading = options.reading
         for segment in unit.segments:
             path = self._now(segment.path)
             try:
                 if not path.exists():
                     raise DataError("is gone, and the documents after it cannot be counted")
-                yield from self._read_segment(replace(segment, path=path), reading)
+                yield from self._read_segment(replace(segment, path=path), self._work.reading)
             except DataError as error:
                 self.faults[str(path)] = str(error).removeprefix(f"{path}: ")
                 return

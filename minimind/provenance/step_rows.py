@@ -200,14 +200,17 @@ def rows_at(stretch: Stretch, documents: Documents, step: int, rank: int | None)
         raise UsageError(f"--rank {rank}: step {step} had ranks 0 to {world - 1}; give one of them")
     share = order.rows_per_step // world
     rows = order.rows_for(step - 1, 0, 1)
-    firsts = documents.prepared.train.row_starts(rows, stretch.row_tokens).tolist()
+    shards = documents.prepared.train
+    firsts, stops = (
+        of(rows, stretch.row_tokens).tolist() for of in (shards.row_starts, shards.row_stops)
+    )
     before = order.positions(step - 1).start
     found = []
-    for at, (row, first) in enumerate(zip(rows.tolist(), firsts, strict=True)):
+    for at, (row, first, stop) in enumerate(zip(rows.tolist(), firsts, stops, strict=True)):
         of_rank, within = divmod(at, share)
         if rank not in (None, of_rank):
             continue
-        parts = tuple(_parts(documents, first, first + stretch.row_tokens))
+        parts = tuple(_parts(documents, first, stop))
         micro_batch = within // stretch.micro_batch_rows
         found.append(Row(of_rank, micro_batch, before + at, row, first, parts))
     return found

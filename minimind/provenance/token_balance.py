@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from minimind.data.loader.conversation_shards import ConversationShards
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared
 
@@ -37,8 +38,35 @@ class TokenBalance:
         return f"{self.text:,} of the text = {' + '.join(items)}"
 
 
+@dataclass(frozen=True)
+class ConversationBalance:
+    """Tokens of conversations: held out, and in rows, cut off or dropped."""
+
+    text: int
+    held_out: int
+    in_rows: int
+    targets: int  # of these, what is trained on
+    cut_off: int  # of conversations longer than a row, and of those that are dropped
+    conversations: int  # to train on
+    cut: int
+    dropped: int  # whose first answer does not fit a row
+    padding: int  # in rows, beside the tokens
+
+    def __str__(self) -> str:
+        """A line for the start summary, without its label."""
+        items = [f"{self.held_out:,} held out", f"{self.in_rows:,} in rows"]
+        if self.cut_off:
+            what = [f"{self.cut:,} cut at the end of a turn"] if self.cut else []
+            if self.dropped:
+                what.append(f"{self.dropped:,} dropped, as their first answer ends after a row")
+            items.append(f"{self.cut_off:,} of those {' and '.join(what)}")
+        share = self.padding / max(1, self.padding + self.in_rows)
+        text = f"{self.text:,} of {self.conversations:,} conversations = {' + '.join(items)}"
+        return f"{text}; {self.targets:,} are targets; {share:.0%} of the rows is padding"
+
+
 def token_balance(prepared: Prepared, order: Order, row_tokens: int) -> TokenBalance:
-    """Count the tokens of a folder as `order` reads them in an epoch."""
+    """Count the tokens of a folder of text as `order` reads them in an epoch."""
     train, val = len(prepared.train), len(prepared.val)
     rows = order.steps_per_epoch * order.rows_per_step
     return TokenBalance(
@@ -50,4 +78,22 @@ def token_balance(prepared: Prepared, order: Order, row_tokens: int) -> TokenBal
         tail_of_source=train - order.n_rows * row_tokens,
         left_out=(order.n_rows - order.rows_per_epoch) * row_tokens,
         is_weighted=order.mixture is not None,
+    )
+
+
+def conversation_balance(
+    prepared: Prepared, shards: ConversationShards, row_tokens: int
+) -> ConversationBalance:
+    """Count the tokens of a folder of conversations, whose training split is `shards`."""
+    packing, train, val = shards.packing(row_tokens), len(shards), len(prepared.val)
+    return ConversationBalance(
+        text=train + val,
+        held_out=val,
+        in_rows=packing.tokens,
+        targets=packing.targets,
+        cut_off=train - packing.tokens,
+        conversations=packing.conversations,
+        cut=packing.cut,
+        dropped=packing.dropped,
+        padding=len(packing.starts) * row_tokens - packing.tokens,
     )

@@ -57,10 +57,7 @@ def prepared_folder(run: RunConfig) -> Path | None:
     """Return the prepared folder in --data_path; raise UsageError if it is not the only path."""
     folders = [path for path in run.data_path if is_prepared(path)]
     if folders and run.task == "sft":
-        raise UsageError(
-            f"--data_path: {folders[0]} has prepared shards, which hold text; give the files of"
-            " conversations"
-        )
+        raise UsageError(f"--data_path: {folders[0]} holds text; give files of conversations")
     if folders and len(run.data_path) > 1:
         raise UsageError(
             f"--data_path: {folders[0]} has prepared shards and must be the only path; mix several"

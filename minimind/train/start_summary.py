@@ -13,12 +13,18 @@ from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.train_state import TrainState
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
+from minimind.data.loader.conversation_shards import ConversationShards
 from minimind.data.loader.manifest import where_listed
 from minimind.data.prepare.prepare import Prepared
 from minimind.engine.optimizer.muon import iteration_dtype
 from minimind.engine.optimizer.mup import mup_line
 from minimind.provenance.step_rows import logged_order
-from minimind.provenance.token_balance import TokenBalance, token_balance
+from minimind.provenance.token_balance import (
+    ConversationBalance,
+    TokenBalance,
+    conversation_balance,
+    token_balance,
+)
 from minimind.telemetry.mfu import peak_of, peak_text
 from minimind.telemetry.trace import traced_steps
 from minimind.train.initial_weights import InitialModel
@@ -145,9 +151,12 @@ def startup_summary(
     return "\n".join([*lines, *kept, f"{'more':<{LABEL}}{more}", *note_lines])
 
 
-def balance_of(context: RunContext, prepared: Prepared) -> TokenBalance:
+def balance_of(context: RunContext, prepared: Prepared) -> TokenBalance | ConversationBalance:
     """Where the tokens of the text go."""
-    return token_balance(prepared, context.batches.order, context.run.max_seq_len + 1)
+    row_tokens, train = context.run.max_seq_len + 1, prepared.train
+    if isinstance(train, ConversationShards):
+        return conversation_balance(prepared, train, row_tokens)
+    return token_balance(prepared, context.batches.order, row_tokens)
 
 
 def cadence_warnings(

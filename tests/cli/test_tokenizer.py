@@ -9,13 +9,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from minimind.cli.main import main
-from minimind.cli.tokenizer_tables import quote
 from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.prepare.unit_reader import split_of
 from minimind.data.prepare.work_units import Options
 from minimind.data.text.sample import sample
 from minimind.data.text.sources import Source
 from minimind.data.tokenizer.sentencepiece import Tokenizer
+from minimind.data.tokenizer.statistics import quote
 from tests.data.tokenizer.test_tokenizer import prose, verse
 from tests.killing import killed_in_replacing
 

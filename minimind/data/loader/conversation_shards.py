@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -34,21 +33,12 @@ class Packing:
     conversations: int
     cut: int  # conversations longer than a row, kept up to the end of an assistant turn
     dropped: int  # whose first assistant turn ends after the row
+    targets: int  # tokens in all rows that are targets
 
     @property
     def tokens(self) -> int:
         """Tokens in all rows, without padding."""
         return int((self.stops - self.starts).sum())
-
-    def __str__(self) -> str:
-        """A line for the start summary."""
-        kept = self.conversations - self.dropped
-        parts = [f"{kept:,} conversations, {self.tokens:,} tokens, in {len(self.starts):,} rows"]
-        if self.cut:
-            parts.append(f"{self.cut:,} of them longer than a row and cut at the end of a turn")
-        if self.dropped:
-            parts.append(f"{self.dropped:,} dropped, whose first answer does not fit a row")
-        return "; ".join(parts)
 
 
 class ConversationShards(TokenShards):
@@ -80,6 +70,16 @@ class ConversationShards(TokenShards):
     def row_starts(self, indices: np.ndarray, row_tokens: int) -> np.ndarray:
         """Position of the first token of each row, int64."""
         return self.packing(row_tokens).starts[np.asarray(indices, dtype=np.int64)]
+
+    def row_stops(self, indices: np.ndarray, row_tokens: int) -> np.ndarray:
+        """Position after the last token of each row, int64; padding is not stored."""
+        return self.packing(row_tokens).stops[np.asarray(indices, dtype=np.int64)]
+
+    def rows_over(self, start: int, stop: int, row_tokens: int) -> range:
+        """The rows with any of the tokens `start` to `stop`."""
+        packing = self.packing(row_tokens)
+        first = int(np.searchsorted(packing.stops, start, side="right"))
+        return range(first, int(np.searchsorted(packing.starts, stop, side="left")))
 
     def read_rows(self, indices: np.ndarray, row_tokens: int) -> np.ndarray:
         """Read rows as int64 (len(indices), row_tokens): ~t for a token t that is no target.
@@ -135,16 +135,16 @@ class ConversationShards(TokenShards):
                 cut, dropped = cut + bool(kept), dropped + (not kept)
                 begin, at = int(ends[at]), at + 1
             sizes.append(len(starts) - before)
+        targets = self._count_targets(starts, stops)
         first, last = (np.array(values, dtype=np.int64) for values in (starts, stops))
-        return Packing(first, last, tuple(sizes), len(ends), cut, dropped)
+        return Packing(first, last, tuple(sizes), len(ends), cut, dropped, targets)
+
+    def _count_targets(self, starts: list[int], stops: list[int]) -> int:
+        pairs = zip(starts, stops, strict=True)
+        return sum(int(self._tokens_of(a, b - a)[1].sum()) for a, b in pairs)
 
     def _turns_within(self, start: int, length: int) -> int:
         """Tokens up to the last end of an assistant turn within `length`; 0 if there is none."""
         targets = self._tokens_of(start, length + 1)[1]
         turn_ends = np.flatnonzero(targets[:-1] & ~targets[1:])
         return int(turn_ends[-1]) + 1 if len(turn_ends) else 0
-
-
-def describe(shards: Any, row_tokens: int) -> str:
-    """The packing of conversations; empty for text."""
-    return str(shards.packing(row_tokens)) if isinstance(shards, ConversationShards) else ""

@@ -137,6 +137,10 @@ class TokenShards:
         source = np.searchsorted(borders, indices, side="right") - 1
         return self._begin[source] + (indices - borders[source]) * row_tokens
 
+    def row_stops(self, indices: np.ndarray, row_tokens: int) -> np.ndarray:
+        """Position after the last token of each row, int64."""
+        return self.row_starts(indices, row_tokens) + row_tokens
+
     def rows_over(self, start: int, stop: int, row_tokens: int) -> range:
         """The complete rows with any of the tokens `start` to `stop` of one source."""
         source = int(np.searchsorted(self.source_ends(), start, side="right"))

@@ -18,7 +18,7 @@ def missing_in_line(pairs: Sequence[tuple[str, Any]], field: str) -> tuple[str, 
     """Problem and remedy for a JSON object without `field`."""
     name, example = json.dumps(field), f"write {json.dumps({field: '...'})}"
     if problem := _conversation([key for key, value in pairs if isinstance(value, list)], name):
-        return problem, f"fine-tuning data is not supported; {example}, plain text to pretrain on"
+        return problem, f"fine-tune on it with --task sft, or {example}, plain text to pretrain on"
     texts = [key for key, value in pairs if isinstance(value, str)]
     shown = [json.dumps(key[:KEY_LENGTH_SHOWN]) for key, _ in pairs[:KEYS_SHOWN]]
     more = ["..."] if len(pairs) > KEYS_SHOWN else []
@@ -32,7 +32,8 @@ def missing_in_table(columns: Sequence[str], texts: Sequence[str], field: str) -
     if problem := _conversation([column for column in columns if column not in texts], name):
         return (
             problem,
-            "fine-tuning data is not supported; give a table with a column of plain text",
+            "write it as .jsonl to fine-tune on it with --task sft, or give a table with a column"
+            " of plain text",
         )
     there = ", ".join(map(json.dumps, columns))
     return f"has no column {name} but {there}", _way(texts, "column")

@@ -1,0 +1,100 @@
+"""A conversation with a model, by its chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minimind.data.chat.template import ChatTemplate
+from minimind.data.chat.turns import ASSISTANT, SYSTEM, USER, Message
+from minimind.data.text.documents import DocumentError
+from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.errors import UsageError
+from minimind.inference.generate import continue_ids
+from minimind.inference.sampling import Sampling
+from minimind.runtime.durable_files import write_whole
+
+
+def template_of(tokenizer: AnyTokenizer, path: str | None, place: Path) -> ChatTemplate:
+    """The template in a file, or that beside the tokenizer; UsageError if there is none."""
+    if path is not None:
+        try:
+            source = Path(path).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--chat_template {path}: cannot be read ({error})") from error
+        return ChatTemplate(source, tokenizer, f"--chat_template {path}")
+    if tokenizer.chat_template is None:
+        raise UsageError(
+            f"{place}: has no chat template, as it is not fine-tuned; continue texts with `minimind"
+            " generate`, fine-tune with --task sft, or give --chat_template"
+        )
+    return ChatTemplate(tokenizer.chat_template, tokenizer, f"the chat template of {place}")
+
+
+@dataclass
+class Chat:
+    """The turns so far, and the model that writes the next one."""
+
+    model: Any
+    tokenizer: AnyTokenizer
+    template: ChatTemplate
+    sampling: Sampling
+    system: str | None = None
+    messages: list[Message] = field(default_factory=list)
+    asked: int = 0
+    forgotten: int = 0  # turns that were dropped, as the model has no position for them
+
+    def __post_init__(self) -> None:
+        probe = [Message(USER, "a"), Message(ASSISTANT, "b")]
+        ids, targets = self.template.encode(probe)
+        self._end = int(ids[targets][-1])  # of a turn
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns but the system message."""
+        self.messages = [Message(SYSTEM, self.system)] if self.system else []
+        self.forgotten = 0
+
+    def ask(self, text: str, on_text: Callable[[str], None] | None = None) -> str:
+        """Return the answer to a user turn, which `on_text` receives as it is generated.
+
+        Raise UsageError for a text with a special token, and if it alone is too long.
+        """
+        try:
+            messages, ids = self._fitting([*self.messages, Message(USER, text)])
+        except DocumentError as error:
+            raise UsageError(f"{error}; {error.remedy}") from error
+        self.asked += 1
+        result = continue_ids(
+            self.model,
+            self.tokenizer,
+            {self.asked: ids},
+            self.sampling,
+            on_text,
+            end_ids=[self._end],
+        )
+        answer = result.texts[0]
+        self.forgotten += len(self.messages) + 1 - len(messages)
+        self.messages = [*messages, Message(ASSISTANT, answer)]
+        return answer
+
+    def _fitting(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
+        """The last of these messages that leave half of the positions to the answer, and ids."""
+        limit = self.model.config.max_position_embeddings
+        room = max(1, min(self.sampling.max_new_tokens, limit // 2))
+        first = int(messages[0].role == SYSTEM)
+        while len(ids := self.template.prompt(messages)) > limit - room:
+            if len(messages) <= first + 1:
+                raise UsageError(
+                    f"the turn has {len(ids)} tokens and the model {limit} positions; shorten it"
+                )
+            messages = [*messages[:first], *messages[first + 2 :]]  # a question and its answer
+        return messages, ids
+
+    def save(self, path: Path) -> None:
+        """Write the conversation as a line of --task sft's data."""
+        turns = [{"role": one.role, "content": one.content} for one in self.messages]
+        write_whole(path, (json.dumps({"messages": turns}, ensure_ascii=False) + "\n").encode())

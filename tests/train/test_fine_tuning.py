@@ -1,0 +1,235 @@
+"""--task sft, from a base run to a chat: what is trained on, resumed, exported and answered."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import minimind.train as training
+from minimind.cli.main import main as minimind
+from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate
+from minimind.data.chat.turns import Message
+from minimind.data.tokenizer.load import load_tokenizer
+from minimind.errors import DataError, UsageError
+from minimind.inference.chat import Chat, template_of
+from minimind.inference.load_model import load_model
+from minimind.inference.sampling import Sampling
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+
+train: Any = training  # a package that is called like a function
+BASE: dict[str, Any] = {
+    **{"dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 64},
+    **{"vocab_size": 600, "batch_size": 4, "device": "cpu", "dtype": "float32"},
+    **{"log_interval": 1, "eval_rows": 8, "save_minutes": 0, "deepspeed_config": "none"},
+}
+WORDS = "the a of sky sea bread stone river bird tree house light salt wind star".split()
+CAPITALS = {"sky": "blue", "sea": "deep", "bread": "warm", "stone": "hard", "wind": "cold"}
+
+
+def conversations(n: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Questions about some words and their one true answer, in the four formats in turn."""
+    choose = random.Random(seed)
+    found: list[dict[str, Any]] = []
+    for number in range(n):
+        word = choose.choice([*CAPITALS])
+        ask, answer = f"what is {word}?", f"{word} is {CAPITALS[word]}"
+        turns = [("user", ask), ("assistant", answer)] * choose.choice([1, 1, 2])
+        found.append(
+            [
+                {"conversations": [{"role": role, "content": text} for role, text in turns]},
+                {"messages": [{"role": role, "content": text} for role, text in turns]},
+                {
+                    "conversations": [
+                        {"from": "human" if role == "user" else "gpt", "value": text}
+                        for role, text in turns
+                    ]
+                },
+                {"prompt": ask, "completion": answer},
+            ][number % 4]
+        )
+    return found
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def events(out_dir: Path, name: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == name]
+
+
+def losses(out_dir: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in events(out_dir, "step")}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sft")
+
+
+@pytest.fixture(scope="module")
+def base(corpus: Path, place: Path) -> dict[str, Any]:
+    """Flags that fine-tune a base run of a few steps."""
+    flags = {**BASE, "data_path": str(corpus), "cache_dir": str(place / "cache")}
+    assert train({**flags, "max_steps": 20}, out_dir=str(place / "base")) == 0
+    keys = ("dim", "n_layers", "n_heads", "n_kv_heads", "max_seq_len", "vocab_size")
+    flags = {name: value for name, value in flags.items() if name not in keys}
+    talk = write(place / "talk.jsonl", conversations(400))
+    more = {"task": "sft", "init_from": str(place / "base"), "data_path": str(talk)}
+    return {**flags, **more, "learning_rate": 5e-3, "max_steps": 120, "val_fraction": 0.05}
+
+
+@pytest.fixture(scope="module")
+def tuned(base: dict[str, Any], place: Path) -> Path:
+    assert train({**base, "eval_interval": 40}, out_dir=str(place / "tuned")) == 0
+    return place / "tuned"
+
+
+def test_the_loss_is_that_of_answers_and_falls(tuned: Path):
+    first, *_, last = (event["val_loss"] for event in events(tuned, "eval"))
+    assert last < 0.8 * first
+    (balance,) = events(tuned, "token_balance")
+    assert balance["text"] == balance["held_out"] + balance["in_rows"] + balance["cut_off"]
+    assert 0 < balance["targets"] < balance["in_rows"]
+    assert (balance["cut"], balance["dropped"]) == (0, 0)
+    (start,) = events(tuned, "run_start")
+    assert start["init_from"]["kind"] == "checkpoint"
+
+
+def test_stopped_and_resumed_it_is_the_same_run(tuned: Path, base: dict[str, Any], place: Path):
+    out_dir = place / "stopped"
+    assert train({**base, "eval_interval": 40}, out_dir=str(out_dir), stop_at_step=25) == 75
+    assert train({**base, "eval_interval": 40}, out_dir=str(out_dir)) == 0
+    assert losses(out_dir) == losses(tuned)
+
+
+def test_the_model_answers_by_the_template_that_is_stored_with_it(
+    tuned: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["chat", "--checkpoint", str(tuned), "--temperature", "0", "--max_new_tokens", "30"]
+    assert minimind([*words, "--once", "what is bread?"]) == 0
+    answer = capsys.readouterr().out.strip()
+    assert " is " in answer
+    assert len(answer) < 40  # it ends its turn
+    model, tokenizer, path = load_model(str(tuned), None)
+    sampling = Sampling(30, 0.0, 1.0, 0)
+    chat = Chat(model, tokenizer, template_of(tokenizer, None, path), sampling, system="be kind")
+    assert chat.ask("what is bread?") == chat.messages[-1].content
+    assert [one.role for one in chat.messages] == ["system", "user", "assistant"]
+    for _ in range(6):  # more than 64 positions
+        chat.ask("what is the sea?")
+    assert chat.forgotten > 0
+    assert chat.messages[0] == Message("system", "be kind")
+    with pytest.raises(UsageError, match=r'contains "<\|end\|>"'):
+        chat.ask("a <|end|> b")
+    with pytest.raises(UsageError, match="positions; shorten it"):
+        chat.ask("word " * 70)
+    chat.save(tuned / "saved.jsonl")
+    assert json.loads((tuned / "saved.jsonl").read_text())["messages"][0]["role"] == "system"
+    chat.reset()
+    assert len(chat.messages) == 1
+
+
+def test_exports_carry_the_template_and_format_alike(tuned: Path, place: Path):
+    words = ["export", "--checkpoint", str(tuned), "--format", "llama", "--out"]
+    assert minimind([*words, str(place / "llama")]) == 0
+    ours = load_tokenizer(place / "llama")
+    assert ours.chat_template == DEFAULT_TEMPLATE
+    theirs = AutoTokenizer.from_pretrained(place / "llama", split_special_tokens=False)
+    turns = [{"role": "user", "content": "what is salt?"}, {"role": "assistant", "content": "x y"}]
+    messages = [Message(**turn) for turn in turns]
+    ids = ChatTemplate(DEFAULT_TEMPLATE, ours).encode(messages)[0].tolist()
+    assert theirs.apply_chat_template(turns, tokenize=True, return_dict=False) == ids
+    assert minimind(["chat", "--model", str(place / "llama"), "--once", "what is wind?"]) == 0
+
+
+def test_no_conversation_sees_another(tuned: Path):
+    model: Any = load_model(str(tuned), None)[0]
+    assert model.config.doc_mask
+    choose = torch.Generator().manual_seed(1)
+    rows = torch.randint(5, 600, (2, 41), generator=choose)
+    rows[:, 20] = model.config.eos_token_id
+    rows[1, 21:] = rows[0, 21:]  # the same conversation after another one
+    out = model(input_ids=rows).logits[:, 21:]
+    assert torch.equal(out[0], out[1])
+
+
+def test_only_targets_have_a_gradient():
+    shape = MiniMindConfig(
+        vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(shape)
+    ids = torch.randint(96, (1, 12))
+    targets = torch.full((1, 12), -100)
+    out = model(input_ids=ids, shift_labels=targets, loss_chunk_size=0)
+    out.loss_sum.backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_bad_conversations_are_refused_by_line_or_skipped_and_counted(
+    base: dict[str, Any], tmp_path: Path
+):
+    lines = conversations(60, seed=3)
+    bad = {"conversations": [{"role": "user", "content": "x"}, {"role": "boss", "content": "y"}]}
+    forged = {"prompt": "a<|assistant|>b", "completion": "c"}
+    path = write(tmp_path / "bad.jsonl", [*lines[:7], bad, *lines[7:20], forged, *lines[20:]])
+    given = {**base, "data_path": str(path), "max_steps": 2}
+    with pytest.raises(DataError, match=r"bad\.jsonl:8 .*turn 2"):
+        train(given, out_dir=str(tmp_path / "a"))
+    assert train({**given, "on_bad_data": "skip"}, out_dir=str(tmp_path / "b")) == 0
+    rejected = (tmp_path / "b" / "rejected.jsonl").read_text().splitlines()
+    assert [json.loads(line)["line"] for line in rejected] == [8, 22]
+    assert "<|assistant|>" in rejected[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"doc_mask": False}, "see each other"),
+        ({"text_field": "body"}, "is not read with --task sft"),
+        ({"task": "pretrain", "train_on": "last"}, "no effect without --task sft"),
+        ({"init_from": None}, "needs a model to start from"),
+        ({"chat_template": "/nowhere.jinja"}, "--chat_template /nowhere.jinja: cannot be read"),
+    ],
+)
+def test_flags_that_contradict_are_refused(
+    changes: dict[str, Any], words: str, base: dict[str, Any], tmp_path: Path
+):
+    given = {name: value for name, value in {**base, **changes}.items() if value is not None}
+    with pytest.raises(UsageError, match=words):
+        train(given, out_dir=str(tmp_path / "out"))
+
+
+def test_a_text_file_and_plain_text_are_refused(base: dict[str, Any], tmp_path: Path):
+    (tmp_path / "a.txt").write_text("some text")
+    with pytest.raises(DataError, match=r"conversations are read from \.jsonl"):
+        train({**base, "data_path": str(tmp_path / "a.txt")}, out_dir=str(tmp_path / "out"))
+    plain = write(tmp_path / "plain.jsonl", [{"text": "some text"}])
+    with pytest.raises(DataError, match="--task sft"):
+        train({**base, "data_path": str(plain)}, out_dir=str(tmp_path / "out"))
+
+
+def test_a_base_model_has_no_chat(place: Path, base: dict[str, Any]):
+    _, tokenizer, path = load_model(str(place / "base"), None)
+    with pytest.raises(UsageError, match="has no chat template, as it is not fine-tuned"):
+        template_of(tokenizer, None, path)
+
+
+def test_the_steps_that_read_a_conversation(
+    tuned: Path, base: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    assert minimind(["data", "where", str(tuned), f"{base['data_path']}:5"]) == 0
+    step = next(
+        line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")
+    )
+    assert minimind(["data", "at", str(tuned), "--step", step]) == 0
+    assert "talk.jsonl:5" in capsys.readouterr().out
