@@ -43,7 +43,12 @@ def test_every_path_named_is_there():
 def test_every_example_is_in_the_tables():
     scripts = {path.name for path in (ROOT / "examples").glob("[!_]*.*")}
     shown = {name for name in scripts if f"examples/{name}" in PAGE}
-    assert scripts - shown == {"stdlib_corpus.py", "stdlib_text.py", "load_export.py"}
+    assert scripts - shown == {
+        "stdlib_corpus.py",
+        "stdlib_text.py",
+        "stdlib_conversations.py",
+        "load_export.py",
+    }
 
 
 def test_flags_beside_an_example_are_its_own_and_the_others_the_trainers():

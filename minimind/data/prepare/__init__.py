@@ -4,6 +4,7 @@ May import `minimind.data.loader` and below. Start in `prepare.py` for the cache
 `dataset_folder.py` for `minimind prepare`.
 
 cache            folders that are built once and are complete or absent
+chat_tokenizer   the tokenizer of a fine-tuning run
 dataset_folder   a folder of shards that several jobs fill
 encode           work units -> shards
 inspect          `minimind data inspect`

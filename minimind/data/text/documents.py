@@ -28,8 +28,7 @@ class ReadOptions:
 
     text_field: str = "text"
     max_document_bytes: int = 64 * 2**20
-    # Reads a line of JSON other than by `text_field`; see `document_of_line`.
-    parse: Callable[[bytes | bytearray, ReadOptions], str] | None = None
+    parse: Callable[[bytes | bytearray, ReadOptions], str] | None = None  # a line without the field
 
     @cached_property
     def example(self) -> str:
@@ -47,9 +46,8 @@ class ReadOptions:
 class Rejection:
     """A rejected document: the reason and its position.
 
-    `line` counts from 1. `byte` is the offset of the line in the (decompressed) file, or of the
-    first invalid byte of text that is not UTF-8. For a row of a table `line` is the row and `byte`
-    None.
+    `line` counts from 1; of a table it is the row, and `byte` None. `byte` is the offset of the line
+    in the (decompressed) file, or of the first byte that is not UTF-8.
     """
 
     path: Path

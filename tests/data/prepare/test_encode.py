@@ -78,7 +78,9 @@ class Recorder:
 @pytest.mark.parametrize(("longest", "large"), [(None, 8 * MIB), (2 * MIB, MIB)])
 def test_a_large_document_has_all_threads_and_memory_to_itself(longest: int | None, large: int):
     tokenizer = Recorder(longest)
-    work: Any = SimpleNamespace(tokenizer=tokenizer, threads=2, overlap_task=lambda: None)
+    work: Any = SimpleNamespace(
+        tokenizer=tokenizer, encode=tokenizer.encode_arrays, threads=2, overlap_task=lambda: None
+    )
     sizes = [1, 1, 1, large, 1, large - 1, 1, large, large, 1]
     given = [Batch([f"{n}"], ["train"], [size]) for n, size in enumerate(sizes)]
     found = list(encode._overlapped(given, work))
