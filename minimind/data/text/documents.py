@@ -44,10 +44,9 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class Rejection:
-    """A rejected document: the reason and its position.
+    """A rejected document: the reason and its position. `line` counts from 1, as rows of tables do.
 
-    `line` counts from 1; of a table it is the row, and `byte` None. `byte` is the offset of the line
-    in the (decompressed) file, or of the first byte that is not UTF-8.
+    `byte` is the offset of the line in the decompressed file, or of the first byte not in UTF-8.
     """
 
     path: Path
