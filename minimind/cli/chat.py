@@ -97,8 +97,8 @@ def _answer(chat: Chat, line: str) -> None:
     if command == "/save" and rest:
         try:
             chat.save(Path(rest).expanduser())
-        except OSError as error:
-            print(f"{rest}: cannot be written ({error.strerror})", file=sys.stderr)
+        except (OSError, UsageError) as error:
+            print(f"not saved: {error}", file=sys.stderr)
         return
     if command.startswith("/"):
         print(f"{command}: no such command; {HELP}", file=sys.stderr)

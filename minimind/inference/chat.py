@@ -48,9 +48,6 @@ class Chat:
     forgotten: int = 0  # turns that were dropped, as the model has no position for them
 
     def __post_init__(self) -> None:
-        probe = [Message(USER, "a"), Message(ASSISTANT, "b")]
-        ids, targets = self.template.encode(probe)
-        self._end = int(ids[targets][-1])  # of a turn
         self.reset()
 
     def reset(self) -> None:
@@ -74,7 +71,7 @@ class Chat:
             {self.asked: ids},
             self.sampling,
             on_text,
-            end_ids=[self._end],
+            end_ids=[self.template.end_of_turn],
         )
         answer = result.texts[0]
         self.forgotten += len(self.messages) + 1 - len(messages)
@@ -95,6 +92,10 @@ class Chat:
         return messages, ids
 
     def save(self, path: Path) -> None:
-        """Write the conversation as a line of --task sft's data."""
+        """Write the conversation as a line of --task sft's data; raise UsageError if it cannot."""
+        if path.exists():
+            raise UsageError(f"{path} exists; give another file")
+        if not any(one.role == ASSISTANT and one.content.strip() for one in self.messages):
+            raise UsageError("there is no answer to save yet; ask something")
         turns = [{"role": one.role, "content": one.content} for one in self.messages]
         write_whole(path, (json.dumps({"messages": turns}, ensure_ascii=False) + "\n").encode())

@@ -5,6 +5,7 @@ One tensor at a time is in memory, whatever the size of the model.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from transformers import PretrainedConfig
 
 from minimind.checkpoint.validation import ModelConfig
+from minimind.data.chat.template import ChatTemplate
 from minimind.data.tokenizer.files import TOKENIZER_FILES
 from minimind.data.tokenizer.gguf_vocabulary import gguf_vocabulary
 from minimind.data.tokenizer.load import AnyTokenizer
@@ -122,6 +124,19 @@ def _small_files(
     config: PretrainedConfig, tokenizer: AnyTokenizer, form: str, dtype: str
 ) -> tuple[dict[str, bytes], str | None]:
     """Return the files besides the weights by name, and a note for the user or None."""
+    files, note = _configuration(config, tokenizer, form, dtype)
+    if tokenizer.chat_template is not None:  # generation ends at the end of a turn, too
+        end = ChatTemplate(tokenizer.chat_template, tokenizer).end_of_turn
+        generation = json.loads(files["generation_config.json"])
+        generation["eos_token_id"] = [tokenizer.eos_id, end]
+        text = json.dumps(generation, indent=2, sort_keys=True)
+        files["generation_config.json"] = text.encode() + b"\n"
+    return files, note
+
+
+def _configuration(
+    config: PretrainedConfig, tokenizer: AnyTokenizer, form: str, dtype: str
+) -> tuple[dict[str, bytes], str | None]:
     if not isinstance(config, MiniMindConfig):
         return transformers_files(config, tokenizer, dtype)
     ids = {

@@ -49,7 +49,7 @@ class ConversationBalance:
     cut_off: int  # of conversations longer than a row, and of those that are dropped
     conversations: int  # to train on
     cut: int
-    dropped: int  # whose first answer does not fit a row
+    dropped: int  # in which nothing to train on ends within a row
     padding: int  # in rows, beside the tokens
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class ConversationBalance:
         if self.cut_off:
             what = [f"{self.cut:,} cut at the end of a turn"] if self.cut else []
             if self.dropped:
-                what.append(f"{self.dropped:,} dropped, as their first answer ends after a row")
+                what.append(f"{self.dropped:,} dropped, as nothing to train on ends within a row")
             items.append(f"{self.cut_off:,} of those {' and '.join(what)}")
         share = self.padding / max(1, self.padding + self.in_rows)
         text = f"{self.text:,} of {self.conversations:,} conversations = {' + '.join(items)}"

@@ -20,7 +20,6 @@ from minimind.data.loader.batches import Batches, held_out_rows
 from minimind.data.loader.mixture import Mixture, Ranges, count_rows
 from minimind.data.loader.row_order import Order
 from minimind.data.loader.skip_rows import read_skip_rows
-from minimind.data.prepare.chat_tokenizer import read_template
 from minimind.data.prepare.prepare import (
     Prepared,
     PrepareRequest,
@@ -75,7 +74,8 @@ def prepare_data(run: RunConfig) -> Prepared:
     max_bytes = run.max_document_bytes if is_explicit else longest_document(run.tokenizer)
     options = Options(run.text_field, max_bytes, float(run.val_fraction))
     if run.task == "sft":
-        template, train_on = read_template(run.chat_template), run.train_on or "assistant"
+        template = load_tokenizer(run.tokenizer or "").chat_template
+        train_on = run.train_on or "assistant"
         options = replace(options, chat_template=template, train_on=train_on)
     request = PrepareRequest(
         (Source("data", run.data_path),),

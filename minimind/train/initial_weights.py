@@ -28,6 +28,7 @@ from minimind.checkpoint.validation import read_config
 from minimind.config.checks import check
 from minimind.config.model_flags import SHAPE as FLAGS_OF_SHAPE
 from minimind.config.run_config import RunConfig
+from minimind.data.chat.template import ChatTemplate
 from minimind.data.prepare.chat_tokenizer import chat_tokenizer, read_template
 from minimind.data.prepare.prepare import is_prepared
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
@@ -151,6 +152,8 @@ def read_initial(run: RunConfig) -> InitialModel:
         return InitialModel(run, MiniMind())
     if path := _checkpoint_to_resume(run, read_config):
         config = MiniMindConfig(**read_config(path, read_manifest(path)))
+        if run.task == "sft":  # which has added the special tokens
+            run = run.with_values("--task sft", vocab_size=config.vocab_size)
         run = _with_shape_and_tokenizer(run, f"checkpoint {path}", config, path)
         return InitialModel(run, MiniMind())
     weights = load_weights_from(run.init_from, _shape_flags(run))
@@ -166,19 +169,28 @@ def read_initial(run: RunConfig) -> InitialModel:
 def fine_tuned(initial: InitialModel) -> InitialModel:
     """Return the model of --task sft: with the chat template's tokens, blind across conversations.
 
-    Raise UsageError without a tokenizer, which comes with --init_from.
+    The template is that of --chat_template, of the tokenizer, or ours. Raise UsageError without
+    weights to start from, and for a template that does not fit.
     """
     run = initial.run.with_values("--task sft", doc_mask=True)
-    if run.tokenizer is None:
+    is_resumed = initial.weights is None and _checkpoint_to_resume(run) is not None
+    if run.tokenizer is None or not (initial.weights or is_resumed):
         raise UsageError(
             "--task sft needs a model to start from; give --init_from, a run's out_dir for example"
         )
     before = load_tokenizer(run.tokenizer)
-    template, cache_dir = read_template(run.chat_template), Path(run.cache_dir).expanduser()
-    after = chat_tokenizer(before, template, cache_dir)
+    stored = before.chat_template if run.chat_template is None else None
+    template = stored or read_template(run.chat_template)
+    after = chat_tokenizer(before, template, Path(run.cache_dir).expanduser())
+    ChatTemplate(template, after, f"--chat_template {run.chat_template or 'by default'}")
     if after.vocab_size == before.vocab_size:
         run = run.with_values("--task sft", tokenizer=str(after.path.parent))
         return replace(initial, run=run)
+    if is_resumed:
+        raise UsageError(
+            f"out_dir {run.out_dir} holds a run whose tokenizer lacks special tokens of the chat"
+            " template, such as one of pretraining; give another --out_dir"
+        )
     return replace(initial, run=run).with_special_tokens(before, after)
 
 

@@ -278,9 +278,11 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
         logger.print(f"{reason} at step {state.step}; {command} to go on")
     else:
         command = os.path.relpath(Path(sys.executable).parent / "minimind")
+        place, rest = shlex.quote(run.out_dir), "" if run.task == "sft" else ' --prompt "..."'
+        verb = "chat" if run.task == "sft" else "generate"
         logger.print(
             f"done: {state.step} steps, {state.tokens:,} tokens; try\n"
-            f'  {command} generate --checkpoint {shlex.quote(run.out_dir)} --prompt "..."'
+            f"  {command} {verb} --checkpoint {place}{rest}"
         )
     if context.engine.rank == 0:
         out_dir = Path(run.out_dir)

@@ -134,14 +134,21 @@ def test_the_model_answers_by_the_template_that_is_stored_with_it(
         chat.ask("word " * 70)
     chat.save(tuned / "saved.jsonl")
     assert json.loads((tuned / "saved.jsonl").read_text())["messages"][0]["role"] == "system"
+    with pytest.raises(UsageError, match="exists; give another"):
+        chat.save(tuned / "saved.jsonl")
     chat.reset()
+    with pytest.raises(UsageError, match="no answer to save yet"):
+        chat.save(tuned / "other.jsonl")
     assert len(chat.messages) == 1
 
 
 def test_exports_carry_the_template_and_format_alike(tuned: Path, place: Path):
     words = ["export", "--checkpoint", str(tuned), "--format", "llama", "--out"]
     assert minimind([*words, str(place / "llama")]) == 0
+    generation = json.loads((place / "llama" / "generation_config.json").read_text())
     ours = load_tokenizer(place / "llama")
+    end = ours.special_tokens()["<|end|>"]
+    assert generation["eos_token_id"] == [ours.eos_id, end]
     assert ours.chat_template == DEFAULT_TEMPLATE
     theirs = AutoTokenizer.from_pretrained(place / "llama", split_special_tokens=False)
     turns = [{"role": "user", "content": "what is salt?"}, {"role": "assistant", "content": "x y"}]
@@ -149,6 +156,55 @@ def test_exports_carry_the_template_and_format_alike(tuned: Path, place: Path):
     ids = ChatTemplate(DEFAULT_TEMPLATE, ours).encode(messages)[0].tolist()
     assert theirs.apply_chat_template(turns, tokenize=True, return_dict=False) == ids
     assert minimind(["chat", "--model", str(place / "llama"), "--once", "what is wind?"]) == 0
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        "{% generation %}{{ m['content'] }}{% endgeneration %}<|end|>",
+        "{% generation %}{{ m['content'] + '<|end|>\\n' }}{% endgeneration %}",
+    ],
+)
+def test_the_end_of_a_turn_is_a_special_token(tuned: Path, turn: str):
+    tokenizer = load_tokenizer(tuned / "tokenizer")
+    source = "{% for m in messages %}<|user|>" + turn + "{% endfor %}"
+    end = tokenizer.special_tokens()["<|end|>"]
+    assert ChatTemplate(source, tokenizer).end_of_turn == end
+
+
+def test_a_template_that_ends_the_document_in_between_is_refused(
+    base: dict[str, Any], tmp_path: Path
+):
+    template = tmp_path / "zephyr.jinja"
+    template.write_text(
+        "{% for m in messages %}<|x|>{% generation %}{{ m['content'] + eos_token }}"
+        "{% endgeneration %}{% endfor %}"
+    )
+    given = {**base, "chat_template": str(template)}
+    with pytest.raises(UsageError, match="the token that ends a document within a conversation"):
+        train(given, out_dir=str(tmp_path / "out"))
+
+
+def test_a_second_stage_keeps_the_template_and_a_restart_its_vocabulary(
+    tuned: Path, base: dict[str, Any], tmp_path: Path
+):
+    given = {**base, "init_from": str(tuned), "max_steps": 4, "out_dir": str(tmp_path / "out")}
+    assert train(given, stop_at_step=2) == 75
+    assert train({**given, "vocab_size": 605}) == 0
+    tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer")
+    assert (tokenizer.vocab_size, tokenizer.chat_template) == (605, DEFAULT_TEMPLATE)
+    first = {**base, "vocab_size": 600, "max_steps": 4, "out_dir": str(tmp_path / "first")}
+    assert train(first, stop_at_step=2) == 75
+    assert train(first) == 0  # the checkpoint has 605
+
+
+def test_it_needs_weights_and_its_own_folder(base: dict[str, Any], place: Path, tmp_path: Path):
+    tokenizer = str(place / "base" / "tokenizer")
+    given = {name: value for name, value in base.items() if name != "init_from"}
+    with pytest.raises(UsageError, match="needs a model to start from"):
+        train({**given, "tokenizer": tokenizer}, out_dir=str(tmp_path / "out"))
+    with pytest.raises(UsageError, match="lacks special tokens of the chat template"):
+        train(base, out_dir=str(place / "base"))
 
 
 def test_no_conversation_sees_another(tuned: Path):

@@ -71,6 +71,14 @@ class ChatTemplate:
         """SHA-256 hex digest of the source."""
         return hashlib.sha256(self.source.encode()).hexdigest()
 
+    @cached_property
+    def end_of_turn(self) -> int:
+        """Id that ends an assistant turn: the first special token after its content."""
+        ids, targets = self.encode(PROBE)
+        written = ids[int(np.argmax(targets)) :].tolist()
+        special = set(self._special.values())
+        return next((i for i in written if i in special), written[-1])
+
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """Return the text of the messages; raise DocumentError if the template refuses them."""
         return self._renderer.render(messages, add_generation_prompt)
@@ -200,8 +208,21 @@ class ChatTemplate:
             except DocumentError:  # the template refuses system messages or tools, as it may
                 continue
             self._require_special(text)
+            self._require_whole(text)
             self._require_ids_of_library(text)
         self.encode_batch([PROBE])
+
+    def _require_whole(self, text: str) -> None:
+        """Raise UsageError if the text holds the id that ends a document.
+
+        Attention and positions restart there, so that an answer would not see its question.
+        """
+        ((ids, _),) = self._ids_and_targets([(text, [])], threads=1)
+        if self._tokenizer.eos_id in ids[:-1]:
+            raise UsageError(
+                f"{self.name} writes the token that ends a document within a conversation, after"
+                " which nothing sees what was before; end turns with another special token"
+            )
 
     def _require_special(self, text: str) -> None:
         missing = [name for name in SPECIAL_LOOK.findall(text) if name not in self._special]
