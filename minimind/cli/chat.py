@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.config.arguments import add_model, at_least, finite, penalty, share
+from minimind.cli.generate import load, show
+from minimind.config.arguments import add_model, add_sampling
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import printing
-from minimind.runtime.terminal import for_stdout
 
 if TYPE_CHECKING:
     from minimind.inference.chat import Chat
@@ -33,16 +33,7 @@ def add_parser(subs: Any) -> None:
     add("--once", metavar="TEXT", help="answer this text on standard output and exit")
     add("--system", metavar="TEXT", help="system message before the first turn")
     add("--chat_template", metavar="FILE", help="Jinja template instead of the stored one")
-    text = "maximum tokens of an answer"
-    add("--max_new_tokens", type=at_least(1), default=512, help=text)
-    add("--temperature", type=finite, default=0.7, help="sampling temperature; 0: greedy")
-    text = "sample from the k most likely tokens; 0: from all"
-    add("--top_k", type=at_least(0), default=0, help=text)
-    text = "sample from the most likely tokens up to this total probability; 1: from all"
-    add("--top_p", type=share, default=0.9, help=text)
-    text = "above 1, repeated tokens become less likely; 1: off"
-    add("--repetition_penalty", type=penalty, default=1.0, help=text)
-    add("--seed", type=at_least(0), default=42, help="seed; each answer is sampled independently")
+    add_sampling(parser, max_new_tokens=512, temperature=0.7, what="answer")
 
 
 def run_chat(args: argparse.Namespace) -> int:
@@ -51,8 +42,8 @@ def run_chat(args: argparse.Namespace) -> int:
         raise UsageError("standard input is no terminal; give --once")
     chat = _load(args)
     if args.once is not None:
-        chat.ask(args.once, _show)
-        _show("\n")
+        chat.ask(args.once, show)
+        show("\n")
         return 0
     with suppress(ImportError):  # some builds of Python lack it
         import readline  # noqa: F401 (gives input() line editing and a history)
@@ -63,27 +54,20 @@ def run_chat(args: argparse.Namespace) -> int:
                 line = input("> ")
             _answer(chat, line)
         except EOFError:
-            _show("\n")
+            show("\n")
             return 0
         except UnicodeDecodeError as error:
             print(f"not UTF-8 ({error.reason}); type it again", file=sys.stderr)
         except KeyboardInterrupt:
-            _show("\n")
+            show("\n")
 
 
 def _load(args: argparse.Namespace) -> Chat:
-    from minimind.config.deepspeed.backend_choice import device_for
-    from minimind.config.launcher_env import Launch
     from minimind.inference.chat import Chat, template_of
-    from minimind.inference.load_model import load_model
-    from minimind.inference.sampling import Sampling
 
-    names = ("max_new_tokens", "temperature", "top_p", "seed", "top_k", "repetition_penalty")
-    sampling = Sampling(*(getattr(args, name) for name in names))
-    device = device_for(args.device, "--device", Launch())
-    model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
+    model, tokenizer, path, sampling = load(args)
     template = template_of(tokenizer, args.chat_template, path)
-    return Chat(model.to(device), tokenizer, template, sampling, args.system)
+    return Chat(model, tokenizer, template, sampling, args.system)
 
 
 def _answer(chat: Chat, line: str) -> None:
@@ -105,14 +89,9 @@ def _answer(chat: Chat, line: str) -> None:
         return
     before = chat.forgotten
     try:
-        chat.ask(line, _show)
+        chat.ask(line, show)
     except UsageError as error:
         print(error, file=sys.stderr)
-    _show("\n")
+    show("\n")
     if chat.forgotten > before:
         print(f"[the first {chat.forgotten} turns no longer fit the model]", file=sys.stderr)
-
-
-def _show(text: str) -> None:
-    with printing():
-        print(for_stdout(text), end="", flush=True)

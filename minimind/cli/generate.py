@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.config.arguments import add_model, at_least, finite, non_empty_path, penalty, share
+from minimind.config.arguments import add_model, add_sampling, at_least, non_empty_path
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.inference.prompts import read_prompts, read_text, strip_prompt
 from minimind.runtime.durable_files import printing, require_writable, storing, write_whole
@@ -23,6 +23,7 @@ from minimind.runtime.terminal import for_stdout, phase
 
 if TYPE_CHECKING:
     from minimind.inference.generate import GenerationResult
+    from minimind.inference.sampling import Sampling
 
 
 def add_parser(subs: Any) -> None:
@@ -44,18 +45,8 @@ def add_parser(subs: Any) -> None:
     add("--out", type=non_empty_path, metavar="FILE", help=text)
     add("--force", action="store_true", help="replace an earlier --out")
     add("--batch_size", type=at_least(1), default=16, help="prompts per batch")
-    add("--max_new_tokens", type=at_least(1), default=100, help="maximum tokens to generate")
-    text = "sampling temperature; 0: greedy"
-    add("--temperature", type=finite, default=0.8, help=text)
-    text = "sample from the k most likely tokens; 0: from all"
-    add("--top_k", type=at_least(0), default=0, help=text)
-    text = "sample from the most likely tokens up to this total probability; 1: from all"
-    add("--top_p", type=share, default=0.9, help=text)
-    text = "above 1, repeated tokens become less likely; 1: off"
-    add("--repetition_penalty", type=penalty, default=1.0, help=text)
+    add_sampling(parser, max_new_tokens=100, temperature=0.8, what="text")
     add("--stop", nargs="+", default=[], metavar="TEXT", help="strings that end the text")
-    text = "seed; each text is sampled independently"
-    add("--seed", type=at_least(0), default=42, help=text)
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -85,27 +76,30 @@ def run_generate(args: argparse.Namespace) -> int:
     if error := generator.check(prompt, 1):
         raise error
     speed = _continue(generator, prompt, 1)
-    _show("\n")
+    show("\n")
     print(speed, file=sys.stderr)
     return 0
+
+
+def load(args: argparse.Namespace, stop: Sequence[str] = ()) -> tuple[Any, Any, Path, Sampling]:
+    """The model on its device, its tokenizer, its path, and the settings of `add_sampling`."""
+    from minimind.config.deepspeed.backend_choice import device_for
+    from minimind.config.launcher_env import Launch
+    from minimind.inference.load_model import load_model
+    from minimind.inference.sampling import Sampling
+
+    names = ("max_new_tokens", "temperature", "top_p", "seed", "top_k", "repetition_penalty")
+    sampling = Sampling(*(getattr(args, name) for name in names), stop=tuple(stop))
+    device = device_for(args.device, "--device", Launch())
+    model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
+    return model.to(device), tokenizer, path, sampling
 
 
 class _Generator:
     """A model and its sampling settings, loaded as the arguments specify."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from minimind.config.deepspeed.backend_choice import device_for
-        from minimind.config.launcher_env import Launch
-        from minimind.inference.load_model import load_model
-        from minimind.inference.sampling import Sampling
-
-        names = ("max_new_tokens", "temperature", "top_p", "seed", "top_k", "repetition_penalty")
-        self.sampling = Sampling(*(getattr(args, name) for name in names), stop=tuple(args.stop))
-        device = device_for(args.device, "--device", Launch())
-        model, self.tokenizer, self.path = load_model(
-            args.checkpoint, args.model, args.tokenizer, args.weights
-        )
-        self.model = model.to(device)
+        self.model, self.tokenizer, self.path, self.sampling = load(args, args.stop)
 
     def generate(
         self, prompts: Sequence[str], numbers: Sequence[int], on_text: Callable[[str], None] | None
@@ -138,15 +132,16 @@ def _read_stdin() -> str:
         raise DataError("standard input: not UTF-8; convert it, or use --prompt") from error
 
 
-def _show(text: str) -> None:
+def show(text: str) -> None:
+    """Print generated text at once, as it is."""
     with printing():
         print(for_stdout(text), end="", flush=True)
 
 
 def _continue(generator: _Generator, prompt: str, number: int) -> str:
     """Print a prompt and its continuation as it is generated; return a line with the speed."""
-    _show(prompt)
-    result = generator.generate([prompt], [number], _show)
+    show(prompt)
+    result = generator.generate([prompt], [number], show)
     return f"[{generator.path}, {result.tokens_per_second:.0f} tokens/s]"
 
 
@@ -199,11 +194,11 @@ def _converse(args: argparse.Namespace) -> None:
             else:
                 print(f"\n{_continue(generator, prompt, number)}", file=sys.stderr)
         except EOFError:
-            return _show("\n")
+            return show("\n")
         except UnicodeDecodeError as error:
             print(f"not UTF-8 ({error.reason}); type it again", file=sys.stderr)
         except KeyboardInterrupt:
-            _show("\n")
+            show("\n")
             loading.raise_failure()
 
 
@@ -233,7 +228,7 @@ def _answer_file(args: argparse.Namespace, prompts: list[str], generator: _Gener
             # A prompt in error may not be writable as it is.
             lines.append(json.dumps(answer, ensure_ascii=error is not None) + "\n")
             if not args.out:
-                _show(lines[-1])
+                show(lines[-1])
         tokens, seconds = tokens + result.tokens, seconds + result.seconds
     if args.out:
         with storing(str(args.out), "free some space, or give another --out"):

@@ -165,6 +165,24 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--debug", action="store_true", help="show tracebacks")
 
 
+def add_sampling(
+    parser: argparse.ArgumentParser, max_new_tokens: int, temperature: float, what: str
+) -> None:
+    """Add the arguments of `minimind.inference.sampling`; `what` is a text or an answer."""
+    add, text = parser.add_argument, "maximum tokens to generate"
+    add("--max_new_tokens", type=at_least(1), default=max_new_tokens, help=text)
+    text = "sampling temperature; 0: greedy"
+    add("--temperature", type=finite, default=temperature, help=text)
+    text = "sample from the k most likely tokens; 0: from all"
+    add("--top_k", type=at_least(0), default=0, help=text)
+    text = "sample from the most likely tokens up to this total probability; 1: from all"
+    add("--top_p", type=share, default=0.9, help=text)
+    text = "above 1, repeated tokens become less likely; 1: off"
+    add("--repetition_penalty", type=penalty, default=1.0, help=text)
+    text = f"seed; each {what} is sampled independently"
+    add("--seed", type=at_least(0), default=42, help=text)
+
+
 def add_weights(add: Callable[..., Any]) -> None:
     """Add --weights, of a checkpoint, by a parser's `add_argument`."""
     text = "weights of a checkpoint: as trained, or their moving average of --ema"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from minimind.data.chat.conversations import canonical_text
 from minimind.data.chat.template import ChatTemplate
 from minimind.data.chat.turns import ASSISTANT, SYSTEM, USER, Message
+from minimind.data.prepare.chat_tokenizer import read_template
 from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
@@ -21,11 +22,7 @@ from minimind.runtime.durable_files import write_whole
 def template_of(tokenizer: AnyTokenizer, path: str | None, place: Path) -> ChatTemplate:
     """The template in a file, or that beside the tokenizer; UsageError if there is none."""
     if path is not None:
-        try:
-            source = Path(path).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--chat_template {path}: cannot be read ({error})") from error
-        return ChatTemplate(source, tokenizer, f"--chat_template {path}")
+        return ChatTemplate(read_template(path), tokenizer, f"--chat_template {path}")
     if tokenizer.chat_template is None:
         raise UsageError(
             f"{place}: has no chat template, as it is not fine-tuned; continue texts with `minimind"
@@ -97,5 +94,4 @@ class Chat:
             raise UsageError(f"{path} exists; give another file")
         if not any(one.role == ASSISTANT and one.content.strip() for one in self.messages):
             raise UsageError("there is no answer to save yet; ask something")
-        turns = [{"role": one.role, "content": one.content} for one in self.messages]
-        write_whole(path, (json.dumps({"messages": turns}, ensure_ascii=False) + "\n").encode())
+        write_whole(path, f'{{"messages":{canonical_text(self.messages)}}}\n'.encode())

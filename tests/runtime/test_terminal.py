@@ -55,7 +55,7 @@ def test_generated_text_is_raw_in_a_pipe_and_escaped_at_a_terminal(code: int, mo
     for stream in (Screen(), io.StringIO()):
         monkeypatch.setattr(sys, "stdout", stream)
         for piece in ("a", chr(code), "[2J"):  # a sequence in several pieces
-            generate_commands._show(piece)
+            generate_commands.show(piece)
         assert has_controls(stream.getvalue()) == (not stream.isatty() and code not in HARMLESS)
 
 
