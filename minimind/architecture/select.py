@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +145,6 @@ class HuggingFace:
                 f"{by}: has {vocab_size} pieces, more than vocab_size ="
                 f" {self.parsed.vocab_size} of {self.path}; use a smaller tokenizer, or raise it"
             )
-
-    def with_vocabulary(self, vocab_size: int) -> HuggingFace:
-        """Return the same model with another number of embedding rows."""
-        parsed = deepcopy(self.parsed)
-        parsed.vocab_size = vocab_size
-        return replace(self, values={**self.values, "vocab_size": vocab_size}, parsed=parsed)
 
     def require_gradient_checkpointing(self, run: RunConfig) -> None:
         """Raise UsageError if the model does not support --gradient_checkpointing."""

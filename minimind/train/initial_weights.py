@@ -82,24 +82,14 @@ class InitialModel:
         """Return the run with `after`, which has added ids to `before`, and rows for the new ids.
 
         `before` is the tokenizer of `self.run`. With any other number of rows than its ids the
-        weights are refused, except those of a model of transformers, which may have spare ones.
+        weights are refused.
         """
-        if after is before:
-            return self
-        by = "special tokens"
-        run = self.run.with_values(by, tokenizer=str(after.path))
-        architecture, rows = self.architecture, before.vocab_size
-        if isinstance(architecture, HuggingFace):
-            rows = architecture.parsed.vocab_size
-            if after.vocab_size <= rows:
-                return replace(self, run=run)
-            architecture = architecture.with_vocabulary(after.vocab_size)
-        if self.weights is None:  # the shape is that of the flags, or of a checkpoint of this run
-            return replace(self, run=run, architecture=architecture)
+        assert self.weights is not None
         check_vocabulary(before, self.weights.config)
-        run = run.with_values(by, vocab_size=after.vocab_size)
+        values = {"tokenizer": str(after.path), "vocab_size": after.vocab_size}
+        run = self.run.with_values("special tokens", **values)
         weights = grow_vocabulary(self.weights, after.vocab_size)
-        return InitialModel(run, architecture, weights, grown_from=rows)
+        return replace(self, run=run, weights=weights, grown_from=before.vocab_size)
 
     def build(self, run: RunConfig, tokenizer: AnyTokenizer) -> Any:
         """Build the initial model of the resolved `run`, before an engine shards or copies it.
