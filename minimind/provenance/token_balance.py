@@ -90,7 +90,7 @@ def conversation_balance(
         text=train + val,
         held_out=val,
         in_rows=packing.tokens,
-        targets=packing.targets,
+        targets=shards.targets(row_tokens),
         cut_off=train - packing.tokens,
         conversations=packing.conversations,
         cut=packing.cut,

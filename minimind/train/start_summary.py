@@ -42,6 +42,7 @@ from minimind.train.settings import (
 MAX_LINES = 20  # of the summary, warnings and notes aside
 MIN_SETTINGS = 3  # lines of settings that are shown in any case
 SHARDING = ("world_size", "zero_stage")
+Balance = TokenBalance | ConversationBalance
 FIRST_OF_ONE_CYCLE = 2000  # steps; DeepSpeed's default
 
 
@@ -59,12 +60,13 @@ def log_run_start(
     has_steps = state.step < context.schedule.total_steps
     capacity = context.saver.require_capacity() if has_steps else "no step is left"
     log_start_event(context, prepared, resumed, initial)
-    logger.event("token_balance", step=state.step, **asdict(balance_of(context, prepared)))
+    balance = balance_of(context, prepared)
+    logger.event("token_balance", step=state.step, **asdict(balance))
     _log_changes(context, resumed, layout(run, context.engine))
     notes = [*filter(None, (initial.architecture.start_summary_line(), initial.line())), *notes]
     if (traced := traced_steps(run)) and traced[1] <= state.step:
         notes.append(f"trace    none: --trace_steps {run.trace_steps} is before step {state.step}")
-    logger.print(startup_summary(context, prepared, resumed, capacity, notes))
+    logger.print(startup_summary(context, prepared, resumed, balance, capacity, notes))
 
 
 def log_start_event(
@@ -112,17 +114,22 @@ def _log_changes(context: RunContext, resumed: Resumed, current: dict[str, Any])
 
 
 def startup_summary(
-    context: RunContext, prepared: Prepared, resumed: Resumed, capacity: str, notes: Sequence[str]
+    context: RunContext,
+    prepared: Prepared,
+    resumed: Resumed,
+    balance: Balance,
+    capacity: str,
+    notes: Sequence[str],
 ) -> str:
     """Return the lines printed before the first step.
 
-    `capacity` states how many checkpoints fit; `notes` are further texts, with or without a label.
+    `balance` states where the tokens of the text go, `capacity` how many checkpoints fit; `notes` are further texts, with or without a label.
     """
     run, state = context.run, resumed.state
     lines = [
         *labelled_lines("model", _series(_model(context, prepared))),
         *labelled_lines("data", _series(_data(context, prepared))),
-        *labelled_lines("tokens", str(balance_of(context, prepared)).split(" ")),
+        *labelled_lines("tokens", str(balance).split(" ")),
         *labelled_lines("step", [_step(context)]),
         *labelled_lines("length", _series(_length(context, state))),
         *labelled_lines("rate", [_rate(context)]),
@@ -151,7 +158,7 @@ def startup_summary(
     return "\n".join([*lines, *kept, f"{'more':<{LABEL}}{more}", *note_lines])
 
 
-def balance_of(context: RunContext, prepared: Prepared) -> TokenBalance | ConversationBalance:
+def balance_of(context: RunContext, prepared: Prepared) -> Balance:
     """Where the tokens of the text go."""
     row_tokens, train = context.run.max_seq_len + 1, prepared.train
     if isinstance(train, ConversationShards):

@@ -21,7 +21,7 @@ from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, FLAGS
 from minimind.config.schedule import Schedule, plan_schedule
 from minimind.data.loader.row_order import Order
 from minimind.train.settings import DEFAULT_KEYS, labelled_lines, non_default_settings, shorten
-from minimind.train.start_summary import cadence_warnings, startup_summary
+from minimind.train.start_summary import balance_of, cadence_warnings, startup_summary
 from tests.train.starts import require_fit, start_of, unbroken_text
 
 train: Any = training  # a package that is called like a function
@@ -82,8 +82,9 @@ def stand_in(line: str, backend: str) -> tuple[Any, Any]:
 def start(line: str, backend: str, path: Path | None = None) -> list[str]:
     context, prepared = stand_in(line, backend)
     resumed: Any = SimpleNamespace(path=path, state=TrainState(0))
+    balance = balance_of(context, prepared)
     return startup_summary(
-        context, prepared, resumed, "27.1 MiB each, 2,930 more fit", []
+        context, prepared, resumed, balance, "27.1 MiB each, 2,930 more fit", []
     ).splitlines()
 
 

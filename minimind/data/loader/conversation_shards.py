@@ -33,7 +33,7 @@ class Packing:
     conversations: int
     cut: int  # conversations longer than a row, kept up to the end of an assistant turn
     dropped: int  # whose first assistant turn ends after the row
-    targets: int  # tokens in all rows that are targets
+    gaps: tuple[tuple[int, int], ...]  # tokens in no row, from and up to
 
     @property
     def tokens(self) -> int:
@@ -58,6 +58,12 @@ class ConversationShards(TokenShards):
         if row_tokens not in self._packings:
             self._packings[row_tokens] = self._pack(row_tokens)
         return self._packings[row_tokens]
+
+    def targets(self, row_tokens: int) -> int:
+        """Number of tokens in all rows that are targets; reads the whole split."""
+        whole = sum(int(np.count_nonzero(tokens >= TARGET)) for tokens in self._maps)
+        gaps = self.packing(row_tokens).gaps
+        return whole - sum(int(self._tokens_of(a, b - a)[1].sum()) for a, b in gaps)
 
     def rows(self, row_tokens: int) -> int:
         """Number of rows over all sources."""
@@ -116,8 +122,8 @@ class ConversationShards(TokenShards):
         starts: list[int] = []
         stops: list[int] = []
         sizes: list[int] = []
-        cut = dropped = at = 0
-        begin = 0
+        gaps: list[tuple[int, int]] = []
+        cut = dropped = at = begin = 0
         for source_end in source_ends.tolist():
             before = len(starts)
             last = int(np.searchsorted(ends, source_end, side="right"))
@@ -133,15 +139,11 @@ class ConversationShards(TokenShards):
                     starts.append(begin)
                     stops.append(begin + kept)
                 cut, dropped = cut + bool(kept), dropped + (not kept)
+                gaps.append((begin + kept, int(ends[at])))
                 begin, at = int(ends[at]), at + 1
             sizes.append(len(starts) - before)
-        targets = self._count_targets(starts, stops)
         first, last = (np.array(values, dtype=np.int64) for values in (starts, stops))
-        return Packing(first, last, tuple(sizes), len(ends), cut, dropped, targets)
-
-    def _count_targets(self, starts: list[int], stops: list[int]) -> int:
-        pairs = zip(starts, stops, strict=True)
-        return sum(int(self._tokens_of(a, b - a)[1].sum()) for a, b in pairs)
+        return Packing(first, last, tuple(sizes), len(ends), cut, dropped, tuple(gaps))
 
     def _turns_within(self, start: int, length: int) -> int:
         """Tokens up to the last end of an assistant turn within `length`; 0 if there is none."""

@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from minimind.data.chat.conversations import conversation_of_line
 from minimind.data.loader.manifest import FORMAT_VERSION
 from minimind.data.text.documents import ReadOptions
 from minimind.data.text.inputs import Segment, find_files, is_cut, require_once, segments_of
@@ -84,9 +83,8 @@ class Options:
 
     @property
     def reading(self) -> ReadOptions:
-        """How documents are read."""
-        parse = None if self.chat_template is None else conversation_of_line
-        return ReadOptions(self.text_field, self.max_document_bytes, parse)
+        """How text is read; `Work.reading` also knows conversations."""
+        return ReadOptions(self.text_field, self.max_document_bytes)
 
 
 @dataclass(frozen=True)
