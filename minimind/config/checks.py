@@ -42,18 +42,11 @@ def conflicts(run: RunConfig) -> Iterator[str]:
             f"warmup_steps = {run.warmup_steps} ({run.sources['warmup_steps']}) is more than"
             f" max_steps = {run.max_steps} ({run.sources['max_steps']}); lower it, or train longer"
         )
-    for name in ("spike_factor", "spike_window", "max_rollbacks"):
-        if getattr(run, name) is not None and not run.spike_guard:
-            yield (
-                f"{name} = {getattr(run, name)} ({run.sources[name]}) has no effect without"
-                " --spike_guard; add it, or drop this"
-            )
+    if not run.spike_guard:
+        yield from _no_effect(run, "--spike_guard", "spike_factor", "spike_window", "max_rollbacks")
+    if not run.verify_interval:
+        yield from _no_effect(run, "--verify_interval", "on_corruption")
     yield from _task_conflicts(run)
-    if run.on_corruption is not None and not run.verify_interval:
-        yield (
-            f"on_corruption = {run.on_corruption} ({run.sources['on_corruption']}) has no effect"
-            " without --verify_interval; add it, or drop this"
-        )
     if run.spike_guard and run.dtype == "float16":
         yield (
             f"spike_guard = True ({run.sources['spike_guard']}) and dtype = float16"
@@ -67,15 +60,20 @@ def conflicts(run: RunConfig) -> Iterator[str]:
         )
 
 
+def _no_effect(run: RunConfig, needed: str, *names: str) -> Iterator[str]:
+    """Flags that are given though only a run with `needed` reads them."""
+    for name in names:
+        if (value := getattr(run, name)) is not None:
+            yield (
+                f"{name} = {value} ({run.sources[name]}) has no effect without {needed}; add it, or"
+                " drop this"
+            )
+
+
 def _task_conflicts(run: RunConfig) -> Iterator[str]:
     """Flags that only fine-tuning reads, and those that it sets or does not read."""
     if run.task != "sft":
-        for name in ("train_on", "chat_template"):
-            if getattr(run, name) is not None:
-                yield (
-                    f"{name} = {getattr(run, name)} ({run.sources[name]}) has no effect without"
-                    " --task sft; add it, or drop this"
-                )
+        yield from _no_effect(run, "--task sft", "train_on", "chat_template")
         return
     if not run.doc_mask and run.is_explicit("doc_mask"):
         yield (

@@ -26,7 +26,6 @@ from minimind.engine.optimizer.state import ZeroState
 from minimind.engine.optimizer.weight_average import WeightAverage
 from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.plain_backend import StepResult
-from minimind.model.loss import IGNORED
 from minimind.runtime.collectives import Ranks, lost_peers
 
 COMPILE_TIMEOUT = 3600.0  # seconds that ranks wait for one that compiles
@@ -162,11 +161,7 @@ class Engine(Ranks):
     def loss_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return summed loss and target count of rows (B, T + 1); leaves the model in eval mode."""
         self.backend.forward.eval()
-        rows = rows.to(self.device)
-        if self.counts_targets:  # IGNORED is also ~99; alone in a row it is padding
-            rows = rows.masked_fill((rows == IGNORED).all(1, keepdim=True), ~0)
-        inputs, targets = split_rows(rows, self.counts_targets)
-        inputs = inputs.clamp(min=0)  # ignored positions need valid ids
+        inputs, targets = split_rows(rows.to(self.device), counts_targets=True)
         # Uncompiled: batches of other shapes than in training would trigger recompilation.
         with lost_peers(), uncompiled(self.model):
             loss = compute_loss(self.backend.forward, inputs, targets, self.eval_chunk_size)

@@ -1,8 +1,8 @@
 """The loss of a micro-batch, routing metrics, and torch.compile of the model.
 
 Inputs and targets are (B, T) token ids on the model's device: a row without its last and without
-its first token. In fine-tuning a token t of a row that is no target is stored as ~t, which is
-negative.
+its first token. A token t of a row that is no target is stored as ~t, which is negative: in
+fine-tuning, and in rows of `PADDING`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from minimind.model.loss import IGNORED, mean_with_nan_grads
 from minimind.model.sizes import LOSS_CHUNK
 from minimind.runtime.collectives import Ranks
 from minimind.runtime.terminal import phase
+
+PADDING = ~0  # a token that is no target
 
 
 def loss_chunk_positions(run: RunConfig) -> int:

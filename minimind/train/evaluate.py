@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from minimind.data.loader.batches import Windows
 from minimind.data.loader.token_shards import TokenShards
 from minimind.engine.build import Engine
+from minimind.engine.loss_of_batch import PADDING
 from minimind.model.loss import IGNORED
 
 
@@ -41,8 +42,8 @@ class HeldOutRows:
         return {name: indices for name, indices in rows.items() if len(indices)}
 
     def batch(self, indices: np.ndarray, size: int) -> np.ndarray:
-        """Tokens of the rows, int64 (size, row_tokens), padded with rows of `IGNORED`."""
-        batch = np.full((size, self.row_tokens), IGNORED, dtype=np.int64)
+        """Tokens of the rows, int64 (size, row_tokens), padded with rows of `PADDING`."""
+        batch = np.full((size, self.row_tokens), PADDING, dtype=np.int64)
         if len(indices):
             batch[: len(indices)] = self.shards.read_rows(indices, self.row_tokens)
         return batch

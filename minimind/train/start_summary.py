@@ -123,7 +123,8 @@ def startup_summary(
 ) -> str:
     """Return the lines printed before the first step.
 
-    `balance` states where the tokens of the text go, `capacity` how many checkpoints fit; `notes` are further texts, with or without a label.
+    `balance` states where the tokens of the text go, `capacity` how many checkpoints fit; `notes`
+    are further texts, with or without a label.
     """
     run, state = context.run, resumed.state
     lines = [

@@ -65,9 +65,8 @@ def flip(tensor: torch.Tensor, choose: random.Random) -> Callable[[], None]:
     bits = tensor.detach().view(-1).view(INTEGERS[tensor.element_size()])
     at, bit = choose.randrange(len(bits)), choose.randrange(8 * tensor.element_size())
     before = bits[at].clone()
-    mask = -(2**63) if bit == 63 else 1 << bit
-    mask = mask - 2 ** (bit + 1) if bit == 8 * tensor.element_size() - 1 and bit < 63 else mask
-    bits[at] ^= mask
+    is_sign = bit == 8 * tensor.element_size() - 1
+    bits[at] ^= -(1 << bit) if is_sign else 1 << bit
 
     def undo() -> None:
         bits[at] = before

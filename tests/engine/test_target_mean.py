@@ -17,10 +17,10 @@ from torch import Tensor
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.engine.build import Engine, build_engine, leave_process_group
+from minimind.engine.loss_of_batch import PADDING
 from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.replay import replay
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.model.loss import IGNORED
 from tests.distributed.host_reads import counted
 
 SHAPE: dict[str, Any] = {"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 1}
@@ -159,11 +159,10 @@ def test_targets_are_counted_without_a_wait_and_only_in_fine_tuning(
     assert calls == [1] * times
 
 
-def test_a_validation_batch_may_be_padded_with_rows_of_ignored(built: BuildEngine):
-    """~IGNORED is 99, which is no id here."""
+def test_a_validation_batch_may_be_padded(built: BuildEngine):
     engine = built()
     loss, count = engine.loss_of(ROWS)
-    padded, same = engine.loss_of(torch.cat([ROWS, torch.full((2, 9), IGNORED)]))
+    padded, same = engine.loss_of(torch.cat([ROWS, torch.full((2, 9), PADDING)]))
     assert int(count) == int(same) == int(IS_TARGET[:, 1:].sum())
     assert float(padded) == pytest.approx(float(loss), rel=1e-6)
     expected, _ = reference(engine.model, 1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from minimind.model.loss import IGNORED
+from minimind.engine.loss_of_batch import PADDING
 from minimind.train.evaluate import HeldOutRows, evaluate
 from tests.distributed.host_reads import counted
 
@@ -29,7 +29,7 @@ class Ranks:
 
     def loss_of(self, rows):
         self.passes += 1
-        kept = rows[:, 1:][rows[:, 1:] != IGNORED]
+        kept = rows[:, 1:][rows[:, 1:] != PADDING]
         return kept.sum().float(), torch.tensor(kept.numel())
 
     def sum_over_ranks(self, sums):
