@@ -85,7 +85,10 @@ class MiniMindModel(nn.Module):
                 f" {(rows, past + length)}: one entry per position, cached ones included."
             )
         eos_id = self.config.eos_token_id if self.config.doc_mask and cache is None else None
-        starts_BT = None if eos_id is None else document_starts(input_ids, attention_mask, eos_id)
+        starts_BT = None
+        if eos_id is not None:
+            eos_starts = self.config.eos_starts_document
+            starts_BT = document_starts(input_ids, attention_mask, eos_id, eos_starts)
         # Then positions are below past + length, and their maximum need not be read back.
         is_bounded = position_ids is None and attention_mask is None
         if position_ids is None:

@@ -207,7 +207,8 @@ def test_it_needs_weights_and_its_own_folder(base: dict[str, Any], place: Path, 
         train(base, out_dir=str(place / "base"))
 
 
-def test_no_conversation_sees_another(tuned: Path):
+def test_a_conversation_in_a_row_is_what_a_chat_sees(tuned: Path):
+    """Neither the conversations before it nor the token that ends them."""
     model: Any = load_model(str(tuned), None)[0]
     assert model.config.doc_mask
     choose = torch.Generator().manual_seed(1)
@@ -216,6 +217,8 @@ def test_no_conversation_sees_another(tuned: Path):
     rows[1, 21:] = rows[0, 21:]  # the same conversation after another one
     out = model(input_ids=rows).logits[:, 21:]
     assert torch.equal(out[0], out[1])
+    alone = model(input_ids=rows[:1, 21:]).logits[0]
+    assert torch.allclose(out[0], alone, rtol=1e-5, atol=1e-6)
 
 
 def test_only_targets_have_a_gradient():
