@@ -108,7 +108,6 @@ def minimind_config(run: RunConfig, **ids: int | None) -> MiniMindConfig:
         rms_norm_eps=run.norm_eps,
         use_flash_attn=run.use_flash_attn,
         doc_mask=run.doc_mask,
-        eos_starts_document=run.task != "sft",
         qk_norm=run.qk_norm,
         use_moe=run.use_moe,
         n_routed_experts=run.n_routed_experts,

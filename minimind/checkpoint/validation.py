@@ -156,7 +156,6 @@ class ModelConfig(CheckedJson):
     bos_token_id: Count | None = None
     eos_token_id: Count | None = None
     pad_token_id: Count | None = None
-    eos_starts_document: bool = True
     qk_norm: bool = False
     use_moe: bool = False
     norm_topk_prob: bool = False

@@ -15,11 +15,11 @@ from minimind.engine.collective_clock import CommunicationClock
 from minimind.engine.deepspeed_backend import Backend
 from minimind.engine.loss_of_batch import (
     CompileClock,
+    ModelInputs,
     compute_loss,
     eval_chunk_positions,
     loss_chunk_positions,
     mean_routing,
-    split_rows,
     uncompiled,
 )
 from minimind.engine.optimizer.state import ZeroState
@@ -109,8 +109,7 @@ class Engine(Ranks):
                 with backend.micro_batch(is_last):
                     rows = rows.to(self.device, non_blocking=True)
                     clock.mark("data")
-                    parts = split_rows(rows, self.counts_targets)
-                    loss = compute_loss(backend.forward, *parts, self.loss_chunk_size)
+                    loss = compute_loss(backend.forward, self.inputs_of(rows), self.loss_chunk_size)
                     self._wait_for_compilation()
                     clock.mark("forward")
                     backend.backward(loss.total if divisor is None else loss.divided_by(divisor))
@@ -157,12 +156,18 @@ class Engine(Ranks):
             self._compilation.barrier()
             self._compilation = None
 
+    def inputs_of(self, rows: torch.Tensor) -> ModelInputs:
+        """What the model reads of rows (B, T + 1) on its device."""
+        if self.counts_targets:
+            return ModelInputs.of_marked(rows, has_starts=True)
+        return ModelInputs.of_text(rows)
+
     @torch.no_grad()
     def loss_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return summed loss and target count of rows (B, T + 1); leaves the model in eval mode."""
         self.backend.forward.eval()
-        inputs, targets = split_rows(rows.to(self.device), counts_targets=True)
+        inputs = ModelInputs.of_marked(rows.to(self.device), has_starts=self.counts_targets)
         # Uncompiled: batches of other shapes than in training would trigger recompilation.
         with lost_peers(), uncompiled(self.model):
-            loss = compute_loss(self.backend.forward, inputs, targets, self.eval_chunk_size)
+            loss = compute_loss(self.backend.forward, inputs, self.eval_chunk_size)
         return loss.loss_sum, loss.tokens

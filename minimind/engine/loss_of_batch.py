@@ -2,7 +2,7 @@
 
 Inputs and targets are (B, T) token ids on the model's device: a row without its last and without
 its first token. A token t of a row that is no target is stored as ~t, which is negative: in
-fine-tuning, and in rows of `PADDING`.
+fine-tuning, where ~(t + START) also starts a conversation, and in rows of `PADDING`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from minimind.config.run_config import RunConfig
+from minimind.data.loader.conversation_shards import START
 from minimind.model.experts import Routing
 from minimind.model.loss import IGNORED, mean_with_nan_grads
 from minimind.model.sizes import LOSS_CHUNK
@@ -61,27 +62,42 @@ class MicroBatchLoss:
         return mean_with_nan_grads(self.loss_sum, targets, also=balance) + balance
 
 
-def split_rows(rows: torch.Tensor, counts_targets: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets (B, T) of rows (B, T + 1).
-
-    With `counts_targets` negative tokens are converted: inputs are ids, targets may be IGNORED.
-    """
-    if not counts_targets:
-        return rows[:, :-1], rows[:, 1:]
-    is_target = rows >= 0
-    ids, targets = torch.where(is_target, rows, ~rows), torch.where(is_target, rows, IGNORED)
-    return ids[:, :-1], targets[:, 1:]
+def token_ids(rows: torch.Tensor) -> torch.Tensor:
+    """Return the ids of tokens, of which those that are no targets are negative."""
+    return torch.where(rows >= 0, rows, ~rows % START)
 
 
-def compute_loss(
-    forward: Any, inputs: torch.Tensor, targets: torch.Tensor, loss_chunk_size: int = 0
-) -> MicroBatchLoss:
+@dataclass(frozen=True)
+class ModelInputs:
+    """What the model reads of a micro-batch, each (B, T)."""
+
+    ids: torch.Tensor
+    targets: torch.Tensor  # may be IGNORED
+    starts: torch.Tensor | None = None  # bool, of conversations; None: the model finds documents
+
+    @classmethod
+    def of_text(cls, rows: torch.Tensor) -> Self:
+        """Inputs of rows (B, T + 1) of text, whose tokens are all targets."""
+        return cls(rows[:, :-1], rows[:, 1:])
+
+    @classmethod
+    def of_marked(cls, rows: torch.Tensor, has_starts: bool) -> Self:
+        """Inputs of rows (B, T + 1) with negative tokens, of conversations if `has_starts`."""
+        targets = torch.where(rows >= 0, rows, IGNORED)
+        starts = ~rows[:, :-1] >= START if has_starts else None
+        return cls(token_ids(rows)[:, :-1], targets[:, 1:], starts)
+
+
+def compute_loss(forward: Any, inputs: ModelInputs, loss_chunk_size: int = 0) -> MicroBatchLoss:
     """Compute the loss with `forward`, the model wrapped by its backend.
 
     Logits are computed for `loss_chunk_size` positions at a time; 0: for all. The loss is part of
     the model, so that it is compiled with the model.
     """
-    out = forward(input_ids=inputs, shift_labels=targets, loss_chunk_size=loss_chunk_size)
+    starts = {} if inputs.starts is None else {"document_starts": inputs.starts}
+    out = forward(
+        input_ids=inputs.ids, shift_labels=inputs.targets, loss_chunk_size=loss_chunk_size, **starts
+    )
     routing = None if out.aux_loss is None else Routing(out.aux_loss, out.expert_load)
     return MicroBatchLoss(out.loss_sum, out.targets, routing)
 

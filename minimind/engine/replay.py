@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minimind.engine.engine import Engine
-from minimind.engine.loss_of_batch import MicroBatchLoss, compute_loss, split_rows, uncompiled
+from minimind.engine.loss_of_batch import MicroBatchLoss, compute_loss, uncompiled
 
 PIECE = 2**22  # elements that are summed at once: the sum converts them to int64 first
 FP16_SCALE = 2.0**10  # of the loss, so that gradients in float16 are not too small
@@ -119,8 +119,7 @@ def _loss_and_gradients(
     scale = FP16_SCALE if engine.resolved.run.dtype == "float16" else 1.0
     try:
         with nullcontext() if is_whole else uncompiled(model):
-            parts = split_rows(rows, engine.counts_targets)
-            loss = compute_loss(model, *parts, engine.loss_chunk_size)
+            loss = compute_loss(model, engine.inputs_of(rows), engine.loss_chunk_size)
             total = loss.divided_by(loss.tokens.clamp(min=1)) * scale
             # Not backward(), whose hooks reduce gradients.
             torch.autograd.grad(total, weights, allow_unused=True)

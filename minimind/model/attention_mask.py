@@ -21,18 +21,13 @@ AttentionMask = Tensor | BlockMask | None
 EXACT = (DynamicLayer, StaticLayer)
 
 
-def document_starts(
-    input_ids: Tensor, attention_mask: Tensor | None, eos_id: int, eos_starts: bool = True
-) -> Tensor:
+def eos_starts(input_ids: Tensor, attention_mask: Tensor | None, eos_id: int | None) -> Tensor:
     """Mark the first position of each document, bool (B, T): the eos of the previous document.
 
     So a document is [eos, tokens...] and predicts [tokens..., eos], and no target of a packed row
-    is lost. Tokens before the first eos continue a document of the previous row. Without
-    `eos_starts` a document starts after the eos: a conversation, as a chat prompt has no eos.
+    is lost. Tokens before the first eos continue a document of the previous row.
     """
     starts_BT = input_ids == eos_id
-    if not eos_starts:
-        starts_BT = F.pad(starts_BT[:, :-1], (1, 0))
     return starts_BT if attention_mask is None else starts_BT & attention_mask.bool()
 
 

@@ -10,8 +10,7 @@ from minimind.model.sizes import feed_forward_width
 class MiniMindConfig(PretrainedConfig):
     """Shape of the model; dim, n_layers and the other short names are aliases.
 
-    `doc_mask`: attention and positions restart at every eos_token_id, unless keys are cached; with
-    `eos_starts_document=False` after it.
+    `doc_mask`: attention and positions restart at every eos_token_id, unless keys are cached.
     `qk_norm`: queries and keys are normalized per head before the rotation (Qwen3). `use_moe`:
     every feed-forward is a mixture of experts, each of intermediate_size; else fields of experts
     are ignored.
@@ -41,7 +40,6 @@ class MiniMindConfig(PretrainedConfig):
         rope_theta: float = 1e6,
         use_flash_attn: bool = True,
         doc_mask: bool = False,
-        eos_starts_document: bool = True,
         qk_norm: bool = False,
         tie_word_embeddings: bool = True,
         use_moe: bool = False,
@@ -69,7 +67,6 @@ class MiniMindConfig(PretrainedConfig):
         self.rope_theta = rope_theta
         self.use_flash_attn = use_flash_attn
         self.doc_mask = doc_mask
-        self.eos_starts_document = eos_starts_document
         self.qk_norm = qk_norm
         self.tie_word_embeddings = tie_word_embeddings
         self.use_moe = use_moe

@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, 
 from minimind.model.attention_mask import (
     cache_sizes,
     document_positions,
-    document_starts,
+    eos_starts,
     make_attention_mask,
 )
 from minimind.model.bf16_matmul import Linear
@@ -72,6 +72,7 @@ class MiniMindModel(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
+        document_starts: Tensor | None = None,
     ) -> tuple[Tensor, Routing | None]:
         """Return final hidden states (B, T, E), and the routing of experts while training.
 
@@ -84,11 +85,9 @@ class MiniMindModel(nn.Module):
                 f"attention_mask of shape {tuple(attention_mask.shape)} must be"
                 f" {(rows, past + length)}: one entry per position, cached ones included."
             )
-        eos_id = self.config.eos_token_id if self.config.doc_mask and cache is None else None
-        starts_BT = None
-        if eos_id is not None:
-            eos_starts = self.config.eos_starts_document
-            starts_BT = document_starts(input_ids, attention_mask, eos_id, eos_starts)
+        starts_BT = document_starts
+        if starts_BT is None and self.config.doc_mask and cache is None:
+            starts_BT = eos_starts(input_ids, attention_mask, self.config.eos_token_id)
         # Then positions are below past + length, and their maximum need not be read back.
         is_bounded = position_ids is None and attention_mask is None
         if position_ids is None:
@@ -179,6 +178,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
         loss_chunk_size: int | None = None,
+        document_starts: Tensor | None = None,
         **kwargs: Any,
     ) -> MiniMindOutput:
         """Return logits (B, T, V), or (B, logits_to_keep, V) of the last positions if not 0.
@@ -188,7 +188,9 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids, shifted here. Targets of -100 are ignored. The loss is the mean over the others
         (0 if there are none), or their sum divided by num_items_in_batch, which Trainer counts over
         all micro-batches of a step. With experts in training it includes aux_loss, which is also
-        returned. Nothing is cached while gradients are checkpointed. Other keywords are ignored.
+        returned. Nothing is cached while gradients are checkpointed. document_starts (B, T) is
+        True where attention and positions restart, whatever doc_mask is. Other keywords are
+        ignored.
 
         With loss_chunk_size, return loss_sum and targets of shift_labels instead of loss and
         logits: with logits of all positions at once if 0, else of that many at a time.
@@ -203,7 +205,9 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             )
         if use_cache and past_key_values is None and not recomputes:
             past_key_values = DynamicCache(config=self.config)
-        x_BTE, routing = self.model(input_ids, attention_mask, position_ids, past_key_values)
+        x_BTE, routing = self.model(
+            input_ids, attention_mask, position_ids, past_key_values, document_starts
+        )
         if loss_chunk_size is not None:
             assert shift_labels is not None
             loss_sum, targets = self._chunked_loss(x_BTE, shift_labels, loss_chunk_size)

@@ -22,7 +22,7 @@ from minimind.config.deepspeed.optimizer import unread_flag_faults
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import RunConfig
-from minimind.engine.loss_of_batch import compute_loss
+from minimind.engine.loss_of_batch import ModelInputs, compute_loss
 from minimind.engine.optimizer.groups import run_groups
 from minimind.engine.optimizer.mup import scale_initial_weights
 from minimind.engine.plain_backend import PlainBackend
@@ -174,7 +174,7 @@ def _measure_one(
     before = activations(model, rows[:, :-1])
     for _ in range(steps):
         backend.begin(run.learning_rate)
-        loss = compute_loss(model, rows[:, :-1], rows[:, 1:], 0)
+        loss = compute_loss(model, ModelInputs.of_text(rows))
         backend.backward(loss.total)
         backend.update(is_last=True)
     after = activations(model, rows[:, :-1])

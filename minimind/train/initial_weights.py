@@ -171,8 +171,9 @@ def fine_tuned(initial: InitialModel) -> InitialModel:
     before = load_tokenizer(run.tokenizer)
     stored = before.chat_template if run.chat_template is None else None
     template = stored or read_template(run.chat_template)
-    after = chat_tokenizer(before, template, Path(run.cache_dir).expanduser())
-    ChatTemplate(template, after, f"--chat_template {run.chat_template or 'by default'}")
+    name = f"--chat_template {run.chat_template or 'by default'}"
+    after = chat_tokenizer(before, template, name, Path(run.cache_dir).expanduser())
+    ChatTemplate(template, after, name)
     if after.vocab_size == before.vocab_size:
         run = run.with_values("--task sft", tokenizer=str(after.path.parent))
         return replace(initial, run=run)

@@ -17,6 +17,7 @@ import torch
 
 from minimind.config.run_config import RunConfig
 from minimind.data.loader.row_order import Order
+from minimind.engine.loss_of_batch import token_ids
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import NumericError
 from minimind.runtime.collectives import Ranks
@@ -112,11 +113,10 @@ class SkippedSteps:
         bad = [number for number, loss in enumerate(losses) if not math.isfinite(float(loss))]
         rows, micro_batches = [], self.batches_at(step - 1) if bad else []
         for number in bad:
-            batch = micro_batches[number].tolist()
+            batch = token_ids(micro_batches[number]).tolist()
             for at, tokens in enumerate(batch, number * len(batch)):
                 place = {"micro_batch": number, "position": first + at, "row": indices[at]}
-                ids = [token if token >= 0 else ~token for token in tokens]  # of no targets: ~token
-                rows.append({**place, "loss": None, "tokens": ids})
+                rows.append({**place, "loss": None, "tokens": tokens})
         return NonfiniteRows(bad, rows[:MAX_ROWS], len(rows[MAX_ROWS:]))
 
     def _lines(

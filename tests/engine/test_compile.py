@@ -31,7 +31,7 @@ from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine import loss_of_batch as compiled
 from minimind.engine.build import Engine, leave_process_group
-from minimind.engine.loss_of_batch import compile_model, compute_loss, uncompiled
+from minimind.engine.loss_of_batch import ModelInputs, compile_model, compute_loss, uncompiled
 from minimind.engine.phase_clock import PhaseClock
 from minimind.model import activation_checkpointing as recomputing
 from minimind.model import attention_mask, layers
@@ -143,7 +143,7 @@ def test_other_documents_compile_no_block_again(quickly, monkeypatch):
 
     @torch.no_grad()  # flex attention has no backward pass on a CPU
     def loss_sums() -> list[float]:
-        return [float(compute_loss(model, rows[:, :-1], rows[:, 1:]).loss_sum) for rows in batches]
+        return [float(compute_loss(model, ModelInputs.of_text(rows)).loss_sum) for rows in batches]
 
     expected = loss_sums()  # with dense masks
     monkeypatch.setattr(attention_mask, "has_flex_kernel", lambda *_: True)
@@ -397,7 +397,7 @@ def test_a_loss_in_parts_is_the_whole_one_with_its_gradients(changes, positions)
     found = []
     for loss_chunk_size in (0, positions):
         model = built(**changes).train()
-        goal = compute_loss(model, ROWS[:, :-1], ROWS[:, 1:], loss_chunk_size)
+        goal = compute_loss(model, ModelInputs.of_text(ROWS), loss_chunk_size)
         goal.total.backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
         found.append((goal.loss_sum.detach(), goal.tokens, gradients))
@@ -418,7 +418,7 @@ def test_logits_made_in_parts_are_not_kept_for_the_backward_pass():
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            goal = compute_loss(built(), ROWS[:, :-1], ROWS[:, 1:], loss_chunk_size)
+            goal = compute_loss(built(), ModelInputs.of_text(ROWS), loss_chunk_size)
         assert goal.loss_sum.requires_grad
         largest[loss_chunk_size] = max(kept, default=0)
     assert largest[0] == ROWS[:, 1:].numel() * SHAPE["vocab_size"]

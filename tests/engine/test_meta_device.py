@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from minimind.engine.loss_of_batch import compute_loss, mean_routing
+from minimind.engine.loss_of_batch import ModelInputs, compute_loss, mean_routing
 from minimind.model import layers
 from minimind.model.activation_checkpointing import enable_checkpointing
 from minimind.model.attention_kernels import document_block_mask
@@ -47,7 +47,7 @@ def test_forward_and_backward_read_nothing_and_leave_nothing_on_the_cpu(
         enable_checkpointing(model)
     model.to(dtype).to(META)
     rows = torch.empty((2, 33), dtype=torch.int64, device=META)
-    loss = compute_loss(model, rows[:, :-1], rows[:, 1:], chunk)
+    loss = compute_loss(model, ModelInputs.of_text(rows), chunk)
     loss.total.backward()
     grads = [p.grad for p in model.parameters()]
     assert all(grad is not None and grad.device == META for grad in grads)
@@ -69,7 +69,7 @@ def test_experts_read_the_sizes_of_their_groups_once_per_layer(monkeypatch: pyte
     monkeypatch.setattr(torch.Tensor, "tolist", sizes)
     model = built(use_moe=True).to(META)
     rows = torch.empty((2, 33), dtype=torch.int64, device=META)
-    loss = compute_loss(model, rows[:, :-1], rows[:, 1:])
+    loss = compute_loss(model, ModelInputs.of_text(rows))
     loss.total.backward()
     assert mean_routing([loss.routing, loss.routing])
     assert reads == [model.config.n_routed_experts] * model.config.num_hidden_layers

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
+from minimind.data.loader.conversation_shards import START
 from minimind.engine.build import Engine, build_engine, leave_process_group
-from minimind.engine.loss_of_batch import PADDING
+from minimind.engine.loss_of_batch import PADDING, token_ids
 from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.replay import replay
 from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
@@ -123,7 +124,8 @@ def test_the_last_token_has_no_effect_unless_it_is_a_target(built: BuildEngine, 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_rows_of_targets_alone_are_trained_as_in_pretraining_to_the_bit(built: BuildEngine, parts):
     def course(task: str) -> tuple[list[Tensor], list[Tensor]]:
-        engine = built(f"--task {task} --accumulation_steps {parts}")
+        flags = f"--task {task} --accumulation_steps {parts}"
+        engine = built(flags, doc_mask=True, eos_token_id=ONCE)
         losses = [gradients_of(engine, IDS)[0].loss_sum for _ in range(3)]
         return losses, [p.detach() for p in engine.model.parameters()]
 
@@ -167,6 +169,21 @@ def test_a_validation_batch_may_be_padded(built: BuildEngine):
     assert float(padded) == pytest.approx(float(loss), rel=1e-6)
     expected, _ = reference(engine.model, 1)
     assert float(loss / count) == pytest.approx(expected, rel=1e-6)
+
+
+def test_conversations_of_a_row_are_those_alone(built: BuildEngine):
+    """Whatever ids they have: the second starts at token 4, with an eos and a target before it."""
+    row = torch.tensor([[~(7 + START), 8, 9, 2, ~(5 + START), ~6, 2, 11, 12]])
+    apart = [torch.tensor([[~7, 8, 9, 2]]), torch.tensor([[~5, ~6, 2, 11, 12]])]
+    engine = built(doc_mask=True, eos_token_id=2)
+    loss, count = engine.loss_of(row)
+    engine.model.config.doc_mask = False
+    with torch.no_grad():
+        alone = [engine.model(input_ids=token_ids(one)[:, :-1]).logits[0] for one in apart]
+    targets = torch.tensor([8, 9, 2]), torch.tensor([-100, 2, 11, 12])
+    sums = [F.cross_entropy(*pair, reduction="sum") for pair in zip(alone, targets, strict=True)]
+    assert int(count) == 6
+    assert float(loss) == pytest.approx(sum(map(float, sums)), rel=1e-6)
 
 
 def test_a_replay_takes_such_rows_and_those_without_targets(built: BuildEngine):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
-from minimind.model.attention_mask import boolean_mask, document_positions, document_starts
+from minimind.model.attention_mask import boolean_mask, document_positions, eos_starts
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.loss import next_token_loss
@@ -120,7 +120,7 @@ def test_rows_without_a_border_are_what_they_are_without_the_mask(use_flash_attn
 
 def test_positions_begin_again_at_each_border():
     ids = torch.tensor([[9, 9, EOS, 9, 9, EOS, EOS, 9], [EOS, 9, 9, 9, 9, 9, 9, EOS]])
-    starts = document_starts(ids, None, EOS)
+    starts = eos_starts(ids, None, EOS)
     positions = document_positions(0, None, starts)
     assert positions is not None
     assert positions.tolist() == [[0, 1, 0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5, 6, 0]]
@@ -154,7 +154,7 @@ def test_those_positions_are_what_queries_and_keys_are_turned_by(monkeypatch: py
 def test_padding_is_no_border_and_takes_no_position():
     ids = torch.tensor([[EOS, EOS, 9, 9, EOS, 9], [9, 9, EOS, 9, EOS, EOS]])
     real = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
-    starts = document_starts(ids, real, EOS)
+    starts = eos_starts(ids, real, EOS)
     positions = document_positions(0, real, starts)
     assert positions is not None
     assert positions[real.bool()].tolist() == [0, 1, 0, 1, 0, 1, 0, 1]

@@ -172,17 +172,33 @@ def test_the_end_of_a_turn_is_a_special_token(tuned: Path, turn: str):
     assert ChatTemplate(source, tokenizer).end_of_turn == end
 
 
-def test_a_template_that_ends_the_document_in_between_is_refused(
-    base: dict[str, Any], tmp_path: Path
-):
+def test_a_template_may_end_turns_with_the_end_of_a_document(base: dict[str, Any], tmp_path: Path):
+    """As that of MiniMind and of Zephyr does."""
     template = tmp_path / "zephyr.jinja"
     template.write_text(
-        "{% for m in messages %}<|x|>{% generation %}{{ m['content'] + eos_token }}"
-        "{% endgeneration %}{% endfor %}"
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}<|a|>{% generation %}"
+        "{{ m['content'] + eos_token }}{% endgeneration %}{% else %}<|u|>{{ m['content'] }}"
+        "{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}"
     )
-    given = {**base, "chat_template": str(template)}
-    with pytest.raises(UsageError, match="the token that ends a document within a conversation"):
-        train(given, out_dir=str(tmp_path / "out"))
+    out = tmp_path / "out"
+    assert train({**base, "chat_template": str(template)}, out_dir=str(out)) == 0
+    tokenizer = load_tokenizer(out / "tokenizer")
+    ours = ChatTemplate(template.read_text(), tokenizer)
+    assert ours.end_of_turn == tokenizer.eos_id
+
+
+def test_special_tokens_may_be_built_from_roles(base: dict[str, Any], tmp_path: Path):
+    """As in the template of Phi-3; an expression is no name."""
+    template = tmp_path / "phi.jinja"
+    template.write_text(
+        "{% for m in messages %}{{'<|'+m['role']+'|>'+m['content']+'<|end|>'}}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    given = {**base, "chat_template": str(template), "max_steps": 2}
+    assert train(given, out_dir=str(tmp_path / "out")) == 0
+    special = load_tokenizer(tmp_path / "out" / "tokenizer").special_tokens()
+    added = {"<|user|>", "<|assistant|>", "<|end|>", "<|system|>", "<|tool|>"}
+    assert {name for name in special if "|" in name} == added
 
 
 def test_a_second_stage_keeps_the_template_and_a_restart_its_vocabulary(
@@ -208,14 +224,15 @@ def test_it_needs_weights_and_its_own_folder(base: dict[str, Any], place: Path, 
 
 
 def test_a_conversation_in_a_row_is_what_a_chat_sees(tuned: Path):
-    """Neither the conversations before it nor the token that ends them."""
+    """Not the conversations before it; and its own end tokens restart nothing."""
     model: Any = load_model(str(tuned), None)[0]
-    assert model.config.doc_mask
     choose = torch.Generator().manual_seed(1)
     rows = torch.randint(5, 600, (2, 41), generator=choose)
-    rows[:, 20] = model.config.eos_token_id
+    rows[:, [20, 30]] = model.config.eos_token_id
     rows[1, 21:] = rows[0, 21:]  # the same conversation after another one
-    out = model(input_ids=rows).logits[:, 21:]
+    starts = torch.arange(41).expand(2, -1) == 21
+    out = model(input_ids=rows, document_starts=starts).logits[:, 21:]
+    model.config.doc_mask = False  # a chat's keys are cached
     assert torch.equal(out[0], out[1])
     alone = model(input_ids=rows[:1, 21:]).logits[0]
     assert torch.allclose(out[0], alone, rtol=1e-5, atol=1e-6)

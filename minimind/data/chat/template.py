@@ -37,8 +37,35 @@ DEFAULT_TEMPLATE = (
 )
 # What a special token looks like in a rendered text, also if the tokenizer does not have it.
 SPECIAL_LOOK = re.compile(r"<[|\uff5c][^\s<>]+?[|\uff5c]>")
+NAME_IN_SOURCE = re.compile(r"<[|\uff5c][^\s<>'\"+{}]+?[|\uff5c]>")  # not of an expression
 PROBE = (Message(USER, " a b "), Message(ASSISTANT, " c d "))
 PROBES = (PROBE, (Message(SYSTEM, " e f "), *PROBE), (*PROBE, Message(TOOL, " g h "), *PROBE[1:]))
+
+
+def special_names(source: str, tokenizer: AnyTokenizer, name: str) -> list[str]:
+    """Names of special tokens that a template has in its source or writes for short chats.
+
+    It may build them from roles. Raise UsageError if it is not valid; `name` is what messages call
+    it.
+    """
+    if source == DEFAULT_TEMPLATE:
+        return [*SPECIAL_TOKENS]
+    renderer = Renderer(source, named_tokens(tokenizer), name)
+    names = NAME_IN_SOURCE.findall(source)
+    for probe in PROBES:
+        try:
+            text = renderer.render(probe, add_generation_prompt=True)
+        except DocumentError:  # the template refuses system messages or tools, as it may
+            continue
+        names += SPECIAL_LOOK.findall(text)
+    return [*dict.fromkeys(names)]
+
+
+def named_tokens(tokenizer: AnyTokenizer) -> dict[str, str]:
+    """Tokens that a template may use by name: bos_token and eos_token."""
+    names = {i: token for token, i in tokenizer.special_tokens().items()}
+    roles = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    return {role: names[i] for role, i in roles.items() if i in names}
 
 
 class ChatTemplate:
@@ -58,10 +85,7 @@ class ChatTemplate:
         self._special = tokenizer.special_tokens()
         longest_first = sorted(self._special, key=len, reverse=True)
         self._special_name = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
-        names = {i: token for token, i in self._special.items()}
-        roles = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-        tokens = {role: names[i] for role, i in roles.items() if i in names}
-        self._renderer = Renderer(source, tokens, name)
+        self._renderer = Renderer(source, named_tokens(tokenizer), name)
         self._special_ids = {token: np.array([i], np.int32) for token, i in self._special.items()}
         self._sizes = tokenizer.piece_bytes()
         self._require_fit()
@@ -94,8 +118,8 @@ class ChatTemplate:
 
         `assistant` trains on what the assistant writes, with the token that ends its turn, `last`
         on the last of its turns, `all` on everything. A token is trained on if any of its
-        characters is. Raise DocumentError for content that contains the name of a special token:
-        it could forge a turn.
+        characters is; the first never, as nothing predicts it. Raise DocumentError for content that
+        contains the name of a special token: it could forge a turn.
         """
         (encoded,) = self.encode_batch([messages], train_on)
         if isinstance(encoded, DocumentError):
@@ -152,7 +176,9 @@ class ChatTemplate:
                 if piece:
                     ids.append(self._special_ids[piece] if number % 2 else next(arrays))
                     targets.append(self._targets(piece, ids[-1], within))
-            encoded.append((np.concatenate(ids), np.concatenate(targets)))
+            marks = np.concatenate(targets)
+            marks[:1] = False  # nothing predicts the first token
+            encoded.append((np.concatenate(ids), marks))
         return encoded
 
     def _targets(self, piece: str, ids: np.ndarray, spans: list[Span]) -> np.ndarray:
@@ -208,21 +234,8 @@ class ChatTemplate:
             except DocumentError:  # the template refuses system messages or tools, as it may
                 continue
             self._require_special(text)
-            self._require_whole(text)
             self._require_ids_of_library(text)
         self.encode_batch([PROBE])
-
-    def _require_whole(self, text: str) -> None:
-        """Raise UsageError if the text holds the id that ends a document.
-
-        Attention and positions restart there, so that an answer would not see its question.
-        """
-        ((ids, _),) = self._ids_and_targets([(text, [])], threads=1)
-        if self._tokenizer.eos_id in ids[:-1]:
-            raise UsageError(
-                f"{self.name} writes the token that ends a document within a conversation, after"
-                " which nothing sees what was before; end turns with another special token"
-            )
 
     def _require_special(self, text: str) -> None:
         missing = [name for name in SPECIAL_LOOK.findall(text) if name not in self._special]

@@ -1,7 +1,7 @@
 """Conversations in rows: whole ones, side by side, padded; tokens carry whether they are targets.
 
 In the files the highest bit of a token marks a target. In a row, int64, a token t that is not a
-target is ~t (negative), as the engine expects it.
+target is ~t (negative), as the engine expects it, and ~(t + START) where a conversation starts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from minimind.data.loader.token_shards import TokenShards
 
 TARGET = 1 << 31  # of a uint32 token
+START = 1 << 31  # of a row's token that is no target
 DTYPE = np.dtype("<u4")
 
 
@@ -90,7 +91,8 @@ class ConversationShards(TokenShards):
     def read_rows(self, indices: np.ndarray, row_tokens: int) -> np.ndarray:
         """Read rows as int64 (len(indices), row_tokens): ~t for a token t that is no target.
 
-        Padding is ~eos_id. Raise DataError for an id outside the vocabulary.
+        Padding is ~eos_id, and starts like a conversation. Raise DataError for an id outside the
+        vocabulary.
         """
         packing = self.packing(row_tokens)
         result = np.full((len(indices), row_tokens), ~self._eos_id, dtype=np.int64)
@@ -98,6 +100,10 @@ class ConversationShards(TokenShards):
             start, stop = int(packing.starts[index]), int(packing.stops[index])
             ids, targets = self._tokens_of(start, stop - start)
             row[: stop - start] = np.where(targets, ids, ~ids)
+            first, last = np.searchsorted(self._ends, [start, stop])
+            starts = np.append(self._ends[first:last] - start, 0)
+            row[starts] = ~(ids[starts] + START)
+            row[stop - start : stop - start + 1] = ~(self._eos_id + START)
         return result
 
     def stretch(self, start: int, length: int) -> np.ndarray:

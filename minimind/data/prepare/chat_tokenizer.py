@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_LOOK, SPECIAL_TOKENS
+from minimind.data.chat.template import DEFAULT_TEMPLATE, special_names
 from minimind.data.prepare.cache import build_once
 from minimind.data.tokenizer.add_special import with_special_tokens
 from minimind.data.tokenizer.files import TEMPLATE_NAME, write_tokenizer
@@ -28,13 +28,14 @@ def read_template(path: str | None) -> str:
         ) from error
 
 
-def chat_tokenizer(tokenizer: AnyTokenizer, template: str, cache_dir: Path) -> AnyTokenizer:
+def chat_tokenizer(
+    tokenizer: AnyTokenizer, template: str, name: str, cache_dir: Path
+) -> AnyTokenizer:
     """The tokenizer with the special tokens that a template writes, and the template beside it.
 
-    Tokens that it lacks are appended after its last id.
+    Tokens that it lacks are appended after its last id. `name` is what messages call the template.
     """
-    names = SPECIAL_TOKENS if template == DEFAULT_TEMPLATE else SPECIAL_LOOK.findall(template)
-    names = tuple(dict.fromkeys(names))
+    names = special_names(template, tokenizer, name)
     directory = cache_dir / f"tokenizer-{fingerprint([tokenizer.fingerprint, names, template])}"
 
     def build(draft: Path) -> None:

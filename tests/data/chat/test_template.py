@@ -61,7 +61,8 @@ def test_what_is_trained_on(tokenizer, source, end):
     for messages, train_on, expected in cases:
         assert trained_text(template, tokenizer, messages, train_on) == expected
     ids, targets = template.encode(TWO, "all")
-    assert targets.all()
+    assert targets[1:].all()
+    assert not targets[0]  # nothing predicts it
     for train_on in ("assistant", "last"):
         assert template.encode(TWO, train_on)[0].tolist() == ids.tolist()
     _, targets = template.encode(TWO, "last")

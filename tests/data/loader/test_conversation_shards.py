@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minimind.data.loader.conversation_shards import DTYPE, ConversationShards, marked
+from minimind.data.loader.conversation_shards import DTYPE, START, ConversationShards, marked
 from minimind.data.loader.token_shards import ShardWriter
 from minimind.errors import DataError
 from tests.data.made import describe
@@ -18,13 +18,16 @@ Conversation = tuple[list[int], list[bool]]
 
 
 def conversation(choose: np.random.Generator, turns: int) -> Conversation:
-    """A user turn and an assistant turn, some times, and the end of the document."""
+    """A user turn and an assistant turn, some times, and the end of the document.
+
+    Turns may hold the token that ends documents, as templates may end turns with it.
+    """
     ids: list[int] = []
     targets: list[bool] = []
     for _ in range(turns):
         for is_target in (False, True):
             length = int(choose.integers(1, 6))
-            ids += choose.integers(3, 90, length).tolist()
+            ids += choose.integers(EOS, 12, length).tolist()
             targets += [is_target] * length
     return [*ids, EOS], [*targets, False]
 
@@ -44,13 +47,13 @@ def write(folder: Path, sources: list[list[Conversation]]) -> ConversationShards
 
 def parts_of(row: np.ndarray) -> list[Conversation]:
     """The conversations of a row; padding is left out."""
-    ids, targets = np.where(row < 0, ~row, row), row >= 0
-    found, start = [], 0
-    for end in np.flatnonzero(ids == EOS).tolist():
-        if end > start:  # else padding
-            found.append((ids[start : end + 1].tolist(), targets[start : end + 1].tolist()))
-        start = end + 1
-    return found
+    ids, targets = np.where(row < 0, ~row % START, row), row >= 0
+    starts = np.flatnonzero(~row >= START)
+    assert starts[0] == 0
+    parts = zip(np.split(ids, starts[1:]), np.split(targets, starts[1:]), strict=True)
+    found = [(part.tolist(), marks.tolist()) for part, marks in parts]
+    is_padded = set(found[-1][0]) == {EOS}
+    return found[: len(found) - is_padded]
 
 
 @pytest.mark.parametrize("row_tokens", [80, 121, 400])
@@ -89,7 +92,8 @@ def test_a_long_conversation_is_cut_after_an_assistant_turn_or_dropped(tmp_path:
     packing = shards.packing(4)
     assert (packing.conversations, packing.cut, packing.dropped) == (4, 1, 1)
     rows = shards.read_rows(np.arange(3), 4).tolist()
-    assert rows == [[~5, 6, ~EOS, ~EOS], [~10, 11, 12, ~EOS], [~5, 6, ~EOS, ~EOS]]
+    five, ten, padding = (~(token + START) for token in (5, 10, EOS))
+    assert rows == [[five, 6, ~EOS, padding], [ten, 11, 12, padding], [five, 6, ~EOS, padding]]
     assert (packing.tokens, shards.targets(4)) == (9, 4)
     assert shards.packing(7).cut == 0
 

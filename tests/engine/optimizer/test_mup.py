@@ -11,7 +11,7 @@ from minimind.architecture.select import minimind_config
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import RunConfig
-from minimind.engine.loss_of_batch import compute_loss
+from minimind.engine.loss_of_batch import ModelInputs, compute_loss
 from minimind.engine.optimizer.groups import run_groups
 from minimind.engine.optimizer.mup import mup_line, scale_initial_weights
 from minimind.engine.plain_backend import PlainBackend
@@ -45,7 +45,7 @@ def train(backend: PlainBackend, steps: int = 6) -> list[float]:
     losses = []
     for step in range(steps):
         backend.begin(3e-3 * (1 - step / 10))
-        loss = compute_loss(backend.module, ROWS[:, :-1], ROWS[:, 1:], 0)
+        loss = compute_loss(backend.module, ModelInputs.of_text(ROWS), 0)
         backend.backward(loss.total)
         backend.update(is_last=True)
         losses.append(float(loss.total.detach()))
