@@ -74,9 +74,9 @@ def export(
             raise UsageError("--max_shard_size is for safetensors, gguf is one file; drop it")
         require_gguf()
         parts = gguf_parts(config, source, torch_dtype)
-        name, vocabulary = run_name(weights.path), gguf_vocabulary(tokenizer)
+        name, entries = run_name(weights.path), _tokenizer_entries(tokenizer)
         # With the tokenizer files: without them transformers prepends a space to a text.
-        write_gguf(folder, config, name, vocabulary, parts, torch_dtype, tokenizer.exported)
+        write_gguf(folder, config, name, entries, parts, torch_dtype, tokenizer.exported)
         files = [GGUF_NAME]
     else:
         if form == "llama":
@@ -118,6 +118,17 @@ def check_names(names: Iterable[str], form: str) -> None:
     for name in names:
         if to_gguf(name) is None:  # GGUF names exactly the tensors of these two
             raise UsageError(f"--format {form} has no name for {name}; export --format minimind")
+
+
+def _tokenizer_entries(tokenizer: AnyTokenizer) -> dict[str, Any]:
+    """Return the entries of a GGUF file that describe the tokenizer, by whole name."""
+    vocabulary = gguf_vocabulary(tokenizer)
+    entries = {f"tokenizer.ggml.{name}": value for name, value in vocabulary.items()}
+    if tokenizer.chat_template is not None:  # llama.cpp ends generation at eos and at eot
+        template = ChatTemplate(tokenizer.chat_template, tokenizer)
+        entries["tokenizer.chat_template"] = template.source
+        entries["tokenizer.ggml.eot_token_id"] = template.end_of_turn
+    return entries
 
 
 def _small_files(

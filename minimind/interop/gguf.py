@@ -66,12 +66,15 @@ def write_gguf(
     out: NewFolder,
     config: MiniMindConfig,
     name: str,
-    vocabulary: Mapping[str, Any],
+    entries: Mapping[str, Any],
     parts: list[Part],
     dtype: torch.dtype,
     texts: Mapping[str, bytes],
 ) -> None:
-    """Write `out`/model.gguf, tensor by tensor, with this model name, and `texts` beside it."""
+    """Write `out`/model.gguf, tensor by tensor, with this model name and `entries`.
+
+    `texts` are the files beside it.
+    """
     import gguf
 
     with new_folder(out, parts, texts) as draft:
@@ -79,8 +82,8 @@ def write_gguf(
             writer.add_name(name)
             _add_shape(writer, config)
             writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
-            for key, value in vocabulary.items():
-                _add_entry(writer, f"tokenizer.ggml.{key}", value)
+            for key, value in entries.items():
+                _add_entry(writer, key, value)
             for part in parts:
                 kind = gguf.GGMLQuantizationType[part.dtype]
                 writer.add_tensor_info(part.name, part.shape, NUMPY[part.dtype], part.bytes, kind)

@@ -13,8 +13,9 @@ from transformers import AutoTokenizer
 
 import minimind.train as training
 from minimind.cli.main import main as minimind
-from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate
+from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
 from minimind.data.chat.turns import Message
+from minimind.data.tokenizer.gguf_vocabulary import CONTROL
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import DataError, UsageError
 from minimind.inference.chat import Chat, template_of
@@ -156,6 +157,20 @@ def test_exports_carry_the_template_and_format_alike(tuned: Path, place: Path):
     ids = ChatTemplate(DEFAULT_TEMPLATE, ours).encode(messages)[0].tolist()
     assert theirs.apply_chat_template(turns, tokenize=True, return_dict=False) == ids
     assert minimind(["chat", "--model", str(place / "llama"), "--once", "what is wind?"]) == 0
+
+
+def test_a_gguf_file_carries_the_template_and_the_end_of_a_turn(tuned: Path, place: Path):
+    gguf = pytest.importorskip("gguf")
+    words = ["export", "--checkpoint", str(tuned), "--format", "gguf", "--out"]
+    assert minimind([*words, str(place / "gguf")]) == 0
+    fields = gguf.GGUFReader(place / "gguf" / "model.gguf").fields
+    entry = {name.removeprefix("tokenizer."): fields[name].contents() for name in fields}
+    assert entry["chat_template"] == DEFAULT_TEMPLATE
+    tokens, types = entry["ggml.tokens"], entry["ggml.token_type"]
+    assert tokens[entry["ggml.eot_token_id"]] == "<|end|>"
+    assert tokens[entry["ggml.eos_token_id"]] == "</s>"
+    of_type = [token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL]
+    assert of_type == ["<s>", "</s>", "<pad>", *SPECIAL_TOKENS]
 
 
 @pytest.mark.parametrize(
