@@ -21,6 +21,7 @@ from minimind.architecture.hf_models import (
     model_of,
     transformers_model,
 )
+from minimind.architecture.long_context import scaling_of
 from minimind.config.checks import OF_EXPERTS
 from minimind.config.run_config import RunConfig
 from minimind.data.tokenizer.load import AnyTokenizer
@@ -75,6 +76,7 @@ class MiniMind:
             "tie_word_embeddings": run.tie_word_embeddings,
             "use_moe": run.use_moe,
             **({name: getattr(run, name) for name in OF_EXPERTS} if run.use_moe else {}),
+            **({} if run.rope_scaling is None else {"rope_scaling": scaling_of(run)}),
         }
 
     def parameters(self, run: RunConfig) -> int:
@@ -105,6 +107,7 @@ def minimind_config(run: RunConfig, **ids: int | None) -> MiniMindConfig:
         num_key_value_heads=run.n_kv_heads,
         max_position_embeddings=run.max_seq_len,
         rope_theta=run.rope_theta,
+        rope_scaling=scaling_of(run),
         rms_norm_eps=run.norm_eps,
         use_flash_attn=run.use_flash_attn,
         doc_mask=run.doc_mask,

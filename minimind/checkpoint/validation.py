@@ -7,13 +7,14 @@ sizes an allocation, bounds a loop or names a file before it is validated here.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, FailFast, Field, RootModel
 
 from minimind.config.model_flags import MOST_EXPERTS
 from minimind.config.training_flags import MOST_LEFT_OUT
 from minimind.errors import CheckpointError
+from minimind.model.rope_scaling import MAX_FACTOR
 from minimind.runtime.checked_json import (
     ELSEWHERE,
     MAX_INTEGER,
@@ -138,6 +139,14 @@ class DataOrder(CheckedJson):
     identity: OrderIdentity
 
 
+class RopeScaling(ClosedJson):
+    """How the rotary positions of a decoder are scaled (model/rope_scaling.py)."""
+
+    rope_type: Literal["linear", "ntk", "yarn"]
+    factor: Annotated[float, Field(ge=1, le=MAX_FACTOR)]
+    original_max_position_embeddings: Positions
+
+
 class ModelConfig(CheckedJson):
     """The values of `config.json` that determine the MiniMind decoder."""
 
@@ -157,6 +166,7 @@ class ModelConfig(CheckedJson):
     eos_token_id: Count | None = None
     pad_token_id: Count | None = None
     qk_norm: bool = False
+    rope_scaling: RopeScaling | None = None
     use_moe: bool = False
     norm_topk_prob: bool = False
     n_routed_experts: Experts = 0

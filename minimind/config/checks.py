@@ -192,8 +192,32 @@ def _model_conflicts(run: RunConfig) -> Iterator[str]:
                 f"{name} = {getattr(run, name)} ({run.sources[name]}) has no effect without"
                 " experts; give --use_moe, or drop it"
             )
+    yield from _rope_conflicts(run)
     if run.n_heads % run.n_kv_heads:
         yield (
             f"n_heads = {run.n_heads} ({run.sources['n_heads']}) is not divisible by"
             f" n_kv_heads = {run.n_kv_heads} ({run.sources['n_kv_heads']}); change one"
+        )
+
+
+def _rope_conflicts(run: RunConfig) -> Iterator[str]:
+    """Scaling of rotary positions that is incomplete, or impossible for such heads."""
+    if run.rope_scaling is None:
+        yield from _no_effect(run, "--rope_scaling", "rope_factor", "rope_original_length")
+        return
+    given = f"rope_scaling = {run.rope_scaling} ({run.sources['rope_scaling']})"
+    if run.init_from is None and None in (run.rope_factor, run.rope_original_length):
+        yield (
+            f"{given} extends the context of a trained model; give --init_from, or both"
+            " --rope_factor and --rope_original_length"
+        )
+    if run.rope_scaling == "ntk" and run.dim == 2 * run.n_heads:
+        yield (
+            f"{given} needs more than the 2 channels of dim / n_heads ="
+            f" {run.dim} / {run.n_heads}; use linear, or fewer heads"
+        )
+    if run.rope_scaling == "yarn" and run.rope_theta <= 1:
+        yield (
+            f"{given} needs a base above 1, and rope_theta = {run.rope_theta:g}"
+            f" ({run.sources['rope_theta']}); use linear, or raise it"
         )

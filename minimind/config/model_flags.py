@@ -17,6 +17,9 @@ SHAPE = (
     "max_seq_len",
     "vocab_size",
     "rope_theta",
+    "rope_scaling",
+    "rope_factor",
+    "rope_original_length",
     "norm_eps",
     "qk_norm",
     "tie_word_embeddings",
@@ -63,6 +66,29 @@ class ModelFlags:
         at_most=2**31,
     )
     rope_theta: float = flag("base of the rotary frequencies", 1e6, "model", above=0.0)
+    rope_scaling: str | None = flag(
+        "extend the context of a trained model: linear (position interpolation), ntk (a larger"
+        " --rope_theta) or yarn (default: that of --init_from)",
+        None,
+        "model",
+        choices=("linear", "ntk", "yarn"),
+    )
+    rope_factor: float | None = flag(
+        "with --rope_scaling: times by which the context grows (default: max_seq_len /"
+        " rope_original_length); sets max_seq_len if that is not given",
+        None,
+        "model",
+        above=1.0,
+        at_most=2.0**20,
+    )
+    rope_original_length: int | None = flag(
+        "with --rope_scaling: positions that the model was trained on before (default: those of"
+        " --init_from)",
+        None,
+        "model",
+        at_least=1,
+        at_most=2**20,
+    )
     norm_eps: float = flag("added to the mean square in every norm", 1e-5, "model", above=0.0)
     use_flash_attn: bool = flag(
         "torch's fused attention; off: the explicit reference", True, "model"

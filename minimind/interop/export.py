@@ -33,6 +33,7 @@ from minimind.interop.weight_names import to_gguf, to_rotate_half
 from minimind.interop.weights import TRANSFORMERS, Weights, check_vocabulary
 from minimind.interop.write_folder import SHARDS, WrittenModel, new_folder, write_shards
 from minimind.model.configuration import MiniMindConfig
+from minimind.model.rope_scaling import effective_theta
 from minimind.runtime.output_folder import NewFolder
 
 SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
@@ -41,7 +42,7 @@ SHARD_BYTES = 2 * 10**9
 LLAMA_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
-    *("rms_norm_eps", "rope_theta", "tie_word_embeddings"),  # transformers 4 reads rope_theta
+    *("rms_norm_eps", "tie_word_embeddings"),
 )
 
 
@@ -164,6 +165,8 @@ def _configuration(
         **ids,
         "auto_map": AUTO_MAP,
     }
+    if config.rope_scaling is None:  # transformers warns of null
+        del values["rope_scaling"]
     return {**configuration_files(values, dtype), **tokenizer.exported, **remote_code()}, None
 
 
@@ -178,7 +181,22 @@ def _llama_config(config: MiniMindConfig) -> dict[str, Any]:
         "model_type": "qwen3" if has_qk_norm else "llama",
         **extra,
         **{name: getattr(config, name) for name in LLAMA_KEYS},
-        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+        **_rotation(config),
         "attention_bias": False,
         "hidden_act": "silu",
     }
+
+
+def _rotation(config: MiniMindConfig) -> dict[str, Any]:
+    """Return base and scaling of the rotary positions in the spelling of transformers 5 and 4.
+
+    ntk is a larger base. transformers knows no original length of linear.
+    """
+    scaling = dict(config.rope_scaling or {"rope_type": "default"})
+    theta = effective_theta(config.head_dim, config.rope_theta, config.rope_scaling)
+    if scaling["rope_type"] == "ntk":
+        scaling = {"rope_type": "default"}
+    if scaling["rope_type"] == "linear":
+        scaling.pop("original_max_position_embeddings")
+    values = {"rope_theta": theta, "rope_parameters": {"rope_theta": theta, **scaling}}
+    return values if scaling["rope_type"] == "default" else {**values, "rope_scaling": scaling}

@@ -6,6 +6,7 @@ base a model loads, and writes nonsense.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.checkpoint.tensor_files import readable
-from minimind.checkpoint.validation import Positions
+from minimind.checkpoint.validation import Positions, RopeScaling
 from minimind.errors import CheckpointError, UsageError
 from minimind.interop.weight_names import EMBEDDING, to_minimind2
 from minimind.model.configuration import MiniMindConfig
@@ -37,6 +38,13 @@ FIXED = {
     "mlp_bias": False,
     "hidden_act": "silu",
     "use_sliding_window": False,
+}
+ORIGINAL = "original_max_position_embeddings"
+# Supported rope_type -> its settings with the only supported value.
+SCALINGS = {
+    "default": {},
+    "linear": {},
+    "yarn": {"beta_fast": 32, "beta_slow": 1, "truncate": True},
 }
 REPLACE = "name another model, or correct it"
 FLAG_NAMES = {
@@ -231,7 +239,7 @@ def read_llama_config(path: Path) -> dict[str, Any]:
         others = {
             "num_key_value_heads": values.get("num_key_value_heads") or heads,
             "tie_word_embeddings": values.get("tie_word_embeddings", False),
-            "rope_theta": _rope_theta(values),
+            **_rotation(values),
         }
         head_dim = values.get("head_dim") or values["hidden_size"] // heads
         if type(head_dim) is not int or head_dim * heads != values["hidden_size"]:
@@ -246,14 +254,37 @@ def read_llama_config(path: Path) -> dict[str, Any]:
     return {**{name: values[name] for name in LlamaShape.model_fields}, **others, **norms}
 
 
-def _rope_theta(values: Mapping[str, Any]) -> Any:
-    """The rotary base, not validated; raise CheckpointError for scaled rotations."""
-    parameters = values.get("rope_parameters") or {}
-    scaling = values.get("rope_scaling")
-    is_object = type(parameters) is dict
-    kind = parameters.get("rope_type", "default") if is_object else shown(parameters)
-    if kind != "default" or scaling:
+def _rotation(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary base, not validated, and `rope_scaling` of MiniMindConfig.
+
+    Raise CheckpointError for kinds of scaling, and settings of them, that MiniMind does not have.
+    """
+    given = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    is_object = type(given) is dict
+    kind = given.get("rope_type", given.get("type", "default")) if is_object else None
+    if type(kind) is not str or kind not in SCALINGS:
         raise CheckpointError(
-            f"has scaled rotations ({shown(scaling or kind)}), which MiniMind does not support"
+            f"has scaled rotations ({shown(kind or given)}), and MiniMind supports linear and yarn"
         )
-    return parameters.get("rope_theta", values.get("rope_theta"))
+    base = {"rope_theta": given.get("rope_theta", values.get("rope_theta"))}
+    if kind == "default":
+        return base
+    for name in sorted({*given} - {"rope_type", "type", "rope_theta", "factor", ORIGINAL}):
+        if given[name] not in (None, SCALINGS[kind].get(name)):
+            raise CheckpointError(
+                f"has {shown(name)} = {shown(given[name])} of {kind} rotations, which MiniMind does"
+                " not support"
+            )
+    scaling = {"rope_type": kind, "factor": given.get("factor"), ORIGINAL: 1}
+    validate(RopeScaling, scaling, "rope_scaling.")
+    scaling[ORIGINAL] = _original_length(values, given, kind)
+    validate(RopeScaling, scaling, "rope_scaling.")
+    return {**base, "rope_scaling": scaling}
+
+
+def _original_length(values: Mapping[str, Any], given: Mapping[str, Any], kind: str) -> Any:
+    """Positions before the scaling, not validated; read as transformers does."""
+    positions = values["max_position_embeddings"]
+    if kind == "linear":  # whose original length is not written
+        return math.ceil(positions / given["factor"])
+    return values.get(ORIGINAL) or given.get(ORIGINAL) or positions

@@ -20,6 +20,7 @@ from minimind.interop.tensor_sources import TensorSource
 from minimind.interop.weight_names import to_gguf, to_rotate_half
 from minimind.interop.write_folder import new_folder
 from minimind.model.configuration import MiniMindConfig
+from minimind.model.rope_scaling import effective_theta
 from minimind.runtime.durable_files import sync_file
 from minimind.runtime.output_folder import NewFolder
 
@@ -98,6 +99,8 @@ def write_gguf(
 
 
 def _add_shape(writer: Any, config: MiniMindConfig) -> None:
+    import gguf
+
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -107,7 +110,13 @@ def _add_shape(writer: Any, config: MiniMindConfig) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
+    scaling = config.rope_scaling
+    theta = effective_theta(config.head_dim, config.rope_theta, scaling)
+    writer.add_rope_freq_base(theta)
+    if scaling is not None and scaling["rope_type"] != "ntk":  # which is the base
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
 

@@ -12,6 +12,7 @@ decoder                   the whole model
 experts                   mixture of experts
 layers                    norm, attention, feed-forward, block
 loss                      next-token cross-entropy
+rope_scaling              rotary frequencies of a longer context
 rotary                    pos_cis and rotary position embedding
 sizes                     default feed-forward width, chunk of the loss
 """

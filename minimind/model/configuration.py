@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
+from minimind.model.rope_scaling import check_scaling
 from minimind.model.sizes import feed_forward_width
 
 
@@ -13,8 +14,10 @@ class MiniMindConfig(PretrainedConfig):
     `doc_mask`: attention and positions restart at every eos_token_id, unless keys are cached.
     `qk_norm`: queries and keys are normalized per head before the rotation (Qwen3). `use_moe`:
     every feed-forward is a mixture of experts, each of intermediate_size; else fields of experts
-    are ignored.
+    are ignored. `rope_scaling`: of a context extended beyond the trained one (rope_scaling.py).
     """
+
+    rope_scaling: Any = None  # instead of transformers' property, which is deprecated
 
     model_type = "minimind"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -38,6 +41,7 @@ class MiniMindConfig(PretrainedConfig):
         max_position_embeddings: int = 512,
         rms_norm_eps: float = 1e-5,
         rope_theta: float = 1e6,
+        rope_scaling: dict[str, Any] | None = None,
         use_flash_attn: bool = True,
         doc_mask: bool = False,
         qk_norm: bool = False,
@@ -53,9 +57,11 @@ class MiniMindConfig(PretrainedConfig):
         pad_token_id: int | None = 3,
         **kwargs: Any,
     ):
-        for name in ("rope_parameters", "rope_scaling"):
-            if kwargs.pop(name, None) is not None:
-                raise ValueError(f"{name} is not supported by MiniMind: give rope_theta instead.")
+        if kwargs.pop("rope_parameters", None) is not None:
+            raise ValueError(
+                "rope_parameters is not supported by MiniMind: give rope_theta and rope_scaling"
+                " instead."
+            )
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -65,6 +71,8 @@ class MiniMindConfig(PretrainedConfig):
         self.max_position_embeddings = max_position_embeddings
         self.rms_norm_eps = rms_norm_eps
         self.rope_theta = rope_theta
+        if rope_scaling is not None:  # null in config.json makes transformers warn
+            self.rope_scaling = rope_scaling
         self.use_flash_attn = use_flash_attn
         self.doc_mask = doc_mask
         self.qk_norm = qk_norm
@@ -113,3 +121,5 @@ def _check_shape(config: MiniMindConfig) -> None:
             f"head_dim={config.head_dim} (hidden_size={width} / num_attention_heads={heads})"
             " must be even: rotary position rotates pairs of channels."
         )
+    if config.rope_scaling is not None:
+        check_scaling(config.head_dim, config.rope_theta, config.rope_scaling)

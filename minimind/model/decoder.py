@@ -49,7 +49,9 @@ class MiniMindModel(nn.Module):
     def build_pos_cis(self) -> Tensor:
         """Build the complex64 table (max_position_embeddings, D/2) on the default device."""
         config = self.config
-        return build_pos_cis(config.head_dim, config.max_position_embeddings, config.rope_theta)
+        return build_pos_cis(
+            config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> "MiniMindModel":
         """Rebuild pos_cis when the module moves: .to(bfloat16) would drop its imaginary part, and

@@ -8,10 +8,13 @@ copies a small matrix; scores do not change, since queries and keys are permuted
 Shape letters: B rows, T positions, H heads, D channels per head (D is even).
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from minimind.model.rope_scaling import rotary_frequencies
 
 
 class Rotary(NamedTuple):
@@ -21,20 +24,22 @@ class Rotary(NamedTuple):
     reals: Tensor  # half: `pos_cis_as_reals(cis)`, fp32 (2, T, D/2) or (2, B, T, D/2)
 
 
-def build_pos_cis(head_dim: int, max_positions: int, theta: float) -> Tensor:
-    """Return the rotation of each channel pair as unit complex64 (max_positions, head_dim // 2).
+def build_pos_cis(
+    head_dim: int, max_positions: int, theta: float, scaling: Mapping[str, Any] | None = None
+) -> Tensor:
+    """Return the rotation of each channel pair as complex64 (max_positions, head_dim // 2).
 
-    Entry (t, j) rotates pair j at position t by the angle t * theta ** (-2j / head_dim). Pairs are
+    Entry (t, j) rotates pair j at position t by the angle t * theta ** (-2j / head_dim), and has
+    unit length; `scaling` (rope_scaling.py) changes the angles, and yarn the length too. Pairs are
     ADJACENT channels (0, 1), (2, 3), ... as in RoFormer (Su et al. 2021, section 3.4). Llama in
     transformers pairs channel j with j + D/2, so import and export permute the rows of q and k.
 
     Computed in float64: bf16 cannot distinguish neighbouring positions beyond 256. Uses integer
     constructors only, because DeepSpeed's zero.Init casts the result of floating-point ones.
     """
-    pairs = torch.arange(0, head_dim, 2).double()
-    positions = torch.arange(max_positions).double()
-    angles = torch.outer(positions, theta ** (-pairs / head_dim))
-    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+    frequencies, mscale = rotary_frequencies(head_dim, theta, scaling)
+    angles = torch.outer(torch.arange(max_positions).double(), frequencies)
+    return torch.polar(mscale * torch.ones_like(angles), angles).to(torch.complex64)
 
 
 def apply_rotary(x_BTHD: Tensor, pos_cis: Tensor) -> Tensor:

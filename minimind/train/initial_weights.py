@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from minimind.architecture.hf_config import POSITIONS
+from minimind.architecture.long_context import extend, scaling_flags
 from minimind.architecture.select import (
     Architecture,
     HuggingFace,
@@ -152,7 +153,8 @@ def read_initial(run: RunConfig) -> InitialModel:
         raise UsageError(
             f"{by} is a model of transformers; give --model hf:{weights.path} beside it"
         )
-    run = _with_shape_and_tokenizer(run, by, weights.config, weights.tokenizer)
+    run, config = extend(run, by, weights.config)
+    run = _with_shape_and_tokenizer(run, by, config, weights.tokenizer)
     return InitialModel(run, MiniMind(), weights)
 
 
@@ -265,7 +267,7 @@ def _with_shape_and_tokenizer(
 
 def _with_shape(run: RunConfig, by: str, config: MiniMindConfig) -> RunConfig:
     shape = {flag: getattr(config, name) for flag, name in SHAPE.items()}
-    run = with_derived_values(run, by, shape, over_presets=False)
+    run = with_derived_values(run, by, shape | scaling_flags(config), over_presets=False)
     length = config.max_position_embeddings
     if run.sources["max_seq_len"] == "default" and length != run.max_seq_len:
         run = run.with_values(by, max_seq_len=length)

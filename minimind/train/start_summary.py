@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.architecture.hf_models import rotary_dtype
+from minimind.architecture.long_context import scaling_text
 from minimind.checkpoint.identity import hardware, layout, source_commit, versions
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.train_state import TrainState
@@ -224,7 +225,7 @@ def _model(context: RunContext, prepared: Prepared) -> list[str]:
     name = f"{shorten(run.model, 40)}, " if run.model and not run.hugging_face else ""
     size = f"{name}{context.engine.parameters:,} parameters"
     some = f" ({unused:,} of it unused)" if unused else ""
-    return [size, f"vocabulary {vocabulary:,}{some}"]
+    return [size, f"vocabulary {vocabulary:,}{some}", *scaling_text(run)]
 
 
 def _data(context: RunContext, prepared: Prepared) -> list[str]:
