@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, pipeline
 
 import minimind.train as training
 from minimind.cli.main import main as minimind
@@ -143,7 +143,9 @@ def test_the_model_answers_by_the_template_that_is_stored_with_it(
     assert len(chat.messages) == 1
 
 
-def test_exports_carry_the_template_and_format_alike(tuned: Path, place: Path):
+def test_exports_carry_the_template_and_format_alike(
+    tuned: Path, place: Path, capsys: pytest.CaptureFixture[str]
+):
     words = ["export", "--checkpoint", str(tuned), "--format", "llama", "--out"]
     assert minimind([*words, str(place / "llama")]) == 0
     generation = json.loads((place / "llama" / "generation_config.json").read_text())
@@ -151,12 +153,28 @@ def test_exports_carry_the_template_and_format_alike(tuned: Path, place: Path):
     end = ours.special_tokens()["<|end|>"]
     assert generation["eos_token_id"] == [ours.eos_id, end]
     assert ours.chat_template == DEFAULT_TEMPLATE
-    theirs = AutoTokenizer.from_pretrained(place / "llama", split_special_tokens=False)
+    theirs = AutoTokenizer.from_pretrained(place / "llama")
     turns = [{"role": "user", "content": "what is salt?"}, {"role": "assistant", "content": "x y"}]
     messages = [Message(**turn) for turn in turns]
     ids = ChatTemplate(DEFAULT_TEMPLATE, ours).encode(messages)[0].tolist()
     assert theirs.apply_chat_template(turns, tokenize=True, return_dict=False) == ids
-    assert minimind(["chat", "--model", str(place / "llama"), "--once", "what is wind?"]) == 0
+    assert theirs.encode("a<|user|>")[-1] == ours.special_tokens()["<|user|>"]  # matched in texts
+    words = ["chat", "--model", str(place / "llama"), "--temperature", "0", "--max_new_tokens"]
+    capsys.readouterr()
+    assert minimind([*words, "30", "--once", "what is wind?"]) == 0
+    answer = capsys.readouterr().out.removesuffix("\n")
+    pipe = pipeline("text-generation", model=str(place / "llama"), device="cpu")
+    (found,) = pipe(
+        [{"role": "user", "content": "what is wind?"}], max_new_tokens=30, do_sample=False
+    )
+    assert found["generated_text"][-1] == {"role": "assistant", "content": answer}
+
+
+def test_a_base_model_reads_special_tokens_in_texts_as_text(base: dict[str, Any], place: Path):
+    words = ["export", "--checkpoint", base["init_from"], "--format", "llama", "--out"]
+    assert minimind([*words, str(place / "base-llama")]) == 0
+    theirs = AutoTokenizer.from_pretrained(place / "base-llama")
+    assert theirs.encode("a</s>") == load_tokenizer(place / "base-llama").encode("a</s>")
 
 
 def test_a_gguf_file_carries_the_template_and_the_end_of_a_turn(tuned: Path, place: Path):

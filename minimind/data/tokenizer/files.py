@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,6 +22,18 @@ def read_template_beside(path: Path) -> dict[str, bytes]:
     """The chat template beside the file of a tokenizer, by name; empty if there is none."""
     file = path.with_name(TEMPLATE_NAME)
     return {TEMPLATE_NAME: read_small(file, LARGEST_TEMPLATE)} if file.exists() else {}
+
+
+def formatting_as_trained(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files, such that transformers formats conversations to the ids of training.
+
+    It renders a chat template to one text and encodes that. With a template, special tokens are
+    therefore matched in texts, those that a user writes too; without one they are not.
+    """
+    if TEMPLATE_NAME not in files or CONFIG_NAME not in files:
+        return dict(files)
+    config = json.loads(files[CONFIG_NAME]) | {"split_special_tokens": False}
+    return {**files, CONFIG_NAME: json.dumps(config, ensure_ascii=False, indent=1).encode()}
 
 
 def write_tokenizer(directory: str | Path, files: Mapping[str, bytes]) -> None:

@@ -20,6 +20,7 @@ from minimind.data.tokenizer.files import (
     LARGEST_FILE,
     SPECIALS_NAME,
     TEMPLATE_NAME,
+    formatting_as_trained,
     read_template_beside,
     write_tokenizer,
 )
@@ -208,8 +209,11 @@ class HuggingFaceTokenizer:
 
     @property
     def exported(self) -> dict[str, bytes]:
-        """The same files; AutoTokenizer loads them like the original."""
-        return self.files()
+        """The same files, except for special tokens of a chat template.
+
+        See `formatting_as_trained`.
+        """
+        return formatting_as_trained(self._files)
 
     def save(self, directory: str | Path) -> None:
         """Write `exported` to a directory."""

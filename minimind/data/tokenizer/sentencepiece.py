@@ -25,6 +25,7 @@ from minimind.data.tokenizer.files import (
     LARGEST_FILE,
     MODEL_NAME,
     TEMPLATE_NAME,
+    formatting_as_trained,
     read_template_beside,
     write_tokenizer,
 )
@@ -183,12 +184,13 @@ class Tokenizer:
 
     @cached_property
     def exported(self) -> dict[str, bytes]:
-        """The same files, and a tokenizer.json if it gives the same ids."""
+        """The same files, and those that AutoTokenizer reads if they give the same ids."""
         try:
             existing = self.path.with_name(JSON_NAME).read_bytes()
         except OSError:
             existing = None
-        return {**self.files(), **hugging_face_files(self._processor, existing)}
+        files = {**self.files(), **hugging_face_files(self._processor, existing)}
+        return formatting_as_trained(files)
 
     def save(self, directory: str | Path) -> None:
         """Write `exported` to a directory."""
