@@ -1,0 +1,93 @@
+"""Hundreds of malformed files of conversations: refused by file, line and turn, or skipped."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minimind.data.chat.template import DEFAULT_TEMPLATE
+from minimind.data.prepare.encode import Work, encode_unit
+from minimind.data.prepare.prepare import Prepared, PrepareRequest, prepare_for_run
+from minimind.data.prepare.work_units import Options, Unit, make_plan
+from minimind.data.text.inputs import segments_of
+from minimind.data.text.sources import Source
+from minimind.errors import DataError
+from tests.data.chat.malformed import Faulty, faulty_files
+
+SEED = 29
+TURN = re.compile(r"turn (\d+)")
+OPTIONS = Options(val_fraction=0.0, chat_template=DEFAULT_TEMPLATE, train_on="assistant")
+WHOLE = 2**62
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Faulty]:
+    """Malformed files by path, in order."""
+    place, found = tmp_path_factory.mktemp("malformed"), {}
+    for number, one in enumerate(faulty_files(SEED)):
+        path = place / f"{number:03d}{one.suffix}"
+        path.write_bytes(one.content)
+        found[path] = one
+    return found
+
+
+def prepared(paths: list[Path], tokenizer: Path, cache: Path, **more: Any) -> Prepared:
+    source = Source("data", tuple(map(str, paths)))
+    return prepare_for_run(PrepareRequest((source,), str(tokenizer), 0, OPTIONS, **more), cache)
+
+
+def test_every_malformed_file_is_refused_by_file_line_and_turn(
+    files: dict[Path, Faulty], tokenizer: Any, tmp_path: Path
+):
+    assert len({one.content for one in files.values()}) >= 300
+    assert len({one.kind for one in files.values()}) >= 50
+    plan = make_plan([Source("data", tuple(map(str, files)))], OPTIONS)
+    work = Work(tmp_path, plan, tokenizer, is_strict=True)
+    for number, (path, one) in enumerate(files.items()):
+        unit = Unit(number, 0, tuple(segments_of(path, WHOLE)))
+        with pytest.raises(DataError) as caught:
+            encode_unit(work, unit)
+        said = str(caught.value)
+        assert said.startswith(f"{path}:{one.lines[0]} (byte "), f"{one.kind}: {said}"
+        assert said.endswith("; or skip bad documents with --on_bad_data skip"), said
+        assert "\n" not in said
+        turns = TURN.findall(said)
+        assert turns == ([str(one.turn)] if one.turn else []), f"{one.kind}: {said}"
+    assert DataError.status == 3
+
+
+def test_skipped_they_are_listed_by_line_and_what_is_good_is_read(
+    files: dict[Path, Faulty], folder: Path, tmp_path: Path
+):
+    good = [path.with_name(f"good-{path.name.split('.')[0]}.jsonl") for path in files]
+    for path, one in zip(good, files.values(), strict=True):
+        path.write_bytes(b"".join(line + b"\n" for line in one.good))
+    alone = prepared([path for path in good if path.stat().st_size], folder, tmp_path)
+    all_bad = {"skips_bad": True, "max_bad_fraction": 1.0}
+    mixed = prepared([*files], folder, tmp_path, **all_bad)
+    assert len(alone.train) > 10_000
+    assert mixed.train.document_ends().tolist() == alone.train.document_ends().tolist()
+    ids, expected = (one.train.stretch(0, len(one.train)) for one in (mixed, alone))
+    assert ids.tolist() == expected.tolist()
+    assert mixed.train.targets(WHOLE) == alone.train.targets(WHOLE)
+
+    mixed.list_rejected(tmp_path)
+    listed = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_bytes().splitlines()]
+    assert mixed.manifest["rejected"]["count"] == len(listed)
+    wanted = [(str(path), line, one) for path, one in files.items() for line in one.lines]
+    for entry, (path, line, one) in zip(listed, wanted, strict=True):
+        assert (entry["file"], entry["line"]) == (path, line), f"{one.kind}: {entry}"
+        turns = TURN.findall(entry["what"])
+        assert turns == ([str(one.turn)] if one.turn else []), f"{one.kind}: {entry}"
+
+
+def test_too_many_bad_conversations_end_the_preparation(
+    files: dict[Path, Faulty], folder: Path, tmp_path: Path
+):
+    path = next(path for path, one in files.items() if one.turn and len(one.good) > 2)
+    with pytest.raises(DataError, match=r"bad, more than max_bad_fraction = 0.05; the first is"):
+        prepared([path], folder, tmp_path, skips_bad=True)
