@@ -190,10 +190,9 @@ def _no_list(draw: random.Random) -> Any:
 
 def _other_record(draw: random.Random) -> Any:
     number, text = draw.random(), f"x {draw.random()}"
-    return draw.choice(
-        [{"text": text}, {"chosen": [], "n": number}, {"instruction": text, "output": text}]
-        + [{"n": number}, {"Messages": [], "n": number}]
-    )
+    others: list[Any] = [{"text": text}, {"chosen": [], "n": number}, {"n": number}]
+    others += [{"instruction": text, "output": text}, {"Messages": [], "n": number}]
+    return draw.choice(others)
 
 
 IN_A_RECORD: dict[str, Callable[[random.Random], Any]] = {
