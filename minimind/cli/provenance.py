@@ -226,8 +226,7 @@ def _shown(place: Place | None) -> str:
 
 def _text(documents: Documents, row: Row, start: int, stop: int) -> str:
     """The text of tokens `start` to `stop` of a row."""
-    tokens = documents.prepared.train.stretch(row.first_token + start, stop - start)
-    return documents.prepared.tokenizer.decode(tokens.tolist())
+    return documents.prepared.text(row.first_token + start, stop - start)
 
 
 def _indented(text: str) -> str:

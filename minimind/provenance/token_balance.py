@@ -44,6 +44,8 @@ class ConversationBalance:
 
     text: int
     held_out: int
+    held_out_cut: int  # conversations of these, as `cut` and `dropped`
+    held_out_dropped: int
     in_rows: int
     targets: int  # of these, what is trained on
     cut_off: int  # of conversations longer than a row, and of those that are dropped
@@ -55,14 +57,21 @@ class ConversationBalance:
     def __str__(self) -> str:
         """A line for the start summary, without its label."""
         items = [f"{self.held_out:,} held out", f"{self.in_rows:,} in rows"]
+        if what := _cut_or_dropped(self.held_out_cut, self.held_out_dropped):
+            items[0] += f" (of them {what})"
         if self.cut_off:
-            what = [f"{self.cut:,} cut at the end of a turn"] if self.cut else []
-            if self.dropped:
-                what.append(f"{self.dropped:,} dropped, as nothing to train on ends within a row")
-            items.append(f"{self.cut_off:,} of those {' and '.join(what)}")
+            items.append(f"{self.cut_off:,} of {_cut_or_dropped(self.cut, self.dropped)}")
         share = self.padding / max(1, self.padding + self.in_rows)
         text = f"{self.text:,} of {self.conversations:,} conversations = {' + '.join(items)}"
         return f"{text}; {self.targets:,} are targets; {share:.0%} of the rows is padding"
+
+
+def _cut_or_dropped(cut: int, dropped: int) -> str:
+    """Conversations that are longer than a row, in words; "" if there are none."""
+    what = [f"{cut:,} cut at the end of a turn"] if cut else []
+    if dropped:
+        what.append(f"{dropped:,} dropped, as nothing to train on ends within a row")
+    return f"conversations {' and '.join(what)}" if what else ""
 
 
 def token_balance(prepared: Prepared, order: Order, row_tokens: int) -> TokenBalance:
@@ -86,9 +95,13 @@ def conversation_balance(
 ) -> ConversationBalance:
     """Count the tokens of a folder of conversations, whose training split is `shards`."""
     packing, train, val = shards.packing(row_tokens), len(shards), len(prepared.val)
+    assert isinstance(prepared.val, ConversationShards)
+    held_out = prepared.val.packing(row_tokens)
     return ConversationBalance(
         text=train + val,
         held_out=val,
+        held_out_cut=held_out.cut,
+        held_out_dropped=held_out.dropped,
         in_rows=packing.tokens,
         targets=shards.targets(row_tokens),
         cut_off=train - packing.tokens,

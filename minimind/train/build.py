@@ -24,7 +24,7 @@ from minimind.data.prepare.prepare import (
     Prepared,
     PrepareRequest,
     is_prepared,
-    open_prepared,
+    open_text,
     prepare_for_run,
 )
 from minimind.data.prepare.work_units import Options
@@ -56,7 +56,7 @@ def prepared_folder(run: RunConfig) -> Path | None:
     """Return the prepared folder in --data_path; raise UsageError if it is not the only path."""
     folders = [path for path in run.data_path if is_prepared(path)]
     if folders and run.task == "sft":
-        raise UsageError(f"--data_path: {folders[0]} holds text; give files of conversations")
+        raise UsageError(f"--data_path: {folders[0]} is prepared; give the files of conversations")
     if folders and len(run.data_path) > 1:
         raise UsageError(
             f"--data_path: {folders[0]} has prepared shards and must be the only path; mix several"
@@ -69,7 +69,7 @@ def prepared_folder(run: RunConfig) -> Path | None:
 def prepare_data(run: RunConfig) -> Prepared:
     """Return the run's token shards: a prepared folder, or raw text prepared in the cache."""
     if folder := prepared_folder(run):
-        return open_prepared(folder, run.tokenizer)
+        return open_text(folder, run.tokenizer)
     is_explicit = run.is_explicit("max_document_bytes")
     max_bytes = run.max_document_bytes if is_explicit else longest_document(run.tokenizer)
     options = Options(run.text_field, max_bytes, float(run.val_fraction))

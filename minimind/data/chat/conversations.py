@@ -7,12 +7,15 @@ A record is a JSON object with one of
     "prompt" and "completion": two strings, a user and an assistant turn
 
 Other keys, such as "id", are ignored, but not "system" and "tools": their text would be lost.
+The row of a table has its columns as keys. It gives every key to every turn, so one without a value
+counts as absent.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from minimind.data.chat.order import require_order
@@ -45,6 +48,7 @@ EXAMPLE = (
 )
 LISTS = ("conversations", "messages")
 PAIR = ("prompt", "completion")
+LOST = ("system", "tools")  # text of a conversation outside of its turns
 KEYS_SHOWN = 3
 MAX_BYTES_PER_CHARACTER = 4
 
@@ -56,6 +60,51 @@ def conversation_of_line(line: bytes | bytearray, reading: ReadOptions) -> str:
     except DocumentError:
         explain_line(line)
         raise
+    return _within_limit(text, reading)
+
+
+def conversation_of_row(row: Mapping[str, Any], reading: ReadOptions) -> str:
+    """Return the conversation of a row of a table as canonical text; raise DocumentError.
+
+    Strings are bytes. The columns are those of `conversation_columns`.
+    """
+    given = tuple((key, _given(key, value)) for key, value in row.items() if value is not None)
+    return _within_limit(canonical_text(messages_of(given)), reading)
+
+
+def conversation_columns(names: Sequence[str]) -> list[str]:
+    """Return which columns of a table a conversation is read from; raise DocumentError for none."""
+    columns = tuple((name, None) for name in names)
+    require_single(columns, (*LISTS, *PAIR, *LOST))
+    if set(LISTS).isdisjoint(names) and not set(PAIR) <= set(names):
+        raise _no_conversation(columns)
+    return [name for name in names if name in (*LISTS, *PAIR, *LOST)]
+
+
+def _given(key: str, value: Any) -> Any:
+    """The value of a column as `parse_line` gives it; raise DocumentError for other than UTF-8."""
+    if not isinstance(value, list):
+        try:
+            return _decoded(value)
+        except DocumentError as error:
+            raise DocumentError(f"{shown(key)} {error.reason}", error.remedy) from None
+    turns = []
+    for number, turn in enumerate(value, 1):
+        with _in_turn(number):
+            turns.append(_decoded(turn))
+    return turns
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return decode_utf8(value)
+    if isinstance(value, dict):
+        return tuple((key, _decoded(inner)) for key, inner in value.items() if inner is not None)
+    is_list = isinstance(value, list | tuple)  # tuples are in maps, and objects for `messages_of`
+    return [_decoded(inner) for inner in value] if is_list else value
+
+
+def _within_limit(text: str, reading: ReadOptions) -> str:
     limit = reading.max_document_bytes
     if len(text) * MAX_BYTES_PER_CHARACTER > limit and (size := len(text.encode())) > limit:
         raise too_long_document(size, reading)
@@ -104,10 +153,8 @@ def _messages_of_turns(turns: Any, key: str) -> list[Message]:
     spelling = _spelling(turns[0], key)
     messages = []
     for number, turn in enumerate(turns, 1):
-        try:
+        with _in_turn(number):
             messages.append(message_of_turn(turn, spelling))
-        except DocumentError as error:
-            raise DocumentError(f"turn {number}: {error.reason}", error.remedy) from None
     return messages
 
 
@@ -121,11 +168,18 @@ def _spelling(first: Any, key: str) -> Spelling:
 def _messages_of_pair(fields: dict[str, Any]) -> list[Message]:
     messages = []
     for number, (key, role) in enumerate(zip(PAIR, (USER, ASSISTANT), strict=True), 1):
-        try:
+        with _in_turn(number):
             messages.append(Message(role, require_content(fields[key], key)))
-        except DocumentError as error:
-            raise DocumentError(f"turn {number}: {error.reason}", error.remedy) from None
     return messages
+
+
+@contextmanager
+def _in_turn(number: int) -> Iterator[None]:
+    """Name the turn in a DocumentError."""
+    try:
+        yield
+    except DocumentError as error:
+        raise DocumentError(f"turn {number}: {error.reason}", error.remedy) from None
 
 
 def _require_nothing_lost(fields: dict[str, Any]) -> None:

@@ -24,6 +24,12 @@ def marked(ids: np.ndarray, targets: np.ndarray) -> np.ndarray:
     return ids.astype(DTYPE) | np.where(targets, TARGET, 0).astype(DTYPE)
 
 
+def unmarked(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ids, int64, of tokens as they are stored, and which of them are targets."""
+    stored = stored.astype(np.int64)
+    return stored & (TARGET - 1), stored >= TARGET
+
+
 @dataclass(frozen=True)
 class Packing:
     """Which tokens of a split lie in which row: row n has the tokens `starts[n]` to `stops[n]`."""
@@ -64,7 +70,7 @@ class ConversationShards(TokenShards):
         """Number of tokens in all rows that are targets; reads the whole split."""
         whole = sum(int(np.count_nonzero(tokens >= TARGET)) for tokens in self._maps)
         gaps = self.packing(row_tokens).gaps
-        return whole - sum(int(self._tokens_of(a, b - a)[1].sum()) for a, b in gaps)
+        return whole - sum(int(self.with_targets(a, b - a)[1].sum()) for a, b in gaps)
 
     def rows(self, row_tokens: int) -> int:
         """Number of rows over all sources."""
@@ -98,7 +104,7 @@ class ConversationShards(TokenShards):
         result = np.full((len(indices), row_tokens), ~self._eos_id, dtype=np.int64)
         for row, index in zip(result, np.asarray(indices, dtype=np.int64).tolist(), strict=True):
             start, stop = int(packing.starts[index]), int(packing.stops[index])
-            ids, targets = self._tokens_of(start, stop - start)
+            ids, targets = self.with_targets(start, stop - start)
             row[: stop - start] = np.where(targets, ids, ~ids)
             first, last = np.searchsorted(self._ends, [start, stop])
             starts = np.append(self._ends[first:last] - start, 0)
@@ -108,18 +114,21 @@ class ConversationShards(TokenShards):
 
     def stretch(self, start: int, length: int) -> np.ndarray:
         """Tokens from `start` on, int64 (length,); raise DataError for an invalid id."""
-        return self._tokens_of(start, length)[0]
+        return self.with_targets(start, length)[0]
 
-    def _tokens_of(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, int64, and which of them are targets."""
+    def with_targets(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids from `start` on, int64 (length,), and which of them are targets.
+
+        Raise DataError for an invalid id.
+        """
         if not 0 <= start <= start + length <= len(self):
             raise IndexError(f"tokens {start}..{start + length} of {len(self)}")
         stored = np.empty(length, dtype=np.int64)
         self._copy(start, stored)
-        ids = stored & (TARGET - 1)
+        ids, targets = unmarked(stored)
         if length and ids.max() >= self._vocab_size:
             self._raise_unknown_id(np.array([start]), ids[None])
-        return ids, stored >= TARGET
+        return ids, targets
 
     def _pack(self, row_tokens: int) -> Packing:
         """Fill each row with the next conversations as long as they fit."""
@@ -153,6 +162,6 @@ class ConversationShards(TokenShards):
 
     def _turns_within(self, start: int, length: int) -> int:
         """Tokens up to the last end of an assistant turn within `length`; 0 if there is none."""
-        targets = self._tokens_of(start, length + 1)[1]
+        targets = self.with_targets(start, length + 1)[1]
         turn_ends = np.flatnonzero(targets[:-1] & ~targets[1:])
         return int(turn_ends[-1]) + 1 if len(turn_ends) else 0

@@ -20,7 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from minimind.data.chat.conversations import conversation_of, conversation_of_line
+from minimind.data.chat.conversations import (
+    conversation_columns,
+    conversation_of,
+    conversation_of_line,
+    conversation_of_row,
+)
 from minimind.data.chat.template import ChatTemplate
 from minimind.data.loader.conversation_shards import DTYPE, marked
 from minimind.data.loader.manifest import SPLITS, is_whole
@@ -28,6 +33,7 @@ from minimind.data.loader.token_shards import ShardWriter, token_dtype
 from minimind.data.prepare.unit_reader import Batch, UnitReader
 from minimind.data.prepare.work_units import Plan, Unit
 from minimind.data.text.documents import DocumentError, ReadOptions
+from minimind.data.text.records import Records
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.runtime.durable_files import canonical_json, storing, sync_directory, write_whole
 
@@ -72,12 +78,16 @@ class Work:
         if chat is None:
             return reading
 
-        def parse(line: bytes | bytearray, reading: ReadOptions) -> str:
-            text = conversation_of_line(line, reading)
+        def usable(text: str) -> str:
             chat.require_usable(conversation_of(text), self._train_on)
             return text
 
-        return replace(reading, parse=parse)
+        records = Records(
+            of_line=lambda line: usable(conversation_of_line(line, reading)),
+            of_row=lambda row: usable(conversation_of_row(row, reading)),
+            columns=conversation_columns,
+        )
+        return replace(reading, records=records)
 
     def encode(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
         """Tokens of each document; of conversations with the marks of targets."""

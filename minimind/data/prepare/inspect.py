@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from minimind.data.chat.readable import readable
+from minimind.data.loader.conversation_shards import ConversationShards, unmarked
 from minimind.data.loader.manifest import index_name, read_manifest
 from minimind.data.loader.token_shards import INDEX_DTYPE
 from minimind.data.prepare.merge import tokens_fingerprint
@@ -153,17 +155,30 @@ def _duplicates(prepared: Prepared) -> tuple[list[Duplicate], float, int]:
         if minus < -1:
             number, start, end = places[first]
             tokens = np.memmap(directory / shards[number]["name"], dtype=dtype, mode="r")
-            text = prepared.tokenizer.decode(tokens[start : min(end, start + SHOWN)].tolist())
+            text = _text(prepared, tokens[start : min(end, start + SHOWN)])
             duplicates.append(Duplicate(int(-minus), end - start, shorten_line(text)))
     return duplicates, 1 - len(counts) / len(hashes), len(hashes)
 
 
 def _rows(prepared: Prepared, count: int, row_tokens: int) -> Iterator[str]:
-    """Yield evenly spaced rows of the training split as text."""
-    total = prepared.train.rows(row_tokens)
+    """Yield evenly spaced rows of the training split as text; of conversations without padding."""
+    train = prepared.train
+    total = train.rows(row_tokens)
     places = np.unique(np.linspace(0, total - 1, min(count, total)).astype(np.int64))
-    for index, row in zip(places, prepared.train.read_rows(places, row_tokens), strict=True):
-        ends = np.flatnonzero(row == prepared.tokenizer.eos_id)
-        parts = np.split(row, ends)  # all but the first start with an end token
-        text = END.join(prepared.tokenizer.decode(part.tolist()) for part in parts)
+    starts, stops = (of(places, row_tokens).tolist() for of in (train.row_starts, train.row_stops))
+    for index, start, stop in zip(places, starts, stops, strict=True):
+        if isinstance(train, ConversationShards):
+            text = prepared.text(start, stop - start)
+        else:
+            row = train.stretch(start, stop - start)
+            ends = np.flatnonzero(row == prepared.tokenizer.eos_id)
+            parts = np.split(row, ends)  # all but the first start with an end token
+            text = END.join(prepared.tokenizer.decode(part.tolist()) for part in parts)
         yield f"row {index}: {shorten_line(text, 4 * SHOWN)}"
+
+
+def _text(prepared: Prepared, stored: np.ndarray) -> str:
+    """Text of tokens as they lie in a file."""
+    if isinstance(prepared.train, ConversationShards):
+        return readable(prepared.tokenizer, *unmarked(stored))
+    return prepared.tokenizer.decode(stored.tolist())

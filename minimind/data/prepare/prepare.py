@@ -18,6 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from minimind.data.chat.readable import readable
 from minimind.data.loader.conversation_shards import ConversationShards
 from minimind.data.loader.manifest import (
     FORMAT_VERSION,
@@ -92,6 +93,12 @@ class Prepared:
         before = next((name for name in self.names if first.startswith(f"{name}:")), "")
         return self.names.get(before, "") + first[len(before) :]
 
+    def text(self, start: int, length: int) -> str:
+        """Text of `length` training tokens from `start` on; of conversations as `readable`."""
+        if isinstance(self.train, ConversationShards):
+            return readable(self.tokenizer, *self.train.with_targets(start, length))
+        return self.tokenizer.decode(self.train.stretch(start, length).tolist())
+
     def list_rejected(self, out_dir: Path) -> None:
         """Write rejected.jsonl to `out_dir` if documents were skipped."""
         own = self.directory / REJECTED_NAME
@@ -143,6 +150,17 @@ def open_prepared(
     return Prepared(directory, tokenizer, train, val, manifest, renamed)
 
 
+def open_text(directory: Path, tokenizer_path: str | None = None) -> Prepared:
+    """Open a folder of text to pretrain on; raise DataError for the conversations of a run."""
+    prepared = open_prepared(directory, tokenizer_path)
+    if isinstance(prepared.train, ConversationShards):
+        raise DataError(
+            f"{directory}: holds conversations, as --task sft prepares them; give text, or --task"
+            " sft and the files of the conversations"
+        )
+    return prepared
+
+
 def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
     """Prepare the tokens of a run's text; every process calls it and one does the work.
 
@@ -161,7 +179,7 @@ def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
     )
     tokenizer = tokenizer_of(request, plan, trained, REMEDY)
     if plan.options.chat_template is not None:
-        require_lines(plan)
+        require_records(plan)
     directory = cache_dir / f"tokens-{fingerprint({**documents, 'is': tokenizer.fingerprint})}"
 
     def build(draft: Path) -> None:
@@ -183,13 +201,13 @@ def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
     return prepared
 
 
-def require_lines(plan: Plan) -> None:
-    """Raise DataError for a file that holds no lines of conversations."""
+def require_records(plan: Plan) -> None:
+    """Raise DataError for a file that cannot hold conversations."""
     for given in plan.inputs:
-        if not kind_of(Path(given.path)).startswith(".jsonl"):
+        if kind_of(Path(given.path)) == ".txt":
             raise DataError(
-                f"{given.path}: conversations are read from .jsonl, .jsonl.gz and .jsonl.zst; write"
-                " one conversation a line"
+                f"{given.path}: conversations are read from .jsonl, .jsonl.gz, .jsonl.zst, .parquet"
+                " and datasets, not from .txt; write one conversation a line of a .jsonl file"
             )
 
 

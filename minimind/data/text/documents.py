@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 from minimind.data.text.missing_text import missing_in_line
+from minimind.data.text.records import Records
 
 BOM = b"\xef\xbb\xbf"
 # JSON may escape a byte of text as six ("\u0001"); a line may have other fields.
@@ -28,7 +28,7 @@ class ReadOptions:
 
     text_field: str = "text"
     max_document_bytes: int = 64 * 2**20
-    parse: Callable[[bytes | bytearray, ReadOptions], str] | None = None  # a line without the field
+    records: Records | None = None  # documents are whole records and not the text of the field
 
     @cached_property
     def example(self) -> str:

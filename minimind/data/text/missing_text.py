@@ -32,8 +32,7 @@ def missing_in_table(columns: Sequence[str], texts: Sequence[str], field: str) -
     if problem := _conversation([column for column in columns if column not in texts], name):
         return (
             problem,
-            "write it as .jsonl to fine-tune on it with --task sft, or give a table with a column"
-            " of plain text",
+            "fine-tune on it with --task sft, or give a table with a column of plain text",
         )
     there = ", ".join(map(json.dumps, columns))
     return f"has no column {name} but {there}", _way(texts, "column")

@@ -31,9 +31,10 @@ PIECE_BYTES = 2**20
 def read_segment(segment: Segment, reading: ReadOptions) -> Found:
     r"""Yield documents or rejections, with the bytes of the segment read so far and the place.
 
-    A document is the `text_field` of a line or a row, or a whole .txt file with its newlines; lines
-    of JSON may end with \r\n. Reading continues after a rejection unless the file is damaged. Raise
-    DataError for an unreadable file or a table without such a column.
+    A document is the `text_field` of a line or a row, or all of it (`records`), or a whole .txt
+    file with its newlines; lines of JSON may end with \r\n. Reading continues after a rejection
+    unless the file is damaged. Raise DataError for an unreadable file, or a table without these
+    columns.
 
     Lines, rows and offsets are those of a Rejection, but in a .jsonl file line numbers count from
     the start of the segment; every line gives one document or one rejection.
@@ -120,7 +121,7 @@ def _document_or_error(line: bytes | bytearray | None, reading: ReadOptions) -> 
     if line is None:
         return too_long_line(reading)
     try:
-        return (reading.parse or document_of_line)(line, reading)
+        return reading.records.of_line(line) if reading.records else document_of_line(line, reading)
     except DocumentError as error:
         return error
 

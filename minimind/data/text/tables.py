@@ -1,14 +1,14 @@
-"""Read a text column of Parquet files and of Hugging Face datasets on disk.
+"""Read a text column, or records, of Parquet files and of Hugging Face datasets on disk.
 
-Both are read in Arrow batches. Memory for a Parquet file is bounded by the text column of one row
-group; a dataset is memory-mapped.
+Both are read in Arrow batches. Memory for a Parquet file is bounded by the columns that are read of
+one row group; a dataset is memory-mapped.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +58,17 @@ def parquet_texts(
     """Yield the texts of rows `start` to `stop`, or their problems.
 
     Reads the row groups that begin in this range. Raise Damage at an unreadable row, DataError if
-    there is no text column.
+    there is no column to read.
     """
     with _parquet(path) as file:
-        _require_text(path, file.schema_arrow, reading.text_field)
+        columns = _columns(path, file.schema_arrow, reading)
         first, groups = 0, []
         for number in range(file.metadata.num_row_groups):
             if start <= first < stop:
                 groups.append(number)
             first += file.metadata.row_group(number).num_rows
         batches = file.iter_batches(
-            ROWS_PER_BATCH, row_groups=groups, columns=[reading.text_field], use_threads=False
+            ROWS_PER_BATCH, row_groups=groups, columns=columns, use_threads=False
         )
         yield from _texts(batches, reading)
 
@@ -78,8 +78,8 @@ def dataset_texts(
 ) -> Iterator[str | DocumentError]:
     """Yield the texts of rows `start` to `stop`, or their problems; as parquet_texts."""
     dataset = _dataset(path)
-    _require_text(path, dataset.features.arrow_schema, reading.text_field)
-    rows = dataset.select_columns([reading.text_field]).with_format("arrow")
+    columns = _columns(path, dataset.features.arrow_schema, reading)
+    rows = dataset.select_columns(columns).with_format("arrow")
     tables = (
         rows[first : min(first + ROWS_PER_BATCH, stop)]
         for first in range(start, stop, ROWS_PER_BATCH)
@@ -90,21 +90,72 @@ def dataset_texts(
 def _texts(batches: Iterator[Any], reading: ReadOptions) -> Iterator[str | DocumentError]:
     import pyarrow
 
+    split, text_of = _reader_of_rows(reading)
     while True:
         try:
             batch = next(batches, None)
-            cells = None if batch is None else list(_cells(batch.column(0)))
-        except (pyarrow.ArrowException, OSError) as error:
+            rows = None if batch is None else list(split(batch))
+        except (pyarrow.ArrowException, ValueError, OSError) as error:  # ValueError: a key twice
             raise Damage(f"cannot be read ({_first_line(error)})") from error
-        if cells is None:
+        if rows is None:
             return
-        for cell, size in cells:
+        for row in rows:
             try:
-                if size > reading.max_document_bytes:
-                    raise too_long_document(size, reading)
-                yield document_of_cell(cell.as_py(), reading)
+                yield text_of(row)
             except DocumentError as error:
                 yield error
+
+
+def _reader_of_rows(
+    reading: ReadOptions,
+) -> tuple[Callable[[Any], Iterator[Any]], Callable[[Any], str]]:
+    """Functions that split a batch into rows, and that give the text of a row."""
+
+    def text_of_cell(row: tuple[Any, int]) -> str:
+        cell, size = row
+        if size > reading.max_document_bytes:
+            raise too_long_document(size, reading)
+        return document_of_cell(cell.as_py(), reading)
+
+    if reading.records is not None:
+        return _records, reading.records.of_row
+    return lambda batch: _cells(batch.column(0)), text_of_cell
+
+
+def _records(batch: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a batch; strings are bytes, as they may not be UTF-8."""
+    columns = []
+    for column in batch.columns:
+        content = column.view(_in_bytes(column.type))
+        content.validate(full=True)  # see `_cells`
+        columns.append(content.to_pylist())
+    return (dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True))
+
+
+def _in_bytes(kind: Any) -> Any:
+    """The type of the same memory without strings, and without times, which may fit no `datetime`.
+
+    Raise ArrowException for what has no such type.
+    """
+    import pyarrow
+    from pyarrow import types
+
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return _in_bytes(kind.storage_type)
+    if types.is_dictionary(kind):
+        return pyarrow.dictionary(kind.index_type, _in_bytes(kind.value_type), kind.ordered)
+    if types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_in_bytes(field.type)) for field in kind])
+    if types.is_list(kind) or types.is_large_list(kind):
+        make = pyarrow.list_ if types.is_list(kind) else pyarrow.large_list
+        return make(kind.value_field.with_type(_in_bytes(kind.value_type)))
+    if types.is_fixed_size_list(kind):
+        field = kind.value_field.with_type(_in_bytes(kind.value_type))
+        return pyarrow.list_(field, kind.list_size)
+    if types.is_temporal(kind) and kind.bit_width in (32, 64):
+        return pyarrow.int32() if kind.bit_width == 32 else pyarrow.int64()
+    strings = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
+    return strings.get(kind, kind)
 
 
 def _cells(column: Any) -> Iterator[tuple[Any, int]]:
@@ -124,6 +175,17 @@ def _cells(column: Any) -> Iterator[tuple[Any, int]]:
     content.validate(full=True)
     sizes = compute.call_function("binary_length", [content]).fill_null(0)
     return zip(content, sizes.to_pylist(), strict=True)
+
+
+def _columns(path: Path, schema: Any, reading: ReadOptions) -> list[str]:
+    """The columns to read; raise DataError if they are missing."""
+    if reading.records is None:
+        _require_text(path, schema, reading.text_field)
+        return [reading.text_field]
+    try:
+        return reading.records.columns(schema.names)
+    except DocumentError as error:
+        raise DataError(f"{path}: {error.reason}; {error.remedy}") from error
 
 
 def _require_text(path: Path, schema: Any, field: str) -> None:
