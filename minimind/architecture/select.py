@@ -21,7 +21,7 @@ from minimind.architecture.hf_models import (
     model_of,
     transformers_model,
 )
-from minimind.architecture.long_context import scaling_of
+from minimind.architecture.long_context import FIELDS, scaling_of
 from minimind.config.checks import OF_EXPERTS
 from minimind.config.run_config import RunConfig
 from minimind.data.tokenizer.load import AnyTokenizer
@@ -76,7 +76,7 @@ class MiniMind:
             "tie_word_embeddings": run.tie_word_embeddings,
             "use_moe": run.use_moe,
             **({name: getattr(run, name) for name in OF_EXPERTS} if run.use_moe else {}),
-            **({} if run.rope_scaling is None else {"rope_scaling": scaling_of(run)}),
+            **({} if run.rope_scaling is None else {flag: getattr(run, flag) for flag in FIELDS}),
         }
 
     def parameters(self, run: RunConfig) -> int:

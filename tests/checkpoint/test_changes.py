@@ -159,6 +159,11 @@ def test_another_split_of_the_same_global_batch_is_allowed_and_reported(
         ({"seed": 7}, "seed.seed: 42 -> 7", "seed"),
         ({"rope_theta": 1e4}, "model.rope_theta: 1000000.0 -> 10000.0", "model"),
         ({"doc_mask": True}, "model.doc_mask: False -> True", "model"),
+        (
+            {"rope_scaling": "ntk", "rope_factor": 2.0, "rope_original_length": 16},
+            "model.rope_factor: None -> 2.0",
+            "model",
+        ),
     ],
 )
 def test_a_change_is_refused_with_old_and_new_and_the_flag_that_allows_it(

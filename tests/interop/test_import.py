@@ -363,7 +363,7 @@ BAD_FOLDERS = {
         "rope_theta",
     ),
     "biases": (changed_config(attention_bias=True), "attention_bias"),
-    "scaled": (changed_config(rope_scaling={"rope_type": "yarn", "factor": 4}), "yarn"),
+    "scaled": (changed_config(rope_scaling={"rope_type": "dynamic", "factor": 4}), "dynamic"),
     "scaled, newly": (
         changed_config(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
         "llama3",
