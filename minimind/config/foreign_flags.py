@@ -23,6 +23,7 @@ from_weight=NAME | --init_from FILE | a `.pth` file or a directory, [imported](e
 from_resume=1 | --resume auto | the default; weights are saved in fp32
 log_interval save_interval | --log_interval, --save_interval | steps here, micro-batches there; `--save_minutes` also saves every 30 minutes
 max_seq_len | --max_seq_len | documents are packed here, truncated and padded there
+inference_rope_scaling | --rope_scaling yarn | with `--rope_factor`, in training; the model keeps it ([long context](models.md#long-context))
 dtype=bfloat16 | --dtype bfloat16 | with fp32 master weights; or `float32`
 use_moe=1 | --use_moe | [its flags](experts.md)
 data_path=x.jsonl | --data_path x.jsonl | tokenised once and cached
@@ -153,6 +154,7 @@ load | --resume | `auto`, the default, or a path
 tokenizer_model | --tokenizer |
 split | --val_fraction | the held-out fraction
 rotary_base | --rope_theta |
+rotary_seq_len_interpolation_factor | --rope_factor | with `--rope_scaling linear`
 recompute_activations recompute_granularity | --gradient_checkpointing |
 exit_interval exit_duration_in_mins | --stop_at_step, --max_minutes |
 wandb_exp_name | --wandb_run_name |

@@ -79,7 +79,7 @@ class ModelFlags:
         None,
         "model",
         above=1.0,
-        at_most=2.0**20,
+        at_most=1024.0,
     )
     rope_original_length: int | None = flag(
         "with --rope_scaling: positions that the model was trained on before (default: those of"

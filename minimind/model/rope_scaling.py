@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 KINDS = ("linear", "ntk", "yarn")
-MAX_FACTOR = 2**20
+MAX_FACTOR = 1024
 FASTEST, SLOWEST = 32, 1  # turns over L positions between which yarn blends (beta_fast, beta_slow)
 
 
