@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 from transformers import AutoTokenizer, pipeline
 
 import minimind.train as training
 from minimind.cli.main import main as minimind
+from minimind.data.chat.conversations import messages_of
 from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
 from minimind.data.chat.turns import Message
+from minimind.data.text.documents import parse_line
 from minimind.data.tokenizer.gguf_vocabulary import CONTROL
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import DataError, UsageError
@@ -342,3 +347,72 @@ def test_the_steps_that_read_a_conversation(
     )
     assert minimind(["data", "at", str(tuned), "--step", step]) == 0
     assert "talk.jsonl:5" in capsys.readouterr().out
+
+
+def prepared_by(out_dir: Path) -> str:
+    """The folder of the cache with a run's conversations."""
+    return events(out_dir, "run_start")[0]["data"]["directory"]
+
+
+ROUND = r"<\|user\|>what is (\w+)\?<\|end\|><\|assistant\|>\[\[(\w+) is \w+<\|end\|>\]\]"
+
+
+def test_the_text_of_a_step_has_special_tokens_and_marks_what_is_trained_on(
+    tuned: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert minimind(["data", "at", str(tuned), "--step", "3", "--text", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    parts = [part for row in rows for part in row["parts"]]
+    lines = (tuned.parent / "talk.jsonl").read_text().splitlines()
+    assert len(parts) > 4
+    for part in parts:
+        rounds = re.findall(ROUND, part["text"])
+        assert re.fullmatch(f"(?:{ROUND})+</s>", part["text"]), part["text"]
+        line = lines[part["line"] - 1]
+        assert all(ask == say and f"what is {ask}?" in line for ask, say in rounds)
+        assert line.count("what is") == len(rounds)
+    assert minimind(["data", "at", str(tuned), "--step", "3", "--text"]) == 0
+    assert re.search(rf"    {ROUND}", capsys.readouterr().out)
+
+
+def test_a_folder_of_conversations_is_inspected(tuned: Path, capsys: pytest.CaptureFixture[str]):
+    folder = prepared_by(tuned)
+    assert minimind(["data", "inspect", folder, "--rows", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "all files match their hashes" in out
+    assert re.search(rf"row 0: {ROUND}", out)
+    assert re.search(rf" times, \d+ tokens: {ROUND}", out)
+    assert minimind(["data", "inspect", folder, "--json", "--row_tokens", "40"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sum(count for _, count in found["lengths"]) == 400
+    assert found["splits"]["train"]["documents"] + found["splits"]["val"]["documents"] == 400
+
+
+def test_a_folder_of_conversations_is_no_data_path(
+    tuned: Path, base: dict[str, Any], corpus: Path, tmp_path: Path
+):
+    folder = prepared_by(tuned)
+    with pytest.raises(UsageError, match="is prepared; give the files of conversations"):
+        train({**base, "data_path": folder}, out_dir=str(tmp_path / "out"))
+    given = {**BASE, "data_path": folder, "max_steps": 2}
+    with pytest.raises(DataError, match="holds conversations, as --task sft prepares them"):
+        train({**given, "vocab_size": 605}, out_dir=str(tmp_path / "out"))
+
+
+def test_a_table_is_trained_on_and_resumed_as_lines_are(base: dict[str, Any], tmp_path: Path):
+    lines = conversations(80, seed=9)
+    turns = [message_list(line) for line in lines]
+    parquet.write_table(pyarrow.table({"messages": turns}), tmp_path / "talk.parquet")
+    table = {**base, "data_path": str(tmp_path / "talk.parquet"), "max_steps": 4}
+    assert train(table, out_dir=str(tmp_path / "table"), stop_at_step=2) == 75
+    assert train(table, out_dir=str(tmp_path / "table")) == 0
+    of_lines = {**table, "data_path": str(write(tmp_path / "talk.jsonl", lines))}
+    assert train(of_lines, out_dir=str(tmp_path / "lines")) == 0
+    assert losses(tmp_path / "table") == losses(tmp_path / "lines")
+    assert minimind(["data", "at", str(tmp_path / "table"), "--step", "4"]) == 0
+
+
+def message_list(line: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a line in any format; a key that is not given, as a table gives it."""
+    found = messages_of(parse_line(json.dumps(line), ""))
+    return [{"role": one.role, "content": one.content, "tool_calls": None} for one in found]
