@@ -55,8 +55,6 @@ def require_resume_path(run: RunConfig) -> None:
 def prepared_folder(run: RunConfig) -> Path | None:
     """Return the prepared folder in --data_path; raise UsageError if it is not the only path."""
     folders = [path for path in run.data_path if is_prepared(path)]
-    if folders and run.task == "sft":
-        raise UsageError(f"--data_path: {folders[0]} is prepared; give the files of conversations")
     if folders and len(run.data_path) > 1:
         raise UsageError(
             f"--data_path: {folders[0]} has prepared shards and must be the only path; mix several"

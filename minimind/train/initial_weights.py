@@ -162,9 +162,11 @@ def fine_tuned(initial: InitialModel) -> InitialModel:
     """Return the model of --task sft: with the chat template's tokens, blind across conversations.
 
     The template is that of --chat_template, of the tokenizer, or ours. Raise UsageError without
-    weights to start from, and for a template that does not fit.
+    weights to start from, for a prepared folder, and for a template that does not fit.
     """
     run = initial.run.with_values("--task sft", doc_mask=True)
+    if folder := next(filter(is_prepared, run.data_path), None):
+        raise UsageError(f"--data_path: {folder} is prepared; give the files of conversations")
     is_resumed = initial.weights is None and _checkpoint_to_resume(run) is not None
     if run.tokenizer is None or not (initial.weights or is_resumed):
         raise UsageError(

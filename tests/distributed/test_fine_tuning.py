@@ -1,12 +1,17 @@
-"""Fine-tuning on two processes under ZeRO-2 is that on one, and goes on there."""
+"""Fine-tuning that is killed, or goes on with other processes, is that of one unbroken process."""
 
 from __future__ import annotations
 
+import gzip
 import json
+import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 import minimind.train as training
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
@@ -16,34 +21,103 @@ from tests.train.test_fine_tuning import BASE, conversations, write
 train: Any = training  # a package that is called like a function
 pytestmark = pytest.mark.launch
 STEPS = 12
+ONE = {"batch_size": 4, "accumulation_steps": 2}  # 8 rows a step
+ALONE = {**ONE, "deepspeed_config": "none"}
+ZERO = {"deepspeed_config": str(DEFAULT_DEEPSPEED_CONFIG)}
+LAYOUTS = {1: ONE, 2: {"batch_size": 2, "accumulation_steps": 2}}
+LAYOUTS[4] = {"batch_size": 1, "accumulation_steps": 2}
 
 
-def losses(out_dir: Path) -> dict[int, float]:
+def logged(out_dir: Path) -> list[tuple[int, float]]:
+    """Step and loss of every line, also of steps that were taken again."""
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if line["event"] == "step"}
+    return [(line["step"], line["loss"]) for line in lines if line["event"] == "step"]
 
 
-def test_two_ranks_train_and_one_goes_on(nursery: Nursery, corpus: Path, tmp_path: Path):
-    cache = str(tmp_path / "cache")
+@dataclass(frozen=True)
+class Place:
+    """Flags of a run, and the losses of one process that nothing interrupts."""
+
+    flags: dict[str, Any]
+    losses: dict[int, float]
+
+    def words(self, out_dir: Path, **more: Any) -> list[str]:
+        """A command line."""
+        given = {**self.flags, **more, "out_dir": str(out_dir)}
+        return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.fixture(scope="module")
+def one(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    place = tmp_path_factory.mktemp("tuned")
+    cache = str(place / "cache")
     base = {**BASE, "data_path": str(corpus), "cache_dir": cache, "max_steps": 3}
-    assert train(base, out_dir=str(tmp_path / "base")) == 0
-    talk = write(tmp_path / "talk.jsonl", conversations(300, seed=5))
-    flags = {"task": "sft", "init_from": str(tmp_path / "base"), "data_path": str(talk)}
+    assert train(base, out_dir=str(place / "base")) == 0
+    talk = write(place / "talk.jsonl", conversations(300, seed=5))
+    flags = {"task": "sft", "init_from": str(place / "base"), "data_path": str(talk)}
     flags |= {"cache_dir": cache, "device": "cpu", "dtype": "float32", "log_interval": 1}
     flags |= {"learning_rate": 5e-3, "max_steps": STEPS, "val_fraction": 0.05, "eval_rows": 8}
-    one = {**flags, "batch_size": 4, "accumulation_steps": 2, "deepspeed_config": "none"}
-    assert train(one, out_dir=str(tmp_path / "one")) == 0
-    whole = losses(tmp_path / "one")
-    assert len(whole) == STEPS
+    flags["save_interval"] = 4
+    assert train({**flags, **ALONE}, out_dir=str(place / "one")) == 0
+    losses = dict(logged(place / "one"))
+    assert len(losses) == STEPS
+    return Place(flags, losses)
 
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    words += ["--deepspeed_config", str(DEFAULT_DEEPSPEED_CONFIG), "--batch_size", "2"]
-    words += ["--accumulation_steps", "2", "--out_dir", str(tmp_path / "two")]
-    stop = [*words, "--stop_at_step", "6"]
-    statuses, _, text = nursery.run("train_pretrain", stop, tmp_path / "two")
-    assert statuses == [75, 75], text
-    assert losses(tmp_path / "two") == pytest.approx(
-        {step: loss for step, loss in whole.items() if step <= 6}, rel=2e-6
-    )
-    assert train(one, out_dir=str(tmp_path / "two")) == 0
-    assert losses(tmp_path / "two") == pytest.approx(whole, rel=2e-6)
+
+def test_killed_twice_it_takes_the_same_steps(nursery: Nursery, one: Place, tmp_path: Path):
+    out_dir, words = tmp_path / "killed", one.words(tmp_path / "killed", **ALONE)
+    for step in (6, 9):
+        killed = nursery.run("tests.distributed.kill_at_step", [str(step), *words], out_dir, 1)
+        assert killed[0] == [-signal.SIGKILL], killed
+        assert logged(out_dir)[-1][0] == step
+    assert train({**one.flags, **ALONE}, out_dir=str(out_dir)) == 0
+    lines = logged(out_dir)
+    assert len(lines) > STEPS  # some steps were taken again
+    assert {step for step, _ in lines} == set(one.losses)
+    assert all(loss == one.losses[step] for step, loss in lines)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        pytest.param([(2, 6), (1, STEPS)], id="2-1"),
+        pytest.param([(2, 4), (1, 8), (4, STEPS)], id="2-1-4", marks=pytest.mark.long),
+    ],
+)
+def test_on_other_processes_it_takes_the_same_steps(
+    stages: list[tuple[int, int]], nursery: Nursery, one: Place, tmp_path: Path
+):
+    out_dir = tmp_path / "out"
+    for processes, last in stages:
+        stop = {"stop_at_step": last} if last < STEPS else {}
+        words = one.words(out_dir, **LAYOUTS[processes], **ZERO, **stop)
+        statuses, _, text = nursery.run("train_pretrain", words, out_dir, processes)
+        assert statuses == [75 if stop else 0] * processes, text
+        expected = {step: loss for step, loss in one.losses.items() if step <= last}
+        assert dict(logged(out_dir)) == pytest.approx(expected, rel=2e-6)
+    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    starts = [line for line in lines if line["event"] == "run_start"]
+    assert [start["world_size"] for start in starts] == [processes for processes, _ in stages]
+    assert {(start["backend"], start["zero_stage"]) for start in starts} == {("deepspeed", 2)}
+
+
+def test_bad_conversations_end_a_run_with_3(nursery: Nursery, one: Place, tmp_path: Path):
+    bad = {"messages": [{"role": "user", "content": "x"}, {"role": "boss", "content": "y"}]}
+    good = conversations(4)
+    byte = sum(len(json.dumps(line)) + 1 for line in good)
+    packed = gzip.compress(write(tmp_path / "good.jsonl", good).read_bytes())
+    (tmp_path / "cut.jsonl.gz").write_bytes(packed[:-4])
+    write(tmp_path / "bad.jsonl", [*good, bad])
+    table = pyarrow.table({"messages": [good[1]["messages"], bad["messages"]]})
+    parquet.write_table(table, tmp_path / "bad.parquet")
+    for name, said in (
+        ("bad.jsonl", f':5 (byte {byte}): turn 2: "role" is "boss"; write one of system, user,'),
+        ("bad.parquet", ':2 (row 2): turn 2: "role" is "boss"; write one of system, user,'),
+        ("cut.jsonl.gz", f":5 (byte {byte}): the compressed stream is cut off; copy the file"),
+    ):
+        given = {**ALONE, "data_path": tmp_path / name}
+        words = one.words(tmp_path / "out", **given)
+        statuses, _, text = nursery.run("train_pretrain", words, tmp_path / "out", 1)
+        assert statuses == [3], text
+        assert "error[E_DATA]" in text
+        assert f"{tmp_path / name}{said}" in text

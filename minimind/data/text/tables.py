@@ -126,24 +126,23 @@ def _records(batch: Any) -> Iterator[dict[str, Any]]:
     """Yield the rows of a batch; strings are bytes, as they may not be UTF-8."""
     columns = []
     for column in batch.columns:
-        content = column.view(_in_bytes(column.type))
+        column.validate()  # what a cast reads; `view` gives null children a wrong length
+        content = column.cast(_in_bytes(column.type))
         content.validate(full=True)  # see `_cells`
         columns.append(content.to_pylist())
     return (dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True))
 
 
 def _in_bytes(kind: Any) -> Any:
-    """The type of the same memory without strings, and without times, which may fit no `datetime`.
+    """The type without strings, and without times, which may fit no `datetime`.
 
-    Raise ArrowException for what has no such type.
+    Values that are named by numbers keep theirs: a cast would repeat them.
     """
     import pyarrow
     from pyarrow import types
 
     if isinstance(kind, pyarrow.BaseExtensionType):
         return _in_bytes(kind.storage_type)
-    if types.is_dictionary(kind):
-        return pyarrow.dictionary(kind.index_type, _in_bytes(kind.value_type), kind.ordered)
     if types.is_struct(kind):
         return pyarrow.struct([field.with_type(_in_bytes(field.type)) for field in kind])
     if types.is_list(kind) or types.is_large_list(kind):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,29 @@ def test_content_that_is_named_by_numbers(tokenizer: Any, tmp_path: Path):
         parquet.write_table(pyarrow.table(columns), path)
         (found,) = read(path, tokenizer)
         assert '"content":"a"' in str(found)
+
+
+def test_a_key_without_any_value(tokenizer: Any, tmp_path: Path):
+    rows = [{"messages": [USER, {**ANSWER, "tool_calls": None}] * (n % 3 + 1)} for n in range(99)]
+    for row in rows:
+        row["messages"][0] = {**USER, "tool_calls": None}
+    assert not any(
+        isinstance(one, Rejection) for one in read(write_parquet(tmp_path, rows), tokenizer)
+    )
+
+
+def test_a_dataset_whose_turns_lie_in_the_wrong_place_is_reported(tokenizer: Any, tmp_path: Path):
+    rows = [{"messages": [USER, ANSWER]} for _ in range(40)]
+    path = write_dataset(tmp_path, rows) / "data-00000-of-00001.arrow"
+    whole = path.read_bytes()
+    for ends in ([*range(0, 80, 2)], [*range(0, 240, 3)]):  # of turns in rows, of text in contents
+        right = struct.pack(f"<{len(ends)}i", *ends)
+        assert right in whole
+        for wrong in (-5, 0, 10**6):
+            bad = struct.pack(f"<{len(ends)}i", *ends[:9], wrong, *ends[10:])
+            path.write_bytes(whole.replace(right, bad))
+            (report,) = read(tmp_path / "saved", tokenizer)
+            assert ":1 (row 1): cannot be read (" in str(report)
 
 
 @pytest.mark.parametrize(

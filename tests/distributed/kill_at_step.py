@@ -1,0 +1,26 @@
+"""A training run that is killed as soon as it has logged a step.
+
+python -m tests.distributed.kill_at_step STEP FLAGS
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+from minimind.launch.train_pretrain import run
+from minimind.telemetry.progress import RunLogger
+
+if __name__ == "__main__":
+    at, log = int(sys.argv[1]), RunLogger.event
+
+    def log_and_die(logger: RunLogger, name: str, **fields: Any) -> None:
+        """Log an event; of the step, the last."""
+        log(logger, name, **fields)
+        if name == "step" and fields["step"] == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    RunLogger.event = log_and_die
+    run(sys.argv[2:])
