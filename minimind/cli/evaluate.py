@@ -1,4 +1,4 @@
-"""`minimind eval`: prepare the text, score it and print a table."""
+"""`minimind eval`: prepare text or conversations, score them and print a table."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
-from operator import add
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -19,10 +18,19 @@ from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import printing, storing
 
 if TYPE_CHECKING:
+    from minimind.data.chat.template import ChatTemplate
     from minimind.data.prepare.prepare import Prepared
     from minimind.data.tokenizer.load import AnyTokenizer
-    from minimind.train.evaluate import LossSums, Part
+    from minimind.inference.score import LossSums, Part
 
+COLUMNS = {  # of the table: name, width and format by field
+    "loss": ("loss", 8, ".4f"),
+    "perplexity": ("perplexity", 11, ",.2f"),
+    "bits_per_byte": ("bits/byte", 10, ".4f"),
+    "tokens": ("tokens", 13, ","),
+    "targets": ("targets", 13, ","),
+    "conversations": ("conversations", 13, ","),
+}
 SPLITS = {"train": ("train",), "val": ("val",), "all": ("train", "val")}
 
 
@@ -30,9 +38,10 @@ def add_parser(subs: Any) -> None:
     """Add the parser of `eval`."""
     parser = subs.add_parser(
         "eval",
-        help="loss, perplexity and bits per byte of a model on text",
-        description="Print loss, perplexity and bits per byte of text, per source and in total, in"
-        " one process or several: torchrun --nproc-per-node 2 -m minimind eval ...",
+        help="loss and perplexity of a model on text or conversations",
+        description="Print loss, perplexity and bits per byte of text, or loss and perplexity per"
+        " target of conversations, per source and in total, in one process or several: torchrun"
+        " --nproc-per-node 2 -m minimind eval ...",
         example="minimind eval --checkpoint out --data held_out.jsonl",
     )
     add_model(parser)
@@ -49,6 +58,12 @@ def add_parser(subs: Any) -> None:
     text = "evaluate each document separately; off: packed rows"
     add("--doc_mask", action=argparse.BooleanOptionalAction, help=text)
     parser.set_defaults(doc_mask=True)  # Python 3.10 would add its own default to the help
+    text = "text, or conversations with a chat template"
+    add("--task", choices=("pretrain", "sft"), default="pretrain", help=text)
+    text = "with --task sft: the targets, as in training (default: assistant)"
+    add("--train_on", choices=("assistant", "last", "all"), help=text)
+    text = "with --task sft: Jinja template instead of the stored one"
+    add("--chat_template", metavar="FILE", help=text)
     text = "field or column of the text"
     add("--text_field", type=utf8, default="text", help=text)
     text = "longest document of raw text (default: 64MiB, less with some tokenizers)"
@@ -68,9 +83,11 @@ def run_eval(args: argparse.Namespace) -> int:
     from minimind.data.prepare.prepare import is_prepared
     from minimind.data.text.inputs import find_files, require_once
     from minimind.engine.build import evaluation_accelerator
+    from minimind.inference.chat import template_of
     from minimind.inference.load_model import load_model
-    from minimind.train.evaluate import score
+    from minimind.inference.score import part_of_conversations, score
 
+    _require_of_task(args)
     files: list[Path] = []
     for place in args.data:
         files += [Path(place).expanduser()] if is_prepared(place) else find_files([place])
@@ -78,7 +95,9 @@ def run_eval(args: argparse.Namespace) -> int:
     launch = read_launch(os.environ)
     device = device_for(args.device, "--device", launch)
     model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
-    model.config.doc_mask = False  # the windows define the documents
+    is_chat = args.task == "sft"
+    template = template_of(tokenizer, args.chat_template, path) if is_chat else None
+    _set_documents(model, tokenizer, is_chat)
     positions = model.config.max_position_embeddings
     if args.max_seq_len is not None and args.max_seq_len > positions:
         raise UsageError(
@@ -86,20 +105,47 @@ def run_eval(args: argparse.Namespace) -> int:
             " lower it"
         )
     with _copied(tokenizer) as folder:
-        data = [_open_data(p, tokenizer, folder, args, launch.rank == 0) for p in args.data]
-    parts = [
-        part
-        for place, prepared in zip(args.data, data, strict=True)
-        for part in _parts(place, prepared, args.max_seq_len or positions, args)
-    ]
+        data = {p: _open_data(p, tokenizer, folder, template, args, launch.rank) for p in args.data}
+    length = args.max_seq_len or positions
+    if template is None:
+        parts = [part for place in data for part in _parts(place, data[place], length, args)]
+    else:
+        parts = [part_of_conversations(place, data[place], length + 1) for place in data]
     with evaluation_accelerator(device, dist_timeout=600) as accelerator:
         sums = score(accelerator, model, parts, tokenizer.piece_bytes(), args.batch_size)
         is_first = accelerator.is_main_process
     if is_first:
-        text_bytes = [count for part in parts for count in part.text_bytes]
         with printing():
-            _print_results(sums, path, None in text_bytes, args.json)
+            _print_results(sums, parts, path, args.json)
     return 0
+
+
+def _require_of_task(args: argparse.Namespace) -> None:
+    """Raise UsageError for a flag of the other task."""
+    if args.task != "sft":
+        for name in ("train_on", "chat_template"):
+            if (value := getattr(args, name)) is not None:
+                raise UsageError(f"--{name} {value} needs --task sft; add it, or drop this")
+        return
+    of_text = {
+        f"--text_field {args.text_field}": args.text_field != "text",
+        f"--max_rows {args.max_rows}": args.max_rows is not None,
+        "--no-doc_mask": not args.doc_mask,
+        f"--split {args.split}": args.split is not None,
+    }
+    if given := [flag for flag, is_given in of_text.items() if is_given]:
+        raise UsageError(f"{given[0]} is for text, and --task sft reads conversations; drop it")
+
+
+def _set_documents(model: Any, tokenizer: AnyTokenizer, is_chat: bool) -> None:
+    """Make the model keep the conversations of a row apart; a window of text is of one document."""
+    from minimind.architecture.hf_models import separate_documents
+    from minimind.model.configuration import MiniMindConfig
+
+    if isinstance(model.config, MiniMindConfig):
+        model.config.doc_mask = is_chat
+    elif is_chat:
+        separate_documents(model, tokenizer.eos_id)
 
 
 @contextmanager
@@ -115,11 +161,16 @@ def _copied(tokenizer: AnyTokenizer) -> Iterator[str]:
 
 
 def _open_data(
-    place: str, tokenizer: AnyTokenizer, folder: str, args: argparse.Namespace, is_first: bool
+    place: str,
+    tokenizer: AnyTokenizer,
+    folder: str,
+    template: ChatTemplate | None,
+    args: argparse.Namespace,
+    rank: int,
 ) -> Prepared:
-    """Tokens of a prepared folder, or of raw text through the cache.
+    """Tokens of a prepared folder, or of raw text or conversations through the cache.
 
-    `folder` has the files of the tokenizer; only the process with `is_first` prints.
+    `folder` has the files of the tokenizer; only rank 0 prints.
     """
     from minimind.data.prepare.prepare import (
         PrepareRequest,
@@ -131,6 +182,10 @@ def _open_data(
     from minimind.data.tokenizer.load import longest_document
 
     if is_prepared(place):
+        if template is not None:
+            raise UsageError(
+                f"{place}: holds text, and --task sft reads files of conversations; drop --task sft"
+            )
         prepared = open_prepared(Path(place).expanduser())
         if prepared.tokenizer.fingerprint != tokenizer.fingerprint:
             raise DataError(
@@ -141,16 +196,20 @@ def _open_data(
     if args.split not in (None, "all"):
         raise UsageError(f"--split {args.split}: {place} is raw text; leave --split out")
     max_bytes = args.max_document_bytes or longest_document(folder)
+    options = Options(args.text_field, max_bytes, val_fraction=0.0)
+    if template is not None:
+        train_on = args.train_on or "assistant"
+        options = replace(options, chat_template=template.source, train_on=train_on)
     request = PrepareRequest(
         (Source("data", (place,)),),
         folder,
-        options=Options(args.text_field, max_bytes, val_fraction=0.0),
+        options=options,
         skips_bad=args.on_bad_data == "skip",
         max_bad_fraction=args.max_bad_fraction,
-        progress=is_first,
+        progress=rank == 0,
     )
     prepared = prepare_for_run(request, Path(args.cache_dir).expanduser())
-    if is_first and (bad := prepared.manifest["rejected"]["count"]):
+    if rank == 0 and (bad := prepared.manifest["rejected"]["count"]):
         count = f"{bad:,} of {bad + prepared.manifest['documents']:,} documents"
         text = f"{count} are bad and skipped, the first: {prepared.first_rejected}"
         print(f"{place}: {text}", file=sys.stderr)
@@ -161,7 +220,7 @@ def _parts(place: str, prepared: Prepared, length: int, args: argparse.Namespace
     """The windows of each split to be read."""
     from minimind.data.loader.batches import windows_of
     from minimind.data.prepare.prepare import is_prepared
-    from minimind.train.evaluate import Part
+    from minimind.inference.score import Part
 
     splits, sources = ("train",), prepared.manifest["sources"]
     names = (place,) * len(sources)
@@ -190,34 +249,34 @@ def _parts(place: str, prepared: Prepared, length: int, args: argparse.Namespace
 
 
 def _print_results(
-    sums: Mapping[str, LossSums], path: Path, is_estimated: bool, as_json: bool
+    sums: Mapping[str, LossSums], parts: Sequence[Part], path: Path, as_json: bool
 ) -> None:
-    """Print a table or JSON; `is_estimated`: bytes are those of the tokens, not of the text."""
-    total = reduce(add, sums.values())
+    """Print a table or JSON."""
+    from minimind.inference.score import figures_of
+
+    named = {name: [part for part in parts if name in part.names] for name in sums}
+    figures = {name: figures_of([one], named[name]) for name, one in sums.items()}
+    total = figures_of([*sums.values()], parts)
+    if "bytes" in total:
+        is_exact = all(None not in part.text_bytes for part in parts)
+        total["bytes_of"] = "text" if is_exact else "tokens"
     if as_json:
-        bytes_of = "tokens" if is_estimated else "text"
-        result = {"model": str(path), **_figures(total), "bytes_of": bytes_of}
+        result = {"model": str(path), **total}
         if len(sums) > 1:
-            result["by_source"] = {name: _figures(one) for name, one in sums.items()}
+            result["by_source"] = figures
         print(json.dumps(result, ensure_ascii=False))
         return
     width = max(len(name) for name in (*sums, "source"))
+    columns = {key: COLUMNS[key] for key in COLUMNS if key in total}
     print(path)
-    print(f"{'source':<{width}} {'loss':>8} {'perplexity':>11} {'bits/byte':>10} {'tokens':>13}")
-    for name, one in [*sums.items(), *([("all", total)] if len(sums) > 1 else [])]:
-        print(
-            f"{name:<{width}} {one.mean:>8.4f} {one.perplexity:>11,.2f}"
-            f" {one.bits_per_byte:>10.4f} {int(one.tokens):>13,}"
-        )
-    if is_estimated:
+    print(" ".join([f"{'source':<{width}}", *(f"{n:>{size}}" for n, size, _ in columns.values())]))
+    for name, one in [*figures.items(), *([("all", total)] if len(sums) > 1 else [])]:
+        cells = (f"{one[key]:>{size}{form}}" for key, (_, size, form) in columns.items())
+        print(" ".join([f"{name:<{width}}", *cells]))
+    if total.get("bytes_of") == "tokens":
         print("bits/byte: over the bytes of the tokens; those of the text are not known here")
-
-
-def _figures(sums: LossSums) -> dict[str, Any]:
-    return {
-        "loss": sums.mean,
-        "perplexity": sums.perplexity,
-        "bits_per_byte": sums.bits_per_byte,
-        "tokens": int(sums.tokens),
-        "bytes": int(sums.text_bytes),
-    }
+    if total.get("cut") or total.get("dropped"):
+        print(
+            f"longer than a row: {total['cut']:,} conversations are cut after an answer,"
+            f" {total['dropped']:,} are left out"
+        )

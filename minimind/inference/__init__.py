@@ -1,4 +1,4 @@
-"""Load a trained model and generate text.
+"""Load a trained model, generate text, and score texts.
 
 May import `minimind.interop` and below. Start in `load_model.py`.
 
@@ -7,4 +7,5 @@ generate    prompts -> continuations with a key/value cache
 load_model  load a model and its tokenizer from any source
 prompts     read a file of prompts
 sampling    sampling settings and logits processors
+score       loss of a model on whole texts or conversations
 """

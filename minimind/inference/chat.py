@@ -25,8 +25,8 @@ def template_of(tokenizer: AnyTokenizer, path: str | None, place: Path) -> ChatT
         return ChatTemplate(read_template(path), tokenizer, f"--chat_template {path}")
     if tokenizer.chat_template is None:
         raise UsageError(
-            f"{place}: has no chat template, as it is not fine-tuned; continue texts with `minimind"
-            " generate`, fine-tune with --task sft, or give --chat_template"
+            f"{place}: has no chat template, as it is not fine-tuned; fine-tune it with --task sft,"
+            " give --chat_template, or use it on plain text (minimind generate, minimind eval)"
         )
     return ChatTemplate(tokenizer.chat_template, tokenizer, f"the chat template of {place}")
 

@@ -6,7 +6,7 @@ package is a callable module, so that `minimind.train(...)` and `import minimind
 work; torch is imported by the call.
 
 build             text, row order, schedule: what the loop needs
-evaluate          validation loss of held-out rows, and of whole texts
+evaluate          validation loss of held-out rows
 initial_weights   weights that a run starts from
 loop              the training loop
 loop_actions      log, evaluate, save: the actions between steps

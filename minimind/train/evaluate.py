@@ -1,9 +1,8 @@
-"""Loss of held-out rows during training, and of whole texts (`minimind eval`), per source."""
+"""Loss of held-out rows during training, per source."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -11,14 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset
 
-from minimind.data.loader.batches import Windows
 from minimind.data.loader.token_shards import TokenShards
 from minimind.engine.build import Engine
 from minimind.engine.loss_of_batch import PADDING
-from minimind.model.loss import IGNORED
+from minimind.inference.score import LossSums
 
 
 @dataclass(frozen=True)
@@ -47,48 +43,6 @@ class HeldOutRows:
         if len(indices):
             batch[: len(indices)] = self.shards.read_rows(indices, self.row_tokens)
         return batch
-
-
-@dataclass(frozen=True)
-class LossSums:
-    """Summed loss in nats, and the number of tokens and bytes of text in the sum."""
-
-    loss: float
-    tokens: float
-    text_bytes: float
-
-    def __add__(self, other: LossSums) -> LossSums:
-        return LossSums(
-            self.loss + other.loss, self.tokens + other.tokens, self.text_bytes + other.text_bytes
-        )
-
-    def scaled(self, factor: float) -> LossSums:
-        """Return the sums multiplied by `factor`."""
-        return LossSums(self.loss * factor, self.tokens * factor, self.text_bytes * factor)
-
-    @property
-    def mean(self) -> float:
-        """Nats per token."""
-        return self.loss / max(1.0, self.tokens)
-
-    @property
-    def perplexity(self) -> float:
-        """exp(mean); the mean is clamped at 700 against overflow."""
-        return math.exp(min(self.mean, 700.0))
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Bits per byte of text: comparable between models with different tokenizers."""
-        return self.loss / math.log(2) / max(1.0, self.text_bytes)
-
-    def event(self) -> dict[str, float]:
-        """The fields of an `eval` event in metrics.jsonl."""
-        return {
-            "val_loss": self.mean,
-            "val_ppl": self.perplexity,
-            "val_bpb": self.bits_per_byte,
-            "tokens": round(self.tokens),
-        }
 
 
 def evaluate(engine: Engine, held_out: HeldOutRows, batch_rows: int) -> dict[str, Any]:
@@ -140,90 +94,3 @@ def _sum_loss(
         targets = batch[:, 1:]
         text_bytes += float(held_out.piece_bytes[targets[targets >= 0]].sum())
     return [sum(torch.stack(losses).tolist()), sum(torch.stack(counts).tolist()), text_bytes]
-
-
-@dataclass(frozen=True)
-class Part:
-    """Windows over some text, its name, and its size in bytes where that is known exactly."""
-
-    windows: Windows
-    names: tuple[str, ...]  # one per source
-    text_bytes: tuple[int | None, ...]
-
-
-class _Texts(Dataset[tuple[int, np.ndarray]]):
-    """Windows of all parts, longest first, so that the windows of a batch have similar lengths."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._parts = parts
-        sizes = [len(part.windows) for part in parts]
-        first_name = np.cumsum([0, *(len(part.names) for part in parts)])[:-1]
-        part = np.repeat(np.arange(len(parts)), sizes)
-        number = np.concatenate([np.arange(size) for size in sizes])
-        source = np.concatenate(
-            [part.windows.sources + n for part, n in zip(parts, first_name, strict=True)]
-        )
-        order = np.argsort(-np.concatenate([part.windows.lengths for part in parts]), kind="stable")
-        self._part, self._number, self._source = part[order], number[order], source[order]
-
-    def __len__(self) -> int:
-        return len(self._part)
-
-    def __getitem__(self, at: int) -> tuple[int, np.ndarray]:
-        windows = self._parts[int(self._part[at])].windows
-        return int(self._source[at]), windows.tokens(int(self._number[at]))
-
-
-def _batch(rows: Sequence[tuple[int, np.ndarray]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (B, longest), padded with `IGNORED`, and the source of each row (B,)."""
-    longest = max(len(tokens) for _, tokens in rows)
-    batch = np.full((len(rows), longest), IGNORED, dtype=np.int64)
-    for number, (_, tokens) in enumerate(rows):
-        batch[number, : len(tokens)] = tokens
-    return torch.from_numpy(batch), torch.tensor([source for source, _ in rows])
-
-
-def score(
-    accelerator: Any, model: Any, parts: Sequence[Part], piece_bytes: np.ndarray, batch_rows: int
-) -> dict[str, LossSums]:
-    """Return the loss sums of each source that has text, by name, on every process.
-
-    Batches are distributed over the processes; `gather_for_metrics` drops the rows that pad the
-    last round.
-    """
-    texts = _Texts(parts)
-    model = model.to(accelerator.device)
-    bytes_of = torch.from_numpy(piece_bytes).to(accelerator.device)
-    loader = DataLoader(texts, batch_size=min(batch_rows, len(texts)), collate_fn=_batch)
-    names = [name for part in parts for name in part.names]
-    sums = torch.zeros(len(names), 3, dtype=torch.float64)
-    counted = 0
-    for rows, sources in accelerator.prepare_data_loader(loader):
-        row_sums = _row_sums(model, rows, bytes_of)
-        sources, row_sums = accelerator.gather_for_metrics((sources, row_sums))
-        sums.index_add_(0, sources.cpu(), row_sums.cpu())
-        counted += len(sources)
-    assert counted == len(texts), f"gathered {counted} windows of {len(texts)}"
-    exact_bytes = [count for part in parts for count in part.text_bytes]
-    results: dict[str, LossSums] = {}
-    for name, exact, (loss, tokens, text_bytes) in zip(
-        names, exact_bytes, sums.tolist(), strict=True
-    ):
-        part = LossSums(loss, tokens, float(text_bytes if exact is None else exact))
-        if tokens:  # the splits of a source share its name
-            results[name] = results[name] + part if name in results else part
-    return results
-
-
-@torch.no_grad()
-def _row_sums(model: Any, rows: torch.Tensor, bytes_of: torch.Tensor) -> torch.Tensor:
-    """Loss, tokens and bytes of each row, float64 (B, 3)."""
-    inputs, targets = rows[:, :-1].clamp(min=0), rows[:, 1:]
-    logits = model(input_ids=inputs, use_cache=False).logits.float()
-    losses = F.cross_entropy(
-        logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none"
-    )
-    counted = targets != IGNORED
-    text_bytes = bytes_of[targets.clamp(min=0)] * counted
-    columns = (losses.double(), counted.double(), text_bytes.double())
-    return torch.stack([column.sum(1) for column in columns], dim=1)

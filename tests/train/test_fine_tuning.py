@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,15 @@ import pyarrow
 import pytest
 import torch
 from pyarrow import parquet
-from transformers import AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import minimind.train as training
 from minimind.cli.main import main as minimind
-from minimind.data.chat.conversations import messages_of
+from minimind.data.chat.conversations import conversation_of_line, messages_of
 from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
 from minimind.data.chat.turns import Message
-from minimind.data.text.documents import parse_line
+from minimind.data.prepare.unit_reader import split_of
+from minimind.data.text.documents import ReadOptions, parse_line
 from minimind.data.tokenizer.gguf_vocabulary import CONTROL
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import DataError, UsageError
@@ -32,7 +35,7 @@ train: Any = training  # a package that is called like a function
 BASE: dict[str, Any] = {
     **{"dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 64},
     **{"vocab_size": 600, "batch_size": 4, "device": "cpu", "dtype": "float32"},
-    **{"log_interval": 1, "eval_rows": 8, "save_minutes": 0, "deepspeed_config": "none"},
+    **{"log_interval": 1, "eval_rows": 64, "save_minutes": 0, "deepspeed_config": "none"},
 }
 WORDS = "the a of sky sea bread stone river bird tree house light salt wind star".split()
 CAPITALS = {"sky": "blue", "sea": "deep", "bread": "warm", "stone": "hard", "wind": "cold"}
@@ -416,3 +419,131 @@ def message_list(line: dict[str, Any]) -> list[dict[str, Any]]:
     """The messages of a line in any format; a key that is not given, as a table gives it."""
     found = messages_of(parse_line(json.dumps(line), ""))
     return [{"role": one.role, "content": one.content, "tool_calls": None} for one in found]
+
+
+# --- minimind eval ------------------------------------------------------------------------------
+
+
+def held_out(talk: Path, fraction: float) -> list[bytes]:
+    """The lines of conversations that a run with this --val_fraction holds out."""
+    found = []
+    for line in talk.read_bytes().splitlines():
+        text = conversation_of_line(line, ReadOptions("text", 2**20))
+        if split_of(sha256(text.encode()).digest(), fraction) == "val":
+            found.append(line)
+    return found
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    capsys.readouterr()
+    assert minimind(["eval", "--task", "sft", "--device", "cpu", "--json", *map(str, words)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def loss_by_hand(model: Any, tokenizer: Any, lines: list[bytes]) -> list[float]:
+    """Summed loss and number of targets, one conversation at a time, by transformers' mask."""
+    loss, count = 0.0, 0
+    for line in lines:
+        turns = json.loads(conversation_of_line(line, ReadOptions("text", 2**20)))
+        options = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenize": True}
+        found = tokenizer.apply_chat_template(turns, **options)
+        ids, mask = found["input_ids"], found["assistant_masks"]
+        with torch.no_grad():
+            chances = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        loss -= sum(float(chances[at - 1, ids[at]]) for at in range(1, len(ids)) if mask[at])
+        count += sum(mask)
+    return [loss, count]
+
+
+def test_eval_gives_the_validation_loss_of_the_run(
+    tuned: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    lines = held_out(place / "talk.jsonl", 0.05)
+    (tmp_path / "held.jsonl").write_bytes(b"\n".join(lines))
+    asked = ("--checkpoint", tuned, "--data", tmp_path / "held.jsonl")
+    found = evaluated(capsys, *asked, "--cache_dir", tmp_path)
+    last = events(tuned, "eval")[-1]
+    assert found["loss"] == pytest.approx(last["val_loss"], rel=1e-6)
+    assert (found["targets"], found["conversations"]) == (last["tokens"], len(lines))
+    every = evaluated(capsys, *asked, "--cache_dir", tmp_path, "--train_on", "all")
+    assert every["targets"] > found["targets"]
+
+
+def test_eval_of_an_export_per_file_is_that_of_transformers(
+    tuned: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "out"
+    words = ["export", "--checkpoint", tuned, "--format", "llama", "--out", out]
+    assert minimind([*map(str, words)]) == 0
+    lines = held_out(place / "talk.jsonl", 0.05)
+    files = {tmp_path / "a.jsonl": lines[:5], tmp_path / "b.jsonl": lines[5:]}
+    for path, own in files.items():
+        path.write_bytes(b"\n".join(own))
+    found = evaluated(capsys, "--model", out, "--data", *files, "--cache_dir", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    whole = [0.0, 0.0]
+    for path, own in files.items():
+        loss, count = loss_by_hand(model, tokenizer, own)
+        one = found["by_source"][str(path)]
+        assert one["loss"] == pytest.approx(loss / count, rel=1e-5)
+        assert (one["targets"], one["conversations"]) == (count, len(own))
+        whole = [whole[0] + loss, whole[1] + count]
+    assert found["loss"] == pytest.approx(whole[0] / whole[1], rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert (found["cut"], found["dropped"]) == (0, 0)
+
+
+def test_eval_prints_a_table_of_conversations(
+    tuned: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["--checkpoint", tuned, "--data", place / "talk.jsonl", "--cache_dir", tmp_path]
+    assert minimind(["eval", "--task", "sft", *map(str, words), "--max_seq_len", "40"]) == 0
+    _, heading, line, note = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["source", "loss", "perplexity", "targets", "conversations"]
+    assert line.startswith(str(place / "talk.jsonl"))
+    assert "conversations are cut after an answer" in note
+
+
+@pytest.mark.parametrize(
+    ("words", "data", "status", "answer"),
+    [
+        (("--task", "sft"), [{"text": "plain"}], 3, "drop --task sft"),
+        ((), conversations(3), 3, "give --task sft, or write"),
+        (
+            ("--task", "sft"),
+            "tokens-*/manifest.json",
+            2,
+            "holds text, and --task sft reads files of",
+        ),
+        (("--task", "sft", "--max_rows", "3"), conversations(3), 2, "--max_rows 3 is for text"),
+        (("--task", "sft", "--no-doc_mask"), conversations(3), 2, "--no-doc_mask is for text"),
+        (("--task", "sft", "--max_seq_len", "3"), conversations(3), 3, "ends within 4 tokens"),
+        (("--train_on", "all"), conversations(3), 2, "--train_on all needs --task sft"),
+    ],
+)
+def test_eval_names_the_flag_that_fits(
+    words: tuple[str, ...],
+    data: Any,
+    status: int,
+    answer: str,
+    tuned: Path,
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    if isinstance(data, str):
+        given = next((place / "cache").glob(data)).parent
+    else:
+        given = write(tmp_path / "given.jsonl", data)
+    asked = ["--checkpoint", tuned, "--data", given, "--cache_dir", tmp_path / "cache"]
+    assert minimind(["eval", *words, *map(str, asked)]) == status
+    assert answer in capsys.readouterr().err
+
+
+def test_eval_of_a_base_model_on_conversations_is_refused(
+    place: Path, base: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    asked = ["--task", "sft", "--checkpoint", str(place / "base"), "--data", base["data_path"]]
+    assert minimind(["eval", *asked]) == 2
+    assert "has no chat template, as it is not fine-tuned" in capsys.readouterr().err

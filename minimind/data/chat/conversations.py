@@ -200,7 +200,7 @@ def _no_conversation(value: Pairs) -> DocumentError:
     if "text" in keys:
         return DocumentError(
             'has "text" and no conversation',
-            f"drop --task sft to pretrain on plain text, or write {EXAMPLE}",
+            f"drop --task sft, which is for conversations, or write {EXAMPLE}",
         )
     if "chosen" in keys:
         what = 'has "chosen", a preference, and no conversation'

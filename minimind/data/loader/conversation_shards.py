@@ -165,3 +165,34 @@ class ConversationShards(TokenShards):
         targets = self.with_targets(start, length + 1)[1]
         turn_ends = np.flatnonzero(targets[:-1] & ~targets[1:])
         return int(turn_ends[-1]) + 1 if len(turn_ends) else 0
+
+
+@dataclass(frozen=True)
+class ConversationRows:
+    """The evaluation inputs of `minimind eval --task sft`: all rows of a split, unpadded."""
+
+    shards: ConversationShards
+    row_tokens: int
+
+    @property
+    def packing(self) -> Packing:
+        """What the rows hold."""
+        return self.shards.packing(self.row_tokens)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row, without padding."""
+        return self.packing.stops - self.packing.starts
+
+    @property
+    def sources(self) -> np.ndarray:
+        """Number of the source of each row."""
+        return np.repeat(np.arange(len(self.packing.sizes)), self.packing.sizes)
+
+    def __len__(self) -> int:
+        return len(self.packing.starts)
+
+    def tokens(self, number: int) -> np.ndarray:
+        """The tokens of a row, int64 (its length,): ~t for a token t that is no target."""
+        (row,) = self.shards.read_rows(np.array([number]), self.row_tokens)
+        return row[: int(self.lengths[number])]
