@@ -19,7 +19,7 @@ from minimind.errors import UsageError, fault_error
 from minimind.estimate import costs
 from minimind.estimate.costs import Layout, Memory
 from minimind.estimate.gpus import GPUModel
-from minimind.estimate.shape import Shape, shape_of
+from minimind.estimate.shape import Shape, fine_tuned, shape_of
 from minimind.estimate.step_time import estimate_lines
 
 HEADROOM = 0.1  # for the CUDA context, the libraries' own buffers and fragmentation
@@ -57,7 +57,11 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
             " flags of a decoder of its shape"
         )
     if run.init_from is not None:
-        raise UsageError("plan does not read weights, so --init_from has no effect; give the flags")
+        raise UsageError(
+            "plan does not read weights, so --init_from has no effect; give the flags of its shape,"
+            " or run the command itself with --dry_run"
+        )
+    run, vocabulary = fine_tuned(run)
     path = run.deepspeed_config or os.path.relpath(DEFAULT_DEEPSPEED_CONFIG)
     device = "cpu" if run.device == "cpu" else "cuda"
     config: Mapping[str, Any] = {}
@@ -66,7 +70,7 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
         run, config = resolved.run, resolved.config
     elif faults := unread_flag_faults(run):
         raise fault_error(faults)
-    text = plan_text(run, machine.gpus, config, machine, device)
+    text = f"{vocabulary}{plan_text(run, machine.gpus, config, machine, device)}"
     if machine.memory is None:
         return f"{text}\n\nGive --memory (of one GPU, say 24GiB) to see what fits."
     current = layout_of(run, machine.gpus, config, device)
@@ -264,7 +268,7 @@ def _config_changes(here: Layout, best: Layout) -> str:
 
 def _command_flags(run: RunConfig) -> str:
     """Return the flags of the command line without those that the advice sets."""
-    words = []
+    words = ["--init_from RUN"] if run.task == "sft" else []
     for name in FLAGS:
         value = getattr(run, name)
         if run.sources[name] != f"--{name}" or name in ("batch_size", "accumulation_steps"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from minimind.config.run_config import FLAGS, RunConfig
+from minimind.errors import UsageError
 from minimind.model.sizes import feed_forward_width
 
 
@@ -89,3 +90,33 @@ def shape_of(run: RunConfig) -> Shape:
     hidden = run.hidden_dim or feed_forward_width(run.dim)
     flags = {f.name: getattr(run, f.name) for f in fields(Shape) if f.name in FLAGS}
     return Shape(**{**flags, "hidden_dim": hidden, "is_tied": run.tie_word_embeddings})
+
+
+def fine_tuned(run: RunConfig) -> tuple[RunConfig, str]:
+    """Return a run of --task sft as its start resolves it, and a line on its vocabulary.
+
+    Of the special tokens of the chat template those are counted that --tokenizer lacks; without
+    one all are. Another run is returned as it is, with an empty line.
+    """
+    if run.task != "sft":
+        return run, ""
+    # These load numpy, which a plan of pretraining does not need.
+    from minimind.data.prepare.chat_tokenizer import read_template, special_names
+    from minimind.data.tokenizer.add_special import lacking
+    from minimind.data.tokenizer.load import load_tokenizer
+
+    before, source = run.vocab_size, run.sources["vocab_size"]
+    if run.tokenizer is None:
+        added = len(special_names(read_template(run.chat_template)))
+    else:
+        tokenizer = load_tokenizer(run.tokenizer)
+        if run.is_explicit("vocab_size") and before != tokenizer.vocab_size:
+            raise UsageError(
+                f"vocab_size = {before} ({source}), but --tokenizer {run.tokenizer} has"
+                f" {tokenizer.vocab_size}; drop one of the two"
+            )
+        stored = tokenizer.chat_template if run.chat_template is None else None
+        names = special_names(stored or read_template(run.chat_template))
+        before, added = tokenizer.vocab_size, len(lacking(tokenizer, names))
+    run = run.with_values("--task sft", vocab_size=before + added, doc_mask=True)
+    return run, f"vocabulary  {before:,} and {added} special tokens of the chat template\n"

@@ -13,9 +13,12 @@ import pytest
 from minimind.cli.main import main
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags
+from minimind.data.tokenizer.add_special import with_special_tokens
+from minimind.data.tokenizer.load import load_tokenizer
+from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.estimate.costs import Layout, memory
 from minimind.estimate.plan import HEADROOM, alternatives, layout_of, plan_text, recommend, shape_of
-from tests.conftest import ROOT
+from tests.conftest import ROOT, sentences
 
 GIB = 2**30
 LARGE = "--dim 1024 --n_layers 32 --max_seq_len 1024"
@@ -253,3 +256,37 @@ def test_nothing_heavy_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stderr.strip()) == (0, "")
+
+
+# --- fine-tuning --------------------------------------------------------------------------------
+
+
+def test_fine_tuning_has_a_document_mask_and_rows_for_special_tokens(capsys, tmp_path: Path):
+    shape = "--model 26m --vocab_size 2000 --memory 24GiB"
+    out = plan_output(capsys, f"--task sft {shape}")
+    first, rest = out.split("\n", 1)
+    assert first == "vocabulary  2,000 and 5 special tokens of the chat template"
+    same = plan_output(capsys, f"{shape.replace('2000', '2005')} --doc_mask")
+    tables = [text[: text.index("  NUM_PROCESSES")] for text in (rest, same)]
+    assert tables[0] == tables[1]
+    assert "--init_from RUN --model 26m" in out
+    assert plan_output(capsys, f"--task sft {shape} --train_on all").startswith(f"{first}\n")
+    (tmp_path / "own.jinja").write_text("<|one|>{{ messages }}<|two|>")
+    out = plan_output(capsys, f"--task sft {shape} --chat_template {tmp_path / 'own.jinja'}")
+    assert out.startswith("vocabulary  2,000 and 2 special tokens")
+
+
+def test_special_tokens_that_a_tokenizer_has_are_not_added(capsys, tmp_path: Path):
+    train_tokenizer(sentences(1, 200), 600, tmp_path / "given.model")
+    tokenizer = load_tokenizer(tmp_path / "given.model")
+    out = plan_output(capsys, f"--task sft --tokenizer {tokenizer.path}")
+    assert out.startswith(f"vocabulary  {tokenizer.vocab_size:,} and 5 special")
+    with_special_tokens(tokenizer, ["<|user|>", "<|end|>"], tmp_path / "some")
+    out = plan_output(capsys, f"--task sft --tokenizer {tmp_path / 'some'}")
+    assert out.startswith(f"vocabulary  {tokenizer.vocab_size + 2:,} and 3 special")
+    words = f"--task sft --tokenizer {tmp_path / 'some'} --vocab_size 999"
+    assert "drop one of the two" in refused(capsys, words)
+
+
+def test_weights_to_start_from_are_left_to_a_dry_run(capsys):
+    assert "the command itself with --dry_run" in refused(capsys, "--task sft --init_from out")
