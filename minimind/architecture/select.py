@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from minimind.architecture.hf_models import (
     is_bidirectional,
     matrix_weights,
     model_of,
+    separate_documents,
     transformers_model,
 )
 from minimind.architecture.long_context import FIELDS, scaling_of
@@ -149,6 +150,12 @@ class HuggingFace:
                 f" {self.parsed.vocab_size} of {self.path}; use a smaller tokenizer, or raise it"
             )
 
+    def with_vocabulary(self, vocab_size: int) -> HuggingFace:
+        """Return the same model with another number of embedding rows."""
+        parsed = deepcopy(self.parsed)
+        parsed.vocab_size = vocab_size
+        return replace(self, values={**self.values, "vocab_size": vocab_size}, parsed=parsed)
+
     def require_gradient_checkpointing(self, run: RunConfig) -> None:
         """Raise UsageError if the model does not support --gradient_checkpointing."""
         model = self._meta_model() if run.gradient_checkpointing else None
@@ -170,6 +177,8 @@ class HuggingFace:
                 f"{self.path}: {type(model).__name__} attends to later tokens;"
                 " name a causal language model (some need is_decoder: true)"
             )
+        if run.task == "sft":
+            separate_documents(model, tokenizer.eos_id)
         return model
 
     def identity(self, run: RunConfig) -> dict[str, Any]:

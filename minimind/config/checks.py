@@ -85,11 +85,6 @@ def _task_conflicts(run: RunConfig) -> Iterator[str]:
             f"text_field = {run.text_field} ({run.sources['text_field']}) is not read with --task"
             " sft, which knows the fields of conversations; drop it"
         )
-    if run.hugging_face is not None:
-        yield (
-            f"model = {run.model} ({run.sources['model']}) cannot be fine-tuned with --task sft"
-            " yet; import its weights if it is a Llama (minimind import), or use examples/"
-        )
 
 
 def _schedule_conflicts(run: RunConfig) -> Iterator[str]:

@@ -162,7 +162,8 @@ class PlaceFlags:
     )
     init_from: str | None = flag(
         "initial weights, shape and tokenizer: a run's out_dir, a step_ directory, a directory of"
-        " `minimind export` or `import`, a Llama directory, a MiniMind2 file or directory",
+        " `minimind export` or `import`, a directory of Llama, Mistral or Qwen3 (DIR or hf:DIR), a"
+        " MiniMind2 file or directory",
         None,
         "model",
     )

@@ -31,7 +31,8 @@ from minimind.runtime.checked_json import (
 MINIMIND2, LLAMA = "minimind2", "llama"
 LAYER_0 = "model.layers.0"
 # model_type in Hugging Face's config.json -> whether the architecture normalizes q and k.
-ARCHITECTURES = {"llama": False, "qwen3": True, "minimind": False}
+ARCHITECTURES = {"llama": False, "mistral": False, "qwen3": True, "minimind": False}
+MISTRAL_WINDOW = 4096  # transformers omits a default
 # The only supported values; transformers omits defaults.
 FIXED = {
     "attention_bias": False,
@@ -70,7 +71,7 @@ class MiniMind2Config(CheckedJson):
 
 
 class LlamaShape(CheckedJson):
-    """What config.json of a Llama or Qwen3 model must contain."""
+    """What config.json of a Llama, Mistral or Qwen3 model must contain."""
 
     vocab_size: Size
     hidden_size: Size
@@ -219,7 +220,7 @@ def read_minimind2_config(
 
 
 def read_llama_config(path: Path) -> dict[str, Any]:
-    """Arguments of MiniMindConfig from Hugging Face's config.json of a Llama or Qwen3 model."""
+    """Arguments of MiniMindConfig from Hugging Face's config.json of a Llama, Mistral or Qwen3."""
     with readable(path, REPLACE):
         values, _ = read_object(path)
         kind = values.get("model_type")
@@ -228,13 +229,23 @@ def read_llama_config(path: Path) -> dict[str, Any]:
             or kind not in ARCHITECTURES
             or (kind == "minimind" and "use_flash_attn" in values)
         ):
-            raise CheckpointError(f"has model_type = {shown(kind)}, not llama or qwen3")
+            raise CheckpointError(
+                f"has model_type = {shown(kind)}, not llama, mistral or qwen3; training takes"
+                " others as models of transformers (--model hf:)"
+            )
         validate(LlamaShape, values)
         for name, supported in FIXED.items():
             if values.get(name, supported) not in (supported, None):
                 raise CheckpointError(
                     f"has {name} = {shown(values[name])}, which MiniMind does not support"
                 )
+        window = values.get("sliding_window", MISTRAL_WINDOW) if kind == "mistral" else None
+        if window is not None and not (
+            type(window) is int and window >= values["max_position_embeddings"]
+        ):
+            raise CheckpointError(
+                f"has sliding_window = {shown(window)}, and MiniMind attends to all positions"
+            )
         heads = values["num_attention_heads"]
         others = {
             "num_key_value_heads": values.get("num_key_value_heads") or heads,

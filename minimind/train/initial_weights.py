@@ -27,6 +27,7 @@ from minimind.checkpoint.directory import Rejected, read_manifest, rejected
 from minimind.checkpoint.resume import requested_checkpoints
 from minimind.checkpoint.validation import read_config
 from minimind.config.checks import check
+from minimind.config.model_flags import HUGGING_FACE
 from minimind.config.model_flags import SHAPE as FLAGS_OF_SHAPE
 from minimind.config.run_config import RunConfig
 from minimind.data.chat.template import ChatTemplate
@@ -83,14 +84,21 @@ class InitialModel:
         """Return the run with `after`, which has added ids to `before`, and rows for the new ids.
 
         `before` is the tokenizer of `self.run`. With any other number of rows than its ids the
-        weights are refused.
+        weights are refused, except those of a model of transformers, which may have spare ones.
         """
-        assert self.weights is not None
-        check_vocabulary(before, self.weights.config)
         values = {"tokenizer": str(after.path), "vocab_size": after.vocab_size}
         run = self.run.with_values("special tokens", **values)
+        architecture, rows = self.architecture, before.vocab_size
+        if isinstance(architecture, HuggingFace):
+            rows = architecture.parsed.vocab_size
+            if after.vocab_size <= rows:
+                return replace(self, run=run)
+            architecture = architecture.with_vocabulary(after.vocab_size)
+        if self.weights is None:  # those of a checkpoint of this run
+            return replace(self, run=run, architecture=architecture)
+        check_vocabulary(before, self.weights.config)
         weights = grow_vocabulary(self.weights, after.vocab_size)
-        return replace(self, run=run, weights=weights, grown_from=before.vocab_size)
+        return InitialModel(run, architecture, weights, grown_from=rows)
 
     def build(self, run: RunConfig, tokenizer: AnyTokenizer) -> Any:
         """Build the initial model of the resolved `run`, before an engine shards or copies it.
@@ -133,6 +141,8 @@ def read_initial(run: RunConfig) -> InitialModel:
 
     Raise UsageError if a flag contradicts the shape, or the shape is incomplete.
     """
+    if run.init_from is not None:  # hf:DIR names the same directory
+        run = replace(run, init_from=run.init_from.removeprefix(HUGGING_FACE))
     if run.hugging_face is not None:
         path = config_file(run.hugging_face)
         if config_path := hugging_face(path):
@@ -181,7 +191,7 @@ def fine_tuned(initial: InitialModel) -> InitialModel:
     if after.vocab_size == before.vocab_size:
         run = run.with_values("--task sft", tokenizer=str(after.path.parent))
         return replace(initial, run=run)
-    if is_resumed:
+    if is_resumed and isinstance(initial.architecture, MiniMind):
         raise UsageError(
             f"out_dir {run.out_dir} holds a run whose tokenizer lacks special tokens of the chat"
             " template, such as one of pretraining; give another --out_dir"
