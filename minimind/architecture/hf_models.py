@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from minimind.errors import UsageError
-from minimind.model.attention_mask import document_positions, document_starts
+from minimind.model.attention_mask import document_positions
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.experts import MiniMindOutput
@@ -54,18 +54,27 @@ def _without_kernels() -> Iterator[None]:
 def with_sums(model: PreTrainedModel) -> PreTrainedModel:
     """Extend the class of the model: summed losses, and rotary tables that keep their precision.
 
-    Without loss_chunk_size, forward is that of transformers, with its signature.
+    Without loss_chunk_size, forward is that of transformers, with its signature. From
+    `document_starts` positions follow that restart there, and from them transformers derives the
+    attention mask.
     """
     kind: Any = type(model)
 
     @wraps(kind.forward)
-    def forward(self: Any, *args: Any, loss_chunk_size: int | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self: Any,
+        *args: Any,
+        loss_chunk_size: int | None = None,
+        document_starts: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if document_starts is not None:
+            kwargs["position_ids"] = document_positions(0, None, document_starts)
         if loss_chunk_size is None:
             return kind.forward(self, *args, **kwargs)
-        ids = kwargs["input_ids"]
-        more = document_arguments(self, ids)
-        logits = kind.forward(self, ids, use_cache=False, **more).logits
-        loss_sum, targets = next_token_loss(logits, kwargs["shift_labels"])
+        targets_BT = kwargs.pop("shift_labels")
+        logits = kind.forward(self, *args, use_cache=False, **kwargs).logits
+        loss_sum, targets = next_token_loss(logits, targets_BT)
         return MiniMindOutput(loss_sum=loss_sum, targets=targets)
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
@@ -83,46 +92,23 @@ def with_sums(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def separate_documents(model: Any, eos_id: int) -> None:
-    """Make a model of transformers treat the documents of a row like rows of their own.
-
-    Its positions restart at each `eos_id`, from which transformers derives the attention mask.
-    Raise UsageError for a model that ignores them.
-    """
-    model.document_end = eos_id
-    if not _sees_one_document(model):
+@torch.no_grad()
+def require_separate_documents(model: Any) -> None:
+    """Raise UsageError for a model of `with_sums` that ignores `document_starts`."""
+    was_training = model.training
+    length = min(8, model.config.max_position_embeddings)
+    ids = torch.arange(length)[None] % model.config.vocab_size
+    at = length // 2
+    starts = torch.arange(length)[None] == at
+    model.eval()
+    whole = model(input_ids=ids, use_cache=False, document_starts=starts).logits[:, at:].float()
+    alone = model(input_ids=ids[:, at:], use_cache=False).logits.float()
+    model.train(was_training)
+    if (whole - alone).abs().max() > 1e-5 * alone.abs().max():
         raise UsageError(
             f"{type(model).__name__} of transformers does not keep the documents of a row apart,"
             " which --task sft needs; name another model"
         )
-
-
-def document_arguments(model: Any, ids_BT: Tensor) -> dict[str, Tensor]:
-    """The arguments of `forward` that keep the documents of rows apart; empty if nothing does."""
-    end = getattr(model, "document_end", None)
-    if end is None:
-        return {}
-    positions_BT = document_positions(0, None, document_starts(ids_BT, None, end))
-    assert positions_BT is not None
-    return {"position_ids": positions_BT}
-
-
-@torch.no_grad()
-def _sees_one_document(model: Any) -> bool:
-    """Whether logits of the second document of a row are those of the document alone."""
-    was_training = model.training
-    length = min(8, model.config.max_position_embeddings)
-    ids = torch.arange(length)[None] % model.config.vocab_size
-    ids[ids == model.document_end] = (model.document_end + 1) % model.config.vocab_size
-    at = length // 2
-    ids[:, at] = model.document_end
-    model.eval()
-    whole, alone = (
-        model(input_ids=row, use_cache=False, **document_arguments(model, row)).logits.float()
-        for row in (ids, ids[:, at:])
-    )
-    model.train(was_training)
-    return bool((whole[:, at:] - alone).abs().max() <= 1e-5 * alone.abs().max())
 
 
 def _rotary_tables(model: nn.Module) -> dict[str, Tensor]:

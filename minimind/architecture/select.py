@@ -19,7 +19,7 @@ from minimind.architecture.hf_models import (
     is_bidirectional,
     matrix_weights,
     model_of,
-    separate_documents,
+    require_separate_documents,
     transformers_model,
 )
 from minimind.architecture.long_context import FIELDS, scaling_of
@@ -178,7 +178,7 @@ class HuggingFace:
                 " name a causal language model (some need is_decoder: true)"
             )
         if run.task == "sft":
-            separate_documents(model, tokenizer.eos_id)
+            require_separate_documents(model)
         return model
 
     def identity(self, run: RunConfig) -> dict[str, Any]:

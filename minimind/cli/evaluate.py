@@ -97,7 +97,7 @@ def run_eval(args: argparse.Namespace) -> int:
     model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
     is_chat = args.task == "sft"
     template = template_of(tokenizer, args.chat_template, path) if is_chat else None
-    _set_documents(model, tokenizer, is_chat)
+    _set_documents(model, is_chat)
     positions = model.config.max_position_embeddings
     if args.max_seq_len is not None and args.max_seq_len > positions:
         raise UsageError(
@@ -137,15 +137,15 @@ def _require_of_task(args: argparse.Namespace) -> None:
         raise UsageError(f"{given[0]} is for text, and --task sft reads conversations; drop it")
 
 
-def _set_documents(model: Any, tokenizer: AnyTokenizer, is_chat: bool) -> None:
-    """Make the model keep the conversations of a row apart; a window of text is of one document."""
-    from minimind.architecture.hf_models import separate_documents
+def _set_documents(model: Any, is_chat: bool) -> None:
+    """Leave the documents of a row to `score`; raise UsageError for a model that ignores them."""
+    from minimind.architecture.hf_models import require_separate_documents
     from minimind.model.configuration import MiniMindConfig
 
     if isinstance(model.config, MiniMindConfig):
-        model.config.doc_mask = is_chat
+        model.config.doc_mask = False
     elif is_chat:
-        separate_documents(model, tokenizer.eos_id)
+        require_separate_documents(model)
 
 
 @contextmanager

@@ -101,13 +101,16 @@ def fine_tuned(run: RunConfig) -> tuple[RunConfig, str]:
     if run.task != "sft":
         return run, ""
     # These load numpy, which a plan of pretraining does not need.
-    from minimind.data.prepare.chat_tokenizer import read_template, special_names
+    from minimind.data.chat.template import named_tokens, special_names
+    from minimind.data.prepare.chat_tokenizer import read_template
     from minimind.data.tokenizer.add_special import lacking
     from minimind.data.tokenizer.load import load_tokenizer
 
     before, source = run.vocab_size, run.sources["vocab_size"]
+    name = f"--chat_template {run.chat_template or 'by default'}"
     if run.tokenizer is None:
-        added = len(special_names(read_template(run.chat_template)))
+        tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+        added = len(special_names(read_template(run.chat_template), tokens, name))
     else:
         tokenizer = load_tokenizer(run.tokenizer)
         if run.is_explicit("vocab_size") and before != tokenizer.vocab_size:
@@ -116,7 +119,8 @@ def fine_tuned(run: RunConfig) -> tuple[RunConfig, str]:
                 f" {tokenizer.vocab_size}; drop one of the two"
             )
         stored = tokenizer.chat_template if run.chat_template is None else None
-        names = special_names(stored or read_template(run.chat_template))
+        template = stored or read_template(run.chat_template)
+        names = special_names(template, named_tokens(tokenizer), name)
         before, added = tokenizer.vocab_size, len(lacking(tokenizer, names))
     run = run.with_values("--task sft", vocab_size=before + added, doc_mask=True)
     return run, f"vocabulary  {before:,} and {added} special tokens of the chat template\n"

@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from minimind.architecture.hf_models import document_arguments
 from minimind.data.loader.batches import Windows
 from minimind.data.loader.conversation_shards import ConversationRows, ConversationShards
 from minimind.data.prepare.prepare import Prepared
-from minimind.engine.loss_of_batch import PADDING, split_rows
+from minimind.engine.loss_of_batch import PADDING, ModelInputs
 from minimind.errors import DataError
 from minimind.model.loss import IGNORED
 
@@ -150,6 +149,7 @@ def score(
     last round.
     """
     texts = _Texts(parts)
+    has_starts = any(isinstance(part.windows, ConversationRows) for part in parts)
     model = model.to(accelerator.device)
     bytes_of = torch.from_numpy(piece_bytes).to(accelerator.device)
     loader = DataLoader(texts, batch_size=min(batch_rows, len(texts)), collate_fn=_batch)
@@ -157,7 +157,7 @@ def score(
     sums = torch.zeros(len(names), 3, dtype=torch.float64)
     counted = 0
     for rows, sources in accelerator.prepare_data_loader(loader):
-        row_sums = _row_sums(model, rows, bytes_of)
+        row_sums = _row_sums(model, rows, has_starts, bytes_of)
         sources, row_sums = accelerator.gather_for_metrics((sources, row_sums))
         sums.index_add_(0, sources.cpu(), row_sums.cpu())
         counted += len(sources)
@@ -174,11 +174,14 @@ def score(
 
 
 @torch.no_grad()
-def _row_sums(model: Any, rows: torch.Tensor, bytes_of: torch.Tensor) -> torch.Tensor:
+def _row_sums(
+    model: Any, rows: torch.Tensor, has_starts: bool, bytes_of: torch.Tensor
+) -> torch.Tensor:
     """Loss, tokens and bytes of each row, float64 (B, 3)."""
-    inputs, targets = split_rows(rows, counts_targets=True)
-    apart = document_arguments(model, inputs)
-    logits = model(input_ids=inputs, use_cache=False, **apart).logits.float()
+    inputs = ModelInputs.of_marked(rows, has_starts)
+    targets = inputs.targets
+    starts = {} if inputs.starts is None else {"document_starts": inputs.starts}
+    logits = model(input_ids=inputs.ids, use_cache=False, **starts).logits.float()
     losses = F.cross_entropy(
         logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none"
     )

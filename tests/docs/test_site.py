@@ -33,7 +33,7 @@ THEIRS = {
     *("nodes", "gpus_per_node", "gpus_per_task"),  # sbatch, srun
     *("ipc", "shm_size"),  # docker
     *("model_args", "include_path", "tasks"),  # lm_eval
-    *("max_model_len", "deps", "long"),  # vllm, pip, pytest
+    *("max_model_len", "deps", "long", "jinja"),  # vllm, pip, pytest, llama.cpp
 }
 MISTAKES = {"batch_sise"}
 BLOCK = re.compile(r"(- |\d+\. |\|)")  # what begins an item of a list, or a row

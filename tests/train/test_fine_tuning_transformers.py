@@ -14,7 +14,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import minimind.train as training
-from minimind.architecture.hf_models import document_arguments, model_of, separate_documents
+from minimind.architecture.hf_models import model_of, require_separate_documents
 from minimind.cli.main import main as minimind
 from minimind.config.parse import parse_flags
 from minimind.errors import CheckpointError, UsageError
@@ -103,7 +103,7 @@ def test_a_directory_of_transformers_is_fine_tuned_in_our_decoder(
     cache = ("--data", tmp_path / "held.jsonl", "--cache_dir", tmp_path / "cache")
     found = evaluated(capsys, "--model", place, *cache)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(place), tokenizer_of(place)
-    loss, count = loss_by_hand(model, tokenizer, lines, 65)
+    loss, count = loss_by_hand(model, tokenizer, lines)
     assert found["loss"] == pytest.approx(loss / count, rel=1e-5)
     assert found["targets"] == count
     more = {"init_from": f"hf:{place}", "data_path": str(tmp_path / "talk.jsonl")}
@@ -120,7 +120,7 @@ def test_a_directory_of_transformers_is_fine_tuned_in_our_decoder(
 
 
 def tokenizer_of(place: Path) -> Any:
-    return AutoTokenizer.from_pretrained(place, split_special_tokens=False)
+    return AutoTokenizer.from_pretrained(place)
 
 
 def test_a_sliding_window_is_not_ours(tmp_path: Path):
@@ -147,12 +147,13 @@ def test_a_packed_document_has_the_logits_that_it_has_alone(kind: str, attention
     config = AutoConfig.for_model(kind, vocab_size=50, **CONFIGS[kind])
     config._attn_implementation = attention
     model = model_of(config).eval()
-    separate_documents(model, eos_id=0)
-    documents = [torch.randint(1, 50, (2, length)) for length in (5, 9, 3)]
-    documents[1:] = [torch.cat([torch.zeros(2, 1).long(), one], 1) for one in documents[1:]]
+    require_separate_documents(model)
+    documents = [torch.randint(50, (2, length)) for length in (5, 9, 3)]
     row = torch.cat(documents, 1)
+    starts = torch.zeros(row.shape, dtype=torch.bool)
+    starts[:, [0, 5, 14]] = True
     with torch.no_grad():
-        packed = model(input_ids=row, use_cache=False, **document_arguments(model, row)).logits
+        packed = model(input_ids=row, use_cache=False, document_starts=starts).logits
         alone = [model(input_ids=one, use_cache=False).logits for one in documents]
         mixed = model(input_ids=row, use_cache=False).logits
     torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=0, atol=1e-6)
@@ -189,7 +190,7 @@ def test_it_is_fine_tuned_with_rows_for_the_tokens_of_the_template(
     assert minimind(words) == 0
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), tokenizer_of(out)
     assert model.config.vocab_size == max(rows, rows - spare + 5)
-    loss, count = loss_by_hand(model, tokenizer, lines, 65)
+    loss, count = loss_by_hand(model, tokenizer, lines)
     assert found["loss"] == pytest.approx(loss / count, rel=1e-5)
     assert minimind(["chat", "--checkpoint", str(whole), "--once", "what is sky?"]) == 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -42,15 +42,15 @@ PROBE = (Message(USER, " a b "), Message(ASSISTANT, " c d "))
 PROBES = (PROBE, (Message(SYSTEM, " e f "), *PROBE), (*PROBE, Message(TOOL, " g h "), *PROBE[1:]))
 
 
-def special_names(source: str, tokenizer: AnyTokenizer, name: str) -> list[str]:
+def special_names(source: str, tokens: Mapping[str, str], name: str) -> list[str]:
     """Names of special tokens that a template has in its source or writes for short chats.
 
-    It may build them from roles. Raise UsageError if it is not valid; `name` is what messages call
-    it.
+    It may build them from roles. `tokens` are those of `named_tokens`. Raise UsageError if it is
+    not valid; `name` is what messages call it.
     """
     if source == DEFAULT_TEMPLATE:
         return [*SPECIAL_TOKENS]
-    renderer = Renderer(source, named_tokens(tokenizer), name)
+    renderer = Renderer(source, tokens, name)
     names = NAME_IN_SOURCE.findall(source)
     for probe in PROBES:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from minimind.data.chat.template import DEFAULT_TEMPLATE, special_names
+from minimind.data.chat.template import DEFAULT_TEMPLATE, named_tokens, special_names
 from minimind.data.prepare.cache import build_once
 from minimind.data.tokenizer.add_special import with_special_tokens
 from minimind.data.tokenizer.files import TEMPLATE_NAME, write_tokenizer
@@ -35,7 +35,7 @@ def chat_tokenizer(
 
     Tokens that it lacks are appended after its last id. `name` is what messages call the template.
     """
-    names = special_names(template, tokenizer, name)
+    names = special_names(template, named_tokens(tokenizer), name)
     directory = cache_dir / f"tokenizer-{fingerprint([tokenizer.fingerprint, names, template])}"
 
     def build(draft: Path) -> None:
