@@ -30,7 +30,9 @@ class Things:
         self._makers: dict[str, Callable[[Path], object]] = {
             **dict.fromkeys(("my_text.jsonl", "notes.jsonl", "poems.jsonl", "kjv.jsonl"), text),
             **{"notes.jsonl.zst": text, "books/": self._books, "kjv/": self._verses},
-            **dict.fromkeys(("out/mine", "out/a", "out/b", "out/c"), run),
+            **dict.fromkeys(("my_talk.jsonl", "held_out.jsonl", "more.jsonl"), self._talk),
+            **dict.fromkeys(("out/mine", "out/a", "out/b", "out/c", "out/sample/run"), run),
+            "out/sft": self._tuned,
             **dict.fromkeys(("exported", "DIR"), model),
             "out/other": self._other_run,
             "data/big": lambda path: shutil.copytree(trained.mixed, path),
@@ -81,6 +83,19 @@ class Things:
         train: Any = minimind.train  # a module that is called
         places = {"data_path": str(self._trained.mixed), "cache_dir": str(self._trained.cache)}
         assert train({**SMALL, **places, "seed": 43}, out_dir=str(path)) == 0
+
+    def _talk(self, path: Path) -> None:
+        texts = sentences(len(path.name), DOCUMENTS)
+        pairs = ({"prompt": text, "completion": text[:20]} for text in texts)
+        path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+
+    def _tuned(self, path: Path) -> None:
+        train: Any = minimind.train
+        talk = path.parent / "talk.jsonl"
+        self._talk(talk)
+        more = {"task": "sft", "init_from": str(self._trained.run), "max_steps": 2}
+        more |= {"data_path": str(talk), "cache_dir": str(path.parent / "cache")}
+        assert train({**more, "deepspeed_config": "none", "device": "cpu"}, out_dir=str(path)) == 0
 
     def _llama(self, path: Path) -> None:
         """A directory of a small Llama with random weights, and the tokenizer of the run."""
