@@ -11,6 +11,7 @@ DEVICE ?= cuda
 # make train chooses the device itself unless DEVICE is given.
 ON_DEVICE := $(if $(filter command environment,$(origin DEVICE)),--device $(DEVICE))
 OLDEST := build/oldest
+EXAMPLES := $(VENV)/.examples
 IN_PROCESS := -m pytest -n 2 --dist loadfile -m "not launch and not gpu"
 # make gpu PYTHON=python3 runs in the environment of that interpreter, and installs nothing.
 ifeq ($(origin PYTHON),command line)
@@ -55,7 +56,7 @@ test: $(READY) ## everything that fits in minutes on two cores
 	  $(BIN)/python -m pytest -m launch && exit $$alone
 
 test-all: $(READY) oldest ## the long runs too, and the in-process tests with the oldest versions
-	$(BIN)/python -m pytest --long
+	$(BIN)/python -m pytest --long -rs
 
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
@@ -102,7 +103,11 @@ elastic: $(READY) ## save under one ZeRO stage or number of processes, go on und
 faults: $(READY) ## kill, fill, stop and damage runs in every way; a table of what came of it: about an hour
 	$(BIN)/python -m tests.faults
 
-examples: $(READY) ## every example, by accelerate launch and torchrun, in one process and in two; the time of each
+$(EXAMPLES): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[examples]'
+	@touch $@
+
+examples: $(EXAMPLES) ## every example, by accelerate launch and torchrun, in one process and in two; the time of each
 	$(BIN)/python -m pytest --long tests/examples --durations=0 --durations-min=0.1
 
 check-export: $(READY) ## export the sample run, or CHECKPOINT=out/mine, load it in a fresh environment, compare logits

@@ -32,8 +32,9 @@ from tests.docs.pages import (
 THEIRS = {
     *("nodes", "gpus_per_node", "gpus_per_task"),  # sbatch, srun
     *("ipc", "shm_size"),  # docker
-    *("model_args", "include_path", "tasks"),  # lm_eval
-    *("max_model_len", "deps", "long", "jinja"),  # vllm, pip, pytest, llama.cpp
+    *("model_args", "include_path", "tasks", "apply_chat_template"),  # lm_eval
+    *("port", "jinja", "chat_template_file"),  # transformers serve, llama-server
+    *("max_model_len", "deps", "long"),  # vllm, pip, pytest
 }
 MISTAKES = {"batch_sise"}
 BLOCK = re.compile(r"(- |\d+\. |\|)")  # what begins an item of a list, or a row

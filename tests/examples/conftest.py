@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,47 @@ def start(tmp_path: Path) -> Start:
         return "".join(line for line in lines if "[real_accelerator.py:" not in line)  # DeepSpeed's
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tuned(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run fine-tuned on conversations."""
+    import minimind.train as training
+    from tests.train.test_fine_tuning import BASE, conversations, write
+
+    train: Any = training  # a package that is called like a function
+    place = tmp_path_factory.mktemp("tuned")
+    shared = {"cache_dir": str(place / "cache"), "device": "cpu", "deepspeed_config": "none"}
+    base = {**BASE, **shared, "data_path": str(corpus), "max_steps": 20}
+    assert train(base, out_dir=str(place / "base")) == 0
+    talk = write(place / "talk.jsonl", conversations(400))
+    flags = {**shared, "task": "sft", "init_from": str(place / "base"), "data_path": str(talk)}
+    flags |= {"max_steps": 120, "batch_size": 4, "learning_rate": 5e-3, "dtype": "float32"}
+    assert train(flags, out_dir=str(place / "tuned")) == 0
+    return place / "tuned"
+
+
+@pytest.fixture(scope="session")
+def exported(tuned: Path) -> Path:
+    """Its export as a Llama."""
+    from minimind.cli.main import main as minimind
+
+    place = tuned.with_name("llama")
+    words = ["export", "--checkpoint", str(tuned), "--format", "llama", "--out", str(place)]
+    assert minimind(words) == 0
+    return place
+
+
+def needs_trl() -> None:
+    """Skip the test where the extra is not installed."""
+    for name in ("peft", "trl"):
+        pytest.importorskip(name, reason="needs the extra: pip install -e '.[examples]'")
+
+
+def losses_of(report: str) -> list[float]:
+    """The first and the last loss that a script with TRL prints."""
+    (found,) = re.findall(r"^loss (\S+), then (\S+)$", report, re.MULTILINE)
+    return [float(loss) for loss in found]
 
 
 def shape(text: str) -> list[str]:

@@ -12,33 +12,17 @@ from typing import Any
 
 import pytest
 
-import minimind.train as training
 from minimind.cli.main import main as minimind
 from minimind.inference.chat import Chat, template_of
 from minimind.inference.load_model import load_model
 from minimind.inference.sampling import Sampling
 from tests.examples.conftest import environment
 from tests.forking import free_port
-from tests.train.test_fine_tuning import BASE, CAPITALS, conversations, write
+from tests.train.test_fine_tuning import CAPITALS
 
-train: Any = training  # a package that is called like a function
 pytestmark = [pytest.mark.long, pytest.mark.launch]
 SERVE = [sys.executable, "-m", "transformers.cli.transformers", "serve"]
 TOKENS = 30
-
-
-@pytest.fixture(scope="module")
-def tuned(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fine-tuned run."""
-    place = tmp_path_factory.mktemp("served")
-    flags = {**BASE, "data_path": str(corpus), "cache_dir": str(place / "cache")}
-    assert train({**flags, "max_steps": 20}, out_dir=str(place / "base")) == 0
-    more = {"task": "sft", "init_from": str(place / "base"), "max_steps": 120, "dtype": "float32"}
-    more |= {"data_path": str(write(place / "talk.jsonl", conversations(400))), "batch_size": 4}
-    more |= {"learning_rate": 5e-3, "device": "cpu", "deepspeed_config": "none"}
-    more |= {"cache_dir": str(place / "cache")}
-    assert train(more, out_dir=str(place / "tuned")) == 0
-    return place / "tuned"
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +32,10 @@ def openai() -> Any:
 
 
 @pytest.fixture(scope="module")
-def client(openai: Any, tuned: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def client(openai: Any, exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """OpenAI's client of a server on the loopback interface."""
-    export = tuned.with_name("llama")
-    words = ["export", "--checkpoint", str(tuned), "--format", "llama", "--out", str(export)]
-    assert minimind(words) == 0
     port, place = free_port(), tmp_path_factory.mktemp("server")
-    line = [*SERVE, str(export), "--device", "cpu", "--port", str(port)]
+    line = [*SERVE, str(exported), "--device", "cpu", "--port", str(port)]
     own = {**os.environ, **environment(place)}
     with (place / "log").open("wb") as log:
         server = subprocess.Popen(line, env=own, stdout=log, stderr=log)
@@ -80,14 +61,13 @@ def _wait(openai: Any, client: Any, server: subprocess.Popen[bytes], log: Path) 
     raise AssertionError(log.read_text())
 
 
-def asked(client: Any, tuned: Path, messages: list[dict[str, str]], **more: Any) -> Any:
-    model = str(tuned.with_name("llama"))
-    request = {"model": model, "messages": messages, "max_tokens": TOKENS, "temperature": 0}
+def asked(client: Any, exported: Path, messages: list[dict[str, str]], **more: Any) -> Any:
+    request = {"model": str(exported), "messages": messages, "max_tokens": TOKENS, "temperature": 0}
     return client.chat.completions.create(**request, **more)
 
 
 def test_its_answers_are_those_of_minimind_chat(
-    client: Any, tuned: Path, capsys: pytest.CaptureFixture[str]
+    client: Any, tuned: Path, exported: Path, capsys: pytest.CaptureFixture[str]
 ):
     words = ["chat", "--checkpoint", str(tuned), "--temperature", "0"]
     words += ["--max_new_tokens", str(TOKENS), "--once"]
@@ -97,17 +77,20 @@ def test_its_answers_are_those_of_minimind_chat(
         answer = capsys.readouterr().out.removesuffix("\n")
         assert " is " in answer
         messages = [{"role": "user", "content": question}]
-        whole = asked(client, tuned, messages)
+        whole = asked(client, exported, messages)
         assert whole.choices[0].message.content == answer
         assert whole.choices[0].finish_reason == "stop"  # it ends its turn
         chunks = [
-            chunk.choices[0].delta.content for chunk in asked(client, tuned, messages, stream=True)
+            chunk.choices[0].delta.content
+            for chunk in asked(client, exported, messages, stream=True)
         ]
         assert len([chunk for chunk in chunks if chunk]) > 1
         assert "".join(chunk or "" for chunk in chunks) == answer
 
 
-def test_the_prompt_is_the_conversation_in_the_ids_of_training(client: Any, tuned: Path):
+def test_the_prompt_is_the_conversation_in_the_ids_of_training(
+    client: Any, tuned: Path, exported: Path
+):
     model, tokenizer, path = load_model(str(tuned), None)
     template, sampling = template_of(tokenizer, None, path), Sampling(TOKENS, 0.0, 1.0, 0)
     chat = Chat(model, tokenizer, template, sampling, system="be kind")
@@ -115,6 +98,6 @@ def test_the_prompt_is_the_conversation_in_the_ids_of_training(client: Any, tune
         answer = chat.ask(question)
         before = chat.messages[:-1]
         turns = [{"role": one.role, "content": one.content} for one in before]
-        found = asked(client, tuned, turns)
+        found = asked(client, exported, turns)
         assert found.choices[0].message.content == answer
         assert found.usage.prompt_tokens == len(template.prompt(before))
