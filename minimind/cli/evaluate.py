@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from minimind.config.arguments import add_model, at_least, count_of_bytes, fraction, utf8
 from minimind.errors import DataError, UsageError
+from minimind.inference.lm_eval_tasks import add_task_flags, require_of_kind, run_tasks
 from minimind.runtime.durable_files import printing, storing
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def add_parser(subs: Any) -> None:
     """Add the parser of `eval`."""
     parser = subs.add_parser(
         "eval",
-        help="loss and perplexity of a model on text or conversations",
+        help="loss and perplexity of a model on text or conversations; tasks of lm-eval",
         description="Print loss, perplexity and bits per byte of text, or loss and perplexity per"
         " target of conversations, per source and in total, in one process or several: torchrun"
         " --nproc-per-node 2 -m minimind eval ...",
@@ -47,7 +48,7 @@ def add_parser(subs: Any) -> None:
     add_model(parser)
     add = parser.add_argument
     text = "text, one source per path; or folders of `minimind prepare`"
-    add("--data", nargs="+", required=True, metavar="PATH", help=text)
+    add("--data", nargs="+", metavar="PATH", help=text)
     text = "part of a prepared folder (default: val); raw text is read whole"
     add("--split", choices=tuple(SPLITS), help=text)
     add("--batch_size", type=at_least(1), default=8, help="windows per batch")
@@ -74,6 +75,7 @@ def add_parser(subs: Any) -> None:
     add("--max_bad_fraction", type=fraction, default=0.05, help=text)
     add("--cache_dir", default="~/.cache/minimind", help="cache of the tokens")
     add("--json", action="store_true", help="print a JSON object")
+    add_task_flags(parser)
 
 
 def run_eval(args: argparse.Namespace) -> int:
@@ -87,13 +89,17 @@ def run_eval(args: argparse.Namespace) -> int:
     from minimind.inference.load_model import load_model
     from minimind.inference.score import part_of_conversations, score
 
+    require_of_kind(args)
     _require_of_task(args)
+    launch = read_launch(os.environ)
+    device = device_for(args.device, "--device", launch)
+    if args.lm_eval is not None:
+        run_tasks(args, device, launch.world_size)
+        return 0
     files: list[Path] = []
     for place in args.data:
         files += [Path(place).expanduser()] if is_prepared(place) else find_files([place])
     require_once(files, "")
-    launch = read_launch(os.environ)
-    device = device_for(args.device, "--device", launch)
     model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
     is_chat = args.task == "sft"
     template = template_of(tokenizer, args.chat_template, path) if is_chat else None

@@ -12,7 +12,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from minimind.cli.main import main
-from minimind.data.tokenizer.load import load_tokenizer
+from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from tests.conftest import ROOT, Trained
 
 FOLDER = ROOT / "examples" / "lm_eval"
@@ -28,7 +28,12 @@ def questions() -> list[dict[str, Any]]:
 def exported(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama of random weights, with the tokenizer of the trained run."""
     place = tmp_path_factory.mktemp("exported")
-    tokenizer = load_tokenizer(trained.run / "tokenizer")
+    write_llama(place, load_tokenizer(trained.run / "tokenizer"))
+    return place
+
+
+def write_llama(place: Path, tokenizer: AnyTokenizer) -> None:
+    """Write a small Llama of random weights for this tokenizer."""
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=tokenizer.vocab_size,
@@ -44,7 +49,6 @@ def exported(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path
     )
     LlamaForCausalLM(config).save_pretrained(place)
     tokenizer.save(place)
-    return place
 
 
 def log_likelihoods(place: Path) -> list[list[float]]:

@@ -1,0 +1,158 @@
+"""`minimind eval --lm_eval`: tasks of lm-eval, as text and in the model's chat template."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minimind.cli.main import main
+from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
+from minimind.data.chat.turns import Message
+from minimind.data.tokenizer.add_special import with_special_tokens
+from minimind.data.tokenizer.files import TEMPLATE_NAME
+from minimind.data.tokenizer.load import load_tokenizer
+from minimind.inference.load_model import load_model
+from tests.cli.test_lm_eval import FOLDER, TASK, questions, write_llama
+from tests.conftest import ROOT, Trained
+
+
+@pytest.fixture(scope="module")
+def chat_model(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama of random weights whose tokenizer has the default chat template."""
+    place, base = tmp_path_factory.mktemp("chat"), load_tokenizer(trained.run / "tokenizer")
+    extended = with_special_tokens(base, SPECIAL_TOKENS, tmp_path_factory.mktemp("extended"))
+    (extended.path.parent / TEMPLATE_NAME).write_text(DEFAULT_TEMPLATE)
+    tokenizer = load_tokenizer(extended.path.parent)
+    write_llama(place, tokenizer)
+    return place
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
+
+
+def evaluated(place: Path, *more: str) -> int:
+    words = ["eval", "--model", str(place), "--device", "cpu", "--lm_eval", TASK]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other libraries
+        return main([*words, "--include_path", str(FOLDER), *more])
+
+
+def share_right(place: Path, as_chat: bool) -> float:
+    """Of the questions, how many have the most likely choice right."""
+    model, tokenizer, _ = load_model(None, str(place))
+    model.config.doc_mask = False
+    template = ChatTemplate(DEFAULT_TEMPLATE, tokenizer)
+    right = 0
+    for question in questions():
+        scores = []
+        for choice in question["choices"]:
+            query, text = question["query"], question["query"].rstrip()
+            # Blanks at the end of a text belong to the choice behind it.
+            ids, begin = tokenizer.encode(query + choice), len(tokenizer.encode(text))
+            if as_chat:
+                prompt = template.prompt([Message("user", query)])
+                ids, begin = [*prompt, *tokenizer.encode(choice)], len(prompt)
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+            scores.append(sum(float(logits[n - 1, ids[n]]) for n in range(begin, len(ids))))
+        right += max(range(4), key=scores.__getitem__) == question["answer"]
+    return right / len(questions())
+
+
+@pytest.mark.usefixtures("offline")
+def test_requests_are_in_the_chat_template_or_plain(
+    chat_model: Path, capsys: pytest.CaptureFixture[str]
+):
+    found: dict[bool, Any] = {}
+    for as_chat in (False, True):
+        assert evaluated(chat_model, "--json", *(["--chat"] if as_chat else [])) == 0
+        found[as_chat] = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert found[as_chat]["chat"] is as_chat
+        accuracy = found[as_chat]["tasks"][TASK]["acc,none"]
+        assert accuracy == pytest.approx(share_right(chat_model, as_chat))
+    assert found[True]["tasks"][TASK] != found[False]["tasks"][TASK]
+    assert evaluated(chat_model, "--chat", "--limit", "2") == 0
+    table = capsys.readouterr().out
+    assert table.startswith(str(chat_model))
+    assert f"|{TASK}" in table
+
+
+@pytest.mark.usefixtures("offline")
+def test_the_ids_of_a_request_are_those_of_the_template(
+    chat_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from lm_eval.models import huggingface
+
+    wrapper: Any = huggingface.HFLM
+    seen: list[tuple[list[int], list[int]]] = []
+    score = wrapper._loglikelihood_tokens
+
+    def recorded(self: Any, requests: list[Any], *rest: Any, **more: Any) -> Any:
+        seen.extend((context, continuation) for _, context, continuation in requests)
+        return score(self, requests, *rest, **more)
+
+    monkeypatch.setattr(wrapper, "_loglikelihood_tokens", recorded)
+    assert evaluated(chat_model, "--chat", "--limit", "3") == 0
+    tokenizer = load_tokenizer(chat_model)
+    template = ChatTemplate(DEFAULT_TEMPLATE, tokenizer)
+    assert seen == [
+        (template.prompt([Message("user", question["query"])]), tokenizer.encode(choice))
+        for question in questions()[:3]
+        for choice in question["choices"]
+    ]
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_model_without_a_template_is_refused(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+):
+    words = ["eval", "--checkpoint", str(trained.run), "--lm_eval", TASK, "--chat"]
+    assert main([*words, "--include_path", str(FOLDER), "--device", "cpu"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has no chat template, as it is not fine-tuned; drop --chat, or" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "of --data (text) and --lm_eval (tasks) neither was given"),
+        (["--data", "a", "--lm_eval", "b"], "both were given"),
+        (["--data", "a", "--chat"], "--chat has no effect with --data; drop it"),
+        (["--data", "a", "--limit", "3"], "--limit has no effect with --data; drop it"),
+        (["--lm_eval", "b", "--split", "val"], "--split has no effect with --lm_eval; drop it"),
+        (["--lm_eval", "b", "--no-doc_mask"], "--doc_mask has no effect with --lm_eval; drop it"),
+        pytest.param(
+            *(["--lm_eval", "nothing"], "--lm_eval nothing: lm-eval has no such task"),
+            marks=pytest.mark.long,  # all tasks of lm-eval are listed
+        ),
+    ],
+)
+def test_flags_without_effect_and_unknown_tasks_are_refused(
+    words: list[str], message: str, chat_model: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["eval", "--model", str(chat_model), "--device", "cpu", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_several_processes_and_a_missing_package_are_refused(
+    chat_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    assert evaluated(chat_model) == 2
+    assert "--lm_eval needs the package lm_eval, which is not" in capsys.readouterr().err
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert evaluated(chat_model) == 2
+    assert "runs in one process, and 2 were started" in capsys.readouterr().err
