@@ -26,7 +26,13 @@ from minimind.model.rope_scaling import KINDS
 LENGTH, FACTOR, PIECES, ASKED = 32, 4, 64, 8
 KEY, FIRST_VALUE = 1, 2
 STEPS, RATE, MORE_STEPS = 1000, 3e-3, (0, 25, 100)
-SHAPE = {"vocab_size": PIECES, "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4}
+SHAPE: dict[str, Any] = {
+    "vocab_size": PIECES,
+    "dim": 64,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+}
 
 
 def needle_rows(rows: int, length: int, seed: torch.Generator) -> tuple[Tensor, Tensor]:
