@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -291,9 +292,8 @@ def test_damaged_and_empty_tables(tokenizer: Any, tmp_path: Path):
 
 def test_the_limit_of_a_document(tokenizer: Any, tmp_path: Path):
     path = write_parquet(tmp_path, [{"messages": [USER, {**ANSWER, "content": "x" * 3000}]}])
-    plan = make_plan([Source("data", (str(path),))], OPTIONS)
+    plan = make_plan([Source("data", (str(path),))], replace(OPTIONS, max_document_bytes=1000))
     work = Work(tmp_path, plan, tokenizer, is_strict=False)
-    object.__setattr__(plan.options, "max_document_bytes", 1000)
     (segment,) = segments_of(path, 2**62)
     (found,) = read_segment(segment, work.reading)
     assert "bytes, more than max_document_bytes = 1000" in str(found)
