@@ -16,9 +16,9 @@ from minimind.telemetry.progress import RunLogger
 if __name__ == "__main__":
     at, log = int(sys.argv[1]), RunLogger.event
 
-    def log_and_die(logger: RunLogger, name: str, **fields: Any) -> None:
+    def log_and_die(self: RunLogger, name: str, **fields: Any) -> None:
         """Log an event; of the step, the last."""
-        log(logger, name, **fields)
+        log(self, name, **fields)
         if name == "step" and fields["step"] == at:
             os.kill(os.getpid(), signal.SIGKILL)
 

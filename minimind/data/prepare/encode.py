@@ -35,6 +35,7 @@ from minimind.data.prepare.work_units import Plan, Unit
 from minimind.data.text.documents import DocumentError, ReadOptions
 from minimind.data.text.records import Records
 from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.errors import UsageError
 from minimind.runtime.durable_files import canonical_json, storing, sync_directory, write_whole
 
 TOKENIZER_NAME = "tokenizer"
@@ -79,7 +80,11 @@ class Work:
             return reading
 
         def usable(text: str) -> str:
-            chat.require_usable(conversation_of(text), self._train_on)
+            try:
+                chat.require_usable(conversation_of(text), self._train_on)
+            except UsageError as error:  # of a template that fits others: the place helps
+                what, _, remedy = str(error).rpartition("; ")
+                raise DocumentError(what, remedy) from error
             return text
 
         records = Records(

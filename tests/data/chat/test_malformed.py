@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,19 @@ def test_too_many_bad_conversations_end_the_preparation(
     path = next(path for path, one in files.items() if one.turn and len(one.good) > 2)
     with pytest.raises(DataError, match=r"bad, more than max_bad_fraction = 0.05; the first is"):
         prepared([path], folder, tmp_path, skips_bad=True)
+
+
+def test_a_template_that_fails_for_one_conversation_names_its_place(folder: Path, tmp_path: Path):
+    lines = [{"prompt": ask, "completion": "yes"} for ask in ("one and two", "x7", "three")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    fails = "{% if messages[0]['content'] == 'x7' %}{{ nothing.at_all }}{% endif %}"
+    options = replace(OPTIONS, chat_template=fails + DEFAULT_TEMPLATE)
+    request = PrepareRequest(
+        (Source("data", (str(tmp_path / "a.jsonl"),)),), str(folder), 0, options
+    )
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:2 \(byte 47\): the chat template cannot be rend"
+    ):
+        prepare_for_run(request, tmp_path)
+    skipping = replace(request, skips_bad=True, max_bad_fraction=0.5)
+    assert prepare_for_run(skipping, tmp_path).manifest["documents"] == 2
