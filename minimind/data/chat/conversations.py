@@ -14,8 +14,7 @@ counts as absent.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minimind.data.chat.order import require_order
@@ -90,8 +89,10 @@ def _given(key: str, value: Any) -> Any:
             raise DocumentError(f"{shown(key)} {error.reason}", error.remedy) from None
     turns = []
     for number, turn in enumerate(value, 1):
-        with _in_turn(number):
+        try:
             turns.append(_decoded(turn))
+        except DocumentError as error:
+            raise _in_turn(number, error) from None
     return turns
 
 
@@ -153,8 +154,10 @@ def _messages_of_turns(turns: Any, key: str) -> list[Message]:
     spelling = _spelling(turns[0], key)
     messages = []
     for number, turn in enumerate(turns, 1):
-        with _in_turn(number):
+        try:
             messages.append(message_of_turn(turn, spelling))
+        except DocumentError as error:
+            raise _in_turn(number, error) from None
     return messages
 
 
@@ -168,18 +171,15 @@ def _spelling(first: Any, key: str) -> Spelling:
 def _messages_of_pair(fields: dict[str, Any]) -> list[Message]:
     messages = []
     for number, (key, role) in enumerate(zip(PAIR, (USER, ASSISTANT), strict=True), 1):
-        with _in_turn(number):
+        try:
             messages.append(Message(role, require_content(fields[key], key)))
+        except DocumentError as error:
+            raise _in_turn(number, error) from None
     return messages
 
 
-@contextmanager
-def _in_turn(number: int) -> Iterator[None]:
-    """Name the turn in a DocumentError."""
-    try:
-        yield
-    except DocumentError as error:
-        raise DocumentError(f"turn {number}: {error.reason}", error.remedy) from None
+def _in_turn(number: int, error: DocumentError) -> DocumentError:
+    return DocumentError(f"turn {number}: {error.reason}", error.remedy)
 
 
 def _require_nothing_lost(fields: dict[str, Any]) -> None:
