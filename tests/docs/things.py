@@ -30,7 +30,9 @@ class Things:
         self._makers: dict[str, Callable[[Path], object]] = {
             **dict.fromkeys(("my_text.jsonl", "notes.jsonl", "poems.jsonl", "kjv.jsonl"), text),
             **{"notes.jsonl.zst": text, "books/": self._books, "kjv/": self._verses},
-            **dict.fromkeys(("my_talk.jsonl", "held_out.jsonl", "more.jsonl"), self._talk),
+            **dict.fromkeys(
+                ("my_talk.jsonl", "talk.jsonl", "held_out.jsonl", "more.jsonl"), self._talk
+            ),
             **dict.fromkeys(("out/mine", "out/a", "out/b", "out/c", "out/sample/run"), run),
             "out/sft": self._tuned,
             **dict.fromkeys(("exported", "DIR"), model),
