@@ -1,7 +1,7 @@
 """Preference tuning of a LoRA adapter with DPOTrainer of TRL, on a Llama export.
 
     accelerate launch --multi_gpu --num_processes 2 examples/trl_dpo.py \\
-        --model out/llama --data out/sample/talk.jsonl --out out/dpo
+        --model out/llama --data my_talk.jsonl --out out/dpo
     minimind import --from llama out/dpo --out out/dpo_imported
 
     | 2 processes, ZeRO stage 2, 5,632 of 40,448 parameters
@@ -28,7 +28,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--data", required=True, help="conversations, .jsonl")
     parser.add_argument("--out", required=True, help="new folder for the merged model")
     parser.add_argument("--max_steps", type=int, default=60)
-    parser.add_argument("--learning_rate", type=float, default=5e-3)
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
     return parser.parse_args()
 
 

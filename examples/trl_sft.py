@@ -3,15 +3,15 @@
     pip install -e ".[examples]"
     minimind export --checkpoint out/sample/sft --format llama --out out/llama
     accelerate launch --multi_gpu --num_processes 2 examples/trl_sft.py \\
-        --model out/llama --data out/sample/talk.jsonl --out out/lora
+        --model out/llama --data my_talk.jsonl --out out/lora
     minimind import --from llama out/lora --out out/lora_imported
 
     | 2 processes, ZeRO stage 2, 5,632 of 40,448 parameters
     | loss 3.476, then 3.027
     | out/lora: the model with the adapter merged
 
-The figures are those of a model with 34,816 parameters. The loss is that of the assistant's turns,
-as with --task sft.
+The figures are those of a model with 34,816 parameters and --learning_rate 5e-3. The loss is that
+of the assistant's turns, as with --task sft.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--data", required=True, help="conversations, .jsonl")
     parser.add_argument("--out", required=True, help="new folder for the merged model")
     parser.add_argument("--max_steps", type=int, default=60)
-    parser.add_argument("--learning_rate", type=float, default=5e-3)
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
     return parser.parse_args()
 
 

@@ -37,7 +37,7 @@ def test_an_adapter_comes_back_merged_and_answers(
 ):
     needs_trl()
     out, data = tmp_path / "lora", talk(tmp_path)
-    flags = f"--model {exported} --data {data} --out {out} --max_steps 90"
+    flags = f"--model {exported} --data {data} --out {out} --max_steps 90 --learning_rate 5e-3"
     report = start(NAME, flags, launcher, 2)
     assert shape(report)[:2] == promised(NAME)[:2]
     assert report.startswith("2 processes, ZeRO stage 2, ")
