@@ -24,8 +24,8 @@ from minimind.model.loss import next_token_loss
 def model_of(config: PretrainedConfig) -> Any:
     """Build the model of a configuration, ours or transformers', with random fp32 weights.
 
-    Either has `forward(input_ids=, shift_labels=, loss_chunk_size=)`, which returns loss_sum and
-    targets.
+    Either has `forward(input_ids=, shift_labels=, loss_chunk_size=, document_starts=)`, which
+    returns loss_sum and targets.
     """
     if isinstance(config, MiniMindConfig):
         return MiniMindForCausalLM(config)

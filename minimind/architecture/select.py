@@ -111,7 +111,7 @@ def minimind_config(run: RunConfig, **ids: int | None) -> MiniMindConfig:
         rope_scaling=scaling_of(run),
         rms_norm_eps=run.norm_eps,
         use_flash_attn=run.use_flash_attn,
-        doc_mask=run.doc_mask,
+        doc_mask=run.doc_mask and run.task != "sft",  # rows say where conversations start
         qk_norm=run.qk_norm,
         use_moe=run.use_moe,
         n_routed_experts=run.n_routed_experts,

@@ -57,11 +57,17 @@ def identity(
             "weights": order.mixture and list(order.mixture.weights),
             **({"rows_left_out": _brief(order.left_out)} if order.left_out else {}),
         },
-        "tokenizer": {"sha256": prepared.tokenizer.fingerprint},
+        "tokenizer": {"sha256": prepared.tokenizer.fingerprint, **_template(run, prepared)},
         "model": model,
         "dtype": {"dtype": "tf32" if run.tf32 else run.dtype},
         "seed": {"seed": run.seed},
     }
+
+
+def _template(run: RunConfig, prepared: Prepared) -> dict[str, Any]:
+    """Digest of the chat template, by which the model is prompted later."""
+    source = prepared.tokenizer.chat_template if run.task == "sft" else None
+    return {} if source is None else {"chat_template": sha256(source.encode()).hexdigest()}
 
 
 def _brief(left_out: Ranges) -> str:

@@ -15,6 +15,7 @@ import yaml
 from minimind.config.deepspeed.incompatible import ignored_flags
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.model_flags import SHAPE
+from minimind.config.training_flags import BY_TASK
 from minimind.errors import LockedError, StorageError
 from minimind.runtime.durable_files import require_regular, storing, write_whole
 
@@ -95,6 +96,7 @@ def write_reference(out_dir: Path, resolved: ResolvedConfig) -> None:
     if resolved.run.hugging_face is not None:  # decided by its config.json
         left_out |= {*SHAPE} - {"max_seq_len", "vocab_size"}
     sources = flags.pop("sources")
+    left_out |= {name for name, source in sources.items() if source == BY_TASK}
     lines = ["# The flags of this run; --config reads them back. The comment is the source."]
     for name, value in flags.items():
         if name == "deepspeed_config":  # perhaps given by the launcher

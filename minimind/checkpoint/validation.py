@@ -14,7 +14,7 @@ from pydantic import ConfigDict, FailFast, Field, RootModel
 from minimind.config.model_flags import MOST_EXPERTS
 from minimind.config.training_flags import MOST_LEFT_OUT
 from minimind.errors import CheckpointError
-from minimind.model.rope_scaling import MAX_FACTOR
+from minimind.model.sizes import MAX_FACTOR
 from minimind.runtime.checked_json import (
     ELSEWHERE,
     MAX_INTEGER,

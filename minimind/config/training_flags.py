@@ -8,6 +8,7 @@ from typing import Any
 DEFAULT_DATA = "dataset/pretrain_hq.jsonl"
 
 MOST_LEFT_OUT = 100_000  # rows; their places are computed for every 1,000 rows, in 10 ms on a CPU
+BY_TASK = "--task sft"  # source of the values that it sets
 
 # Groups of settings that must match the checkpoint on resume (checkpoint/identity.py).
 CHANGEABLE = ("batch", "schedule", "lr", "data", "tokenizer", "model", "dtype", "seed")

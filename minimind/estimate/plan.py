@@ -19,7 +19,7 @@ from minimind.errors import UsageError, fault_error
 from minimind.estimate import costs
 from minimind.estimate.costs import Layout, Memory
 from minimind.estimate.gpus import GPUModel
-from minimind.estimate.shape import Shape, fine_tuned, shape_of
+from minimind.estimate.shape import Shape, shape_of, with_special_tokens
 from minimind.estimate.step_time import estimate_lines
 
 HEADROOM = 0.1  # for the CUDA context, the libraries' own buffers and fragmentation
@@ -61,7 +61,7 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
             "plan does not read weights, so --init_from has no effect; give the flags of its shape,"
             " or run the command itself with --dry_run"
         )
-    run, vocabulary = fine_tuned(run)
+    run, vocabulary = with_special_tokens(run)
     path = run.deepspeed_config or os.path.relpath(DEFAULT_DEEPSPEED_CONFIG)
     device = "cpu" if run.device == "cpu" else "cuda"
     config: Mapping[str, Any] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from minimind.config.run_config import FLAGS, RunConfig
+from minimind.config.training_flags import BY_TASK
 from minimind.errors import UsageError
 from minimind.model.sizes import feed_forward_width
 
@@ -92,7 +93,7 @@ def shape_of(run: RunConfig) -> Shape:
     return Shape(**{**flags, "hidden_dim": hidden, "is_tied": run.tie_word_embeddings})
 
 
-def fine_tuned(run: RunConfig) -> tuple[RunConfig, str]:
+def with_special_tokens(run: RunConfig) -> tuple[RunConfig, str]:
     """Return a run of --task sft as its start resolves it, and a line on its vocabulary.
 
     Of the special tokens of the chat template those are counted that --tokenizer lacks; without
@@ -102,15 +103,14 @@ def fine_tuned(run: RunConfig) -> tuple[RunConfig, str]:
         return run, ""
     # These load numpy, which a plan of pretraining does not need.
     from minimind.data.chat.template import named_tokens, special_names
-    from minimind.data.prepare.chat_tokenizer import read_template
+    from minimind.data.prepare.chat_tokenizer import chosen_template
     from minimind.data.tokenizer.add_special import lacking
     from minimind.data.tokenizer.load import load_tokenizer
 
     before, source = run.vocab_size, run.sources["vocab_size"]
-    name = f"--chat_template {run.chat_template or 'by default'}"
     if run.tokenizer is None:
-        tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-        added = len(special_names(read_template(run.chat_template), tokens, name))
+        template, name = chosen_template(run.chat_template, None)
+        added = len(special_names(template, {"bos_token": "<s>", "eos_token": "</s>"}, name))
     else:
         tokenizer = load_tokenizer(run.tokenizer)
         if run.is_explicit("vocab_size") and before != tokenizer.vocab_size:
@@ -118,9 +118,8 @@ def fine_tuned(run: RunConfig) -> tuple[RunConfig, str]:
                 f"vocab_size = {before} ({source}), but --tokenizer {run.tokenizer} has"
                 f" {tokenizer.vocab_size}; drop one of the two"
             )
-        stored = tokenizer.chat_template if run.chat_template is None else None
-        template = stored or read_template(run.chat_template)
+        template, name = chosen_template(run.chat_template, tokenizer)
         names = special_names(template, named_tokens(tokenizer), name)
         before, added = tokenizer.vocab_size, len(lacking(tokenizer, names))
-    run = run.with_values("--task sft", vocab_size=before + added, doc_mask=True)
+    run = run.with_values(BY_TASK, vocab_size=before + added, doc_mask=True)
     return run, f"vocabulary  {before:,} and {added} special tokens of the chat template\n"

@@ -140,7 +140,7 @@ def _small_files(
     if tokenizer.chat_template is not None:  # generation ends at the end of a turn, too
         end = ChatTemplate(tokenizer.chat_template, tokenizer).end_of_turn
         generation = json.loads(files["generation_config.json"])
-        generation["eos_token_id"] = [tokenizer.eos_id, end]
+        generation["eos_token_id"] = [*dict.fromkeys((tokenizer.eos_id, end))]
         text = json.dumps(generation, indent=2, sort_keys=True)
         files["generation_config.json"] = text.encode() + b"\n"
     return files, note

@@ -1,8 +1,8 @@
 """A model from any source: its shape, its tensors one at a time under our names, its tokenizer.
 
 Sources are training checkpoints, what `export --format minimind` and `checkpoint consolidate`
-write, directories of Hugging Face's Llama and Qwen3, and MiniMind2's files. In each the tensors
-must be exactly those of the shape.
+write, directories of Hugging Face's Llama, Mistral and Qwen3, and MiniMind2's files. In each the
+tensors must be exactly those of the shape.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ AttentionMask = Tensor | BlockMask | None
 EXACT = (DynamicLayer, StaticLayer)
 
 
-def eos_starts(input_ids: Tensor, attention_mask: Tensor | None, eos_id: int | None) -> Tensor:
+def eos_starts(input_ids: Tensor, attention_mask: Tensor | None, eos_id: int) -> Tensor:
     """Mark the first position of each document, bool (B, T): the eos of the previous document.
 
     So a document is [eos, tokens...] and predicts [tokens..., eos], and no target of a packed row

@@ -87,9 +87,10 @@ class MiniMindModel(nn.Module):
                 f"attention_mask of shape {tuple(attention_mask.shape)} must be"
                 f" {(rows, past + length)}: one entry per position, cached ones included."
             )
+        eos_id = self.config.eos_token_id if self.config.doc_mask and cache is None else None
         starts_BT = document_starts
-        if starts_BT is None and self.config.doc_mask and cache is None:
-            starts_BT = eos_starts(input_ids, attention_mask, self.config.eos_token_id)
+        if starts_BT is None and eos_id is not None:
+            starts_BT = eos_starts(input_ids, attention_mask, eos_id)
         # Then positions are below past + length, and their maximum need not be read back.
         is_bounded = position_ids is None and attention_mask is None
         if position_ids is None:

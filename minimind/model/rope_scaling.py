@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minimind.model.sizes import MAX_FACTOR
+
 KINDS = ("linear", "ntk", "yarn")
-MAX_FACTOR = 1024
 FASTEST, SLOWEST = 32, 1  # turns over L positions between which yarn blends (beta_fast, beta_slow)
 
 

@@ -1,6 +1,7 @@
 """Sizes that plans need too; imports nothing, so that plans need no torch."""
 
 LOSS_CHUNK = 1024  # positions whose logits --loss chunked computes at a time
+MAX_FACTOR = 1024  # of rope_scaling
 MIN_FLEX_HEAD_DIM = 16  # channels; the minimum of Triton's matrix products
 
 

@@ -30,8 +30,9 @@ from minimind.config.checks import check
 from minimind.config.model_flags import HUGGING_FACE
 from minimind.config.model_flags import SHAPE as FLAGS_OF_SHAPE
 from minimind.config.run_config import RunConfig
+from minimind.config.training_flags import BY_TASK
 from minimind.data.chat.template import ChatTemplate
-from minimind.data.prepare.chat_tokenizer import chat_tokenizer, read_template
+from minimind.data.prepare.chat_tokenizer import chat_tokenizer, chosen_template
 from minimind.data.prepare.prepare import is_prepared
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.engine.optimizer.mup import scale_initial_weights
@@ -87,7 +88,7 @@ class InitialModel:
         weights are refused, except those of a model of transformers, which may have spare ones.
         """
         values = {"tokenizer": str(after.path), "vocab_size": after.vocab_size}
-        run = self.run.with_values("special tokens", **values)
+        run = self.run.with_values(BY_TASK, **values)
         architecture, rows = self.architecture, before.vocab_size
         if isinstance(architecture, HuggingFace):
             rows = architecture.parsed.vocab_size
@@ -153,8 +154,8 @@ def read_initial(run: RunConfig) -> InitialModel:
         return InitialModel(run, MiniMind())
     if path := _checkpoint_to_resume(run, read_config):
         config = MiniMindConfig(**read_config(path, read_manifest(path)))
-        if run.task == "sft":  # which has added the special tokens
-            run = run.with_values("--task sft", vocab_size=config.vocab_size)
+        if run.task == "sft":
+            run = _with_vocabulary_of(run, path, config.vocab_size)
         run = _with_shape_and_tokenizer(run, f"checkpoint {path}", config, path)
         return InitialModel(run, MiniMind())
     weights = load_weights_from(run.init_from, _shape_flags(run))
@@ -174,7 +175,7 @@ def fine_tuned(initial: InitialModel) -> InitialModel:
     The template is that of --chat_template, of the tokenizer, or ours. Raise UsageError without
     weights to start from, for a prepared folder, and for a template that does not fit.
     """
-    run = initial.run.with_values("--task sft", doc_mask=True)
+    run = initial.run.with_values(BY_TASK, doc_mask=True)
     if folder := next(filter(is_prepared, run.data_path), None):
         raise UsageError(f"--data_path: {folder} is prepared; give the files of conversations")
     is_resumed = initial.weights is None and _checkpoint_to_resume(run) is not None
@@ -183,15 +184,15 @@ def fine_tuned(initial: InitialModel) -> InitialModel:
             "--task sft needs a model to start from; give --init_from, a run's out_dir for example"
         )
     before = load_tokenizer(run.tokenizer)
-    stored = before.chat_template if run.chat_template is None else None
-    template = stored or read_template(run.chat_template)
-    name = f"--chat_template {run.chat_template or 'by default'}"
+    template, name = chosen_template(run.chat_template, before)
     after = chat_tokenizer(before, template, name, Path(run.cache_dir).expanduser())
     ChatTemplate(template, after, name)
     if after.vocab_size == before.vocab_size:
-        run = run.with_values("--task sft", tokenizer=str(after.path.parent))
+        run = run.with_values(BY_TASK, tokenizer=str(after.path.parent))
         return replace(initial, run=run)
     if is_resumed and isinstance(initial.architecture, MiniMind):
+        if after.vocab_size == run.vocab_size:  # that of the checkpoint; --tokenizer lacks some
+            return replace(initial, run=run.with_values(BY_TASK, tokenizer=str(after.path)))
         raise UsageError(
             f"out_dir {run.out_dir} holds a run whose tokenizer lacks special tokens of the chat"
             " template, such as one of pretraining; give another --out_dir"
@@ -254,6 +255,23 @@ def _checkpoint_to_resume(
     return newest_valid(
         requested_checkpoints(Path(run.out_dir) / "checkpoints", run.resume), damage
     )[0]
+
+
+def _with_vocabulary_of(run: RunConfig, checkpoint: Path, rows: int) -> RunConfig:
+    """Return the run with the rows of a checkpoint, which include added special tokens.
+
+    Raise UsageError if --vocab_size is neither with nor without them.
+    """
+    if run.is_explicit("vocab_size"):
+        special, before = {*load_tokenizer(checkpoint).special_tokens().values()}, rows
+        while before - 1 in special:
+            before -= 1
+        if not before <= run.vocab_size <= rows:
+            raise UsageError(
+                f"vocab_size = {run.vocab_size} ({run.sources['vocab_size']}), but {checkpoint} has"
+                f" {rows}; drop it"
+            )
+    return run.with_values(BY_TASK, vocab_size=rows)
 
 
 def _shape_flags(run: RunConfig) -> ShapeFlags:

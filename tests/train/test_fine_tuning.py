@@ -25,7 +25,7 @@ from minimind.data.prepare.unit_reader import split_of
 from minimind.data.text.documents import ReadOptions, parse_line
 from minimind.data.tokenizer.gguf_vocabulary import CONTROL
 from minimind.data.tokenizer.load import load_tokenizer
-from minimind.errors import DataError, UsageError
+from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.inference.chat import Chat, template_of
 from minimind.inference.load_model import load_model
 from minimind.inference.sampling import Sampling
@@ -226,6 +226,45 @@ def test_a_template_may_end_turns_with_the_end_of_a_document(base: dict[str, Any
     tokenizer = load_tokenizer(out / "tokenizer")
     ours = ChatTemplate(template.read_text(), tokenizer)
     assert ours.end_of_turn == tokenizer.eos_id
+    model: Any = load_model(str(out), None)[0]
+    turns = [Message("user", "what?"), Message("assistant", "x")]
+    ids = torch.from_numpy(ours.encode(turns)[0])[None].long()
+    assert ids[0].tolist().count(tokenizer.eos_id) == 2
+    cached = model(input_ids=ids, use_cache=True).logits
+    assert torch.allclose(model(input_ids=ids).logits, cached, atol=1e-5)
+
+
+def test_a_template_without_an_end_of_a_turn_is_refused(base: dict[str, Any], tmp_path: Path):
+    template = tmp_path / "endless.jinja"
+    template.write_text(
+        "{% for m in messages %}<|x|>{{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|x|>{% endif %}"
+    )
+    given = {**base, "chat_template": str(template)}
+    with pytest.raises(UsageError, match="no special token after what the assistant says"):
+        train(given, out_dir=str(tmp_path / "out"))
+
+
+def test_a_tokenizer_that_is_given_and_another_template_on_resume(
+    base: dict[str, Any], place: Path, tmp_path: Path
+):
+    given = {**base, "tokenizer": str(place / "base" / "tokenizer"), "max_steps": 4}
+    out = tmp_path / "out"
+    assert train(given, out_dir=str(out), stop_at_step=2) == 75
+    template = tmp_path / "other.jinja"  # the same text of a whole conversation, another prompt
+    template.write_text(
+        DEFAULT_TEMPLATE.removesuffix("{{ '<|assistant|>' }}{% endif %}") + "{% endif %}"
+    )
+    with pytest.raises(CheckpointError, match="chat_template"):
+        train({**given, "chat_template": str(template)}, out_dir=str(out))
+    assert train(given, out_dir=str(out)) == 0
+
+
+def test_config_yaml_repeats_the_run(tuned: Path, tmp_path: Path):
+    out = tmp_path / "again"
+    assert train({"config": str(tuned / "config.yaml")}, out_dir=str(out), stop_at_step=2) == 75
+    first = losses(out)
+    assert first == {step: loss for step, loss in losses(tuned).items() if step <= 2}
 
 
 def test_special_tokens_may_be_built_from_roles(base: dict[str, Any], tmp_path: Path):
@@ -247,6 +286,8 @@ def test_a_second_stage_keeps_the_template_and_a_restart_its_vocabulary(
 ):
     given = {**base, "init_from": str(tuned), "max_steps": 4, "out_dir": str(tmp_path / "out")}
     assert train(given, stop_at_step=2) == 75
+    with pytest.raises(UsageError, match=r"vocab_size = 599 .* but .*step_00000002 has 605"):
+        train({**given, "vocab_size": 599})
     assert train({**given, "vocab_size": 605}) == 0
     tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer")
     assert (tokenizer.vocab_size, tokenizer.chat_template) == (605, DEFAULT_TEMPLATE)
@@ -273,7 +314,6 @@ def test_a_conversation_in_a_row_is_what_a_chat_sees(tuned: Path):
     rows[1, 21:] = rows[0, 21:]  # the same conversation after another one
     starts = torch.arange(41).expand(2, -1) == 21
     out = model(input_ids=rows, document_starts=starts).logits[:, 21:]
-    model.config.doc_mask = False  # a chat's keys are cached
     assert torch.equal(out[0], out[1])
     alone = model(input_ids=rows[:1, 21:]).logits[0]
     assert torch.allclose(out[0], alone, rtol=1e-5, atol=1e-6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -91,17 +90,20 @@ class ChatTemplate:
         self._require_fit()
 
     @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 hex digest of the source."""
-        return hashlib.sha256(self.source.encode()).hexdigest()
-
-    @cached_property
     def end_of_turn(self) -> int:
-        """Id that ends an assistant turn: the first special token after its content."""
+        """Id that ends an assistant turn: the first special token after its content.
+
+        Raise UsageError if there is none: an answer would not end.
+        """
         ids, targets = self.encode(PROBE)
-        written = ids[int(np.argmax(targets)) :].tolist()
         special = set(self._special.values())
-        return next((i for i in written if i in special), written[-1])
+        for token in ids[int(np.argmax(targets)) :].tolist():
+            if token in special:
+                return token
+        raise UsageError(
+            f"{self.name} writes no special token after what the assistant says, so that an answer"
+            " would not end; end it with eos_token, or with a token such as <|end|>"
+        )
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """Return the text of the messages; raise DocumentError if the template refuses them."""
@@ -235,7 +237,7 @@ class ChatTemplate:
                 continue
             self._require_special(text)
             self._require_ids_of_library(text)
-        self.encode_batch([PROBE])
+        _ = self.end_of_turn
 
     def _require_special(self, text: str) -> None:
         missing = [name for name in SPECIAL_LOOK.findall(text) if name not in self._special]

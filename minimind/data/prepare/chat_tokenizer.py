@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 
 from minimind.data.chat.template import DEFAULT_TEMPLATE, named_tokens, special_names
@@ -28,6 +29,15 @@ def read_template(path: str | None) -> str:
         ) from error
 
 
+def chosen_template(path: str | None, tokenizer: AnyTokenizer | None) -> tuple[str, str]:
+    """The source of a run's template and its name in messages: --chat_template `path`, else that
+    of the tokenizer, else ours.
+    """
+    if path is None and tokenizer is not None and tokenizer.chat_template is not None:
+        return tokenizer.chat_template, f"the chat template of {tokenizer.path}"
+    return read_template(path), f"--chat_template {path or 'by default'}"
+
+
 def chat_tokenizer(
     tokenizer: AnyTokenizer, template: str, name: str, cache_dir: Path
 ) -> AnyTokenizer:
@@ -36,7 +46,8 @@ def chat_tokenizer(
     Tokens that it lacks are appended after its last id. `name` is what messages call the template.
     """
     names = special_names(template, named_tokens(tokenizer), name)
-    directory = cache_dir / f"tokenizer-{fingerprint([tokenizer.fingerprint, names, template])}"
+    files = {name: sha256(content).hexdigest() for name, content in tokenizer.files().items()}
+    directory = cache_dir / f"tokenizer-{fingerprint([files, names, template])}"
 
     def build(draft: Path) -> None:
         extended = with_special_tokens(tokenizer, names, draft / "extended")

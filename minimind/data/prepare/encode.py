@@ -102,9 +102,7 @@ class Work:
         documents = []
         for one in encoded:
             assert not isinstance(one, DocumentError)  # see `reading`
-            ids, targets = one
-            targets[:1] = False  # nothing of the same conversation predicts it
-            documents.append(marked(ids, targets))
+            documents.append(marked(*one))
         return documents
 
     def path(self, kind: str, number: int) -> Path:
