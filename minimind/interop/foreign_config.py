@@ -286,16 +286,10 @@ def _rotation(values: Mapping[str, Any]) -> dict[str, Any]:
                 f"has {shown(name)} = {shown(given[name])} of {kind} rotations, which MiniMind does"
                 " not support"
             )
-    scaling = {"rope_type": kind, "factor": given.get("factor"), ORIGINAL: 1}
-    validate(RopeScaling, scaling, "rope_scaling.")
-    scaling[ORIGINAL] = _original_length(values, given, kind)
-    validate(RopeScaling, scaling, "rope_scaling.")
-    return {**base, "rope_scaling": scaling}
-
-
-def _original_length(values: Mapping[str, Any], given: Mapping[str, Any], kind: str) -> Any:
-    """Positions before the scaling, not validated; read as transformers does."""
     positions = values["max_position_embeddings"]
-    if kind == "linear":  # whose original length is not written
-        return math.ceil(positions / given["factor"])
-    return values.get(ORIGINAL) or given.get(ORIGINAL) or positions
+    length = values.get(ORIGINAL) or given.get(ORIGINAL) or positions  # as transformers reads it
+    scaling = {"rope_type": kind, "factor": given.get("factor"), ORIGINAL: length}
+    validate(RopeScaling, scaling, "rope_scaling.")
+    if kind == "linear":  # has no original length in transformers
+        scaling[ORIGINAL] = math.ceil(positions / scaling["factor"])
+    return {**base, "rope_scaling": scaling}
