@@ -52,7 +52,7 @@ def add_parser(subs: Any) -> None:
     text = "part of a prepared folder (default: val); raw text is read whole"
     add("--split", choices=tuple(SPLITS), help=text)
     add("--batch_size", type=at_least(1), default=8, help="windows per batch")
-    text = "tokens of a window (default: the positions of the model)"
+    text = "tokens of a window (default: the positions of the model, or the longest conversation)"
     add("--max_seq_len", type=at_least(1), help=text)
     text = "windows per source, up to the end of the last document (default: all)"
     add("--max_rows", type=at_least(1), help=text)
@@ -112,11 +112,12 @@ def run_eval(args: argparse.Namespace) -> int:
         )
     with _copied(tokenizer) as folder:
         data = {p: _open_data(p, tokenizer, folder, template, args, launch.rank) for p in args.data}
-    length = args.max_seq_len or positions
+    length = args.max_seq_len
     if template is None:
+        length = length or positions
         parts = [part for place in data for part in _parts(place, data[place], length, args)]
     else:
-        parts = [part_of_conversations(place, data[place], length + 1) for place in data]
+        parts = [part_of_conversations(place, data[place], positions, length) for place in data]
     with evaluation_accelerator(device, dist_timeout=600) as accelerator:
         sums = score(accelerator, model, parts, tokenizer.piece_bytes(), args.batch_size)
         is_first = accelerator.is_main_process

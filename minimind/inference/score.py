@@ -73,9 +73,18 @@ class Part:
     text_bytes: tuple[int | None, ...]
 
 
-def part_of_conversations(name: str, prepared: Prepared, row_tokens: int) -> Part:
-    """The rows of a file as training packs them; raise DataError if no conversation fits."""
+def part_of_conversations(
+    name: str, prepared: Prepared, positions: int, max_seq_len: int | None
+) -> Part:
+    """The rows of a file as training packs them; raise DataError if no conversation fits.
+
+    `positions` are those of the model. Without `max_seq_len` a row is as long as the longest
+    conversation: losses are the same in longer rows, which need more memory.
+    """
     assert isinstance(prepared.train, ConversationShards)
+    row_tokens = 1 + (max_seq_len or positions)  # a position has the next token as its target
+    if max_seq_len is None:
+        row_tokens = min(row_tokens, prepared.train.longest)
     rows = ConversationRows(prepared.train, row_tokens)
     if not len(rows):
         raise DataError(

@@ -534,6 +534,33 @@ def test_eval_of_an_export_per_file_is_that_of_transformers(
     assert (found["cut"], found["dropped"]) == (0, 0)
 
 
+def test_eval_rows_are_as_long_as_the_longest_conversation(
+    tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    lines = conversations(40)[3::4]  # of one answer, so that 64 positions hold two
+    data = write(tmp_path / "given.jsonl", lines)
+    asked = ("--checkpoint", tuned, "--data", data, "--cache_dir", tmp_path)
+    _, tokenizer, path = load_model(str(tuned), None)
+    template = template_of(tokenizer, None, path)
+    messages = [messages_of(parse_line(json.dumps(line), "")) for line in lines]
+    longest = max(len(template.encode(one)[0]) for one in messages)
+    widths: list[int] = []
+    forward = MiniMindForCausalLM.forward
+
+    def watched(self: Any, input_ids: torch.Tensor, **more: Any) -> Any:
+        widths.append(input_ids.shape[1])
+        return forward(self, input_ids, **more)
+
+    monkeypatch.setattr(MiniMindForCausalLM, "forward", watched)
+    found = evaluated(capsys, *asked)
+    assert max(widths) == longest  # the end of document after it is only predicted
+    longer = evaluated(capsys, *asked, "--max_seq_len", "64")
+    assert max(widths) > longest
+    for name in ("loss", "perplexity"):
+        assert longer.pop(name) == pytest.approx(found.pop(name), rel=1e-6)
+    assert longer == found
+
+
 def test_eval_prints_a_table_of_conversations(
     tuned: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

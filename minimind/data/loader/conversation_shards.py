@@ -60,6 +60,11 @@ class ConversationShards(TokenShards):
     def _ends(self) -> np.ndarray:
         return self.document_ends()
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest conversation; 0 if there is none."""
+        return int(np.diff(self._ends, prepend=0).max(initial=0))
+
     def packing(self, row_tokens: int) -> Packing:
         """The rows for a row length."""
         if row_tokens not in self._packings:
