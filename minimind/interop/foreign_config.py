@@ -102,6 +102,12 @@ class ShapeFlags:
     rope_theta: float | None = None
     norm_eps: float | None = None
     max_seq_len: int | None = None
+    is_scaled: bool = False  # whether max_seq_len is --rope_original_length of a run
+
+    def flag_of(self, name: str) -> str:
+        """Return the flag that gives `name`."""
+        is_original = self.is_scaled and name == "max_seq_len"
+        return "--rope_original_length" if is_original else f"--{name}"
 
 
 def check_flags(path: Path, config: MiniMindConfig, flags: ShapeFlags) -> None:
@@ -133,12 +139,12 @@ def shape_from_tensors(
     keys = _matrix_shape(path, shapes, f"{LAYER_0}.self_attn.k_proj.weight", kind)[0]
     inner = _matrix_shape(path, shapes, f"{LAYER_0}.mlp.gate_proj.weight", kind)[0]
     required = ("n_heads", "rope_theta", "norm_eps", "max_seq_len")
-    if missing := ", ".join(f"--{name}" for name in required if getattr(flags, name) is None):
+    if missing := [flags.flag_of(name) for name in required if getattr(flags, name) is None]:
+        to = "the run" if flags.is_scaled else "`minimind import`, or to a run with --init_from"
         has_config = path.with_name("config.json").is_file()
         instead = f"name {path.parent}, where config.json may, or " if has_config else ""
         raise UsageError(
-            f"{path}: its tensors do not determine {missing}; {instead}give them to"
-            " `minimind import`, or to a run with --init_from"
+            f"{path}: its tensors do not determine {', '.join(missing)}; {instead}give them to {to}"
         )
     heads = flags.n_heads or 1
     head_dim = width // heads
@@ -192,7 +198,7 @@ def read_minimind2_config(
             if getattr(flags, name) is not None:
                 values.setdefault(name, getattr(flags, name))
         if missing := next((name for name in required if name not in values), None):
-            raise UsageError(f"{path}: has no {missing}; give --{missing}")
+            raise UsageError(f"{path}: has no {missing}; give {flags.flag_of(missing)}")
         validate(MiniMind2Config, values)
         heads = values["n_heads"]
         known = ShapeFlags(heads, None, *(values[name] for name in required))
@@ -224,11 +230,8 @@ def read_llama_config(path: Path) -> dict[str, Any]:
     with readable(path, REPLACE):
         values, _ = read_object(path)
         kind = values.get("model_type")
-        if (
-            type(kind) is not str
-            or kind not in ARCHITECTURES
-            or (kind == "minimind" and "use_flash_attn" in values)
-        ):
+        is_ours = kind == "minimind" and "use_flash_attn" in values
+        if type(kind) is not str or kind not in ARCHITECTURES or is_ours:
             raise CheckpointError(
                 f"has model_type = {shown(kind)}, not llama, mistral or qwen3; training takes"
                 " others as models of transformers (--model hf:)"

@@ -278,6 +278,8 @@ def _shape_flags(run: RunConfig) -> ShapeFlags:
     """Flags given for a weights file that has no configuration; None for those not given."""
     names = ("n_heads", "n_kv_heads", "rope_theta", "norm_eps")
     values = [getattr(run, name) if run.sources[name] != "default" else None for name in names]
+    if run.rope_scaling:  # max_seq_len is the length to reach
+        return ShapeFlags(*values, max_seq_len=run.rope_original_length, is_scaled=True)
     return ShapeFlags(*values, max_seq_len=run.max_seq_len)
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import minimind.train
 from minimind.checkpoint.directory import published_checkpoints
@@ -14,6 +16,7 @@ from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.errors import UsageError
 from minimind.inference.load_model import load_checkpoint
+from minimind.interop.weight_names import to_minimind2
 from minimind.train.initial_weights import read_initial
 from tests.conftest import sentences
 from tests.faults import tiny
@@ -107,6 +110,32 @@ def test_factor_and_row_length_follow_from_one_another(base):
 def test_flags_without_effect_and_incomplete_scaling_are_refused(words, sentence, base):
     with pytest.raises(UsageError, match=sentence):
         of(base, *words.split())
+
+
+@pytest.mark.parametrize("is_directory", [False, True])
+def test_weights_that_do_not_record_their_length_need_it_as_a_flag(is_directory, base, tmp_path):
+    """--max_seq_len is the length to reach."""
+    export = ["export", "--checkpoint", str(base / "run"), "--format", "llama"]
+    assert main([*export, "--out", str(tmp_path / "llama")]) == 0
+    place = tmp_path / "llama" / "model.safetensors"
+    if is_directory:
+        tensors = {to_minimind2(name): value for name, value in load_file(place).items()}
+        place = tmp_path / "minimind2"
+        place.mkdir()
+        torch.save(tensors, place / "pytorch_model.bin")
+        config = {"dim": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1}
+        (place / "config.json").write_text(json.dumps(config))
+    shape = "--n_heads 2 --rope_theta 1e6 --norm_eps 1e-5 --tokenizer"
+    given = [*shape.split(), str(base / "tokenizer.model")]
+    given += ["--init_from", str(place), "--out_dir", str(tmp_path / "none")]
+    given += ["--rope_scaling", "yarn"]
+    for words in ("--rope_factor 4 --max_seq_len 128", "--rope_factor 4", "--max_seq_len 128"):
+        with pytest.raises(UsageError, match="--rope_original_length") as caught:
+            read_initial(parse_flags([*given, *words.split()]))
+        assert "--max_seq_len" not in str(caught.value)
+        words += " --rope_original_length 32"
+        run = read_initial(parse_flags([*given, *words.split()])).run
+        assert (run.rope_factor, run.rope_original_length, run.max_seq_len) == (4.0, 32, 128)
 
 
 @pytest.mark.parametrize(
