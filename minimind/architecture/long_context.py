@@ -6,7 +6,6 @@ from copy import deepcopy
 from typing import Any
 
 from minimind.config.run_config import RunConfig
-from minimind.errors import UsageError
 from minimind.model.configuration import MiniMindConfig
 
 FIELDS = {  # flag -> key of MiniMindConfig.rope_scaling
@@ -32,39 +31,17 @@ def scaling_flags(config: MiniMindConfig) -> dict[str, Any]:
 def extend(run: RunConfig, by: str, config: MiniMindConfig) -> tuple[RunConfig, MiniMindConfig]:
     """Return the run and the model that it continues, both with the scaling of --rope_scaling.
 
-    Without the flag both are returned as they are.
+    Without the flag both are returned as they are. Raise UsageError if the lengths do not fit.
     """
     if run.rope_scaling is None:
         return run, config
-    run, extended = _completed(run, by, config), deepcopy(config)
-    extended.rope_scaling = scaling_of(run)
-    return run, extended
-
-
-def _completed(run: RunConfig, by: str, config: MiniMindConfig) -> RunConfig:
-    """Complete the flags of the scaling by the lengths of the model.
-
-    The original length is that of the model before any scaling. Factor and rows follow from one
-    another. Raise UsageError if there is neither.
-    """
-    if run.rope_original_length is None:
+    if run.rope_original_length is None:  # that of the model before any scaling
         before = scaling_flags(config)["rope_original_length"]
         length = before or config.max_position_embeddings
         run = run.with_values(by, rope_original_length=length)
-    given = f"rope_scaling = {run.rope_scaling} ({run.sources['rope_scaling']})"
-    original, has_length = run.rope_original_length or 1, run.sources["max_seq_len"] != "default"
-    if run.rope_factor is None:
-        if not has_length or run.max_seq_len <= original:
-            raise UsageError(
-                f"{given} extends rows of {original} tokens ({run.sources['rope_original_length']})"
-                " without a length to reach; give --rope_factor, or a larger --max_seq_len"
-            )
-        by_rows = f"max_seq_len {run.max_seq_len} / {original}"
-        return run.with_values(by_rows, rope_factor=run.max_seq_len / original)
-    if has_length:
-        return run
-    by_factor = f"{run.rope_factor:g} x {original}"
-    return run.with_values(by_factor, max_seq_len=int(run.rope_factor * original))
+    run, extended = run.with_complete_scaling(), deepcopy(config)
+    extended.rope_scaling = scaling_of(run)
+    return run, extended
 
 
 def scaling_text(run: RunConfig) -> list[str]:

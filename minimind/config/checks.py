@@ -201,11 +201,16 @@ def _rope_conflicts(run: RunConfig) -> Iterator[str]:
         yield from _no_effect(run, "--rope_scaling", "rope_factor", "rope_original_length")
         return
     given = f"rope_scaling = {run.rope_scaling} ({run.sources['rope_scaling']})"
-    if run.init_from is None and None in (run.rope_factor, run.rope_original_length):
-        yield (
-            f"{given} extends the context of a trained model; give --init_from, or both"
-            " --rope_factor and --rope_original_length"
-        )
+    if run.init_from is None:
+        if run.rope_original_length is None:
+            yield (
+                f"{given} extends the context of a trained model; give --init_from, or both"
+                " --rope_factor and --rope_original_length"
+            )
+        try:
+            run.with_complete_scaling()
+        except UsageError as error:
+            yield str(error)
     if run.rope_scaling == "ntk" and run.dim == 2 * run.n_heads:
         yield (
             f"{given} needs more than the 2 channels of dim / n_heads ="

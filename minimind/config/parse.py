@@ -112,7 +112,7 @@ def build_config(given: Mapping[str, Any], source: str, faults: Sequence[str] = 
     all_faults += [conflict for conflict in conflicts(run) if not of_invalid.search(conflict)]
     if all_faults:
         raise fault_error(all_faults)
-    return run
+    return run if run.init_from else run.with_complete_scaling()
 
 
 def _layers(

@@ -84,6 +84,29 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
         """dim / mup_base_dim; 1 without muP."""
         return 1.0 if self.mup_base_dim is None else self.dim / self.mup_base_dim
 
+    def with_complete_scaling(self) -> RunConfig:
+        """Return the run with rope_factor and max_seq_len, of which one may be given.
+
+        Without rope_original_length it is returned as it is. Raise UsageError for lengths that do
+        not fit.
+        """
+        if self.rope_scaling is None or self.rope_original_length is None:
+            return self
+        original, has_length = self.rope_original_length, self.is_explicit("max_seq_len")
+        length, factor = self.max_seq_len, self.rope_factor
+        if factor is not None:
+            by_factor = f"{factor:g} x {original}"
+            if has_length:
+                return self
+            return self.with_values(by_factor, max_seq_len=int(factor * original))
+        if not has_length or length <= original:
+            raise UsageError(
+                f"rope_scaling = {self.rope_scaling} ({self.sources['rope_scaling']}) extends rows"
+                f" of {original} tokens ({self.sources['rope_original_length']}) without a length"
+                " to reach; give --rope_factor, or a larger --max_seq_len"
+            )
+        return self.with_values(f"max_seq_len {length} / {original}", rope_factor=length / original)
+
     def micro_batch_rows(self, world_size: int) -> int:
         """Rows per micro-batch and process; raise UsageError if they do not divide evenly."""
         if not self.split_batches:

@@ -112,6 +112,19 @@ def test_flags_without_effect_and_incomplete_scaling_are_refused(words, sentence
         of(base, *words.split())
 
 
+@pytest.mark.parametrize("model", [[], ["--model", "tiny"]])
+def test_factor_and_row_length_follow_from_one_another_without_a_model(model, capsys):
+    given = [*model, "--rope_scaling", "yarn", "--rope_original_length", "256"]
+    for words in ("--rope_factor 4", "--max_seq_len 1024", "--rope_factor 4 --max_seq_len 1024"):
+        run = read_initial(parse_flags([*given, *words.split()])).run
+        assert (run.rope_factor, run.rope_original_length, run.max_seq_len) == (4.0, 256, 1024)
+    words = "--rope_factor 4 --batch_size 1 --accumulation_steps 1 --max_steps 1"
+    assert main(["plan", *given, *words.split(), "--tokens", "1e6"]) == 0
+    assert "1,024 tokens" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="rows of 256 tokens .* without a length to reach"):
+        parse_flags(given)
+
+
 @pytest.mark.parametrize("is_directory", [False, True])
 def test_weights_that_do_not_record_their_length_need_it_as_a_flag(is_directory, base, tmp_path):
     """--max_seq_len is the length to reach."""
