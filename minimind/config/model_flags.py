@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from minimind.config.training_flags import flag
 
 MOST_EXPERTS = 1024  # per layer
+MAX_ROPE_FACTOR = 1024  # also MAX_FACTOR of the model, which does not import this package
 HUGGING_FACE = "hf:"  # prefix of --model for a model of transformers
 SHAPE = (
     "dim",
@@ -79,7 +80,7 @@ class ModelFlags:
         None,
         "model",
         above=1.0,
-        at_most=1024.0,
+        at_most=MAX_ROPE_FACTOR,
     )
     rope_original_length: int | None = flag(
         "with --rope_scaling: positions that the model was trained on before (default: those of"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from minimind import __version__
-from minimind.config.model_flags import HUGGING_FACE, ModelFlags
+from minimind.config.model_flags import HUGGING_FACE, MAX_ROPE_FACTOR, ModelFlags
 from minimind.config.optimizer_flags import READ_BY, OptimizerFlags
 from minimind.config.report_flags import ReportFlags
 from minimind.config.training_flags import CHANGEABLE, PlaceFlags, TrainingFlags
@@ -87,23 +88,37 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
     def with_complete_scaling(self) -> RunConfig:
         """Return the run with rope_factor and max_seq_len, of which one may be given.
 
-        Without rope_original_length it is returned as it is. Raise UsageError for lengths that do
-        not fit.
+        Without rope_original_length it is returned as it is. Raise UsageError if the two are
+        missing or do not fit.
         """
         if self.rope_scaling is None or self.rope_original_length is None:
             return self
         original, has_length = self.rope_original_length, self.is_explicit("max_seq_len")
         length, factor = self.max_seq_len, self.rope_factor
-        if factor is not None:
+        by = self.sources["rope_original_length"]
+        if factor is not None and not has_length:
             by_factor = f"{factor:g} x {original}"
-            if has_length:
-                return self
             return self.with_values(by_factor, max_seq_len=int(factor * original))
+        rows = f"max_seq_len = {length} ({self.sources['max_seq_len']})"
+        if factor is not None:
+            reached = math.ceil(factor * original)  # the factor may be rounded
+            if length > reached:
+                raise UsageError(
+                    f"{rows} is longer than the {reached} positions of {factor:g} x {original}"
+                    f" ({self.sources['rope_factor']}); lower it, or raise --rope_factor"
+                )
+            return self
         if not has_length or length <= original:
             raise UsageError(
                 f"rope_scaling = {self.rope_scaling} ({self.sources['rope_scaling']}) extends rows"
-                f" of {original} tokens ({self.sources['rope_original_length']}) without a length"
-                " to reach; give --rope_factor, or a larger --max_seq_len"
+                f" of {original} tokens ({by}) without a length to reach; give --rope_factor, or a"
+                " larger --max_seq_len"
+            )
+        if length > MAX_ROPE_FACTOR * original:
+            raise UsageError(
+                f"{rows} is {length / original:g} times the {original} positions of"
+                f" rope_original_length ({by}), and rope_factor is at most {MAX_ROPE_FACTOR};"
+                " lower --max_seq_len"
             )
         return self.with_values(f"max_seq_len {length} / {original}", rope_factor=length / original)
 

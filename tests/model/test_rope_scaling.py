@@ -11,8 +11,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from benchmarks.needle import FACTOR, LENGTH, extended, share_found, trained
+from minimind.config.run_config import FLAGS
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.rope_scaling import rotary_frequencies
+from minimind.model.rope_scaling import KINDS, MAX_FACTOR, rotary_frequencies
 from minimind.model.rotary import build_pos_cis
 
 
@@ -85,6 +86,11 @@ def test_impossible_scaling_is_refused_in_one_sentence(values, sentence):
     shape = {"dim": 32, "n_heads": 4, "n_kv_heads": 1, **shape}
     with pytest.raises(ValueError, match=sentence):
         MiniMindConfig(**shape, rope_scaling={**scaling("yarn"), **values})
+
+
+def test_flags_and_model_have_the_same_kinds_and_limit():
+    assert FLAGS["rope_scaling"].metadata["choices"] == KINDS
+    assert FLAGS["rope_factor"].metadata["at_most"] == MAX_FACTOR
 
 
 def test_a_scaled_model_finds_the_needle_where_the_unscaled_one_does_not():

@@ -88,6 +88,8 @@ def test_factor_and_row_length_follow_from_one_another(base):
     run = of(base, "--rope_scaling", "linear", "--max_seq_len", "96")
     assert (run.rope_factor, run.rope_original_length, run.max_seq_len) == (3.0, LENGTH, 96)
     assert run.sources["rope_factor"] == "max_seq_len 96 / 32"
+    words = "--rope_scaling linear --max_seq_len 67 --rope_factor 2.09"  # 67 / 32, rounded down
+    assert of(base, *words.split()).max_seq_len == 67
     run = of(base, "--rope_scaling", "ntk", "--rope_factor", "2.5")
     assert (run.rope_factor, run.max_seq_len) == (2.5, 80)
     words = "--rope_scaling yarn --rope_factor 4 --max_seq_len 48 --rope_original_length 16"
@@ -103,6 +105,14 @@ def test_factor_and_row_length_follow_from_one_another(base):
         ("--rope_scaling yarn", r"rows of 32 tokens \(--init_from .*\) without a length to reach"),
         ("--rope_scaling ntk --max_seq_len 32", "give --rope_factor, or a larger --max_seq_len"),
         ("--rope_scaling yarn --rope_factor 4 --rope_theta 10", "but --init_from .* has 1000000"),
+        (
+            "--rope_scaling yarn --max_seq_len 65536",
+            r"^max_seq_len = 65536 \(--max_seq_len\) is 2048 times the 32 .* at most 1024",
+        ),
+        (
+            "--rope_scaling yarn --rope_factor 2.5 --max_seq_len 81",
+            r"^max_seq_len = 81 \(--max_seq_len\) is longer than the 80 positions of 2.5 x 32",
+        ),
         ("--rope_scaling dynamic", "rope_scaling"),
         ("--rope_scaling yarn --rope_factor 1", "above 1"),
     ],
@@ -121,7 +131,7 @@ def test_factor_and_row_length_follow_from_one_another_without_a_model(model, ca
     words = "--rope_factor 4 --batch_size 1 --accumulation_steps 1 --max_steps 1"
     assert main(["plan", *given, *words.split(), "--tokens", "1e6"]) == 0
     assert "1,024 tokens" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="rows of 256 tokens .* without a length to reach"):
+    with pytest.raises(UsageError, match=r"rows of 256 tokens .* without a length to reach"):
         parse_flags(given)
 
 
@@ -156,6 +166,8 @@ def test_weights_that_do_not_record_their_length_need_it_as_a_flag(is_directory,
     [
         ("--rope_factor 4", "give --init_from, or both --rope_factor and --rope_original_length"),
         ("--rope_factor 4 --rope_original_length 9 --rope_theta 1", "needs a base above 1"),
+        ("--rope_original_length 32 --max_seq_len 65536", "is 2048 times the 32 positions"),
+        ("--rope_factor 4 --rope_original_length 8 --max_seq_len 33", "than the 32 positions of 4"),
     ],
 )
 def test_without_a_model_the_scaling_has_to_be_complete(words, sentence):
