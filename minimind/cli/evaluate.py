@@ -181,19 +181,24 @@ def _open_data(
     """
     from minimind.data.prepare.prepare import (
         PrepareRequest,
+        holds_conversations,
         is_prepared,
-        open_prepared,
+        open_text,
         prepare_for_run,
     )
     from minimind.data.prepare.work_units import Options, Source
     from minimind.data.tokenizer.load import longest_document
 
     if is_prepared(place):
+        path = Path(place).expanduser()
         if template is not None:
             raise UsageError(
-                f"{place}: holds text, and --task sft reads files of conversations; drop --task sft"
+                f"{place}: holds prepared conversations; give the files themselves"
+                if holds_conversations(path)
+                else f"{place}: holds text, and --task sft reads files of conversations; drop"
+                " --task sft"
             )
-        prepared = open_prepared(Path(place).expanduser())
+        prepared = open_text(path)
         if prepared.tokenizer.fingerprint != tokenizer.fingerprint:
             raise DataError(
                 f"{place}: was prepared with another tokenizer than the model's; prepare its text"

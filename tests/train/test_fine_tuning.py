@@ -608,6 +608,25 @@ def test_eval_names_the_flag_that_fits(
     assert answer in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "status", "answer"),
+    [
+        (("--task", "sft"), 2, "holds prepared conversations; give the files themselves"),
+        ((), 3, "holds conversations, as --task sft prepares them"),
+    ],
+)
+def test_eval_of_prepared_conversations_asks_for_their_files(
+    words: tuple[str, ...],
+    status: int,
+    answer: str,
+    tuned: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    asked = ("--checkpoint", str(tuned), "--data", prepared_by(tuned))
+    assert minimind(["eval", *words, *asked]) == status
+    assert answer in capsys.readouterr().err
+
+
 def test_eval_of_a_base_model_on_conversations_is_refused(
     place: Path, base: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ):

@@ -51,6 +51,7 @@ from minimind.runtime.terminal import phase
 
 REMEDY = "free space or give another --cache_dir"
 NEEDED = (MANIFEST_NAME, PLAN_NAME, TOKENIZER_NAME)
+CONVERSATIONS = "chat_template"  # the option that a folder of conversations has
 SAMPLED_BYTES = 2**30  # of input to train a tokenizer on
 
 
@@ -140,7 +141,7 @@ def open_prepared(
                 f"{tokenizer_path}: {problem}; leave out --tokenizer, or prepare the text"
                 " again with it"
             )
-    if "chat_template" in manifest["options"]:
+    if CONVERSATIONS in manifest["options"]:
         kind = partial(ConversationShards, eos_id=manifest["eos_id"])
     else:
         kind = TokenShards
@@ -148,6 +149,11 @@ def open_prepared(
     before = [given["path"] for source in manifest["sources"] for given in source["inputs"]]
     renamed = dict(zip(before, names, strict=True)) if names else {}
     return Prepared(directory, tokenizer, train, val, manifest, renamed)
+
+
+def holds_conversations(directory: Path) -> bool:
+    """Whether the shards of a folder are conversations and not text."""
+    return CONVERSATIONS in read_manifest(directory)["options"]
 
 
 def open_text(directory: Path, tokenizer_path: str | None = None) -> Prepared:
