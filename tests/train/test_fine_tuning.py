@@ -576,7 +576,7 @@ def test_eval_prints_a_table_of_conversations(
     ("words", "data", "status", "answer"),
     [
         (("--task", "sft"), [{"text": "plain"}], 3, "drop --task sft"),
-        ((), conversations(3), 3, "give --task sft, or write"),
+        ((), conversations(3), 3, "fine-tune on it with --task sft, or write"),
         (
             ("--task", "sft"),
             "tokens-*/manifest.json",

@@ -18,7 +18,7 @@ def missing_in_line(pairs: Sequence[tuple[str, Any]], field: str) -> tuple[str, 
     """Problem and remedy for a JSON object without `field`."""
     name, example = json.dumps(field), f"write {json.dumps({field: '...'})}"
     if problem := _conversation([key for key, value in pairs if isinstance(value, list)], name):
-        return problem, f"give --task sft, or {example}, plain text"
+        return problem, f"fine-tune on it with --task sft, or {example}, plain text"
     texts = [key for key, value in pairs if isinstance(value, str)]
     shown = [json.dumps(key[:KEY_LENGTH_SHOWN]) for key, _ in pairs[:KEYS_SHOWN]]
     more = ["..."] if len(pairs) > KEYS_SHOWN else []

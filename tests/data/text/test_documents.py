@@ -145,7 +145,7 @@ def test_fine_tuning_data_is_called_so(tmp_path, field):
     line = {field: [{"role": "user", "content": "Hi"}]}
     (report,) = found_in(tmp_path, json.dumps(line).encode() + b"\n")
     assert f'has "{field}", a conversation to fine-tune on, and no "text"; ' in str(report)
-    assert 'give --task sft, or write {"text": "..."}, plain text' in str(report)
+    assert '; fine-tune on it with --task sft, or write {"text": "..."}, plain text' in str(report)
 
 
 @pytest.mark.parametrize("field", ["text", "te.x(t", "文\u2028", 'a"b\\', ""])
