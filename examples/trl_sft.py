@@ -40,17 +40,23 @@ def parsed() -> argparse.Namespace:
 
 
 def messages_of(path: str) -> list[list[dict[str, str]]]:
-    """The messages of each line."""
-    lines = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
-    return [line.get("messages") or line["conversations"] for line in lines]
+    """The messages of each line: of `messages`, `conversations`, or `prompt` and `completion`."""
+    with open(path, encoding="utf-8") as file:  # str.splitlines splits within strings too
+        lines = [json.loads(line) for line in file]
+    return [line.get("messages") or line.get("conversations") or turns_of(line) for line in lines]
+
+
+def turns_of(line: dict[str, str]) -> list[dict[str, str]]:
+    """The question and the answer of a line with `prompt` and `completion`."""
+    ask, answer = line["prompt"], line["completion"]
+    return [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
 
 
 def training_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of TRL's trainers. Without a GPU, the process group is made here."""
     config = json.loads(DEEPSPEED.read_text())
-    zero = config[
-        "zero_optimization"
-    ]  # train_pretrain.py fills every "auto", the Trainer not these
+    # train_pretrain.py fills every "auto", the Trainer does not fill these.
+    zero = config["zero_optimization"]
     config["zero_optimization"] = {key: value for key, value in zero.items() if value != "auto"}
     config["optimizer"]["params"]["torch_adam"] = True
     flags = {"max_steps": args.max_steps, "learning_rate": args.learning_rate, "bf16": False}
@@ -78,11 +84,11 @@ def run(trainer: Any, out: str) -> None:
     trained, total = model.get_nb_trainable_parameters()
     model.merge_and_unload().save_pretrained(out)
     trainer.processing_class.save_pretrained(out)
-    first, *_, last = (line["loss"] for line in trainer.state.log_history if "loss" in line)
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     stage = trainer.accelerator.state.deepspeed_plugin.zero_stage
     processes = f"{trainer.accelerator.num_processes} processes, ZeRO stage {stage}"
     print(f"{processes}, {trained:,} of {total:,} parameters")
-    print(f"loss {float(first):.3f}, then {float(last):.3f}")
+    print(f"loss {float(losses[0]):.3f}, then {float(losses[-1]):.3f}")
     print(f"{out}: the model with the adapter merged")
 
 
