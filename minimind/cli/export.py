@@ -66,6 +66,7 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
 
 def run_export(args: argparse.Namespace) -> int:
     """Write a model in another format and print a summary."""
+    from minimind.config.model_flags import HUGGING_FACE
     from minimind.interop.export import REPLACEABLE, export  # imports torch
     from minimind.interop.weights import Weights, read_weights
 
@@ -79,7 +80,8 @@ def run_export(args: argparse.Namespace) -> int:
     NewFolder(
         args.out, args.force, REPLACEABLE, "export"
     ).require_free()  # before gigabytes are hashed
-    print(read_weights(args.checkpoint, write, args.weights))
+    place = args.checkpoint.removeprefix(HUGGING_FACE)  # hf:DIR, as in training
+    print(read_weights(place, write, args.weights))
     return 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from minimind.architecture.hf_models import model_of
 from minimind.checkpoint.choose import read_chosen
+from minimind.config.model_flags import HUGGING_FACE
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
 from minimind.interop.tensor_sources import TRAINED, require_trained
@@ -28,9 +29,9 @@ def load_model(
 ) -> LoadedModel:
     """The fp32 model on the CPU, its tokenizer and its path, from either `checkpoint` or `model`.
 
-    `tokenizer`: of a `model` directory without one. `weights`: of a checkpoint,
-    trained or ema. Raise UsageError if a place is of the other kind, CheckpointError if the weights
-    do not fit their configuration.
+    `model` may be hf:DIR, as in training. `tokenizer`: of a `model` directory without one.
+    `weights`: of a checkpoint, trained or ema. Raise UsageError if a place is of the other kind,
+    CheckpointError if the weights do not fit their configuration.
     """
     if (checkpoint is None) == (model is None):
         count = "neither was" if checkpoint is None else "both were"
@@ -40,6 +41,7 @@ def load_model(
         )
     if checkpoint is not None and tokenizer is not None:
         raise UsageError("--tokenizer is for --model: a checkpoint has its own; leave it out")
+    model = model and model.removeprefix(HUGGING_FACE)
     _check_kind(checkpoint, model)
     if checkpoint is not None:
         return load_checkpoint(checkpoint, weights)

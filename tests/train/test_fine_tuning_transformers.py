@@ -119,6 +119,21 @@ def test_a_directory_of_transformers_is_fine_tuned_in_our_decoder(
     assert minimind(["chat", "--checkpoint", str(run), "--once", "what is sky?"]) == 0
 
 
+def test_a_directory_is_also_read_as_training_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    place = folder_of(tmp_path / "llama", "llama")
+    named, data = f"hf:{place}", talk(tmp_path)
+    cache = ("--data", data, "--cache_dir", tmp_path / "cache")
+    assert evaluated(capsys, "--model", named, *cache) == evaluated(
+        capsys, "--model", place, *cache
+    )
+    assert minimind(["chat", "--model", named, "--once", "what is sky?"]) == 0
+    assert minimind(["generate", "--model", named, "--prompt", "sky", "--max_new_tokens", "3"]) == 0
+    out = tmp_path / "out"
+    assert minimind(["export", "--checkpoint", named, "--format", "llama", "--out", str(out)]) == 0
+
+
 def tokenizer_of(place: Path) -> Any:
     return AutoTokenizer.from_pretrained(place)
 
@@ -190,6 +205,11 @@ def test_it_is_fine_tuned_with_rows_for_the_tokens_of_the_template(
     assert minimind(words) == 0
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), tokenizer_of(out)
     assert model.config.vocab_size == max(rows, rows - spare + 5)
+    step = whole / "checkpoints" / "step_00000004"
+    again = {**flags, "model": f"hf:{step}", "init_from": str(whole), "max_steps": 1}
+    assert train(again, out_dir=str(tmp_path / "second")) == 0
+    (start,) = events(tmp_path / "second", "run_start")
+    assert start["init_from"] == {"place": str(step), "kind": "checkpoint"}
     loss, count = loss_by_hand(model, tokenizer, lines)
     assert found["loss"] == pytest.approx(loss / count, rel=1e-5)
     assert minimind(["chat", "--checkpoint", str(whole), "--once", "what is sky?"]) == 0
