@@ -32,7 +32,7 @@ from minimind.config.model_flags import SHAPE as FLAGS_OF_SHAPE
 from minimind.config.run_config import RunConfig
 from minimind.config.training_flags import BY_TASK
 from minimind.data.chat.template import ChatTemplate
-from minimind.data.prepare.chat_tokenizer import chat_tokenizer, chosen_template
+from minimind.data.prepare.chat_tokenizer import chat_tokenizer, chosen_template, with_vocabulary_of
 from minimind.data.prepare.prepare import is_prepared
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.engine.optimizer.mup import scale_initial_weights
@@ -155,7 +155,7 @@ def read_initial(run: RunConfig) -> InitialModel:
     if path := _checkpoint_to_resume(run, read_config):
         config = MiniMindConfig(**read_config(path, read_manifest(path)))
         if run.task == "sft":
-            run = _with_vocabulary_of(run, path, config.vocab_size)
+            run = with_vocabulary_of(run, path, config.vocab_size)
         run = _with_shape_and_tokenizer(run, f"checkpoint {path}", config, path)
         return InitialModel(run, MiniMind())
     weights = load_weights_from(run.init_from, _shape_flags(run))
@@ -255,23 +255,6 @@ def _checkpoint_to_resume(
     return newest_valid(
         requested_checkpoints(Path(run.out_dir) / "checkpoints", run.resume), damage
     )[0]
-
-
-def _with_vocabulary_of(run: RunConfig, checkpoint: Path, rows: int) -> RunConfig:
-    """Return the run with the rows of a checkpoint, which include added special tokens.
-
-    Raise UsageError if --vocab_size is neither with nor without them.
-    """
-    if run.is_explicit("vocab_size"):
-        special, before = {*load_tokenizer(checkpoint).special_tokens().values()}, rows
-        while before - 1 in special:
-            before -= 1
-        if not before <= run.vocab_size <= rows:
-            raise UsageError(
-                f"vocab_size = {run.vocab_size} ({run.sources['vocab_size']}), but {checkpoint} has"
-                f" {rows}; drop it"
-            )
-    return run.with_values(BY_TASK, vocab_size=rows)
 
 
 def _shape_flags(run: RunConfig) -> ShapeFlags:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
+from minimind.config.run_config import RunConfig
+from minimind.config.training_flags import BY_TASK
 from minimind.data.chat.template import DEFAULT_TEMPLATE, named_tokens, special_names
 from minimind.data.prepare.cache import build_once
 from minimind.data.tokenizer.add_special import with_special_tokens
@@ -55,3 +57,20 @@ def chat_tokenizer(
 
     build_once(directory, build, REMEDY)
     return load_tokenizer(directory)
+
+
+def with_vocabulary_of(run: RunConfig, checkpoint: Path, rows: int) -> RunConfig:
+    """Return the run with the rows of a checkpoint, which include added special tokens.
+
+    Raise UsageError if --vocab_size is neither with nor without them.
+    """
+    if run.is_explicit("vocab_size"):
+        special, before = {*load_tokenizer(checkpoint).special_tokens().values()}, rows
+        while before - 1 in special:
+            before -= 1
+        if not before <= run.vocab_size <= rows:
+            raise UsageError(
+                f"vocab_size = {run.vocab_size} ({run.sources['vocab_size']}), but {checkpoint} has"
+                f" {rows}; drop it"
+            )
+    return run.with_values(BY_TASK, vocab_size=rows)
