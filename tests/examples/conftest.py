@@ -74,7 +74,7 @@ def tuned(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert train(base, out_dir=str(place / "base")) == 0
     talk = write(place / "talk.jsonl", conversations(400))
     flags = {**shared, "task": "sft", "init_from": str(place / "base"), "data_path": str(talk)}
-    flags |= {"max_steps": 120, "batch_size": 4, "learning_rate": 5e-3, "dtype": "float32"}
+    flags |= {"max_steps": 400, "batch_size": 4, "learning_rate": 5e-3, "dtype": "float32"}
     assert train(flags, out_dir=str(place / "tuned")) == 0
     return place / "tuned"
 

@@ -40,9 +40,10 @@ def client(openai: Any, exported: Path, tmp_path_factory: pytest.TempPathFactory
     with (place / "log").open("wb") as log:
         server = subprocess.Popen(line, env=own, stdout=log, stderr=log)
     try:
-        found = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0)
-        _wait(openai, found, server, place / "log")
-        yield found
+        place_of_api = f"http://localhost:{port}/v1"
+        with openai.OpenAI(base_url=place_of_api, api_key="none", max_retries=0) as found:
+            _wait(openai, found, server, place / "log")
+            yield found
     finally:
         server.terminate()
         server.wait(60)
