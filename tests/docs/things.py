@@ -34,7 +34,7 @@ class Things:
                 ("my_talk.jsonl", "talk.jsonl", "held_out.jsonl", "more.jsonl"), self._talk
             ),
             **dict.fromkeys(("out/mine", "out/a", "out/b", "out/c", "out/sample/run"), run),
-            "out/sft": self._tuned,
+            **dict.fromkeys(("out/sft", "out/sample/sft"), self._tuned),
             **dict.fromkeys(("exported", "DIR"), model),
             "out/other": self._other_run,
             "data/big": lambda path: shutil.copytree(trained.mixed, path),
@@ -87,8 +87,8 @@ class Things:
         assert train({**SMALL, **places, "seed": 43}, out_dir=str(path)) == 0
 
     def _talk(self, path: Path) -> None:
-        texts = sentences(len(path.name), DOCUMENTS)
-        pairs = ({"prompt": text, "completion": text[:20]} for text in texts)
+        texts = sentences(len(path.name), 8 * DOCUMENTS)
+        pairs = ({"prompt": text[:20], "completion": text[20:40]} for text in texts)
         path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
 
     def _tuned(self, path: Path) -> None:
