@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -81,7 +82,9 @@ class StopRequest:
         return "" if self._reason == self._limit else self._reason
 
     def listen(self) -> None:
-        """Install the signal handlers; main thread only."""
+        """Install the signal handlers; no other thread than the main one can, and they stay out."""
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number in CAUGHT:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)

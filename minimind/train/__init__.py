@@ -39,7 +39,8 @@ class _CallableModule(ModuleType):
         Keywords and the keys of `flags` are the flags of train_pretrain.py: `train(model="tiny",
         data_path=["text.jsonl"], deepspeed_config="configs/ds_config.json")`. Under
         `notebook_launcher` every process calls it: `notebook_launcher(minimind.train, (flags,),
-        num_processes=2)`. Raise RunError for errors that train_pretrain.py prints.
+        num_processes=2)`. Signals stop and save a run of the main thread only, not one in a Ray
+        worker's thread. Raise RunError for errors that train_pretrain.py prints.
         """
         require_environment(os.environ)  # before torch reads it
         environ, handlers = dict(os.environ), {n: signal.getsignal(n) for n in CAUGHT}

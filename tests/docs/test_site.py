@@ -31,7 +31,7 @@ from tests.docs.pages import (
 # Flags of programs whose sources are not read, each shown by a page.
 THEIRS = {
     *("nodes", "gpus_per_node", "gpus_per_task"),  # sbatch, srun
-    *("ipc", "shm_size"),  # docker
+    *("ipc", "shm_size", "file", "rm", "tag", "volume"),  # docker, podman
     *("model_args", "include_path", "tasks", "apply_chat_template"),  # lm_eval
     *("port", "jinja", "chat_template_file"),  # transformers serve, llama-server
     *("max_model_len", "deps", "long"),  # vllm, pip, pytest

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -103,6 +104,15 @@ def test_training_begins_to_listen_also_where_no_one_did_before():
     stop = progress.begin()
     signal.raise_signal(signal.SIGUSR1)
     assert (progress.is_training, stop.reason) == (True, "SIGUSR1")
+
+
+def test_training_in_another_thread_begins_without_handlers():
+    """As in a worker of Ray, whose signals are its own."""
+    before = [signal.getsignal(number) for number in CAUGHT]
+    with ThreadPoolExecutor(1) as other:
+        stop = other.submit(Progress().begin).result()
+    assert stop.reason == ""
+    assert [signal.getsignal(number) for number in CAUGHT] == before
 
 
 STUCK = """
