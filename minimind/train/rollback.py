@@ -25,14 +25,24 @@ def checkpoints_in(root: Path, steps: range) -> list[Path]:
 
 
 def write_rows(context: RunContext, rows: np.ndarray, step: int) -> Path:
-    """Write the rows that a rollback leaves out as a file for --skip_rows; return its path."""
-    guard, path = context.spikes, Path(context.run.out_dir) / f"rolled_back-{step}.txt"
-    if context.engine.rank == 0:
-        fingerprint = guard.prepared.manifest["fingerprint"]
-        text = skip_rows_text(rows.tolist(), guard.row_tokens, fingerprint)
+    """Write the rows that a rollback leaves out as a file for --skip_rows; return its path.
+
+    Files of other rollbacks that ended at the same step are kept (collective).
+    """
+    guard, out_dir = context.spikes, Path(context.run.out_dir)
+    fingerprint = guard.prepared.manifest["fingerprint"]
+    text = skip_rows_text(rows.tolist(), guard.row_tokens, fingerprint)
+
+    def write() -> Path:
+        path, number = out_dir / f"rolled_back-{step}.txt", 1
         with storing(str(path), "free some space, or correct the path of --out_dir"):
+            while path.exists() and path.read_text(encoding="utf-8") != text:
+                number += 1
+                path = out_dir / f"rolled_back-{step}-{number}.txt"
             path.write_text(text, encoding="utf-8")
-    return path
+        return path
+
+    return on_rank_0(context.saver.ranks, write)
 
 
 def require_rollback(context: RunContext, steps: range, what: str) -> None:

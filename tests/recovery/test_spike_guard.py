@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from minimind.recovery.spike_detector import MARGIN, PATIENCE
 from minimind.report.runs import read_runs
 from minimind.report.summary import Summary
 from minimind.telemetry.progress import RunLogger
+from minimind.train.rollback import write_rows
 
 train: Any = training  # a package that is called like a function
 BAD_STEPS = range(40, 50)  # counted from 0
@@ -213,6 +215,20 @@ def test_a_checkpoint_before_the_spikes_is_kept(
     (rolled,) = events(tmp_path / "out", "rolled_back")
     assert rolled["to"] == 30
     assert curve(tmp_path / "out") == curve(guarded)
+
+
+def test_the_rows_of_two_rollbacks_that_end_at_the_same_step_are_both_kept(tmp_path: Path):
+    guard = SimpleNamespace(prepared=SimpleNamespace(manifest={"fingerprint": "f"}), row_tokens=33)
+    ranks = SimpleNamespace(rank=0, gather=lambda value: [value])
+    run, saver = SimpleNamespace(out_dir=str(tmp_path)), SimpleNamespace(ranks=ranks)
+    context: Any = SimpleNamespace(spikes=guard, run=run, saver=saver)
+    several = [np.arange(8), np.arange(8, 16), np.arange(8)]  # the last one is a repetition
+    paths = [write_rows(context, rows, 48) for rows in several]
+    assert [path.name for path in paths[:2]] == ["rolled_back-48.txt", "rolled_back-48-2.txt"]
+    assert paths[2] == paths[0]
+    assert [path.read_text() for path in paths] == [
+        skip_rows_text(one.tolist(), 33, "f") for one in several
+    ]
 
 
 def test_after_a_change_the_window_starts_empty(guarded: Path, flags: dict[str, Any], tmp_path):
