@@ -103,7 +103,7 @@ def _save(chat: Chat, name: str) -> None:
     except UsageError as error:
         print(f"not saved: {error}", file=sys.stderr)
     except (OSError, RuntimeError, ValueError) as error:  # a disk, ~NAME, or a NUL in the name
-        reason = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
         print(f"not saved: {name}: {reason}; give another file", file=sys.stderr)
 
 
