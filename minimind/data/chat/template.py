@@ -100,7 +100,9 @@ class ChatTemplate:
         ids, targets = self.encode(PROBE)
         special = set(self._special.values())
         written = ids[int(np.argmax(targets)) :].tolist()
-        content = dropwhile(special.__contains__, written)  # a header may be trained on too
+        content = dropwhile(
+            lambda token: token in special, written
+        )  # a header may be trained on too
         if (end := next((token for token in content if token in special), None)) is not None:
             return end
         raise UsageError(
