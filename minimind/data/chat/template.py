@@ -264,9 +264,7 @@ class ChatTemplate:
             text = self.render(PROBE)
             prompt, bare = (self.render([question], is_asked) for is_asked in (True, False))
         except DocumentError as error:
-            raise UsageError(
-                f"{error}, which is a question and its answer; give another"
-            ) from error
+            raise UsageError(f"{error}, a question and its answer; give another") from error
         before = text.partition(answer.content.strip())[0]
         header = before.removeprefix(bare).strip()
         if prompt == bare and before.startswith(bare) and header:

@@ -174,7 +174,7 @@ def test_no_piece_of_text_has_a_header_and_content(tokenizer):
         ("{{ 1 / 0 }}", "cannot be rendered (ZeroDivisionError"),
         ("{{ messages.__class__.__base__ }}", "cannot be rendered (SecurityError"),
         ("", "chat.jinja leaves out what is said"),
-        ("{{ raise_exception('no') }}", "refuses the conversation (no), which is a question and"),
+        ("{{ raise_exception('no') }}", "refuses the conversation (no), a question and"),
         (
             DEFAULT_TEMPLATE.replace("add_generation_prompt", "false"),
             "writes '<|assistant|>' before an answer, but not where it is asked for one",
