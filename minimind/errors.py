@@ -116,6 +116,8 @@ DEVICE_FULL = re.compile(
 # which this program turns on, are made of.
 NOT_EXPANDABLE = "CUDA driver error: operation not supported"
 
+NO_HOME = "Could not determine home directory."  # of Path.expanduser
+
 
 def which_memory(error: BaseException) -> str:
     """Return `device` or `host` if `error` is a failed allocation there, else an empty string."""
@@ -128,12 +130,14 @@ def which_memory(error: BaseException) -> str:
 
 
 def known_error(error: BaseException) -> RunError | None:
-    """Convert a library's error about memory or a full disk; None for any other error."""
+    """Convert an error of a library about memory, a full disk or `~`; None for any other error."""
     if isinstance(error, RunError):
         return error
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = error.filename or "a file that was being written"
         return StorageError(f"{place}: {error.strerror}; free some space")
+    if isinstance(error, RuntimeError) and str(error) == NO_HOME:
+        return UsageError("a path begins with ~ and a name that is no user here; write it in full")
     if isinstance(error, RuntimeError) and NOT_EXPANDABLE in str(error):
         return MemoryFull(
             f"the driver of this GPU refuses expandable segments of memory ({NOT_EXPANDABLE});"

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minimind.cli.generate import load, show
-from minimind.config.arguments import add_model, add_sampling
+from minimind.config.arguments import add_model, add_sampling, non_blank, non_empty
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import printing
+from minimind.runtime.terminal import phase
 
 if TYPE_CHECKING:
     from minimind.inference.chat import Chat
 
-HELP = "/reset forgets the conversation, /save FILE writes it, Ctrl-C stops an answer, Ctrl-D ends"
+HELP = "/reset begins anew, /save FILE writes it all, Ctrl-C stops an answer, Ctrl-D ends"
 
 
 def add_parser(subs: Any) -> None:
@@ -30,9 +31,15 @@ def add_parser(subs: Any) -> None:
     )
     add_model(parser)
     add = parser.add_argument
-    add("--once", metavar="TEXT", help="answer this text on standard output and exit")
-    add("--system", metavar="TEXT", help="system message before the first turn")
-    add("--chat_template", metavar="FILE", help="Jinja template instead of the stored one")
+    text = "answer this text on standard output and exit"
+    add("--once", type=non_blank, metavar="TEXT", help=text)
+    add("--system", type=non_blank, metavar="TEXT", help="system message before the first turn")
+    add(
+        "--chat_template",
+        type=non_empty,
+        metavar="FILE",
+        help="Jinja template instead of the stored one",
+    )
     add_sampling(parser, max_new_tokens=512, temperature=0.7, what="answer")
 
 
@@ -65,7 +72,8 @@ def run_chat(args: argparse.Namespace) -> int:
 def _load(args: argparse.Namespace) -> Chat:
     from minimind.inference.chat import Chat, template_of
 
-    model, tokenizer, path, sampling = load(args)
+    with phase("loading the model"):
+        model, tokenizer, path, sampling = load(args)
     template = template_of(tokenizer, args.chat_template, path)
     return Chat(model, tokenizer, template, sampling, args.system)
 
@@ -73,25 +81,43 @@ def _load(args: argparse.Namespace) -> Chat:
 def _answer(chat: Chat, line: str) -> None:
     """Do what a line asks for: a command, or an answer."""
     command, _, rest = line.strip().partition(" ")
-    if not line.strip():
+    if not command:
         return
     if command == "/reset":
         chat.reset()
-        return
-    if command == "/save" and rest:
-        try:
-            chat.save(Path(rest).expanduser())
-        except (OSError, UsageError) as error:
-            print(f"not saved: {error}", file=sys.stderr)
-        return
-    if command.startswith("/"):
+    elif command == "/save":
+        _save(chat, rest.strip())
+    elif command.startswith("/"):
         print(f"{command}: no such command; {HELP}", file=sys.stderr)
+    else:
+        _ask(chat, line)
+
+
+def _save(chat: Chat, name: str) -> None:
+    if not name:
+        print("/save needs a file; write /save talk.jsonl", file=sys.stderr)
         return
+    try:
+        chat.save(Path(name).expanduser())
+        print(f"saved to {name}", file=sys.stderr)
+    except UsageError as error:
+        print(f"not saved: {error}", file=sys.stderr)
+    except (OSError, RuntimeError, ValueError) as error:  # a disk, ~NAME, or a NUL in the name
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+        print(f"not saved: {name}: {reason}; give another file", file=sys.stderr)
+
+
+def _ask(chat: Chat, line: str) -> None:
     before = chat.forgotten
     try:
         chat.ask(line, show)
     except UsageError as error:
         print(error, file=sys.stderr)
+        return
+    except KeyboardInterrupt:
+        show("\n")
+        print("[stopped; question and answer are forgotten]", file=sys.stderr)
+        return
     show("\n")
     if chat.forgotten > before:
         print(f"[the first {chat.forgotten} turns no longer fit the model]", file=sys.stderr)

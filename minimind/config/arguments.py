@@ -222,6 +222,13 @@ def non_empty_path(text: str) -> Path:
     return Path(non_empty(text))
 
 
+def non_blank(text: str) -> str:
+    """Return the text; raise if it is blank or not UTF-8."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is blank, as of a variable that is not set")
+    return utf8(text)
+
+
 def utf8(text: str) -> str:
     """Return the text; raise if it is not UTF-8."""
     if not is_utf8(text):

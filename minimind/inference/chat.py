@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minimind.data.chat.conversations import canonical_text
+from minimind.data.chat.conversations import canonical_text, conversation_of_line
 from minimind.data.chat.template import ChatTemplate
-from minimind.data.chat.turns import ASSISTANT, SYSTEM, USER, Message
+from minimind.data.chat.turns import ASSISTANT, SYSTEM, USER, Message, require_content
 from minimind.data.prepare.chat_tokenizer import read_template
-from minimind.data.text.documents import DocumentError
+from minimind.data.text.documents import DocumentError, ReadOptions
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
 from minimind.inference.generate import continue_ids
@@ -48,19 +48,21 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all turns but the system message."""
-        self.messages = [Message(SYSTEM, self.system)] if self.system else []
+        """Forget all turns but the system message; raise UsageError for a bad one."""
+        self.messages = [self._message(SYSTEM, self.system)] if self.system else []
         self.forgotten = 0
 
     def ask(self, text: str, on_text: Callable[[str], None] | None = None) -> str:
         """Return the answer to a user turn, which `on_text` receives as it is generated.
 
-        Raise UsageError for a text with a special token, and if it alone is too long.
+        Raise UsageError for a text that is no turn, such as one with a special token, and if it
+        alone is too long.
         """
+        turns = [*self.messages, self._message(USER, text)]
         try:
-            messages, ids = self._fitting([*self.messages, Message(USER, text)])
-        except DocumentError as error:
-            raise UsageError(f"{error}; {error.remedy}") from error
+            messages, ids = self._fitting(turns)
+        except DocumentError as error:  # of an answer, or of the template
+            raise UsageError(f"{error}; begin another conversation") from error
         self.asked += 1
         result = continue_ids(
             self.model,
@@ -75,6 +77,16 @@ class Chat:
         self.messages = [*messages, Message(ASSISTANT, answer)]
         return answer
 
+    def _message(self, role: str, text: str) -> Message:
+        """A message that could be trained on; raise UsageError for another."""
+        try:
+            require_content(text, "content")
+            self.template.require_no_special(text)
+        except DocumentError as error:
+            what = "the system message" if role == SYSTEM else "the turn"
+            raise UsageError(f"{what}: {error.reason}; write it in another way") from error
+        return Message(role, text)
+
     def _fitting(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
         """The last of these messages that leave half of the positions to the answer, and ids."""
         limit = self.model.config.max_position_embeddings
@@ -82,16 +94,24 @@ class Chat:
         first = int(messages[0].role == SYSTEM)
         while len(ids := self.template.prompt(messages)) > limit - room:
             if len(messages) <= first + 1:
+                what = "the system message and the turn have" if first else "the turn has"
                 raise UsageError(
-                    f"the turn has {len(ids)} tokens and the model {limit} positions; shorten it"
+                    f"{what} {len(ids)} tokens, more than {limit - room}: the answer needs {room}"
+                    f" of the model's {limit} positions; shorten it"
                 )
             messages = [*messages[:first], *messages[first + 2 :]]  # a question and its answer
         return messages, ids
 
     def save(self, path: Path) -> None:
-        """Write the conversation as a line of --task sft's data; raise UsageError if it cannot."""
+        """Write the conversation as a line of --task sft's data; raise UsageError if it is none."""
         if path.exists():
             raise UsageError(f"{path} exists; give another file")
-        if not any(one.role == ASSISTANT and one.content.strip() for one in self.messages):
-            raise UsageError("there is no answer to save yet; ask something")
-        write_whole(path, f'{{"messages":{canonical_text(self.messages)}}}\n'.encode())
+        if all(message.role != ASSISTANT for message in self.messages):
+            raise UsageError("there is no answer yet; ask something")
+        line = f'{{"messages":{canonical_text(self.messages)}}}\n'.encode()
+        try:
+            conversation_of_line(line, ReadOptions())
+            self.template.require_usable(self.messages)
+        except DocumentError as error:
+            raise UsageError(f"it could not be trained on: {error}; {error.remedy}") from error
+        write_whole(path, line)

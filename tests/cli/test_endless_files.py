@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from minimind.checkpoint.run_folder import lock_out_dir
+from minimind.cli.main import main
 from minimind.config.deepspeed.resolve import read_deepspeed_json
 from minimind.config.parse import load_preset
 from minimind.config.yaml_files import load_yaml_texts
+from minimind.data.prepare.chat_tokenizer import read_template
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import RunError, StorageError
 from minimind.inference.prompts import read_text
@@ -21,6 +23,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "--config": lambda path: load_yaml_texts(path, "--config"),
     "--deepspeed_config": read_deepspeed_json,
     "--tokenizer": load_tokenizer,
+    "--chat_template": read_template,
     "--prompts": lambda path: read_text(path, "--prompts"),
 }
 
@@ -42,7 +45,9 @@ def test_special_and_large_files_are_rejected_at_once(tmp_path, reader, kind):
     assert "; " in str(caught.value)
 
 
-@pytest.mark.parametrize("flag", ["--config", "--deepspeed_config", "--tokenizer"])
+@pytest.mark.parametrize(
+    "flag", ["--config", "--deepspeed_config", "--tokenizer", "--chat_template"]
+)
 def test_a_pipe_is_rejected_at_once(tmp_path, flag):
     with pytest.raises(RunError, match="not a regular file"):
         READERS[flag](str(pipe(tmp_path / "pipe.json")))
@@ -73,3 +78,8 @@ def test_metrics_from_a_pipe_are_rejected_at_once(tmp_path):
     pipe(tmp_path / "metrics.jsonl")
     with pytest.raises(StorageError, match=r"metrics\.jsonl: is a folder, a pipe or a device"):
         lock_out_dir(tmp_path)
+
+
+def test_the_folder_of_an_unknown_user_is_a_usage_error(capsys: pytest.CaptureFixture[str]):
+    assert main(["chat", "--model", "~no-such-user/x", "--once", "what?"]) == 2
+    assert "a path begins with ~ and a name that is no user here; " in capsys.readouterr().err

@@ -1,8 +1,8 @@
 """Worker of test_target_means.py: steps over rows with unequal numbers of targets.
 
 Usage: RANKS of ... target_means OUT_DIR STAGE,DTYPE,MICRO_BATCHES ...      (STAGE None: without)
-Each case takes the same rows a step, however they are split, and saves losses, gradient norms and
-the fp32 weights of all ranks to OUT_DIR/CASE.pt.
+Each case takes the same rows a step, however they are split, and saves losses, gradient norms, the
+gradients of the last step and the fp32 weights of all ranks to OUT_DIR/CASE.pt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimind.engine.build import leave_process_group
+from minimind.engine.build import Engine, leave_process_group
 from minimind.engine.phase_clock import PhaseClock
 from tests.distributed.engines import ROWS, Case, build, state_of, text
 
@@ -28,7 +28,10 @@ TARGETS = [
     [0, 0, 0, 0, 0, 0, 0, 0],
     [1, 1, 2, 1, 16, 15, 14, 16],
 ]
-SGD = "--optimizer sgd --task sft"  # a step is in proportion to the gradient, as not with Adam
+# A step is the gradient times the rate. That of the last step dwarfs the rounding of the weights.
+SGD = "--optimizer sgd --sgd_momentum 0 --weight_decay 0 --grad_clip 0 --task sft"
+FP32 = "fp32|"
+RATES = [0.1, 0.1, 0.1, 0.1, 1000.0]
 
 
 def marked(rows: torch.Tensor, targets: list[int]) -> torch.Tensor:
@@ -46,14 +49,16 @@ def rows_of(step: int) -> torch.Tensor:
 
 
 def course(case: Case) -> dict[str, Any]:
-    """Losses and norms of all steps, and the weights at their end, on every rank."""
+    """Losses and norms of all steps, the last gradients, and the weights, on every rank."""
     engine = build(case, seed=1)
     clock, found = PhaseClock(engine.device), {"losses": [], "norms": [], "skipped": 0}
-    for step in range(len(TARGETS)):
+    before: dict[str, torch.Tensor] = {}
+    for step, rate in enumerate(RATES):
+        before = weights_of(engine)
         share = rows_of(step).chunk(engine.world_size)[engine.rank]
         engine.seed(step)
         clock.begin()
-        result = engine.step(share.chunk(case.accumulation), 0.1, clock)
+        result = engine.step(share.chunk(case.accumulation), rate, clock)
         loss, count = engine.sum_over_ranks([float(result.loss_sum), float(result.tokens)])
         assert count == sum(TARGETS[step])
         found["losses"].append(loss / max(count, 1.0))
@@ -61,8 +66,15 @@ def course(case: Case) -> dict[str, Any]:
         assert norm is not None
         found["norms"].append(float(norm))
         found["skipped"] = int(result.skipped_so_far)
-    weights = {k: v for k, v in state_of(engine).items() if k.startswith("fp32|")}
-    return {**found, "weights": weights}
+    weights = weights_of(engine)
+    gradients = {name: (before[name] - value) / RATES[-1] for name, value in weights.items()}
+    return {**found, "gradients": gradients, "weights": weights}
+
+
+def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """The fp32 weights of all ranks by name."""
+    state = state_of(engine)
+    return {key.removeprefix(FP32): state[key] for key in state if key.startswith(FP32)}
 
 
 def main() -> None:

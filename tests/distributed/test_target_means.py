@@ -1,7 +1,7 @@
-"""With unequal numbers of targets, losses, gradient norms and weights are those of one process.
+"""With unequal numbers of targets, losses, gradients and weights are those of a plain float64 loop.
 
-Rows of a step are split into 1, 2 or 4 micro-batches of one or two ranks, in two launches of
-target_means.py. In one step a rank has no target, in one nobody has.
+Rows of a step are split into 1, 2 or 4 micro-batches of one, two or four ranks, in a launch of
+target_means.py for each number of ranks. In one step a rank has no target, in one nobody has.
 """
 
 from __future__ import annotations
@@ -11,52 +11,97 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from tests.distributed.target_means import TARGETS
+from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from tests.distributed.engines import LENGTH, TINY
+from tests.distributed.target_means import RATES, TARGETS, rows_of
 from tests.forking import Nursery
 
 pytestmark = pytest.mark.launch
-REFERENCE = (1, "None,float32,4")
-ALONE = ["None,float32,1", "None,float32,2", REFERENCE[1], "2,float32,4"]
+ALONE = ["None,float32,1", "None,float32,2", "None,float32,4", "2,float32,4"]
 # Stage 3 comes last: it replaces torch's linear function in the whole process.
 EXACT = [f"{stage},float32,{n}" for stage in (None, 0, 1, 2, 3) for n in (1, 2, 4)]
 ROUNDED = ["None,bfloat16,2", "2,bfloat16,2", "None,float16,2", "2,float16,2"]
+ON_FOUR = [f"{stage},float32,{n}" for stage in (None, 0, 1, 2, 3) for n in (1, 2)]
 EMPTY = [not any(targets) for targets in TARGETS].index(True)
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Found:
+    """What every case is compared to: sums over the targets of a step, divided by their number.
+
+    Nothing of the engine, and the loss of torch.
+    """
+    torch.manual_seed(1)
+    model = MiniMindForCausalLM(MiniMindConfig(**TINY, max_seq_len=LENGTH)).double()
+    found: Found = {"losses": [], "norms": []}
+    for step, rate in enumerate(RATES):
+        rows = rows_of(step)
+        logits = model(input_ids=torch.where(rows < 0, ~rows, rows)[:, :-1]).logits
+        labels = torch.where(rows < 0, -100, rows)[:, 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss = loss / max(int((labels >= 0).sum()), 1)
+        gradients = torch.autograd.grad(loss, [*model.parameters()])
+        with torch.no_grad():
+            for p, gradient in zip(model.parameters(), gradients, strict=True):
+                p -= rate * gradient
+        found["losses"].append(loss.item())
+        found["norms"].append(torch.nn.utils.get_total_norm(gradients).item())
+        found["gradients"] = dict(zip(dict(model.named_parameters()), gradients, strict=True))
+    assert loss.dtype == torch.float64
+    return {**found, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+
+
+def launched(nursery: Nursery, root: Path, world: int, cases: list[str]) -> dict[str, Found]:
+    """What each case saw on so many ranks."""
+    module, words = "tests.distributed.target_means", [str(root), *cases]
+    statuses, _, text = nursery.run(module, words, root / "ranks", world)
+    assert statuses == [0] * world, text
+    return {case: torch.load(root / f"{case}.pt", weights_only=True) for case in cases}
 
 
 @pytest.fixture(scope="module")
 def found(
     tmp_path_factory: pytest.TempPathFactory, nursery: Nursery
-) -> dict[tuple[int, str], dict[str, Any]]:
+) -> dict[tuple[int, str], Found]:
     """What each case saw, by number of ranks and case."""
-    seen: dict[tuple[int, str], dict[str, Any]] = {}
-    for world, cases in ((1, ALONE), (2, [*ROUNDED, *EXACT])):
-        root: Path = tmp_path_factory.mktemp("means")
-        words = [str(root), *cases]
-        module = "tests.distributed.target_means"
-        statuses, _, text = nursery.run(module, words, root / "ranks", world)
-        assert statuses == [0] * world, text
-        for case in cases:
-            seen[world, case] = torch.load(root / f"{case}.pt", weights_only=True)
-    return seen
+    return {
+        (world, case): seen
+        for world, cases in ((1, ALONE), (2, [*ROUNDED, *EXACT]))
+        for case, seen in launched(nursery, tmp_path_factory.mktemp("means"), world, cases).items()
+    }
 
 
-@pytest.mark.parametrize(
-    "key", [*((1, case) for case in ALONE if case != REFERENCE[1]), *((2, case) for case in EXACT)]
-)
-def test_the_split_over_ranks_and_micro_batches_changes_nothing(found, key: tuple[int, str]):
-    own, reference = found[key], found[REFERENCE]
+def require_equal(own: Found, reference: Found) -> None:
+    """Losses and norms within 2e-6, and each tensor within 2e-6 of its largest number."""
     assert own["losses"] == pytest.approx(reference["losses"], rel=2e-6)
     assert own["norms"] == pytest.approx(reference["norms"], rel=2e-6)
-    assert own["weights"].keys() == reference["weights"].keys()
-    for name, expected in reference["weights"].items():
-        difference = (own["weights"][name] - expected).abs().max() / expected.abs().max()
-        assert difference <= 2e-6, name
+    for kind in ("gradients", "weights"):
+        assert own[kind].keys() == reference[kind].keys()
+        for name, expected in reference[kind].items():
+            difference = (own[kind][name] - expected.flatten()).abs().max() / expected.abs().max()
+            assert difference <= 2e-6, f"{kind} {name}"
+
+
+@pytest.mark.parametrize("key", [*((1, case) for case in ALONE), *((2, case) for case in EXACT)])
+def test_the_split_over_ranks_and_micro_batches_changes_nothing(
+    found, reference: Found, key: tuple[int, str]
+):
+    require_equal(found[key], reference)
+
+
+@pytest.mark.long
+def test_on_four_ranks_too(reference: Found, nursery: Nursery, tmp_path: Path):
+    seen = launched(nursery, tmp_path, 4, ON_FOUR)
+    for own in seen.values():
+        require_equal(own, reference)
 
 
 @pytest.mark.parametrize("case", ROUNDED)
-def test_losses_of_low_precision_are_near(found, case: str):
-    own, reference = found[2, case], found[REFERENCE]
+def test_losses_of_low_precision_are_near(found, reference: Found, case: str):
+    own = found[2, case]
     assert own["losses"] == pytest.approx(reference["losses"], abs=1e-2)
     assert own["norms"] == pytest.approx(reference["norms"], rel=1e-2)
 

@@ -25,6 +25,7 @@ from minimind.data.prepare.unit_reader import split_of
 from minimind.data.text.documents import ReadOptions, parse_line
 from minimind.data.tokenizer.gguf_vocabulary import CONTROL
 from minimind.data.tokenizer.load import load_tokenizer
+from minimind.engine.loss_of_batch import ModelInputs, compute_loss
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.inference.chat import Chat, template_of
 from minimind.inference.load_model import load_model
@@ -139,14 +140,14 @@ def test_the_model_answers_by_the_template_that_is_stored_with_it(
     assert chat.messages[0] == Message("system", "be kind")
     with pytest.raises(UsageError, match=r'contains "<\|end\|>"'):
         chat.ask("a <|end|> b")
-    with pytest.raises(UsageError, match="positions; shorten it"):
+    with pytest.raises(UsageError, match="positions; shorten"):
         chat.ask("word " * 70)
     chat.save(tuned / "saved.jsonl")
     assert json.loads((tuned / "saved.jsonl").read_text())["messages"][0]["role"] == "system"
     with pytest.raises(UsageError, match="exists; give another"):
         chat.save(tuned / "saved.jsonl")
     chat.reset()
-    with pytest.raises(UsageError, match="no answer to save yet"):
+    with pytest.raises(UsageError, match="no answer yet"):
         chat.save(tuned / "other.jsonl")
     assert len(chat.messages) == 1
 
@@ -208,7 +209,8 @@ def test_a_gguf_file_carries_the_template_and_the_end_of_a_turn(tuned: Path, pla
 )
 def test_the_end_of_a_turn_is_a_special_token(tuned: Path, turn: str):
     tokenizer = load_tokenizer(tuned / "tokenizer")
-    source = "{% for m in messages %}<|user|>" + turn + "{% endfor %}"
+    asked = "{% if add_generation_prompt %}<|user|>{% endif %}"
+    source = "{% for m in messages %}<|user|>" + turn + "{% endfor %}" + asked
     end = tokenizer.special_tokens()["<|end|>"]
     assert ChatTemplate(source, tokenizer).end_of_turn == end
 
@@ -252,9 +254,7 @@ def test_a_tokenizer_that_is_given_and_another_template_on_resume(
     out = tmp_path / "out"
     assert train(given, out_dir=str(out), stop_at_step=2) == 75
     template = tmp_path / "other.jinja"  # the same text of a whole conversation, another prompt
-    template.write_text(
-        DEFAULT_TEMPLATE.removesuffix("{{ '<|assistant|>' }}{% endif %}") + "{% endif %}"
-    )
+    template.write_text(DEFAULT_TEMPLATE.removesuffix("{% endif %}") + "{{ ' ' }}{% endif %}")
     with pytest.raises(CheckpointError, match="chat_template"):
         train({**given, "chat_template": str(template)}, out_dir=str(out))
     assert train(given, out_dir=str(out)) == 0
@@ -330,6 +330,23 @@ def test_only_targets_have_a_gradient():
     out = model(input_ids=ids, shift_labels=targets, loss_chunk_size=0)
     out.loss_sum.backward()
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_the_last_user_turn_changes_no_gradient():
+    """Not by one bit, though it is another text: nothing is trained on it, and nothing follows."""
+    shape = MiniMindConfig(
+        vocab_size=96, hidden_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    found = []
+    for last_turn in (range(10, 15), range(60, 65)):
+        torch.manual_seed(0)
+        model = MiniMindForCausalLM(shape)
+        row = torch.tensor([[~1, ~2, 3, 4, ~5, 6, 7, *(~token for token in last_turn)]])
+        compute_loss(model, ModelInputs.of_marked(row, has_starts=True)).loss_sum.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert any(gradient.any() for gradient in found[0].values() if gradient is not None)
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name
 
 
 def test_bad_conversations_are_refused_by_line_or_skipped_and_counted(

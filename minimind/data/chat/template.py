@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import dropwhile
 from typing import Literal, get_args
 
 import numpy as np
@@ -15,6 +16,7 @@ from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
+from minimind.runtime.terminal import shorten_line
 
 TrainOn = Literal["assistant", "last", "all"]
 Encoded = tuple[np.ndarray, np.ndarray]  # ids, and whether each is trained on
@@ -97,9 +99,12 @@ class ChatTemplate:
         """
         ids, targets = self.encode(PROBE)
         special = set(self._special.values())
-        for token in ids[int(np.argmax(targets)) :].tolist():
-            if token in special:
-                return token
+        written = ids[int(np.argmax(targets)) :].tolist()
+        content = dropwhile(
+            lambda token: token in special, written
+        )  # a header may be trained on too
+        if (end := next((token for token in content if token in special), None)) is not None:
+            return end
         raise UsageError(
             f"{self.name} writes no special token after what the assistant says, so that an answer"
             " would not end; end it with eos_token, or with a token such as <|end|>"
@@ -160,7 +165,7 @@ class ChatTemplate:
             if not self._renderer.marks_generation:
                 spans = [self._without_separator(text, span) for span in spans]
             if all(begin == end for begin, end in spans):
-                raise self._nothing_to_train_on(messages)
+                raise self._nothing_to_train_on(messages, text)
         except DocumentError as error:
             return error
         return text, spans
@@ -211,18 +216,30 @@ class ChatTemplate:
         is_ended = any(written.endswith(name) for name in self._special)
         return (begin, begin + len(written)) if is_ended else span
 
+    def require_no_special(self, text: str) -> None:
+        """Raise DocumentError for a text with the name of a special token."""
+        if found := self._special_name.search(text):
+            raise DocumentError(
+                f'contains "{found[0]}", a special token of the tokenizer, which could forge a'
+                " turn",
+                "write it in another way, or remove the conversation",
+            )
+
     def _require_no_special(self, messages: Sequence[Message]) -> None:
         for number, message in enumerate(messages, 1):
-            if found := self._special_name.search(message.content):
-                raise DocumentError(
-                    f'turn {number}: contains "{found[0]}", a special token of the tokenizer, which'
-                    " could forge a turn",
-                    "write it in another way, or remove the conversation",
-                )
+            try:
+                self.require_no_special(message.content)
+            except DocumentError as error:
+                raise DocumentError(f"turn {number}: {error.reason}", error.remedy) from None
 
-    def _nothing_to_train_on(self, messages: Sequence[Message]) -> Exception:
+    def _nothing_to_train_on(self, messages: Sequence[Message], text: str) -> Exception:
         if all(message.role != ASSISTANT for message in messages):
             return DocumentError("has no assistant turn", "add the answer, or remove it")
+        if all(message.content.strip() not in text for message in messages):
+            return UsageError(
+                f"{self.name} leaves out what is said; give a Jinja template that writes the"
+                " content of each message"
+            )
         return UsageError(
             f"{self.name} marks no text of the assistant; put {{% generation %}} and"
             " {% endgeneration %} around what the assistant writes"
@@ -237,7 +254,25 @@ class ChatTemplate:
                 continue
             self._require_special(text)
             self._require_ids_of_library(text)
+        self._require_answer()
         _ = self.end_of_turn
+
+    def _require_answer(self) -> None:
+        """Raise UsageError unless an answer begins where the generation prompt ends."""
+        question, answer = PROBE
+        try:
+            text = self.render(PROBE)
+            prompt, bare = (self.render([question], is_asked) for is_asked in (True, False))
+        except DocumentError as error:
+            raise UsageError(f"{error}, a question and its answer; give another") from error
+        before = text.partition(answer.content.strip())[0]
+        header = before.removeprefix(bare).strip()
+        if prompt == bare and before.startswith(bare) and header:
+            raise UsageError(
+                f"{self.name} writes {shorten_line(header)!r} before an answer, but not where it is"
+                " asked for one; end it with {% if add_generation_prompt %}, this text, and"
+                " {% endif %}"
+            )
 
     def _require_special(self, text: str) -> None:
         missing = [name for name in SPECIAL_LOOK.findall(text) if name not in self._special]

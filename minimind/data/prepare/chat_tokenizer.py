@@ -13,7 +13,7 @@ from minimind.data.tokenizer.add_special import with_special_tokens
 from minimind.data.tokenizer.files import TEMPLATE_NAME, write_tokenizer
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.errors import UsageError
-from minimind.runtime.durable_files import fingerprint
+from minimind.runtime.durable_files import fingerprint, read_small_text
 
 REMEDY = "free space or give another --cache_dir"
 
@@ -23,7 +23,7 @@ def read_template(path: str | None) -> str:
     if path is None:
         return DEFAULT_TEMPLATE
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return read_small_text(Path(path).expanduser())
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UsageError(

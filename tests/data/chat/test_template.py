@@ -133,11 +133,11 @@ def test_text_that_is_normalized_to_another_size(byte_level):
 def test_a_special_token_that_begins_with_another(tmp_path):
     train_tokenizer(["some text"] * 9, 512, tmp_path / "tokenizer.model", special=["<t>", "<t>+"])
     tokenizer = Tokenizer(tmp_path)
-    template = ChatTemplate("<t>+{% generation %}<t>a{% endgeneration %}{# messages #}", tokenizer)
+    template = ChatTemplate("<t>+{% generation %}a<t>{% endgeneration %}{# messages #}", tokenizer)
     special = tokenizer.special_tokens()
     ids, targets = template.encode(ONE)
-    assert ids.tolist() == [special["<t>+"], special["<t>"], *tokenizer.encode("a")]
-    assert targets.tolist() == [False, True, True]
+    assert ids.tolist() == [special["<t>+"], *tokenizer.encode("a"), special["<t>"]]
+    assert targets.tolist() == [False, *[True] * (len(ids) - 1)]
 
 
 @pytest.mark.parametrize("name", [*SPECIAL_TOKENS, "</s>", "<s>"])
@@ -173,7 +173,13 @@ def test_no_piece_of_text_has_a_header_and_content(tokenizer):
         ("{{ messages[0]['content'] + 1 }}", "cannot be rendered (TypeError"),
         ("{{ 1 / 0 }}", "cannot be rendered (ZeroDivisionError"),
         ("{{ messages.__class__.__base__ }}", "cannot be rendered (SecurityError"),
-        ("", "marks no text of the assistant"),
+        ("", "chat.jinja leaves out what is said"),
+        ("{{ raise_exception('no') }}", "refuses the conversation (no), a question and"),
+        (
+            DEFAULT_TEMPLATE.replace("add_generation_prompt", "false"),
+            "writes '<|assistant|>' before an answer, but not where it is asked for one",
+        ),
+        (CHATML.replace("add_generation_prompt", "false"), r"'<|im_start|>assistant' before"),
         ("{{ messages[0]['content'] }}{% generation %}{% endgeneration %}", "marks no text of the"),
         (
             DEFAULT_TEMPLATE.replace("<|end|>", "<|fin|>"),
@@ -202,6 +208,14 @@ def test_templates_that_do_not_fit(tokenizer, source, words):
         ChatTemplate(source, tokenizer, "chat.jinja").encode(TWO[1:])
     assert words in str(caught.value)
     assert "; " in str(caught.value)
+
+
+def test_a_header_that_is_trained_on_does_not_end_a_turn(tokenizer):
+    source = DEFAULT_TEMPLATE.replace(
+        "{{ '<|assistant|>' }}{% generation %}{{", "{% generation %}{{ '<|assistant|>' +"
+    )
+    assert source != DEFAULT_TEMPLATE
+    assert ChatTemplate(source, tokenizer).end_of_turn == tokenizer.special_tokens()["<|end|>"]
 
 
 def test_a_tokenizer_without_the_special_tokens(tmp_path):

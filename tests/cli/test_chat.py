@@ -1,0 +1,188 @@
+"""`minimind chat`: what is typed at a terminal, kept and saved; the answers are given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from minimind.cli.main import main
+from minimind.data.chat.conversations import conversation_of_line
+from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
+from minimind.data.text.documents import ReadOptions
+from minimind.data.tokenizer.sentencepiece import Tokenizer, train_tokenizer
+from minimind.errors import UsageError
+from minimind.inference.chat import Chat
+from minimind.inference.generate import GenerationResult
+from minimind.inference.sampling import Sampling
+from tests.train.terminal import Terminal
+
+POSITIONS, ROOM = 96, 20  # of the model, and of them the answer's
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    place = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(
+        ["what is the sea? deep"] * 9, 512, place / "tokenizer.model", special=SPECIAL_TOKENS
+    )
+    return Tokenizer(place)
+
+
+class Answers:
+    """Answers to give in turn, in place of a model's; an exception is raised after half of one."""
+
+    def __init__(self) -> None:
+        self.given: Iterator[str | BaseException] = iter(())
+
+    def __call__(
+        self, model: Any, tokenizer: Any, prompts: Any, sampling: Any, show: Any, **_: Any
+    ):
+        answer = next(self.given)
+        if isinstance(answer, BaseException):
+            show("half an ans")
+            raise answer
+        if show:
+            show(answer)
+        return GenerationResult((answer,), 1, 1.0)
+
+
+@pytest.fixture
+def start(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Sequence[str | BaseException], str | None], Chat]:
+    """A chat with these answers and this system message."""
+    answers = Answers()
+    monkeypatch.setattr("minimind.inference.chat.continue_ids", answers)
+    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=POSITIONS))
+    template = ChatTemplate(DEFAULT_TEMPLATE, tokenizer)
+
+    def begin(given: Sequence[str | BaseException], system: str | None = None) -> Chat:
+        answers.given = iter(given)
+        return Chat(model, tokenizer, template, Sampling(ROOM, 0.0, 1.0, 0), system)
+
+    return begin
+
+
+@pytest.fixture
+def typed(start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Output and error messages of a terminal where these lines are typed."""
+
+    def type_lines(lines: Sequence[str], answers: Sequence[str | BaseException]) -> tuple[str, str]:
+        chat = start(answers)
+        monkeypatch.setattr("minimind.cli.chat._load", lambda args: chat)
+        monkeypatch.setattr("sys.stdin", Terminal("".join(f"{line}\n" for line in lines)))
+        assert main(["chat", "--model", "a-model"]) == 0
+        shown = capsys.readouterr()
+        return shown.out, shown.err
+
+    return type_lines
+
+
+def test_a_conversation_is_saved_as_a_line_to_train_on(typed, tmp_path: Path):
+    place = tmp_path / "talk.jsonl"
+    lines = ["what is the sea?", "", "and the sky?", f"/save {place}", f"/save {place}", "/reset"]
+    out, err = typed([*lines, f"/save {place}2"], ["deep", "high"])
+    assert out == "> deep\n> > high\n> > > > > \n"
+    first, *saved = err.splitlines()
+    assert first.startswith("a-model: /reset ")
+    assert saved == [
+        f"saved to {place}",
+        f"not saved: {place} exists; give another file",
+        "not saved: there is no answer yet; ask something",
+    ]
+    texts = [turn["content"] for turn in json.loads(place.read_text())["messages"]]
+    assert texts == ["what is the sea?", "deep", "and the sky?", "high"]
+    conversation_of_line(place.read_bytes(), ReadOptions())
+
+
+def test_commands_that_cannot_be_done_are_explained(typed, tmp_path: Path):
+    nowhere = tmp_path / "nowhere" / "x"
+    lines = ["ab", "/save", f"/save {nowhere}", "/save ~no-such-user/x", "/save a\0b", "/quit"]
+    _, err = typed(lines, ["cd"])
+    said = err.splitlines()[1:]
+    assert said[0] == "/save needs a file; write /save talk.jsonl"
+    assert said[1] == f"not saved: {nowhere}: No such file or directory; give another file"
+    assert said[2].startswith("not saved: ~no-such-user/x: ")
+    assert said[3].endswith("; give another file")
+    assert said[4].startswith("/quit: no such command; /reset ")
+
+
+def test_what_could_not_be_trained_on_is_not_saved(typed, tmp_path: Path):
+    place = tmp_path / "talk.jsonl"
+    _, err = typed(["ab", "cd", f"/save {place}"], ["x", " "])
+    assert 'not saved: it could not be trained on: turn 4: "content" is blank; ' in err
+    _, err = typed(["ab", f"/save {place}"], ["x <|end|>"])
+    assert 'trained on: turn 2: contains "<|end|>"' in err
+    assert not place.exists()
+
+
+def test_lines_that_are_no_turn_leave_the_conversation_as_it_is(typed):
+    long = "what is " * 60
+    lines = ["a <|end|> b", "a\0b", "a\ud800b", long, "what is the sea?"]
+    out, err = typed(lines, ["deep"])
+    assert out == "> > > > > deep\n> \n"
+    said = err.splitlines()[1:]
+    assert said[0].startswith('the turn: contains "<|end|>", a special token')
+    assert said[1] == "the turn: the text holds a NUL character; write it in another way"
+    assert said[2] == "the turn: contains a lone surrogate (\\ud800); write it in another way"
+    assert said[3].endswith(
+        f"tokens, more than {POSITIONS - ROOM}: the answer needs {ROOM} of the model's"
+        f" {POSITIONS} positions; shorten it"
+    )
+    assert all("conversation" not in line for line in said)
+
+
+def test_a_stopped_answer_is_forgotten_with_its_question(typed, tmp_path: Path):
+    place = tmp_path / "talk.jsonl"
+    out, err = typed(["one?", "two?", f"/save {place}"], [KeyboardInterrupt(), "deep"])
+    assert out == "> half an ans\n> deep\n> > \n"
+    assert "[stopped; question and answer are forgotten]\n" in err
+    assert [turn["content"] for turn in json.loads(place.read_text())["messages"]] == [
+        "two?",
+        "deep",
+    ]
+
+
+def test_an_answer_that_spells_a_special_token_ends_the_conversation(start):
+    chat = start(["a <|user|>", "deep"])
+    chat.ask("one?")
+    with pytest.raises(UsageError, match=r"turn 2: contains .*; begin another conversation"):
+        chat.ask("two?")
+    chat.reset()
+    assert chat.ask("two?") == "deep"
+
+
+def test_the_first_turns_are_forgotten_and_the_system_message_is_not(start):
+    chat = start(["deep sea"] * 9, "what is the sea?")
+    for _ in range(9):
+        chat.ask("what is the sea?")
+    assert chat.forgotten > 0
+    assert [message.role for message in chat.messages[:2]] == ["system", "user"]
+    assert chat.forgotten + len(chat.messages) == 1 + 2 * 9
+
+
+@pytest.mark.parametrize(
+    ("system", "words"),
+    [
+        ("be <|user|> kind", 'the system message: contains "<|user|>"'),
+        ("what is " * 60, "the system message and the turn have"),
+    ],
+)
+def test_a_system_message_that_is_none(start, system: str, words: str):
+    with pytest.raises(UsageError, match=words):
+        start(["deep"], system).ask("what is the sea?")
+
+
+@pytest.mark.parametrize("flag", ["--once", "--system"])
+@pytest.mark.parametrize(
+    ("text", "words"), [("", "is blank"), (" \n", "is blank"), ("a\udcff", "is not UTF-8")]
+)
+def test_a_flag_without_text(flag: str, text: str, words: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["chat", "--model", "a-model", flag, text]) == 2
+    assert f"argument {flag}: " in (said := capsys.readouterr().err)
+    assert words in said
