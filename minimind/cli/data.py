@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from minimind.data.prepare.prepare import Prepared, PrepareRequest
 
 OPTIONS = ("text_field", "max_document_bytes", "val_fraction")
-NOT_OF_A_MERGE = ("tokenizer", "vocab_size", *OPTIONS, "on_bad_data", "shard_bytes", "processes", "ray")
+NOT_OF_A_MERGE = (
+    "tokenizer",
+    "vocab_size",
+    *OPTIONS,
+    "on_bad_data",
+    "shard_bytes",
+    "processes",
+    "ray",
+)
 LONGEST = (
     "longest document, in UTF-8 (default: 64MiB; 2MiB with a Hugging Face --tokenizer, 8MiB"
     " with a SentencePiece model that is not plain BPE: these encode a document at once)"

@@ -45,10 +45,7 @@ def encode_with_ray(work: Work, address: str, cores: int | None, progress: bool 
     ray = _imported()
     plan = sha256((work.directory / PLAN_NAME).read_bytes()).hexdigest()
     settings = (str(work.directory), work.is_strict, plan)
-    with (
-        _connected(ray, address, cores),
-        progress_bar(work.plan.units, left, progress) as bar,
-    ):
+    with _connected(ray, address, cores), progress_bar(work.plan.units, left, progress) as bar:
         task = ray.remote(num_cpus=1, max_retries=RETRIES)(_encode)
         for waiting in (False, True):  # units that other commands have claimed come last
             units = {task.remote(*settings, unit.number, waiting): unit for unit in left}
@@ -99,7 +96,7 @@ def _connected(ray: Any, address: str, cores: int | None) -> Iterator[None]:
         ray.init(address=address, **quiet)
         signal.signal(signal.SIGTERM, terminate)  # Ray replaces it
         yield
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+    except (ConnectionError, ImportError, RuntimeError, ValueError, TimeoutError) as error:
         if ray.is_initialized():
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -95,3 +95,72 @@ def test_four_workers_one_of_them_killed_write_the_shards_of_one_process(tmp_pat
     assert printed.endswith(f"done: --data_path {tmp_path / 'ray'}\n")
     assert not errors.replace("training the tokenizer ...\n", "")
     assert files_of(tmp_path / "ray") == files_of(tmp_path / "one")
+
+
+def drafted(tmp_path: Path) -> tuple[Path, str]:
+    """A draft with the plan of a text and no unit, and the hash of plan.json."""
+    text = write(tmp_path / "t.jsonl", sentences(1, 50))
+    # of two shares of one unit, the second is empty
+    assert main(words(text, tmp_path / "out", "--shard", "1/2")) == 0
+    draft = tmp_path / "out.part"
+    return draft, sha256((draft / PLAN_NAME).read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("missing", ["folder", "plan", "text"])
+def test_a_node_without_the_shared_folder_is_named(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ray_tasks, "SEEN_WITHIN", 0.0)
+    draft, plan = drafted(tmp_path)
+    if missing == "text":
+        (tmp_path / "t.jsonl").unlink()
+    folder = tmp_path / "elsewhere" if missing == "folder" else draft
+    seen = "0" * 64 if missing == "plan" else plan
+    with pytest.raises(StorageError, match="does not see it; every node of the cluster") as error:
+        ray_tasks._encode(str(folder), True, seen, 0, False)
+    assert str(tmp_path / "t.jsonl" if missing == "text" else folder) in str(error.value)
+    assert error.value.status == 5
+
+
+def test_a_task_encodes_a_unit_once(tmp_path: Path):
+    draft, plan = drafted(tmp_path)
+    assert ray_tasks._encode(str(draft), True, plan, 0, False)
+    written = (draft / "unit-00000.json").stat().st_mtime_ns
+    assert ray_tasks._encode(str(draft), True, plan, 0, False)
+    assert (draft / "unit-00000.json").stat().st_mtime_ns == written
+
+
+def test_a_bad_document_of_a_task_is_named(tmp_path: Path):
+    (tmp_path / "t.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
+    out = ["--val_fraction", "0", "--shard", "1/2"]
+    good = write(tmp_path / "good.jsonl", sentences(1, 50))
+    assert main(words(good, tmp_path / "first")) == 0
+    tokenizer = ["--tokenizer", str(tmp_path / "first" / "tokenizer")]
+    command = ["prepare", str(tmp_path / "t.jsonl"), *tokenizer, "--out", str(tmp_path / "out")]
+    assert main([*command, *out]) == 0
+    draft = tmp_path / "out.part"
+    plan = sha256((draft / PLAN_NAME).read_bytes()).hexdigest()
+    with pytest.raises(DataError, match=r"t\.jsonl:2 \(byte 17\)"):
+        ray_tasks._encode(str(draft), True, plan, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "report"),
+    [
+        (["--ray", "my_text.jsonl"], "--ray my_text.jsonl: is no address of a Ray cluster"),
+        (["--ray", "--shard", "0/2"], "--ray and --shard were both given"),
+        (["--ray", "auto", "--processes", "2"], "--processes 2: --ray auto has the cores"),
+        (["--merge", "--ray"], "--merge takes no"),
+    ],
+)
+def test_flags_that_ray_does_not_take_are_refused(
+    flags: list[str], report: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["prepare", "--out", str(tmp_path / "out"), *flags]) == 2
+    assert report in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("address", ["auto", "node7:6379", "ray://10.0.0.1:10001", "[::1]:6379"])
+def test_addresses_of_clusters_are_taken(address: str):
+    ray_tasks.require_address(address)
