@@ -30,7 +30,12 @@ ADDRESS = re.compile(r"auto|(ray://)?(\[[0-9a-fA-F:]+\]|[^\s/:\[\]]+):[0-9]{1,5}
 RETRIES = 3  # of a unit whose worker or node died
 SEEN_WITHIN = 60.0  # seconds; network file systems cache names for up to a minute
 OBJECT_STORE_BYTES = 2**27  # tasks return a bool; the default is 30 % of the memory
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+CONNECT_WITHIN = 10.0  # seconds
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_BACKEND_LOG_LEVEL": "fatal",
+}
 SHARED = "every node of the cluster must see the same text and the same --out; use a shared folder"
 
 
@@ -93,6 +98,7 @@ def _connected(ray: Any, address: str, cores: int | None) -> Iterator[None]:
             "_temp_dir": folder,
         }
     try:
+        _require_reachable(address)
         ray.init(address=address, **quiet)
         signal.signal(signal.SIGTERM, terminate)  # Ray replaces it
         yield
@@ -100,14 +106,29 @@ def _connected(ray: Any, address: str, cores: int | None) -> Iterator[None]:
         if ray.is_initialized():
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise RendezvousError(
-            f"--ray {address}: no connection to Ray ({reason}); check the address, and that the"
-            " cluster has the versions of Ray and Python of this environment"
-        ) from error
+        raise _unconnected(address, reason) from error
     finally:
         ray.shutdown()
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _require_reachable(address: str) -> None:
+    """Raise RendezvousError if nothing listens at HOST:PORT, for which Ray waits for a minute."""
+    if address in ("auto", LOCAL):
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_WITHIN).close()
+    except (OSError, OverflowError) as error:
+        raise _unconnected(address, str(error)) from error
+
+
+def _unconnected(address: str, reason: str) -> RendezvousError:
+    return RendezvousError(
+        f"--ray {address}: no connection to Ray ({reason}); check the address, and that the"
+        " cluster has the versions of Ray and Python of this environment"
+    )
 
 
 def _as_completed(ray: Any, pending: list[Any]) -> Iterator[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 from minimind.cli.main import main
 from minimind.data.prepare import ray_tasks
 from minimind.data.prepare.work_units import PLAN_NAME
-from minimind.errors import DataError, StorageError
+from minimind.errors import DataError, RendezvousError, StorageError
 from tests.conftest import sentences
 
 
@@ -164,3 +165,10 @@ def test_flags_that_ray_does_not_take_are_refused(
 @pytest.mark.parametrize("address", ["auto", "node7:6379", "ray://10.0.0.1:10001", "[::1]:6379"])
 def test_addresses_of_clusters_are_taken(address: str):
     ray_tasks.require_address(address)
+
+
+def test_a_cluster_that_does_not_answer_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(RendezvousError, match=f"--ray 127.0.0.1:{port}: no connection to Ray"):
+        ray_tasks._require_reachable(f"127.0.0.1:{port}")
