@@ -31,11 +31,7 @@ RETRIES = 3  # of a unit whose worker or node died
 SEEN_WITHIN = 60.0  # seconds; network file systems cache names for up to a minute
 OBJECT_STORE_BYTES = 2**27  # tasks return a bool; the default is 30 % of the memory
 CONNECT_WITHIN = 10.0  # seconds
-QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_BACKEND_LOG_LEVEL": "fatal",
-}
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 SHARED = "every node of the cluster must see the same text and the same --out; use a shared folder"
 
 

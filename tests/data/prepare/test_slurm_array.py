@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -49,9 +50,9 @@ def submit(folder: Path, *words: str, shares: str = "3") -> subprocess.Completed
 
 @pytest.mark.launch
 def test_the_array_and_its_merge_write_the_folder_of_one_process(tmp_path: Path):
-    text = tmp_path / "my text.txt"
-    text.write_text("\n".join(sentences(1, 200)))
-    words = ["prepare", str(text), "--vocab_size", "512", "--val_fraction", "0"]
+    text = tmp_path / "my text.jsonl"
+    text.write_text("".join(json.dumps({"text": one}) + "\n" for one in sentences(1, 400)))
+    words = ["prepare", str(text), "--vocab_size", "512", "--shard_bytes", "30000"]
     assert main([*words, "--out", str(tmp_path / "one")]) == 0
     done = submit(tmp_path, *words[1:], "--out", str(tmp_path / "array"), shares="2")
     assert done.returncode == 0, done.stderr + (tmp_path / "calls.out").read_text()
@@ -65,7 +66,7 @@ def test_the_array_and_its_merge_write_the_folder_of_one_process(tmp_path: Path)
         for name in ("one", "array")
     ]
     assert shards[0] == shards[1]
-    assert shards[0]
+    assert len(shards[0]) > 8
 
 
 @pytest.mark.parametrize(
