@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from minimind.data.prepare.prepare import Prepared, PrepareRequest
 
 OPTIONS = ("text_field", "max_document_bytes", "val_fraction")
-NOT_OF_A_MERGE = ("tokenizer", "vocab_size", *OPTIONS, "on_bad_data", "shard_bytes", "processes")
+NOT_OF_A_MERGE = (
+    "tokenizer",
+    "vocab_size",
+    *OPTIONS,
+    "on_bad_data",
+    "shard_bytes",
+    "processes",
+    "ray",
+)
 LONGEST = (
     "longest document, in UTF-8 (default: 64MiB; 2MiB with a Hugging Face --tokenizer, 8MiB"
     " with a SentencePiece model that is not plain BPE: these encode a document at once)"
@@ -72,6 +80,8 @@ def add_parsers(subs: Any) -> None:
     size = "bytes of input per shard file (default: from the total size, at least 16MiB)"
     add("--shard_bytes", type=count_of_bytes, help=size)
     add("--processes", type=at_least(1), help="tokenizing processes (default: one per 8 cores)")
+    cluster = "encode on Ray: a cluster (auto, HOST:PORT, ray://HOST:PORT), or this host"
+    add("--ray", nargs="?", const="local", metavar="ADDRESS", help=cluster)
     add("--force", action="store_true", help="replace an earlier --out")
     add("--debug", action="store_true", help="show tracebacks")
     _add_data(subs)
@@ -133,6 +143,7 @@ def _prepare(args: argparse.Namespace) -> int:
     if args.merge and (given := _given(args, NOT_OF_A_MERGE)):
         name = next(iter(given))
         raise UsageError(f"--merge takes no --{name}; leave it out, the shares determine it")
+    _require_usable_ray(args)
     if args.merge:
         prepared = merge_folder(args.out, args.force, args.max_bad_fraction)
     else:
@@ -143,6 +154,22 @@ def _prepare(args: argparse.Namespace) -> int:
     else:
         _print_prepared(prepared)
     return 0
+
+
+def _require_usable_ray(args: argparse.Namespace) -> None:
+    """Raise UsageError for an address of no cluster, and for flags that Ray does not heed."""
+    from minimind.data.prepare.ray_tasks import LOCAL, require_address
+
+    if args.ray is None:
+        return
+    require_address(args.ray)
+    if args.shard:
+        raise UsageError("--ray and --shard were both given; Ray divides the work, leave out one")
+    if args.processes and args.ray != LOCAL:
+        raise UsageError(
+            f"--processes {args.processes}: --ray {args.ray} has the cores of its cluster; leave"
+            " it out"
+        )
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
@@ -172,6 +199,7 @@ def _request(args: argparse.Namespace) -> PrepareRequest:
         skips_bad=args.on_bad_data == "skip",
         unit_bytes=args.shard_bytes,
         processes=args.processes,
+        ray=args.ray,
         **_given(args, ("vocab_size", "max_bad_fraction")),
     )
 

@@ -63,7 +63,8 @@ def test_every_option_may_be_written_with_dashes(prog, capsys):
     words = prog.split()[1:]
     for action in options_of(LEAVES[prog]):
         name = action.option_strings[0].replace("_", "-")
-        if action.nargs != 0 and not isinstance(action, argparse.BooleanOptionalAction):
+        takes_value = action.nargs not in (0, "?")
+        if takes_value and not isinstance(action, argparse.BooleanOptionalAction):
             # A value is missing of an option that is known, and of no other.
             assert cli.main([*words, name]) == 2
             assert (

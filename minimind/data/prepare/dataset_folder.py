@@ -21,6 +21,7 @@ from minimind.data.prepare.prepare import (
     open_prepared,
     tokenizer_of,
 )
+from minimind.data.prepare.ray_tasks import encode_with_ray
 from minimind.data.prepare.work_units import (
     PLAN_NAME,
     TEXT,
@@ -77,8 +78,15 @@ def prepare_folder(
             work = _start_work(request, plan, settings, draft)
             start_lock.close()
             if not is_prepared(draft):  # or killed in clear()
-                encode_plan(work, share or (0, 1), request.processes, request.progress)
+                _encode(work, request, share or (0, 1))
         return None if share else _merge(work, settings, place, request.max_bad_fraction)
+
+
+def _encode(work: Work, request: PrepareRequest, share: tuple[int, int]) -> None:
+    if request.ray is None:
+        encode_plan(work, share, request.processes, request.progress)
+    else:
+        encode_with_ray(work, request.ray, request.processes, request.progress)
 
 
 def _describe(request: PrepareRequest, plan: Plan) -> dict[str, Any]:

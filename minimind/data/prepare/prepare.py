@@ -68,6 +68,7 @@ class PrepareRequest:
     unit_bytes: int | None = None
     processes: int | None = None  # None: as many as the cores of this host can use
     progress: bool = True
+    ray: str | None = None  # address of a cluster, or `local`; for dataset folders only
 
     def plan(self) -> Plan:
         """Plan the units of the text; raise UsageError for an impossible vocabulary size."""

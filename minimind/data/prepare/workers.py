@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -47,15 +47,20 @@ def encode_plan(
     work = replace(work, threads=max(1, cores // processes))
     if share == (0, 1):  # which `merge` requires next
         work = replace(work, overlap_task=lambda: work.tokenizer.exported)
-    total, remaining = (sum(unit.bytes for unit in group) for group in (units, left))
-    silent = not (progress and sys.stderr.isatty())
-    options = {"desc": "tokenizing", "unit": "B", "unit_scale": True, "disable": silent}
-    with tqdm(total=total, initial=total - remaining, **options) as bar:
+    with progress_bar(units, left, progress) as bar:
         if processes > 1 and (pool := _open_pool(processes)):
             return _encode_in_processes(work, left, pool, bar)
         work = replace(work, report_bytes=bar.update)
         for waiting in (False, True):  # units that other commands have claimed come last
             left = [unit for unit in left if not encode_unclaimed(work, unit, waiting)]
+
+
+def progress_bar(units: Sequence[Unit], left: Sequence[Unit], progress: bool) -> tqdm[Any]:
+    """Bar over the bytes of `units`, of which some are `left`; shown on a terminal only."""
+    total, remaining = (sum(unit.bytes for unit in group) for group in (units, left))
+    silent = not (progress and sys.stderr.isatty())
+    options = {"desc": "tokenizing", "unit": "B", "unit_scale": True, "disable": silent}
+    return tqdm(total=total, initial=total - remaining, **options)
 
 
 def _open_pool(processes: int) -> ProcessPoolExecutor | None:
@@ -127,10 +132,11 @@ def _end_with_parent() -> None:
 
 def _encode(settings: tuple[Path, bool, int], unit: Unit, waiting: bool) -> bool:
     """Encode a unit in a worker process."""
-    return encode_unclaimed(_load(*settings), unit, waiting)
+    return encode_unclaimed(load_work(*settings), unit, waiting)
 
 
 @cache
-def _load(directory: Path, is_strict: bool, threads: int) -> Work:
+def load_work(directory: Path, is_strict: bool, threads: int) -> Work:
+    """Return the work of a plan and a tokenizer that another process wrote to the folder."""
     plan = Plan.from_json(json.loads((directory / PLAN_NAME).read_bytes()))
     return Work(directory, plan, load_tokenizer(directory / TOKENIZER_NAME), is_strict, threads)
