@@ -17,7 +17,7 @@ from minimind.checkpoint.directory import delete, published_checkpoints, step_of
 from minimind.config.run_config import REACH, RunConfig
 from minimind.config.yaml_files import load_yaml
 from minimind.errors import CheckpointError, UsageError
-from minimind.runtime.checked_json import ClosedJson, Count, Real, read_object, validate
+from minimind.runtime.checked_json import ClosedJson, Count, Real, Unreadable, read_object, validate
 from minimind.runtime.durable_files import read_events, sync_directory, write_whole
 
 VALIDATION = "validation.json"
@@ -114,9 +114,13 @@ def fate(found: Sequence[Saved], rules: Rules, good: int | None = None) -> dict[
 def prune(root: Path, rules: Rules, good: int | None = None) -> None:
     """Delete the checkpoints that no rule keeps; those being read stay until the next call.
 
-    Assumes that `resume` has set damaged ones aside.
+    Assumes that `resume` has set damaged ones aside. Raise OSError, before anything is deleted, for
+    a loss that cannot be read: it may be the best.
     """
-    reasons = kept(saved_in(root), rules, good)
+    try:
+        reasons = kept(saved_in(root), rules, good)
+    except Unreadable as error:
+        raise OSError(str(error)) from error
     for path in published_checkpoints(root):
         if not reasons.get(step_of(path), True):
             delete(path)
@@ -148,10 +152,15 @@ def has_validation(directory: Path) -> bool:
 
 
 def validation_of(directory: Path) -> float | None:
-    """The validation loss of a checkpoint; None if there is none, or its file is damaged."""
+    """The validation loss of a checkpoint; None if there is none, or its file is damaged.
+
+    Raise Unreadable if the file cannot be read.
+    """
     try:
         found, _ = read_object(directory / VALIDATION)
         validate(Validation, found)
+    except Unreadable as error:
+        raise Unreadable(f"{directory / VALIDATION}: {error}; make it readable") from error
     except CheckpointError:
         return None
     return found["val_loss"] if found["step"] == step_of(directory) else None

@@ -9,6 +9,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import (
     MANIFEST,
+    NAME,
     delete,
     fault,
     leftovers,
@@ -34,11 +36,11 @@ from minimind.checkpoint.retention import (
     good_step,
     kept,
     rules_of_run,
-    saved_in,
     validation_of,
 )
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.errors import CheckpointError, UsageError
+from minimind.runtime.checked_json import Unreadable
 from minimind.runtime.durable_files import mebibytes, storing
 
 COLUMNS = ("checkpoint", "tokens", "saved", "files", "size", "saved by", "dtype", "state", "kept")
@@ -117,8 +119,9 @@ def _with_fates(root: Path, listings: list[Listing | None]) -> list[Listing | No
     rules, good = rules_of_run(root.parent), good_step(root.parent)
     if rules is None:
         return listings
-    fates = fate(saved_in(root), rules, good if rules.verifies else None)
-    return [one and replace(one, kept=fates.get(step_of(Path(one.path)), "")) for one in listings]
+    found = [Saved(step_of(Path(one.path)), one.val_loss) for one in listings if one]
+    fates = fate(found, rules, good if rules.verifies else None)
+    return [one and replace(one, kept=fates[step_of(Path(one.path))]) for one in listings]
 
 
 def _listed(path: Path, is_verifying: bool) -> Listing | None:
@@ -157,8 +160,13 @@ def look_at(path: Path, state: str) -> Listing | None:
         dtype=dtype if dtype in DTYPES else None,
         files=len(sizes),
         state=state,
-        val_loss=validation_of(path),
+        val_loss=_loss(path),
     )
+
+
+def _loss(path: Path) -> float | None:
+    with suppress(Unreadable):
+        return validation_of(path) if NAME.fullmatch(path.name) else None
 
 
 def sizes_of(path: Path) -> dict[str, int] | None:

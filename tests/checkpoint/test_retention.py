@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from minimind.checkpoint import retention
 from minimind.checkpoint.directory import published_checkpoints, set_aside, step_of
 from minimind.checkpoint.retention import (
     VALIDATION,
@@ -23,6 +24,7 @@ from minimind.checkpoint.retention import (
 )
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.cli.main import main
+from minimind.runtime.checked_json import Unreadable
 from minimind.runtime.durable_files import Metrics
 from tests.checkpoint.test_directory import saved
 from tests.faults import tiny
@@ -128,6 +130,20 @@ def test_pruning_a_folder_keeps_the_best_and_every_third(tmp_path):
             record_validation(path, 3 + step / 100)
     prune(tmp_path, Rules(1, keep_every=30, keep_best=1))
     assert [step_of(path) for path in published_checkpoints(tmp_path)] == [70, 60, 30, 20]
+
+
+def test_nothing_is_deleted_while_a_loss_cannot_be_read(tmp_path, monkeypatch):
+    for step in (10, 20, 30):
+        record_validation(saved(tmp_path, step), 3 + step / 100)
+
+    def unreadable(path: Path) -> None:
+        raise Unreadable("cannot be read (Input/output error)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(retention, "read_object", unreadable)
+        with pytest.raises(OSError, match=r"step_00000030/validation\.json: cannot be read"):
+            prune(tmp_path, Rules(1, keep_best=1))
+    assert len(published_checkpoints(tmp_path)) == 3
 
 
 def test_the_last_good_step_follows_starts_checks_and_rollbacks(tmp_path):
