@@ -174,13 +174,12 @@ class Saver:
         waiting = time.perf_counter()
         event = saving.future.result()
         self._saving = None
-        self._record_losses()
         waited = (time.perf_counter() - waiting) * 1e3
         copying = self._staging.synchronize() if self._staging else 0.0  # ms on the GPU's stream
         return {**event, "stall_ms": max(saving.stall_ms, copying) + waited}
 
     def validated(self, step: int, val_loss: float) -> None:
-        """Record a validation in the checkpoint of its step, if there is one, once published."""
+        """Record a validation in the checkpoint of its step, if there is one, once reported."""
         self._losses[step] = val_loss
         if self._saving is None:
             self._record_losses()
@@ -194,6 +193,7 @@ class Saver:
 
     def prune(self) -> None:
         """Delete older checkpoints in the background, after the new one was reported."""
+        self._record_losses()
         if self.ranks.rank == 0:
             self._pruning = self._thread.submit(prune, self.root, self.rules, self.good)
 
