@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.record import arguments, preset, record
 from minimind.checkpoint.resume import resume
+from minimind.checkpoint.retention import Rules
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.train_state import TrainState
 from minimind.config.deepspeed.backend_choice import read_setup
@@ -49,7 +50,7 @@ def build(model: str) -> Engine:
 def measure(engine: Engine, folder: Path, rounds: int) -> dict[str, list[float]]:
     """Milliseconds by what was timed, one number a round."""
     facts = {"identity": {}, "world_size": 1, "zero_stage": None, "order": {}}
-    saver = Saver(engine, engine.another_group(600), folder / "checkpoints", 2, facts, {})
+    saver = Saver(engine, engine.another_group(600), folder / "checkpoints", Rules(2), facts, {})
     rows = torch.randint(0, 6000, (1, 65))
     clock = PhaseClock(engine.device)
     found: dict[str, list[float]] = {"torch.save": [], "stall": [], "until durable": []}

@@ -8,6 +8,7 @@ directory        the protocol of a checkpoint directory
 identity         values that must not change on resume
 reader           whole tensors of a checkpoint, verified; the differences of two
 resume           select a checkpoint and load its state
+retention        which checkpoints are kept, and why
 run_folder       out_dir: locked by one run at a time
 saver            saves in the background, on all ranks
 tensor_files     named flat slices <-> safetensors

@@ -5,6 +5,7 @@
         buffers.safetensors        persistent buffers
         state.json                 shapes, optimizer step, the engine's counters
         config.json tokenizer.model ds_config.resolved.json   for generate and for readers
+        validation.json            not of every one (retention.py)
         manifest.json              written last: size and sha256 of every file, identity of the run
 
 A directory under its final name is complete. Nothing in it is ever unpickled.
@@ -121,20 +122,6 @@ def _free_name(path: Path) -> Path:
 def set_aside(path: Path, why: str) -> None:
     """Rename a checkpoint to `WHY-step_...`: kept, but ignored by resume and pruning."""
     path.rename(_free_name(path.with_name(f"{why}-{path.name}")))
-
-
-def prune(root: Path, keep_last: int, reach: int = 0, good: int | None = None) -> None:
-    """Delete all but the newest checkpoints; those being read stay until the next call.
-
-    With `reach` those of the last `reach` steps stay, too, and the newest of the earlier ones; with
-    `good` the newest up to that step. Assumes that `resume` has set damaged ones aside.
-    """
-    found = published_checkpoints(root)
-    recent = [path for path in found if step_of(path) > step_of(found[0]) - reach]
-    kept = found[: max(keep_last, len(recent) + 1 if reach else 0)]
-    kept += [path for path in found if good is not None and step_of(path) <= good][:1]
-    for old in [path for path in found if path not in kept]:
-        delete(old)
 
 
 def delete(path: Path) -> bool:

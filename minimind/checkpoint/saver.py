@@ -18,12 +18,12 @@ from torch import Tensor
 
 from minimind.checkpoint.directory import (
     describe_file,
-    prune,
     publish,
     published_checkpoints,
     step_directory,
     write_manifest,
 )
+from minimind.checkpoint.retention import Rules, has_validation, prune, record_validation
 from minimind.checkpoint.tensor_files import BUFFERS, Staging, write_slices, write_tensors
 from minimind.checkpoint.train_state import TrainState
 from minimind.checkpoint.validation import shard_name
@@ -67,23 +67,18 @@ class Saver:
         engine: Engine,
         ranks: Ranks,
         root: Path,
-        keep_last: int,
+        rules: Rules,
         facts: dict[str, Any],
         texts: dict[str, bytes],
         in_background: bool = True,
         minutes: float = 0.0,
-        reach: int = 0,
     ) -> None:
-        """A save is overdue `minutes` after the previous one began; 0: never.
-
-        With `reach`, checkpoints of the last `reach` steps and one more are kept, if that is more
-        than `keep_last`.
-        """
+        """A save is overdue `minutes` after the previous one began; 0: never."""
         self.engine = engine
         self.ranks = ranks
         self.root = root
-        self.keep_last, self.reach = keep_last, reach
-        self.good: int | None = None  # the newest checkpoint up to this step is kept, too
+        self.rules = rules
+        self.good: int | None = None  # the last step at which a check for corruption passed
         self.facts = facts  # of the manifest
         self.texts = texts  # small files kept beside the tensors, by name
         self.in_background = in_background
@@ -98,12 +93,18 @@ class Saver:
         self._last_begin = time.monotonic()
         self._saving: Saving | None = None
         self._pruning: Future[None] | None = None
+        self._losses: dict[int, float] = {}  # of validations that are not recorded yet, by step
 
     def has(self, step: int) -> bool:
         """Whether a checkpoint of `step` exists, as seen by rank 0."""
         return on_rank_0(self.engine, lambda: step_directory(self.root, step).is_dir())
 
-    def require_capacity(self) -> str:
+    def lacks_validation(self, step: int) -> bool:
+        """Whether a checkpoint of `step` exists without its validation, as seen by rank 0."""
+        path = step_directory(self.root, step)
+        return on_rank_0(self.engine, lambda: path.is_dir() and not has_validation(path))
+
+    def require_capacity(self, last_step: int) -> str:
         """Describe how many checkpoints fit; raise StorageError if none does."""
 
         def look() -> str:
@@ -116,10 +117,12 @@ class Saver:
                 )
             fits, kept = free // self.bytes, len(published_checkpoints(self.root))
             message = f"{mebibytes(self.bytes)} each, {fits:,} more fit"
-            missing = self.keep_last + 1 - kept - fits
+            most = self.rules.most(last_step)
+            missing = most - kept - fits
             if missing > 0:  # the new one is written before the oldest is deleted
                 message += (
-                    f"; --keep_last {self.keep_last} needs {mebibytes(missing * self.bytes)} more"
+                    f"; {self.rules.flags()} needs {mebibytes(missing * self.bytes)} more, for up"
+                    f" to {most:,} checkpoints"
                 )
             return message
 
@@ -175,12 +178,24 @@ class Saver:
         copying = self._staging.synchronize() if self._staging else 0.0  # ms on the GPU's stream
         return {**event, "stall_ms": max(saving.stall_ms, copying) + waited}
 
+    def validated(self, step: int, val_loss: float) -> None:
+        """Record a validation in the checkpoint of its step, if there is one, once reported."""
+        self._losses[step] = val_loss
+        if self._saving is None:
+            self._record_losses()
+
+    def _record_losses(self) -> None:
+        losses, self._losses = self._losses, {}
+        for step, val_loss in losses.items() if self.ranks.rank == 0 else ():
+            if (path := step_directory(self.root, step)).is_dir():
+                with storing(str(path), REMEDY):
+                    record_validation(path, val_loss)
+
     def prune(self) -> None:
         """Delete older checkpoints in the background, after the new one was reported."""
+        self._record_losses()
         if self.ranks.rank == 0:
-            self._pruning = self._thread.submit(
-                prune, self.root, self.keep_last, self.reach, self.good
-            )
+            self._pruning = self._thread.submit(prune, self.root, self.rules, self.good)
 
     def prune_error(self, wait: bool = False) -> str:
         """Return the error of the last pruning, only once; empty if there was none."""

@@ -8,28 +8,42 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import (
     MANIFEST,
+    NAME,
     delete,
     fault,
     leftovers,
     published_checkpoints,
     read_manifest,
     rejected,
+    step_of,
     unfinished,
     verify,
 )
+from minimind.checkpoint.retention import (
+    VALIDATION,
+    Rules,
+    Saved,
+    fate,
+    good_step,
+    kept,
+    rules_of_run,
+    validation_of,
+)
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.errors import CheckpointError, UsageError
+from minimind.runtime.checked_json import Unreadable
 from minimind.runtime.durable_files import mebibytes, storing
 
-COLUMNS = ("checkpoint", "tokens", "saved", "files", "size", "saved by", "dtype", "state")
+COLUMNS = ("checkpoint", "tokens", "saved", "files", "size", "saved by", "dtype", "state", "kept")
 RIGHT = {1, 3, 4}  # numbers
 DTYPES = ("float32", "bfloat16", "float16")
 ONE = re.compile(r"(?:rejected-|abandoned-)?step_\d{8,}.*")
@@ -51,6 +65,8 @@ class Listing:
     dtype: str | None
     files: int
     state: str
+    val_loss: float | None = None
+    kept: str = ""  # why, or that the next save deletes it
 
 
 def place_of(positional: str | None, flag: str | None) -> str:
@@ -92,9 +108,20 @@ def list_checkpoints(place: str, is_verifying: bool) -> list[Listing]:
     else:
         root = folder_of(place)
         listings = [_listed(path, is_verifying) for path in published_checkpoints(root)]
+        listings = _with_fates(root, listings)
         listings += [look_at(path, "set aside, never chosen") for path in leftovers(root)]
         listings += [look_at(path, "unfinished") for path in unfinished(root)]
     return [listing for listing in listings if listing is not None]
+
+
+def _with_fates(root: Path, listings: list[Listing | None]) -> list[Listing | None]:
+    """Add why the run keeps each checkpoint, if its config.yaml is there."""
+    rules, good = rules_of_run(root.parent), good_step(root.parent)
+    if rules is None:
+        return listings
+    found = [Saved(step_of(Path(one.path)), one.val_loss) for one in listings if one]
+    fates = fate(found, rules, good if rules.verifies else None)
+    return [one and replace(one, kept=fates[step_of(Path(one.path))]) for one in listings]
 
 
 def _listed(path: Path, is_verifying: bool) -> Listing | None:
@@ -133,7 +160,13 @@ def look_at(path: Path, state: str) -> Listing | None:
         dtype=dtype if dtype in DTYPES else None,
         files=len(sizes),
         state=state,
+        val_loss=_loss(path),
     )
+
+
+def _loss(path: Path) -> float | None:
+    with suppress(Unreadable):
+        return validation_of(path) if NAME.fullmatch(path.name) else None
 
 
 def sizes_of(path: Path) -> dict[str, int] | None:
@@ -180,6 +213,7 @@ def _row(one: Listing) -> tuple[str, ...]:
         "" if one.world_size is None else f"{one.world_size}{stage}",
         one.dtype or "",
         one.state,
+        one.kept,
     )
 
 
@@ -214,36 +248,53 @@ def examine(path: Path) -> tuple[list[str], list[str]]:
         Contents(path).require_finite()
     except CheckpointError as error:
         return [f"DAMAGED: {str(error).removeprefix(f'{path}/').removeprefix(f'{path}: ')}"], []
-    known = {MANIFEST, *(entry["name"] for entry in manifest["files"])}
+    known = {MANIFEST, VALIDATION, *(entry["name"] for entry in manifest["files"])}
     extra = sorted(set(sizes_of(path) or ()) - known)
     return [], [f"{name!r} is not in the manifest, and is not read" for name in extra]
 
 
-def prune(place: str, keep: int, is_dry: bool) -> Iterator[tuple[Path, int, str]]:
-    """Delete all but the `keep` newest valid checkpoints; yield (directory, bytes, reason).
+def prune(place: str, given: Mapping[str, int], is_dry: bool) -> Iterator[tuple[Path, int, str]]:
+    """Delete the checkpoints that the rules do not keep; yield (directory, bytes, reason).
 
-    The reason is empty for a directory that is, or in a dry run would be, deleted. Those set aside
-    and unfinished ones are deleted too. A damaged one among the newest and one that is being read
-    stay, with the reason. Raise LockedError while a run writes there.
+    The rules are those of the run, replaced by those `given`. The reason is empty for a directory
+    that is, or in a dry run would be, deleted. Those set aside and unfinished ones are deleted too.
+    A damaged one among the newest and one that is being read stay, with the reason. Raise
+    LockedError while a run writes there.
     """
     if is_one(Path(place)):
         raise UsageError(f"--checkpoint {place} is one checkpoint; name the out_dir of its run")
     root = folder_of(place).resolve()
+    rules = _rules_of_prune(root.parent, given)
     with lock_out_dir(root.parent if root.name == "checkpoints" else root):
-        older = published_checkpoints(root)
-        newest_valid(older, verify)  # raises if all are damaged, so that nothing is deleted
-        valid = 0
-        while older and valid < keep:
-            path = older.pop(0)
-            bad = verify(path)
-            valid += bad is None
-            if bad:
+        paths = published_checkpoints(root)
+        damages = {path: bad for path in paths if (bad := verify(path))}
+        newest_valid(paths, damages.get)  # raises if all are damaged, so that nothing is deleted
+        valid = [path for path in paths if path not in damages]
+        saved = [Saved(step_of(path), validation_of(path)) for path in valid]
+        reasons = kept(saved, rules, good_step(root.parent) if rules.verifies else None)
+        stay = {path for path in valid if reasons[step_of(path)]}
+        recent = min(map(step_of, valid[: rules.keep_last]), default=0)
+        for path, bad in damages.items():
+            if step_of(path) > recent:
+                stay.add(path)
                 kind = "unreadable" if bad.is_unreadable else "damaged"
                 yield path, 0, f"is {kind} and not counted: {bad.file} {bad.reason}"
-        for path in [*reversed(older), *leftovers(root), *unfinished(root)]:
+        older = [path for path in reversed(paths) if path not in stay]
+        for path in [*older, *leftovers(root), *unfinished(root)]:
             size = sum((sizes_of(path) or {}).values())
             is_deleted = True
             if not is_dry:
                 with storing(str(path), "correct its permissions"):
                     is_deleted = delete(path)
             yield path, size, "" if is_deleted else "is being read"
+
+
+def _rules_of_prune(out_dir: Path, given: Mapping[str, int]) -> Rules:
+    """The rules of a run with some replaced; what a run goes back to is kept unless --keep says."""
+    rules = rules_of_run(out_dir)
+    if rules is None and "keep_last" not in given:
+        raise UsageError(f"{out_dir} has no config.yaml with the rules of its run; give --keep")
+    rules = rules or Rules(1)
+    if "keep_last" in given:
+        rules = replace(rules, reach=0, verifies=False)
+    return replace(rules, **given)

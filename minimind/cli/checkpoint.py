@@ -106,8 +106,10 @@ def run_prune(args: argparse.Namespace) -> int:
     place = place_of(args.place, args.checkpoint)
     done = "would delete" if args.dry_run else "deleted"
     count, total = 0, 0
+    named = {"keep_last": args.keep, "keep_every": args.keep_every, "keep_best": args.keep_best}
+    given = {name: number for name, number in named.items() if number is not None}
     with storing(place, REMEDY):
-        for path, size, reason in prune(place, args.keep, args.dry_run):
+        for path, size, reason in prune(place, given, args.dry_run):
             if reason:
                 print(f"{path} stays, but {reason}")
                 continue

@@ -102,7 +102,10 @@ def _add_checkpoint(subs: Any) -> None:
             parser.add_argument("--checkpoint", metavar="PLACE", help="same as place")
         return parser.add_argument
 
-    add = add_action("list", "List checkpoints, newest first, with those set aside and unfinished")
+    text = (
+        "List checkpoints, newest first, and why each is kept; then those set aside or unfinished"
+    )
+    add = add_action("list", text)
     add("--verify", action="store_true", help="also verify the hash of every file")
     add("--json", action="store_true", help="print a JSON list")
 
@@ -129,7 +132,11 @@ def _add_checkpoint(subs: Any) -> None:
 
     text = "Delete older checkpoints and leftovers; status 8 while the run is active"
     add = add_action("prune", text, "out --keep 2 --dry_run")
-    add("--keep", type=at_least(1), required=True, help="valid checkpoints to keep")
+    add("--keep", type=at_least(1), help="newest valid checkpoints to keep (default: as the run)")
+    text = "also keep multiples of this step; 0: none (default: as the run)"
+    add("--keep_every", type=at_least(0), help=text)
+    text = "also keep this many by validation loss; 0: none (default: as the run)"
+    add("--keep_best", type=at_least(0), help=text)
     text = "only print what would be deleted"
     add("--dry_run", action="store_true", help=text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,7 @@ def conflicts(run: RunConfig) -> Iterator[str]:
         yield from _no_effect(run, "--spike_guard", "spike_factor", "spike_window", "max_rollbacks")
     if not run.verify_interval:
         yield from _no_effect(run, "--verify_interval", "on_corruption")
+    yield from _retention_conflicts(run)
     yield from _task_conflicts(run)
     if run.spike_guard and run.dtype == "float16":
         yield (
@@ -68,6 +70,26 @@ def _no_effect(run: RunConfig, needed: str, *names: str) -> Iterator[str]:
                 f"{name} = {value} ({run.sources[name]}) has no effect without {needed}; add it, or"
                 " drop this"
             )
+
+
+def _retention_conflicts(run: RunConfig) -> Iterator[str]:
+    """Rules of retention that hardly any checkpoint would meet."""
+    every, best, interval = run.keep_every, run.keep_best, run.save_interval
+    saved = f"save_interval = {interval} ({run.sources['save_interval']})"
+    if every and every % interval and interval % every:
+        yield (
+            f"keep_every = {every} ({run.sources['keep_every']}) and {saved} meet only every"
+            f" {math.lcm(every, interval):,} steps; make keep_every a multiple of save_interval"
+        )
+    given = f"keep_best = {best} ({run.sources['keep_best']})"
+    if best and not (run.eval_rows and run.val_fraction):
+        yield f"{given} has no validation to compare; give --eval_rows and --val_fraction"
+    elif best and run.eval_interval % interval and interval % run.eval_interval:
+        yield (
+            f"{given} compares checkpoints that are validated, and {saved} and eval_interval ="
+            f" {run.eval_interval} ({run.sources['eval_interval']}) meet only every"
+            f" {math.lcm(interval, run.eval_interval):,} steps; make one a multiple of the other"
+        )
 
 
 def _task_conflicts(run: RunConfig) -> Iterator[str]:

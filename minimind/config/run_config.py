@@ -25,6 +25,9 @@ CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PROJECT) / "configs"
 MUON_LR, MUON_MOMENTUM = 0.02, 0.95  # of --optimizer muon, if not given
 SGD_MOMENTUM = 0.9
 SPIKE_FACTOR, SPIKE_WINDOW, MAX_ROLLBACKS = 8.0, 128, 3  # of --spike_guard, if not given
+PATIENCE = 8  # spikes in a row until the run goes back
+MARGIN = 8  # steps before the first of them whose rows are left out, too
+REACH = MARGIN + PATIENCE + 1  # steps from the newest checkpoint to one that is surely before them
 DEFAULT_DEEPSPEED_CONFIG = CONFIGS / "ds_config.json"
 
 

@@ -180,7 +180,17 @@ class PlaceFlags:
         "output",
         at_least=0.0,
     )
-    keep_last: int = flag("checkpoints to keep", 2, "output", at_least=1)
+    keep_last: int = flag("newest checkpoints to keep", 2, "output", at_least=1)
+    keep_every: int = flag(
+        "also keep checkpoints whose step is a multiple of this; 0: none", 0, "output", at_least=0
+    )
+    keep_best: int = flag(
+        "also keep this many checkpoints with the lowest validation loss, of those saved at a step"
+        " that was validated; 0: none",
+        0,
+        "output",
+        at_least=0,
+    )
     async_save: bool = flag(
         "write checkpoints in the background; needs memory for a copy of the optimizer state",
         True,

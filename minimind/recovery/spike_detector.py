@@ -15,11 +15,9 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
+from minimind.config.run_config import PATIENCE
 from minimind.runtime.checked_json import ClosedJson, Count, Real
 
-PATIENCE = 8  # spikes in a row until the run goes back
-MARGIN = 8  # steps before the first of them whose rows are left out, too
-REACH = MARGIN + PATIENCE + 1  # steps from the newest checkpoint to one that is surely before them
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 # Of the median. The loss of a batch varies by some percent and a window may hold almost equal
 # values; norms two or three times the median are common, and harmless.

@@ -190,18 +190,26 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def read_events(path: Path, *names: str) -> Iterator[dict[str, Any]]:
+    """Yield the events of these names in metrics.jsonl; none if there is no such file."""
+    if not path.exists():
+        return
+    marks = [f'"{name}"'.encode() for name in names]
+    with open(path, "rb") as file:
+        for raw in file:
+            if any(mark in raw for mark in marks):
+                with suppress(ValueError):  # a line torn by a crash
+                    line = json.loads(raw)
+                    if line["event"] in names:
+                        yield line
+
+
 def newest_acknowledged(path: Path) -> int | None:
     """Step of the last `checkpoint_saved` event since the run started at step 0."""
     newest = None
-    if not path.exists():
-        return None
-    with open(path, "rb") as file:
-        for raw in file:
-            if b'"run_start"' in raw or b'"checkpoint_saved"' in raw:
-                with suppress(ValueError):  # a line torn by a crash
-                    line = json.loads(raw)
-                    if line["event"] == "checkpoint_saved":
-                        newest = line["step"]
-                    elif line["event"] == "run_start" and line["resume_from"] is None:
-                        newest = None
+    for line in read_events(path, "run_start", "checkpoint_saved"):
+        if line["event"] == "checkpoint_saved":
+            newest = line["step"]
+        elif line["resume_from"] is None:
+            newest = None
     return newest

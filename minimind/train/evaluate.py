@@ -15,6 +15,7 @@ from minimind.data.loader.token_shards import TokenShards
 from minimind.engine.build import Engine
 from minimind.engine.loss_of_batch import PADDING
 from minimind.inference.score import LossSums
+from minimind.telemetry.progress import RunLogger
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,33 @@ class HeldOutRows:
         if len(indices):
             batch[: len(indices)] = self.shards.read_rows(indices, self.row_tokens)
         return batch
+
+
+def log_evaluation(
+    engine: Engine, held_out: HeldOutRows, batch_rows: int, step: int, logger: RunLogger
+) -> dict[str, Any]:
+    """Log an `eval` event and its lines, with those of a moving average; return its fields."""
+    results = evaluate(engine, held_out, batch_rows)
+    if average := engine.average:
+        with average.in_force():
+            of_average = evaluate(engine, held_out, batch_rows)
+        results |= {f"ema_{name}": of_average[name] for name in ("val_loss", "val_bpb")}
+    logger.event("eval", step=step, **results)
+    by_source = results.get("by_source", {})
+    parts = [("", results), *((f" of {name}", part) for name, part in by_source.items())]
+    logger.print(
+        "\n".join(
+            f"step {step}: validation loss{name} {part['val_loss']:.4f},"
+            f" perplexity {part['val_ppl']:.1f}, {part['val_bpb']:.3f} bits per byte"
+            for name, part in parts
+        )
+    )
+    if average:
+        logger.print(
+            f"step {step}: validation loss of the average"
+            f" {results['ema_val_loss']:.4f}, {results['ema_val_bpb']:.3f} bits per byte"
+        )
+    return results
 
 
 def evaluate(engine: Engine, held_out: HeldOutRows, batch_rows: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from minimind.errors import PREEMPTED
 from minimind.train.loop_actions import (
     RunContext,
     advance_progress,
+    catch_up,
     check_corruption,
     check_skipped_steps,
     finish_recording,
@@ -37,8 +38,7 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
     clock = context.progress.clock = PhaseClock(engine.device, context.communication)
     first = context.progress.step = state.step
     context.logger.begin(state.step)
-    if state.step == last and not context.saver.has(last):  # resumed at its end, in a new out_dir
-        start_save(context, state)
+    catch_up(context, state)
     while state.step < last:
         freeze_gc_after_warmup(context, state.step - first)
         update_trace(context, state, clock)

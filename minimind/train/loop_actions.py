@@ -28,7 +28,7 @@ from minimind.runtime.process import Progress, StopRequest
 from minimind.runtime.terminal import shorten_line
 from minimind.telemetry.progress import RunLogger, duration
 from minimind.telemetry.trace import Trace
-from minimind.train.evaluate import HeldOutRows, evaluate
+from minimind.train.evaluate import HeldOutRows, log_evaluation
 from minimind.train.sample_text import Samples, draw
 from minimind.train.skipped_steps import SkippedSteps
 
@@ -220,29 +220,22 @@ def update_trace(
 
 
 def run_evaluation(context: RunContext, state: TrainState) -> None:
-    """Compute and log the validation loss."""
+    """Compute and log the validation loss, and record it in the checkpoint of this step."""
     with context.logger.pausing("evaluate"):
         rows = context.run.micro_batch_rows(context.engine.world_size)
-        results = evaluate(context.engine, context.held_out, rows)
-        if average := context.engine.average:
-            with average.in_force():
-                of_average = evaluate(context.engine, context.held_out, rows)
-            results |= {f"ema_{name}": of_average[name] for name in ("val_loss", "val_bpb")}
-        context.logger.event("eval", step=state.step, **results)
-        by_source = results.get("by_source", {})
-        parts = [("", results), *((f" of {name}", part) for name, part in by_source.items())]
-        context.logger.print(
-            "\n".join(
-                f"step {state.step}: validation loss{name} {part['val_loss']:.4f},"
-                f" perplexity {part['val_ppl']:.1f}, {part['val_bpb']:.3f} bits per byte"
-                for name, part in parts
-            )
-        )
-        if "ema_val_loss" in results:
-            context.logger.print(
-                f"step {state.step}: validation loss of the average"
-                f" {results['ema_val_loss']:.4f}, {results['ema_val_bpb']:.3f} bits per byte"
-            )
+        results = log_evaluation(context.engine, context.held_out, rows, state.step, context.logger)
+        context.saver.validated(state.step, results["val_loss"])
+
+
+def catch_up(context: RunContext, state: TrainState) -> None:
+    """Save and evaluate after a start where the loop will not (collective)."""
+    run, saver, last = context.run, context.saver, context.schedule.total_steps
+    if state.step == last and not saver.has(last):  # resumed at its end, in a new out_dir
+        start_save(context, state)
+    is_evaluated = len(context.held_out.rows) and is_due(state.step, run.eval_interval, last)
+    # Killed between the save of a step and its validation, which --keep_best compares.
+    if run.keep_best and state.step and is_evaluated and saver.lacks_validation(state.step):
+        run_evaluation(context, state)
 
 
 def log_samples(context: RunContext, state: TrainState) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from minimind.checkpoint.identity import facts, identity
 from minimind.checkpoint.resume import Resumed, resume
+from minimind.checkpoint.retention import Rules
 from minimind.checkpoint.run_folder import (
     lock_out_dir,
     require_output,
@@ -39,7 +40,6 @@ from minimind.engine.build import (
 )
 from minimind.errors import StorageError, UsageError
 from minimind.recovery.corruption_check import CorruptionCheck
-from minimind.recovery.spike_detector import REACH
 from minimind.recovery.spike_guard import SpikeGuard
 from minimind.report.page import REPORT_NAME, write_report
 from minimind.runtime.durable_files import storing
@@ -219,12 +219,11 @@ def build_context(
         engine,
         ranks,
         root,
-        run.keep_last,
+        Rules.of(vars(run)),
         {**facts(run, run_identity, order, engine), "init_from": initial.origin(resumed.manifest)},
         sidecar_files(prepared, engine),
         run.async_save,
         run.save_minutes,
-        REACH if run.spike_guard else 0,
     )
     saver.good = resumed.state.step if run.verify_interval else None
     batches = build_batches(run, engine, prepared, order)

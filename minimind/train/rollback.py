@@ -9,10 +9,10 @@ import numpy as np
 
 from minimind.checkpoint.directory import published_checkpoints, step_of
 from minimind.checkpoint.resume import Resumed, resume
+from minimind.config.run_config import MARGIN, PATIENCE
 from minimind.config.training_flags import CHANGEABLE
 from minimind.data.loader.skip_rows import skip_rows_text
 from minimind.errors import NumericError
-from minimind.recovery.spike_detector import MARGIN, PATIENCE
 from minimind.runtime.collectives import on_rank_0
 from minimind.runtime.durable_files import storing
 from minimind.train.build import build_batches
@@ -110,6 +110,8 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
         f" {limit}"
     )
     context.corruption.go_back(resumed.state.step)
+    if context.run.verify_interval:
+        saver.good = context.corruption.good
     context.batches.close()
     batches = build_batches(context.run, context.engine, guard.prepared, after)
     context.cleanup.callback(batches.close)

@@ -58,8 +58,8 @@ def log_run_start(
     run, logger = context.run, context.logger
     log_rejected(logger, resumed)
     state = resumed.state
-    has_steps = state.step < context.schedule.total_steps
-    capacity = context.saver.require_capacity() if has_steps else "no step is left"
+    has_steps = state.step < (total := context.schedule.total_steps)
+    capacity = context.saver.require_capacity(total) if has_steps else "no step is left"
     log_start_event(context, prepared, resumed, initial)
     balance = balance_of(context, prepared)
     logger.event("token_balance", step=state.step, **asdict(balance))

@@ -11,7 +11,8 @@ import pytest
 
 from minimind.checkpoint import directory as directories
 from minimind.checkpoint.choose import choose, read_chosen
-from minimind.checkpoint.directory import delete, prune, published_checkpoints, sweep
+from minimind.checkpoint.directory import delete, published_checkpoints, sweep
+from minimind.checkpoint.retention import Rules, prune
 from minimind.checkpoint.tensor_files import ShardFiles
 from minimind.cli.main import main
 from minimind.errors import CheckpointError
@@ -46,11 +47,11 @@ def test_a_checkpoint_that_is_read_retires_only_afterwards(run: Path):
     older = published_checkpoints(run / "checkpoints")[1]
     chosen = choose(str(older))
     assert chosen.path == older
-    prune(run / "checkpoints", 1)
+    prune(run / "checkpoints", Rules(1))
     assert older.is_dir()
     assert not delete(older)
     del chosen
-    prune(run / "checkpoints", 1)
+    prune(run / "checkpoints", Rules(1))
     assert steps(run) == ["step_00000004"]
     assert not list((run / "checkpoints").glob("*.tmp-*"))
 

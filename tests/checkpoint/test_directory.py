@@ -14,7 +14,6 @@ from minimind.checkpoint.directory import (
     describe_file,
     differences,
     manifest_text,
-    prune,
     publish,
     published_checkpoints,
     read_manifest,
@@ -26,6 +25,7 @@ from minimind.checkpoint.directory import (
     verify,
     write_manifest,
 )
+from minimind.checkpoint.retention import Rules, prune
 from minimind.checkpoint.tensor_files import ShardFiles, write_slices
 from minimind.checkpoint.validation import shard_name
 from minimind.errors import CheckpointError
@@ -124,7 +124,7 @@ def test_only_published_names_count_and_leftovers_are_swept(tmp_path):
 def test_the_newest_are_kept_and_a_taken_name_is_moved_aside(tmp_path):
     for step in (1, 2, 3):
         saved(tmp_path, step)
-    prune(tmp_path, 2)
+    prune(tmp_path, Rules(2))
     assert [p.name for p in published_checkpoints(tmp_path)] == ["step_00000003", "step_00000002"]
     saved(tmp_path, 3, b"again")
     assert (tmp_path / "rejected-step_00000003" / SHARD).read_bytes() == b"tensor bytes"

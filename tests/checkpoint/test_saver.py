@@ -23,6 +23,7 @@ from minimind.checkpoint import tensor_files
 from minimind.checkpoint.directory import published_checkpoints, verify
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.resume import resume as resume_from
+from minimind.checkpoint.retention import Rules
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.tensor_files import Staging
 from minimind.checkpoint.train_state import TrainState
@@ -132,7 +133,7 @@ class Engine:
 
 
 def saver(engine: Engine, root: Any, keep_last: int = 2, in_background: bool = True) -> Saver:
-    return Saver(engine, engine, root, keep_last, FACTS, {}, in_background)  # type: ignore[arg-type] (a stand-in)
+    return Saver(engine, engine, root, Rules(keep_last), FACTS, {}, in_background)  # type: ignore[arg-type] (a stand-in)
 
 
 def save(engine: Engine, root: Any, state: TrainState, keep_last: int = 2) -> dict[str, Any]:
@@ -378,7 +379,7 @@ def test_older_checkpoints_are_pruned_after_the_new_one_is_reported(tmp_path):
 def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_the_new_one_lasts(
     tmp_path, monkeypatch
 ):
-    def refuse(root, keep_last, reach, good):
+    def refuse(root, rules, good):
         raise PermissionError(errno.EACCES, "Permission denied", "step_00000001")
 
     monkeypatch.setattr(saver_module, "prune", refuse)
@@ -403,11 +404,11 @@ def test_the_room_for_a_checkpoint_is_known_before_the_first(tmp_path, monkeypat
     with pytest.raises(
         StorageError, match=rf"needs {keeper.bytes:,} bytes .* {keeper.bytes - 1:,}"
     ):
-        keeper.require_capacity()
+        keeper.require_capacity(10)
     monkeypatch.setattr(saver_module, "free_bytes", lambda path: keeper.bytes)
-    assert "--keep_last 2 needs" in keeper.require_capacity()
+    assert "--keep_last 2 needs" in keeper.require_capacity(10)
     monkeypatch.setattr(saver_module, "free_bytes", lambda path: 2 * keeper.bytes)
-    assert keeper.require_capacity().endswith("2 more fit")
+    assert keeper.require_capacity(10).endswith("2 more fit")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

@@ -16,6 +16,7 @@ import torch
 from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for every engine)
 
 from minimind.checkpoint.resume import resume
+from minimind.checkpoint.retention import Rules
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.train_state import TrainState
 from minimind.config.deepspeed.config_values import put
@@ -168,7 +169,7 @@ def state_of(engine: Engine) -> dict[str, torch.Tensor]:
 def save(engine: Engine, root: Path, step: int) -> None:
     """A checkpoint of `step` under `root`."""
     facts = {"identity": {}, "world_size": engine.world_size, "dtype": ""}
-    saver = Saver(engine, engine, root, 9, facts, {}, in_background=False)
+    saver = Saver(engine, engine, root, Rules(9), facts, {}, in_background=False)
     saver.begin(TrainState(step))
     saver.poll(wait=True)
     saver.close()

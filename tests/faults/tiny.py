@@ -20,6 +20,7 @@ from minimind.checkpoint.directory import (
 from minimind.checkpoint.reader import Contents
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.resume import resume as resume_from
+from minimind.checkpoint.retention import Rules
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.tensor_files import shard_name, write_slices
 from minimind.checkpoint.train_state import TrainState
@@ -98,7 +99,7 @@ def new_run(
     config = json.dumps(engine.model.config.to_dict(), indent=2).encode()
     texts = {"config.json": config, "tokenizer.model": tokenizer, "ds_config.resolved.json": b"{}"}
     where = out_dir / "checkpoints"
-    keeper = Saver(engine, engine, where, len(steps), FACTS, texts)  # type: ignore[arg-type] (a stand-in)
+    keeper = Saver(engine, engine, where, Rules(len(steps)), FACTS, texts)  # type: ignore[arg-type] (a stand-in)
     before = 0
     for step in steps:
         engine.train(step - before)

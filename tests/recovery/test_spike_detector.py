@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minimind.config.run_config import PATIENCE
 from minimind.errors import CheckpointError
-from minimind.recovery.spike_detector import PATIENCE, Estimate, Observed, SpikeDetector, SpikeState
+from minimind.recovery.spike_detector import Estimate, Observed, SpikeDetector, SpikeState
 from minimind.runtime.checked_json import validate
 
 WINDOW = 17

@@ -14,11 +14,11 @@ import pytest
 
 import minimind.train as training
 from minimind.checkpoint.directory import published_checkpoints, read_manifest
+from minimind.config.run_config import MARGIN, PATIENCE
 from minimind.data.loader.skip_rows import skip_rows_text
 from minimind.data.loader.token_shards import TokenShards
 from minimind.errors import NumericError, UsageError
 from minimind.provenance.step_rows import read_run
-from minimind.recovery.spike_detector import MARGIN, PATIENCE
 from minimind.report.runs import read_runs
 from minimind.report.summary import Summary
 from minimind.telemetry.progress import RunLogger

@@ -1,0 +1,192 @@
+"""Which checkpoints are kept: `kept` states all rules, for runs, `prune` and `list`.
+
+The validation loss of a checkpoint is in its own folder, in `validation.json`, so that it is
+renamed, copied and deleted with it. It is no part of the manifest: the evaluation ends later.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minimind.checkpoint.directory import delete, published_checkpoints, step_of
+from minimind.config.run_config import REACH, RunConfig
+from minimind.config.yaml_files import load_yaml
+from minimind.errors import CheckpointError, UsageError
+from minimind.runtime.checked_json import ClosedJson, Count, Real, Unreadable, read_object, validate
+from minimind.runtime.durable_files import read_events, sync_directory, write_whole
+
+VALIDATION = "validation.json"
+RULED = (
+    *("keep_last", "keep_every", "keep_best", "save_interval"),
+    *("verify_interval", "spike_guard"),
+)  # flags
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The settings of a run that decide which checkpoints it keeps; 0: no such rule."""
+
+    keep_last: int
+    keep_every: int = 0
+    keep_best: int = 0
+    reach: int = 0  # steps that the spike guard may go back
+    interval: int = 1  # of steps between saves
+    verifies: bool = False
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Rules:
+        """The rules of a run's flags."""
+        return cls(
+            settings["keep_last"],
+            settings["keep_every"],
+            settings["keep_best"],
+            REACH if settings["spike_guard"] else 0,
+            settings["save_interval"],
+            settings["verify_interval"] > 0,
+        )
+
+    def flags(self) -> str:
+        """`--keep_last 2 --keep_every 5000`: the flags in force."""
+        names = ("keep_last", "keep_every", "keep_best")
+        given = ((name, getattr(self, name)) for name in names)
+        return " ".join(f"--{name} {number}" for name, number in given if number)
+
+    def most(self, last_step: int) -> int:
+        """The most checkpoints of a run of `last_step` steps, with the one that is being written.
+
+        Those that two rules keep are counted twice, and saves by the clock are not.
+        """
+        last = max(self.keep_last, math.ceil(self.reach / self.interval) + 1 if self.reach else 0)
+        every = last_step // math.lcm(self.interval, self.keep_every) if self.keep_every else 0
+        return last + every + self.keep_best + self.verifies + 1
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint as the rules see it; without a loss it was not evaluated."""
+
+    step: int
+    val_loss: float | None = None
+
+
+def kept(found: Sequence[Saved], rules: Rules, good: int | None = None) -> dict[int, list[str]]:
+    """The reasons to keep each checkpoint, by step, newest first; without one it is deleted.
+
+    `good` is the last step at which a check for corruption passed.
+    """
+    newest_first = sorted(found, key=lambda one: one.step, reverse=True)
+    reasons: dict[int, list[str]] = {one.step: [] for one in newest_first}
+    steps = [*reasons]
+    for step in steps[: rules.keep_last]:
+        reasons[step].append("last")
+    for step in steps:
+        if rules.keep_every and step % rules.keep_every == 0:
+            reasons[step].append("every")
+    evaluated = [(one.val_loss, -one.step) for one in found if one.val_loss is not None]
+    for loss, step in sorted(evaluated)[: rules.keep_best]:
+        reasons[-step].append(f"best {loss:.4g}")
+    if rules.reach:  # all that a rollback may have to pass over, and one before them
+        recent = sum(step > steps[0] - rules.reach for step in steps)
+        for step in steps[: recent + 1]:
+            reasons[step].append("rollback")
+    if good is not None:
+        for step in [step for step in steps if step <= good][:1]:
+            reasons[step].append("good")
+    return reasons
+
+
+def fate(found: Sequence[Saved], rules: Rules, good: int | None = None) -> dict[int, str]:
+    """Why each checkpoint is kept, by step, and whether the next save ends that."""
+    now = kept(found, rules, good)
+    following = Saved(max(now, default=0) + rules.interval)
+    then = kept([*found, following], rules, good)
+    end = "goes with the next save"
+    return {
+        step: ", ".join(reasons if then[step] else [*reasons, end]) for step, reasons in now.items()
+    }
+
+
+def prune(root: Path, rules: Rules, good: int | None = None) -> None:
+    """Delete the checkpoints that no rule keeps; those being read stay until the next call.
+
+    Assumes that `resume` has set damaged ones aside. Raise OSError, before anything is deleted, for
+    a loss that cannot be read: it may be the best.
+    """
+    try:
+        reasons = kept(saved_in(root), rules, good)
+    except Unreadable as error:
+        raise OSError(str(error)) from error
+    for path in published_checkpoints(root):
+        if not reasons.get(step_of(path), True):
+            delete(path)
+
+
+def saved_in(root: Path) -> list[Saved]:
+    """The published checkpoints of a folder with their validation losses, newest first."""
+    return [Saved(step_of(path), validation_of(path)) for path in published_checkpoints(root)]
+
+
+class Validation(ClosedJson):
+    """`validation.json`: the loss at the step of the checkpoint; null if it was not finite."""
+
+    step: Count
+    val_loss: Real | None
+
+
+def record_validation(directory: Path, val_loss: float) -> None:
+    """Write the validation loss of a published checkpoint durably."""
+    loss = val_loss if math.isfinite(val_loss) else None
+    content = json.dumps({"step": step_of(directory), "val_loss": loss}).encode()
+    write_whole(directory / VALIDATION, content)
+    sync_directory(directory)
+
+
+def has_validation(directory: Path) -> bool:
+    """Whether the evaluation of a checkpoint is recorded."""
+    return (directory / VALIDATION).exists()
+
+
+def validation_of(directory: Path) -> float | None:
+    """The validation loss of a checkpoint; None if there is none, or its file is damaged.
+
+    Raise Unreadable if the file cannot be read.
+    """
+    try:
+        found, _ = read_object(directory / VALIDATION)
+        validate(Validation, found)
+    except Unreadable as error:
+        raise Unreadable(f"{directory / VALIDATION}: {error}; make it readable") from error
+    except CheckpointError:
+        return None
+    return found["val_loss"] if found["step"] == step_of(directory) else None
+
+
+def rules_of_run(out_dir: Path) -> Rules | None:
+    """The rules of the last start of a run, from its config.yaml; None if it cannot be read."""
+    defaults = {name: getattr(RunConfig, name) for name in RULED}
+    try:
+        given = load_yaml(str(out_dir / "config.yaml"), "the run's")
+        settings = {name: type(defaults[name])(given.get(name, defaults[name])) for name in RULED}
+        return Rules.of(settings)
+    except (UsageError, TypeError, ValueError):
+        return None
+
+
+def good_step(out_dir: Path) -> int | None:
+    """The last step known to be good, from metrics.jsonl, or at which the last start began."""
+    good, is_back = None, False
+    for event in read_events(out_dir / "metrics.jsonl", "run_start", "verified", "rolled_back"):
+        name = event["event"]
+        if name == "rolled_back":
+            good = None if good is None else min(good, event["to"])
+        elif name == "run_start" and not is_back:
+            good = event["step"]
+        elif name == "verified" and event["passed"]:
+            good = event["step"]
+        is_back = name == "rolled_back"
+    return good

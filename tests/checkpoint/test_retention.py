@@ -1,0 +1,229 @@
+"""Which checkpoints are kept: the rules one by one, and over random courses of saves."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from minimind.checkpoint import retention
+from minimind.checkpoint.directory import published_checkpoints, set_aside, step_of
+from minimind.checkpoint.retention import (
+    VALIDATION,
+    Rules,
+    Saved,
+    fate,
+    good_step,
+    kept,
+    prune,
+    record_validation,
+    rules_of_run,
+    validation_of,
+)
+from minimind.checkpoint.run_folder import lock_out_dir
+from minimind.cli.main import main
+from minimind.runtime.checked_json import Unreadable
+from minimind.runtime.durable_files import Metrics
+from tests.checkpoint.test_directory import saved
+from tests.faults import tiny
+
+
+def of(*steps: int, **losses: float) -> list[Saved]:
+    """Checkpoints; `s40=3.1` is the loss of step 40."""
+    return [Saved(step, losses.get(f"s{step}")) for step in steps]
+
+
+def stay(found: list[Saved], rules: Rules, good: int | None = None) -> list[int]:
+    return [step for step, reasons in kept(found, rules, good).items() if reasons]
+
+
+def test_each_rule_keeps_its_own_and_names_it():
+    found = of(10, 20, 30, 40, 50, 60, s20=3.5, s30=3.25, s40=3.75)
+    rules = Rules(2, keep_every=30, keep_best=1)
+    assert kept(found, rules, good=45) == {
+        60: ["last", "every"],
+        50: ["last"],
+        40: ["good"],
+        30: ["every", "best 3.25"],
+        20: [],
+        10: [],
+    }
+    assert stay(found, Rules(1, keep_best=2)) == [60, 30, 20]
+    assert stay(found, Rules(1, keep_best=9)) == [60, 40, 30, 20]
+
+
+def test_the_spike_guard_keeps_what_it_may_go_back_to():
+    found = of(*range(5, 65, 5))
+    assert stay(found, Rules(1, reach=17)) == [60, 55, 50, 45, 40]
+    assert stay(found, Rules(7, reach=17)) == [60, 55, 50, 45, 40, 35, 30]
+    assert stay(of(10), Rules(1, reach=17)) == [10]
+
+
+def test_of_equal_losses_the_newer_one_is_the_best():
+    assert stay(of(10, 20, 30, s10=3.0, s20=3.0), Rules(1, keep_best=1)) == [30, 20]
+
+
+def test_what_the_next_save_takes_is_said_before():
+    found = of(10, 20, 30, s10=3.0)
+    assert fate(found, Rules(2, keep_best=1, interval=10)) == {
+        30: "last",
+        20: "last, goes with the next save",
+        10: "best 3",
+    }
+    assert fate(of(10, 20, 30), Rules(2, interval=10))[10] == "goes with the next save"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_course_of_saves_and_kills_loses_one_that_a_rule_keeps(seed: int):
+    """Pruned after every save or only after some, what is left is what the rules say of all."""
+    draw = random.Random(seed)
+    rules = Rules(
+        draw.randint(1, 3), draw.choice((0, 20, 30)), draw.randint(0, 3), draw.choice((0, 17)), 10
+    )
+    every: list[Saved] = []
+    left: list[Saved] = []
+    for step in range(10, 400, 10):
+        # The validation of a checkpoint is known before the next one is saved.
+        one = Saved(step, draw.choice((None, draw.uniform(2, 4))))
+        every, left = [*every, one], [*left, one]
+        good = draw.choice((None, step - draw.randint(0, 30)))
+        if draw.random() < 0.3:  # killed before it pruned
+            continue
+        reasons = kept(left, rules, good)
+        assert all(reasons[one.step] for one in every[-rules.keep_last :])
+        left = [one for one in left if reasons[one.step]]
+        assert len(left) <= rules.most(400)
+        assert kept(left, rules, good) == {k: v for k, v in reasons.items() if v}
+    of_all, of_left = kept(every, rules), kept(left, rules)
+    assert [s for s, why in of_all.items() if why] == [s for s, why in of_left.items() if why]
+
+
+def test_the_most_checkpoints_at_once():
+    assert Rules(2).most(100) == 3
+    assert Rules(2, keep_every=40, keep_best=3, interval=10).most(100) == 3 + 2 + 3
+    assert Rules(2, keep_every=25, interval=10).most(100) == 3 + 2  # steps 50 and 100
+    assert Rules(1, reach=17, interval=5, verifies=True).most(100) == 5 + 1 + 1
+
+
+def test_a_validation_goes_with_its_checkpoint(tmp_path):
+    path = saved(tmp_path, 10)
+    assert validation_of(path) is None
+    record_validation(path, 3.125)
+    assert validation_of(path) == 3.125
+    set_aside(path, "abandoned")
+    again = saved(tmp_path, 10)  # of another course
+    assert validation_of(again) is None
+    record_validation(again, float("nan"))
+    assert validation_of(again) is None
+    (again / VALIDATION).write_text('{"step": 10, "val_loss": 3')
+    assert validation_of(again) is None
+    (again / VALIDATION).write_text('{"step": 20, "val_loss": 3.0}')  # copied from another
+    assert validation_of(again) is None
+
+
+def test_pruning_a_folder_keeps_the_best_and_every_third(tmp_path):
+    for step in range(10, 80, 10):
+        path = saved(tmp_path, step)
+        if step in (20, 40):
+            record_validation(path, 3 + step / 100)
+    prune(tmp_path, Rules(1, keep_every=30, keep_best=1))
+    assert [step_of(path) for path in published_checkpoints(tmp_path)] == [70, 60, 30, 20]
+
+
+def test_nothing_is_deleted_while_a_loss_cannot_be_read(tmp_path, monkeypatch):
+    for step in (10, 20, 30):
+        record_validation(saved(tmp_path, step), 3 + step / 100)
+
+    def unreadable(path: Path) -> None:
+        raise Unreadable("cannot be read (Input/output error)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(retention, "read_object", unreadable)
+        with pytest.raises(OSError, match=r"step_00000030/validation\.json: cannot be read"):
+            prune(tmp_path, Rules(1, keep_best=1))
+    assert len(published_checkpoints(tmp_path)) == 3
+
+
+def test_the_last_good_step_follows_starts_checks_and_rollbacks(tmp_path):
+    assert good_step(tmp_path) is None
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    for event, fields, good in (
+        ("run_start", {"step": 0}, 0),
+        ("verified", {"step": 30, "passed": True}, 30),
+        ("verified", {"step": 60, "passed": False}, 30),
+        ("rolled_back", {"step": 70, "to": 40}, 30),
+        ("run_start", {"step": 40}, 30),
+        ("verified", {"step": 60, "passed": True}, 60),
+        ("rolled_back", {"step": 70, "to": 40}, 40),
+        ("run_start", {"step": 40}, 40),
+        ("run_start", {"step": 70}, 70),
+    ):
+        metrics.write(event, **fields)
+        assert good_step(tmp_path) == good
+    metrics.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return tiny.tokenizer_bytes(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, tokenizer: bytes) -> Path:
+    """A run with checkpoints of steps 2, 4, 6, 8, of which 4 is the best."""
+    out_dir = tiny.new_run(tmp_path / "run", tokenizer, steps=(2, 4, 6, 8))
+    for step, loss in ((2, 3.5), (4, 3.25), (6, 3.75)):
+        record_validation(out_dir / "checkpoints" / f"step_{step:08d}", loss)
+    text = "keep_last: 1  # --keep_last\nkeep_best: 1\nsave_interval: 2\n"
+    (out_dir / "config.yaml").write_text(text)
+    return out_dir
+
+
+def steps(out_dir: Path) -> list[int]:
+    return [step_of(path) for path in published_checkpoints(out_dir / "checkpoints")]
+
+
+def test_list_says_why_each_is_kept(run_dir, capsys):
+    assert rules_of_run(run_dir) == Rules(1, keep_best=1, interval=2)
+    assert main(["checkpoint", "list", str(run_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    column = lines[0].index("kept")
+    assert [line[column:] for line in lines[1:]] == [
+        "last, goes with the next save",
+        "goes with the next save",
+        "best 3.25",
+        "goes with the next save",
+    ]
+    assert main(["checkpoint", "list", str(run_dir), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["val_loss"], one["kept"]) for one in found[2:]] == [
+        (3.25, "best 3.25"),
+        (3.5, "goes with the next save"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        ([], [8, 4]),
+        (["--keep", "2"], [8, 6, 4]),
+        (["--keep_best", "0"], [8]),
+        (["--keep", "1", "--keep_every", "3", "--keep_best", "2"], [8, 6, 4, 2]),
+    ],
+)
+def test_prune_applies_the_rules_of_the_run_unless_others_are_given(words, left, run_dir):
+    assert main(["checkpoint", "prune", str(run_dir), *words]) == 0
+    assert steps(run_dir) == left
+
+
+def test_a_damaged_best_one_is_not_counted(run_dir, capsys):
+    shard = run_dir / "checkpoints" / "step_00000004" / "shard-0-of-1.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert main(["checkpoint", "prune", str(run_dir)]) == 0
+    assert steps(run_dir) == [8, 2]
+    with lock_out_dir(run_dir):
+        assert main(["checkpoint", "prune", str(run_dir)]) == 8
+    assert main(["checkpoint", "verify", str(run_dir)]) == 0
+    assert "note" not in capsys.readouterr().out.rpartition("pruned")[2]

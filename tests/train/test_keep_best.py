@@ -1,0 +1,113 @@
+"""--keep_best and --keep_every in real runs, also killed between a save and its validation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import minimind.train as training
+from minimind.checkpoint.directory import published_checkpoints, step_of
+from minimind.checkpoint.retention import kept, rules_of_run, saved_in, validation_of
+from minimind.checkpoint.saver import Saver
+from minimind.errors import UsageError
+from minimind.telemetry.progress import RunLogger
+
+train: Any = training  # a package that is called like a function
+FLAGS: dict[str, Any] = {
+    **{"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32},
+    **{"vocab_size": 600, "batch_size": 2, "device": "cpu", "log_interval": 1, "eval_rows": 8},
+    **{"deepspeed_config": "none", "max_steps": 12, "save_minutes": 0, "val_fraction": 0.1},
+    **{"save_interval": 1, "eval_interval": 2, "keep_last": 1, "keep_every": 5, "keep_best": 2},
+    # So high that the loss rises again: the best is not the last.
+    **{"learning_rate": 0.3, "schedule": "constant", "warmup_steps": 0},
+}
+
+
+def events(out_dir: Path, name: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == name]
+
+
+def steps(out_dir: Path) -> list[int]:
+    return [step_of(path) for path in published_checkpoints(out_dir / "checkpoints")]
+
+
+@pytest.fixture(scope="module")
+def flags(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cache = str(tmp_path_factory.mktemp("cache"))
+    return {**FLAGS, "data_path": [str(corpus)], "cache_dir": cache}
+
+
+@pytest.fixture(scope="module")
+def unbroken(flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out_dir = tmp_path_factory.mktemp("unbroken")
+    assert train(flags, out_dir=str(out_dir)) == 0
+    return out_dir
+
+
+def test_the_best_and_every_fifth_are_kept_beside_the_last(unbroken: Path):
+    losses = {event["step"]: event["val_loss"] for event in events(unbroken, "eval")}
+    assert sorted(losses) == [2, 4, 6, 8, 10, 12]
+    best = sorted(losses, key=lambda step: losses[step])[:2]
+    assert steps(unbroken) == sorted({12, 10, 5, *best}, reverse=True)
+    for path in published_checkpoints(unbroken / "checkpoints"):
+        assert validation_of(path) == losses.get(step_of(path))
+    rules = rules_of_run(unbroken)
+    assert rules
+    assert all(kept(saved_in(unbroken / "checkpoints"), rules).values())
+
+
+@pytest.mark.parametrize("step", [2, 4, 8])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_killed_at_a_validation_the_same_ones_are_kept(
+    step: int,
+    moment: str,
+    unbroken: Path,
+    flags: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Killed before the validation, or after it was logged and before it was recorded."""
+    out_dir, log, validated = tmp_path / "out", RunLogger.event, Saver.validated
+
+    def event(self: RunLogger, name: str, **fields: Any) -> None:
+        if (moment, name, fields.get("step")) == ("before", "eval", step):
+            raise InterruptedError
+        log(self, name, **fields)
+
+    def recorded(self: Saver, at: int, val_loss: float) -> None:
+        if (moment, at) == ("after", step):
+            raise InterruptedError
+        validated(self, at, val_loss)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLogger, "event", event)
+        patch.setattr(Saver, "validated", recorded)
+        with pytest.raises(InterruptedError):
+            train(flags, out_dir=str(out_dir), async_save=False)
+    assert train(flags, out_dir=str(out_dir)) == 0
+    assert steps(out_dir) == steps(unbroken)
+    one, other = (saved_in(place / "checkpoints") for place in (out_dir, unbroken))
+    assert one == other
+    curves = (
+        {e["step"]: e["loss"] for e in events(place, "step")} for place in (out_dir, unbroken)
+    )
+    assert next(curves) == next(curves)
+
+
+@pytest.mark.parametrize(
+    ("change", "report"),
+    [
+        ({"keep_every": 5, "save_interval": 2}, "meet only every 10 steps; make keep_every"),
+        ({"save_interval": 3, "eval_interval": 2, "keep_every": 0}, "only every 6 steps; make one"),
+        ({"eval_rows": 0}, "keep_best = 2 .* has no validation"),
+    ],
+)
+def test_rules_that_hardly_any_checkpoint_meets_are_refused(
+    change: dict[str, Any], report: str, flags: dict[str, Any], tmp_path: Path
+):
+    with pytest.raises(UsageError, match=report):
+        train({**flags, **change}, out_dir=str(tmp_path / "out"))
