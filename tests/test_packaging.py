@@ -20,7 +20,14 @@ from tests.conftest import ROOT, sentences
 
 # What a wheel is built from.
 SOURCES = ("minimind", "configs", "pyproject.toml", "README.md", "LICENSE")
-PRODUCT_EXTRAS = ("data", "eval", "trackers", "gguf", "sweep", "remote")  # the others are for developers
+PRODUCT_EXTRAS = (
+    "data",
+    "eval",
+    "trackers",
+    "gguf",
+    "sweep",
+    "remote",
+)  # the others are for developers
 TRAIN = """
 import minimind
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
