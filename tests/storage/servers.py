@@ -132,7 +132,9 @@ class FaultyProxy:
             else:
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
-    def _fate(self) -> str:
+    def _fate(self, request: bytes) -> str:
+        # A HEAD has no body, a list has no checksum.
+        is_object = request.startswith(b"GET") and b"?list-type" not in request
         with self._lock:
             self.requests += 1
             faults, place = self.faults, self._draw.random()
@@ -140,6 +142,8 @@ class FaultyProxy:
                 return ""
             for name in ("cut", "truncate", "corrupt", "delay"):
                 place -= getattr(faults, name)
+                if place < 0 and not is_object and name in ("truncate", "corrupt"):
+                    return ""
                 if place < 0:
                     self.injected += name != "cut"  # which counts when it happens
                     return name
@@ -156,7 +160,7 @@ class FaultyProxy:
                 if not (content := source.recv(65536)):
                     return
                 if source is client and REQUEST.match(content):
-                    fate, is_head = self._fate(), True
+                    fate, is_head = self._fate(content), True
                     left = int(10 ** self._draw.uniform(1, 4.3))
                     if fate == "delay":
                         time.sleep(self.faults.delay_s)
