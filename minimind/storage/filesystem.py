@@ -50,7 +50,7 @@ URL = re.compile(rf"({'|'.join(SCHEMES)})://")
 PASSING = re.compile(
     r"(Connect\w*|EndpointConnection|ProxyConnection|ConnectionClosed|HTTPClient|IncompleteRead"
     r"|ResponseParser|ResponseStreaming|ClientPayload|ClientOS|ServerDisconnected|ServerTimeout"
-    r"|RemoteProtocol|Read|Write|ChunkedEncoding)(Error|Timeout|TimeoutError)"
+    r"|RemoteProtocol|Read|Write|ChunkedEncoding|FlexibleChecksum)(Error|Timeout|TimeoutError)"
 )
 PASSING_ERRNOS = (
     *(errno.EBUSY, errno.EREMOTEIO, errno.ECONNRESET, errno.ECONNREFUSED, errno.ETIMEDOUT),
