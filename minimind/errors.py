@@ -56,7 +56,7 @@ class CheckpointError(RunError):
 
 
 class StorageError(RunError):
-    """A file cannot be written: the disk is full, read-only or missing."""
+    """A file cannot be written, or object storage does not answer."""
 
     code = "E_STORAGE"
     status = 5

@@ -37,6 +37,7 @@ PACKAGES = [
     "data.text",
     "config.deepspeed",
     "config",
+    "storage",
     "runtime",
     "errors",
 ]

@@ -18,6 +18,7 @@ from minimind.config.model_flags import SHAPE
 from minimind.config.training_flags import BY_TASK
 from minimind.errors import LockedError, StorageError
 from minimind.runtime.durable_files import require_regular, storing, write_whole
+from minimind.storage.object_cache import with_urls
 
 START_FLAGS = (
     "config",
@@ -90,6 +91,7 @@ def require_output(place: Path, name: str) -> None:
 def write_reference(out_dir: Path, resolved: ResolvedConfig) -> None:
     """Write `config.yaml`, which repeats the run with `--config`, and `ds_config.resolved.json`."""
     flags = asdict(resolved.run)
+    flags["data_path"] = tuple(map(with_urls, flags["data_path"]))
     # Flags that DeepSpeed's scheduler or the optimizer ignores are refused, so they are left out.
     left_out = {*START_FLAGS, *resolved.run.unread_flags}
     left_out |= {name for _, _, name in ignored_flags(resolved.config)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,8 @@ def add_parsers(subs: Any) -> None:
     add("--processes", type=at_least(1), help="tokenizing processes (default: one per 8 cores)")
     cluster = "encode on Ray: a cluster (auto, HOST:PORT, ray://HOST:PORT), or this host"
     add("--ray", nargs="?", const="local", metavar="ADDRESS", help=cluster)
+    text = "cache of objects of storage, for PATHs that are URLs"
+    add("--cache_dir", default=FLAGS["cache_dir"].default, help=text)
     add("--force", action="store_true", help="replace an earlier --out")
     add("--debug", action="store_true", help="show tracebacks")
     _add_data(subs)
@@ -96,7 +99,9 @@ def _add_data(subs: Any) -> None:
         "inspect", help=purpose, description=f"{purpose}.", example=INSPECT
     )
     folder = "a folder that `minimind prepare` wrote"
-    inspect.add_argument("directory", type=Path, metavar="DIR", help=folder)
+    inspect.add_argument("directory", metavar="DIR", help=f"{folder}, or its URL")
+    text = "cache of objects of storage, for a DIR that is a URL"
+    inspect.add_argument("--cache_dir", default=FLAGS["cache_dir"].default, help=text)
     inspect.add_argument("--rows", type=at_least(0), default=3, help="rows shown as text")
     inspect.add_argument("--row_tokens", type=at_least(1), default=128, help="tokens shown per row")
     inspect.add_argument("--no_verify", action="store_true", help="do not hash the files again")
@@ -121,9 +126,11 @@ def _share(text: str) -> tuple[int, int]:
 def run_prepare(args: argparse.Namespace) -> int:
     """Prepare and print a summary; raise Interrupted, naming what Ctrl-C leaves."""
     from minimind.data.prepare.dataset_folder import draft_of
+    from minimind.storage.object_cache import naming_urls
 
     try:
-        return _prepare(args)
+        with naming_urls():
+            return _prepare(args)
     except KeyboardInterrupt as stop:
         draft = draft_of(args.out.expanduser().resolve())
         if not draft.exists():
@@ -180,6 +187,7 @@ def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
 
 def _request(args: argparse.Namespace) -> PrepareRequest:
     from minimind.data.prepare.prepare import PrepareRequest
+    from minimind.data.prepare.remote import local_text
     from minimind.data.prepare.work_units import Options
     from minimind.data.text.sources import Source, join_sources, parse_source, read_sources
     from minimind.data.tokenizer.load import longest_document
@@ -190,6 +198,8 @@ def _request(args: argparse.Namespace) -> PrepareRequest:
     sources += read_sources(args.sources) if args.sources else []
     if not sources:
         raise UsageError("no text was named; give PATHs, --source NAME=PATH or --sources FILE.yaml")
+    cache_dir = Path(args.cache_dir)
+    sources = [replace(one, paths=local_text(one.paths, cache_dir)) for one in sources]
     _require_same_vocab_size(args)
     most: dict[str, Any] = {"max_document_bytes": longest_document(args.tokenizer)}
     return PrepareRequest(
@@ -256,7 +266,9 @@ def _run_inspect(args: argparse.Namespace) -> int:
     """Print a summary of a folder; return 3, and print the damage, if a file has changed."""
     from minimind.data.prepare.inspect import damage, inspect
     from minimind.data.prepare.prepare import NEEDED, missing_of, open_prepared
+    from minimind.data.prepare.remote import local_folder
 
+    args.directory = Path(local_folder(args.directory, Path(args.cache_dir)))
     missing = missing_of(args.directory)
     if len(missing) == len(NEEDED):
         raise DataError(

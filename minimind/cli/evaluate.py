@@ -83,11 +83,12 @@ def run_eval(args: argparse.Namespace) -> int:
     from minimind.config.deepspeed.backend_choice import device_for
     from minimind.config.launcher_env import read_launch
     from minimind.data.prepare.prepare import is_prepared
-    from minimind.data.text.inputs import find_files, require_once
+    from minimind.data.prepare.remote import local_data
     from minimind.engine.build import evaluation_accelerator
     from minimind.inference.chat import template_of
     from minimind.inference.load_model import load_model
     from minimind.inference.score import part_of_conversations, score
+    from minimind.storage.object_cache import naming_urls
 
     require_of_kind(args)
     _require_of_task(args)
@@ -96,10 +97,7 @@ def run_eval(args: argparse.Namespace) -> int:
     if args.lm_eval is not None:
         run_tasks(args, device, launch.world_size)
         return 0
-    files: list[Path] = []
-    for place in args.data:
-        files += [Path(place).expanduser()] if is_prepared(place) else find_files([place])
-    require_once(files, "")
+    local = local_data(args.data, Path(args.cache_dir))
     model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
     is_chat = args.task == "sft"
     template = template_of(tokenizer, args.chat_template, path) if is_chat else None
@@ -111,11 +109,14 @@ def run_eval(args: argparse.Namespace) -> int:
             " lower it"
         )
     with _copied(tokenizer) as folder:
-        data = {p: _open_data(p, tokenizer, folder, template, args, launch.rank) for p in args.data}
+        opened = (tokenizer, folder, template, args, launch.rank)
+        with naming_urls():
+            data = {place: _open_data(place, paths, *opened) for place, paths in local.items()}
     length = args.max_seq_len
     if template is None:
-        length = length or positions
-        parts = [part for place in data for part in _parts(place, data[place], length, args)]
+        length, parts = length or positions, []
+        for place, paths in local.items():
+            parts += _parts(place, data[place], is_prepared(paths[0]), length, args)
     else:
         parts = [part_of_conversations(place, data[place], positions, length) for place in data]
     with evaluation_accelerator(device, dist_timeout=600) as accelerator:
@@ -169,6 +170,7 @@ def _copied(tokenizer: AnyTokenizer) -> Iterator[str]:
 
 def _open_data(
     place: str,
+    paths: tuple[str, ...],
     tokenizer: AnyTokenizer,
     folder: str,
     template: ChatTemplate | None,
@@ -177,7 +179,7 @@ def _open_data(
 ) -> Prepared:
     """Tokens of a prepared folder, or of raw text or conversations through the cache.
 
-    `folder` has the files of the tokenizer; only rank 0 prints.
+    `paths` are local files of `place`, `folder` has those of the tokenizer; only rank 0 prints.
     """
     from minimind.data.prepare.prepare import (
         PrepareRequest,
@@ -189,8 +191,8 @@ def _open_data(
     from minimind.data.prepare.work_units import Options, Source
     from minimind.data.tokenizer.load import longest_document
 
-    if is_prepared(place):
-        path = Path(place).expanduser()
+    if is_prepared(paths[0]):
+        path = Path(paths[0]).expanduser()
         if template is not None:
             raise UsageError(
                 f"{place}: holds prepared conversations; give the files themselves"
@@ -213,7 +215,7 @@ def _open_data(
         train_on = args.train_on or "assistant"
         options = replace(options, chat_template=template.source, train_on=train_on)
     request = PrepareRequest(
-        (Source("data", (place,)),),
+        (Source("data", paths),),
         folder,
         options=options,
         skips_bad=args.on_bad_data == "skip",
@@ -228,15 +230,16 @@ def _open_data(
     return prepared
 
 
-def _parts(place: str, prepared: Prepared, length: int, args: argparse.Namespace) -> list[Part]:
+def _parts(
+    place: str, prepared: Prepared, is_folder: bool, length: int, args: argparse.Namespace
+) -> list[Part]:
     """The windows of each split to be read."""
     from minimind.data.loader.batches import windows_of
-    from minimind.data.prepare.prepare import is_prepared
     from minimind.inference.score import Part
 
     splits, sources = ("train",), prepared.manifest["sources"]
     names = (place,) * len(sources)
-    if is_prepared(place):
+    if is_folder:
         splits = SPLITS[args.split or "val"]
         prefix = f"{place}:" if len(args.data) > 1 else ""
         names = tuple(prefix + source["name"] for source in sources)

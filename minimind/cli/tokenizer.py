@@ -51,6 +51,8 @@ def add_parser(subs: Any) -> None:
         add("--text_field", type=utf8, default="text", metavar="NAME", help=text)
         paths = {"nargs": "+", "action": "extend", "default": []}
         add("--data_path", **paths, metavar="PATH", help=TEXT_HELP)
+        text = "cache of objects of storage, for PATHs that are URLs"
+        add("--cache_dir", default=FLAGS["cache_dir"].default, help=text)
         return add
 
     text = "Train a byte-pair tokenizer on text, for --tokenizer and AutoTokenizer"
@@ -77,7 +79,10 @@ def add_parser(subs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run `minimind tokenizer ACTION` and return its exit status."""
-    return ACTIONS[args.action](args)
+    from minimind.storage.object_cache import naming_urls
+
+    with naming_urls():
+        return ACTIONS[args.action](args)
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -91,6 +96,7 @@ def run_train(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
+    from minimind.data.prepare.remote import local_text
     from minimind.data.text.sample import sample
     from minimind.data.tokenizer.files import MODEL_NAME, TOKENIZER_FILES
     from minimind.data.tokenizer.load import load_tokenizer
@@ -113,6 +119,7 @@ def _train(args: argparse.Namespace) -> int:
     out = NewFolder(path, args.force, TOKENIZER_FILES, author)
     out.require_free()
     reader = Reader(args.val_fraction, _reading(args, None), args.on_bad_data == "skip")
+    paths = local_text(paths, Path(args.cache_dir))
     passages = sample(reader.training_texts(paths), args.sample_bytes, args.seed)
     if not reader.training:
         raise DataError(
@@ -198,6 +205,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     """Print the pieces of a tokenizer and its statistics on text."""
     import numpy as np
 
+    from minimind.data.prepare.remote import local_text
     from minimind.data.text.inputs import find_files
     from minimind.data.tokenizer import statistics as tables
     from minimind.data.tokenizer.load import load_tokenizer
@@ -205,7 +213,8 @@ def run_inspect(args: argparse.Namespace) -> int:
 
     tokenizer, reading = load_tokenizer(args.tokenizer), _reading(args, args.tokenizer)
     pieces = tokenizer.pieces()
-    files, skips_bad = find_files(args.data_path), args.on_bad_data == "skip"
+    paths = local_text(args.data_path, Path(args.cache_dir))
+    files, skips_bad = find_files(paths), args.on_bad_data == "skip"
     print(tables.format_header(tokenizer))
     print(tables.format_kinds(pieces))
     print(tables.format_special(tokenizer.special_tokens()))

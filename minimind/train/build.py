@@ -27,6 +27,7 @@ from minimind.data.prepare.prepare import (
     open_text,
     prepare_for_run,
 )
+from minimind.data.prepare.remote import local_folder, local_text
 from minimind.data.prepare.work_units import Options
 from minimind.data.text.sources import Source
 from minimind.data.tokenizer.load import load_tokenizer, longest_document
@@ -34,6 +35,7 @@ from minimind.engine.build import Engine
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.terminal import phase
+from minimind.storage.object_cache import naming_urls, with_urls
 from minimind.train.evaluate import HeldOutRows
 
 
@@ -63,7 +65,15 @@ def prepared_folder(run: RunConfig) -> Path | None:
     return Path(folders[0]).expanduser() if folders else None
 
 
+@phase("fetching the prepared folder")
+def with_local_folder(run: RunConfig) -> RunConfig:
+    """Return the run with a verified local copy in place of the URL of a prepared folder."""
+    paths = tuple(local_folder(path, Path(run.cache_dir)) for path in run.data_path)
+    return run if paths == run.data_path else replace(run, data_path=paths)
+
+
 @phase("reading the text")
+@naming_urls()
 def prepare_data(run: RunConfig) -> Prepared:
     """Return the run's token shards: a prepared folder, or raw text prepared in the cache."""
     if folder := prepared_folder(run):
@@ -76,7 +86,7 @@ def prepare_data(run: RunConfig) -> Prepared:
         train_on = run.train_on or "assistant"
         options = replace(options, chat_template=template, train_on=train_on)
     request = PrepareRequest(
-        (Source("data", run.data_path),),
+        (Source("data", local_text(run.data_path, Path(run.cache_dir))),),
         run.tokenizer,
         run.vocab_size,
         options,
@@ -127,7 +137,7 @@ def plan_data_and_schedule(
     run: RunConfig, prepared: Prepared, world_size: int, model: Architecture
 ) -> tuple[Order, Schedule]:
     """Return the row order and the schedule; raise DataError if there is too little text."""
-    row_tokens, paths = run.max_seq_len + 1, " ".join(run.data_path)
+    row_tokens, paths = run.max_seq_len + 1, with_urls(" ".join(run.data_path))
     sources, sizes = prepared.manifest["sources"], prepared.train.sizes(row_tokens)
     for size, source in zip(sizes, sources, strict=True):
         if not size and len(sizes) > 1:
@@ -171,7 +181,7 @@ def check_enough_rows(run: RunConfig, world_size: int, tokens: int, n_rows: int)
     rows_per_step = micro_batch * run.accumulation_steps * world_size
     if n_rows < rows_per_step:
         raise DataError(
-            f"{' '.join(run.data_path)}: {tokens:,} training tokens make {n_rows} rows"
+            f"{with_urls(' '.join(run.data_path))}: {tokens:,} training tokens make {n_rows} rows"
             f" of {run.max_seq_len + 1}, fewer than the {rows_per_step} of one step"
             f" ({micro_batch} x {run.accumulation_steps} x {world_size} processes); add text, or"
             " lower --batch_size, --accumulation_steps or --max_seq_len"

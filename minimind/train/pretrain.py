@@ -61,6 +61,7 @@ from minimind.train.build import (
     require_same_files,
     resume_order,
     sidecar_files,
+    with_local_folder,
     with_prepared,
 )
 from minimind.train.initial_weights import InitialModel, fine_tuned, read_initial
@@ -81,6 +82,7 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     """Train until the run ends or is asked to stop; return 0 or 75. --dry_run only prints."""
     progress.stop.limit(run.max_minutes)
     launch = read_launch(os.environ)
+    run = with_local_folder(run)
     initial = read_initial(run)
     if run.task == "sft":
         initial = fine_tuned(initial)

@@ -11,6 +11,7 @@ inspect          `minimind data inspect`
 merge            encoded units -> a folder with its manifest
 prepare          text -> tokenizer and shards
 ray_tasks        the units as tasks of Ray
+remote           text and prepared folders by URL
 unit_reader      the documents of a work unit in batches
 work_units       sources -> work units, and plan.json that identifies them
 workers          the processes of a host that encode together

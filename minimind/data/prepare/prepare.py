@@ -48,6 +48,7 @@ from minimind.data.tokenizer.vocabulary import require_learnable
 from minimind.errors import DataError
 from minimind.runtime.durable_files import canonical_json, fingerprint, sha256_of, write_whole
 from minimind.runtime.terminal import phase
+from minimind.storage.object_cache import with_urls
 
 REMEDY = "free space or give another --cache_dir"
 NEEDED = (MANIFEST_NAME, PLAN_NAME, TOKENIZER_NAME)
@@ -93,7 +94,7 @@ class Prepared:
         """The first skipped document and the reason; "" if there is none."""
         first = self.manifest["rejected"]["first"]
         before = next((name for name in self.names if first.startswith(f"{name}:")), "")
-        return self.names.get(before, "") + first[len(before) :]
+        return with_urls(self.names.get(before, "") + first[len(before) :])
 
     def text(self, start: int, length: int) -> str:
         """Text of `length` training tokens from `start` on; of conversations as `readable`."""
@@ -108,7 +109,7 @@ class Prepared:
             with open(own, "rb") as lines, open(out_dir / REJECTED_NAME, "wb") as copy:
                 for line in lines:
                     entry = json.loads(line)
-                    entry["file"] = self.names.get(entry["file"], entry["file"])
+                    entry["file"] = with_urls(self.names.get(entry["file"], entry["file"]))
                     copy.write(canonical_json(entry) + b"\n")
 
 

@@ -1,0 +1,129 @@
+"""Download an object to a local file: in blocks, verified, complete or absent."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minimind.errors import DataError
+from minimind.storage.filesystem import WEB, Truncated, masked, print_retry, retrying, scheme_of
+
+BLOCK_BYTES = 2**23
+MOST_DOWNLOADS = 4  # of one object whose content does not match
+
+
+@dataclass(frozen=True)
+class RemoteObject:
+    """An object as its storage lists it; `size` and `etag` may be unknown."""
+
+    url: str
+    path: str  # in its file system
+    size: int | None
+    etag: str = ""
+    modified: float | None = None  # seconds since 1970
+    sha256: str | None = None  # known from elsewhere, as from a manifest
+
+    @property
+    def _md5(self) -> str | None:
+        """The MD5 that the ETag of an upload in one part is, unless the bucket is encrypted."""
+        return self.etag if re.fullmatch("[0-9a-f]{32}", self.etag) else None
+
+
+def download(
+    filesystem: Any,
+    remote: RemoteObject,
+    target: Path,
+    report: Callable[[str], object] = print_retry,
+) -> str:
+    """Write the object to `target`, which is replaced when all of it is verified.
+
+    Return its sha256. Raise DataError if it is missing, refused, or never matches its checksum.
+    """
+    draft = target.with_name(f".{target.name}.tmp-{os.getpid()}-{threading.get_ident()}")
+    before = fault = ""
+    try:
+        for _ in range(MOST_DOWNLOADS):
+            sha256, md5, size = _write(filesystem, remote, draft, report)
+            fault = _fault(filesystem, remote, sha256, md5, size, before)
+            if not fault:
+                os.replace(draft, target)
+                return sha256
+            report(f"{masked(remote.url)}: {fault}; fetching it again")
+            before = sha256
+    finally:
+        draft.unlink(missing_ok=True)
+    raise DataError(
+        f"{masked(remote.url)}: {fault}, fetched {MOST_DOWNLOADS} times; upload the object again"
+    )
+
+
+def _write(
+    filesystem: Any, remote: RemoteObject, draft: Path, report: Callable[[str], object]
+) -> tuple[str, str, int]:
+    """Write all bytes durably; return sha256, MD5 and size."""
+    sha256, md5, size = hashlib.sha256(), hashlib.md5(usedforsecurity=False), 0
+    with open(draft, "wb") as file:
+        for content in _blocks(filesystem, remote, report):
+            file.write(content)
+            sha256.update(content)
+            md5.update(content)
+            size += len(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return sha256.hexdigest(), md5.hexdigest(), size
+
+
+def _blocks(
+    filesystem: Any, remote: RemoteObject, report: Callable[[str], object]
+) -> Iterator[bytes]:
+    """Yield the content, each block tried again by itself."""
+    if scheme_of(remote.url) is WEB or remote.size is None:  # not every server knows ranges
+        yield retrying(remote.url, lambda: _whole(filesystem, remote), report=report)
+        return
+    for start in range(0, remote.size, BLOCK_BYTES):
+        stop = min(start + BLOCK_BYTES, remote.size)
+
+        def block(start: int = start, stop: int = stop) -> bytes:
+            content = filesystem.cat_file(remote.path, start=start, end=stop)
+            return _complete(content, stop - start)
+
+        yield retrying(remote.url, block, report=report)
+
+
+def _whole(filesystem: Any, remote: RemoteObject) -> bytes:
+    content = filesystem.cat_file(remote.path)
+    return content if remote.size is None else _complete(content, remote.size)
+
+
+def _complete(content: bytes, size: int) -> bytes:
+    if len(content) != size:
+        raise Truncated(f"{len(content):,} of {size:,} bytes arrived")
+    return content
+
+
+def _fault(
+    filesystem: Any, remote: RemoteObject, sha256: str, md5: str, size: int, before: str
+) -> str:
+    """Why what arrived is not the object; empty if it is."""
+    if remote.sha256 is not None:
+        return "" if sha256 == remote.sha256 else "does not match its sha256"
+    if remote.size is not None and size != remote.size:
+        return f"{size:,} of {remote.size:,} bytes arrived"
+    if remote._md5 is not None:
+        # Twice the same content: the ETag of an encrypted object is no MD5.
+        return "" if remote._md5 == md5 or sha256 == before else "does not match its ETag"
+    if remote.etag:
+        now = retrying(remote.url, lambda: filesystem.info(remote.path))
+        return "" if etag_of(now) == remote.etag else "was replaced meanwhile"
+    return ""
+
+
+def etag_of(info: dict[str, Any]) -> str:
+    """The ETag, or what a storage has in its place; empty if there is none."""
+    return str(info.get("ETag") or info.get("etag") or info.get("md5Hash") or "").strip('"')

@@ -1,0 +1,243 @@
+"""URLs of object storage, their file systems (fsspec), and retries of errors that pass.
+
+Credentials and endpoints come from the environment, as the library of each scheme reads them. They
+are in no message.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from minimind.errors import DataError, RunError, StorageError, UsageError
+
+EXTRA = "pip install 'minimind-deepspeed[remote]'"
+CONNECT_TIMEOUT_S = 10
+READ_TIMEOUT_S = 30  # without a byte
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The library of a scheme, how it is installed and where it finds credentials."""
+
+    module: str
+    install: str
+    credentials: str
+
+
+AWS = Scheme(
+    "s3fs",
+    EXTRA,
+    "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; FSSPEC_S3_ANON=true reads"
+    " public buckets without them",
+)
+GOOGLE = Scheme("gcsfs", "pip install gcsfs", "check GOOGLE_APPLICATION_CREDENTIALS")
+HUB = Scheme("huggingface_hub", EXTRA, "check HF_TOKEN, or run `hf auth login`")
+WEB = Scheme("aiohttp", EXTRA, "check what the server asks for")
+LOCAL = Scheme("fsspec", EXTRA, "correct its permissions")
+SCHEMES = {"s3": AWS, "gs": GOOGLE, "hf": HUB, "http": WEB, "https": WEB, "file": LOCAL}
+URL = re.compile(rf"({'|'.join(SCHEMES)})://")
+
+# Names, since the libraries are optional: errors of botocore, aiohttp, httpx and requests that say
+# that a connection could not be made, was cut or was silent for too long.
+PASSING = re.compile(
+    r"(Connect\w*|EndpointConnection|ProxyConnection|ConnectionClosed|HTTPClient|IncompleteRead"
+    r"|ResponseParser|ResponseStreaming|ClientPayload|ClientOS|ServerDisconnected|ServerTimeout"
+    r"|RemoteProtocol|Read|Write|ChunkedEncoding|FlexibleChecksum)(Error|Timeout|TimeoutError)"
+)
+PASSING_ERRNOS = (
+    *(errno.EBUSY, errno.EREMOTEIO, errno.ECONNRESET, errno.ECONNREFUSED, errno.ETIMEDOUT),
+    *(errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH),
+)
+PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
+LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "fsspec", "huggingface_hub")
+LIBRARIES += ("google", "httpx", "httpcore", "requests", "urllib3")
+REASON = 200  # characters of a library's message
+
+T = TypeVar("T")
+
+
+def is_url(text: object) -> bool:
+    """Whether `text` is a URL of one of `SCHEMES`, as opposed to a local path."""
+    return isinstance(text, str) and URL.match(text) is not None
+
+
+def scheme_of(url: str) -> Scheme:
+    """The scheme of a URL."""
+    return SCHEMES[url.partition("://")[0]]
+
+
+def masked(text: str) -> str:
+    """`text` without the passwords and query strings (signatures, tokens) of its URLs."""
+    text = re.sub(r"(\w+://)[^/\s@]+@", r"\1***@", text)
+    return re.sub(r"(\w+://[^\s?'\")]*)\?[^\s'\")]+", r"\1?***", text)
+
+
+def open_filesystem(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and the path of the URL in it.
+
+    Its own retries are off and nothing is cached. Raise UsageError if its library is missing.
+    """
+    scheme = scheme_of(url)
+    try:
+        import fsspec
+
+        __import__(scheme.module)
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"{masked(url)}: is read with {scheme.module}, which is not installed; {scheme.install}"
+        ) from error
+    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+    if scheme is AWS:
+        options["config_kwargs"] = {
+            "connect_timeout": CONNECT_TIMEOUT_S,
+            "read_timeout": READ_TIMEOUT_S,
+            "retries": {"total_max_attempts": 1},
+        }
+    elif scheme is WEB:
+        from aiohttp import ClientTimeout
+
+        limit = ClientTimeout(None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
+        options["client_kwargs"] = {"timeout": limit, "trust_env": True}
+    filesystem, path = fsspec.core.url_to_fs(url, **options)
+    if scheme is AWS:
+        filesystem.retries = 1
+    return filesystem, path
+
+
+class Truncated(OSError):
+    """A body is shorter or other than it should be."""
+
+
+@dataclass(frozen=True)
+class Retry:
+    """How often and when an operation is tried again.
+
+    The wait doubles from `first_wait` to `longest_wait` seconds, of which a random half is left
+    out, so that many processes do not come back at once.
+    """
+
+    attempts: int = 6
+    first_wait: float = 0.5
+    longest_wait: float = 15.0
+    sleep: Callable[[float], object] = time.sleep
+
+    def waits(self) -> Iterator[float]:
+        """Yield the seconds to wait before each further attempt."""
+        draw = random.SystemRandom()  # leaves the generators of the run alone
+        for number in range(self.attempts - 1):
+            yield min(self.first_wait * 2**number, self.longest_wait) * draw.uniform(0.5, 1)
+
+
+DEFAULT_RETRY = Retry()
+
+
+def print_retry(line: str) -> None:
+    """Print the line of a retry to stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def retrying(
+    url: str,
+    work: Callable[[], T],
+    retry: Retry = DEFAULT_RETRY,
+    report: Callable[[str], object] = print_retry,
+    permanent: type[RunError] = DataError,
+) -> T:
+    """Return `work()`, called again after errors that pass, each reported as one line.
+
+    Raise `permanent` at once if the URL is missing or refused, and StorageError if the storage
+    still fails at the last attempt. Other exceptions, as of a full local disk, pass unchanged.
+    """
+    waits = retry.waits()
+    for attempt in range(1, retry.attempts + 1):
+        try:
+            return work()
+        except Exception as error:
+            if not is_of_storage(error):
+                raise
+            if not is_passing(error):
+                raise permanent(f"{masked(url)}: {refusal(error, url)}") from error
+            reason = reason_of(error)
+            if attempt == retry.attempts:
+                raise StorageError(
+                    f"{masked(url)}: does not answer ({reason}), tried {attempt} times; check the"
+                    f" network{_endpoint(url)}, and run the same command again"
+                ) from error
+        wait = next(waits)
+        report(
+            f"{masked(url)}: {reason}; trying again in {wait:.1f} s"
+            f" ({attempt + 1} of {retry.attempts})"
+        )
+        retry.sleep(wait)
+    raise AssertionError("a Retry has at least one attempt")
+
+
+def is_of_storage(error: BaseException) -> bool:
+    """Whether an error is the storage's, and neither of the local disk nor a bug."""
+    if isinstance(error, RunError):
+        return False
+    if any(kind.__module__.split(".")[0] in LIBRARIES for kind in type(error).__mro__):
+        return True
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return False
+    return isinstance(error, OSError | TimeoutError | EOFError)
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether the same operation may succeed later."""
+    if isinstance(error, FileNotFoundError | PermissionError):
+        return False
+    if isinstance(error, Truncated | ConnectionError | TimeoutError | EOFError):
+        return True
+    if isinstance(error, OSError) and error.errno in PASSING_ERRNOS:
+        return True
+    if any(PASSING.fullmatch(kind.__name__) for kind in type(error).__mro__):
+        return True  # also with a status in its cause, which aiohttp gives a body that is cut
+    return _http_status(error) in PASSING_STATUS
+
+
+def _http_status(error: BaseException) -> int | None:
+    """The HTTP status that an error, or its cause, has."""
+    for one in (error, error.__cause__):
+        response = getattr(one, "response", None)
+        if isinstance(response, dict):  # of botocore
+            response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        found = (response, getattr(response, "status_code", None))
+        found += tuple(getattr(one, name, None) for name in ("status", "status_code", "code"))
+        for status in found:
+            if isinstance(status, int) and 100 <= status < 600:
+                return status
+    return None
+
+
+def refusal(error: BaseException, url: str) -> str:
+    """Why a URL can not be used, and the remedy."""
+    scheme, status = scheme_of(url), _http_status(error)
+    reason = reason_of(error)
+    if isinstance(error, FileNotFoundError) or status == 404:
+        return "there is no such bucket, object or file; correct the URL"
+    is_refused = isinstance(error, PermissionError) or status in (401, 403)
+    if is_refused or "Credentials" in type(error).__name__:
+        return f"access is refused ({reason}); {scheme.credentials}"
+    return f"cannot be used ({reason}); correct the URL"
+
+
+def reason_of(error: BaseException) -> str:
+    """A library's message as part of a sentence."""
+    lines = [line.strip() for line in masked(str(error)).splitlines() if line.strip()]
+    text = (lines or [type(error).__name__])[0].rstrip(".")
+    return text if len(text) <= REASON else f"{text[: REASON - 3]}..."
+
+
+def _endpoint(url: str) -> str:
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") if scheme_of(url) is AWS else ()
+    named = next((name for name in names if os.environ.get(name)), None)
+    return f" and {named}={masked(os.environ[named])}" if named else ""

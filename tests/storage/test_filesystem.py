@@ -1,0 +1,148 @@
+"""URLs, errors of a real server in one sentence, and retries."""
+
+from __future__ import annotations
+
+import builtins
+
+import pytest
+
+from minimind.errors import DataError, StorageError, UsageError
+from minimind.storage import filesystem
+from minimind.storage.filesystem import Retry, Truncated, is_url, masked, open_filesystem, retrying
+from tests.storage.servers import FaultyProxy, ObjectStore
+
+AT_ONCE = Retry(first_wait=0.0)
+
+
+def read(url: str, retry: Retry = AT_ONCE) -> tuple[bytes, list[str]]:
+    """The content of an object, and the lines of its retries."""
+    lines: list[str] = []
+    fs, path = open_filesystem(url)
+    return retrying(url, lambda: fs.cat_file(path), retry, lines.append), lines
+
+
+def test_urls_and_paths_are_told_apart():
+    assert all(map(is_url, ["s3://b/k", "gs://b/*.txt", "hf://datasets/a/b", "https://h/f.txt"]))
+    assert not any(map(is_url, ["/data/x", "s3/x", "s3:/x", "name=s3://b", "C://x", ""]))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://me:pw@host/a.txt", "https://***@host/a.txt"),
+        ("https://host/a.txt?X-Amz-Signature=12&b=3", "https://host/a.txt?***"),
+        ("url='https://host/a?token=12' failed", "url='https://host/a?***' failed"),
+        ("s3://bucket/key", "s3://bucket/key"),
+    ],
+)
+def test_no_secret_of_a_url_is_shown(text, shown):
+    assert masked(text) == shown
+
+
+def test_a_missing_library_names_the_extra(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name == "s3fs":
+            raise ModuleNotFoundError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UsageError, match=r"pip install 'minimind-deepspeed\[remote\]'"):
+        open_filesystem("s3://bucket/key")
+
+
+def test_an_object_is_read(store: ObjectStore, proxy: FaultyProxy):
+    assert read(store.put("a/b.txt", b"text")) == (b"text", [])
+
+
+@pytest.mark.parametrize("fault", ["cut", "delay"])
+def test_errors_that_pass_are_tried_again_and_told(
+    store: ObjectStore, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, fault: str
+):
+    monkeypatch.setattr(filesystem, "READ_TIMEOUT_S", 0.2)
+    url = store.put("large", b"0123456789" * 5_000)
+    proxy.set(**{fault: 1.0}, delay_s=1.0, most=2)
+    content, lines = read(url)
+    assert content == b"0123456789" * 5_000
+    assert proxy.injected == 2  # the second on a connection that aiohttp itself opens again
+    assert lines
+    assert all(line.startswith(f"{url}: ") for line in lines)
+    assert lines[0].endswith("trying again in 0.0 s (2 of 6)")
+
+
+def test_a_server_error_is_tried_again():
+    class ServerFault(OSError):
+        __module__ = "aiohttp.client"
+        status = 503
+
+    answers = iter([ServerFault("busy"), Truncated("4 of 9 bytes"), TimeoutError()])
+    lines: list[str] = []
+
+    def work() -> str:
+        if error := next(answers, None):
+            raise error
+        return "done"
+
+    assert retrying("s3://b/k", work, AT_ONCE, lines.append) == "done"
+    assert lines == [
+        "s3://b/k: busy; trying again in 0.0 s (2 of 6)",
+        "s3://b/k: 4 of 9 bytes; trying again in 0.0 s (3 of 6)",
+        "s3://b/k: TimeoutError; trying again in 0.0 s (4 of 6)",
+    ]
+
+
+def test_waits_double_and_are_bounded():
+    waits = list(Retry(attempts=8, first_wait=1.0, longest_wait=9.0).waits())
+    assert len(waits) == 7
+    for wait, most in zip(waits, (1, 2, 4, 8, 9, 9, 9), strict=True):
+        assert most / 2 <= wait <= most
+
+
+def test_a_storage_that_is_down_is_an_error_of_storage(store: ObjectStore, proxy: FaultyProxy):
+    url = store.put("key", b"text")
+    proxy.is_down = True
+    with pytest.raises(StorageError, match=r"^s3://bucket/key: does not answer .*, tried 3 times;"):
+        read(url, Retry(attempts=3, first_wait=0.0))
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/no-such-key", "s3://no-such-bucket/key"])
+def test_what_is_missing_is_not_tried_again(proxy: FaultyProxy, url: str):
+    proxy.set()
+    with pytest.raises(DataError, match=f"^{url}: there is no such bucket, object or file; "):
+        read(url)
+    assert proxy.requests <= 2
+
+
+def test_wrong_credentials_are_not_tried_again(store: ObjectStore, proxy: FaultyProxy):
+    url = store.put("key", b"text")
+    store.require_credentials(True)
+    try:
+        with pytest.raises(DataError, match=r"access is refused .*AWS_ACCESS_KEY_ID") as caught:
+            read(url)
+    finally:
+        store.require_credentials(False)
+    assert "not-a-secret" not in str(caught.value)
+
+
+def test_without_credentials_the_error_names_where_they_are_read(
+    store: ObjectStore, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+):
+    url = store.put("key", b"text")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+    with pytest.raises(DataError, match=r"Unable to locate credentials.*FSSPEC_S3_ANON=true"):
+        read(url)
+
+
+def test_local_errors_and_bugs_pass():
+    for error in (OSError(28, "No space left on device"), TypeError("a bug")):
+
+        def work(error: Exception = error) -> None:
+            raise error
+
+        with pytest.raises(type(error)) as caught:
+            retrying("s3://b/k", work)
+        assert caught.value is error
