@@ -42,6 +42,8 @@ class Engine(Ranks):
         self.parameters = parameters  # of the whole model; at stage 3 a rank holds a part
         self.resolved = resolved
         self.device = device
+        self.parallel = resolved.run.parallel(self.world_size)
+        self.data_rank = self.parallel.data_rank(self.rank)
         self.counts_targets = resolved.run.task == "sft"  # rows have tokens that are no targets
         self.loss_chunk_size = loss_chunk_positions(resolved.run)
         self.eval_chunk_size = eval_chunk_positions(resolved.run, device)
@@ -71,14 +73,14 @@ class Engine(Ranks):
         """Restore process-wide state, for notebooks."""
         self.backend.release()
 
-    def seed(self, step: int, rank: int | None = None) -> None:
+    def seed(self, step: int, data_rank: int | None = None) -> None:
         """Reseed torch for a step, so that checkpoints need no random state.
 
-        As on `rank`; None: on this rank.
+        As on `data_rank`; None: on this rank. Ranks that read the same rows have the same state.
         """
         self.seeded_step = step
-        rank = self.rank if rank is None else rank
-        seed = ((self.resolved.run.seed * 1_000_003 + step) * 4_099 + rank) % 2**63
+        data_rank = self.data_rank if data_rank is None else data_rank
+        seed = ((self.resolved.run.seed * 1_000_003 + step) * 4_099 + data_rank) % 2**63
         # Not torch.manual_seed, which visits every device type each time.
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":

@@ -92,14 +92,14 @@ def plan_text(
     """
     machine = machine or Machine(world_size)
     shape, here = shape_of(run), layout_of(run, world_size, config or {}, device)
-    tokens = here.rows * run.max_seq_len * run.accumulation_steps * world_size
-    flops = costs.flops_per_token(shape)
+    tokens = run.rows_per_step(world_size) * run.max_seq_len
+    flops, data_size = costs.flops_per_token(shape), run.parallel(world_size).data_size
     active = "active " if shape.use_moe else ""
     lines = [
         f"parameters  {shape.parameters:,}: {run.n_layers} blocks of {shape.layer:,}, embedding"
         f" and head {shape.embedding:,}, all norms {shape.norms:,}",
         f"step        {here.rows} rows x {run.max_seq_len} tokens x accumulation"
-        f" {run.accumulation_steps} x {world_size} processes = {tokens:,} tokens",
+        f" {run.accumulation_steps} x {data_size} processes = {tokens:,} tokens",
         f"FLOPs       {flops / 1e9:.3g} G per token (6 x {active}weights + 12 x layers x dim x T),"
         f" {flops * tokens / 1e12:.3g} T per step",
     ]
@@ -234,7 +234,7 @@ def _advice(run: RunConfig, here: Layout, memory: int, path: str) -> str:
     largest = int((memory * (1 - HEADROOM) - beside) // row)
     same = replace(best, rows=here.rows, accumulation_steps=here.accumulation_steps) == here
     host = f", {held.host * gpus / GIB:.1f} GiB of RAM" if held.host else ""
-    rows = best.rows * (gpus if run.split_batches else 1)
+    rows = best.rows * (run.parallel(gpus).data_size if run.split_batches else 1)
     command = _command_flags(run)
     if run.deepspeed_config == "none" and run.optimizer != "adamw":
         command += f" --deepspeed_config {path}"

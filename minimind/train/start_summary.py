@@ -249,7 +249,7 @@ def _step(context: RunContext) -> str:
     factors = (
         _count(run.micro_batch_rows(world_size), "row"),
         _count(run.accumulation_steps, "micro-batch", "micro-batches"),
-        _count(world_size, "process", "processes"),
+        _count(run.parallel(world_size).data_size, "process", "processes"),
     )
     rows = context.batches.order.rows_per_step
     return f"{' x '.join(factors)} = {rows:,} rows, {context.batches.tokens_per_step:,} tokens"
