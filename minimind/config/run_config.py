@@ -41,13 +41,6 @@ class ParallelLayout:
     tensor: int = 1  # ranks that share each weight matrix
     sequence: int = 1  # ranks that share the positions of each row
 
-    def __post_init__(self) -> None:
-        if self.world_size % self.group_size:
-            raise UsageError(
-                f"{self.world_size} processes cannot be divided into groups of {self.group_size};"
-                f" start a multiple of {self.group_size}"
-            )
-
     @property
     def group_size(self) -> int:
         """Ranks of a group."""
@@ -172,7 +165,13 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
 
     def parallel(self, world_size: int) -> ParallelLayout:
         """How so many processes divide rows; raise UsageError if they are no whole groups."""
-        return ParallelLayout(world_size)
+        size = self.sequence_parallel
+        if world_size % size:
+            raise UsageError(
+                f"sequence_parallel = {size} ({self.sources['sequence_parallel']}) does not divide"
+                f" {world_size} processes; start a multiple of {size} (NUM_PROCESSES, plan --gpus)"
+            )
+        return ParallelLayout(world_size, sequence=size)
 
     def micro_batch_rows(self, world_size: int) -> int:
         """Rows per micro-batch and process; raise UsageError if they do not divide evenly."""

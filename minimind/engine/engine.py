@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from minimind.config.deepspeed.resolve import ResolvedConfig
+from minimind.config.run_config import ParallelLayout
 from minimind.engine.collective_clock import CommunicationClock
 from minimind.engine.deepspeed_backend import Backend
 from minimind.engine.loss_of_batch import (
@@ -26,7 +27,8 @@ from minimind.engine.optimizer.state import ZeroState
 from minimind.engine.optimizer.weight_average import WeightAverage
 from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.plain_backend import StepResult
-from minimind.runtime.collectives import Ranks, lost_peers
+from minimind.model.attention_kernels import SequenceGroup
+from minimind.runtime.collectives import Ranks, collective_backend, lost_peers
 
 COMPILE_TIMEOUT = 3600.0  # seconds that ranks wait for one that compiles
 
@@ -44,6 +46,10 @@ class Engine(Ranks):
         self.device = device
         self.parallel = resolved.run.parallel(self.world_size)
         self.data_rank = self.parallel.data_rank(self.rank)
+        timeout = collective_backend(device.type, resolved.run.dist_timeout)[1]
+        self.sequence = sequence_group(self.parallel, self.rank, timeout)
+        if self.sequence:
+            self.model.sequence = self.sequence
         self.counts_targets = resolved.run.task == "sft"  # rows have tokens that are no targets
         self.loss_chunk_size = loss_chunk_positions(resolved.run)
         self.eval_chunk_size = eval_chunk_positions(resolved.run, device)
@@ -145,6 +151,7 @@ class Engine(Ranks):
         total = torch.stack(counts).sum().to(self.device, non_blocking=True)
         if self.world_size > 1:
             dist.all_reduce(total)
+        total = total // self.parallel.sequence  # of ranks that share rows each has counted all
         return total.clamp(min=1) / (self.world_size * self.resolved.run.accumulation_steps)
 
     def _wait_for_compilation(self) -> None:
@@ -172,4 +179,19 @@ class Engine(Ranks):
         # Uncompiled: batches of other shapes than in training would trigger recompilation.
         with lost_peers(), uncompiled(self.model):
             loss = compute_loss(self.backend.forward, inputs, self.eval_chunk_size)
+            if self.sequence:
+                for own in (loss.loss_sum, loss.tokens):
+                    dist.all_reduce(own, group=self.sequence.group)
         return loss.loss_sum, loss.tokens
+
+
+def sequence_group(parallel: ParallelLayout, rank: int, timeout: timedelta) -> SequenceGroup | None:
+    """The ranks that divide the positions of this rank's rows (collective); None without."""
+    size = parallel.sequence
+    if size == 1:
+        return None
+    starts = range(0, parallel.world_size, size)
+    with lost_peers():  # every rank makes every group
+        members = (list(range(first, first + size)) for first in starts)
+        groups = [dist.new_group(ranks, timeout=timeout) for ranks in members]
+    return SequenceGroup(groups[rank // size], rank % size, size)

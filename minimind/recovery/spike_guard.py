@@ -173,7 +173,14 @@ class SpikeGuard:
             return []
         engine, order, step = self.engine, self.batches.order, self.held.step
         sums, counts = self.held.result.loss_sums, self.held.result.targets
-        means = [float(s) / max(float(n), 1.0) for s, n in zip(sums, counts, strict=True)]
+        pairs = [(float(s), float(n)) for s, n in zip(sums, counts, strict=True)]
+        # Ranks that share rows have to choose the same micro-batch.
+        first_rank = engine.parallel.first_rank(engine.data_rank)
+        group = engine.gather(pairs)[first_rank : first_rank + engine.parallel.group_size]
+        means = []
+        for shares in zip(*group, strict=True):
+            loss_sum, targets = map(sum, zip(*shares, strict=True))
+            means.append(loss_sum / max(targets, 1.0))
         number = max(
             range(len(means)), key=lambda n: means[n] if math.isfinite(means[n]) else math.inf
         )
