@@ -20,7 +20,7 @@ from minimind.estimate import costs
 from minimind.estimate.costs import Layout, Memory
 from minimind.estimate.gpus import GPUModel
 from minimind.estimate.shape import Shape, shape_of, with_special_tokens
-from minimind.estimate.step_time import estimate_lines
+from minimind.estimate.step_time import estimate_lines, exchanged_bytes
 
 HEADROOM = 0.1  # for the CUDA context, the libraries' own buffers and fragmentation
 OWN_FLAGS = ("gpus", "world_size", "gpu_model", "memory", "peak_tflops", "mfu", "tokens")
@@ -133,11 +133,12 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         offloads(config, "param"),
         device,
         run.gradient_checkpointing,
-        compiles=run.compile != "off" and not run.use_moe,
+        compiles=run.compile != "off" and not run.use_moe and run.sequence_parallel == 1,
         averages=run.ema is not None,
         optimizer=run.optimizer,
         moments=0 if run.sgd.get("sgd_momentum") == 0 else MOMENTS[run.optimizer],
         loss=run.loss,
+        sequence=run.sequence_parallel,
     )
 
 
@@ -179,7 +180,8 @@ def _table(shape: Shape, here: Layout, memory: int | None) -> list[str]:
     ]
     for layout, held in zip(layouts, needed, strict=True):
         numbers = [getattr(held, column) for column in COLUMNS]
-        numbers += [held.total, held.host, costs.bytes_sent(shape, layout)]
+        sent = costs.bytes_sent(shape, layout) + exchanged_bytes(shape, layout)
+        numbers += [held.total, held.host, sent]
         row = f"{'*' if layout == here else ' '}{name_of(layout):<19}"
         verdict = f"{'yes' if fits(held, memory) else 'no':>6}" if memory else ""
         lines.append(row + "".join(_cell(n / unit) for n in numbers) + verdict)

@@ -204,10 +204,10 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         ignored.
 
         With loss_chunk_size, return loss_sum and targets of shift_labels instead of loss and
-        logits: with logits of all positions at once if 0, else of that many at a time. If
-        `sequence` is set, these are of the part of the positions that this rank computes.
+        logits: with logits of all positions at once if 0, else of that many at a time. With
+        `sequence` of this rank's positions only.
         """
-        sequence = None if loss_chunk_size is None else self.sequence
+        sequence = self.sequence if loss_chunk_size is not None else None
         recomputes = self.training and any(
             block.gradient_checkpointing for block in self.model.layers
         )
@@ -223,9 +223,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         )
         if loss_chunk_size is not None:
             assert shift_labels is not None
-            if sequence is not None:
-                shift_labels = sequence.part(shift_labels, 1)
-            loss_sum, targets = self._chunked_loss(x_BTE, shift_labels, loss_chunk_size)
+            own_BT = shift_labels if sequence is None else sequence.part(shift_labels, 1)
+            loss_sum, targets = self._chunked_loss(x_BTE, own_BT, loss_chunk_size)
             return MiniMindOutput(loss_sum=loss_sum, targets=targets, **_routing_outputs(routing))
         logits = self.lm_head(x_BTE[:, -logits_to_keep:])
         loss = None
