@@ -203,9 +203,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         True where attention and positions restart, whatever doc_mask is. Other keywords are
         ignored.
 
-        With loss_chunk_size, return loss_sum and targets of shift_labels instead of loss and
-        logits: with logits of all positions at once if 0, else of that many at a time. With
-        `sequence` of this rank's positions only.
+        With loss_chunk_size, return loss_sum and targets of shift_labels (of this rank's positions
+        with `sequence`) instead of loss and logits: all logits at once if 0, else so many.
         """
         sequence = self.sequence if loss_chunk_size is not None else None
         recomputes = self.training and any(

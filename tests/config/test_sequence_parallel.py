@@ -41,7 +41,7 @@ def test_the_rows_of_a_step_are_divided_over_groups():
     assert run.rows_per_step(4) == 3 * 5 * 2
     split = replace(run, split_batches=True, batch_size=6)
     assert split.micro_batch_rows(4) == 3
-    with pytest.raises(UsageError, match="sequence_parallel = 2 .* does not divide 3 processes"):
+    with pytest.raises(UsageError, match=r"sequence_parallel = 2 .* does not divide 3 processes"):
         run.rows_per_step(3)
 
 
@@ -54,15 +54,14 @@ def test_deepspeed_counts_a_row_for_each_process_that_reads_it():
 
 
 def test_the_plan_divides_activations_and_counts_the_exchange():
-    run = parse_flags(TWO.split()[:-1] + ["1"])
+    run = parse_flags([*TWO.split(), "1"])
     shape, whole = shape_of(run), layout_of(run, 4, {}, "cpu")
     assert exchanged_bytes(shape, whole) == 0
     for n in (2, 4, 8):
         part = replace(whole, sequence=n)
         assert activation_bytes(shape, part) == activation_bytes(shape, whole) // n
         tokens = whole.rows * run.max_seq_len // n
-        head = run.dim // run.n_heads
-        channels = 2 * run.dim + 2 * max(2, n) * head  # queries, results, keys and values
-        assert (
-            exchanged_bytes(shape, part) == 2 * tokens * channels * run.n_layers * 2 * (n - 1) // n
-        )
+        heads = 2 * run.n_heads + 2 * max(2, n)  # queries, results, keys and values
+        channels = run.dim // run.n_heads * heads
+        all_of_them = 2 * 2 * tokens * channels * run.n_layers  # bf16, forward and backward
+        assert exchanged_bytes(shape, part) == all_of_them * (n - 1) // n
