@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,11 @@ def course(engine: Engine, kind: str) -> dict[str, Any]:
     return found | {"weights": weights}
 
 
+def attend(of: Sequence[torch.Tensor], mask: torch.Tensor | None) -> torch.Tensor:
+    """Attention of queries, keys and values (B, H, T, D)."""
+    return flash_attention(of[0], of[1], of[2], mask)
+
+
 def attention() -> dict[str, float]:
     """The largest difference of results and gradients from whole attention, by case."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -93,9 +99,9 @@ def attention() -> dict[str, float]:
             weights = torch.randn(shapes[0], generator=draw, dtype=torch.float64)
             parts = [sequence.part(x, 1).clone().requires_grad_() for x in whole]
             whole = [x.requires_grad_() for x in whole]
-            expected = flash_attention(*(x.transpose(1, 2) for x in whole), mask).transpose(1, 2)
+            expected = attend([x.transpose(1, 2) for x in whole], mask).transpose(1, 2)
             divided = [x.transpose(1, 2) for x in sequence.to_heads(*parts)]
-            out = sequence.to_positions(flash_attention(*divided, mask).transpose(1, 2))
+            out = sequence.to_positions(attend(divided, mask).transpose(1, 2))
             of_whole = torch.autograd.grad((expected * weights).sum(), whole)
             of_parts = torch.autograd.grad((out * sequence.part(weights, 1)).sum(), parts)
             pairs = [(expected, out), *zip(of_whole, of_parts, strict=True)]
