@@ -98,6 +98,7 @@ def layout(run: RunConfig, engine: Engine) -> dict[str, Any]:
     """Distribution of the work of a step, which may change on resume."""
     return {
         "world_size": engine.world_size,
+        **engine.parallel.to_json(),
         "zero_stage": engine.resolved.zero_stage,
         "backend": engine.resolved.backend,
         "micro_batch_rows": run.micro_batch_rows(engine.world_size),

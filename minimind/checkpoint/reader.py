@@ -18,7 +18,15 @@ from minimind.engine.optimizer.state import AVERAGE, MASTER, MOMENTUM
 from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import ELSEWHERE, require_listed
 
-LAYOUT = ("world_size", "zero_stage", "backend", "micro_batch_rows", "accumulation_steps")
+LAYOUT = (
+    "world_size",
+    "tensor_parallel",
+    "sequence_parallel",
+    "zero_stage",
+    "backend",
+    "micro_batch_rows",
+    "accumulation_steps",
+)
 WITHOUT_STEP = (MOMENTUM, AVERAGE)  # SGD and Muon count no updates
 
 

@@ -13,7 +13,7 @@ model_flags      flags that decide the model
 optimizer_flags  flags of optimizer, learning rate and precision
 parse            command line, --config and presets -> `RunConfig`
 report_flags     flags of trackers and samples
-run_config       `RunConfig`: one field per flag
+run_config       `RunConfig`: one field per flag; the groups of ranks that share rows
 schedule         learning rate and length of a run
 training_flags   all other flags: default, limits, help
 yaml_files       YAML with every scalar kept as text

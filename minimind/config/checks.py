@@ -21,6 +21,12 @@ OF_EXPERTS = (
     "norm_topk_prob",
 )
 
+# Not supported with --sequence_parallel: flag, value and reason.
+NO_SEQUENCE = {
+    "use_moe": (True, "computes its balance loss over whole rows, which no process has"),
+    "compile": ("on", "is not supported"),
+}
+
 
 def check(run: RunConfig) -> None:
     """Raise a UsageError that lists all conflicts between fields."""
@@ -175,6 +181,12 @@ def _hugging_face_conflicts(run: RunConfig, place: str) -> Iterator[str]:
             f"mup_base_dim = {run.mup_base_dim} ({run.sources['mup_base_dim']}) is only for the"
             f" built-in decoder, and --model hf:{place} is a model of transformers; drop it"
         )
+    if run.sequence_parallel > 1:
+        yield (
+            f"sequence_parallel = {run.sequence_parallel} ({run.sources['sequence_parallel']}) is"
+            f" only for the built-in decoder, and --model hf:{place} is a model of transformers;"
+            " drop it"
+        )
     for name, value in (("doc_mask", True), ("loss", "chunked")):
         if getattr(run, name) == value:
             yield (
@@ -210,10 +222,39 @@ def _model_conflicts(run: RunConfig) -> Iterator[str]:
                 " experts; give --use_moe, or drop it"
             )
     yield from _rope_conflicts(run)
+    yield from _sequence_conflicts(run)
     if run.n_heads % run.n_kv_heads:
         yield (
             f"n_heads = {run.n_heads} ({run.sources['n_heads']}) is not divisible by"
             f" n_kv_heads = {run.n_kv_heads} ({run.sources['n_kv_heads']}); change one"
+        )
+
+
+def _sequence_conflicts(run: RunConfig) -> Iterator[str]:
+    """Numbers that --sequence_parallel does not divide, and flags that it does not support."""
+    size = run.sequence_parallel
+    if size == 1:
+        return
+    given = f"sequence_parallel = {size} ({run.sources['sequence_parallel']})"
+    for name, (value, why) in NO_SEQUENCE.items():
+        if getattr(run, name) == value:
+            yield f"{name} = {value} ({run.sources[name]}) {why} with {given}; drop one of them"
+    if run.verify_interval:
+        yield (
+            f"verify_interval = {run.verify_interval} ({run.sources['verify_interval']}) is not"
+            f" supported with {given}; drop one of them"
+        )
+    if run.n_heads % size or (run.n_kv_heads % size and size % run.n_kv_heads):
+        fits = [n for n in range(1, run.n_heads + 1) if run.n_heads % n == 0]
+        fits = [n for n in fits if run.n_kv_heads % n == 0 or n % run.n_kv_heads == 0]
+        yield (
+            f"{given} does not divide n_heads = {run.n_heads} and n_kv_heads = {run.n_kv_heads};"
+            f" give one of {', '.join(map(str, fits))}"
+        )
+    if run.max_seq_len % size:
+        yield (
+            f"{given} does not divide max_seq_len = {run.max_seq_len}"
+            f" ({run.sources['max_seq_len']}); change one of them"
         )
 
 

@@ -1,4 +1,4 @@
-"""`RunConfig`: one field per flag, and the source of each value."""
+"""`RunConfig`: one field per flag, and the source of each value; groups of ranks."""
 
 from __future__ import annotations
 
@@ -29,6 +29,47 @@ PATIENCE = 8  # spikes in a row until the run goes back
 MARGIN = 8  # steps before the first of them whose rows are left out, too
 REACH = MARGIN + PATIENCE + 1  # steps from the newest checkpoint to one that is surely before them
 DEFAULT_DEEPSPEED_CONFIG = CONFIGS / "ds_config.json"
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Ranks in groups of adjacent ranks; all ranks of a group read the same rows.
+
+    `data_rank` is the number of a group, `data_size` the number of groups. Without model
+    parallelism every rank is a group of its own. With both kinds, ranks of a tensor group are
+    adjacent within the group.
+    """
+
+    world_size: int
+    tensor: int = 1  # ranks that share each weight matrix
+    sequence: int = 1  # ranks that share the positions of each row
+
+    @property
+    def group_size(self) -> int:
+        """Ranks of a group."""
+        return self.tensor * self.sequence
+
+    @property
+    def data_size(self) -> int:
+        """Number of groups, over which the rows of a step are divided."""
+        return self.world_size // self.group_size
+
+    def data_rank(self, rank: int) -> int:
+        """The group of a rank."""
+        return rank // self.group_size
+
+    def first_rank(self, data_rank: int) -> int:
+        """The first rank of a group."""
+        return data_rank * self.group_size
+
+    def is_first(self, rank: int) -> bool:
+        """Whether a rank is the first of its group: what all of them count is counted once."""
+        return rank % self.group_size == 0
+
+    def to_json(self) -> dict[str, int]:
+        """Sizes above 1, for logs and manifests."""
+        sizes = {"tensor_parallel": self.tensor, "sequence_parallel": self.sequence}
+        return {name: size for name, size in sizes.items() if size > 1}
 
 
 @dataclass(frozen=True)
@@ -125,16 +166,32 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
             )
         return self.with_values(f"max_seq_len {length} / {original}", rope_factor=length / original)
 
+    def parallel(self, world_size: int) -> ParallelLayout:
+        """How so many processes divide rows; raise UsageError if they are no whole groups."""
+        size = self.sequence_parallel
+        if world_size % size:
+            raise UsageError(
+                f"sequence_parallel = {size} ({self.sources['sequence_parallel']}) does not divide"
+                f" {world_size} processes; start a multiple of {size} (NUM_PROCESSES, plan --gpus)"
+            )
+        return ParallelLayout(world_size, sequence=size)
+
     def micro_batch_rows(self, world_size: int) -> int:
         """Rows per micro-batch and process; raise UsageError if they do not divide evenly."""
+        data_size = self.parallel(world_size).data_size
         if not self.split_batches:
             return self.batch_size
-        if self.batch_size % world_size:
+        if self.batch_size % data_size:
             raise UsageError(
                 f"batch_size = {self.batch_size} ({self.sources['batch_size']}) cannot be split"
-                f" over {world_size} processes (--split_batches); make it a multiple of them"
+                f" over {data_size} processes (--split_batches); make it a multiple of them"
             )
-        return self.batch_size // world_size
+        return self.batch_size // data_size
+
+    def rows_per_step(self, world_size: int) -> int:
+        """Rows of an optimizer step, over all processes."""
+        data_size = self.parallel(world_size).data_size
+        return self.micro_batch_rows(world_size) * self.accumulation_steps * data_size
 
     def allowed_changes(self) -> frozenset[str]:
         """Groups named by --allow_change; raise UsageError for an unknown one."""

@@ -248,6 +248,12 @@ class PlaceFlags:
         None,
         "engine",
     )
+    sequence_parallel: int = flag(
+        "adjacent processes that divide the positions of each row (Ulysses), for long rows",
+        1,
+        "engine",
+        at_least=1,
+    )
     device: str = flag(
         "auto uses GPUs if there are any", "auto", "engine", choices=("auto", "cpu", "cuda")
     )

@@ -89,7 +89,7 @@ def _deepspeed(
         device,
         run.dist_timeout,
         mixed_precision=PRECISION[run.dtype],
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepcopy(resolved.config)),
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=resolved.for_deepspeed()),
         gradient_accumulation_steps=run.accumulation_steps,
     )
     if accelerator.num_processes != dist.get_world_size():
@@ -101,7 +101,7 @@ def _deepspeed(
     plugin = accelerator.deepspeed_plugin
     assert plugin is not None
     # Again, because Accelerate overwrites steps_per_print.
-    plugin.deepspeed_config.update(deepcopy(resolved.config))
+    plugin.deepspeed_config.update(resolved.for_deepspeed())
     compile_model(model, run)
     has_block = "optimizer" in resolved.config
     optimizer = DummyOptim(groups, lr=run.learning_rate) if has_block else optimizer_of(groups, run)

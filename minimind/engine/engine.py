@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from minimind.config.deepspeed.resolve import ResolvedConfig
+from minimind.config.run_config import ParallelLayout
 from minimind.engine.collective_clock import CommunicationClock
 from minimind.engine.deepspeed_backend import Backend
 from minimind.engine.loss_of_batch import (
@@ -26,7 +27,8 @@ from minimind.engine.optimizer.state import ZeroState
 from minimind.engine.optimizer.weight_average import WeightAverage
 from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.plain_backend import StepResult
-from minimind.runtime.collectives import Ranks, lost_peers
+from minimind.model.attention_kernels import SequenceGroup
+from minimind.runtime.collectives import Ranks, collective_backend, lost_peers
 
 COMPILE_TIMEOUT = 3600.0  # seconds that ranks wait for one that compiles
 
@@ -42,6 +44,12 @@ class Engine(Ranks):
         self.parameters = parameters  # of the whole model; at stage 3 a rank holds a part
         self.resolved = resolved
         self.device = device
+        self.parallel = resolved.run.parallel(self.world_size)
+        self.data_rank = self.parallel.data_rank(self.rank)
+        timeout = collective_backend(device.type, resolved.run.dist_timeout)[1]
+        self.sequence = sequence_group(self.parallel, self.rank, timeout)
+        if self.sequence:
+            self.model.sequence = self.sequence
         self.counts_targets = resolved.run.task == "sft"  # rows have tokens that are no targets
         self.loss_chunk_size = loss_chunk_positions(resolved.run)
         self.eval_chunk_size = eval_chunk_positions(resolved.run, device)
@@ -71,14 +79,14 @@ class Engine(Ranks):
         """Restore process-wide state, for notebooks."""
         self.backend.release()
 
-    def seed(self, step: int, rank: int | None = None) -> None:
+    def seed(self, step: int, data_rank: int | None = None) -> None:
         """Reseed torch for a step, so that checkpoints need no random state.
 
-        As on `rank`; None: on this rank.
+        As on `data_rank`; None: on this rank. Ranks that read the same rows have the same state.
         """
         self.seeded_step = step
-        rank = self.rank if rank is None else rank
-        seed = ((self.resolved.run.seed * 1_000_003 + step) * 4_099 + rank) % 2**63
+        data_rank = self.data_rank if data_rank is None else data_rank
+        seed = ((self.resolved.run.seed * 1_000_003 + step) * 4_099 + data_rank) % 2**63
         # Not torch.manual_seed, which visits every device type each time.
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
@@ -143,6 +151,7 @@ class Engine(Ranks):
         total = torch.stack(counts).sum().to(self.device, non_blocking=True)
         if self.world_size > 1:
             dist.all_reduce(total)
+        total = total // self.parallel.sequence  # of ranks that share rows each has counted all
         return total.clamp(min=1) / (self.world_size * self.resolved.run.accumulation_steps)
 
     def _wait_for_compilation(self) -> None:
@@ -170,4 +179,19 @@ class Engine(Ranks):
         # Uncompiled: batches of other shapes than in training would trigger recompilation.
         with lost_peers(), uncompiled(self.model):
             loss = compute_loss(self.backend.forward, inputs, self.eval_chunk_size)
+            if self.sequence:
+                for own in (loss.loss_sum, loss.tokens):
+                    dist.all_reduce(own, group=self.sequence.group)
         return loss.loss_sum, loss.tokens
+
+
+def sequence_group(parallel: ParallelLayout, rank: int, timeout: timedelta) -> SequenceGroup | None:
+    """The ranks that divide the positions of this rank's rows (collective); None without."""
+    size = parallel.sequence
+    if size == 1:
+        return None
+    starts = range(0, parallel.world_size, size)
+    with lost_peers():  # every rank makes every group
+        members = (list(range(first, first + size)) for first in starts)
+        groups = [dist.new_group(ranks, timeout=timeout) for ranks in members]
+    return SequenceGroup(groups[rank // size], rank % size, size)

@@ -86,13 +86,13 @@ class GradientRecord:
             handle.remove()
 
 
-def replay(engine: Engine, rows: Tensor, rank: int, is_whole: bool) -> Replay:
-    """Compute loss and gradients of rows (B, T + 1) with the random state of `rank`.
+def replay(engine: Engine, rows: Tensor, data_rank: int, is_whole: bool) -> Replay:
+    """Compute loss and gradients of rows (B, T + 1) with the random state of `data_rank`.
 
     Gradients are not accumulated or reduced. `is_whole`: the rows are a micro-batch, for which the
     model is compiled. At stage 3 only the loss is computed, which is collective.
     """
-    engine.seed(engine.seeded_step, rank)
+    engine.seed(engine.seeded_step, data_rank)
     rows = rows.to(engine.device)
     norms: list[Tensor] = []
     sums = [sum_of_bits(rows)]

@@ -40,6 +40,7 @@ class Layout:
     optimizer: str = "adamw"
     moments: int = 2  # fp32 numbers that it keeps per weight; Muon one less of a matrix of a block
     loss: str = "full"  # full, chunked, or auto: chunked on a GPU if nothing is compiled
+    sequence: int = 1  # processes that divide the positions of a row
 
     @property
     def is_compiled(self) -> bool:
@@ -203,7 +204,7 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
     block (two fp32 gradients, after its feed-forward). With gradient checkpointing one block is
     alive at a time, with the gradients of its feed-forward or softmax, and not during the loss.
     """
-    b, tokens = BYTES[layout.dtype], layout.rows * shape.max_seq_len
+    b, tokens = BYTES[layout.dtype], layout.rows * shape.max_seq_len // layout.sequence
     e, f = shape.dim, shape.hidden_dim
     # A fused norm saves its input and one scale per token; the CPU's saves two fp32 copies instead.
     norm_bytes = b if layout.device == "cuda" else 2 * FP32
@@ -215,7 +216,7 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
     is_flex = layout.device == "cuda" and e // shape.n_heads >= MIN_FLEX_HEAD_DIM
     is_flex = is_flex and shape.use_flash_attn
     mask = FP32 if is_flex else (b if shape.use_flash_attn else 1) * shape.max_seq_len
-    mask *= shape.doc_mask
+    mask *= shape.doc_mask * layout.sequence  # of all positions
     rotations = shape.doc_mask * FP32 * e // shape.n_heads
     if shape.use_flash_attn:
         is_gpu_fp32 = layout.device == "cuda" and b == FP32
@@ -238,8 +239,7 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
         inputs = shape.n_layers * b * e
         peak = max(tokens * head + loss, tokens * (layer + working))
         return tokens * (inputs + mask + rotations) + peak
-    kept = tokens * (shape.n_layers * layer + mask + rotations + head)
-    return kept + max(loss, tokens * softmax)
+    return tokens * (shape.n_layers * layer + mask + rotations + head) + max(loss, tokens * softmax)
 
 
 def _loss_bytes(shape: Shape, layout: Layout, tokens: int) -> int:

@@ -20,7 +20,7 @@ from minimind.estimate import costs
 from minimind.estimate.costs import Layout, Memory
 from minimind.estimate.gpus import GPUModel
 from minimind.estimate.shape import Shape, shape_of, with_special_tokens
-from minimind.estimate.step_time import estimate_lines
+from minimind.estimate.step_time import estimate_lines, exchanged_bytes
 
 HEADROOM = 0.1  # for the CUDA context, the libraries' own buffers and fragmentation
 OWN_FLAGS = ("gpus", "world_size", "gpu_model", "memory", "peak_tflops", "mfu", "tokens")
@@ -92,14 +92,14 @@ def plan_text(
     """
     machine = machine or Machine(world_size)
     shape, here = shape_of(run), layout_of(run, world_size, config or {}, device)
-    tokens = here.rows * run.max_seq_len * run.accumulation_steps * world_size
-    flops = costs.flops_per_token(shape)
+    tokens = run.rows_per_step(world_size) * run.max_seq_len
+    flops, data_size = costs.flops_per_token(shape), run.parallel(world_size).data_size
     active = "active " if shape.use_moe else ""
     lines = [
         f"parameters  {shape.parameters:,}: {run.n_layers} blocks of {shape.layer:,}, embedding"
         f" and head {shape.embedding:,}, all norms {shape.norms:,}",
         f"step        {here.rows} rows x {run.max_seq_len} tokens x accumulation"
-        f" {run.accumulation_steps} x {world_size} processes = {tokens:,} tokens",
+        f" {run.accumulation_steps} x {data_size} processes = {tokens:,} tokens",
         f"FLOPs       {flops / 1e9:.3g} G per token (6 x {active}weights + 12 x layers x dim x T),"
         f" {flops * tokens / 1e12:.3g} T per step",
     ]
@@ -133,11 +133,12 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         offloads(config, "param"),
         device,
         run.gradient_checkpointing,
-        compiles=run.compile != "off" and not run.use_moe,
+        compiles=run.compile != "off" and not run.use_moe and run.sequence_parallel == 1,
         averages=run.ema is not None,
         optimizer=run.optimizer,
         moments=0 if run.sgd.get("sgd_momentum") == 0 else MOMENTS[run.optimizer],
         loss=run.loss,
+        sequence=run.sequence_parallel,
     )
 
 
@@ -179,7 +180,8 @@ def _table(shape: Shape, here: Layout, memory: int | None) -> list[str]:
     ]
     for layout, held in zip(layouts, needed, strict=True):
         numbers = [getattr(held, column) for column in COLUMNS]
-        numbers += [held.total, held.host, costs.bytes_sent(shape, layout)]
+        sent = costs.bytes_sent(shape, layout) + exchanged_bytes(shape, layout)
+        numbers += [held.total, held.host, sent]
         row = f"{'*' if layout == here else ' '}{name_of(layout):<19}"
         verdict = f"{'yes' if fits(held, memory) else 'no':>6}" if memory else ""
         lines.append(row + "".join(_cell(n / unit) for n in numbers) + verdict)
@@ -234,7 +236,7 @@ def _advice(run: RunConfig, here: Layout, memory: int, path: str) -> str:
     largest = int((memory * (1 - HEADROOM) - beside) // row)
     same = replace(best, rows=here.rows, accumulation_steps=here.accumulation_steps) == here
     host = f", {held.host * gpus / GIB:.1f} GiB of RAM" if held.host else ""
-    rows = best.rows * (gpus if run.split_batches else 1)
+    rows = best.rows * (run.parallel(gpus).data_size if run.split_batches else 1)
     command = _command_flags(run)
     if run.deepspeed_config == "none" and run.optimizer != "adamw":
         command += f" --deepspeed_config {path}"

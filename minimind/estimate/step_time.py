@@ -186,12 +186,12 @@ def estimate_lines(shape: Shape, layout: Layout, gpu: GPUModel, how: str) -> lis
     """Lines of `minimind plan`: the least time of a step, and the one with assumed rates."""
     is_covered = shape.use_flash_attn and not (shape.use_moe or shape.doc_mask)
     is_covered &= layout.dtype != "float32" and layout.device == "cuda"
-    is_covered &= layout.optimizer == "adamw"
+    is_covered &= layout.optimizer == "adamw" and layout.sequence == 1
     if not is_covered or layout.recomputes or layout.chunks_loss:
         return [
             "estimate    none: only for dense models with fused causal attention in bf16 or fp16"
-            " and AdamW, without --gradient_checkpointing or --loss chunked (auto is chunked if"
-            " nothing is compiled)"
+            " and AdamW, without --gradient_checkpointing, --sequence_parallel or --loss chunked"
+            " (auto is chunked if nothing is compiled)"
         ]
     least = step_time(shape, layout, gpu, DATA_SHEET, how)
     likely = step_time(shape, layout, gpu, ASSUMED, how)
@@ -204,3 +204,16 @@ def estimate_lines(shape: Shape, layout: Layout, gpu: GPUModel, how: str) -> lis
         f"            {likely.launches:,} launches take the host {likely.host * 1e3:.1f} ms"
         " meanwhile; not measured, without communication",
     ]
+
+
+def exchanged_bytes(shape: Shape, layout: Layout) -> int:
+    """Bytes one process sends in a step to exchange positions for heads (--sequence_parallel N).
+
+    Queries, keys, values and results of each block, in the forward and the backward pass, and again
+    where blocks are recomputed; (N - 1) / N of them are for other processes.
+    """
+    n = layout.sequence
+    tokens = layout.accumulation_steps * layout.rows * shape.max_seq_len // n
+    keys = max(shape.kv_dim, n * shape.dim // shape.n_heads)  # fewer than N heads are repeated
+    channels = shape.n_layers * (2 * shape.dim + 2 * keys)
+    return BYTES[layout.dtype] * tokens * channels * (2 + layout.recomputes) * (n - 1) // n

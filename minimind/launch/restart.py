@@ -90,14 +90,17 @@ def choose(layout: Layout | None, hosts: Sequence[Host], now: int) -> Choice:
             f"{processes} of {now} processes are left, and no step was begun that tells the rows"
             f" per step; {AGAIN}"
         )
-    micro_batches = layout.accumulation_steps * layout.world_size
+    group = layout.group_size
+    micro_batches = layout.accumulation_steps * layout.world_size // group
     by_size = sorted(hosts, key=lambda host: (-host.processes, host.rank))
     choices = [
-        Choice(sorted(by_size[:count], key=lambda host: host.rank), each, micro_batches // total)
+        Choice(sorted(by_size[:count], key=lambda host: host.rank), each, micro_batches // groups)
         for count in range(1, len(hosts) + 1)
         for each in range(1, by_size[count - 1].processes + 1)
-        if micro_batches % (total := count * each) == 0
+        if count * each % group == 0 and micro_batches % (groups := count * each // group) == 0
     ]
+    if not choices:
+        raise PeerError(f"fewer processes than the {group} that share a row are left; {AGAIN}")
     if layout.fixed_by:
         choices = [one for one in choices if one.accumulation == layout.accumulation_steps]
     if not choices:
@@ -117,7 +120,8 @@ def added_flags(layout: Layout, choice: Choice, has_checkpoint: bool) -> dict[st
     if choice.accumulation != layout.accumulation_steps:
         flags["accumulation_steps"] = choice.accumulation
         if layout.split_batches:  # --batch_size counts over all processes
-            flags["batch_size"] = layout.micro_batch_rows * choice.processes
+            groups = choice.processes // layout.group_size
+            flags["batch_size"] = layout.micro_batch_rows * groups
     return flags
 
 

@@ -59,8 +59,9 @@ def make_attention_mask(
     attention_mask: Tensor | None,
     starts_BT: Tensor | None,
     keys: int | None = None,
+    length: int | None = None,
 ) -> AttentionMask:
-    """Build the mask that all layers share.
+    """Build the mask that all layers share; `length`: positions, if x has only some of them.
 
     A BlockMask if flex attention is fast and there is no padding, else a tensor or None.
     """
@@ -68,7 +69,8 @@ def make_attention_mask(
     use_flex = is_fused and attention_mask is None and has_flex_kernel(device, config.head_dim)
     if starts_BT is not None and use_flex:
         return document_block_mask(starts_BT)
-    mask = boolean_mask(x_BTE.shape[1], past, attention_mask, starts_BT, device, keys)
+    length = x_BTE.shape[1] if length is None else length
+    mask = boolean_mask(length, past, attention_mask, starts_BT, device, keys)
     dtype = torch.float32 if needs_fp32_matmul(x_BTE) else x_BTE.dtype  # of the scores
     return additive_mask(mask, dtype) if is_fused and mask is not None else mask
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, initialization
 
+from minimind.model.attention_kernels import SequenceGroup
 from minimind.model.attention_mask import (
     cache_sizes,
     document_positions,
@@ -75,10 +76,11 @@ class MiniMindModel(nn.Module):
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
         document_starts: Tensor | None = None,
+        sequence: SequenceGroup | None = None,
     ) -> tuple[Tensor, Routing | None]:
         """Return final hidden states (B, T, E), and the routing of experts while training.
 
-        Arguments as in MiniMindForCausalLM.
+        Arguments as in MiniMindForCausalLM. With `sequence` the result is of this rank's positions.
         """
         rows, length = input_ids.shape
         past, keys = (0, length) if cache is None else cache_sizes(cache, length)
@@ -97,11 +99,16 @@ class MiniMindModel(nn.Module):
             position_ids = document_positions(past, attention_mask, starts_BT)
         end = past + length if is_bounded or position_ids is None else int(position_ids.max()) + 1
         rotary = self._rotary_at(past, end, position_ids)
+        if sequence is not None:
+            input_ids = sequence.part(input_ids, 1)
+            rotary = Rotary(*(sequence.part(table, -2) for table in rotary))
         x_BTE = self.embed_tokens(input_ids)
-        mask = make_attention_mask(self.config, x_BTE, past, attention_mask, starts_BT, keys)
+        mask = make_attention_mask(
+            self.config, x_BTE, past, attention_mask, starts_BT, keys, length
+        )
         routings = []
         for block in self.layers:
-            x_BTE, *routing = block(x_BTE, rotary, mask, cache)
+            x_BTE, *routing = block(x_BTE, rotary, mask, cache, sequence)
             routings.append(routing)
         return self.norm(x_BTE), combine_routings(routings)
 
@@ -132,6 +139,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = MiniMindModel(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.sequence: SequenceGroup | None = None  # ranks that divide the positions of a loss
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -195,9 +203,10 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         True where attention and positions restart, whatever doc_mask is. Other keywords are
         ignored.
 
-        With loss_chunk_size, return loss_sum and targets of shift_labels instead of loss and
-        logits: with logits of all positions at once if 0, else of that many at a time.
+        With loss_chunk_size, return loss_sum and targets of shift_labels (of this rank's positions
+        with `sequence`) instead of loss and logits: all logits at once if 0, else so many.
         """
+        sequence = self.sequence if loss_chunk_size is not None else None
         recomputes = self.training and any(
             block.gradient_checkpointing for block in self.model.layers
         )
@@ -209,11 +218,12 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache and past_key_values is None and not recomputes:
             past_key_values = DynamicCache(config=self.config)
         x_BTE, routing = self.model(
-            input_ids, attention_mask, position_ids, past_key_values, document_starts
+            input_ids, attention_mask, position_ids, past_key_values, document_starts, sequence
         )
         if loss_chunk_size is not None:
             assert shift_labels is not None
-            loss_sum, targets = self._chunked_loss(x_BTE, shift_labels, loss_chunk_size)
+            own_BT = shift_labels if sequence is None else sequence.part(shift_labels, 1)
+            loss_sum, targets = self._chunked_loss(x_BTE, own_BT, loss_chunk_size)
             return MiniMindOutput(loss_sum=loss_sum, targets=targets, **_routing_outputs(routing))
         logits = self.lm_head(x_BTE[:, -logits_to_keep:])
         loss = None

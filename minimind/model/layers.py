@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from minimind.model.activation_checkpointing import recompute_if_compiled
 from minimind.model.attention_kernels import (
+    SequenceGroup,
     blockwise_attention,
     document_attention,
     has_grouped_kernel,
@@ -111,19 +112,32 @@ class Attention(nn.Module):
         self.k_norm = HeadNorm(self.head_dim, eps) if config.qk_norm else None
 
     def forward(
-        self, x_BTE: Tensor, rotary: Rotary, mask: AttentionMask, cache: Cache | None
+        self,
+        x_BTE: Tensor,
+        rotary: Rotary,
+        mask: AttentionMask,
+        cache: Cache | None,
+        sequence: SequenceGroup | None = None,
     ) -> Tensor:
-        """Return (B, T, E) and add keys and values, interleaved, to the cache, if any."""
+        """Return (B, T, E) and add keys and values, interleaved, to the cache, if any.
+
+        With `sequence` x and the result are of the positions of this rank, the mask of all.
+        """
         is_half = torch.compiler.is_compiling() and cache is None
         q_BTHD = self._project(x_BTE, self.q_proj, self.q_norm, rotary, is_half)
         k_BTKD = self._project(x_BTE, self.k_proj, self.k_norm, rotary, is_half)
         v_BTKD = self.v_proj(x_BTE).unflatten(-1, (-1, self.head_dim))
+        if sequence is not None:
+            q_BTHD, k_BTKD, v_BTKD = sequence.to_heads(q_BTHD, k_BTKD, v_BTKD)
         k_BKSD, v_BKSD = k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2)
         if cache is not None:
             k_BKSD, v_BKSD = cache.update(k_BKSD, v_BKSD, self.layer)
         k_BKSD, v_BKSD = widen(k_BKSD, v_BKSD)
         out_BHTD = self.attend(q_BTHD.transpose(1, 2), k_BKSD, v_BKSD, mask)
-        return self.o_proj(out_BHTD.type_as(v_BTKD).transpose(1, 2).flatten(-2))
+        out_BTHD = out_BHTD.type_as(v_BTKD).transpose(1, 2)
+        if sequence is not None:
+            out_BTHD = sequence.to_positions(out_BTHD)
+        return self.o_proj(out_BTHD.flatten(-2))
 
     @staticmethod
     def _project(
@@ -232,23 +246,34 @@ class Block(GradientCheckpointingLayer):
         self.mlp = MixtureOfExperts(config, expert) if config.use_moe else expert()
 
     def forward(
-        self, x_BTE: Tensor, rotary: Rotary, mask: AttentionMask, cache: Cache | None
+        self,
+        x_BTE: Tensor,
+        rotary: Rotary,
+        mask: AttentionMask,
+        cache: Cache | None,
+        sequence: SequenceGroup | None = None,
     ) -> tuple[Tensor, ...]:
         """Output (B, T, E), followed by the fields of Routing while experts train.
 
         Flat, because reentrant checkpointing finds no gradient in a nested tuple.
         """
-        x_BTE, normed_BTE = self._attend(x_BTE, rotary, mask, cache)
+        x_BTE, normed_BTE = self._attend(x_BTE, rotary, mask, cache, sequence)
         if not isinstance(self.mlp, MixtureOfExperts):
             return (x_BTE + self.mlp(normed_BTE),)
         y_BTE, *routing = self.mlp(normed_BTE)
         return x_BTE + y_BTE, *routing
 
     def _attend(
-        self, x_BTE: Tensor, rotary: Rotary, mask: AttentionMask, cache: Cache | None
+        self,
+        x_BTE: Tensor,
+        rotary: Rotary,
+        mask: AttentionMask,
+        cache: Cache | None,
+        sequence: SequenceGroup | None,
     ) -> tuple[Tensor, Tensor]:
         """Add the attention; return the residual stream and the input of the feed-forward."""
-        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), rotary, mask, cache)
+        normed_BTE = self.input_layernorm(x_BTE)
+        x_BTE = x_BTE + self.self_attn(normed_BTE, rotary, mask, cache, sequence)
         return x_BTE, self.post_attention_layernorm(x_BTE)
 
     def compiled_methods(self) -> list[tuple[nn.Module, str]]:

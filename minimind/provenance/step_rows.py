@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from minimind.checkpoint.validation import Mixture, OrderOrigin, validate_order
+from minimind.config.run_config import ParallelLayout
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared, missing_of, open_prepared
 from minimind.errors import CheckpointError, DataError, UsageError
@@ -47,6 +48,8 @@ class LoggedStart(CheckedJson):
     step: Count
     world_size: Size
     micro_batch_rows: Size
+    tensor_parallel: Size = 1
+    sequence_parallel: Size = 1
     order: LoggedOrder
     data: LoggedData
 
@@ -74,7 +77,7 @@ class Stretch:
     steps: range
     order: Order
     row_tokens: int
-    world_size: int
+    parallel: ParallelLayout
     micro_batch_rows: int
     data: Mapping[str, Any]
 
@@ -169,7 +172,8 @@ def _stretch(start: Start, run_dir: Path) -> Stretch:
             f"{run_dir}/metrics.jsonl: a run_start {error}; restore the file"
         ) from error
     steps = range(facts["step"] + 1, int(_last_step(start)) + 1)
-    sizes = facts["world_size"], facts["micro_batch_rows"]
+    groups = (facts.get(name, 1) for name in ("tensor_parallel", "sequence_parallel"))
+    sizes = ParallelLayout(facts["world_size"], *groups), facts["micro_batch_rows"]
     return Stretch(steps, order, logged["row_tokens"], *sizes, facts["data"])
 
 
@@ -194,11 +198,15 @@ def documents_of(stretch: Stretch, directory: Path | None = None) -> Documents:
 
 
 def rows_at(stretch: Stretch, documents: Documents, step: int, rank: int | None) -> list[Row]:
-    """The rows of a step in the global order; of one rank if it is given."""
-    order, world = stretch.order, stretch.world_size
-    if rank is not None and rank >= world:
-        raise UsageError(f"--rank {rank}: step {step} had ranks 0 to {world - 1}; give one of them")
-    share = order.rows_per_step // world
+    """The rows of a step in the global order; of one rank if it is given.
+
+    A row that several ranks read is listed with the first of them.
+    """
+    order, parallel = stretch.order, stretch.parallel
+    if rank is not None and rank >= parallel.world_size:
+        last = parallel.world_size - 1
+        raise UsageError(f"--rank {rank}: step {step} had ranks 0 to {last}; give one of them")
+    share = order.rows_per_step // parallel.data_size
     rows = order.rows_for(step - 1, 0, 1)
     shards = documents.prepared.train
     firsts, stops = (
@@ -207,11 +215,12 @@ def rows_at(stretch: Stretch, documents: Documents, step: int, rank: int | None)
     before = order.positions(step - 1).start
     found = []
     for at, (row, first, stop) in enumerate(zip(rows.tolist(), firsts, stops, strict=True)):
-        of_rank, within = divmod(at, share)
-        if rank not in (None, of_rank):
+        data_rank, within = divmod(at, share)
+        if rank is not None and data_rank != parallel.data_rank(rank):
             continue
         parts = tuple(_parts(documents, first, stop))
         micro_batch = within // stretch.micro_batch_rows
+        of_rank = parallel.first_rank(data_rank) if rank is None else rank
         found.append(Row(of_rank, micro_batch, before + at, row, first, parts))
     return found
 
@@ -237,9 +246,7 @@ def steps_reading(log: RunLog, documents: Documents, document: int) -> list[tupl
             continue
         for row in shards.rows_over(start, stop, own[0].row_tokens):
             for at, place in order.reads_of(row, last):
-                found += [
-                    (at + 1, place // (order.rows_per_step // one.world_size), row)
-                    for one in own
-                    if at + 1 in one.steps
-                ]
+                for one in (one for one in own if at + 1 in one.steps):
+                    data_rank = place // (order.rows_per_step // one.parallel.data_size)
+                    found.append((at + 1, one.parallel.first_rank(data_rank), row))
     return sorted(found)

@@ -173,15 +173,25 @@ class SpikeGuard:
             return []
         engine, order, step = self.engine, self.batches.order, self.held.step
         sums, counts = self.held.result.loss_sums, self.held.result.targets
-        means = [float(s) / max(float(n), 1.0) for s, n in zip(sums, counts, strict=True)]
+        pairs = [(float(s), float(n)) for s, n in zip(sums, counts, strict=True)]
+        # Ranks that share rows have to choose the same micro-batch.
+        first_rank = engine.parallel.first_rank(engine.data_rank)
+        group = engine.gather(pairs)[first_rank : first_rank + engine.parallel.group_size]
+        means = []
+        for shares in zip(*group, strict=True):
+            loss_sum, targets = map(sum, zip(*shares, strict=True))
+            means.append(loss_sum / max(targets, 1.0))
         number = max(
             range(len(means)), key=lambda n: means[n] if math.isfinite(means[n]) else math.inf
         )
-        first = order.positions(step).start + engine.rank * len(means) * self.micro_batch_rows
+        before = engine.data_rank * len(means) * self.micro_batch_rows  # rows of other ranks
+        first = order.positions(step).start + before
         own = []
         for at, row in enumerate(self.batches.at(step)[number], number * self.micro_batch_rows):
             loss_sum, targets = engine.loss_of(row[None])
             own.append((_finite(float(loss_sum) / max(float(targets), 1.0)), first + at))
+        if not engine.parallel.is_first(engine.rank):  # the first one has the same rows
+            own = []
         rows = [row for part in engine.gather(own) for row in part]
         rows.sort(key=lambda row: -(math.inf if row[0] is None else row[0]))
         if engine.rank:
@@ -190,7 +200,7 @@ class SpikeGuard:
 
     def _described(self, step: int, rows: list[tuple[float | None, int]]) -> list[dict[str, Any]]:
         """Row number, loss and documents of some positions."""
-        order, sizes = self.batches.order, (self.engine.world_size, self.micro_batch_rows)
+        order, sizes = self.batches.order, (self.engine.parallel, self.micro_batch_rows)
         if missing_of(self.prepared.directory):  # prepared by an earlier version
             return [{"row": None, "loss": loss, "documents": []} for loss, _ in rows]
         stretch = Stretch(range(step + 1, step + 2), order, self.row_tokens, *sizes, {})

@@ -118,6 +118,7 @@ class Layout:
     split_batches: bool
     resume: str
     fixed_by: str  # the file that fixes accumulation_steps; empty if a flag can change it
+    group_size: int = 1  # workers that read the same rows
 
 
 def record_layout(rank: int, layout: Layout) -> None:

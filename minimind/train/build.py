@@ -177,13 +177,13 @@ def run_budgets(run: RunConfig, rows_per_step: int, model: Architecture) -> dict
 
 def check_enough_rows(run: RunConfig, world_size: int, tokens: int, n_rows: int) -> int:
     """Return the rows of one step; raise DataError if the text has fewer."""
-    micro_batch = run.micro_batch_rows(world_size)
-    rows_per_step = micro_batch * run.accumulation_steps * world_size
+    micro_batch, rows_per_step = run.micro_batch_rows(world_size), run.rows_per_step(world_size)
     if n_rows < rows_per_step:
         raise DataError(
             f"{with_urls(' '.join(run.data_path))}: {tokens:,} training tokens make {n_rows} rows"
             f" of {run.max_seq_len + 1}, fewer than the {rows_per_step} of one step"
-            f" ({micro_batch} x {run.accumulation_steps} x {world_size} processes); add text, or"
+            f" ({micro_batch} x {run.accumulation_steps} x"
+            f" {run.parallel(world_size).data_size} processes); add text, or"
             " lower --batch_size, --accumulation_steps or --max_seq_len"
         )
     return rows_per_step
@@ -281,8 +281,8 @@ def build_batches(run: RunConfig, engine: Engine, prepared: Prepared, order: Ord
         order,
         run.max_seq_len + 1,
         run.micro_batch_rows(engine.world_size),
-        engine.rank,
-        engine.world_size,
+        engine.data_rank,
+        engine.parallel.data_size,
         engine.device,
         run.num_workers,
     )

@@ -110,15 +110,18 @@ def _sum_loss(
 ) -> list[float]:
     """Loss, tokens and bytes summed over this rank's share of the rows.
 
-    The device is read at the end, so that it computes a batch while the next one is made.
+    The device is read at the end, so that it computes a batch while the next one is made. Of ranks
+    that share rows the first counts them.
     """
     losses, counts, text_bytes = [], [], 0.0
-    for start in range(0, len(rows), batch_rows * engine.world_size):
-        first = start + engine.rank * batch_rows
+    for start in range(0, len(rows), batch_rows * engine.parallel.data_size):
+        first = start + engine.data_rank * batch_rows
         batch = held_out.batch(rows[first : first + batch_rows], batch_rows)
         loss, count = engine.loss_of(torch.from_numpy(batch))
         losses.append(loss)
         counts.append(count)
         targets = batch[:, 1:]
         text_bytes += float(held_out.piece_bytes[targets[targets >= 0]].sum())
+    if not engine.parallel.is_first(engine.rank):
+        return [0.0, 0.0, 0.0]
     return [sum(torch.stack(losses).tolist()), sum(torch.stack(counts).tolist()), text_bytes]

@@ -88,5 +88,6 @@ def remedy(
 
 
 def _flags(run: RunConfig, layout: Layout) -> str:
-    rows = layout.rows * (layout.world_size if run.split_batches else 1)
+    groups = run.parallel(layout.world_size).data_size
+    rows = layout.rows * (groups if run.split_batches else 1)
     return f"--batch_size {rows} --accumulation_steps {layout.accumulation_steps}"

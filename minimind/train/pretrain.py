@@ -184,6 +184,7 @@ def record_for_restart(run: RunConfig, engine: Engine) -> None:
             launch=engine.gather(secrets.token_hex(8))[0],
             out_dir=str(Path(run.out_dir).absolute()),
             world_size=engine.world_size,
+            group_size=run.parallel(engine.world_size).group_size,
             micro_batch_rows=run.micro_batch_rows(engine.world_size),
             accumulation_steps=run.accumulation_steps,
             batch_size=run.batch_size,

@@ -203,7 +203,7 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
 
 def length_text(run: RunConfig, world_size: int, model: Architecture) -> str:
     """Return the steps, tokens and learning rate of the run; empty if its text decides them."""
-    rows = run.micro_batch_rows(world_size) * run.accumulation_steps * world_size
+    rows = run.rows_per_step(world_size)
     budgets = run_budgets(run, rows, model)
     if not budgets and run.max_steps is None:
         return ""

@@ -107,9 +107,10 @@ class SkippedSteps:
         )
 
     def _local_rows(self, step: int, losses: Sequence[torch.Tensor]) -> NonfiniteRows:
-        order, rank, world_size = self.order, self.ranks.rank, self.ranks.world_size
-        first = order.positions(step - 1).start + order.rows_per_step // world_size * rank
-        indices = order.rows_for(step - 1, rank, world_size).tolist()
+        order, parallel = self.order, self.run.parallel(self.ranks.world_size)
+        data_rank, data_size = parallel.data_rank(self.ranks.rank), parallel.data_size
+        first = order.positions(step - 1).start + order.rows_per_step // data_size * data_rank
+        indices = order.rows_for(step - 1, data_rank, data_size).tolist()
         bad = [number for number, loss in enumerate(losses) if not math.isfinite(float(loss))]
         rows, micro_batches = [], self.batches_at(step - 1) if bad else []
         for number in bad:
@@ -125,8 +126,12 @@ class SkippedSteps:
         positions = self.order.positions(step - 1)
         if reason == "gradient":  # after the reduction its rank is unknown
             yield {"step": step, "reason": reason, "positions": [positions.start, positions.stop]}
+        dumped: set[int] = set()  # positions; ranks may share rows
         for rank, own in enumerate(by_rank):
             for row in own.rows:
+                if row["position"] in dumped:
+                    continue
+                dumped.add(row["position"])
                 text = self.decode(row["tokens"])
                 yield {"step": step, "reason": reason, "rank": rank, **row, "text": text}
             if own.rows_left_out:

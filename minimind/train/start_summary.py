@@ -246,14 +246,15 @@ def _data(context: RunContext, prepared: Prepared) -> list[str]:
 
 
 def _step(context: RunContext) -> str:
-    run, world_size = context.run, context.engine.world_size
+    run, world_size, of = context.run, context.engine.world_size, context.engine.parallel.group_size
+    names = ("process", "processes") if of == 1 else (f"group of {of}", f"groups of {of}")
     factors = (
         _count(run.micro_batch_rows(world_size), "row"),
         _count(run.accumulation_steps, "micro-batch", "micro-batches"),
-        _count(world_size, "process", "processes"),
+        _count(world_size // of, *names),
     )
-    rows = context.batches.order.rows_per_step
-    return f"{' x '.join(factors)} = {rows:,} rows, {context.batches.tokens_per_step:,} tokens"
+    rows, tokens = context.batches.order.rows_per_step, context.batches.tokens_per_step
+    return f"{' x '.join(factors)} = {rows:,} rows, {tokens:,} tokens"
 
 
 def _length(context: RunContext, state: TrainState) -> list[str]:

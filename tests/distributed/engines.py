@@ -125,7 +125,7 @@ def course(engine: Engine, first: int, last: int) -> list[dict[str, Any]]:
     """What every step from `first` up to `last` was: rows of all ranks, loss, norm, counters."""
     table, clock, steps = text(), PhaseClock(engine.device), []
     for step in range(first, last):
-        rows = ORDER.rows_for(step, engine.rank, engine.world_size)
+        rows = ORDER.rows_for(step, engine.data_rank, engine.parallel.data_size)
         batch = table[torch.from_numpy(rows)]
         micro_batches = batch.split(len(batch) // engine.resolved.run.accumulation_steps)
         engine.seed(step)

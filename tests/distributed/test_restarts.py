@@ -70,6 +70,21 @@ def test_the_most_processes_that_divide_the_batch_go_on(left, ranks, each, accum
     assert choice.processes * (choice.accumulation or 0) == 8
 
 
+@pytest.mark.parametrize(
+    ("left", "each", "accumulation"),
+    [((4,), 4, 2), ((3,), 2, 4), ((2, 2), 2, 2), ((2, 1), 1, 4), ((1, 1, 1, 1), 1, 2)],
+)
+def test_groups_that_share_rows_go_on_whole(left, each, accumulation):
+    layout = replace(LAYOUT, group_size=2, split_batches=True, batch_size=4)
+    choice = choose(layout, hosts_of(*left), 4)
+    assert (choice.each, choice.accumulation) == (each, accumulation)
+    assert choice.processes // 2 * (choice.accumulation or 0) == 4
+    flags = added_flags(layout, choice, has_checkpoint=False)
+    assert flags.get("batch_size", 4) == choice.processes // 2 * layout.micro_batch_rows
+    with pytest.raises(PeerError, match="fewer processes than the 2 that share a row are left"):
+        choose(layout, hosts_of(1), 4)
+
+
 def test_without_a_step_only_the_same_processes_go_on():
     assert choose(None, hosts_of(2), 2).accumulation is None
     with pytest.raises(PeerError, match="1 of 2 processes are left, and no step was begun"):

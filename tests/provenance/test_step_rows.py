@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from minimind.cli.main import main as minimind
+from minimind.config.run_config import ParallelLayout
 from minimind.data.loader.batches import Batches
 from minimind.data.loader.mixture import Mixture
 from minimind.data.loader.row_order import Order
@@ -119,6 +120,20 @@ def test_the_rows_of_every_step_are_those_that_were_read(recorded: Recorded):
                 assert of_batch == [n for n, batch in enumerate(batches) for _ in batch]
     assert compared > 10_000
     assert log.at(1250).order.place(1249)[0] >= 2  # of several epochs
+
+
+def test_ranks_of_a_group_have_read_the_same_rows(recorded: Recorded):
+    log = read_run(recorded.run_dir)
+    documents, stretch = documents_of(log.stretches[0]), log.stretches[0]
+    step, alone = stretch.steps[0], replace(stretch, parallel=ParallelLayout(1))
+    rows = [row.row for row in rows_at(alone, documents, step, None)]
+    groups = replace(stretch, parallel=ParallelLayout(4, sequence=2))
+    assert [row.row for row in rows_at(groups, documents, step, None)] == rows
+    assert {row.rank for row in rows_at(groups, documents, step, None)} == {0, 2}
+    for rank in range(4):
+        own = rows_at(groups, documents, step, rank)
+        assert [row.row for row in own] == rows[rank // 2 * len(own) :][: len(rows) // 2]
+        assert {row.rank for row in own} == {rank}
 
 
 def test_a_document_is_at_its_place(recorded: Recorded):
@@ -309,7 +324,7 @@ def test_steps_that_are_not_trained_or_not_known_are_refused(recorded: Recorded,
     assert log.at(125) == log.stretches[0]
     old = {key: value for key, value in first.items() if key not in ("order", "data")}
     log = read_run(copied(tmp_path / "c", [old, *rest]))
-    assert log.at(260).world_size == 2
+    assert log.at(260).parallel.world_size == 2
     with pytest.raises(UsageError, match=r"step 250 of .* earlier version"):
         log.at(250)
 

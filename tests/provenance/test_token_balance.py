@@ -84,7 +84,7 @@ def test_a_run_logs_the_balance(corpus: Path, tmp_path: Path):
     last = [event for event in events if event["event"] == "step"][-1]
     log = read_run(out)  # of a real run, as `minimind data at` reads it
     stretch = log.at(last["step"])
-    assert (stretch.world_size, stretch.micro_batch_rows, stretch.row_tokens) == (1, 4, 33)
+    assert (stretch.parallel.world_size, stretch.micro_batch_rows, stretch.row_tokens) == (1, 4, 33)
     rows = rows_at(stretch, documents_of(stretch), last["step"], None)
     assert [row.position for row in rows] == [*range(*last["rows"])]
     assert 2 * (balance["trained"] - balance["first_of_row"]) == last["tokens"]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from minimind.config.run_config import ParallelLayout
 from minimind.engine.loss_of_batch import PADDING
 from minimind.train.evaluate import HeldOutRows, evaluate
 from tests.distributed.host_reads import counted
@@ -23,8 +24,9 @@ class Rows:
 class Ranks:
     """An engine whose loss is the sum of the targets; keeps what each rank added."""
 
-    def __init__(self, rank, world_size):
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, rank, world_size, group_size=1):
+        self.rank, self.parallel = rank, ParallelLayout(world_size, sequence=group_size)
+        self.data_rank = self.parallel.data_rank(rank)
         self.sums, self.passes = [], 0
 
     def loss_of(self, rows):
@@ -37,12 +39,12 @@ class Ranks:
         return sums
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("world_size", "group_size"), [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)])
 @pytest.mark.parametrize("n_rows", [1, 7, 8, 9])
-def test_every_row_counts_once_whatever_the_number_of_ranks(world_size, n_rows):
+def test_every_row_counts_once_whatever_the_number_of_ranks(world_size, group_size, n_rows):
     bytes_of = np.full(100, 3, dtype=np.int32)
     held_out = HeldOutRows(Rows(), np.arange(n_rows), ROW, bytes_of)  # type: ignore[arg-type] (stand-ins)
-    ranks = [Ranks(rank, world_size) for rank in range(world_size)]
+    ranks = [Ranks(rank, world_size, group_size) for rank in range(world_size)]
     for rank in ranks:
         evaluate(rank, held_out, 2)  # type: ignore[arg-type] (stand-ins)
     loss, tokens, text_bytes = (

@@ -80,15 +80,15 @@ def _by(run: RunConfig, name: str) -> str:
 
 def _numbers(run: RunConfig, world_size: int) -> Filled:
     """Batch sizes, clipping, precision and timers."""
-    rows = run.micro_batch_rows(world_size)
-    shared = f"derived: {run.batch_size} rows / {world_size} processes (--split_batches)"
+    rows, data_size = run.micro_batch_rows(world_size), run.parallel(world_size).data_size
+    shared = f"derived: {run.batch_size} rows / {data_size} processes (--split_batches)"
     steps = run.accumulation_steps
     return {
         MICRO_BATCH: (rows, shared if run.split_batches else _by(run, "batch_size")),
         "gradient_accumulation_steps": (steps, _by(run, "accumulation_steps")),
         BATCH: (
-            rows * steps * world_size,
-            f"derived: {rows} rows x {steps} micro-batches x {world_size} processes",
+            run.rows_per_step(world_size),
+            f"derived: {rows} rows x {steps} micro-batches x {data_size} processes",
         ),
         "gradient_clipping": (run.grad_clip, _by(run, "grad_clip")),
         "bf16.enabled": (run.dtype == "bfloat16", _by(run, "dtype")),

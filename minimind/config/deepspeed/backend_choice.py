@@ -139,6 +139,7 @@ def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
         "no GPU": device != "cuda",
         "ZeRO stage 3": resolved.zero_stage == 3,
         "experts": run.use_moe,
+        "--sequence_parallel": run.sequence_parallel > 1,
         "DeepSpeed's flops_profiler": get(resolved.config, "flops_profiler.enabled") is True,
         "a model of transformers": run.hugging_face is not None,
     }

@@ -95,29 +95,28 @@ def apply_file(
             run = adopt(run, name, config_value, f"{path}: {BETAS}[{place}]", auto, faults)
     elif isinstance(betas, list):  # schema.py reports other types
         faults.append(f"{path}: {BETAS} is {json.dumps(betas)}, not two numbers; write [0.9, 0.95]")
+    data_size = run.parallel(world_size).data_size
     rows, where = get(config, MICRO_BATCH), f"{path}: {MICRO_BATCH}"
     if isinstance(rows, int) and run.split_batches:
-        rows *= world_size  # --batch_size then counts all processes
-        where += f" x {world_size} processes (--split_batches)"
+        rows *= data_size  # --batch_size then counts all processes
+        where += f" x {data_size} processes (--split_batches)"
     if rows not in (MISSING, AUTO):
         run = adopt(run, "batch_size", rows, where, auto, faults)
-    return _apply_batch(config, path, run, world_size)
+    return _apply_batch(config, path, run, data_size)
 
 
-def _apply_batch(
-    config: Mapping[str, Any], path: str, run: RunConfig, world_size: int
-) -> RunConfig:
+def _apply_batch(config: Mapping[str, Any], path: str, run: RunConfig, data_size: int) -> RunConfig:
     """Derive accumulation_steps or batch_size, whichever is not explicit, from train_batch_size."""
     total = get(config, BATCH)
     if not isinstance(total, int) or isinstance(total, bool) or total < 1:
         return run
     where = f"{path}: {BATCH}"
     if not run.is_explicit("accumulation_steps"):
-        rows = run.batch_size * (1 if run.split_batches else world_size)
+        rows = run.batch_size * (1 if run.split_batches else data_size)
         if total % rows == 0:
             return run.with_values(where, accumulation_steps=total // rows)
     if not run.is_explicit("batch_size"):
-        rows = run.accumulation_steps * (1 if run.split_batches else world_size)
+        rows = run.accumulation_steps * (1 if run.split_batches else data_size)
         if total % rows == 0:
             return run.with_values(where, batch_size=total // rows)
     return run

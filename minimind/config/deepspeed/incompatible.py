@@ -30,7 +30,7 @@ SUPPORTED_BY = {
 ONLY = {
     "managed_gradient_accumulation": (True, "accumulation is counted by DeepSpeed here"),
     "gradient_allreduce_op": ("mean", "the loss is a mean over all processes"),
-    "sequence_parallel_size": (1, "every process reads rows of its own"),
+    "sequence_parallel_size": (1, "--sequence_parallel N divides rows, without DeepSpeed"),
     "data_parallel_size": (1, "the launcher says how many processes there are"),
     "torch_autocast.enabled": (False, "--dtype decides the precision"),
     "bf16.check_grad_overflow": (True, "a step with a gradient that is not finite is skipped"),
@@ -142,8 +142,7 @@ def _mup(config: Mapping[str, Any], run: RunConfig) -> list[str]:
 
 
 def _batch(config: Mapping[str, Any], run: RunConfig, world_size: int) -> list[str]:
-    rows = run.micro_batch_rows(world_size)
-    in_step = rows * run.accumulation_steps * world_size
+    rows, in_step = run.micro_batch_rows(world_size), run.rows_per_step(world_size)
     config_value = config[BATCH]
     if config_value == in_step or not isinstance(
         config_value, int | None
@@ -152,7 +151,8 @@ def _batch(config: Mapping[str, Any], run: RunConfig, world_size: int) -> list[s
     return [
         f"{BATCH} is {json.dumps(config[BATCH])}, but {rows} rows ({run.sources['batch_size']}) x"
         f" {run.accumulation_steps} micro-batches ({run.sources['accumulation_steps']}) x"
-        f' {world_size} processes = {in_step}; write "auto" there, or change --batch_size or'
+        f' {run.parallel(world_size).data_size} processes = {in_step}; write "auto" there, or'
+        " change --batch_size or"
         " --accumulation_steps"
     ]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +50,13 @@ class ResolvedConfig:
     config: dict[str, Any] = field(default_factory=dict)  # for DeepSpeed; else empty
     sources: dict[str, str] = field(default_factory=dict)
     path: str = "none"  # of the DeepSpeed file
+
+    def for_deepspeed(self) -> dict[str, Any]:
+        """A copy of the config for DeepSpeed, which counts a row once per process that reads it."""
+        config = deepcopy(self.config)
+        if BATCH in config:
+            config[BATCH] *= self.run.sequence_parallel
+        return config
 
     @property
     def zero_stage(self) -> int | None:

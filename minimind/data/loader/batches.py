@@ -81,7 +81,7 @@ class Block:
 
 
 class Batches:
-    """One rank's micro-batches, by step.
+    """One rank's micro-batches, by step. Ranks with the same `data_rank` read the same rows.
 
     During a step the next one is read and copied to the GPU, on a separate stream from pinned
     memory; small steps in blocks. Each of `workers` threads reads one block ahead; with 0, a step
@@ -94,26 +94,26 @@ class Batches:
         order: Order,
         row_tokens: int,
         micro_batch_rows: int,
-        rank: int,
-        world_size: int,
+        data_rank: int,
+        data_size: int,
         device: torch.device,
         workers: int = 1,
     ) -> None:
-        if order.rows_per_step % (micro_batch_rows * world_size):
+        if order.rows_per_step % (micro_batch_rows * data_size):
             raise ValueError(
                 f"rows_per_step = {order.rows_per_step} is no whole number of micro-batches of"
-                f" {micro_batch_rows} rows on {world_size} ranks"
+                f" {micro_batch_rows} rows on {data_size} ranks"
             )
         self.order = order
         self._shards = shards
         self._row_tokens = row_tokens
         self._micro_batch_rows = micro_batch_rows
-        self._rank = rank
-        self._world_size = world_size
+        self._data_rank = data_rank
+        self._data_size = data_size
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ahead = workers
-        self._share = order.rows_per_step // world_size
+        self._share = order.rows_per_step // data_size
         small = TOKENS_AT_ONCE // (self._share * row_tokens)
         self._steps_at_once = max(1, small) if workers else 1
         self._reader = ThreadPoolExecutor(max(1, workers), "read-ahead", use_device, (device,))
@@ -143,9 +143,9 @@ class Batches:
             block.rows.record_stream(stream)  # keeps its memory until this stream has read it
         return block.steps[at]
 
-    def micro_batch_of(self, step: int, rank: int, number: int) -> torch.Tensor:
+    def micro_batch_of(self, step: int, data_rank: int, number: int) -> torch.Tensor:
         """A micro-batch of any rank, int64 (micro_batch_rows, row_tokens), read now."""
-        rows = self.order.rows_for(step, rank, self._world_size)
+        rows = self.order.rows_for(step, data_rank, self._data_size)
         first = number * self._micro_batch_rows
         places = rows[first : first + self._micro_batch_rows]
         return torch.from_numpy(self._shards.read_rows(places, self._row_tokens))
@@ -197,7 +197,8 @@ class Batches:
         with self._index_lock:
             if number not in self._known:
                 first = step - at
-                indices = self.order.rows_for(first, self._rank, self._world_size, self._stretch)
+                place = self._data_rank, self._data_size
+                indices = self.order.rows_for(first, *place, self._stretch)
                 self._known[number] = indices.reshape(self._stretch, self._share)
                 if len(self._known) > self._ahead + 2:
                     self._known.pop(next(iter(self._known)))

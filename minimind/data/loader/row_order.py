@@ -153,19 +153,19 @@ class Order:
             mixed = Mixture(tuple(mixture["sizes"]), tuple(mixture["weights"]), left_out)
         return cls(n_rows, rows_per_step, seed, origin, mixed, left_out, jumps)
 
-    def rows_for(self, step: int, rank: int, world_size: int, steps: int = 1) -> np.ndarray:
-        """Row indices of `rank` for `steps` steps from `step` on, int64 (steps * share,).
+    def rows_for(self, step: int, data_rank: int, data_size: int, steps: int = 1) -> np.ndarray:
+        """Row indices of `data_rank` for `steps` steps from `step` on, int64 (steps * share,).
 
         Ranks take contiguous shares, so the order does not depend on the number of ranks.
         """
-        if self.rows_per_step % world_size:
+        if self.rows_per_step % data_size:
             raise ValueError(
-                f"rows_per_step = {self.rows_per_step} cannot be shared by {world_size} ranks"
+                f"rows_per_step = {self.rows_per_step} cannot be shared by {data_size} ranks"
             )
-        share = self.rows_per_step // world_size
+        share = self.rows_per_step // data_size
         places = np.array([self.place(one) for one in range(step, step + steps)], dtype=np.int64)
         epochs = places[:, 0].repeat(share)
-        positions = (places[:, 1:] + rank * share + np.arange(share)).ravel()
+        positions = (places[:, 1:] + data_rank * share + np.arange(share)).ravel()
         if self.mixture:
             return self.mixture.rows_at(positions, self.seed, epochs)
         return self._shuffle.rows_at(positions, epochs)

@@ -1,0 +1,67 @@
+"""What --sequence_parallel divides, and what is refused beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
+from minimind.config.parse import parse_flags
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.errors import UsageError
+from minimind.estimate.costs import activation_bytes
+from minimind.estimate.plan import layout_of
+from minimind.estimate.shape import shape_of
+from minimind.estimate.step_time import exchanged_bytes
+
+TWO = "--n_heads 8 --n_kv_heads 2 --max_seq_len 512 --sequence_parallel"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (f"{TWO} 3", "n_kv_heads = 2; give one of 1, 2, 4, 8"),
+        ("--n_heads 8 --n_kv_heads 8 --sequence_parallel 16", "give one of 1, 2, 4, 8"),
+        (f"{TWO} 8 --max_seq_len 12", "does not divide max_seq_len = 12"),
+        (f"{TWO} 2 --use_moe", "use_moe = True .* computes its balance loss"),
+        (f"{TWO} 2 --compile on", "compile = on .* not supported with sequence_parallel = 2"),
+        (f"{TWO} 2 --verify_interval 5", "verify_interval = 5 .* not supported"),
+        (f"--model hf:{__file__} --sequence_parallel 2", "only for the built-in decoder"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(words: str, message: str):
+    with pytest.raises(UsageError, match=message):
+        parse_flags(words.split())
+
+
+def test_the_rows_of_a_step_are_divided_over_groups():
+    run = parse_flags([*f"{TWO} 2 --batch_size 3 --accumulation_steps 5".split()])
+    assert run.micro_batch_rows(4) == 3
+    assert run.rows_per_step(4) == 3 * 5 * 2
+    split = replace(run, split_batches=True, batch_size=6)
+    assert split.micro_batch_rows(4) == 3
+    with pytest.raises(UsageError, match=r"sequence_parallel = 2 .* does not divide 3 processes"):
+        run.rows_per_step(3)
+
+
+def test_deepspeed_counts_a_row_for_each_process_that_reads_it():
+    path = str(DEFAULT_DEEPSPEED_CONFIG)
+    run = parse_flags([*f"{TWO} 2 --batch_size 3".split()])
+    resolved = resolve(read_deepspeed_json(path), path, run, 4, "cpu")
+    assert resolved.config["train_batch_size"] == 6
+    assert resolved.for_deepspeed() == {**resolved.config, "train_batch_size": 12}
+
+
+def test_the_plan_divides_activations_and_counts_the_exchange():
+    run = parse_flags([*TWO.split(), "1"])
+    shape, whole = shape_of(run), layout_of(run, 4, {}, "cpu")
+    assert exchanged_bytes(shape, whole) == 0
+    for n in (2, 4, 8):
+        part = replace(whole, sequence=n)
+        assert activation_bytes(shape, part) == activation_bytes(shape, whole) // n
+        tokens = whole.rows * run.max_seq_len // n
+        heads = 2 * run.n_heads + 2 * max(2, n)  # queries, results, keys and values
+        channels = run.dim // run.n_heads * heads
+        all_of_them = 2 * 2 * tokens * channels * run.n_layers  # bf16, forward and backward
+        assert exchanged_bytes(shape, part) == all_of_them * (n - 1) // n
