@@ -172,7 +172,7 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
 
     def parallel(self, world_size: int) -> ParallelLayout:
         """How so many processes divide rows; raise UsageError if they are no whole groups."""
-        return ParallelLayout(world_size)
+        return ParallelLayout(world_size, tensor=self.tensor_parallel)
 
     def micro_batch_rows(self, world_size: int) -> int:
         """Rows per micro-batch and process; raise UsageError if they do not divide evenly."""

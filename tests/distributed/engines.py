@@ -124,7 +124,7 @@ def course(engine: Engine, first: int, last: int) -> list[dict[str, Any]]:
     """What every step from `first` up to `last` was: rows of all ranks, loss, norm, counters."""
     table, clock, steps = text(), PhaseClock(engine.device), []
     for step in range(first, last):
-        rows = ORDER.rows_for(step, engine.rank, engine.world_size)
+        rows = ORDER.rows_for(step, engine.data_rank, engine.parallel.data_size)
         batch = table[torch.from_numpy(rows)]
         micro_batches = batch.split(len(batch) // engine.resolved.run.accumulation_steps)
         engine.seed(step)
@@ -132,10 +132,11 @@ def course(engine: Engine, first: int, last: int) -> list[dict[str, Any]]:
         result = engine.step(micro_batches, 2e-3 * (1 - step / 100), clock)
         loss, tokens = engine.sum_over_ranks([float(result.loss_sum), float(result.tokens)])
         scaler = engine.backend.counters()["loss_scaler"]
+        shares = engine.gather(rows.tolist())
         steps.append(
             {
                 "step": step,
-                "rows": [row for share in engine.gather(rows.tolist()) for row in share],
+                "rows": [row for share in shares[:: engine.parallel.group_size] for row in share],
                 "loss": loss / tokens,
                 "norm": None if result.grad_norm is None else float(result.grad_norm),
                 "skipped": int(result.skipped_so_far),

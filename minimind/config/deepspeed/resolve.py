@@ -199,7 +199,7 @@ def _fill(
     schedule: Schedule | None,
 ) -> None:
     """Fill "auto" and missing required values in `config`, and record their sources."""
-    required = required_keys(config)
+    required = required_keys(config, run)
     for key, (value, source) in auto_values(config, run, world_size, device, schedule).items():
         config_value = get(config, key)
         if config_value == AUTO or (config_value is MISSING and key in required):
