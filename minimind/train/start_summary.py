@@ -281,6 +281,7 @@ def _backend(context: RunContext) -> list[str]:
     items = [
         f"{resolved.backend}{zero}, {run.dtype}, on {engine.world_size} x {engine.device.type}"
     ]
+    items += [f"{run.tensor_parallel} share each weight matrix"] * (run.tensor_parallel > 1)
     if run.compile == "on":
         items.append("compiled in the first step")
     return [*items, *filter(None, [peak_text(run, engine.device)])]

@@ -48,7 +48,10 @@ IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
     "compile": ((False,), "use --compile on"),
     "checkpoint": ((False, None), f"{_SAVING}; remove it"),
     "datastates_ckpt": ((), f"{_SAVING}; remove it"),
-    "pipeline": ((None,), "there is no pipeline parallelism here; remove it"),
+    "pipeline": (
+        (None,),
+        "there is no pipeline parallelism here, which excludes ZeRO stage 2; remove it",
+    ),
     "tensor_parallel": ((False, None), _OWN_TP),
     "tensor_parallel.tp.tp_size": ((1,), _OWN_TP),
     "weight_quantization": ((False,), "weights are not quantized in training; remove it"),
