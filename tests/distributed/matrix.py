@@ -5,7 +5,8 @@
 Each run takes 20 steps over the same 8 rows a step, however they are shared out, so that the loss
 curves have to agree: in fp32 within 2e-6 relative, in bf16 within 2e-3 absolute. The learning rate
 of every step has to be equal. Also without DeepSpeed, as ddp (2 processes) and single; and the loss
-in two chunks per micro-batch against the whole, and two tensor-parallel ranks (x 2). Exit 1 when one of them does not.
+in two chunks per micro-batch against the whole, and two tensor-parallel ranks (x 2). Exit 1 when
+one of them does not.
 """
 
 from __future__ import annotations
