@@ -7,6 +7,6 @@ costs            parameters, bytes, FLOPs and seconds
 gpus             peak and bandwidth of known GPUs
 plan             `minimind plan`: the stage and micro-batch that fit
 shape            the sizes of a model
-tensor_parallel  what a tensor-parallel rank holds and sends
 step_time        the time of a step on one GPU, and what bounds it
+tensor_parallel  what a tensor-parallel rank holds and sends
 """

@@ -32,5 +32,5 @@ def test_a_plan_counts_groups_and_names_no_other_stage():
         Machine(gpus=4, memory=2**30),
     )
     assert "x 2 processes" in text
-    assert "2 share each matrix of a block: 83,072 parameters per rank, ZeRO-2 over 2" in text
+    assert "2 share each matrix of a block: 87,872 parameters per rank, ZeRO-2 over 2" in text
     assert "ZeRO-3" not in text
