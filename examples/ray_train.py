@@ -37,10 +37,12 @@ def run(asked: dict[str, Any]) -> int:
     import minimind
     from minimind.errors import RunError
 
+    train: Any = minimind.train  # a package that is called like a function
+
     os.chdir(asked["folder"])  # Ray Train starts workers in a folder of its own
     os.environ |= rendezvous()
     try:
-        return minimind.train(config=asked["config"])
+        return train(config=asked["config"])
     except RunError as error:
         if error.status in RETRIED:
             raise
@@ -50,7 +52,7 @@ def run(asked: dict[str, Any]) -> int:
 
 def rendezvous() -> dict[str, str]:
     """The variables from which the run creates its process group."""
-    import ray
+    import ray.train
     from ray.train.collective import broadcast_from_rank_zero
 
     context = ray.train.get_context()
@@ -83,7 +85,7 @@ def main() -> int:
 
     class NoProcessGroup(TorchConfig):
         @property
-        def backend_cls(self) -> type[Backend]:
+        def backend_cls(self) -> Any:
             return AllDevices
 
     trainer = TorchTrainer(
@@ -94,7 +96,8 @@ def main() -> int:
         run_config=RunConfig(failure_config=FailureConfig(max_failures=args.max_failures)),
     )
     try:
-        status = trainer.fit().return_value
+        returned: Any = trainer.fit().return_value
+        status = int(returned)
     except TrainingFailedError as error:  # no restart is left
         print(error, file=sys.stderr)
         status = 7

@@ -139,13 +139,13 @@ def _verify_on_all_ranks(ranks: Ranks, path: Path) -> Rejected | None:
 
 def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) -> None:
     saved = on_rank_0(ranks, lambda: read_state(path, manifest))
-    if wrong := shape_mismatches(saved["parameters"], shapes(engine.model)):
+    state = engine.state()
+    if wrong := shape_mismatches(saved["parameters"], shapes(engine.model, state)):
         raise CheckpointError(
             f"{path}: does not fit this model ({'; '.join(wrong[:3])}); give the shape flags of"
             " the run that saved it",
             cause_rank=0,
         )
-    state = engine.state()
 
     def fill() -> None:
         require_listed(manifest, path / BUFFERS)

@@ -142,7 +142,7 @@ class Saver:
         if self._staging:
             slices = self._staging.copy(slices)
         about = {
-            "parameters": shapes(engine.model),
+            "parameters": shapes(engine.model, held),
             "optimizer_step": held.optimizer_step(),
             "counters": engine.backend.counters(),
         }
@@ -262,9 +262,12 @@ class Saver:
             publish(tmp, final)
 
 
-def shapes(model: torch.nn.Module) -> dict[str, list[int]]:
-    """Full shapes of all parameters, also at stage 3."""
-    return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+def shapes(model: torch.nn.Module, held: ZeroState) -> dict[str, list[int]]:
+    """Full shapes of all parameters, also at stage 3 and under tensor parallelism."""
+    own = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    if held.split is None:
+        return own
+    return {name: held.split.whole_shape(name, shape) for name, shape in own.items()}
 
 
 def _persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -142,6 +142,7 @@ def run_prepare(args: argparse.Namespace) -> int:
 
 def _prepare(args: argparse.Namespace) -> int:
     from minimind.data.prepare.dataset_folder import merge_folder, prepare_folder
+    from minimind.data.prepare.ray_tasks import require_usable
 
     if args.merge and args.shard:
         raise UsageError("--merge and --shard were both given; give one of them")
@@ -150,7 +151,8 @@ def _prepare(args: argparse.Namespace) -> int:
     if args.merge and (given := _given(args, NOT_OF_A_MERGE)):
         name = next(iter(given))
         raise UsageError(f"--merge takes no --{name}; leave it out, the shares determine it")
-    _require_usable_ray(args)
+    if args.ray is not None:
+        require_usable(args.ray, args.shard, args.processes)
     if args.merge:
         prepared = merge_folder(args.out, args.force, args.max_bad_fraction)
     else:
@@ -161,22 +163,6 @@ def _prepare(args: argparse.Namespace) -> int:
     else:
         _print_prepared(prepared)
     return 0
-
-
-def _require_usable_ray(args: argparse.Namespace) -> None:
-    """Raise UsageError for an address of no cluster, and for flags that Ray does not heed."""
-    from minimind.data.prepare.ray_tasks import LOCAL, require_address
-
-    if args.ray is None:
-        return
-    require_address(args.ray)
-    if args.shard:
-        raise UsageError("--ray and --shard were both given; Ray divides the work, leave out one")
-    if args.processes and args.ray != LOCAL:
-        raise UsageError(
-            f"--processes {args.processes}: --ray {args.ray} has the cores of its cluster; leave"
-            " it out"
-        )
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:

@@ -161,7 +161,8 @@ wandb_exp_name | --wandb_run_name |
 num_experts moe_router_topk | --n_routed_experts, --num_experts_per_tok | with `--use_moe`
 distributed_timeout_minutes | --dist_timeout | seconds here
 context_parallel_size | --sequence_parallel | divides the heads of attention, not a ring ([long rows](parallelism.md))
-tensor_model_parallel_size pipeline_model_parallel_size |  | models up to 1B parameters are not split; ZeRO shards their state
+tensor_model_parallel_size | --tensor_parallel | under DeepSpeed at ZeRO stages 0 to 2
+pipeline_model_parallel_size |  | models up to 1B parameters are not split so; ZeRO shards their state
 untie_embeddings_and_output_weights | --no-tie_word_embeddings |
 attention_dropout |  | our decoder has no dropout
 """,
@@ -185,7 +186,7 @@ profiling.enable_profiling | --profile |
 metrics.log_freq | --log_interval |
 metrics.enable_wandb metrics.enable_tensorboard | --report_to wandb, --report_to tensorboard |
 parallelism.context_parallel_degree | --sequence_parallel | divides the heads of attention, not a ring ([long rows](parallelism.md))
-parallelism.tensor_parallel_degree |  | models up to 1B parameters are not split; ZeRO shards their state
+parallelism.tensor_parallel_degree | --tensor_parallel | under DeepSpeed at ZeRO stages 0 to 2
 parallelism.data_parallel_shard_degree |  | the ZeRO stage of the DeepSpeed JSON shards over all processes
 """,
 }

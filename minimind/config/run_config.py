@@ -36,8 +36,7 @@ class ParallelLayout:
     """Ranks in groups of adjacent ranks; all ranks of a group read the same rows.
 
     `data_rank` is the number of a group, `data_size` the number of groups. Without model
-    parallelism every rank is a group of its own. With both kinds, ranks of a tensor group are
-    adjacent within the group.
+    parallelism every rank is a group of its own.
     """
 
     world_size: int
@@ -168,13 +167,16 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
 
     def parallel(self, world_size: int) -> ParallelLayout:
         """How so many processes divide rows; raise UsageError if they are no whole groups."""
-        size = self.sequence_parallel
+        size, names = self.tensor_parallel * self.sequence_parallel, []
+        for name in ("tensor_parallel", "sequence_parallel"):
+            if (given := getattr(self, name)) > 1:
+                names.append(f"{name} = {given} ({self.sources[name]})")
         if world_size % size:
             raise UsageError(
-                f"sequence_parallel = {size} ({self.sources['sequence_parallel']}) does not divide"
-                f" {world_size} processes; start a multiple of {size} (NUM_PROCESSES, plan --gpus)"
+                f"{' x '.join(names)} does not divide {world_size} processes; start a multiple of"
+                f" {size} (NUM_PROCESSES, plan --gpus)"
             )
-        return ParallelLayout(world_size, sequence=size)
+        return ParallelLayout(world_size, self.tensor_parallel, self.sequence_parallel)
 
     def micro_batch_rows(self, world_size: int) -> int:
         """Rows per micro-batch and process; raise UsageError if they do not divide evenly."""

@@ -254,6 +254,13 @@ class PlaceFlags:
         "engine",
         at_least=1,
     )
+    tensor_parallel: int = flag(
+        "processes that share every weight matrix of a block and read the same rows; needs"
+        " DeepSpeed at ZeRO stages 0 to 2",
+        1,
+        "engine",
+        at_least=1,
+    )
     device: str = flag(
         "auto uses GPUs if there are any", "auto", "engine", choices=("auto", "cpu", "cuda")
     )

@@ -30,7 +30,7 @@ from minimind.config.deepspeed.config_values import BATCH, leaves
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.schema import MODELS, format_model_fault, optimizer_name
 from minimind.config.launcher_env import configure_libraries, set_rendezvous_defaults
-from minimind.engine.deepspeed_backend import Backend, DeepSpeedBackend
+from minimind.engine.deepspeed_backend import Backend, DeepSpeedBackend, configuration
 from minimind.engine.deepspeed_logs import CollectivesLog, fix_start_time
 from minimind.engine.engine import Engine
 from minimind.engine.loss_of_batch import compile_model
@@ -51,10 +51,7 @@ PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 @phase("building the engine")
 def build_engine(resolved: ResolvedConfig, model: PreTrainedModel, device: str) -> Engine:
-    """Build the resolved backend with its process group and optimizer.
-
-    DeepSpeed gets a copy of the resolved configuration, because it writes its defaults into it.
-    """
+    """Build the resolved backend with its process group and optimizer."""
     run = resolved.run
     parameters = sum(p.numel() for p in model.parameters())
     configure_libraries(device)
@@ -89,7 +86,7 @@ def _deepspeed(
         device,
         run.dist_timeout,
         mixed_precision=PRECISION[run.dtype],
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=resolved.for_deepspeed()),
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=configuration(resolved)),
         gradient_accumulation_steps=run.accumulation_steps,
     )
     if accelerator.num_processes != dist.get_world_size():
@@ -101,7 +98,7 @@ def _deepspeed(
     plugin = accelerator.deepspeed_plugin
     assert plugin is not None
     # Again, because Accelerate overwrites steps_per_print.
-    plugin.deepspeed_config.update(resolved.for_deepspeed())
+    plugin.deepspeed_config.update(configuration(resolved))
     compile_model(model, run)
     has_block = "optimizer" in resolved.config
     optimizer = DummyOptim(groups, lr=run.learning_rate) if has_block else optimizer_of(groups, run)

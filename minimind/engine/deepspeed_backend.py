@@ -4,20 +4,39 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
 
+from minimind.config.deepspeed.config_values import BATCH
+from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.engine.collective_clock import CommunicationClock
 from minimind.engine.deepspeed_logs import CollectivesLog
 from minimind.engine.norm_limit import NormLimit
-from minimind.engine.optimizer.adapters import require_tested_deepspeed, zero_state
+from minimind.engine.optimizer.adapters import require_tested_deepspeed, tensor_split, zero_state
 from minimind.engine.optimizer.muon import MuonWithAdamW, shards_of
 from minimind.engine.optimizer.state import ZeroState
+from minimind.engine.optimizer.tensor_split import gradient_norm, layer_specs, sum_partial_gradients
 from minimind.engine.plain_backend import PlainBackend
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def configuration(resolved: ResolvedConfig) -> dict[str, Any]:
+    """A copy of the resolved configuration for DeepSpeed, which writes its defaults into it.
+
+    Its train_batch_size counts a row once per process that reads it: DeepSpeed 0.19.8 does not
+    know sequence groups, and checks it so under tensor parallelism too, where it averages over
+    data-parallel ranks all the same.
+    """
+    config, run = deepcopy(resolved.config), resolved.run
+    if BATCH in config:
+        config[BATCH] *= run.tensor_parallel * run.sequence_parallel
+    if run.tensor_parallel > 1:
+        config["tensor_parallel"]["partition_config"] = layer_specs()
+    return config
 
 
 class DeepSpeedBackend:
@@ -38,6 +57,9 @@ class DeepSpeedBackend:
         self.module: nn.Module = engine.module
         self.forward = engine
         self.optimizer = engine.optimizer
+        self._split = tensor_split(engine)
+        if self._split:
+            sum_partial_gradients(self.module, self._split.group)
         if type(self.optimizer).__name__ in ("FP16_UnfusedOptimizer", "FP16_Optimizer"):
             # Stage 0 in bf16: to allocate the moments DeepSpeed 0.19.8 takes a step with zero
             # gradients and keeps it: weights are decayed, Adam's step count is one ahead.
@@ -46,9 +68,10 @@ class DeepSpeedBackend:
         elif isinstance(self.optimizer, torch.optim.Optimizer):
             # Stage 0 in fp32: the bare optimizer, which DeepSpeed steps with any gradient.
             self.optimizer.register_step_pre_hook(_skip_if_overflowed)
-        elif not getattr(self.optimizer, "compute_grad_norm", True):
+        elif not getattr(self.optimizer, "compute_grad_norm", True) or self._split:
             # Stages 1 and 2 check the norm, in bf16 and fp16 also the gradients. In fp32 without
-            # the norm they would check neither.
+            # the norm they would check neither, and tensor-parallel ranks leave whole weights of
+            # all but the first out of the norm.
             self.optimizer.check_grad_overflow = True
         base = getattr(self.optimizer, "optimizer", self.optimizer)
         is_bare = isinstance(self.optimizer, torch.optim.Optimizer)
@@ -121,9 +144,7 @@ class DeepSpeedBackend:
         engine = self.engine
         if engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled():
             return None
-        return torch.nn.utils.get_total_norm(
-            [p.grad for p in engine.module.parameters() if p.grad is not None]
-        )
+        return gradient_norm(engine.module, self._split)
 
     def state(self) -> ZeroState:
         """This rank's fp32 weights and moments; raise CheckpointError for unknown optimizers."""

@@ -8,4 +8,5 @@ gpus             peak and bandwidth of known GPUs
 plan             `minimind plan`: the stage and micro-batch that fit
 shape            the sizes of a model
 step_time        the time of a step on one GPU, and what bounds it
+tensor_parallel  what a tensor-parallel rank holds and sends
 """

@@ -50,3 +50,15 @@ def is_model(model: str, name: str) -> bool:
     """Whether device `name` is exactly that model, not a variant, a laptop GPU or a MIG slice."""
     other = r"(?! Laptop| D\b| Ti\b| NVL| PCIe| .*\bMIG\b)"
     return re.search(rf"\b{model}\b{other}", name) is not None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs, peak and token budget for the estimate; None if not given."""
+
+    gpus: int = 1
+    memory: int | None = None  # bytes of one device
+    peak_tflops: float | None = None  # of one device, 10^12 FLOPs a second
+    mfu: float = 0.4
+    tokens: float | None = None
+    gpu: GPUModel | None = None  # its model

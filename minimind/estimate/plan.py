@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from minimind.config.deepspeed.auto_values import auto_values, offloads
@@ -18,9 +18,10 @@ from minimind.config.run_config import CONFIGS, DEFAULT_DEEPSPEED_CONFIG, FLAGS,
 from minimind.errors import UsageError, fault_error
 from minimind.estimate import costs
 from minimind.estimate.costs import Layout, Memory
-from minimind.estimate.gpus import GPUModel
+from minimind.estimate.gpus import Machine
 from minimind.estimate.shape import Shape, shape_of, with_special_tokens
 from minimind.estimate.step_time import estimate_lines, exchanged_bytes
+from minimind.estimate.tensor_parallel import tensor_parallel_lines
 
 HEADROOM = 0.1  # for the CUDA context, the libraries' own buffers and fragmentation
 OWN_FLAGS = ("gpus", "world_size", "gpu_model", "memory", "peak_tflops", "mfu", "tokens")
@@ -29,26 +30,11 @@ GIB = 2**30
 NO_BLOCK = CONFIGS / "deepspeed" / "torch_adamw.json"  # takes any --optimizer
 
 
-@dataclass(frozen=True)
-class Machine:
-    """GPUs, peak and token budget for the estimate; None if not given."""
-
-    gpus: int = 1
-    memory: int | None = None  # bytes of one device
-    peak_tflops: float | None = None  # of one device, 10^12 FLOPs a second
-    mfu: float = 0.4
-    tokens: float | None = None
-    gpu: GPUModel | None = None  # its model
-
-
 def plan(argv: Sequence[str], machine: Machine) -> str:
     """Return the output of `minimind plan` for flags of train_pretrain.py; raise UsageError."""
-    faults = []
-    for word in argv:
-        name = word.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
-        if word.startswith("--") and name not in FLAGS:
-            faults.append(unknown_flag(word, [f"--{flag}" for flag in (*OWN_FLAGS, *FLAGS)]))
-    if faults:
+    known = [f"--{flag}" for flag in (*OWN_FLAGS, *FLAGS)]
+    words = [word for word in argv if word.startswith("--") and _flag_of(word) not in FLAGS]
+    if faults := [unknown_flag(word, known) for word in words]:
         raise fault_error(faults)
     run = parse_flags(argv)
     if run.hugging_face is not None:
@@ -71,12 +57,19 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
     elif faults := unread_flag_faults(run):
         raise fault_error(faults)
     text = f"{vocabulary}{plan_text(run, machine.gpus, config, machine, device)}"
+    if run.tensor_parallel > 1:  # other stages are no alternatives
+        return text
     if machine.memory is None:
         return f"{text}\n\nGive --memory (of one GPU, say 24GiB) to see what fits."
     current = layout_of(run, machine.gpus, config, device)
     if path == "none":
         path = os.path.relpath(DEFAULT_DEEPSPEED_CONFIG if run.optimizer == "adamw" else NO_BLOCK)
     return f"{text}\n\n{_advice(run, current, machine.memory, path)}"
+
+
+def _flag_of(word: str) -> str:
+    """Name of the flag that a word of the command line sets."""
+    return word.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
 
 
 def plan_text(
@@ -103,6 +96,8 @@ def plan_text(
         f"FLOPs       {flops / 1e9:.3g} G per token (6 x {active}weights + 12 x layers x dim x T),"
         f" {flops * tokens / 1e12:.3g} T per step",
     ]
+    if run.tensor_parallel > 1:
+        return "\n".join([*lines, *tensor_parallel_lines(shape, here, run.tensor_parallel)])
     if machine.gpu:
         how = "compiled" if here.is_compiled else "eager"
         lines += estimate_lines(shape, here, machine.gpu, how)

@@ -29,6 +29,7 @@ class Shape:
     n_routed_experts: int = 4
     num_experts_per_tok: int = 2
     n_shared_experts: int = 1
+    tensor: int = 1  # ranks that share each matrix of a block; parameters are those of one
 
     @property
     def kv_dim(self) -> int:
@@ -63,7 +64,7 @@ class Shape:
 
     def _matrices(self, experts: int) -> int:
         attention, gate = 2 * self.dim + 2 * self.kv_dim, self.use_moe * self.n_routed_experts
-        return self.dim * (attention + 3 * self.hidden_dim * experts + gate)
+        return self.dim * (attention + 3 * self.hidden_dim * experts + gate) // self.tensor
 
     @property
     def layer_norms(self) -> int:
@@ -83,7 +84,8 @@ class Shape:
     @property
     def largest(self) -> int:
         """Elements of the largest single weight."""
-        return self.dim * max(self.vocab_size, self.hidden_dim, self.dim)
+        matrix = max(self.hidden_dim, self.dim) // self.tensor
+        return self.dim * max(self.vocab_size, matrix)
 
 
 def shape_of(run: RunConfig) -> Shape:

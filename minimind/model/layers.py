@@ -80,9 +80,9 @@ class HeadProjection(Linear):
         self.head_dim = head_dim
 
     def forward(self, input: Tensor, is_half: bool = False) -> Tensor:
-        """Project (B, T, E) to (B, T, H, D); is_half: in the half layout."""
+        """Project (B, T, E) to (B, T, H D); is_half: in the half layout."""
         weight = interleaved_to_half(self.weight, self.head_dim) if is_half else self.weight
-        return linear(input, weight).unflatten(-1, (-1, self.head_dim))
+        return linear(input, weight)
 
 
 class ResidualOutput(Linear):
@@ -139,12 +139,18 @@ class Attention(nn.Module):
             out_BTHD = sequence.to_positions(out_BTHD)
         return self.o_proj(out_BTHD.flatten(-2))
 
-    @staticmethod
     def _project(
-        x_BTE: Tensor, project: HeadProjection, norm: HeadNorm | None, rotary: Rotary, is_half: bool
+        self,
+        x_BTE: Tensor,
+        project: HeadProjection,
+        norm: HeadNorm | None,
+        rotary: Rotary,
+        is_half: bool,
     ) -> Tensor:
         """Project, normalize and rotate queries or keys (B, T, H, D) in the half layout or not."""
-        x_BTHD = project(x_BTE, is_half)
+        # Under tensor parallelism `project` is DeepSpeed's, which has one argument and some heads.
+        x_BTH = project(x_BTE, is_half) if is_half else project(x_BTE)
+        x_BTHD = x_BTH.unflatten(-1, (-1, self.head_dim))
         if norm is not None:
             x_BTHD = norm(x_BTHD, is_half)
         if is_half:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, TypeVar
 
 from minimind.errors import DataError, RunError, StorageError, UsageError
@@ -89,7 +90,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     try:
         import fsspec
 
-        __import__(scheme.module)
+        import_module(scheme.module)
     except ModuleNotFoundError as error:
         raise UsageError(
             f"{masked(url)}: is read with {scheme.module}, which is not installed; {scheme.install}"

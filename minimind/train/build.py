@@ -16,7 +16,7 @@ from minimind.checkpoint.validation import validate_data_order
 from minimind.config.run_config import LAUNCH, RunConfig
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
 from minimind.config.training_flags import DEFAULT_DATA
-from minimind.data.loader.batches import Batches, held_out_rows
+from minimind.data.loader.batches import Batches
 from minimind.data.loader.mixture import Mixture, Ranges, count_rows
 from minimind.data.loader.row_order import Order
 from minimind.data.loader.skip_rows import read_skip_rows
@@ -36,7 +36,6 @@ from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.terminal import phase
 from minimind.storage.object_cache import naming_urls, with_urls
-from minimind.train.evaluate import HeldOutRows
 
 
 def require_default_data(run: RunConfig) -> None:
@@ -286,15 +285,6 @@ def build_batches(run: RunConfig, engine: Engine, prepared: Prepared, order: Ord
         engine.device,
         run.num_workers,
     )
-
-
-def held_out_of(run: RunConfig, prepared: Prepared) -> HeldOutRows:
-    """Return the rows that every evaluation reads."""
-    row_tokens = run.max_seq_len + 1
-    rows = held_out_rows(prepared.val, run.eval_rows, row_tokens)
-    names = tuple(source["name"] for source in prepared.manifest["sources"])
-    piece_bytes = prepared.tokenizer.piece_bytes()
-    return HeldOutRows(prepared.val, rows, row_tokens, piece_bytes, names, prepared.train.weights)
 
 
 def sidecar_files(prepared: Prepared, engine: Engine) -> dict[str, bytes]:

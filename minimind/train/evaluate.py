@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from minimind.config.run_config import RunConfig
+from minimind.data.loader.batches import held_out_rows
 from minimind.data.loader.token_shards import TokenShards
+from minimind.data.prepare.prepare import Prepared
 from minimind.engine.build import Engine
 from minimind.engine.loss_of_batch import PADDING
 from minimind.inference.score import LossSums
@@ -44,6 +47,15 @@ class HeldOutRows:
         if len(indices):
             batch[: len(indices)] = self.shards.read_rows(indices, self.row_tokens)
         return batch
+
+
+def held_out_of(run: RunConfig, prepared: Prepared) -> HeldOutRows:
+    """Return the rows that every evaluation reads."""
+    row_tokens = run.max_seq_len + 1
+    rows = held_out_rows(prepared.val, run.eval_rows, row_tokens)
+    names = tuple(source["name"] for source in prepared.manifest["sources"])
+    piece_bytes = prepared.tokenizer.piece_bytes()
+    return HeldOutRows(prepared.val, rows, row_tokens, piece_bytes, names, prepared.train.weights)
 
 
 def log_evaluation(

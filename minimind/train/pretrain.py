@@ -52,7 +52,6 @@ from minimind.telemetry.trackers import FINISH, open_trackers
 from minimind.telemetry.verdict import Setting, Verdicts
 from minimind.train.build import (
     build_batches,
-    held_out_of,
     plan_data_and_schedule,
     prepare_data,
     require_default_data,
@@ -64,6 +63,7 @@ from minimind.train.build import (
     with_local_folder,
     with_prepared,
 )
+from minimind.train.evaluate import held_out_of
 from minimind.train.initial_weights import InitialModel, fine_tuned, read_initial
 from minimind.train.loop import GO_BACK, train
 from minimind.train.loop_actions import RunContext, register_cleanup

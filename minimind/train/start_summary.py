@@ -280,9 +280,8 @@ def _backend(context: RunContext) -> list[str]:
     if resolved.config:
         source = short_source(resolved.sources["zero_optimization.stage"])
         zero = f", ZeRO stage {resolved.zero_stage} ({source})"
-    items = [
-        f"{resolved.backend}{zero}, {run.dtype}, on {engine.world_size} x {engine.device.type}"
-    ]
+    where = f"{engine.world_size} x {engine.device.type}"
+    items = [f"{resolved.backend}{zero}, {run.dtype}, on {where}"]
     if run.compile == "on":
         items.append("compiled in the first step")
     return [*items, *filter(None, [peak_text(run, engine.device)])]

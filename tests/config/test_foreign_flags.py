@@ -65,7 +65,7 @@ NONE_HERE = {
     "backend": "nccl",
     "push_to_hub": "not available",
     "auto_find_batch_size": "minimind plan",
-    "tensor-model-parallel-size": "not split",
+    "pipeline-model-parallel-size": "not split",
     "fp8": "FP8",
 }
 

@@ -611,8 +611,23 @@ COMBINATIONS = {
     "round robin at stage 3": bad(
         "round_robin_gradients", "stage is 3", json=zero(stage=3, round_robin_gradients=True)
     ),
-    "tensor parallel": bad(
-        "ds.json: tensor_parallel.autotp_size is 2", json={"tensor_parallel": {"autotp_size": 2}}
+    "tensor parallel at stage 3": bad(
+        "ds.json: zero_optimization.stage is 3 is not supported with tensor_parallel = 2",
+        "tensor_parallel.autotp_size",
+        json={"tensor_parallel": {"autotp_size": 2}, **zero(stage=3)},
+    ),
+    "tensor parallel key heads": bad(
+        "n_kv_heads = 1 (--n_kv_heads) is not divisible by tensor_parallel = 2",
+        flags="--tensor_parallel 2 --n_kv_heads 1",
+    ),
+    "tensor parallel on too few": bad(
+        "2 processes cannot be divided into groups of 3", flags="--tensor_parallel 3"
+    ),
+    "tensor parallel twice": bad(
+        "tensor_parallel.autotp_size is 1",
+        "tensor_parallel = 2",
+        json={"tensor_parallel": {"autotp_size": 1}},
+        flags="--tensor_parallel 2",
     ),
     "sequence parallel": bad(
         "ds.json: sequence_parallel_size is 2", json={"sequence_parallel_size": 2}

@@ -9,6 +9,7 @@ import pytest
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.engine.deepspeed_backend import configuration
 from minimind.errors import UsageError
 from minimind.estimate.costs import activation_bytes
 from minimind.estimate.plan import layout_of
@@ -50,7 +51,7 @@ def test_deepspeed_counts_a_row_for_each_process_that_reads_it():
     run = parse_flags([*f"{TWO} 2 --batch_size 3".split()])
     resolved = resolve(read_deepspeed_json(path), path, run, 4, "cpu")
     assert resolved.config["train_batch_size"] == 6
-    assert resolved.for_deepspeed() == {**resolved.config, "train_batch_size": 12}
+    assert configuration(resolved) == {**resolved.config, "train_batch_size": 12}
 
 
 def test_the_plan_divides_activations_and_counts_the_exchange():

@@ -133,10 +133,11 @@ def course(engine: Engine, first: int, last: int) -> list[dict[str, Any]]:
         result = engine.step(micro_batches, 2e-3 * (1 - step / 100), clock)
         loss, tokens = engine.sum_over_ranks([float(result.loss_sum), float(result.tokens)])
         scaler = engine.backend.counters()["loss_scaler"]
+        shares = engine.gather(rows.tolist())
         steps.append(
             {
                 "step": step,
-                "rows": [row for share in engine.gather(rows.tolist()) for row in share],
+                "rows": [row for share in shares[:: engine.parallel.group_size] for row in share],
                 "loss": loss / tokens,
                 "norm": None if result.grad_norm is None else float(result.grad_norm),
                 "skipped": int(result.skipped_so_far),

@@ -1,11 +1,12 @@
 """Every ZeRO stage x dtype x accumulation x world size against one run each in fp32 and bf16.
 
-    python -m tests.distributed.matrix          (`make matrix`; 46 runs, about 7 minutes on 2 cores)
+    python -m tests.distributed.matrix          (`make matrix`; 56 runs, about 9 minutes on 2 cores)
 
 Each run takes 20 steps over the same 8 rows a step, however they are shared out, so that the loss
 curves have to agree: in fp32 within 2e-6 relative, in bf16 within 2e-3 absolute. The learning rate
 of every step has to be equal. Also without DeepSpeed, as ddp (2 processes) and single; and the loss
-in two chunks per micro-batch against the whole. Exit 1 when one of them does not.
+in two chunks per micro-batch against the whole, and two tensor-parallel ranks (x 2). Exit 1 when
+one of them does not.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ def train(
     world: int,
     device: str = "cpu",
     more: str = "",
+    tensor: int = 1,
 ) -> list[Any]:
     """The `step` events of one run; stage None is without DeepSpeed."""
-    out = root / f"{stage}-{dtype}-{accumulation}-{world}{more.replace(' ', '')}"
+    out = root / f"{stage}-{dtype}-{accumulation}-{world}-{tensor}{more.replace(' ', '')}"
     flags = [*(more or SHAPE).split(), *PACE.split(), "--data_path", str(root / "text.jsonl")]
     flags += ["--cache_dir", str(root / "cache"), "--out_dir", str(out), "--dtype", dtype]
-    flags += ["--batch_size", str(ROWS // accumulation // world)]
+    flags += ["--batch_size", str(ROWS // accumulation // (world // tensor))]
+    flags += ["--tensor_parallel", str(tensor)]
     flags += ["--accumulation_steps", str(accumulation), "--device", device]
     if stage is not None:
         config = root / f"stage{stage}.json"
@@ -91,6 +94,14 @@ def main() -> int:
                     f"  {'equal' if same else 'DIFFER'}{'' if agrees else '  DISAGREES'}",
                     flush=True,
                 )
+            for stage, world in product((0, 1, 2), (2, 4)):
+                if (stage, dtype) == (0, "bfloat16"):  # refused
+                    continue
+                found = difference(dtype, train(root, stage, dtype, 2, world, tensor=2), reference)
+                agrees = found < WITHIN[dtype]
+                failed += not agrees
+                shown = f"ZeRO-{stage} x 2"  # tensor-parallel ranks
+                print(f"{shown:<12}{dtype:<10}{2:>12}{world:>7}{found:>13.1e}", flush=True)
         for stage in (2, 3, None):
             long_rows = SHAPE.replace("--max_seq_len 64", f"--max_seq_len {LOSS_CHUNK // 2}")
             whole, chunked = (

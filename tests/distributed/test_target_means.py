@@ -47,10 +47,10 @@ def reference() -> Found:
         with torch.no_grad():
             for p, gradient in zip(model.parameters(), gradients, strict=True):
                 p -= rate * gradient
+        assert loss.dtype == torch.float64
         found["losses"].append(loss.item())
         found["norms"].append(torch.nn.utils.get_total_norm(gradients).item())
         found["gradients"] = dict(zip(dict(model.named_parameters()), gradients, strict=True))
-    assert loss.dtype == torch.float64
     return {**found, "weights": {n: p.detach() for n, p in model.named_parameters()}}
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from minimind.config.deepspeed.config_values import AUTO, BATCH, MICRO_BATCH, MISSING, get
+from minimind.config.deepspeed.config_values import (
+    AUTO,
+    BATCH,
+    MICRO_BATCH,
+    MISSING,
+    TENSOR_PARALLEL,
+    get,
+)
 from minimind.config.deepspeed.schema import ANY_CASE, OPTIMIZERS, optimizer_name
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, planned_warmup
@@ -41,9 +48,9 @@ UNTESTED = ("zero_allow_untested_optimizer",)
 OFFLOAD = ("zero_force_ds_cpu_optimizer",)
 
 
-def required_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
+def required_keys(config: Mapping[str, Any], run: RunConfig) -> tuple[str, ...]:
     """Keys that are filled even if the file does not contain them."""
-    keys = ALWAYS
+    keys = ALWAYS + ((TENSOR_PARALLEL,) if run.tensor_parallel > 1 else ())
     optimizer = optimizer_name(get(config, "optimizer.type"))
     accepted = OPTIMIZERS.get(optimizer or "", "").split()
     keys += tuple(key for key in OPTIMIZER if key.rsplit(".", 1)[1] in accepted)
@@ -94,6 +101,7 @@ def _numbers(run: RunConfig, world_size: int) -> Filled:
         "bf16.enabled": (run.dtype == "bfloat16", _by(run, "dtype")),
         "fp16.enabled": (run.dtype == "float16", _by(run, "dtype")),
         "timers.throughput.synchronized": (False, "derived: it would wait for the device"),
+        TENSOR_PARALLEL: (run.tensor_parallel, _by(run, "tensor_parallel")),
     }
 
 

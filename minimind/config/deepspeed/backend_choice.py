@@ -48,6 +48,11 @@ class Setup:
         faults: list[str] = []
         run = apply_launch(run, self.launch, faults)
         faults += precision_faults(run, self.device) + unread_flag_faults(run)
+        if run.tensor_parallel > 1:
+            faults.append(
+                f"tensor_parallel = {run.tensor_parallel} ({run.sources['tensor_parallel']}) needs"
+                " DeepSpeed; give --deepspeed_config FILE, or drop it"
+            )
         if faults:
             raise fault_error(faults)
         run.micro_batch_rows(world_size)  # raises if the batch does not divide evenly
@@ -142,6 +147,7 @@ def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
         "--sequence_parallel": run.sequence_parallel > 1,
         "DeepSpeed's flops_profiler": get(resolved.config, "flops_profiler.enabled") is True,
         "a model of transformers": run.hugging_face is not None,
+        "tensor parallelism": run.tensor_parallel > 1,
     }
     reasons = [reason for reason, applies in blockers.items() if applies]
     if not reasons and (fault := compiler_fault(device)):

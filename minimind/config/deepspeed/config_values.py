@@ -30,6 +30,7 @@ FLAG_OF_KEY = {
     "scheduler.params.total_num_steps": "max_steps",
     "scheduler.params.cos_min_ratio": "min_lr_ratio",
 }
+TENSOR_PARALLEL = "tensor_parallel.autotp_size"
 MICRO_BATCH, BATCH = "train_micro_batch_size_per_gpu", "train_batch_size"
 BETAS, TOTAL_STEPS = "optimizer.params.betas", "scheduler.params.total_num_steps"
 
@@ -89,6 +90,7 @@ def apply_file(
             )
         elif config_value not in (MISSING, AUTO, None) and not isinstance(config_value, list):
             run = adopt(run, name, config_value, where, auto, faults)
+    run = _apply_tensor_parallel(config, path, run, faults)
     betas = get(config, BETAS)
     if isinstance(betas, list) and len(betas) == 2:
         for place, (name, config_value) in enumerate(zip(("beta1", "beta2"), betas, strict=True)):
@@ -103,6 +105,16 @@ def apply_file(
     if rows not in (MISSING, AUTO):
         run = adopt(run, "batch_size", rows, where, auto, faults)
     return _apply_batch(config, path, run, data_size)
+
+
+def _apply_tensor_parallel(
+    config: Mapping[str, Any], path: str, run: RunConfig, faults: list[str]
+) -> RunConfig:
+    """Adopt the number of tensor-parallel ranks, of which DeepSpeed reads 0 as 1."""
+    size, where = get(config, TENSOR_PARALLEL), f"{path}: {TENSOR_PARALLEL}"
+    if not isinstance(size, int):  # DeepSpeed's model reports other types
+        return run
+    return adopt(run, "tensor_parallel", size or 1, where, 'write "auto" in the file', faults)
 
 
 def _apply_batch(config: Mapping[str, Any], path: str, run: RunConfig, data_size: int) -> RunConfig:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from minimind.config.deepspeed.config_values import MISSING, get, leaves
+from minimind.config.deepspeed.config_values import MISSING, TENSOR_PARALLEL, get, leaves
 from minimind.config.deepspeed.keys import AUTO
 
 # Keys and blocks that DeepSpeed's engine applies in the calls that this package makes.
@@ -40,7 +40,7 @@ OFF = {
 }
 _LOADER = "rows come from this package's loader, which has no partial batch"
 _SAVING = "checkpoints are written in this package's own format"
-_NO_TP = "there is no tensor parallelism here; remove it"
+_OWN_TP = "this package names the layers that are divided; remove it"
 _NVME = "nothing is kept on NVMe here"
 # Keys and blocks without effect here: their harmless values, and the remedy.
 IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -48,10 +48,12 @@ IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
     "compile": ((False,), "use --compile on"),
     "checkpoint": ((False, None), f"{_SAVING}; remove it"),
     "datastates_ckpt": ((), f"{_SAVING}; remove it"),
-    "pipeline": ((None,), "there is no pipeline parallelism here; remove it"),
-    "tensor_parallel": ((False, None), _NO_TP),
-    "tensor_parallel.autotp_size": ((0, 1), _NO_TP),
-    "tensor_parallel.tp.tp_size": ((1,), _NO_TP),
+    "pipeline": (
+        (None,),
+        "there is no pipeline parallelism here, which excludes ZeRO stage 2; remove it",
+    ),
+    "tensor_parallel": ((False, None), _OWN_TP),
+    "tensor_parallel.tp.tp_size": ((1,), _OWN_TP),
     "weight_quantization": ((False,), "weights are not quantized in training; remove it"),
     "aio": ((None,), f"{_NVME}; remove it"),
     "dataloader_drop_last": ((False,), f"{_LOADER}; remove it"),
@@ -125,7 +127,7 @@ def ignored_faults(config: Mapping[str, Any]) -> list[str]:
     faults = []
     for name, value in leaves(config).items():
         rules = [key for key in IGNORED if f"{name}.".startswith(f"{key}.")]
-        if rules and value != AUTO:
+        if rules and value != AUTO and name != TENSOR_PARALLEL:
             harmless, remedy = IGNORED[max(rules, key=len)]
             if not _is_one_of(value, harmless) and not (value == {} and harmless):
                 faults.append(f"{name} is {json.dumps(value)}, which has no effect here; {remedy}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,13 +49,6 @@ class ResolvedConfig:
     config: dict[str, Any] = field(default_factory=dict)  # for DeepSpeed; else empty
     sources: dict[str, str] = field(default_factory=dict)
     path: str = "none"  # of the DeepSpeed file
-
-    def for_deepspeed(self) -> dict[str, Any]:
-        """A copy of the config for DeepSpeed, which counts a row once per process that reads it."""
-        config = deepcopy(self.config)
-        if BATCH in config:
-            config[BATCH] *= self.run.sequence_parallel
-        return config
 
     @property
     def zero_stage(self) -> int | None:
@@ -207,7 +199,7 @@ def _fill(
     schedule: Schedule | None,
 ) -> None:
     """Fill "auto" and missing required values in `config`, and record their sources."""
-    required = required_keys(config)
+    required = required_keys(config, run)
     for key, (value, source) in auto_values(config, run, world_size, device, schedule).items():
         config_value = get(config, key)
         if config_value == AUTO or (config_value is MISSING and key in required):

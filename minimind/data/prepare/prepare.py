@@ -109,7 +109,8 @@ class Prepared:
             with open(own, "rb") as lines, open(out_dir / REJECTED_NAME, "wb") as copy:
                 for line in lines:
                     entry = json.loads(line)
-                    entry["file"] = with_urls(self.names.get(entry["file"], entry["file"]))
+                    name: str = entry["file"]
+                    entry["file"] = with_urls(self.names.get(name, name))
                     copy.write(canonical_json(entry) + b"\n")
 
 

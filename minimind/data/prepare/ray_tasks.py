@@ -58,12 +58,18 @@ def encode_with_ray(work: Work, address: str, cores: int | None, progress: bool 
                     bar.update(unit.bytes)
 
 
-def require_address(address: str) -> None:
-    """Raise UsageError for an address that Ray does not take, such as a text after `--ray`."""
+def require_usable(address: str, share: tuple[int, int] | None, processes: int | None) -> None:
+    """Raise UsageError for an address of no cluster, or beside --shard or another --processes."""
     if address != LOCAL and not ADDRESS.fullmatch(address):
         raise UsageError(
             f"--ray {address}: is no address of a Ray cluster; give auto, HOST:PORT or"
             " ray://HOST:PORT, or put --ray behind the paths to start a Ray on this host"
+        )
+    if share:
+        raise UsageError("--ray and --shard were both given; Ray divides the work, leave out one")
+    if processes and address != LOCAL:
+        raise UsageError(
+            f"--processes {processes}: --ray {address} has the cores of its cluster; leave it out"
         )
 
 

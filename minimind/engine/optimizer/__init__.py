@@ -9,5 +9,6 @@ lion            Lion, which torch does not have
 muon            Muon for hidden matrices beside AdamW, on whole matrices or shards
 mup             muP: initialization and learning rates by width
 state           weights and moments as named flat slices
+tensor_split    parts of weights under tensor parallelism, and their places in the whole
 weight_average  exponential moving average of the weights
 """

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minimind.config.deepspeed.incompatible import RESUMABLE
 from minimind.engine.optimizer.state import MOMENTS, Fragment, ZeroState
+from minimind.engine.optimizer.tensor_split import TensorSplit
 from minimind.errors import CheckpointError
 
 TESTED = "0.19.8"  # constraints.txt and pyproject.toml pin the same
@@ -53,7 +54,20 @@ def zero_state(engine: Any) -> ZeroState:
     names = {p: name for name, p in engine.module.named_parameters()}
     state = adapter(engine, base, names)
     frozen = [_frozen(engine, name, p) for p, name in names.items() if not p.requires_grad]
-    return replace(state, fragments=state.fragments + frozen)
+    return replace(state, fragments=state.fragments + frozen, split=tensor_split(engine))
+
+
+def tensor_split(engine: Any) -> TensorSplit | None:
+    """How weights are divided over tensor-parallel ranks; None if they are whole.
+
+    `engine` is DeepSpeed's engine or a plain backend.
+    """
+    size = engine.autotp_size() if hasattr(engine, "autotp_size") else 1
+    if size < 2:
+        return None
+    groups = engine.mpu  # DeepSpeed's module of process groups
+    group, rank = groups.get_tensor_model_parallel_group(), groups.get_tensor_model_parallel_rank()
+    return TensorSplit.of(engine.module, rank, size, group)
 
 
 def _frozen(engine: Any, name: str, p: Any) -> Fragment:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil, log
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from minimind.engine.optimizer.tensor_split import TensorSplit
 
 MASTER, AVERAGE = "fp32", "ema"
 ADAM, MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"
@@ -29,7 +32,10 @@ MOMENTS = {
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements start to start + length of one parameter, held by this rank."""
+    """Elements start to start + length of one parameter, held by this rank.
+
+    Under tensor parallelism the parameter is this rank's part of a weight.
+    """
 
     name: str
     start: int
@@ -61,28 +67,47 @@ class ZeroState:
     refresh: Callable[[], None]
     prepare: Callable[[], None]
     averages: Mapping[int, Tensor] = field(default_factory=dict)  # of weights, by id of the owner
+    split: TensorSplit | None = None  # of the weights over tensor-parallel ranks
 
     def slices(self, rank: int, world_size: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield `kind|parameter|start` and a 1-D fp32 view for all that this rank saves.
+        """Yield `kind|parameter|start` and 1-D fp32 values for all that this rank saves.
 
-        Moments exist after the first step. Of replicated state each rank saves 1 / world_size of
-        every parameter. A frozen low-precision weight is a copy, not a view.
+        Moments exist after the first step. Of replicated state each rank saves its share of every
+        parameter. The values are a view, except those of a frozen low-precision weight and of a
+        weight divided by columns, for which the call is collective over the tensor-parallel group.
         """
         has_stepped = any(self.base.state.values())
         for f in self.fragments:
-            part = f.share(rank, world_size) if f.is_replicated else f
+            part = self._share(f, rank, world_size)
             if not part.length:
                 continue
-            yield f"{MASTER}|{part.name}|{part.start}", part.view(part.owner).float()
-            if (average := self.averages.get(id(part.owner))) is not None:
-                yield f"{AVERAGE}|{part.name}|{part.start}", part.view(average)
-            for kind in self.kinds_of(part.name):
-                moment = self.base.state.get(part.owner, {}).get(kind)
-                if moment is not None:
-                    yield f"{kind}|{part.name}|{part.start}", part.view(moment)
-                elif has_stepped and not part.is_frozen:  # never had a gradient
-                    zeros = torch.zeros(part.length, device=part.owner.device)
-                    yield f"{kind}|{part.name}|{part.start}", zeros
+            for kind, values in self._values(part, has_stepped):
+                if self.split is None:
+                    yield f"{kind}|{part.name}|{part.start}", values
+                    continue
+                for start, run in self.split.runs(part.name, part.start, values):
+                    yield f"{kind}|{part.name}|{start}", run
+
+    def _share(self, f: Fragment, rank: int, world_size: int) -> Fragment:
+        """The part of `f` that this rank saves of all ranks that hold the same."""
+        if self.split is None:
+            return f.share(rank, world_size) if f.is_replicated else f
+        size = self.split.size
+        if f.name in self.split.shapes:
+            return f.share(rank // size, world_size // size) if f.is_replicated else f
+        return f.share(rank, world_size) if f.is_replicated else f.share(self.split.rank, size)
+
+    def _values(self, part: Fragment, has_stepped: bool) -> Iterator[tuple[str, Tensor]]:
+        """Kind and 1-D fp32 values of all that is saved of a fragment."""
+        yield MASTER, part.view(part.owner).float()
+        if (average := self.averages.get(id(part.owner))) is not None:
+            yield AVERAGE, part.view(average)
+        for kind in self.kinds_of(part.name):
+            moment = self.base.state.get(part.owner, {}).get(kind)
+            if moment is not None:
+                yield kind, part.view(moment)
+            elif has_stepped and not part.is_frozen:  # never had a gradient
+                yield kind, torch.zeros(part.length, device=part.owner.device)
 
     def tensors_of(self, f: Fragment) -> dict[str, Tensor]:
         """Master, average and moments of a fragment by kind, as far as they exist; see `view`."""
@@ -140,13 +165,19 @@ class ZeroState:
             if step is not None:
                 self.base.state[f.owner] = self._fresh_moments(f, step)
         for f in self.fragments:
-            f.view(f.owner).copy_(read(MASTER, f.name, f.start, f.length))
+            f.view(f.owner).copy_(self._read(read, MASTER, f))
             if (average := self.averages.get(id(f.owner))) is not None:
-                f.view(average).copy_(read(AVERAGE, f.name, f.start, f.length))
+                f.view(average).copy_(self._read(read, AVERAGE, f))
         for f in trained if step is not None else ():
             for kind in self.kinds_of(f.name):
-                f.view(self.base.state[f.owner][kind]).copy_(read(kind, f.name, f.start, f.length))
+                f.view(self.base.state[f.owner][kind]).copy_(self._read(read, kind, f))
         self._set_step_count(step or 0)
+
+    def _read(self, read: Callable[[str, str, int, int], Tensor], kind: str, f: Fragment) -> Tensor:
+        """Elements of a fragment from `read`, which has whole weights."""
+        if self.split is None:
+            return read(kind, f.name, f.start, f.length)
+        return self.split.read(partial(read, kind, f.name), f.name, f.start, f.length)
 
     def _fresh_moments(self, f: Fragment, step: int) -> dict[str, Any]:
         """Zero moments of the tensor that holds `f` and other parameters of the same kinds."""

@@ -13,7 +13,7 @@ import pytest
 
 import minimind.train  # noqa: F401 (a module that is called)
 from minimind.config.deepspeed.config_values import put
-from minimind.config.deepspeed.engine_rules import remedy_for
+from minimind.config.deepspeed.engine_rules import remedy_for, tensor_parallel_faults
 from minimind.config.deepspeed.resolve import resolve
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
@@ -292,3 +292,46 @@ def test_a_tracker_that_deepspeed_cannot_open_is_named(trained: Trained, tmp_pat
     assert done.returncode == 2, done.stderr
     assert "ds.json: wandb.enabled is true and wandb fails: " in done.stderr.splitlines()[-1]
     assert "give --report_to wandb" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "edits", "word"),
+    [
+        ("--dtype bfloat16", {"zero_optimization.stage": 0}, "dtype = bfloat16 at stage 0"),
+        ("", {"zero_optimization.stage": 3}, "use stage 0, 1 or 2"),
+        ("", {"zero_optimization.offload_optimizer.device": "cpu"}, "offload_optimizer"),
+        ("--optimizer muon", {}, "optimizer = muon"),
+        ("--optimizer lion", {}, "optimizer = lion"),
+        ("--use_moe", {}, "use_moe"),
+        ("--mup_base_dim 64", {}, "mup_base_dim"),
+        ("--verify_interval 5", {}, "verify_interval"),
+        ("--compile on", {}, "compile = on"),
+        ("--n_heads 8 --n_kv_heads 1", {}, "n_kv_heads = 1 (--n_kv_heads) is not divisible"),
+        ("--hidden_dim 129", {}, "hidden_dim = 129 (--hidden_dim) is not divisible"),
+    ],
+)
+def test_what_tensor_parallelism_excludes_is_one_sentence(
+    flags: str, edits: dict[str, Any], word: str
+):
+    config: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+    for key, value in edits.items():
+        put(config, key, value)
+    run = parse_flags(f"--dtype float32 --tensor_parallel 2 {flags}".split())
+    (fault,) = tensor_parallel_faults(config, run)
+    assert word in fault
+    assert "tensor_parallel = 2 (--tensor_parallel)" in fault
+    alone = parse_flags(f"--dtype float32 {flags}".split())
+    assert tensor_parallel_faults(config, alone) == []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_tensor_parallelism_is_taken_at_stages_0_to_2(stage: int):
+    run = parse_flags("--dtype float32 --tensor_parallel 2".split())
+    assert tensor_parallel_faults({"zero_optimization": {"stage": stage}}, run) == []
+
+
+def test_sizes_that_would_divide_the_shape_are_named():
+    run = parse_flags("--dim 384 --n_heads 12 --n_kv_heads 4 --tensor_parallel 3".split())
+    (fault, other) = tensor_parallel_faults({"zero_optimization": {"stage": 2}}, run)
+    assert fault.endswith("with this shape 2, 4 would be possible")
+    assert "hidden_dim" in other

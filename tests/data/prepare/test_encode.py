@@ -133,13 +133,13 @@ def test_evaluating_raw_text_takes_documents_as_long_as_preparing_does(place: Pa
     (tmp_path / "t.txt").write_text("a " * MIB + "b")
     words = ["eval", "--model", "m", "--data", str(tmp_path / "t.txt")]
     args = build_parser().parse_args([*words, "--cache_dir", str(tmp_path / "cache")])
-    tokenizer = load_tokenizer(place / "bytes.json")
+    opened = load_tokenizer(place / "bytes.json"), str(place / "bytes.json")
     with pytest.raises(DataError, match="longer than max_document_bytes = 2097152"):
-        eval_commands._open_data(words[-1], tokenizer, str(place / "bytes.json"), None, args, 0)
+        eval_commands._open_data(words[-1], (words[-1],), *opened, None, args, 0)
     args.max_document_bytes = 9
     (tmp_path / "t.txt").write_text("a " * 5)
     with pytest.raises(DataError, match="longer than max_document_bytes = 9"):
-        eval_commands._open_data(words[-1], tokenizer, str(place / "bytes.json"), None, args, 0)
+        eval_commands._open_data(words[-1], (words[-1],), *opened, None, args, 0)
 
 
 def test_what_is_measured_at_once_is_bounded_in_bytes():

@@ -164,7 +164,7 @@ def test_flags_that_ray_does_not_take_are_refused(
 
 @pytest.mark.parametrize("address", ["auto", "node7:6379", "ray://10.0.0.1:10001", "[::1]:6379"])
 def test_addresses_of_clusters_are_taken(address: str):
-    ray_tasks.require_address(address)
+    ray_tasks.require_usable(address, None, None)
 
 
 def test_a_cluster_that_does_not_answer_is_named():

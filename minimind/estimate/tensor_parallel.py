@@ -1,0 +1,51 @@
+"""What a tensor-parallel rank holds and sends, by arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from minimind.estimate import costs
+from minimind.estimate.costs import BYTES, Layout
+from minimind.estimate.shape import Shape
+
+MIB = 2**20
+# Of the output of two layers in the forward pass; DeepSpeed reduces the gradient of the input of q,
+# k, v, gate and up one by one in the backward pass.
+FORWARD, BACKWARD = 2, 5
+
+
+def own_part(shape: Shape, layout: Layout, size: int) -> tuple[Shape, Layout]:
+    """Weights of one rank of `size`, and the ranks over which ZeRO divides their state."""
+    return replace(shape, tensor=size), replace(layout, world_size=layout.world_size // size)
+
+
+def activation_bytes_sent(shape: Shape, layout: Layout, size: int) -> int:
+    """Bytes that a rank sends in a step to its group, by ring all-reduces of (rows, T, dim)."""
+    passes = FORWARD * (1 + layout.recomputes) + BACKWARD
+    tokens = layout.rows * shape.max_seq_len * layout.accumulation_steps
+    values = shape.n_layers * passes * tokens * shape.dim
+    return BYTES[layout.dtype] * values * 2 * (size - 1) // size
+
+
+def tensor_parallel_lines(shape: Shape, layout: Layout, size: int) -> list[str]:
+    """Lines of a plan, in place of the table of ZeRO stages."""
+    part, ranks = own_part(shape, layout, size)
+    held = costs.memory(part, ranks)
+    parts = {
+        "weights": held.weights,
+        "optimizer": held.optimizer,
+        "gradients": held.gradients,
+        "buffers": held.buffers,
+        "activations at most": held.activations,
+    }
+    shown = ", ".join(f"{name} {value / MIB:,.1f}" for name, value in parts.items())
+    to_group = activation_bytes_sent(shape, layout, size) / MIB
+    to_others = costs.bytes_sent(part, ranks) / MIB
+    return [
+        f"ranks       {size} share each matrix of a block: {part.parameters:,} parameters per rank,"
+        f" ZeRO-{layout.stage} over {ranks.world_size} of them",
+        f"memory      MiB per process: {shown} (of undivided matrices)",
+        f"sent        MiB per process and step: {to_group:,.1f} of activations within the group"
+        f" ({FORWARD} all-reduces per block forward, {BACKWARD} backward),"
+        f" {to_others:,.1f} of gradients and weights",
+    ]

@@ -1,0 +1,78 @@
+"""Tensor-parallel ranks train like one process, and their checkpoints are anyone's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.tensor_parallel import CLIP, SAVED, SPOILT, STAGES
+from tests.forking import Nursery
+
+pytestmark = pytest.mark.launch
+WITHIN = 2e-6
+
+
+Found = dict[str, Any]
+
+
+def study(root: Path, nursery: Nursery, ranks: int) -> Found:
+    """What one process, tensor-parallel ranks, and one process after them have found."""
+    seen = {}
+    for phase, size in (("whole", 1), ("divided", ranks), ("returned", 1)):
+        place = root / f"{phase}-{size}"
+        words = [str(root), phase]
+        statuses, _, text = nursery.run("tests.distributed.tensor_parallel", words, place, size)
+        assert statuses == [0] * size, text
+        seen[phase] = json.loads((root / f"{phase}-{size}.json").read_text())
+    return seen
+
+
+@pytest.fixture(
+    scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)], ids="{} ranks".format
+)
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, nursery: Nursery
+) -> tuple[Found, int]:
+    """The study of a group of two ranks, or of two such groups; and the number of ranks."""
+    return study(tmp_path_factory.mktemp("tensor"), nursery, request.param), request.param
+
+
+def require_alike(steps: list[Any], expected: list[Any]) -> None:
+    """Rows are equal, losses and gradient norms within 2e-6."""
+    assert [step["rows"] for step in steps] == [step["rows"] for step in expected]
+    for name in ("loss", "norm"):
+        values = [step[name] for step in expected]
+        assert [step[name] for step in steps] == pytest.approx(values, rel=WITHIN)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_losses_and_norms_are_those_of_one_process(found: tuple[Found, int], stage: int):
+    unbroken, seen = found[0]["whole"]["course"], found[0]["divided"][str(stage)]
+    assert max(step["norm"] for step in unbroken) > CLIP
+    require_alike(seen["course"], unbroken)
+    require_alike(seen["of one process"], unbroken[SAVED:])
+    assert len({*seen["copies"]}) == 1
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(found: tuple[Found, int], stage: int):
+    seen = found[0]["divided"][str(stage)]
+    assert seen["resumed"] == seen["course"][SAVED:]
+    assert seen["differing"] == []
+    assert seen["shapes"]["exp_avg|model.layers.1.mlp.down_proj.weight"] == 32 * 128
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_rank_skips_a_step_that_one_spoils(found: tuple[Found, int], stage: int):
+    seen, ranks = found
+    assert seen["divided"][str(stage)]["spoilt"] == [[True, True]] * ranks * len(SPOILT)
+
+
+def test_one_process_goes_on_from_the_checkpoints(found: tuple[Found, int]):
+    unbroken = found[0]["whole"]["course"][SAVED:]
+    assert len(found[0]["returned"]) == 2 * len(STAGES)
+    for steps in found[0]["returned"].values():
+        require_alike(steps, unbroken)

@@ -1,0 +1,36 @@
+"""What a tensor-parallel rank holds and sends."""
+
+from __future__ import annotations
+
+from minimind.config.parse import parse_flags
+from minimind.estimate.costs import Layout
+from minimind.estimate.plan import Machine, plan
+from minimind.estimate.shape import shape_of
+from minimind.estimate.tensor_parallel import activation_bytes_sent, own_part
+
+SHAPE = "--dim 64 --n_layers 2 --n_heads 4 --n_kv_heads 2 --hidden_dim 192 --vocab_size 600"
+
+
+def test_a_rank_has_the_whole_embedding_and_norms_and_a_part_of_each_matrix():
+    shape = shape_of(parse_flags(SHAPE.split()))
+    part, ranks = own_part(shape, Layout(2, 4, "bfloat16", 2), 2)
+    matrices = shape.hidden_matrices
+    assert part.parameters == shape.parameters - matrices // 2
+    assert ranks.world_size == 2
+
+
+def test_seven_all_reduces_of_a_block_and_micro_batch_are_sent():
+    shape = shape_of(parse_flags(f"{SHAPE} --max_seq_len 32".split()))
+    layout = Layout(2, 2, "float32", rows=3, accumulation_steps=2)
+    one = 4 * 3 * 32 * 64
+    assert activation_bytes_sent(shape, layout, 2) == 2 * 2 * 7 * one
+
+
+def test_a_plan_counts_groups_and_names_no_other_stage():
+    text = plan(
+        f"{SHAPE} --dtype float32 --tensor_parallel 2 --batch_size 4".split(),
+        Machine(gpus=4, memory=2**30),
+    )
+    assert "x 2 processes" in text
+    assert "2 share each matrix of a block: 87,872 parameters per rank, ZeRO-2 over 2" in text
+    assert "ZeRO-3" not in text
