@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from minimind.errors import DataError, RunError, StorageError, UsageError
 
-EXTRA = "pip install 'minimind-deepspeed[remote]'"
 CONNECT_TIMEOUT_S = 10
 READ_TIMEOUT_S = 30  # without a byte
 
@@ -35,14 +34,18 @@ class Scheme:
 
 AWS = Scheme(
     "s3fs",
-    EXTRA,
+    "pip install s3fs",
     "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; FSSPEC_S3_ANON=true reads"
     " public buckets without them",
 )
 GOOGLE = Scheme("gcsfs", "pip install gcsfs", "check GOOGLE_APPLICATION_CREDENTIALS")
-HUB = Scheme("huggingface_hub", EXTRA, "check HF_TOKEN, or run `hf auth login`")
-WEB = Scheme("aiohttp", EXTRA, "check what the server asks for")
-LOCAL = Scheme("fsspec", EXTRA, "correct its permissions")
+HUB = Scheme(
+    "huggingface_hub",
+    "pip install fsspec huggingface_hub",
+    "check HF_TOKEN, or run `hf auth login`",
+)
+WEB = Scheme("aiohttp", "pip install fsspec aiohttp", "check what the server asks for")
+LOCAL = Scheme("fsspec", "pip install fsspec", "correct its permissions")
 SCHEMES = {"s3": AWS, "gs": GOOGLE, "hf": HUB, "http": WEB, "https": WEB, "file": LOCAL}
 URL = re.compile(rf"({'|'.join(SCHEMES)})://")
 

@@ -620,9 +620,7 @@ COMBINATIONS = {
         "n_kv_heads = 1 (--n_kv_heads) is not divisible by tensor_parallel = 2",
         flags="--tensor_parallel 2 --n_kv_heads 1",
     ),
-    "tensor parallel on too few": bad(
-        "2 processes cannot be divided into groups of 3", flags="--tensor_parallel 3"
-    ),
+    "tensor parallel on too few": bad("does not divide 2 processes", flags="--tensor_parallel 3"),
     "tensor parallel twice": bad(
         "tensor_parallel.autotp_size is 1",
         "tensor_parallel = 2",

@@ -79,9 +79,7 @@ def _imported() -> Any:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise UsageError(
-            "--ray needs Ray, which is not installed; pip install 'minimind-deepspeed[ray]'"
-        ) from error
+        raise UsageError("--ray needs Ray, which is not installed; pip install ray") from error
     return ray
 
 
