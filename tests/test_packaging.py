@@ -27,6 +27,7 @@ PRODUCT_EXTRAS = (
     "gguf",
     "sweep",
     "ray",
+    "quality",
 )  # the others are for developers
 TRAIN = """
 import minimind

@@ -4,6 +4,7 @@ May import `minimind.data.prepare` and below.
 
 command          flags and output of `minimind data filter`
 filter           read, check, write, report
+near_duplicates  MinHash of datatrove
 parts            write the documents that stay
 steps            length and exact duplicates
 """

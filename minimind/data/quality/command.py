@@ -11,12 +11,14 @@ from minimind.errors import UsageError
 from minimind.runtime.durable_files import mebibytes
 
 EXAMPLE = "minimind data filter my_text.jsonl --out dataset/clean --exact_dedup"
-STEPS = ("min_chars", "max_chars", "exact_dedup")
+STEPS = ("min_chars", "max_chars", "exact_dedup", "minhash")
+MINHASH = {"ngrams": "words of an n-gram (default: 5)", "buckets": "buckets (default: 14)"}
+MINHASH |= {"hashes": "hashes of a bucket (default: 8)"}
 
 
 def add_parser(actions: Any) -> None:
     """Add the parser of `data filter`."""
-    text = "Remove short, long and repeated documents; count and list each"
+    text = "Remove short, long, repeated and near-repeated documents; count and list each"
     parser = actions.add_parser("filter", help=text, description=f"{text}.", example=EXAMPLE)
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="files, directories, globs, dataset directories")
@@ -25,6 +27,10 @@ def add_parser(actions: Any) -> None:
     add("--max_chars", type=at_least(1), metavar="N", help="remove texts of more characters")
     text = "remove texts that were read before, but for blanks; the first one stays"
     add("--exact_dedup", action="store_true", help=text)
+    text = "remove near-duplicates, by MinHash of datatrove; one of each cluster stays"
+    add("--minhash", action="store_true", help=text)
+    for name, text in MINHASH.items():
+        add(f"--minhash_{name}", type=at_least(1), metavar="N", help=f"--minhash: {text}")
     field, bad = FLAGS["text_field"].default, FLAGS["max_bad_fraction"].default
     text = f"field or column of the text (default: {field})"
     add("--text_field", type=utf8, default=field, help=text)
@@ -41,6 +47,7 @@ def add_parser(actions: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Filter, and print the table of the report."""
     from minimind.data.quality.filter import FilterRequest, filter_text
+    from minimind.data.quality.near_duplicates import MinHash
     from minimind.data.text.documents import ReadOptions
 
     if not any(getattr(args, name) for name in STEPS):
@@ -51,6 +58,10 @@ def run(args: argparse.Namespace) -> int:
             f"--min_chars {args.min_chars} is more than --max_chars {args.max_chars}; no text has"
             " both, change one"
         )
+    given = {name: getattr(args, f"minhash_{name}") for name in MINHASH}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and not args.minhash:
+        raise UsageError(f"--minhash_{next(iter(given))} without --minhash; give --minhash too")
     request = FilterRequest(
         tuple(args.paths),
         ReadOptions(args.text_field, args.max_document_bytes),
@@ -59,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         args.min_chars,
         args.max_chars,
         args.exact_dedup,
+        MinHash(**given) if args.minhash else None,
     )
     _print_report(filter_text(request, args.out, args.force))
     print(f"done: --data_path {args.out}")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from minimind.data.prepare.merge import require_few_rejected
 from minimind.data.prepare.unit_reader import refuse
+from minimind.data.quality.near_duplicates import MinHash, near_duplicates, require_datatrove
 from minimind.data.quality.parts import PartWriter
 from minimind.data.quality.steps import (
     Check,
@@ -48,6 +51,7 @@ class FilterRequest:
     min_chars: int | None = None
     max_chars: int | None = None
     exact_dedup: bool = False
+    minhash: MinHash | None = None
 
     def checks(self) -> list[Check]:
         """The checks of single documents, in order."""
@@ -58,7 +62,8 @@ class FilterRequest:
     def steps(self) -> dict[str, Any]:
         """The steps and their values, as in the report."""
         values = {name: getattr(self, name) for name in ("min_chars", "max_chars", "exact_dedup")}
-        return {name: value for name, value in values.items() if value not in (None, False)}
+        found = {name: value for name, value in values.items() if value not in (None, False)}
+        return found if self.minhash is None else {**found, "minhash": asdict(self.minhash)}
 
 
 def filter_text(request: FilterRequest, out: Path, force: bool = False) -> dict[str, Any]:
@@ -68,14 +73,19 @@ def filter_text(request: FilterRequest, out: Path, force: bool = False) -> dict[
     """
     folder = NewFolder(out.expanduser().resolve(), force, OWN, "minimind data filter")
     folder.require_free()
+    if request.minhash:
+        require_datatrove()
     files = find_files(request.paths)
     require_once(files, "")
     with folder.written_aside() as draft, ExitStack() as stack:
         run = _Run(request, files, stack.enter_context(open(draft / REMOVED_NAME, "wb")))
         writer = stack.enter_context(closing(PartWriter(draft)))
         with phase("filtering the text"):
-            for text, _ in run.passing():
-                run.keep(text, writer)
+            if request.minhash is None:
+                for text, _ in run.passing():
+                    run.keep(text, writer)
+            else:
+                run.keep_distinct(request.minhash, draft / "minhash", writer)
         run.require_usable()
         report = {**run.report(), "parts": writer.names}
         write_durably(draft / REPORT_NAME, json.dumps(report, indent=1).encode() + b"\n")
@@ -117,6 +127,29 @@ class _Run:
         """Write a document."""
         self._count("kept", text)
         writer.add(text)
+
+    def keep_distinct(self, options: MinHash, scratch: Path, writer: PartWriter) -> None:
+        """Write the documents that pass the checks and are no near-duplicates; list the others.
+
+        Copies what passes to `scratch` first: the input may change before it is read again.
+        """
+        places = array("Q")
+        scratch.mkdir()
+        with closing(PartWriter(scratch)) as copy:
+            replaced = near_duplicates(self._copied(copy, places), options, scratch)
+        for number, text in enumerate(copy.texts()):
+            if number in replaced:
+                kept = places[replaced[number]]
+                self.remove(text, places[number], Removal("near_duplicate", kept))
+            else:
+                self.keep(text, writer)
+        shutil.rmtree(scratch)
+
+    def _copied(self, copy: PartWriter, places: array[int]) -> Iterator[str]:
+        for text, place in self.passing():
+            copy.add(text)
+            places.append(place)
+            yield text
 
     def remove(self, text: str, place: int, removal: Removal) -> None:
         """Count and list a document that is removed."""

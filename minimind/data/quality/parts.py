@@ -5,10 +5,16 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from minimind.data.text.documents import ReadOptions, Rejection
+from minimind.data.text.inputs import segments_of
+from minimind.data.text.readers import read_segment
+from minimind.errors import StorageError
 from minimind.runtime.durable_files import sync_file
 
 PART_BYTES = 2**28  # of text, before compression: parts are what `prepare` divides
@@ -42,6 +48,16 @@ class PartWriter:
         file = self._open.enter_context(open(self._directory / self.names[-1], "wb"))
         self._file = self._open.enter_context(compress(file))
         self._left = PART_BYTES
+
+    def texts(self) -> Iterator[str]:
+        """Read the documents again, after `close`."""
+        reading = ReadOptions(max_document_bytes=sys.maxsize)
+        for name in self.names:
+            (segment,) = segments_of(self._directory / name, sys.maxsize)
+            for document in read_segment(segment, reading):
+                if isinstance(document, Rejection):
+                    raise StorageError(f"{document}; run it again")
+                yield document[0]
 
     def close(self) -> None:
         """Finish the last part and make it durable."""

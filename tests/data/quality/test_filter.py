@@ -155,6 +155,25 @@ def test_without_zstandard_parts_are_gzip(tmp_path, monkeypatch):
     assert kept(tmp_path / "out") == ["one", "two"]
 
 
+def test_near_duplicates_are_removed_after_the_other_steps_with_the_place_of_what_stays(tmp_path):
+    own = " ".join(sentences(8, 20))
+    texts = ["short", own, own + " end", "Another text of six words.", f" {own}"]
+    text = write(tmp_path / "t.jsonl", texts)
+    words = ("--minhash", "--min_chars", 9, "--exact_dedup")
+    assert run(tmp_path / "out", text, *words) == 0
+    report = report_of(tmp_path / "out")
+    assert {name: counts["documents"] for name, counts in report["removed"].items()} == {
+        "min_chars": 1,
+        "exact_duplicate": 1,
+        "near_duplicate": 1,
+    }
+    assert report["steps"]["minhash"] == {"ngrams": 5, "buckets": 14, "hashes": 8}
+    (near,) = [entry for entry in removed(tmp_path / "out") if entry["reason"] == "near_duplicate"]
+    assert {f"{text}:{near['line']}", near["kept"]} == {f"{text}:2", f"{text}:3"}
+    assert len(kept(tmp_path / "out")) == 2
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".zst", ".json", ".ndjson"}
+
+
 def test_an_earlier_folder_is_replaced_only_by_force(tmp_path, capsys):
     text = write(tmp_path / "t.jsonl", ["one", "three"])
     assert run(tmp_path / "out", text, "--min_chars", 1) == 0
@@ -174,8 +193,9 @@ def test_an_earlier_folder_is_replaced_only_by_force(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        ((), 2, "no step was given; give one or more of --min_chars, --max_chars, --exact_dedup"),
+        ((), 2, "no step was given; give one or more of --min_chars, --max_chars"),
         (("--min_chars", 9, "--max_chars", 8), 2, "--min_chars 9 is more than --max_chars 8"),
+        (("--exact_dedup", "--minhash_hashes", 4), 2, "--minhash_hashes without --minhash"),
         (("--min_chars", 99), 3, "no document is left of 2, and min_chars is the reason of 2"),
         (("--min_chars", 1, "--text_field", "body"), 3, '"body"'),
     ],
