@@ -32,13 +32,12 @@ def add_parser(actions: Any) -> None:
     for name, text in MINHASH.items():
         add(f"--minhash_{name}", type=at_least(1), metavar="N", help=f"--minhash: {text}")
     field, bad = FLAGS["text_field"].default, FLAGS["max_bad_fraction"].default
-    text = f"field or column of the text (default: {field})"
-    add("--text_field", type=utf8, default=field, help=text)
+    add("--text_field", type=utf8, default=field, help="field or column of the text")
     text = "longest document, in UTF-8"
     add("--max_document_bytes", type=count_of_bytes, default="64MiB", help=text)
     text = "stop at a bad document (error), or skip and list it"
     add("--on_bad_data", choices=("error", "skip"), default="error", help=text)
-    text = f"fraction of the documents that may be bad (default: {bad})"
+    text = "fraction of the documents that may be bad"
     add("--max_bad_fraction", type=fraction, default=bad, help=text)
     add("--force", action="store_true", help="replace an earlier --out")
     add("--debug", action="store_true", help="show tracebacks")

@@ -8,7 +8,7 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,7 +31,7 @@ from minimind.data.text.inputs import find_files, require_once, segments_of
 from minimind.data.text.readers import read_segment
 from minimind.data.text.sources import Source
 from minimind.errors import DataError
-from minimind.runtime.durable_files import canonical_json, write_durably
+from minimind.runtime.durable_files import canonical_json, sync_file, write_durably
 from minimind.runtime.output_folder import NewFolder
 from minimind.runtime.terminal import phase
 
@@ -77,16 +77,20 @@ def filter_text(request: FilterRequest, out: Path, force: bool = False) -> dict[
         require_datatrove()
     files = find_files(request.paths)
     require_once(files, "")
-    with folder.written_aside() as draft, ExitStack() as stack:
-        run = _Run(request, files, stack.enter_context(open(draft / REMOVED_NAME, "wb")))
-        writer = stack.enter_context(closing(PartWriter(draft)))
-        with phase("filtering the text"):
+    with folder.written_aside() as draft:
+        with (
+            phase("filtering the text"),
+            open(draft / REMOVED_NAME, "wb") as listed,
+            closing(PartWriter(draft)) as writer,
+        ):
+            run = _Run(request, files, listed)
             if request.minhash is None:
                 for text, _ in run.passing():
                     run.keep(text, writer)
             else:
                 run.keep_distinct(request.minhash, draft / "minhash", writer)
         run.require_usable()
+        sync_file(draft / REMOVED_NAME)
         report = {**run.report(), "parts": writer.names}
         write_durably(draft / REPORT_NAME, json.dumps(report, indent=1).encode() + b"\n")
     return report

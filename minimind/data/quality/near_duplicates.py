@@ -30,11 +30,6 @@ class MinHash:
     buckets: int = 14
     hashes: int = 8
 
-    @property
-    def similarity(self) -> float:
-        """About the share of common n-grams from which on most pairs are found."""
-        return (1 / self.buckets) ** (1 / self.hashes)
-
 
 def require_datatrove() -> None:
     """Raise UsageError if datatrove is not installed."""
@@ -70,19 +65,19 @@ def near_duplicates(texts: Iterable[str], options: MinHash, folder: Path) -> dic
         for bucket in range(options.buckets):
             buckets.run(rank=bucket, world_size=options.buckets)
         found = minhash.MinhashDedupCluster(pairs, clusters, save_cluster_id=True, **reading)
-        found.run()
+        with redirect_stderr(StringIO()):  # its progress bar
+            found.run()
     return _replaced(Path(clusters))
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the log and the bars of datatrove."""
+    """Silence the log of datatrove."""
     from loguru import logger
 
     logger.disable("datatrove")
     try:
-        with redirect_stderr(StringIO()):
-            yield
+        yield
     finally:
         logger.enable("datatrove")
 

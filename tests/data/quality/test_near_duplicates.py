@@ -115,10 +115,6 @@ def test_characters_of_chinese_and_japanese_are_words():
     assert WORD.findall("床前 GPU3明月, カナ ok") == [*"床前", "GPU3", *"明月カナ", "ok"]
 
 
-def test_the_similarity_is_that_of_the_bands():
-    assert MinHash().similarity == pytest.approx(0.719, abs=1e-3)
-
-
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datatrove", None)
     with pytest.raises(module.UsageError, match=r"pip install 'minimind-deepspeed\[quality\]'"):
