@@ -30,6 +30,7 @@ PACKAGES = [
     "architecture",
     "estimate",
     "model",
+    "data.quality",
     "data.prepare",
     "data.loader",
     "data.chat",

@@ -28,6 +28,7 @@ PRODUCT_EXTRAS = (
     "sweep",
     "ray",
     "remote",
+    "quality",
 )  # the others are for developers
 TRAIN = """
 import minimind

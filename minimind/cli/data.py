@@ -18,6 +18,7 @@ from minimind.config.arguments import (
     utf8,
 )
 from minimind.config.run_config import FLAGS
+from minimind.data.quality import command as filter_command
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.runtime.durable_files import mebibytes
 
@@ -91,8 +92,9 @@ def add_parsers(subs: Any) -> None:
 
 
 def _add_data(subs: Any) -> None:
-    text = "Inspect prepared data; the text behind a step of a run."
-    group = subs.add_parser("data", help="inspect | at | where", description=text, example=INSPECT)
+    text = "Filter text; inspect prepared data; the text behind a step of a run."
+    actions_of = "filter | inspect | at | where"
+    group = subs.add_parser("data", help=actions_of, description=text, example=INSPECT)
     actions = group.add_subparsers(dest="action", required=True, parser_class=Parser)
     purpose = "Counts, lengths, duplicates and rows; status 3 if a file has changed"
     inspect = actions.add_parser(
@@ -107,6 +109,7 @@ def _add_data(subs: Any) -> None:
     inspect.add_argument("--no_verify", action="store_true", help="do not hash the files again")
     inspect.add_argument("--json", action="store_true", help="print a JSON object")
     inspect.add_argument("--debug", action="store_true", help="show tracebacks")
+    filter_command.add_parser(actions)
     provenance.add_actions(actions)
 
 
@@ -244,7 +247,8 @@ def _print_sources(sources: list[dict[str, Any]]) -> None:
 
 def run_data(args: argparse.Namespace) -> int:
     """Run one action of `minimind data`."""
-    actions = {"inspect": _run_inspect, "at": provenance.run_at, "where": provenance.run_where}
+    actions = {"filter": filter_command.run, "inspect": _run_inspect}
+    actions |= {"at": provenance.run_at, "where": provenance.run_where}
     return actions[args.action](args)
 
 

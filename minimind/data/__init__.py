@@ -1,5 +1,6 @@
 """Text -> tokens -> rows -> micro-batches. Knows no model.
 
-Five packages, each of which may import those before it: `text`, `tokenizer`, `chat`, `loader`,
-`prepare`.
+Six packages, each of which may import those before it: `text`, `tokenizer`, `chat`, `loader`,
+`prepare`,
+`quality`.
 """

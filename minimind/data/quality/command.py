@@ -1,0 +1,83 @@
+"""`minimind data filter`: flags and output."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from minimind.config.arguments import at_least, count_of_bytes, fraction, non_empty_path, utf8
+from minimind.config.run_config import FLAGS
+from minimind.errors import UsageError
+from minimind.runtime.durable_files import mebibytes
+
+EXAMPLE = "minimind data filter my_text.jsonl --out dataset/clean --exact_dedup"
+STEPS = ("min_chars", "max_chars", "exact_dedup", "minhash")
+MINHASH = {"ngrams": "words of an n-gram (default: 5)", "buckets": "buckets (default: 14)"}
+MINHASH |= {"hashes": "hashes of a bucket (default: 8)"}
+
+
+def add_parser(actions: Any) -> None:
+    """Add the parser of `data filter`."""
+    text = "Remove short, long, repeated and near-repeated documents; count and list each"
+    parser = actions.add_parser("filter", help=text, description=f"{text}.", example=EXAMPLE)
+    add = parser.add_argument
+    add("paths", nargs="+", metavar="PATH", help="files, directories, globs, dataset directories")
+    add("--out", type=non_empty_path, required=True, help="new output folder")
+    add("--min_chars", type=at_least(1), metavar="N", help="remove texts of fewer characters")
+    add("--max_chars", type=at_least(1), metavar="N", help="remove texts of more characters")
+    text = "remove texts that were read before, but for blanks; the first one stays"
+    add("--exact_dedup", action="store_true", help=text)
+    text = "remove near-duplicates, by MinHash of datatrove; one of each cluster stays"
+    add("--minhash", action="store_true", help=text)
+    for name, text in MINHASH.items():
+        add(f"--minhash_{name}", type=at_least(1), metavar="N", help=f"--minhash: {text}")
+    field, bad = FLAGS["text_field"].default, FLAGS["max_bad_fraction"].default
+    add("--text_field", type=utf8, default=field, help="field or column of the text")
+    text = "longest document, in UTF-8"
+    add("--max_document_bytes", type=count_of_bytes, default="64MiB", help=text)
+    text = "stop at a bad document (error), or skip and list it"
+    add("--on_bad_data", choices=("error", "skip"), default="error", help=text)
+    text = "fraction of the documents that may be bad"
+    add("--max_bad_fraction", type=fraction, default=bad, help=text)
+    add("--force", action="store_true", help="replace an earlier --out")
+    add("--debug", action="store_true", help="show tracebacks")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Filter, and print the table of the report."""
+    from minimind.data.quality.filter import FilterRequest, filter_text
+    from minimind.data.quality.near_duplicates import MinHash
+    from minimind.data.text.documents import ReadOptions
+
+    if not any(getattr(args, name) for name in STEPS):
+        flags = ", ".join(f"--{name}" for name in STEPS)
+        raise UsageError(f"data filter: no step was given; give one or more of {flags}")
+    if args.min_chars and args.max_chars and args.min_chars > args.max_chars:
+        raise UsageError(
+            f"--min_chars {args.min_chars} is more than --max_chars {args.max_chars}; no text has"
+            " both, change one"
+        )
+    given = {name: getattr(args, f"minhash_{name}") for name in MINHASH}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and not args.minhash:
+        raise UsageError(f"--minhash_{next(iter(given))} without --minhash; give --minhash too")
+    request = FilterRequest(
+        tuple(args.paths),
+        ReadOptions(args.text_field, args.max_document_bytes),
+        args.on_bad_data == "skip",
+        args.max_bad_fraction,
+        args.min_chars,
+        args.max_chars,
+        args.exact_dedup,
+        MinHash(**given) if args.minhash else None,
+    )
+    _print_report(filter_text(request, args.out, args.force))
+    print(f"done: --data_path {args.out}")
+    return 0
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    rows = {"read": report["read"], "rejected": report["rejected"], **report["removed"]}
+    for name, counts in {**rows, "kept": report["kept"]}.items():
+        share, size = counts["documents"] / report["read"]["documents"], counts["bytes"]
+        print(f"{name:<16} {counts['documents']:>14,} {share:>8.2%} {mebibytes(size):>14}")

@@ -1,0 +1,121 @@
+"""Near-duplicates: the removed texts of datatrove's own pipeline, and of planted copies."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from minimind.data.quality import near_duplicates as module
+from minimind.data.quality.near_duplicates import WORD, MinHash, near_duplicates
+from tests.conftest import sentences
+
+
+def word(rng: random.Random) -> str:
+    """Five letters: datatrove takes all numbers for one."""
+    return "".join(rng.choices("abcdefghij", k=5))
+
+
+def copies(count: int, changed: float, seed: int = 0) -> tuple[list[str], set[int]]:
+    """Texts of 120 words; every third one a copy with a share of its words changed. The copies."""
+    rng = random.Random(seed)
+    texts: list[str] = []
+    planted = set()
+    for number in range(count):
+        words = [word(rng) for _ in range(120)]
+        if number % 3 == 2:
+            words = texts[number - 2].split()
+            for at in rng.sample(range(120), round(changed * 120)):
+                words[at] = word(rng)
+            planted.add(number)
+        texts.append(" ".join(words))
+    return texts, planted
+
+
+def plain(texts: list[str], folder: Path, ranks: int) -> set[int]:
+    """The texts that a pipeline of datatrove removes, with its executor and its filter."""
+    from datatrove.data import Document
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster
+    from datatrove.pipeline.dedup.minhash import (
+        MinhashConfig,
+        MinhashDedupFilter,
+        MinhashDedupSignature,
+    )
+    from datatrove.utils.hashing import HashConfig
+    from datatrove.utils.word_tokenizers import WordTokenizer
+
+    class Words(WordTokenizer):
+        def word_tokenize(self, text):
+            return WORD.findall(text)
+
+        sent_tokenize = span_tokenize = word_tokenize
+
+    share = -(-len(texts) // ranks)
+    seen = []
+
+    def read(data, rank, world_size):
+        for number in range(rank * share, min((rank + 1) * share, len(texts))):
+            yield Document(texts[number], str(number))
+
+    def note(data, rank, world_size):
+        for document in data:
+            seen.append(int(document.id))
+            yield document
+
+    config = MinhashConfig(hash_config=HashConfig(hash_fc="sha1"))
+    places = [str(folder / name) for name in ("a", "b", "c")]
+    for number, (tasks, steps) in enumerate(
+        [
+            (ranks, [read, MinhashDedupSignature(places[0], config, language=Words())]),  # type: ignore[arg-type]
+            (14, [MinhashDedupBuckets(places[0], places[1], config=config)]),
+            (1, [MinhashDedupCluster(places[1], places[2], config)]),
+            (ranks, [read, MinhashDedupFilter(places[2]), note]),
+        ]
+    ):
+        LocalPipelineExecutor(
+            steps, tasks=tasks, workers=1, logging_dir=str(folder / f"log{number}")
+        ).run()
+    return set(range(len(texts))) - set(seen)
+
+
+def test_the_removed_texts_are_those_of_datatroves_pipeline(tmp_path, monkeypatch):
+    texts, _ = copies(120, 0.04)
+    texts += ["字" * 40, "字" * 41, *sentences(4, 20), "too few words", "too few words"]
+    monkeypatch.setattr(module, "RANK_DOCUMENTS", 72)
+    monkeypatch.setattr(module, "BLOCK_SHINGLES", 50)
+    found = near_duplicates(texts, MinHash(), tmp_path / "own")
+    assert set(found) == plain(texts, tmp_path / "plain", 2)
+    assert len(found) > 10
+    assert not set(found) & set(found.values())
+
+
+def test_planted_copies_are_found_and_nothing_else(tmp_path):
+    texts, planted = copies(300, 0.02)  # about 0.83 of the 5-grams in common
+    found = near_duplicates(texts, MinHash(), tmp_path)
+    pairs = {frozenset((number - 2, number)) for number in planted}
+    hits = {frozenset(pair) for pair in found.items()}
+    assert hits <= pairs  # precision 1
+    assert len(hits) >= 0.9 * len(pairs)
+
+
+def test_texts_with_few_common_words_stay_and_very_short_ones_too(tmp_path):
+    texts, _ = copies(90, 0.5)
+    assert near_duplicates([*texts, "a b c d", "a b c d"], MinHash(), tmp_path / "a") == {}
+    assert near_duplicates(["a b c d", "a b c d"], MinHash(), tmp_path / "b") == {}
+    assert near_duplicates(["a b c d", "a b c d"], MinHash(ngrams=2), tmp_path / "c") in (
+        {0: 1},
+        {1: 0},
+    )
+
+
+def test_characters_of_chinese_and_japanese_are_words():
+    assert WORD.findall("床前 GPU3明月, カナ ok") == [*"床前", "GPU3", *"明月カナ", "ok"]
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datatrove", None)
+    with pytest.raises(module.UsageError, match=r"pip install 'minimind-deepspeed\[quality\]'"):
+        module.require_datatrove()
