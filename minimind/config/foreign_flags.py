@@ -75,7 +75,7 @@ save_every | --save_interval |
 model_tag | --out_dir |
 run | --wandb_run_name | with `--report_to wandb`
 device_type | --device |
-fp8 fp8_recipe |  | training in FP8 is not available
+fp8 fp8_recipe |  | training in FP8 is not available, as it is slower for small models ([parallelism](parallelism.md#what-is-not-available))
 window_pattern |  | attention is not windowed
 core_metric_every core_metric_max_per_task |  | evaluate a checkpoint with `minimind eval` or lm-eval
 """,
