@@ -12,14 +12,7 @@ from threading import Timer
 
 import pytest
 
-from minimind.checkpoint.directory import (
-    describe_file,
-    publish,
-    published_checkpoints,
-    step_directory,
-    step_of,
-    write_manifest,
-)
+from minimind.checkpoint.directory import published_checkpoints, step_of, sweep
 from minimind.checkpoint.retention import Rules, prune
 from minimind.errors import DataError
 from minimind.mirror.owner import claim
@@ -27,23 +20,12 @@ from minimind.mirror.remote_run import RemoteRun
 from minimind.mirror.uploads import Uploads
 from minimind.storage import filesystem
 from minimind.storage.filesystem import Retry
+from tests.mirror.saves import facts_of, save
 from tests.storage.servers import BUCKET, FaultyProxy, ObjectStore
 
 PREFIX = "runs/killed"
 RULES = Rules(keep_last=3)
-SIZES = {"shard-0-of-1.safetensors": 300_000, "buffers.safetensors": 900, "state.json": 2_000}
 IDENTITY = {"seed": {"seed": 42}}
-
-
-def save(root: Path, step: int, facts: dict[str, object]) -> Path:
-    """Publish a checkpoint of random bytes."""
-    tmp, final = root / f"step_{step:08d}.tmp-x", step_directory(root, step)
-    tmp.mkdir(parents=True)
-    for name, size in SIZES.items():
-        (tmp / name).write_bytes(os.urandom(size))
-    write_manifest(tmp, {**facts, "step": step}, [describe_file(tmp / name) for name in SIZES])
-    publish(tmp, final)
-    return final
 
 
 def run(out_dir: Path, acknowledged: Path, seconds: float, facts: dict[str, object]) -> None:
@@ -53,6 +35,7 @@ def run(out_dir: Path, acknowledged: Path, seconds: float, facts: dict[str, obje
     Timer(seconds, os._exit, [9]).start()
     uploads = Uploads(remote, owner, out_dir, RULES)
     root = out_dir / "checkpoints"
+    sweep(root)
     step = max(map(step_of, published_checkpoints(root)), default=0)
     while True:
         step += 1
@@ -95,9 +78,7 @@ def test_kills_during_uploads_lose_nothing_acknowledged(
 ):
     defaults = (Retry(first_wait=0.0), lambda line: None, DataError)
     monkeypatch.setattr(filesystem.retrying, "__defaults__", defaults)
-    source = published_checkpoints(trained.run / "checkpoints")[0]
-    facts = json.loads((source / "manifest.json").read_bytes())
-    facts = {name: facts[name] for name in facts if name not in ("format", "files", "sha256")}
+    facts = facts_of(trained.run)
     proxy.set(cut=0.05)
     draw, told = random.Random(seed), tmp_path / "told.jsonl"
     interrupted = 0

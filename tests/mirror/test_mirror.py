@@ -139,9 +139,11 @@ def test_a_newer_checkpoint_here_is_used_and_uploaded(
     out_dir = str(tmp_path / "a")
     assert train(flags, out_dir=out_dir, stop_at_step=2) == 75
     assert train({**flags, "mirror": None}, out_dir=out_dir, stop_at_step=6) == 75
-    assert train(flags, out_dir=out_dir, stop_at_step=7, save_interval=100) == 75
+    assert train(flags, out_dir=out_dir, stop_at_step=7) == 75
     assert not events(tmp_path / "a", "checkpoint_fetched")
-    assert mirrored(store)[-1] == 7
+    assert train({**flags, "mirror": None}, out_dir=out_dir) == 0
+    assert train(flags, out_dir=out_dir) == 0
+    assert mirrored(store)[-1] == 8
 
 
 def test_a_fresh_start_leaves_no_checkpoint_that_a_restart_would_take(
