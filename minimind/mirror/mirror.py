@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.checkpoint.directory import (
+    MANIFEST,
     Rejected,
     publish,
     published_checkpoints,
@@ -39,6 +40,7 @@ class Mirror:
         self._out_dir = Path(run.out_dir)
         self._root = self._out_dir / CHECKPOINTS
         self._uploads: Uploads | None = None
+        self._only_here: Path | None = None  # the resumed checkpoint
 
     @phase("looking for a checkpoint at --mirror")
     def restore(self, identity: dict[str, Any]) -> None:
@@ -83,7 +85,9 @@ class Mirror:
         events: list[tuple[str, dict[str, Any]]] = []
         for step in steps:
             started, final = time.perf_counter(), step_directory(self._root, step)
-            if any(self._root.glob(f"abandoned-{final.name}*")):
+            manifest = remote.read(f"{CHECKPOINTS}/{final.name}/{MANIFEST}")
+            abandoned = self._root.glob(f"abandoned-{final.name}*/{MANIFEST}")
+            if any(path.read_bytes() == manifest for path in abandoned):
                 continue  # the run has gone back from it
             tmp = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
             url = f"{remote.shown}/{CHECKPOINTS}/{final.name}"
@@ -107,20 +111,25 @@ class Mirror:
             )
         return events
 
-    def begin(self, resumed: Resumed, good: int | None) -> None:
-        """Set aside what the run does not go on from; upload what is only here (collective)."""
+    def begin(self, resumed: Resumed) -> None:
+        """Set aside at the URL what the run does not go on from (collective)."""
 
         def begin() -> None:
             if self._uploads is None:
                 return
-            remote, step = self._uploads.remote, resumed.state.step
-            abandon_after(remote, step if resumed.path else -1)
-            here = step_directory(self._root, step)
-            if resumed.path and here.is_dir() and step not in complete(remote.files()):
-                self._uploads.offer(here, good)
+            remote, step, path = self._uploads.remote, resumed.state.step, resumed.path
+            is_own = path is not None and path.resolve().parent == self._root.resolve()
+            abandon_after(remote, step if is_own else -1)
+            if is_own and step not in complete(remote.files()):
+                self._only_here = path
 
         if self._url is not None:
             on_rank_0(self.ranks, begin)
+
+    def start(self, good: int | None) -> None:
+        """Upload the resumed checkpoint if it is only here; out_dir has its other files by now."""
+        if self._only_here:
+            self.offer(str(self._only_here), good)
 
     def offer(self, path: str, good: int | None) -> None:
         """Upload a saved checkpoint in the background; call before it can be pruned."""

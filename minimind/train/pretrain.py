@@ -154,6 +154,7 @@ def train_resolved(
             write_reference(out_dir, resolved)
             prepared.list_rejected(out_dir)
         prepared.tokenizer.save(out_dir / "tokenizer")
+        context.mirror.start(context.saver.good)
         if resumed.state.step < schedule.total_steps:  # else the trackers' runs would be empty
             flags = {name: getattr(run, name) for name in FLAGS}
             logger.trackers = open_trackers(run, resumed.state.step, flags)
@@ -234,7 +235,7 @@ def build_context(
         run.save_minutes,
     )
     saver.good = resumed.state.step if run.verify_interval else None
-    mirror.begin(resumed, saver.good)
+    mirror.begin(resumed)
     batches = build_batches(run, engine, prepared, order)
     context = RunContext(
         run=run,

@@ -81,7 +81,7 @@ def test_kills_during_uploads_lose_nothing_acknowledged(
     facts = facts_of(trained.run)
     proxy.set(cut=0.05)
     draw, told = random.Random(seed), tmp_path / "told.jsonl"
-    interrupted = 0
+    interrupted, steps = 0, []
     (tmp_path / "run").mkdir()
     for _ in range(kills):
         pid = os.fork()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import minimind.train as training
-from minimind.checkpoint.directory import published_checkpoints, step_of, verify
+from minimind.checkpoint.directory import published_checkpoints, set_aside, step_of, verify
 from minimind.errors import CheckpointError, DataError, LockedError, StorageError, UsageError
-from minimind.mirror import uploads
+from minimind.mirror import mirror, uploads
 from minimind.storage import filesystem
 from minimind.storage.filesystem import Retry
+from minimind.train import pretrain
 from tests.storage.servers import BUCKET, FaultyProxy, ObjectStore
 
 train: Any = training  # a package that is called like a function
@@ -134,7 +136,11 @@ def test_damaged_checkpoints_are_skipped_and_never_a_silent_step_0(
 
 
 def test_a_newer_checkpoint_here_is_used_and_uploaded(
-    flags: dict[str, Any], tmp_path: Path, store: ObjectStore, proxy: FaultyProxy
+    flags: dict[str, Any],
+    tmp_path: Path,
+    store: ObjectStore,
+    proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     out_dir = str(tmp_path / "a")
     assert train(flags, out_dir=out_dir, stop_at_step=2) == 75
@@ -142,7 +148,19 @@ def test_a_newer_checkpoint_here_is_used_and_uploaded(
     assert train(flags, out_dir=out_dir, stop_at_step=7) == 75
     assert not events(tmp_path / "a", "checkpoint_fetched")
     assert train({**flags, "mirror": None}, out_dir=out_dir) == 0
+    offered: list[Path] = []
+    offer, write = uploads.Uploads.offer, pretrain.write_reference
+    monkeypatch.setattr(
+        uploads.Uploads, "offer", lambda self, *args: (offered.append(args[0]), offer(self, *args))
+    )
+    # Files that are uploaded beside the checkpoint are not written meanwhile.
+    monkeypatch.setattr(
+        pretrain,
+        "write_reference",
+        lambda *args: (write(*args), offered and pytest.fail("too early")),
+    )
     assert train(flags, out_dir=out_dir) == 0
+    assert offered
     assert mirrored(store)[-1] == 8
 
 
@@ -237,3 +255,47 @@ def test_of_two_starts_of_a_run_the_later_one_writes(
     (failed,) = events(tmp_path / "a", "mirror_failed")
     assert "another start writes there now" in failed["reason"]
     assert mirrored(store) == [2]
+
+
+def test_the_end_waits_for_uploads_only_so_long(
+    flags: dict[str, Any],
+    tmp_path: Path,
+    store: ObjectStore,
+    proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    is_over = threading.Event()
+    monkeypatch.setattr(mirror, "MIRROR_WAIT_S", 0.1)
+    monkeypatch.setattr(uploads.RemoteRun, "upload", lambda *rest: is_over.wait(60))
+    assert train(flags, out_dir=str(tmp_path / "a"), stop_at_step=2) == 75
+    is_over.set()
+    assert "step 2: waiting up to 0.1 s for the upload of its checkpoint" in capsys.readouterr().out
+    (failed,) = events(tmp_path / "a", "mirror_failed")
+    assert failed["reason"] == "not uploaded within 0.1 s after the last step"
+
+
+def test_resuming_from_elsewhere_leaves_nothing_of_before(
+    flags: dict[str, Any], tmp_path: Path, store: ObjectStore, proxy: FaultyProxy
+):
+    out_dir = tmp_path / "a"
+    other = {**flags, "mirror": None, "out_dir": str(tmp_path / "b")}
+    assert train(other, stop_at_step=2) == 75
+    for stop in (2, 4):
+        assert train(flags, out_dir=str(out_dir), stop_at_step=stop) == 75
+    path = str(tmp_path / "b" / "checkpoints" / "step_00000002")
+    assert train(flags, out_dir=str(out_dir), resume=path, stop_at_step=3) == 75
+    assert mirrored(store) == [3]
+
+
+def test_what_the_disk_knows_as_abandoned_is_not_fetched(
+    flags: dict[str, Any], tmp_path: Path, store: ObjectStore, proxy: FaultyProxy
+):
+    out_dir = tmp_path / "a"
+    for stop in (2, 4):
+        assert train(flags, out_dir=str(out_dir), stop_at_step=stop) == 75
+    (path, _) = published_checkpoints(out_dir / "checkpoints")
+    set_aside(path, "abandoned")  # by a rollback, killed before it reached the storage
+    assert train(flags, out_dir=str(out_dir), stop_at_step=3) == 75
+    assert events(out_dir, "run_start")[-1]["step"] == 2
+    assert mirrored(store) == [2, 3]
