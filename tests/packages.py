@@ -22,6 +22,7 @@ PACKAGES = [
     "interop",
     "recovery",
     "provenance",
+    "mirror",
     "checkpoint",
     "report",
     "telemetry",

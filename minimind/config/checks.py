@@ -12,6 +12,7 @@ from minimind.config.model_flags import SHAPE
 from minimind.config.report_flags import TRACKERS
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import UsageError, fault_error
+from minimind.storage.filesystem import masked
 
 OF_EXPERTS = (
     "n_routed_experts",
@@ -54,6 +55,11 @@ def conflicts(run: RunConfig) -> Iterator[str]:
     if not run.verify_interval:
         yield from _no_effect(run, "--verify_interval", "on_corruption")
     yield from _retention_conflicts(run)
+    if run.mirror is not None and not run.mirror.startswith(("s3://", "gs://", "file://")):
+        yield (
+            f"mirror = {masked(run.mirror)} ({run.sources['mirror']}) is no URL that can be written"
+            " to; give one of s3://, gs:// or file://"
+        )
     yield from _task_conflicts(run)
     if run.spike_guard and run.dtype == "float16":
         yield (

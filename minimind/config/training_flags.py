@@ -8,6 +8,7 @@ from typing import Any
 DEFAULT_DATA = "dataset/pretrain_hq.jsonl"
 
 MOST_LEFT_OUT = 100_000  # rows; their places are computed for every 1,000 rows, in 10 ms on a CPU
+MIRROR_WAIT_S = 300  # at the end of a run, for its uploads
 BY_TASK = "--task sft"  # source of the values that it sets
 
 # Groups of settings that must match the checkpoint on resume (checkpoint/identity.py).
@@ -190,6 +191,13 @@ class PlaceFlags:
         0,
         "output",
         at_least=0,
+    )
+    mirror: str | None = flag(
+        "URL (s3://, gs:// or file://) to which checkpoints are uploaded in the background, and"
+        " from which --resume auto fetches one that is newer than those of out_dir; the end of the"
+        f" run waits for uploads, at most {MIRROR_WAIT_S} s",
+        None,
+        "output",
     )
     async_save: bool = flag(
         "write checkpoints in the background; needs memory for a copy of the optimizer state",

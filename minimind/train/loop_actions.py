@@ -20,6 +20,7 @@ from minimind.engine.loss_of_batch import routing_fields
 from minimind.engine.phase_clock import PhaseClock
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import NumericError
+from minimind.mirror.mirror import Mirror
 from minimind.recovery.corruption_check import CorruptionCheck
 from minimind.recovery.spike_guard import SpikeGuard
 from minimind.runtime.collectives import lost_peers, run_on_all_ranks
@@ -49,6 +50,7 @@ class RunContext:
     held_out: HeldOutRows
     samples: Samples | None
     saver: Saver
+    mirror: Mirror
     trace: Trace | None
     communication: CommunicationClock | None  # None unless profiling
     logger: RunLogger
@@ -275,12 +277,14 @@ def check_data_unchanged(context: RunContext) -> None:
 
 def poll_save(context: RunContext, wait: bool) -> None:
     """Log a finished save and prune older checkpoints; `wait` must be equal on all ranks."""
+    context.mirror.report()
     if message := context.saver.prune_error():
         context.logger.print(message)
     if saved := context.saver.poll(wait):
         context.logger.event("checkpoint_saved", **saved)
         size = mebibytes(saved["bytes"])
         context.logger.print(f"step {saved['step']}: checkpoint {saved['path']} ({size})")
+        context.mirror.offer(saved["path"], context.saver.good)
         context.saver.prune()
 
 

@@ -23,7 +23,6 @@ from minimind.checkpoint.run_folder import (
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.train_state import TrainState
 from minimind.config.deepspeed.backend_choice import Setup, advice, read_setup
-from minimind.config.deepspeed.config_values import leaves
 from minimind.config.deepspeed.engine_rules import output_paths
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import read_launch
@@ -39,6 +38,8 @@ from minimind.engine.build import (
     section_faults,
 )
 from minimind.errors import StorageError, UsageError
+from minimind.mirror.mirror import Mirror
+from minimind.mirror.owner import require_mirror
 from minimind.recovery.corruption_check import CorruptionCheck
 from minimind.recovery.spike_guard import SpikeGuard
 from minimind.report.page import REPORT_NAME, write_report
@@ -49,7 +50,7 @@ from minimind.telemetry.mfu import mfu_per_speed
 from minimind.telemetry.progress import RunLogger
 from minimind.telemetry.trace import require_traceable, trace_of, traced_steps
 from minimind.telemetry.trackers import FINISH, open_trackers
-from minimind.telemetry.verdict import Setting, Verdicts
+from minimind.telemetry.verdict import Verdicts
 from minimind.train.build import (
     build_batches,
     plan_data_and_schedule,
@@ -70,7 +71,7 @@ from minimind.train.loop_actions import RunContext, register_cleanup
 from minimind.train.memory_report import report_out_of_memory
 from minimind.train.rollback import go_back
 from minimind.train.sample_text import build_samples, read_sample_prompts
-from minimind.train.settings import dry_run_text
+from minimind.train.settings import dry_run_text, setting_of
 from minimind.train.skipped_steps import SkippedSteps
 from minimind.train.start_summary import log_run_start, log_start_event
 
@@ -102,6 +103,8 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     require_default_data(run)
     require_resume_path(run)
     require_writable(Path(run.out_dir))
+    if launch.rank == 0:
+        require_mirror(run.mirror)
     with ExitStack() as cleanup:
         return train_resolved(setup, resolved, initial, progress, cleanup)
 
@@ -151,6 +154,7 @@ def train_resolved(
             write_reference(out_dir, resolved)
             prepared.list_rejected(out_dir)
         prepared.tokenizer.save(out_dir / "tokenizer")
+        context.mirror.start(context.saver.good)
         if resumed.state.step < schedule.total_steps:  # else the trackers' runs would be empty
             flags = {name: getattr(run, name) for name in FLAGS}
             logger.trackers = open_trackers(run, resumed.state.step, flags)
@@ -214,6 +218,9 @@ def build_context(
     model_identity = initial.architecture.identity(run)
     run_identity = identity(run, model_identity, prepared, schedule, order, engine)
     ranks = engine.another_group(CHECKPOINT_TIMEOUT_S)
+    mirror = Mirror(run, ranks, logger)
+    cleanup.callback(mirror.close)
+    mirror.restore(run_identity)
     resumed = resume(engine, ranks, root, run.resume, run_identity, run.allowed_changes())
     if resumed.path:
         order = resume_order(order, resumed)
@@ -229,6 +236,7 @@ def build_context(
         run.save_minutes,
     )
     saver.good = resumed.state.step if run.verify_interval else None
+    mirror.begin(resumed)
     batches = build_batches(run, engine, prepared, order)
     context = RunContext(
         run=run,
@@ -238,6 +246,7 @@ def build_context(
         held_out=held_out_of(run, prepared),
         samples=build_samples(run, prepared.tokenizer),
         saver=saver,
+        mirror=mirror,
         trace=trace_of(run, engine.rank, engine.device),
         communication=engine.instrument_collectives() if run.profile else None,
         logger=logger,
@@ -251,22 +260,13 @@ def build_context(
     return context, resumed
 
 
-def setting_of(engine: Engine, schedule: Schedule) -> Setting:
-    """The layout and the flags that the verdict of --profile depends on."""
-    resolved = engine.resolved
-    facts = {
-        "world_size": engine.world_size,
-        "zero_stage": resolved.zero_stage,
-        "device": engine.device.type,
-        "total_steps": schedule.total_steps,
-    }
-    return Setting.read({**vars(resolved.run), **leaves(resolved.config), **facts})
-
-
 def finish(context: RunContext, state: TrainState, status: int, reason: str) -> None:
     """Log the end of the run and write its report; every rank leaves the process group."""
     run, logger = context.run, context.logger
     context.batches.close()
+    if run.mirror:
+        context.mirror.finish()
+        context.saver.prune()  # what was being uploaded at the last save
     if message := context.saver.prune_error(wait=True):
         logger.print(message)
     code = "DONE" if status == 0 else "PREEMPTED"

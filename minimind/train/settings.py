@@ -13,15 +13,18 @@ from tqdm.utils import disp_len, disp_trim
 
 from minimind.architecture.select import Architecture
 from minimind.config.deepspeed.backend_choice import Setup, dry_run_notices
-from minimind.config.deepspeed.resolve import ResolvedConfig, leaves
+from minimind.config.deepspeed.config_values import leaves
+from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.run_config import FLAGS, RunConfig
-from minimind.config.schedule import plan_schedule
+from minimind.config.schedule import Schedule, plan_schedule
 from minimind.data.loader.manifest import is_whole, read_manifest
 from minimind.data.prepare.work_units import Options
 from minimind.data.tokenizer.load import load_tokenizer
+from minimind.engine.build import Engine
 from minimind.engine.optimizer.mup import mup_line
 from minimind.errors import DataError
 from minimind.estimate.plan import plan_text
+from minimind.telemetry.verdict import Setting
 from minimind.train.build import (
     check_enough_rows,
     prepared_folder,
@@ -233,3 +236,15 @@ def _require_usable(folder: Path, manifest: dict[str, Any], tokenizer: str | Non
             f"{tokenizer}: is not the tokenizer of {folder}; leave out"
             " --tokenizer, or prepare the text again with it"
         )
+
+
+def setting_of(engine: Engine, schedule: Schedule) -> Setting:
+    """The layout and the flags that the verdict of --profile depends on."""
+    resolved = engine.resolved
+    facts = {
+        "world_size": engine.world_size,
+        "zero_stage": resolved.zero_stage,
+        "device": engine.device.type,
+        "total_steps": schedule.total_steps,
+    }
+    return Setting.read({**vars(resolved.run), **leaves(resolved.config), **facts})

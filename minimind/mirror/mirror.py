@@ -1,0 +1,194 @@
+"""The mirror of a run, as the run uses it: at its start, after each save, at its end."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from minimind.checkpoint.directory import (
+    MANIFEST,
+    Rejected,
+    publish,
+    published_checkpoints,
+    step_directory,
+    step_of,
+    verify,
+)
+from minimind.checkpoint.resume import Resumed
+from minimind.checkpoint.retention import Rules
+from minimind.config.run_config import RunConfig
+from minimind.config.training_flags import MIRROR_WAIT_S
+from minimind.errors import CheckpointError
+from minimind.mirror.owner import claim
+from minimind.mirror.remote_run import CHECKPOINTS, RemoteRun, complete
+from minimind.mirror.uploads import Uploads, abandon_after
+from minimind.runtime.collectives import Ranks, on_rank_0, run_on_all_ranks
+from minimind.runtime.durable_files import mebibytes, storing
+from minimind.runtime.terminal import phase
+from minimind.telemetry.progress import RunLogger
+
+
+class Mirror:
+    """The uploads of rank 0 and their events; without --mirror and on other ranks, nothing."""
+
+    def __init__(self, run: RunConfig, ranks: Ranks, logger: RunLogger) -> None:
+        self.run, self.ranks, self.logger = run, ranks, logger
+        self._url = run.mirror
+        self._out_dir = Path(run.out_dir)
+        self._root = self._out_dir / CHECKPOINTS
+        self._uploads: Uploads | None = None
+        self._only_here: Path | None = None  # the resumed checkpoint
+
+    @phase("looking for a checkpoint at --mirror")
+    def restore(self, identity: dict[str, Any]) -> None:
+        """Claim the URL, and fetch its newest checkpoint if none here is as new (collective)."""
+        if self._url is None:
+            return
+        remote, run, ranks = RemoteRun(self._url), self.run, self.ranks
+
+        def begin() -> tuple[list[Path], list[int]]:
+            owner = claim(remote, self._out_dir, run.resume, identity, run.allowed_changes())
+            self._uploads = Uploads(remote, owner, self._out_dir, Rules.of(vars(run)))
+            return published_checkpoints(self._root), complete(remote.files())
+
+        local, steps = on_rank_0(ranks, begin)
+        if run.resume != "auto" or not steps:
+            return
+        damaged: dict[int, Rejected] = {}
+        newest = -1
+        for path in local:
+            found = run_on_all_ranks(ranks, lambda path=path: verify_part(ranks, path))
+            bad = next(filter(None, found), None)
+            if bad and bad.is_unreadable:  # it may be intact; `resume` says so
+                return
+            if bad is None:
+                newest = step_of(path)
+                break
+            damaged[step_of(path)] = bad
+        later = [step for step in steps if step > newest]
+        for name, fields in on_rank_0(
+            ranks, lambda: self._fetch_first(remote, later, damaged, newest >= 0)
+        ):
+            self.logger.event(name, **fields)
+            self.logger.print(line_of(name, fields))
+
+    def _fetch_first(
+        self, remote: RemoteRun, steps: list[int], damaged: dict[int, Rejected], has_local: bool
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """Publish here the first of `steps` that is not damaged there; return the events.
+
+        `damaged` are the damaged ones here, of which one of the same step is set aside.
+        """
+        events: list[tuple[str, dict[str, Any]]] = []
+        for step in steps:
+            started, final = time.perf_counter(), step_directory(self._root, step)
+            manifest = remote.read(f"{CHECKPOINTS}/{final.name}/{MANIFEST}")
+            abandoned = self._root.glob(f"abandoned-{final.name}*/{MANIFEST}")
+            if any(path.read_bytes() == manifest for path in abandoned):
+                continue  # the run has gone back from it
+            tmp = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
+            url = f"{remote.shown}/{CHECKPOINTS}/{final.name}"
+            with storing(str(tmp), "free some space, or give another --out_dir"):
+                bad = remote.fetch(step, tmp)
+                if bad is None:
+                    if own := damaged.get(step):
+                        events.append(_rejection(str(final), own))
+                    size = sum(path.stat().st_size for path in tmp.iterdir())
+                    publish(tmp, final)
+                    seconds = time.perf_counter() - started
+                    fields = {"step": step, "url": url, "bytes": size, "seconds": seconds}
+                    return [*events, ("checkpoint_fetched", fields)]
+                shutil.rmtree(tmp)
+            events.append(_rejection(url, bad))
+        if events and not has_local:
+            reasons = "; ".join(f"{e['path']}: {e['file']} {e['reason']}" for _, e in events)
+            raise CheckpointError(
+                f"no checkpoint can be used ({reasons}), and {self._root} has none; restore one, or"
+                " start afresh in another folder with another --mirror"
+            )
+        return events
+
+    def begin(self, resumed: Resumed) -> None:
+        """Set aside at the URL what the run does not go on from (collective)."""
+
+        def begin() -> None:
+            if self._uploads is None:
+                return
+            remote, step, path = self._uploads.remote, resumed.state.step, resumed.path
+            is_own = path is not None and path.resolve().parent == self._root.resolve()
+            abandon_after(remote, step if is_own else -1)
+            if is_own and step not in complete(remote.files()):
+                self._only_here = path
+
+        if self._url is not None:
+            on_rank_0(self.ranks, begin)
+
+    def start(self, good: int | None) -> None:
+        """Upload the resumed checkpoint if it is only here; out_dir has its other files by now."""
+        if self._only_here:
+            self.offer(str(self._only_here), good)
+
+    def offer(self, path: str, good: int | None) -> None:
+        """Upload a saved checkpoint in the background; call before it can be pruned."""
+        if self._uploads:
+            self._uploads.offer(Path(path), good)
+
+    def go_back(self, step: int) -> None:
+        """Set aside, in the background, checkpoints of later steps."""
+        if self._uploads:
+            self._uploads.go_back(step)
+
+    def report(self) -> None:
+        """Log what was uploaded, or was not."""
+        while self._uploads and self._uploads.events:
+            name, fields = self._uploads.events.popleft()
+            self.logger.event(name, **fields)
+            self.logger.print(line_of(name, fields))
+
+    def finish(self) -> None:
+        """Wait for the uploads, up to MIRROR_WAIT_S (collective: other ranks wait here, too)."""
+        if self._url is not None:
+            on_rank_0(self.ranks, self._finish)
+            self.report()
+
+    def _finish(self) -> None:
+        uploads = self._uploads
+        if uploads is None:
+            return
+        if (step := uploads.pending()) is not None:
+            self.logger.print(
+                f"step {step}: waiting up to {MIRROR_WAIT_S} s for the upload of its checkpoint"
+            )
+        if not uploads.wait(MIRROR_WAIT_S):
+            reason = f"not uploaded within {MIRROR_WAIT_S} s after the last step"
+            uploads.events.append(("mirror_failed", {"step": step, "reason": reason}))
+        uploads.close()
+
+    def close(self) -> None:
+        """Begin no further upload."""
+        if self._uploads:
+            self._uploads.close()
+
+
+def verify_part(ranks: Ranks, path: Path) -> Rejected | None:
+    """The damage that this rank finds in its share of a checkpoint's files."""
+    return verify(path, ranks.rank, ranks.world_size)
+
+
+def _rejection(place: str, bad: Rejected) -> tuple[str, dict[str, Any]]:
+    fields = {"path": place, "file": bad.file, "reason": bad.reason}
+    return "checkpoint_rejected", fields
+
+
+def line_of(name: str, fields: dict[str, Any]) -> str:
+    """An event as a line for people."""
+    if name == "checkpoint_rejected":
+        return f"skipped checkpoint {fields['path']}: {fields['file']} {fields['reason']}"
+    if name == "mirror_failed":
+        return f"step {fields['step']}: checkpoint not mirrored: {fields['reason']}"
+    verb, size = name.removeprefix("checkpoint_"), mebibytes(fields["bytes"])
+    size_and_time = f"{size}, {fields['seconds']:.1f} s"
+    return f"step {fields['step']}: checkpoint {verb} ({size_and_time}) {fields['url']}"

@@ -1,0 +1,237 @@
+"""Files of a run at a URL, in the layout of its out_dir.
+
+    URL/mirror.json                       the run that it is of (owner.py)
+    URL/checkpoints/step_00000042/...     complete if it has a manifest.json, which is written last
+    URL/config.yaml tokenizer/
+
+The manifest is deleted, or renamed, before any other file of its checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from minimind.checkpoint.directory import (
+    MANIFEST,
+    NAME,
+    Rejected,
+    read_manifest,
+    rejected,
+    step_directory,
+    step_of,
+)
+from minimind.errors import CheckpointError, DataError, StorageError
+from minimind.runtime.durable_files import sync_directory, write_durably
+from minimind.storage.download import RemoteObject, download, etag_of
+from minimind.storage.filesystem import (
+    AWS,
+    LOCAL,
+    Truncated,
+    masked,
+    open_filesystem,
+    retrying,
+    scheme_of,
+)
+
+CHECKPOINTS = "checkpoints"
+BLOCK = 2**23  # bytes of a request that reads
+PART = 2**25  # bytes of a request of a large upload; S3 takes 10,000 of them
+PART_ATTEMPTS = 5  # of the library, since a file is otherwise sent again as a whole
+ABANDONED = f"abandoned-{MANIFEST}"
+
+T = TypeVar("T")
+
+
+class RemoteRun:
+    """The files of a run at `url`; each operation is tried again after errors that pass.
+
+    Raise StorageError if the storage refuses or does not answer.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.shown = masked(self.url)  # for messages
+        self._filesystem, root = open_filesystem(self.url)
+        self._root = root.rstrip("/")
+        self._scheme = scheme_of(self.url)
+        if self._scheme is LOCAL:
+            self._filesystem.auto_mkdir = True
+        elif self._scheme is AWS:
+            self._filesystem.retries = PART_ATTEMPTS
+
+    def _try(self, name: str, work: Callable[[str], T]) -> T:
+        """The result of `work` on the path of a file."""
+        path = f"{self._root}/{name}"
+        return retrying(f"{self.url}/{name}", lambda: work(path), permanent=StorageError)
+
+    def files(self) -> dict[str, int]:
+        """Size of every file under checkpoints/, by `step_X/NAME`."""
+
+        def find(path: str) -> dict[str, int]:
+            try:
+                found = self._filesystem.find(path, detail=True)
+            except FileNotFoundError:
+                return {}
+            return {name.split(f"{path}/", 1)[1]: info["size"] for name, info in found.items()}
+
+        return self._try(CHECKPOINTS, find)
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a small file; None if there is no such file."""
+
+        def read(path: str) -> bytes | None:
+            try:
+                return self._filesystem.cat_file(path)
+            except FileNotFoundError:
+                return None
+
+        return self._try(name, read)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Replace a small file and read it back; readers see the old or the new content."""
+
+        def write(path: str) -> None:
+            is_local = self._scheme is LOCAL
+            draft = f"{path}.tmp" if is_local else path
+            self._filesystem.pipe_file(draft, content)
+            if is_local:
+                self._filesystem.mv(draft, path)
+
+        self._try(name, write)
+        if self.read(name) != content:
+            raise StorageError(f"{self.shown}/{name}: reads back other than it was written")
+
+    def delete(self, name: str) -> None:
+        """Delete a file; one that is gone is fine."""
+
+        def delete(path: str) -> None:
+            try:
+                self._filesystem.rm_file(path)
+            except FileNotFoundError:
+                pass
+
+        self._try(name, delete)
+
+    def put(self, local: Path, name: str, sha256: str | None = None) -> int:
+        """Upload a file and verify it there, by its ETag or by reading it; return its bytes.
+
+        With `sha256`, raise CheckpointError if that is not the hash of the local file.
+        """
+        own_sha256, etag, size = _hashes(local)
+        if sha256 not in (None, own_sha256):
+            raise CheckpointError(f"{local}: does not match its sha256")
+        options = {"chunksize": PART} if self._scheme is AWS else {}
+        self._try(name, lambda path: self._filesystem.put_file(str(local), path, **options))
+        info = self._try(name, self._filesystem.info)
+        if info["size"] != size or etag_of(info) != etag:
+            # The ETag of an encrypted object, or of another storage, is something else.
+            if info["size"] != size or self._sha256(name, size) != own_sha256:
+                raise StorageError(f"{self.shown}/{name}: reads back other than it was written")
+        return size
+
+    def _sha256(self, name: str, size: int) -> str:
+        digest = hashlib.sha256()
+        for start in range(0, size, BLOCK):
+            end = min(size, start + BLOCK)
+
+            def read(path: str, start: int = start, end: int = end) -> bytes:
+                content = self._filesystem.cat_file(path, start=start, end=end)
+                if len(content) != end - start:
+                    raise Truncated(f"{len(content):,} of {end - start:,} bytes arrived")
+                return content
+
+            digest.update(self._try(name, read))
+        return digest.hexdigest()
+
+    def upload(self, directory: Path, before_manifest: Callable[[], None]) -> int:
+        """Upload a published checkpoint, its manifest last; return its bytes."""
+        manifest, prefix = read_manifest(directory), f"{CHECKPOINTS}/{directory.name}"
+        for name in (MANIFEST, ABANDONED):  # of the same step, damaged or before a rollback
+            self.delete(f"{prefix}/{name}")
+        size = 0
+        for entry in manifest["files"]:
+            name = entry["name"]
+            size += self.put(directory / name, f"{prefix}/{name}", entry["sha256"])
+        before_manifest()
+        self.write(f"{prefix}/{MANIFEST}", (directory / MANIFEST).read_bytes())
+        return size
+
+    def fetch(self, step: int, into: Path) -> Rejected | None:
+        """Fetch a checkpoint into the new folder `into` and verify it; return its damage, or None.
+
+        `validation.json` comes with it, if there is one.
+        """
+        folder = f"{CHECKPOINTS}/{step_directory(Path(), step).name}"
+        into.mkdir(parents=True)
+        there = self.files()
+        try:
+            write_durably(into / MANIFEST, self.read(f"{folder}/{MANIFEST}") or b"")
+            manifest = read_manifest(into)
+            if manifest["step"] != step:
+                raise CheckpointError(f"is that of step {manifest['step']}")
+        except CheckpointError as error:
+            return rejected(into, MANIFEST, error)
+        for entry in manifest["files"]:
+            name, size = entry["name"], there.get(f"{Path(folder).name}/{entry['name']}")
+            if size is None or size != entry["bytes"]:
+                text = "is missing" if size is None else f"is {size} of {entry['bytes']} bytes"
+                return Rejected(into, name, text)
+            try:
+                self._download(f"{folder}/{name}", into / name, size, entry["sha256"])
+            except DataError as error:
+                return Rejected(into, name, str(error))
+        sync_directory(into)
+        return None
+
+    def _download(self, name: str, local: Path, size: int, sha256: str) -> None:
+        path, url = f"{self._root}/{name}", f"{self.url}/{name}"
+        download(self._filesystem, RemoteObject(url, path, size, sha256=sha256), local)
+
+    def abandon(self, step: int) -> None:
+        """Rename the manifest of a checkpoint: kept until the step is saved again, never used."""
+        prefix = f"{CHECKPOINTS}/{step_directory(Path(), step).name}"
+        if content := self.read(f"{prefix}/{MANIFEST}"):
+            self.write(f"{prefix}/{ABANDONED}", content)
+            self.delete(f"{prefix}/{MANIFEST}")
+
+    def remove(self, step: int, names: list[str]) -> None:
+        """Delete these files of a checkpoint, its manifest first."""
+        folder = step_directory(Path(), step).name
+        for name in sorted(names, key=lambda name: name != MANIFEST):
+            self.delete(f"{CHECKPOINTS}/{folder}/{name}")
+
+
+def by_step(files: dict[str, Any]) -> dict[int, list[str]]:
+    """Names of the files of each checkpoint, complete or not."""
+    found: dict[int, list[str]] = {}
+    for name in files:
+        folder, _, rest = name.partition("/")
+        if NAME.fullmatch(folder) and rest:
+            found.setdefault(step_of(Path(folder)), []).append(rest)
+    return found
+
+
+def complete(files: dict[str, Any]) -> list[int]:
+    """Steps of the complete checkpoints, highest first."""
+    return sorted(
+        (step for step, names in by_step(files).items() if MANIFEST in names), reverse=True
+    )
+
+
+def _hashes(path: Path) -> tuple[str, str, int]:
+    """SHA-256, the ETag that S3 gives to an upload in parts of PART bytes, and the size."""
+    sha256, parts, size = hashlib.sha256(), [], 0
+    whole = hashlib.md5(usedforsecurity=False)
+    with open(path, "rb") as file:
+        while part := file.read(PART):
+            sha256.update(part)
+            whole.update(part)
+            parts.append(hashlib.md5(part, usedforsecurity=False).digest())
+            size += len(part)
+    if size < 2 * PART:  # sent as one part
+        return sha256.hexdigest(), whole.hexdigest(), size
+    joined = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
+    return sha256.hexdigest(), f"{joined}-{len(parts)}", size

@@ -1,0 +1,178 @@
+"""The thread that uploads checkpoints; training never waits for it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minimind.checkpoint.directory import MANIFEST, step_directory, step_of
+from minimind.checkpoint.retention import VALIDATION, Rules, Saved, kept, validation_of
+from minimind.errors import CheckpointError, LockedError
+from minimind.mirror.owner import Owner
+from minimind.mirror.remote_run import ABANDONED, CHECKPOINTS, RemoteRun, by_step, complete
+from minimind.runtime.locks import ReadLock, lock_for_reading
+
+RUN_FILES = ("config.yaml", "ds_config.resolved.json", "tokenizer/*")
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A checkpoint to upload; pruning passes it over while its lock is held."""
+
+    path: Path
+    lock: ReadLock | None
+    good: int | None  # the last step at which a check for corruption passed
+
+
+class Uploads:
+    """Uploads one checkpoint at a time, and after it the newest that waits."""
+
+    def __init__(self, remote: RemoteRun, owner: Owner, out_dir: Path, rules: Rules) -> None:
+        self.remote = remote
+        self.events: deque[tuple[str, dict[str, Any]]] = deque()  # for the run to log
+        self._owner, self._out_dir, self._rules = owner, out_dir, rules
+        self._changed = threading.Condition()
+        self._waiting: Waiting | None = None
+        self._uploading: Waiting | None = None
+        self._last: int | None = None  # the step gone back to: later ones there are abandoned
+        self._stale: Waiting | None = None  # the upload of such a later one
+        self._is_over = False
+        self._copied: set[Path] = set()  # of RUN_FILES
+        threading.Thread(target=self._work, daemon=True, name="mirror").start()
+
+    def offer(self, path: Path, good: int | None) -> None:
+        """Upload a published checkpoint soon; one that still waits is left out."""
+        try:
+            lock = lock_for_reading(path / MANIFEST)
+        except FileNotFoundError:  # it is being deleted
+            return
+        with self._changed:
+            if self._is_over:
+                return
+            self._waiting = Waiting(path, lock, good)
+            self._changed.notify_all()
+
+    def go_back(self, step: int) -> None:
+        """Set checkpoints of later steps aside, before the next upload."""
+        with self._changed:
+            self._last = step if self._last is None else min(step, self._last)
+            if self._waiting and step_of(self._waiting.path) > step:
+                self._waiting = None
+            if self._uploading and step_of(self._uploading.path) > step:
+                self._stale = self._uploading
+
+    def pending(self) -> int | None:
+        """The newest step that is to be uploaded; None if nothing is."""
+        with self._changed:
+            last = self._waiting or self._uploading
+            return step_of(last.path) if last else None
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until nothing is to be uploaded, for a time; return whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._waiting or self._uploading), seconds)
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        with self._changed:
+            self._is_over, self._waiting = True, None
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_over or self._waiting)
+                if self._is_over:
+                    return
+                job = self._uploading = self._waiting
+                self._waiting = None
+            assert job is not None
+            self._mirror(job)
+            with self._changed:
+                if job.lock:
+                    job.lock.close()
+                self._uploading = None
+                self._changed.notify_all()
+
+    def _mirror(self, job: Waiting) -> None:
+        """Upload a checkpoint and apply the rules; report what became of it."""
+        step, started, what = step_of(job.path), time.perf_counter(), ""
+        try:
+            self._owner.require()
+            self._abandon_later()
+            self._copy_run_files()
+            size = self.remote.upload(job.path, lambda: self._require_current(job))
+            seconds = time.perf_counter() - started
+            url = f"{self.remote.shown}/{CHECKPOINTS}/{job.path.name}"
+            fields = {"step": step, "url": url, "bytes": size, "seconds": seconds}
+            self.events.append(("checkpoint_mirrored", fields))
+            what = "older checkpoints could not be deleted: "
+            self._prune(job.good)
+        except Exception as error:  # whatever it is: the run goes on, its checkpoints are on disk
+            if job is self._stale:
+                return
+            reason = f"{what}{str(error) or type(error).__name__}"
+            self.events.append(("mirror_failed", {"step": step, "reason": reason}))
+            if isinstance(error, LockedError):
+                self.close()
+
+    def _require_current(self, job: Waiting) -> None:
+        """Raise before the checkpoint is complete if it is another's turn or it is abandoned."""
+        self._owner.require()
+        if job is self._stale:
+            raise CheckpointError(f"{job.path}: the run has gone back from it")
+
+    def _abandon_later(self) -> None:
+        with self._changed:
+            last = self._last
+        if last is not None:
+            abandon_after(self.remote, last)
+            with self._changed:
+                self._last = None if self._last == last else self._last
+
+    def _copy_run_files(self) -> None:
+        """Upload what identifies the run to a reader, once."""
+        found = {path for name in RUN_FILES for path in self._out_dir.glob(name)}
+        for path in sorted(found - self._copied):
+            self.remote.put(path, path.relative_to(self._out_dir).as_posix())
+            self._copied.add(path)
+
+    def _prune(self, good: int | None) -> None:
+        """Delete the checkpoints that no rule keeps, and what interrupted uploads left."""
+        self._owner.require()
+        files = by_step(self.remote.files())
+        saved = [
+            Saved(step, self._loss(step, VALIDATION in names))
+            for step, names in files.items()
+            if MANIFEST in names
+        ]
+        reasons = kept(saved, self._rules, good)
+        for step, names in files.items():
+            if not reasons.get(step) and ABANDONED not in names:
+                self.remote.remove(step, names)
+
+    def _loss(self, step: int, is_there: bool) -> float | None:
+        """The validation loss of a checkpoint, which may be recorded after its upload."""
+        local = step_directory(self._out_dir / CHECKPOINTS, step)
+        name = f"{CHECKPOINTS}/{local.name}/{VALIDATION}"
+        if not is_there and (local / VALIDATION).is_file():
+            self.remote.write(name, (local / VALIDATION).read_bytes())
+            is_there = True
+        if not is_there:
+            return None
+        if (local / VALIDATION).is_file():
+            return validation_of(local)
+        found = json.loads(self.remote.read(name) or b"{}")
+        return found.get("val_loss") if found.get("step") == step else None
+
+
+def abandon_after(remote: RemoteRun, step: int) -> None:
+    """Set aside the checkpoints of later steps, from which the run does not go on."""
+    for other in complete(remote.files()):
+        if other > step:
+            remote.abandon(other)

@@ -1,0 +1,103 @@
+"""Processes killed at random times while they upload: nothing acknowledged is lost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import time
+from pathlib import Path
+from threading import Timer
+
+import pytest
+
+from minimind.checkpoint.directory import published_checkpoints, step_of, sweep
+from minimind.checkpoint.retention import Rules, prune
+from minimind.errors import DataError
+from minimind.mirror.owner import claim
+from minimind.mirror.remote_run import RemoteRun
+from minimind.mirror.uploads import Uploads
+from minimind.storage import filesystem
+from minimind.storage.filesystem import Retry
+from tests.mirror.saves import facts_of, save
+from tests.storage.servers import BUCKET, FaultyProxy, ObjectStore
+
+PREFIX = "runs/killed"
+RULES = Rules(keep_last=3)
+IDENTITY = {"seed": {"seed": 42}}
+
+
+def run(out_dir: Path, acknowledged: Path, seconds: float, facts: dict[str, object]) -> None:
+    """Save and upload until the process ends itself after a time, in the middle of anything."""
+    remote = RemoteRun(f"s3://{BUCKET}/{PREFIX}")
+    owner = claim(remote, out_dir, "auto", IDENTITY, frozenset())
+    Timer(seconds, os._exit, [9]).start()
+    uploads = Uploads(remote, owner, out_dir, RULES)
+    root = out_dir / "checkpoints"
+    sweep(root)
+    step = max(map(step_of, published_checkpoints(root)), default=0)
+    while True:
+        step += 1
+        uploads.offer(save(root, step, facts), None)
+        prune(root, RULES)
+        time.sleep(random.random() / 20)
+        while uploads.events:
+            name, fields = uploads.events.popleft()
+            with open(acknowledged, "a") as file:
+                file.write(json.dumps({"event": name, **fields}) + "\n")
+
+
+def complete(store: ObjectStore) -> list[int]:
+    """Steps with a manifest, each of whose files is as the manifest says."""
+    found = []
+    keys = store.keys(f"{PREFIX}/checkpoints/")
+    for key in (key for key in keys if key.endswith("/manifest.json")):
+        folder = key.rpartition("/")[0]
+        manifest = json.loads(content(store, key))
+        for entry in manifest["files"]:
+            digest = hashlib.sha256(content(store, f"{folder}/{entry['name']}")).hexdigest()
+            assert digest == entry["sha256"], f"{folder}/{entry['name']}"
+        found.append(manifest["step"])
+    return found
+
+
+def content(store: ObjectStore, key: str) -> bytes:
+    return store.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
+
+
+@pytest.mark.parametrize(("kills", "seed"), [(3, 1), pytest.param(30, 2, marks=pytest.mark.long)])
+def test_kills_during_uploads_lose_nothing_acknowledged(
+    tmp_path: Path,
+    store: ObjectStore,
+    proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    trained,
+    kills: int,
+    seed: int,
+):
+    defaults = (Retry(first_wait=0.0), lambda line: None, DataError)
+    monkeypatch.setattr(filesystem.retrying, "__defaults__", defaults)
+    facts = facts_of(trained.run)
+    proxy.set(cut=0.05)
+    draw, told = random.Random(seed), tmp_path / "told.jsonl"
+    interrupted, steps = 0, []
+    (tmp_path / "run").mkdir()
+    for _ in range(kills):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                run(tmp_path / "run", told, draw.uniform(0.3, 1.2), facts)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+        events = [json.loads(line) for line in told.read_text().splitlines()]
+        steps = [one["step"] for one in events if one["event"] == "checkpoint_mirrored"]
+        there = complete(store)
+        for step in steps:
+            assert step in there or sum(other > step for other in there) >= RULES.keep_last
+        keys = store.keys(f"{PREFIX}/checkpoints/")
+        interrupted += len({key.split("/")[3] for key in keys}) > len(there)
+    assert steps
+    assert interrupted
+    assert proxy.injected

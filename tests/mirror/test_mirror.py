@@ -1,0 +1,301 @@
+"""--mirror in real runs on a real server of S3: what is uploaded, lost, fetched and refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import minimind.train as training
+from minimind.checkpoint.directory import published_checkpoints, set_aside, step_of, verify
+from minimind.errors import CheckpointError, DataError, LockedError, StorageError, UsageError
+from minimind.mirror import mirror, uploads
+from minimind.storage import filesystem
+from minimind.storage.filesystem import Retry
+from minimind.train import pretrain
+from tests.storage.servers import BUCKET, FaultyProxy, ObjectStore
+
+train: Any = training  # a package that is called like a function
+URL = f"s3://{BUCKET}/runs/one"
+FLAGS: dict[str, Any] = {
+    **{"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 32},
+    **{"vocab_size": 600, "batch_size": 2, "device": "cpu", "log_interval": 1, "eval_rows": 8},
+    **{"deepspeed_config": "none", "max_steps": 8, "save_minutes": 0, "val_fraction": 0.1},
+    **{"save_interval": 2, "eval_interval": 8, "keep_last": 2, "mirror": URL},
+}
+
+
+def events(out_dir: Path, *names: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] in names]
+
+
+def losses(out_dir: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in events(out_dir, "step")}
+
+
+def mirrored(store: ObjectStore) -> list[int]:
+    """Steps of the complete checkpoints at URL."""
+    keys = store.keys("runs/one/checkpoints/")
+    return [int(key.split("/")[3][5:]) for key in keys if key.endswith("/manifest.json")]
+
+
+def download(store: ObjectStore, place: Path) -> None:
+    """A copy of everything under URL."""
+    for key in store.keys("runs/one/"):
+        path = place / key.removeprefix("runs/one/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(store.client.get_object(Bucket=BUCKET, Key=key)["Body"].read())
+
+
+def damage(store: ObjectStore, step: int) -> str:
+    """Change a byte of the shard of a checkpoint."""
+    key = f"runs/one/checkpoints/step_{step:08d}/shard-0-of-1.safetensors"
+    content = bytearray(store.client.get_object(Bucket=BUCKET, Key=key)["Body"].read())
+    content[-5] ^= 1
+    return store.put(key, bytes(content))
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = (Retry(first_wait=0.0), filesystem.print_retry, DataError)
+    monkeypatch.setattr(filesystem.retrying, "__defaults__", defaults)
+
+
+@pytest.fixture(scope="module")
+def flags(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cache = str(tmp_path_factory.mktemp("cache"))
+    return {**FLAGS, "data_path": [str(corpus)], "cache_dir": cache}
+
+
+@pytest.fixture(scope="module")
+def unbroken(flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of the run without a mirror."""
+    out_dir = tmp_path_factory.mktemp("unbroken")
+    assert train({**flags, "mirror": None}, out_dir=str(out_dir)) == 0
+    return losses(out_dir)
+
+
+@pytest.mark.parametrize("cut", [0.0, 0.05])
+def test_a_wiped_disk_is_resumed_from_the_mirror_bit_for_bit(
+    flags: dict[str, Any],
+    unbroken: dict[int, float],
+    tmp_path: Path,
+    store: ObjectStore,
+    proxy: FaultyProxy,
+    cut: float,
+):
+    proxy.set(cut=cut)
+    assert train(flags, out_dir=str(tmp_path / "a"), stop_at_step=4) == 75
+    assert mirrored(store)[-1] == 4
+    before = losses(tmp_path / "a")
+    shutil.rmtree(tmp_path / "a")
+    assert train(flags, out_dir=str(tmp_path / "a")) == 0
+    after = losses(tmp_path / "a")
+    assert sorted(after) == [5, 6, 7, 8]
+    assert {**before, **after} == unbroken
+    assert (proxy.injected > 0) == (cut > 0)
+    (fetched,) = events(tmp_path / "a", "checkpoint_fetched")
+    assert fetched["step"] == 4
+    assert events(tmp_path / "a", "checkpoint_mirrored")[-1]["step"] == 8
+    download(store, tmp_path / "copy")
+    copies = published_checkpoints(tmp_path / "copy" / "checkpoints")
+    assert step_of(copies[0]) == 8
+    assert len(copies) <= 2
+    assert [verify(path) for path in copies] == [None] * len(copies)
+    assert (tmp_path / "copy" / "config.yaml").read_bytes()
+    assert (tmp_path / "copy" / "tokenizer" / "tokenizer.model").read_bytes()
+    assert not [key for key in store.keys() if ".probe" in key]
+
+
+def test_damaged_checkpoints_are_skipped_and_never_a_silent_step_0(
+    flags: dict[str, Any],
+    unbroken: dict[int, float],
+    tmp_path: Path,
+    store: ObjectStore,
+    proxy: FaultyProxy,
+):
+    for stop in (2, 4):
+        assert train(flags, out_dir=str(tmp_path / "a"), stop_at_step=stop) == 75
+    assert mirrored(store) == [2, 4]
+    damage(store, 4)
+    assert train(flags, out_dir=str(tmp_path / "b"), stop_at_step=3) == 75
+    (skipped,) = events(tmp_path / "b", "checkpoint_rejected")
+    assert skipped["path"] == f"{URL}/checkpoints/step_00000004"
+    assert losses(tmp_path / "b") == {3: unbroken[3]}
+    assert mirrored(store) == [2, 3]
+    damage(store, 2)
+    damage(store, 3)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"step_00000003: shard-0-of-1\.safetensors"):
+            train(flags, out_dir=str(tmp_path / "c"))
+
+
+def test_a_newer_checkpoint_here_is_used_and_uploaded(
+    flags: dict[str, Any],
+    tmp_path: Path,
+    store: ObjectStore,
+    proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    out_dir = str(tmp_path / "a")
+    assert train(flags, out_dir=out_dir, stop_at_step=2) == 75
+    assert train({**flags, "mirror": None}, out_dir=out_dir, stop_at_step=6) == 75
+    assert train(flags, out_dir=out_dir, stop_at_step=7) == 75
+    assert not events(tmp_path / "a", "checkpoint_fetched")
+    assert train({**flags, "mirror": None}, out_dir=out_dir) == 0
+    offered: list[Path] = []
+    offer, write = uploads.Uploads.offer, pretrain.write_reference
+    monkeypatch.setattr(
+        uploads.Uploads, "offer", lambda self, *args: (offered.append(args[0]), offer(self, *args))
+    )
+    # Files that are uploaded beside the checkpoint are not written meanwhile.
+    monkeypatch.setattr(
+        pretrain,
+        "write_reference",
+        lambda *args: (write(*args), offered and pytest.fail("too early")),
+    )
+    assert train(flags, out_dir=out_dir) == 0
+    assert offered
+    assert mirrored(store)[-1] == 8
+
+
+def test_a_fresh_start_leaves_no_checkpoint_that_a_restart_would_take(
+    flags: dict[str, Any],
+    unbroken: dict[int, float],
+    tmp_path: Path,
+    store: ObjectStore,
+    proxy: FaultyProxy,
+):
+    out_dir = str(tmp_path / "a")
+    assert train(flags, out_dir=out_dir, stop_at_step=4) == 75
+    assert train(flags, out_dir=out_dir, resume="none", stop_at_step=2) == 75
+    assert mirrored(store) == [2]
+    assert train(flags, out_dir=out_dir, stop_at_step=3) == 75
+    assert events(tmp_path / "a", "run_start")[-1]["step"] == 2
+
+
+def test_wrong_credentials_are_refused_before_training(
+    flags: dict[str, Any], tmp_path: Path, store: ObjectStore, proxy: FaultyProxy
+):
+    store.require_credentials(True)
+    try:
+        with pytest.raises(StorageError, match=r"access is refused .*AWS_ACCESS_KEY_ID"):
+            train(flags, out_dir=str(tmp_path / "a"))
+    finally:
+        store.require_credentials(False)
+    assert not (tmp_path / "a" / "metrics.jsonl").exists()
+
+
+def test_a_missing_bucket_and_a_url_that_is_read_only_are_refused(
+    flags: dict[str, Any], tmp_path: Path, proxy: FaultyProxy
+):
+    with pytest.raises(StorageError, match=r"there is no such bucket"):
+        train(flags, out_dir=str(tmp_path / "a"), mirror="s3://none/run")
+    with pytest.raises(UsageError, match=r"mirror = https://h/x .* is no URL that can be written"):
+        train(flags, out_dir=str(tmp_path / "a"), mirror="https://h/x")
+
+
+def test_a_storage_that_goes_down_is_told_and_ends_no_run(
+    flags: dict[str, Any],
+    unbroken: dict[int, float],
+    tmp_path: Path,
+    store: ObjectStore,
+    proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def upload(self: Any, *rest: Any) -> int:
+        proxy.is_down = True
+        return real(self, *rest)
+
+    real = uploads.RemoteRun.upload
+    monkeypatch.setattr(uploads.RemoteRun, "upload", upload)
+    assert train(flags, out_dir=str(tmp_path / "a")) == 0
+    assert losses(tmp_path / "a") == unbroken
+    failed = events(tmp_path / "a", "mirror_failed")
+    assert failed[-1]["step"] == 8
+    assert "does not answer" in failed[-1]["reason"]
+    assert not events(tmp_path / "a", "checkpoint_mirrored")
+    assert mirrored(store) == []
+    assert [step_of(path) for path in published_checkpoints(tmp_path / "a/checkpoints")] == [8, 6]
+
+
+def test_the_mirror_of_another_run_is_refused(
+    flags: dict[str, Any], tmp_path: Path, store: ObjectStore, proxy: FaultyProxy
+):
+    assert train(flags, out_dir=str(tmp_path / "a"), stop_at_step=2) == 75
+    with pytest.raises(LockedError, match=r"another run \(seed.seed: 42 -> 43\)"):
+        train(flags, out_dir=str(tmp_path / "b"), seed=43)
+    with pytest.raises(LockedError, match=r"another run than"):
+        train(flags, out_dir=str(tmp_path / "c"), resume="none")
+    assert LockedError.status == 8
+
+
+def test_of_two_starts_of_a_run_the_later_one_writes(
+    flags: dict[str, Any],
+    tmp_path: Path,
+    store: ObjectStore,
+    proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    real = uploads.RemoteRun.upload
+
+    def upload(self: Any, directory: Path, before: Any) -> int:
+        if step_of(directory) == 4:
+            store.put("runs/one/mirror.json", b"{}")
+        return real(self, directory, before)
+
+    monkeypatch.setattr(uploads.RemoteRun, "upload", upload)
+    assert train(flags, out_dir=str(tmp_path / "a"), stop_at_step=2) == 75
+    assert train(flags, out_dir=str(tmp_path / "a"), stop_at_step=4) == 75
+    (failed,) = events(tmp_path / "a", "mirror_failed")
+    assert "another start writes there now" in failed["reason"]
+    assert mirrored(store) == [2]
+
+
+def test_the_end_waits_for_uploads_only_so_long(
+    flags: dict[str, Any],
+    tmp_path: Path,
+    store: ObjectStore,
+    proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    is_over = threading.Event()
+    monkeypatch.setattr(mirror, "MIRROR_WAIT_S", 0.1)
+    monkeypatch.setattr(uploads.RemoteRun, "upload", lambda *rest: is_over.wait(60))
+    assert train(flags, out_dir=str(tmp_path / "a"), stop_at_step=2) == 75
+    is_over.set()
+    assert "step 2: waiting up to 0.1 s for the upload of its checkpoint" in capsys.readouterr().out
+    (failed,) = events(tmp_path / "a", "mirror_failed")
+    assert failed["reason"] == "not uploaded within 0.1 s after the last step"
+
+
+def test_resuming_from_elsewhere_leaves_nothing_of_before(
+    flags: dict[str, Any], tmp_path: Path, store: ObjectStore, proxy: FaultyProxy
+):
+    out_dir = tmp_path / "a"
+    other = {**flags, "mirror": None, "out_dir": str(tmp_path / "b")}
+    assert train(other, stop_at_step=2) == 75
+    for stop in (2, 4):
+        assert train(flags, out_dir=str(out_dir), stop_at_step=stop) == 75
+    path = str(tmp_path / "b" / "checkpoints" / "step_00000002")
+    assert train(flags, out_dir=str(out_dir), resume=path, stop_at_step=3) == 75
+    assert mirrored(store) == [3]
+
+
+def test_what_the_disk_knows_as_abandoned_is_not_fetched(
+    flags: dict[str, Any], tmp_path: Path, store: ObjectStore, proxy: FaultyProxy
+):
+    out_dir = tmp_path / "a"
+    for stop in (2, 4):
+        assert train(flags, out_dir=str(out_dir), stop_at_step=stop) == 75
+    (path, _) = published_checkpoints(out_dir / "checkpoints")
+    set_aside(path, "abandoned")  # by a rollback, killed before it reached the storage
+    assert train(flags, out_dir=str(out_dir), stop_at_step=3) == 75
+    assert events(out_dir, "run_start")[-1]["step"] == 2
+    assert mirrored(store) == [2, 3]

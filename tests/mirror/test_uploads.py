@@ -1,0 +1,158 @@
+"""Uploads without training: rollbacks, validations, locks, parts, and two ranks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minimind.checkpoint.directory import MANIFEST, set_aside
+from minimind.checkpoint.retention import Rules, prune, record_validation
+from minimind.mirror import remote_run
+from minimind.mirror.owner import claim
+from minimind.mirror.remote_run import ABANDONED, RemoteRun, by_step, complete
+from minimind.mirror.uploads import Uploads
+from tests.conftest import Launcher, Trained
+from tests.mirror.saves import facts_of, save
+from tests.storage.servers import BUCKET, FaultyProxy, ObjectStore
+
+
+class Fixture:
+    """A run of fake checkpoints and its uploads to a folder."""
+
+    def __init__(self, place: Path, facts: dict[str, Any], rules: Rules) -> None:
+        self.facts, self.root = facts, place / "run" / "checkpoints"
+        self.root.mkdir(parents=True)
+        self.remote = RemoteRun(f"file://{place}/mirror")
+        owner = claim(self.remote, place / "run", "auto", {}, frozenset())
+        self.uploads = Uploads(self.remote, owner, place / "run", rules)
+
+    def mirror(self, step: int) -> Path:
+        """Save and upload."""
+        path = save(self.root, step, self.facts)
+        self.uploads.offer(path, None)
+        assert self.uploads.wait(60)
+        return path
+
+    def told(self) -> list[tuple[str, int]]:
+        return [(name, fields["step"]) for name, fields in self.uploads.events]
+
+
+@pytest.fixture
+def run(tmp_path: Path, trained: Trained) -> Iterator[Fixture]:
+    found = Fixture(tmp_path, facts_of(trained.run), Rules(keep_last=2, keep_best=1))
+    yield found
+    found.uploads.close()
+
+
+def test_what_a_rollback_leaves_behind_is_set_aside(run: Fixture):
+    run.mirror(3)
+    abandoned = run.mirror(5)
+    set_aside(abandoned, "abandoned")
+    run.uploads.go_back(3)
+    run.mirror(4)
+    assert complete(run.remote.files()) == [4, 3]
+    assert ABANDONED in by_step(run.remote.files())[5]
+    run.mirror(5)
+    assert complete(run.remote.files()) == [5, 4]
+    assert ABANDONED not in by_step(run.remote.files())[5]
+
+
+def test_a_rollback_during_an_upload_ends_it(run: Fixture, monkeypatch: pytest.MonkeyPatch):
+    real = RemoteRun.upload
+
+    def upload(self: RemoteRun, directory: Path, before: Any) -> int:
+        run.uploads.go_back(3)
+        return real(self, directory, before)
+
+    run.mirror(3)
+    monkeypatch.setattr(RemoteRun, "upload", upload)
+    run.mirror(5)
+    assert complete(run.remote.files()) == [3]
+    assert run.told() == [("checkpoint_mirrored", 3)]
+    monkeypatch.undo()
+    run.mirror(5)
+    assert complete(run.remote.files()) == [5, 3]
+
+
+def test_the_best_is_kept_by_a_validation_that_ends_after_its_upload(run: Fixture):
+    record_validation(run.mirror(1), 2.0)
+    for step in (2, 3, 4):
+        record_validation(run.mirror(step), 3.0)
+        prune(run.root, Rules(keep_last=2, keep_best=1))
+    assert complete(run.remote.files()) == [4, 3, 1]
+    shutil.rmtree(run.root)  # its loss is there, too
+    run.root.mkdir()
+    for step in (5, 6):
+        run.mirror(step)
+    assert complete(run.remote.files()) == [6, 5, 1]
+
+
+def test_what_is_uploaded_is_not_pruned_and_the_newest_waits(
+    run: Fixture, monkeypatch: pytest.MonkeyPatch
+):
+    real, paths = RemoteRun.upload, {}
+
+    def upload(self: RemoteRun, directory: Path, before: Any) -> int:
+        if not paths:
+            for step in (2, 3, 4, 5):
+                paths[step] = save(run.root, step, run.facts)
+                run.uploads.offer(paths[step], None)
+                prune(run.root, Rules(keep_last=1))
+            assert directory.is_dir()
+        return real(self, directory, before)
+
+    monkeypatch.setattr(RemoteRun, "upload", upload)
+    run.mirror(1)
+    assert run.told() == [("checkpoint_mirrored", 1), ("checkpoint_mirrored", 5)]
+    prune(run.root, Rules(keep_last=1))
+    assert [path.name for path in run.root.iterdir()] == [paths[5].name]
+
+
+def test_an_interrupted_upload_is_deleted_there_and_a_damaged_local_one_is_not_uploaded(
+    run: Fixture,
+):
+    run.mirror(1)
+    run.remote.delete(f"checkpoints/step_00000001/{MANIFEST}")
+    run.mirror(2)
+    assert sorted(by_step(run.remote.files())) == [2]
+    path = save(run.root, 3, run.facts)
+    (path / "state.json").write_bytes(bytes(2_000))
+    run.uploads.offer(path, None)
+    assert run.uploads.wait(60)
+    assert run.told()[-1] == ("mirror_failed", 3)
+    assert complete(run.remote.files()) == [2]
+
+
+def test_a_large_file_is_verified_by_the_etag_of_its_parts(
+    tmp_path: Path, store: ObjectStore, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(remote_run, "PART", 5 * 2**20)
+    content = bytes(range(256)) * 45_000
+    (tmp_path / "file").write_bytes(content)
+    remote = RemoteRun(f"s3://{BUCKET}/run")
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteRun, "_sha256", None)  # would read it back
+        assert remote.put(tmp_path / "file", "file") == len(content)
+    head = store.client.head_object(Bucket=BUCKET, Key="run/file")
+    assert head["ETag"].endswith('-3"')
+    monkeypatch.setattr(remote_run, "etag_of", lambda info: "of an encrypted object")
+    assert remote.put(tmp_path / "file", "file") == len(content)
+
+
+def test_two_ranks_resume_from_the_mirror(forked: Launcher, tmp_path: Path):
+    mirror = tmp_path / "mirror"
+    flags = f"--mirror file://{mirror} --max_steps 6 --save_interval 3 --eval_rows 0"
+    run = forked.run(tmp_path / "run", flags)
+    assert run.status == 0, run.stderr
+    before = run.curve()
+    assert [one["step"] for one in run.events("checkpoint_mirrored")][-1] == 6
+    (mirror / "checkpoints" / "step_00000006" / MANIFEST).unlink()
+    shutil.rmtree(run.out_dir)
+    run = forked.run(tmp_path / "run", flags)
+    assert run.status == 0, run.stderr
+    assert [one["step"] for one in run.events("checkpoint_fetched")] == [3]
+    assert run.curve() == before[3:]
