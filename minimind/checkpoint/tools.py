@@ -275,7 +275,7 @@ def prune(place: str, given: Mapping[str, int], is_dry: bool) -> Iterator[tuple[
         stay = {path for path in valid if reasons[step_of(path)]}
         recent = min(map(step_of, valid[: rules.keep_last]), default=0)
         for path, bad in damages.items():
-            if step_of(path) > recent:
+            if bad.is_unreadable or step_of(path) > recent:
                 stay.add(path)
                 kind = "unreadable" if bad.is_unreadable else "damaged"
                 yield path, 0, f"is {kind} and not counted: {bad.file} {bad.reason}"

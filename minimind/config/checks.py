@@ -29,10 +29,11 @@ NO_SEQUENCE = {
 }
 
 
-def check(run: RunConfig) -> None:
-    """Raise a UsageError that lists all conflicts between fields."""
-    if faults := [*conflicts(run)]:
+def check(run: RunConfig) -> RunConfig:
+    """Return a run with its final shape; raise a UsageError that lists all conflicts in it."""
+    if faults := [*conflicts(run), *_shape_conflicts(run)]:
         raise fault_error(faults)
+    return run
 
 
 def conflicts(run: RunConfig) -> Iterator[str]:
@@ -237,7 +238,7 @@ def _model_conflicts(run: RunConfig) -> Iterator[str]:
 
 
 def _sequence_conflicts(run: RunConfig) -> Iterator[str]:
-    """Numbers that --sequence_parallel does not divide, and flags that it does not support."""
+    """Flags that --sequence_parallel does not support."""
     size = run.sequence_parallel
     if size == 1:
         return
@@ -250,6 +251,12 @@ def _sequence_conflicts(run: RunConfig) -> Iterator[str]:
             f"verify_interval = {run.verify_interval} ({run.sources['verify_interval']}) is not"
             f" supported with {given}; drop one of them"
         )
+
+
+def _shape_conflicts(run: RunConfig) -> Iterator[str]:
+    """Sizes that --sequence_parallel does not divide, once --init_from and scaling decide them."""
+    size = run.sequence_parallel
+    given = f"sequence_parallel = {size} ({run.sources['sequence_parallel']})"
     if run.n_heads % size or (run.n_kv_heads % size and size % run.n_kv_heads):
         fits = [n for n in range(1, run.n_heads + 1) if run.n_heads % n == 0]
         fits = [n for n in fits if run.n_kv_heads % n == 0 or n % run.n_kv_heads == 0]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from minimind.config.arguments import EXAMPLE, Formatter, PrintCompletion, format_default
-from minimind.config.checks import conflicts
+from minimind.config.checks import check, conflicts
 from minimind.config.foreign_flags import equivalent_flag, suggest
 from minimind.config.model_flags import HUGGING_FACE, SHAPE
 from minimind.config.run_config import CONFIGS, DISTRIBUTION, FLAGS, RunConfig
@@ -112,7 +112,7 @@ def build_config(given: Mapping[str, Any], source: str, faults: Sequence[str] = 
     all_faults += [conflict for conflict in conflicts(run) if not of_invalid.search(conflict)]
     if all_faults:
         raise fault_error(all_faults)
-    return run if run.init_from else run.with_complete_scaling()
+    return run if run.init_from else check(run.with_complete_scaling())
 
 
 def _layers(

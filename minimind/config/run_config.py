@@ -165,6 +165,11 @@ class RunConfig(ReportFlags, PlaceFlags, ModelFlags, OptimizerFlags, TrainingFla
             )
         return self.with_values(f"max_seq_len {length} / {original}", rope_factor=length / original)
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether several processes share a row."""
+        return self.tensor_parallel * self.sequence_parallel > 1
+
     def parallel(self, world_size: int) -> ParallelLayout:
         """How so many processes divide rows; raise UsageError if they are no whole groups."""
         size, names = self.tensor_parallel * self.sequence_parallel, []

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from minimind.config.deepspeed.auto_values import auto_values, offloads
-from minimind.config.deepspeed.optimizer import unread_flag_faults
+from minimind.config.deepspeed.optimizer import plain_faults
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags, unknown_flag
 from minimind.config.run_config import CONFIGS, DEFAULT_DEEPSPEED_CONFIG, FLAGS, LAUNCH, RunConfig
@@ -54,7 +54,7 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
     if path != "none":
         resolved = resolve(read_deepspeed_json(path), path, run, machine.gpus, device)
         run, config = resolved.run, resolved.config
-    elif faults := unread_flag_faults(run):
+    elif faults := plain_faults(run):
         raise fault_error(faults)
     text = f"{vocabulary}{plan_text(run, machine.gpus, config, machine, device)}"
     if run.tensor_parallel > 1:  # other stages are no alternatives
@@ -128,7 +128,7 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         offloads(config, "param"),
         device,
         run.gradient_checkpointing,
-        compiles=run.compile != "off" and not run.use_moe and run.sequence_parallel == 1,
+        compiles=run.compile != "off" and not (run.use_moe or run.is_divided),
         averages=run.ema is not None,
         optimizer=run.optimizer,
         moments=0 if run.sgd.get("sgd_momentum") == 0 else MOMENTS[run.optimizer],

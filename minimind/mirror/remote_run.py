@@ -23,6 +23,7 @@ from minimind.checkpoint.directory import (
     step_directory,
     step_of,
 )
+from minimind.checkpoint.retention import VALIDATION
 from minimind.errors import CheckpointError, DataError, StorageError
 from minimind.runtime.durable_files import sync_directory, write_durably
 from minimind.storage.download import RemoteObject, download, etag_of
@@ -149,7 +150,8 @@ class RemoteRun:
     def upload(self, directory: Path, before_manifest: Callable[[], None]) -> int:
         """Upload a published checkpoint, its manifest last; return its bytes."""
         manifest, prefix = read_manifest(directory), f"{CHECKPOINTS}/{directory.name}"
-        for name in (MANIFEST, ABANDONED):  # of the same step, damaged or before a rollback
+        # Those of the same step, damaged or from before a rollback.
+        for name in (MANIFEST, ABANDONED, VALIDATION):
             self.delete(f"{prefix}/{name}")
         size = 0
         for entry in manifest["files"]:
@@ -160,10 +162,7 @@ class RemoteRun:
         return size
 
     def fetch(self, step: int, into: Path) -> Rejected | None:
-        """Fetch a checkpoint into the new folder `into` and verify it; return its damage, or None.
-
-        `validation.json` comes with it, if there is one.
-        """
+        """Fetch a checkpoint into the new folder `into`, and verify it; return its damage."""
         folder = f"{CHECKPOINTS}/{step_directory(Path(), step).name}"
         into.mkdir(parents=True)
         there = self.files()

@@ -156,6 +156,7 @@ class SequenceGroup:
 
     def part(self, x: Tensor, dim: int) -> Tensor:
         """The positions of this rank along a dimension of all positions."""
+        assert x.shape[dim] % self.size == 0, f"{x.shape[dim]} positions on {self.size} ranks"
         return x.chunk(self.size, dim)[self.rank]
 
     def to_heads(self, *several: Tensor) -> tuple[Tensor, ...]:

@@ -115,9 +115,11 @@ def _fault(
         return "" if sha256 == remote.sha256 else "does not match its sha256"
     if remote.size is not None and size != remote.size:
         return f"{size:,} of {remote.size:,} bytes arrived"
-    if remote._md5 is not None:
-        # Twice the same content: the ETag of an encrypted object is no MD5.
-        return "" if remote._md5 == md5 or sha256 == before else "does not match its ETag"
+    if remote._md5 is not None and remote._md5 != md5 and sha256 != before:
+        return "does not match its ETag"
+    if remote._md5 == md5 and md5:
+        return ""
+    # The ETag of an encrypted object, or of one uploaded in parts, is no MD5 of it.
     if remote.etag:
         now = retrying(remote.url, lambda: filesystem.info(remote.path))
         return "" if etag_of(now) == remote.etag else "was replaced meanwhile"

@@ -80,8 +80,8 @@ def scheme_of(url: str) -> Scheme:
 
 def masked(text: str) -> str:
     """`text` without the passwords and query strings (signatures, tokens) of its URLs."""
-    text = re.sub(r"(\w+://)[^/\s@]+@", r"\1***@", text)
-    return re.sub(r"(\w+://[^\s?'\")]*)\?[^\s'\")]+", r"\1?***", text)
+    text = re.sub(r"(\w+://)[^/\s]+@", r"\1***@", text)
+    return re.sub(r"(https?://[^\s?'\")]*)\?[^\s'\")]+", r"\1?***", text)
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:

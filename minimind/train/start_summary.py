@@ -101,18 +101,19 @@ def log_start_event(
 
 def _log_changes(context: RunContext, resumed: Resumed, current: dict[str, Any]) -> None:
     """Log what differs from the checkpoint."""
-    logger = context.logger
-    saved = {key: resumed.manifest.get(key, current[key]) for key in current}
+    whole = {"tensor_parallel": 1, "sequence_parallel": 1}  # sizes that `layout` leaves out
+    current, before = whole | current, whole | resumed.manifest
+    saved = {key: before.get(key, current[key]) for key in current}
     if resumed.path and saved != current:
         changes = [f"{k} {saved[k]} -> {new}" for k, new in current.items() if saved[k] != new]
-        logger.print(f"checkpoint resharded: {', '.join(changes)}")
+        context.logger.print(f"checkpoint resharded: {', '.join(changes)}")
         before, after = ({key: side[key] for key in SHARDING} for side in (saved, current))
         if before != after:
-            logger.event("checkpoint_resharded", **{"from": before, "to": after})
+            context.logger.event("checkpoint_resharded", **{"from": before, "to": after})
     if resumed.changed:
         changes = [str(one) for one in resumed.changed]
-        logger.event("run_changed", changes=changes)
-        logger.print(f"changed with --allow_change: {'; '.join(changes)}")
+        context.logger.event("run_changed", changes=changes)
+        context.logger.print(f"changed with --allow_change: {'; '.join(changes)}")
 
 
 def startup_summary(
@@ -280,10 +281,9 @@ def _backend(context: RunContext) -> list[str]:
     if resolved.config:
         source = short_source(resolved.sources["zero_optimization.stage"])
         zero = f", ZeRO stage {resolved.zero_stage} ({source})"
-    where = f"{engine.world_size} x {engine.device.type}"
-    items = [f"{resolved.backend}{zero}, {run.dtype}, on {where}"]
-    if run.compile == "on":
-        items.append("compiled in the first step")
+    where = f"on {engine.world_size} x {engine.device.type}"
+    items = [f"{resolved.backend}{zero}, {run.dtype}, {where}"]
+    items += ["compiled in the first step"] * (run.compile == "on")
     return [*items, *filter(None, [peak_text(run, engine.device)])]
 
 

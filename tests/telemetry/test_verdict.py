@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import minimind.train as training
+import minimind.train.evaluate as evaluation
 from minimind.checkpoint.saver import Saver
 from minimind.config.run_config import FLAGS
 from minimind.data.loader.token_shards import TokenShards
 from minimind.engine.plain_backend import PlainBackend
 from minimind.telemetry.period import Period
 from minimind.telemetry.verdict import MOST_WORKERS, Setting, Verdict, Verdicts, verdict
-from minimind.train import loop_actions
 
 PHASES = ("data", "forward", "backward", "optimizer")
 
@@ -266,7 +266,7 @@ def verdict_events(out_dir: Path) -> list[dict[str, Any]]:
     ("kind", "owner", "name", "flags", "words"),
     [
         ("data", TokenShards, "read_rows", {"num_workers": 0}, "--num_workers"),
-        ("evaluate", loop_actions, "evaluate", {"eval_interval": 2}, "--eval_interval above 2"),
+        ("evaluate", evaluation, "evaluate", {"eval_interval": 2}, "--eval_interval above 2"),
         ("checkpoint", Saver, "begin", {"save_interval": 2}, "--save_interval above 2"),
         ("optimizer", PlainBackend, "update", {}, "more rows a step"),
         ("compute", PlainBackend, "backward", {}, "nothing stands out"),

@@ -134,7 +134,7 @@ def test_wherever_it_happens(
         raise torch.OutOfMemoryError(CUDA)
 
     module = {
-        "evaluate": "train.loop_actions",
+        "evaluate": "train.evaluate",
         "build_engine": "train.pretrain",
         "Saver.begin": "checkpoint.saver",
     }[place]

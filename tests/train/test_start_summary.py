@@ -60,6 +60,7 @@ def stand_in(line: str, backend: str) -> tuple[Any, Any]:
         parameters=2_361_024,
         model=SimpleNamespace(config=SimpleNamespace(vocab_size=4096)),
         world_size=world_size,
+        parallel=resolved.run.parallel(world_size),
         device=torch.device("cpu"),
     )
     order = Order(2_151, 8, seed=0)

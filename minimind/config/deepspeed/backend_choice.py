@@ -15,7 +15,7 @@ from minimind.config.deepspeed.compiled_ops import compilation_notice, replaceab
 from minimind.config.deepspeed.config_values import AUTO, apply_launch, get, put
 from minimind.config.deepspeed.effects import keys_without_effect
 from minimind.config.deepspeed.incompatible import precision_faults
-from minimind.config.deepspeed.optimizer import unread_flag_faults, with_optimizer_defaults
+from minimind.config.deepspeed.optimizer import plain_faults, with_optimizer_defaults
 from minimind.config.deepspeed.resolve import ResolvedConfig, Sections, read_deepspeed_json, resolve
 from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, LAUNCH, RunConfig
@@ -47,12 +47,7 @@ class Setup:
             return with_choices(self._without_op(resolved, schedule, sections), self.device)
         faults: list[str] = []
         run = apply_launch(run, self.launch, faults)
-        faults += precision_faults(run, self.device) + unread_flag_faults(run)
-        if run.tensor_parallel > 1:
-            faults.append(
-                f"tensor_parallel = {run.tensor_parallel} ({run.sources['tensor_parallel']}) needs"
-                " DeepSpeed; give --deepspeed_config FILE, or drop it"
-            )
+        faults += precision_faults(run, self.device) + plain_faults(run)
         if faults:
             raise fault_error(faults)
         run.micro_batch_rows(world_size)  # raises if the batch does not divide evenly

@@ -50,7 +50,7 @@ IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
     "datastates_ckpt": ((), f"{_SAVING}; remove it"),
     "pipeline": (
         (None,),
-        "there is no pipeline parallelism here, which excludes ZeRO stage 2; remove it",
+        "DeepSpeed's pipeline engine needs ZeRO below stage 2, and is not used here; remove it",
     ),
     "tensor_parallel": ((False, None), _OWN_TP),
     "tensor_parallel.tp.tp_size": ((1,), _OWN_TP),

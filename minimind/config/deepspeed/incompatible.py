@@ -30,7 +30,7 @@ SUPPORTED_BY = {
 ONLY = {
     "managed_gradient_accumulation": (True, "accumulation is counted by DeepSpeed here"),
     "gradient_allreduce_op": ("mean", "the loss is a mean over all processes"),
-    "sequence_parallel_size": (1, "--sequence_parallel N divides rows, without DeepSpeed"),
+    "sequence_parallel_size": (1, "the flag --sequence_parallel divides rows here"),
     "data_parallel_size": (1, "the launcher says how many processes there are"),
     "torch_autocast.enabled": (False, "--dtype decides the precision"),
     "bf16.check_grad_overflow": (True, "a step with a gradient that is not finite is skipped"),

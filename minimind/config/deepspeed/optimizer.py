@@ -109,6 +109,17 @@ def unread_flag_faults(run: RunConfig) -> list[str]:
     ]
 
 
+def plain_faults(run: RunConfig) -> list[str]:
+    """Faults of given flags without DeepSpeed."""
+    faults = unread_flag_faults(run)
+    if run.tensor_parallel > 1:
+        faults.append(
+            f"tensor_parallel = {run.tensor_parallel} ({run.sources['tensor_parallel']}) needs"
+            " DeepSpeed; give --deepspeed_config FILE, or drop it"
+        )
+    return faults
+
+
 def muon_faults(run: RunConfig, config: Mapping[str, Any]) -> list[str]:
     """Faults of settings of the resolved file that exclude Muon; the caller adds its path."""
     flag, faults = f"optimizer = {run.optimizer} ({run.sources['optimizer']})", []

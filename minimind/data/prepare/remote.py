@@ -61,12 +61,12 @@ def local_folder(path: str, cache_dir: Path) -> str:
 
 def local_data(paths: Sequence[str], cache_dir: Path) -> dict[str, tuple[str, ...]]:
     """The local folder or files of each path; raise UsageError for a file that is there twice."""
-    local = {path: local_text([local_folder(path, cache_dir)], cache_dir) for path in paths}
+    given = [local_text([local_folder(path, cache_dir)], cache_dir) for path in paths]
     files: list[Path] = []
-    for path in (path for own in local.values() for path in own):
+    for path in (path for own in given for path in own):
         files += [Path(path).expanduser()] if is_prepared(path) else find_files([path])
     require_once(files, "")
-    return local
+    return dict(zip(paths, given, strict=True))
 
 
 def _manifest_object(filesystem: Any, url: str, place: str) -> RemoteObject | None:

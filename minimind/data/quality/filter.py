@@ -30,7 +30,7 @@ from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import find_files, require_once, segments_of
 from minimind.data.text.readers import read_segment
 from minimind.data.text.sources import Source
-from minimind.errors import DataError
+from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import canonical_json, sync_file, write_durably
 from minimind.runtime.output_folder import NewFolder
 from minimind.runtime.terminal import phase
@@ -77,6 +77,10 @@ def filter_text(request: FilterRequest, out: Path, force: bool = False) -> dict[
         require_datatrove()
     files = find_files(request.paths)
     require_once(files, "")
+    if inside := next((file for file in files if file.resolve().is_relative_to(folder.path)), None):
+        raise UsageError(
+            f"--out {out} holds {inside}, which is read; give another folder, outside of the text"
+        )
     with folder.written_aside() as draft:
         with (
             phase("filtering the text"),
