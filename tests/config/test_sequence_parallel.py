@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from minimind.config.checks import check
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
@@ -34,6 +35,19 @@ TWO = "--n_heads 8 --n_kv_heads 2 --max_seq_len 512 --sequence_parallel"
 def test_what_cannot_be_divided_is_refused(words: str, message: str):
     with pytest.raises(UsageError, match=message):
         parse_flags(words.split())
+
+
+SCALED = "--sequence_parallel 2 --rope_scaling linear --rope_original_length"
+
+
+def test_rows_are_checked_at_the_length_that_scaling_gives_them():
+    with pytest.raises(UsageError, match="does not divide max_seq_len = 1503"):
+        parse_flags(f"{SCALED} 501 --rope_factor 3".split())
+    run = parse_flags(f"--sequence_parallel 4 {SCALED[22:]} 500 --rope_factor 2".split())
+    assert run.max_seq_len == 1000
+    pending = parse_flags("--init_from DIR --sequence_parallel 3".split())
+    with pytest.raises(UsageError, match="does not divide n_heads = 8"):
+        check(pending)
 
 
 def test_the_rows_of_a_step_are_divided_over_groups():

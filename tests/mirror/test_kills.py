@@ -29,14 +29,13 @@ IDENTITY = {"seed": {"seed": 42}}
 
 
 def run(out_dir: Path, acknowledged: Path, seconds: float, facts: dict[str, object]) -> None:
-    """Save and upload until the process ends itself after a time, in the middle of anything."""
+    """Save and upload until the process ends itself, a time after its first upload."""
     remote = RemoteRun(f"s3://{BUCKET}/{PREFIX}")
     owner = claim(remote, out_dir, "auto", IDENTITY, frozenset())
-    Timer(seconds, os._exit, [9]).start()
     uploads = Uploads(remote, owner, out_dir, RULES)
     root = out_dir / "checkpoints"
     sweep(root)
-    step = max(map(step_of, published_checkpoints(root)), default=0)
+    step, has_end = max(map(step_of, published_checkpoints(root)), default=0), False
     while True:
         step += 1
         uploads.offer(save(root, step, facts), None)
@@ -46,6 +45,9 @@ def run(out_dir: Path, acknowledged: Path, seconds: float, facts: dict[str, obje
             name, fields = uploads.events.popleft()
             with open(acknowledged, "a") as file:
                 file.write(json.dumps({"event": name, **fields}) + "\n")
+            if not has_end:
+                has_end = True
+                Timer(seconds, os._exit, [9]).start()
 
 
 def complete(store: ObjectStore) -> list[int]:
@@ -87,7 +89,7 @@ def test_kills_during_uploads_lose_nothing_acknowledged(
         pid = os.fork()
         if pid == 0:
             try:
-                run(tmp_path / "run", told, draw.uniform(0.3, 1.2), facts)
+                run(tmp_path / "run", told, draw.uniform(0.1, 0.8), facts)
             finally:
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9

@@ -183,7 +183,7 @@ def test_what_requests_nothing_is_taken(edits: dict[str, Any]):
         ({"weight_quantization": {"quantized_initialization": {"num_bits": 8}}}, "quantized"),
         ({"tensor_parallel": {"tp": {"tp_size": 2}}}, "names the layers that are divided"),
         ({"tensor_parallel.partition_config": {"layer_specs": []}}, "names the layers"),
-        ({"pipeline.stages": 4}, "no pipeline parallelism"),
+        ({"pipeline.stages": 4}, "needs ZeRO below stage 2"),
         ({"aio.block_size": 1048576}, "NVMe"),
         ({"data_efficiency": {"data_sampling": {"enabled": True}}}, 'write "enabled": false'),
         ({f"{ZERO}zero_quantized_weights": True}, "only stage 3 supports"),

@@ -174,6 +174,14 @@ def test_near_duplicates_are_removed_after_the_other_steps_with_the_place_of_wha
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".zst", ".json", ".ndjson"}
 
 
+def test_an_earlier_output_is_not_read_again(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("a text")
+    words = ["data", "filter", str(tmp_path), "--out", str(tmp_path / "clean"), "--min_chars", "2"]
+    assert main(words) == 0
+    assert main([*words, "--force"]) == 2
+    assert "which is read; give another folder" in capsys.readouterr().err
+
+
 def test_an_earlier_folder_is_replaced_only_by_force(tmp_path, capsys):
     text = write(tmp_path / "t.jsonl", ["one", "three"])
     assert run(tmp_path / "out", text, "--min_chars", 1) == 0
