@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from minimind.checkpoint.retention import VALIDATION
 from tests.faults.forked import ALONE, PAIR, TRACED, Bench, Kind, no_strace
 from tests.faults.harness import Site
 from tests.faults.outcomes import Outcome, events, gist
@@ -122,7 +123,8 @@ def in_order(bench: Bench) -> Outcome:
     parent = after(calls, "fsync", f"{final.parent}>", published[1])
     acknowledged = span("write", '\\"checkpoint_saved\\"')
     retired = span("rename", "step_00000002.tmp-")
-    for path in [*final.iterdir(), None]:
+    saved = [path for path in final.iterdir() if path.name != VALIDATION]  # written later
+    for path in [*saved, None]:
         name = f"{final}.tmp-[^/]*" + (f"/{re.escape(path.name)}" if path else "")
         synced = [c for c in calls if c[2] == "fsync" and re.search(f"<{name}>", c[3])]
         if not any(c[1] <= published[0] for c in synced):
