@@ -1,0 +1,37 @@
+"""Runs with --sequence_parallel and --tensor_parallel, from the command line to a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Launcher, Run
+from tests.distributed.conftest import FP32, largest_relative_difference
+
+pytestmark = pytest.mark.launch
+# 4 x 2 rows, as two processes of 2 x 2 rows read.
+ROWS = f"{FP32} --batch_size 4 --accumulation_steps 2 --eval_interval 10"
+ALSO = "--sample_interval 10 --gradient_checkpointing --spike_guard"
+
+
+@pytest.mark.parametrize("flag", ["sequence_parallel", "tensor_parallel"])
+def test_a_divided_run_goes_on_as_one_process_with_the_same_losses(
+    flag: str, fp32: Run, forked: Launcher, tmp_path: Path
+):
+    out_dir = tmp_path / "out"
+    divided = forked.run(out_dir, f"{ROWS} {ALSO} --{flag} 2 --stop_at_step 10")
+    assert divided.status == 75, divided.stderr
+    run = forked.run(out_dir, f"{ROWS} {ALSO}", processes=1)
+    assert run.status == 0, run.stderr
+    assert largest_relative_difference(run.losses(), fp32.losses()) < 2e-6
+    for name in ("step", "tokens", "rows"):
+        own, others = ([line[name] for line in of.events("step")] for of in (run, fp32))
+        assert own == others, name
+    norms, others = ([line["grad_norm"] for line in of.events("step")] for of in (run, fp32))
+    assert norms == pytest.approx(others, rel=1e-5)
+    first, second = run.events("run_start")
+    assert (first["world_size"], second["world_size"]) == (2, 1)
+    assert f"{flag} 2 -> 1" in run.stdout
+    assert [line["step"] for line in run.events("eval")][:1] == [10]
+    assert len({line["text"] for line in run.events("sample") if line["step"] == 10}) == 1
