@@ -59,7 +59,7 @@ class Nursery:
             pids.append(self.ask(**request))
         return pids
 
-    def wait(self, pids: list[int]) -> tuple[list[int], float]:
+    def wait(self, pids: list[int], seconds: float = SILENT) -> tuple[list[int], float]:
         """Exit statuses, and seconds between the first end and the last."""
         statuses: dict[int, int] = {}
         began, first = time.monotonic(), 0.0
@@ -71,13 +71,13 @@ class Nursery:
                 first = first or time.monotonic()
                 for other in set(pids) - set(statuses) if statuses[pid] not in (0, 75) else ():
                     os.kill(other, signal.SIGTERM)
-            if time.monotonic() - (first or began) > SILENT:
+            if time.monotonic() - (first or began) > seconds:
                 raise TimeoutError(f"stuck; ended were {statuses} of {pids}")
             time.sleep(0.01)
         return [statuses[pid] for pid in pids], time.monotonic() - first
 
     def run(
-        self, module: str, argv: list[str], place: Path, processes: int = 2
+        self, module: str, argv: list[str], place: Path, processes: int = 2, seconds: float = SILENT
     ) -> tuple[list[int], str, str]:
         """Exit statuses of ranks, and all they printed, which is also in files at `place`."""
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ class Nursery:
         err.unlink(missing_ok=True)
         pids = self.fork(module, argv, [""] * processes, out, err)
         try:
-            statuses, _ = self.wait(pids)
+            statuses, _ = self.wait(pids, seconds)
         except BaseException:
             for pid in pids:
                 with suppress(ProcessLookupError):

@@ -31,7 +31,8 @@ def courses(
     root = tmp_path_factory.mktemp("flips")
     numbers = ["200", "340"] if request.config.getoption("--long") else ["18", "12"]
     words = [str(root / "results.json"), *numbers, *CASES]
-    statuses, _, text = nursery.run("tests.distributed.flip_bits", words, root / "ranks")
+    module, minutes = "tests.distributed.flip_bits", 30
+    statuses, _, text = nursery.run(module, words, root / "ranks", seconds=60 * minutes)
     assert statuses == [0, 0], text
     return {one["case"]: one for one in json.loads((root / "results.json").read_text())}
 
