@@ -100,7 +100,10 @@ def choose(layout: Layout | None, hosts: Sequence[Host], now: int) -> Choice:
         if count * each % group == 0 and micro_batches % (groups := count * each // group) == 0
     ]
     if not choices:
-        raise PeerError(f"fewer processes than the {group} that share a row are left; {AGAIN}")
+        raise PeerError(
+            f"no equal number of processes per host makes whole groups of the {group} that share a"
+            f" row; {AGAIN}"
+        )
     if layout.fixed_by:
         choices = [one for one in choices if one.accumulation == layout.accumulation_steps]
     if not choices:

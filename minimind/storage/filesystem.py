@@ -44,7 +44,7 @@ HUB = Scheme(
     "pip install fsspec huggingface_hub",
     "check HF_TOKEN, or run `hf auth login`",
 )
-WEB = Scheme("aiohttp", "pip install fsspec aiohttp", "check what the server asks for")
+WEB = Scheme("aiohttp", "pip install fsspec aiohttp", "use a URL that needs none")
 LOCAL = Scheme("fsspec", "pip install fsspec", "correct its permissions")
 SCHEMES = {"s3": AWS, "gs": GOOGLE, "hf": HUB, "http": WEB, "https": WEB, "file": LOCAL}
 URL = re.compile(rf"({'|'.join(SCHEMES)})://")
@@ -90,6 +90,10 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     Its own retries are off and nothing is cached. Raise UsageError if its library is missing.
     """
     scheme = scheme_of(url)
+    if re.match(r"\w+://[^/]*@", url):  # it would be stored with the run
+        raise UsageError(
+            f"{masked(url)}: has credentials in it, which a run would store; {scheme.credentials}"
+        )
     try:
         import fsspec
 

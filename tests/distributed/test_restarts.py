@@ -81,7 +81,7 @@ def test_groups_that_share_rows_go_on_whole(left, each, accumulation):
     assert choice.processes // 2 * (choice.accumulation or 0) == 4
     flags = added_flags(layout, choice, has_checkpoint=False)
     assert flags.get("batch_size", 4) == choice.processes // 2 * layout.micro_batch_rows
-    with pytest.raises(PeerError, match="fewer processes than the 2 that share a row are left"):
+    with pytest.raises(PeerError, match="makes whole groups of the 2 that share a row"):
         choose(layout, hosts_of(1), 4)
 
 
