@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.record import arguments, preset, record
 from minimind.model.attention_kernels import SequenceGroup
@@ -46,8 +47,8 @@ def saved_bytes(name: str, length: int, group: SequenceGroup | None) -> int:
 def measure(rank: int, size: int, name: str, folder: str) -> None:
     """Write the most bytes of any rank for each length, in one of `size` processes."""
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store-{size}", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    place = f"file://{folder}/store-{size}"
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size)
     world = dist.group.WORLD
     assert world is not None
     group = SequenceGroup(world, rank, size) if size > 1 else None
@@ -67,7 +68,7 @@ def main() -> None:
     found: dict[int, list[int]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for size in SIZES:
-            multiprocessing.spawn(measure, (size, args.model, folder), size)
+            spawn(measure, (size, args.model, folder), size)
             found[size] = torch.load(Path(folder, f"{size}.pt"), weights_only=True)
     print(f"{'row':>6}" + "".join(f"{f'N = {size}, MiB':>16}" for size in SIZES))
     for number, length in enumerate(LENGTHS):
