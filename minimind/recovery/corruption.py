@@ -60,17 +60,12 @@ def owners(holdings: Sequence[Holding]) -> dict[Key, int]:
 
 
 def faults(
-    holdings: Sequence[Holding],
-    findings: Sequence[Finding],
-    dtype: str,
-    is_exact: bool,
-    group_size: int = 1,
+    holdings: Sequence[Holding], findings: Sequence[Finding], dtype: str, is_exact: bool
 ) -> list[Fault]:
     """Everything that differs between ranks or repetitions.
 
     `is_exact`: repetitions have to agree in every bit, as far as hardware is the same; otherwise up
-    to the rounding of `dtype`. Groups of `group_size` adjacent ranks compute together; the
-    neighbour of a rank is the one in its place in the next group.
+    to the rounding of `dtype`.
     """
     weights = [*weight_faults(holdings, findings)]
     certain = {rank for fault in weights for rank in fault.ranks}
@@ -80,22 +75,7 @@ def faults(
         found.append(replace(fault, ranks=known, is_either=False) if known else fault)
     wrong = {rank for fault in found for rank in fault.ranks}
     rounding = ROUNDING[dtype]
-    if group_size == 1:
-        return [*found, *_computation_faults(holdings, findings, wrong, rounding, is_exact)]
-    wrong_groups = {rank // group_size for rank in wrong}
-    for place in range(group_size):
-        own = holdings[place::group_size], findings[place::group_size]
-        for fault in _computation_faults(*own, wrong_groups, rounding, is_exact):
-            if not wrong_groups.issuperset(fault.ranks):  # or it was reported
-                found.append(_of_groups(fault, group_size))
-                wrong_groups = wrong_groups | {*fault.ranks}
-    return found
-
-
-def _of_groups(fault: Fault, size: int) -> Fault:
-    """A fault of some groups with all of their ranks: each computes with what the others sent."""
-    ranks = [rank for group in fault.ranks for rank in range(group * size, (group + 1) * size)]
-    return replace(fault, ranks=ranks, is_either=True)
+    return [*found, *_computation_faults(holdings, findings, wrong, rounding, is_exact)]
 
 
 def state_faults(holdings: Sequence[Holding]) -> Iterator[Fault]:

@@ -78,10 +78,9 @@ class CorruptionCheck:
         engine, run = self.engine, self.run
         if engine.device.type == "cuda":
             torch.cuda.synchronize(engine.device)
-        started, me = time.perf_counter(), engine.data_rank
-        before = (me - 1) % engine.parallel.data_size
-        own = (self._replay(step, batches, me), self._replay(step, batches, me))
-        neighbour = own[0] if before == me else self._replay(step, batches, before)
+        started, before = time.perf_counter(), (engine.rank - 1) % engine.world_size
+        own = (self._replay(step, batches, engine.rank), self._replay(step, batches, engine.rank))
+        neighbour = own[0] if before == engine.rank else self._replay(step, batches, before)
         holding = Holding(
             place_of(engine.device),
             kind_of(engine.device),
@@ -99,18 +98,17 @@ class CorruptionCheck:
         findings = engine.gather(Finding(stale, own, neighbour))
         is_tf32 = run.tf32 and run.dtype == "float32" and engine.device.type == "cuda"
         dtype = "tf32" if is_tf32 else run.dtype
-        group_size = engine.parallel.group_size
-        wrong = faults(holdings, findings, dtype, run.deterministic, group_size)
+        wrong = faults(holdings, findings, dtype, run.deterministic)
         self.seconds = time.perf_counter() - started
         self._checks += 1
         if not wrong:
             self.last_passed = step
         return wrong
 
-    def _replay(self, step: int, batches: Batches, data_rank: int) -> Replay:
+    def _replay(self, step: int, batches: Batches, rank: int) -> Replay:
         number, part, is_whole = self.rows_of_check(step)
-        rows = batches.micro_batch_of(step, data_rank, number)[part]
-        return replay(self.engine, rows, data_rank, is_whole)
+        rows = batches.micro_batch_of(step, rank, number)[part]
+        return replay(self.engine, rows, rank, is_whole)
 
     def report(self, found: list[Fault], step: int, logger: RunLogger, is_timed: bool) -> None:
         """Log a check; `is_timed`: the logger knows the time of a step."""

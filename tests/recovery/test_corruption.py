@@ -119,20 +119,6 @@ def test_of_two_ranks_that_compute_different_values_either_may_be_wrong():
         assert found(holdings, findings) == [("computation", [0, 1], True)]
 
 
-@pytest.mark.parametrize("bad", [0, 3])
-def test_of_ranks_that_compute_together_all_are_named_once(bad: int):
-    holdings, findings = ranks(6)  # the rows of groups of two: 0 and 1, 2 and 3, 4 and 5
-    assert faults(holdings, findings, "float32", True, 2) == []
-    group = bad // 2 * 2
-    for rank in (group, group + 1):  # one of them is at fault, and the other gets its keys
-        findings[rank] = Finding([], (BAD, BAD), BAD)
-    (fault,) = faults(holdings, findings, "float32", True, 2)
-    assert (fault.kind, fault.ranks, fault.is_either) == ("computation", [group, group + 1], True)
-    holdings[bad] = replace(holdings[bad], replicated={"fp32|b": 6, "exp_avg|b": 8})
-    (fault,) = faults(holdings, findings, "float32", True, 2)
-    assert (fault.kind, fault.ranks, fault.is_either) == ("state", [bad], False)
-
-
 def test_wrong_weights_explain_another_loss():
     holdings, findings = ranks(3)
     findings[1] = Finding([KEYS[0]], (BAD, BAD), BAD)
