@@ -1,6 +1,6 @@
 """Every pair of stages, of world sizes and of groups: saved by one, it goes on under the other.
 
-    python -m tests.distributed.elastic [--optimizer NAME]   (`make elastic`; 10 launches, 7 minutes)
+    python -m tests.distributed.elastic [--optimizer NAME]   (`make elastic`; 7 minutes)
 
 Each source takes 7 steps, saves, and takes 20 more, which are its unbroken curve. Each target loads
 that checkpoint and takes the same 20. Printed is the largest difference of a loss between the two:

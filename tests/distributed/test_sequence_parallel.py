@@ -51,13 +51,17 @@ def require_equal(found: Found, whole: Found) -> None:
             assert difference <= 1e-5, (case, name)
 
 
+def require_exact(gaps: dict[str, float]) -> None:
+    """Attention and its gradients, in float64, are those of whole rows."""
+    assert len(gaps) == 8
+    assert max(gaps.values()) < 1e-12, gaps
+
+
 def test_two_ranks_with_half_of_each_row_train_as_one(
     whole: Found, nursery: Nursery, tmp_path: Path
 ):
     found = results(nursery, tmp_path, 2, [FEW[0], "attention", FEW[1]])
-    gaps = found.pop("attention")
-    assert len(gaps) == 4
-    assert max(gaps.values()) < 1e-12  # float64
+    require_exact(found.pop("attention"))
     require_equal(found, whole)
 
 
@@ -66,4 +70,6 @@ def test_two_ranks_with_half_of_each_row_train_as_one(
 def test_every_stage_and_group_trains_as_one_process(
     world: int, whole: Found, nursery: Nursery, tmp_path: Path
 ):
-    require_equal(results(nursery, tmp_path, world, EVERY[world]), whole)
+    found = results(nursery, tmp_path, world, [*EVERY[world], "attention"])
+    require_exact(found.pop("attention"))
+    require_equal(found, whole)
