@@ -94,7 +94,7 @@ fix: $(READY) ## mend what can be mended by machine, and write docs/flags.md and
 smoke: $(READY) ## two processes, killed and resumed, compared step by step
 	$(BIN)/python -m pytest tests/distributed -k 'kill or resume'
 
-matrix: $(READY) ## ZeRO stage x dtype x accumulation x processes and their groups: do all curves agree? 12 minutes
+matrix: $(READY) ## ZeRO stage x dtype x accumulation x processes and their groups: do all curves agree? 12 to 14 minutes
 	$(BIN)/python -m tests.distributed.matrix
 
 elastic: $(READY) ## save under one ZeRO stage, number of processes or group size, go on under another: the table, 7 minutes

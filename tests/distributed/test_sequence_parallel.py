@@ -14,6 +14,7 @@ from tests.forking import Nursery
 pytestmark = pytest.mark.launch
 KINDS = ("plain", "documents", "recomputed", "chunked", "sft")
 STAGES = (None, 0, 1, 2, 3)  # stage 3 comes last: it replaces torch's linear function
+WITHIN_BF16 = 2e-3
 FEW = ["2,2,plain", "None,2,sft"]
 EVERY = {
     2: [f"{stage},2,{kind}" for stage in STAGES for kind in KINDS],
@@ -73,3 +74,18 @@ def test_every_stage_and_group_trains_as_one_process(
     found = results(nursery, tmp_path, world, [*EVERY[world], "attention"])
     require_exact(found.pop("attention"))
     require_equal(found, whole)
+
+
+@pytest.mark.long
+def test_in_bfloat16_losses_are_as_far_from_float32_as_those_of_one_process(
+    whole: Found, nursery: Nursery, tmp_path: Path
+):
+    exact = whole["None,1,plain"]["losses"]
+    one = results(nursery, tmp_path / "one", 1, ["None,1,bfloat16"])["None,1,bfloat16"]
+    cases = [f"{stage},2,bfloat16" for stage in STAGES]
+    found = results(nursery, tmp_path / "two", 2, cases)
+    assert one["losses"] == pytest.approx(exact, rel=WITHIN_BF16)
+    for case, own in found.items():
+        assert own["losses"] == pytest.approx(exact, rel=WITHIN_BF16), case
+        assert own["losses"] == pytest.approx(one["losses"], rel=WITHIN_BF16), case
+        assert own["norms"] == pytest.approx(one["norms"], rel=2e-2), case
