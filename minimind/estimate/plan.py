@@ -62,8 +62,8 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
     current = layout_of(run, machine.gpus, config, device)
     if run.tensor_parallel > 1:  # other stages are no alternatives
         held = memory_of_rank(shape_of(run), current, run.tensor_parallel)
-        verb = "Fits" if fits(held, machine.memory) else "Does not fit"
-        sizes = f"{held.total / GIB:.2f} of {machine.memory / GIB:.2f} GiB"
+        verb = "Fits" if fits(held, machine.memory) else "May not fit"
+        sizes = f"at most {held.total / GIB:.2f} of {machine.memory / GIB:.2f} GiB"
         return f"{text}\n\n{verb}: {sizes}, with {HEADROOM:.0%} kept free."
     if path == "none":
         path = os.path.relpath(DEFAULT_DEEPSPEED_CONFIG if run.optimizer == "adamw" else NO_BLOCK)
