@@ -94,10 +94,10 @@ fix: $(READY) ## mend what can be mended by machine, and write docs/flags.md and
 smoke: $(READY) ## two processes, killed and resumed, compared step by step
 	$(BIN)/python -m pytest tests/distributed -k 'kill or resume'
 
-matrix: $(READY) ## ZeRO stage x dtype x accumulation x processes: do all curves agree? 7 minutes
+matrix: $(READY) ## ZeRO stage x dtype x accumulation x processes and their groups: do all curves agree? 12 to 14 minutes
 	$(BIN)/python -m tests.distributed.matrix
 
-elastic: $(READY) ## save under one ZeRO stage or number of processes, go on under another: the table
+elastic: $(READY) ## save under one ZeRO stage, number of processes or group size, go on under another: the table, 7 minutes
 	$(BIN)/python -m tests.distributed.elastic
 
 faults: $(READY) ## kill, fill, stop and damage runs in every way; a table of what came of it: about an hour

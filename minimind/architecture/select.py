@@ -30,7 +30,6 @@ from minimind.errors import CheckpointError, UsageError
 from minimind.estimate.costs import flops_per_token
 from minimind.estimate.shape import shape_of
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.sizes import feed_forward_width
 from minimind.runtime.checked_json import ELSEWHERE, read_checkpoint_config, read_object, shown
 
 OURS = MiniMindConfig.model_type
@@ -68,7 +67,7 @@ class MiniMind:
             "n_layers": run.n_layers,
             "n_heads": run.n_heads,
             "n_kv_heads": run.n_kv_heads,
-            "hidden_dim": run.hidden_dim or feed_forward_width(run.dim),
+            "hidden_dim": run.feed_forward_width,
             "vocab_size": run.vocab_size,
             "rope_theta": run.rope_theta,
             "norm_eps": run.norm_eps,

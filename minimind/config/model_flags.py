@@ -120,3 +120,8 @@ class ModelFlags:
         False,
         "model",
     )
+
+    @property
+    def feed_forward_width(self) -> int:
+        """Width of the feed-forward; its default as in the model, which does not import this."""
+        return self.hidden_dim or 64 * -(-8 * self.dim // (3 * 64))

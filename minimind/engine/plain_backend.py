@@ -23,6 +23,7 @@ from minimind.engine.optimizer.adapters import zero_state
 from minimind.engine.optimizer.groups import optimizer_of
 from minimind.engine.optimizer.state import ZeroState
 from minimind.model.experts import Routing
+from minimind.runtime.collectives import lost_peers
 
 _copy_each: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] (not listed)
 # Elements per multi-tensor copy: one kernel on a GPU instead of one per weight, without a second
@@ -123,6 +124,8 @@ class PlainBackend:
         self.steps = 0
         self.skipped_steps: int | torch.Tensor = 0
         self.state().start()
+        if isinstance(forward, DistributedDataParallel):
+            order_buckets(forward)
 
     def watch(self, clock: CommunicationClock) -> None:
         """Time DDP's reductions."""
@@ -232,3 +235,19 @@ def unused_parameters(model: nn.Module) -> list[str]:
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     model.zero_grad(set_to_none=True)
     return unused
+
+
+def order_buckets(ddp: DistributedDataParallel) -> None:
+    """Have DDP order its buckets as it does after its first backward pass (collective).
+
+    On more than two ranks a sum depends on the place of its terms in a bucket, so that the first
+    step of a resumed run would differ from that of the unbroken one. DDP that searches for unused
+    parameters keeps its first buckets.
+    """
+    if ddp.find_unused_parameters:
+        return
+    with lost_peers():
+        ddp.reducer.prepare_for_backward([])
+        # Gradients become ready from the last weight to the first, nearly as in the model.
+        torch.stack([p.sum() for p in ddp.parameters() if p.requires_grad]).sum().backward()
+    ddp.zero_grad(set_to_none=True)

@@ -21,7 +21,7 @@ from minimind.estimate.costs import Layout, Memory
 from minimind.estimate.gpus import Machine
 from minimind.estimate.shape import Shape, shape_of, with_special_tokens
 from minimind.estimate.step_time import estimate_lines, exchanged_bytes
-from minimind.estimate.tensor_parallel import tensor_parallel_lines
+from minimind.estimate.tensor_parallel import memory_of_rank, tensor_parallel_lines
 
 HEADROOM = 0.1  # for the CUDA context, the libraries' own buffers and fragmentation
 OWN_FLAGS = ("gpus", "world_size", "gpu_model", "memory", "peak_tflops", "mfu", "tokens")
@@ -57,11 +57,14 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
     elif faults := plain_faults(run):
         raise fault_error(faults)
     text = f"{vocabulary}{plan_text(run, machine.gpus, config, machine, device)}"
-    if run.tensor_parallel > 1:  # other stages are no alternatives
-        return text
     if machine.memory is None:
         return f"{text}\n\nGive --memory (of one GPU, say 24GiB) to see what fits."
     current = layout_of(run, machine.gpus, config, device)
+    if run.tensor_parallel > 1:  # other stages are no alternatives
+        held = memory_of_rank(shape_of(run), current, run.tensor_parallel)
+        verb = "Fits" if fits(held, machine.memory) else "May not fit"
+        sizes = f"at most {held.total / GIB:.2f} of {machine.memory / GIB:.2f} GiB"
+        return f"{text}\n\n{verb}: {sizes}, with {HEADROOM:.0%} kept free."
     if path == "none":
         path = os.path.relpath(DEFAULT_DEEPSPEED_CONFIG if run.optimizer == "adamw" else NO_BLOCK)
     return f"{text}\n\n{_advice(run, current, machine.memory, path)}"

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.config.training_flags import BY_TASK
 from minimind.errors import UsageError
-from minimind.model.sizes import feed_forward_width
 
 
 @dataclass(frozen=True)
@@ -90,9 +89,10 @@ class Shape:
 
 def shape_of(run: RunConfig) -> Shape:
     """Return the shape described by the flags."""
-    hidden = run.hidden_dim or feed_forward_width(run.dim)
     flags = {f.name: getattr(run, f.name) for f in fields(Shape) if f.name in FLAGS}
-    return Shape(**{**flags, "hidden_dim": hidden, "is_tied": run.tie_word_embeddings})
+    return Shape(
+        **{**flags, "hidden_dim": run.feed_forward_width, "is_tied": run.tie_word_embeddings}
+    )
 
 
 def with_special_tokens(run: RunConfig) -> tuple[RunConfig, str]:

@@ -35,6 +35,7 @@ class Setting:
     world_size: int = 1
     zero_stage: int = 0  # also for DDP, which communicates like stage 0
     accumulation_steps: int = 1
+    tensor_parallel: int = 1
     num_workers: int = -1  # unknown
     total_steps: int = 0
     save_interval: int = 0
@@ -186,6 +187,14 @@ def _communication(period: Period, setting: Setting) -> Iterator[Verdict]:
     comm, step = min(period.by_rank("comm"), default=0.0), period.step
     if setting.world_size < 2 or not _is_large(comm, step, COMMUNICATION):
         return
+    if setting.tensor_parallel > 1:
+        text = (
+            f"communication, with that of tensor_parallel = {setting.tensor_parallel} in both"
+            f" passes, is {_share(comm, step, 'the step')}; drop --tensor_parallel if a micro-batch"
+            " fits without it"
+        )
+        yield Verdict("communication", text, _figures(comm, step), comm * AMORTIZED)
+        return
     stage, micro_batches = setting.zero_stage, setting.accumulation_steps
     saved = comm * AMORTIZED
     if stage >= 2 and micro_batches > 1:
@@ -205,6 +214,8 @@ def _communication(period: Period, setting: Setting) -> Iterator[Verdict]:
 
 def _optimizer(period: Period, setting: Setting) -> Iterator[Verdict]:
     """The update, without the collectives that it may have at stages 1 to 3."""
+    if setting.tensor_parallel > 1 and setting.zero_stage:
+        return  # those of both passes cannot be told from those of the update
     comm = min(period.by_rank("comm"), default=0.0) if setting.zero_stage else 0.0
     update, step = period.usual("optimizer") - comm, period.step
     if not _is_large(update, step, OPTIMIZER):

@@ -66,10 +66,10 @@ def remedy(
     """Return the change that makes the step fit, by the estimate of `minimind plan`."""
     recompute = "" if run.gradient_checkpointing else ", or give --gradient_checkpointing"
     if run.hugging_face is not None or run.tensor_parallel > 1:
-        kind = "models of transformers" if run.hugging_face else "this for --tensor_parallel"
+        why = " (`minimind plan` does not count models of transformers)" if run.hugging_face else ""
         return (
             "halve --batch_size and double --accumulation_steps, which leaves the step as it is"
-            f"{recompute} (`minimind plan` does not count {kind})"
+            f"{recompute}{why}"
         )
     shape, current = shape_of(run), layout_of(run, world_size, resolved.config, device)
     needed = costs.memory(shape, current)

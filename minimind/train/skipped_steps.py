@@ -7,8 +7,7 @@ code for skipped steps may be collective.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,8 @@ MAX_PENDING = 64  # steps whose flags stay on the device
 
 @dataclass(frozen=True)
 class NonfiniteRows:
-    """One rank's micro-batches with a loss that is not finite, and their rows."""
+    """Rows of micro-batches with a loss that is not finite, from the first rank that reads them."""
 
-    micro_batches: list[int]
     rows: list[dict[str, Any]]
     rows_left_out: int
 
@@ -78,8 +76,10 @@ class SkippedSteps:
         self.consecutive = self.consecutive + 1 if is_skipped else 0
         if not is_skipped:
             return
-        by_rank = self.ranks.gather(self._local_rows(step, result.loss_sums))
-        bad = {rank: own.micro_batches for rank, own in enumerate(by_rank) if own.micro_batches}
+        losses = torch.stack(result.loss_sums).isfinite().tolist()
+        numbers = [number for number, is_finite in enumerate(losses) if not is_finite]
+        bad = {rank: own for rank, own in enumerate(self.ranks.gather(numbers)) if own}
+        by_rank = self.ranks.gather(self._rows_of_group(step, bad))
         reason = "loss" if bad else "gradient"
         if self.ranks.rank == 0:
             with storing(str(self.path), "free some space, or correct the path of --out_dir"):
@@ -106,19 +106,22 @@ class SkippedSteps:
             cause_rank=min(bad, default=0),
         )
 
-    def _local_rows(self, step: int, losses: Sequence[torch.Tensor]) -> NonfiniteRows:
+    def _rows_of_group(self, step: int, bad: Mapping[int, list[int]]) -> NonfiniteRows:
+        """Rows of this rank's group whose loss is not finite on any of its ranks."""
         order, parallel = self.order, self.run.parallel(self.ranks.world_size)
         data_rank, data_size = parallel.data_rank(self.ranks.rank), parallel.data_size
+        of_group = {n for rank in bad if parallel.data_rank(rank) == data_rank for n in bad[rank]}
+        if not (of_group and parallel.is_first(self.ranks.rank)):
+            return NonfiniteRows([], 0)
         first = order.positions(step - 1).start + order.rows_per_step // data_size * data_rank
         indices = order.rows_for(step - 1, data_rank, data_size).tolist()
-        bad = [number for number, loss in enumerate(losses) if not math.isfinite(float(loss))]
-        rows, micro_batches = [], self.batches_at(step - 1) if bad else []
-        for number in bad:
+        rows, micro_batches = [], self.batches_at(step - 1)
+        for number in sorted(of_group):
             batch = token_ids(micro_batches[number]).tolist()
             for at, tokens in enumerate(batch, number * len(batch)):
                 place = {"micro_batch": number, "position": first + at, "row": indices[at]}
                 rows.append({**place, "loss": None, "tokens": tokens})
-        return NonfiniteRows(bad, rows[:MAX_ROWS], len(rows[MAX_ROWS:]))
+        return NonfiniteRows(rows[:MAX_ROWS], len(rows[MAX_ROWS:]))
 
     def _lines(
         self, step: int, reason: str, by_rank: list[NonfiniteRows]
@@ -126,12 +129,8 @@ class SkippedSteps:
         positions = self.order.positions(step - 1)
         if reason == "gradient":  # after the reduction its rank is unknown
             yield {"step": step, "reason": reason, "positions": [positions.start, positions.stop]}
-        dumped: set[int] = set()  # positions; ranks may share rows
         for rank, own in enumerate(by_rank):
             for row in own.rows:
-                if row["position"] in dumped:
-                    continue
-                dumped.add(row["position"])
                 text = self.decode(row["tokens"])
                 yield {"step": step, "reason": reason, "rank": rank, **row, "text": text}
             if own.rows_left_out:

@@ -92,9 +92,11 @@ def attention() -> dict[str, float]:
     sequence = SequenceGroup(dist.group.WORLD, rank, size)
     draw, found = torch.Generator().manual_seed(0), {}
     starts = torch.rand(2, 16, generator=draw) < 0.2
-    for heads, name in ((2, "shared keys"), (4, "own keys")):
+    # Heads of queries and of keys. Fewer of keys than ranks are repeated.
+    kinds = {"shared keys": (4, 2), "own keys": (4, 4), "one key": (4, 1), "one head": (size, 1)}
+    for name, (heads, keys) in kinds.items():
         for mask in (None, boolean_mask(16, 0, None, starts, torch.device("cpu"))):
-            shapes = [(2, 16, 4, 6), (2, 16, heads, 6), (2, 16, heads, 6)]
+            shapes = [(2, 16, heads, 6), (2, 16, keys, 6), (2, 16, keys, 6)]
             whole = [torch.randn(s, generator=draw, dtype=torch.float64) for s in shapes]
             weights = torch.randn(shapes[0], generator=draw, dtype=torch.float64)
             parts = [sequence.part(x, 1).clone().requires_grad_() for x in whole]

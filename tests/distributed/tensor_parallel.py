@@ -60,6 +60,7 @@ def divided(root: Path) -> dict[str, Any]:
             "shapes": {name: len(values) for name, values in ends[0].items()},
             "of one process": course(other, SAVED, STEPS),
             "copies": copies(engine),
+            "gathered": gathered(engine),
             "spoilt": spoil(engine),
         }
     return found
@@ -71,6 +72,16 @@ def copies(engine: Engine) -> list[float]:
     assert split is not None
     own = [p for name, p in engine.model.named_parameters() if name not in split.shapes]
     return engine.gather(float(sum(p.double().sum() for p in own)))
+
+
+def gathered(engine: Engine) -> list[int]:
+    """Bytes that each rank holds in a save beside its weights and moments."""
+    state = engine.state()
+    tensors = (tensor for f in state.fragments for tensor in state.tensors_of(f).values())
+    own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    saved = list(state.slices(engine.rank, engine.world_size))  # all of them exist at once
+    others = (run for _, run in saved if run.untyped_storage().data_ptr() not in own)
+    return engine.gather(sum(run.numel() * run.element_size() for run in others))
 
 
 def spoil(engine: Engine) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,8 @@ STEPS = 12
 ONE = {"batch_size": 4, "accumulation_steps": 2}  # 8 rows a step
 ALONE = {**ONE, "deepspeed_config": "none"}
 ZERO = {"deepspeed_config": str(DEFAULT_DEEPSPEED_CONFIG)}
-LAYOUTS = {1: ONE, 2: {"batch_size": 2, "accumulation_steps": 2}}
-LAYOUTS[4] = {"batch_size": 1, "accumulation_steps": 2}
+TENSOR, SEQUENCE = {"tensor_parallel": 2}, {"sequence_parallel": 2}
+Stages = list[tuple[int, dict[str, int], int]]  # processes, flags of their groups, last step
 
 
 def logged(out_dir: Path) -> list[tuple[int, float]]:
@@ -51,7 +52,7 @@ class Place:
 def one(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
     place = tmp_path_factory.mktemp("tuned")
     cache = str(place / "cache")
-    base = {**BASE, "data_path": str(corpus), "cache_dir": cache, "max_steps": 3}
+    base = {**BASE, "n_kv_heads": 2, "data_path": str(corpus), "cache_dir": cache, "max_steps": 3}
     assert train(base, out_dir=str(place / "base")) == 0
     talk = write(place / "talk.jsonl", conversations(300, seed=5))
     flags = {"task": "sft", "init_from": str(place / "base"), "data_path": str(talk)}
@@ -80,24 +81,31 @@ def test_killed_twice_it_takes_the_same_steps(nursery: Nursery, one: Place, tmp_
 @pytest.mark.parametrize(
     "stages",
     [
-        pytest.param([(2, 6), (1, STEPS)], id="2-1"),
-        pytest.param([(2, 4), (1, 8), (4, STEPS)], id="2-1-4", marks=pytest.mark.long),
+        pytest.param([(2, {}, 6), (1, {}, STEPS)], id="2-1"),
+        pytest.param([(2, {}, 4), (1, {}, 8), (4, {}, STEPS)], id="2-1-4", marks=pytest.mark.long),
+        pytest.param(
+            [(2, TENSOR, 4), (4, TENSOR, 8), (1, {}, STEPS)], id="tp", marks=pytest.mark.long
+        ),
+        pytest.param(
+            [(2, SEQUENCE, 4), (4, SEQUENCE, 8), (1, {}, STEPS)], id="sp", marks=pytest.mark.long
+        ),
     ],
 )
 def test_on_other_processes_it_takes_the_same_steps(
-    stages: list[tuple[int, int]], nursery: Nursery, one: Place, tmp_path: Path
+    stages: Stages, nursery: Nursery, one: Place, tmp_path: Path
 ):
     out_dir = tmp_path / "out"
-    for processes, last in stages:
+    for processes, divided, last in stages:
         stop = {"stop_at_step": last} if last < STEPS else {}
-        words = one.words(out_dir, **LAYOUTS[processes], **ZERO, **stop)
+        rows = ONE["batch_size"] * math.prod(divided.values()) // processes
+        words = one.words(out_dir, **{**ONE, "batch_size": rows}, **divided, **ZERO, **stop)
         statuses, _, text = nursery.run("train_pretrain", words, out_dir, processes)
         assert statuses == [75 if stop else 0] * processes, text
         expected = {step: loss for step, loss in one.losses.items() if step <= last}
         assert dict(logged(out_dir)) == pytest.approx(expected, rel=2e-6)
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     starts = [line for line in lines if line["event"] == "run_start"]
-    assert [start["world_size"] for start in starts] == [processes for processes, _ in stages]
+    assert [start["world_size"] for start in starts] == [processes for processes, *_ in stages]
     assert {(start["backend"], start["zero_stage"]) for start in starts} == {("deepspeed", 2)}
 
 

@@ -35,3 +35,14 @@ def test_a_divided_run_goes_on_as_one_process_with_the_same_losses(
     assert f"{flag} 2 -> 1" in run.stdout
     assert [line["step"] for line in run.events("eval")][:1] == [10]
     assert len({line["text"] for line in run.events("sample") if line["step"] == 10}) == 1
+
+
+def test_four_ranks_without_deepspeed_go_on_bit_for_bit(forked: Launcher, tmp_path: Path):
+    """On more than two ranks the order of DDP's sums depends on its buckets."""
+    flags = "--deepspeed_config none --sequence_parallel 2 --max_steps 8"
+    unbroken = forked.run(tmp_path / "whole", f"{flags} --save_interval 4", processes=4)
+    assert unbroken.status == 0, unbroken.stderr
+    saved = tmp_path / "whole" / "checkpoints" / "step_00000004"
+    run = forked.run(tmp_path / "resumed", f"{flags} --resume {saved}", processes=4)
+    assert run.status == 0, run.stderr
+    assert run.curve() == unbroken.curve()[4:]

@@ -14,6 +14,7 @@ from tests.forking import Nursery
 pytestmark = pytest.mark.launch
 KINDS = ("plain", "documents", "recomputed", "chunked", "sft")
 STAGES = (None, 0, 1, 2, 3)  # stage 3 comes last: it replaces torch's linear function
+WITHIN_BF16 = 2e-3
 FEW = ["2,2,plain", "None,2,sft"]
 EVERY = {
     2: [f"{stage},2,{kind}" for stage in STAGES for kind in KINDS],
@@ -51,13 +52,17 @@ def require_equal(found: Found, whole: Found) -> None:
             assert difference <= 1e-5, (case, name)
 
 
+def require_exact(gaps: dict[str, float]) -> None:
+    """Attention and its gradients, in float64, are those of whole rows."""
+    assert len(gaps) == 8
+    assert max(gaps.values()) < 1e-12, gaps
+
+
 def test_two_ranks_with_half_of_each_row_train_as_one(
     whole: Found, nursery: Nursery, tmp_path: Path
 ):
     found = results(nursery, tmp_path, 2, [FEW[0], "attention", FEW[1]])
-    gaps = found.pop("attention")
-    assert len(gaps) == 4
-    assert max(gaps.values()) < 1e-12  # float64
+    require_exact(found.pop("attention"))
     require_equal(found, whole)
 
 
@@ -66,4 +71,21 @@ def test_two_ranks_with_half_of_each_row_train_as_one(
 def test_every_stage_and_group_trains_as_one_process(
     world: int, whole: Found, nursery: Nursery, tmp_path: Path
 ):
-    require_equal(results(nursery, tmp_path, world, EVERY[world]), whole)
+    found = results(nursery, tmp_path, world, [*EVERY[world], "attention"])
+    require_exact(found.pop("attention"))
+    require_equal(found, whole)
+
+
+@pytest.mark.long
+def test_in_bfloat16_losses_are_as_far_from_float32_as_those_of_one_process(
+    whole: Found, nursery: Nursery, tmp_path: Path
+):
+    exact = whole["None,1,plain"]["losses"]
+    one = results(nursery, tmp_path / "one", 1, ["None,1,bfloat16"])["None,1,bfloat16"]
+    cases = [f"{stage},2,bfloat16" for stage in STAGES]
+    found = results(nursery, tmp_path / "two", 2, cases)
+    assert one["losses"] == pytest.approx(exact, rel=WITHIN_BF16)
+    for case, own in found.items():
+        assert own["losses"] == pytest.approx(exact, rel=WITHIN_BF16), case
+        assert own["losses"] == pytest.approx(one["losses"], rel=WITHIN_BF16), case
+        assert own["norms"] == pytest.approx(one["norms"], rel=2e-2), case

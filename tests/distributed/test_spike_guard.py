@@ -40,9 +40,17 @@ def course(out_dir: Path) -> tuple[list[list[Any]], dict[int, float]]:
 
 
 @pytest.mark.launch
-def test_two_ranks_decide_like_one_process(launch: Launcher, tmp_path: Path):
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--batch_size 4",
+        pytest.param("--batch_size 8 --tensor_parallel 2", marks=pytest.mark.long),
+        pytest.param("--batch_size 8 --sequence_parallel 2", marks=pytest.mark.long),
+    ],
+)
+def test_two_ranks_decide_like_one_process(more: str, launch: Launcher, tmp_path: Path):
     words = " ".join(f"--{name} {value}" for name, value in FLAGS.items())
-    run = launch.run(tmp_path / "two", f"{words} --spike_guard --batch_size 4")
+    run = launch.run(tmp_path / "two", f"{words} --spike_guard {more}")
     assert run.status == 0, run.stderr
     flags = {**FLAGS, "spike_guard": True, "batch_size": 8, "deepspeed_config": "none"}
     places = {"data_path": str(launch.corpus), "cache_dir": str(launch.cache)}

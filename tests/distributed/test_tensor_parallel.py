@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from minimind.config.parse import parse_flags
+from minimind.estimate.costs import Layout
+from minimind.estimate.shape import shape_of
+from minimind.estimate.tensor_parallel import gathered_bytes, own_part
 from tests.distributed.tensor_parallel import CLIP, SAVED, SPOILT, STAGES
 from tests.forking import Nursery
 
@@ -63,6 +67,16 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(found: tuple[Found, int],
     assert seen["resumed"] == seen["course"][SAVED:]
     assert seen["differing"] == []
     assert seen["shapes"]["exp_avg|model.layers.1.mlp.down_proj.weight"] == 32 * 128
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_save_gathers_what_a_plan_counts(found: tuple[Found, int], stage: int):
+    seen, ranks = found
+    shape = shape_of(parse_flags("--dim 32 --n_layers 2 --hidden_dim 128 --vocab_size 512".split()))
+    layout = Layout(stage, ranks, "float32", rows=1, averages=True)
+    counted = gathered_bytes(*own_part(shape, layout, 2))
+    gathered = seen["divided"][str(stage)]["gathered"]
+    assert sum(gathered) == pytest.approx(counted * ranks, rel=0.05)  # no rows at borders
 
 
 @pytest.mark.parametrize("stage", STAGES)

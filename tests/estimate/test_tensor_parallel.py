@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 from minimind.config.parse import parse_flags
 from minimind.estimate.costs import Layout
 from minimind.estimate.plan import Machine, plan
 from minimind.estimate.shape import shape_of
-from minimind.estimate.tensor_parallel import activation_bytes_sent, own_part
+from minimind.estimate.tensor_parallel import (
+    activation_bytes_sent,
+    memory_of_rank,
+    own_part,
+    saving_bytes,
+)
 
 SHAPE = "--dim 64 --n_layers 2 --n_heads 4 --n_kv_heads 2 --hidden_dim 192 --vocab_size 600"
 
@@ -34,3 +42,24 @@ def test_a_plan_counts_groups_and_names_no_other_stage():
     assert "x 2 processes" in text
     assert "2 share each matrix of a block: 87,872 parameters per rank, ZeRO-2 over 2" in text
     assert "ZeRO-3" not in text
+    assert "\nFits: at most 0.03 of 1.00 GiB, with 10% kept free." in text
+
+
+def test_a_plan_has_a_total_and_says_what_does_not_fit():
+    flags = f"{SHAPE} --dtype bfloat16 --tensor_parallel 2 --batch_size 64 --max_seq_len 2048"
+    text = plan(flags.split(), Machine(gpus=4, memory=2**28))
+    total = float(re.findall(r"([\d,.]+) in all", text)[0].replace(",", ""))
+    assert f"May not fit: at most {total / 1024:.2f} of 0.25 GiB, with 10% kept free." in text
+    assert "Give --memory" in plan(flags.split(), Machine(gpus=4))
+
+
+def test_whole_rows_of_o_and_down_are_gathered_to_save_them():
+    """64 x (64 + 192) weights, their average and moments; 192 x 64 at once."""
+    shape = shape_of(parse_flags(SHAPE.split()))
+    layout = Layout(0, 4, "float32", rows=1, averages=True)
+    part, ranks = own_part(shape, layout, 2)
+    kept = 4 * 4 * 2 * 64 * (64 + 192) // 2 // 2
+    assert saving_bytes(part, ranks) == kept + 4 * 64 * 192 // 2
+    assert saving_bytes(part, replace(ranks, stage=2)) == kept + 4 * 64 * 192
+    held = memory_of_rank(shape, layout, 2)
+    assert held.update >= saving_bytes(part, ranks)

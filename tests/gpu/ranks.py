@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 
+from minimind.config.run_config import ParallelLayout
 from tests.distributed import matrix
 from tests.distributed.test_peers import ENDLESS, left_over, workers
 from tests.distributed.test_runs import wait_for
@@ -45,7 +46,7 @@ def losses_of_two(site: Site) -> Iterator[Finding]:
     curves = {}
     for stage, world in ((None, 1), *((stage, TWO) for stage in STAGES)):
         try:
-            steps = matrix.train(root, stage, *of, world, site.device)
+            steps = matrix.train(root, stage, *of, ParallelLayout(world), site.device)
         except SystemExit as ended:
             raise PartError(str(ended).splitlines()[0], str(ended)) from ended
         curves[stage, world] = [step["loss"] for step in steps]

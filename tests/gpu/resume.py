@@ -46,13 +46,13 @@ def elastic(site: Site) -> Iterator[Finding]:
         site.python(
             "tests.distributed.elastic", str(site.folder), phase, site.device, **alone(site)
         )
-        curves |= pairs.curves_of(site.folder, 1, phase)
-    for source, target in pairs.ALONE:
+        curves |= pairs.curves_of(site.folder, phase, 1)
+    for source, target in pairs.ON_DEVICE:
         for dtype, limit in WITHIN.items():
             key = f"{dtype}|{name_of(source)}"
             curve, unbroken = curves[f"{key} -> {name_of(target)}"], curves[key]
             text, is_right = shown(curve, unbroken, limit, is_same=source == target)
-            what = f"ZeRO-{source[1]} to ZeRO-{target[1]}, {dtype}"
+            what = f"ZeRO-{source.stage} to ZeRO-{target.stage}, {dtype}"
             yield check(what, is_right, text, "bit for bit" if source == target else f"{limit:g}")
 
 

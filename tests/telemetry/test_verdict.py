@@ -153,6 +153,20 @@ def test_communication_is_answered_by_what_sends_less_in_this_layout(setting, wo
     assert not re.search(not_said, found.text.split("; ")[1])
 
 
+def test_with_tensor_parallel_ranks_communication_is_mostly_that_of_the_passes():
+    divided = {"world_size": 4, "zero_stage": 2, "accumulation_steps": 4, "tensor_parallel": 2}
+    found = judge(profile(1.0, 20.0, 60.0, 19.0, comm=[45.0, 44.0, 46.0, 45.0]), **divided)
+    assert found.kind == "communication"
+    assert found.text == (
+        "communication, with that of tensor_parallel = 2 in both passes, is 44 % of the step (44.0"
+        " of 100.0 ms); drop --tensor_parallel if a micro-batch fits without it"
+    )
+    update = profile(1.0, 20.0, 30.0, 49.0, comm=[10.0] * 4)
+    assert judge(update, **divided).kind == "compute"  # which part of it computes is unknown
+    assert judge(update, **{**divided, "zero_stage": 0}).kind == "optimizer"
+    assert judge(update, **{**divided, "tensor_parallel": 1}).kind == "optimizer"
+
+
 def test_one_process_has_no_communication_to_save():
     assert judge(profile(1.0, 20.0, 60.0, 19.0, comm=[50.0]), world_size=1).kind == "compute"
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +108,39 @@ def test_no_more_than_so_many_rows_of_a_step_are_dumped_and_that_is_reported(tmp
     *rows, last = lines_of(tmp_path)
     assert [row["position"] for row in rows] == list(range(MAX_ROWS))
     assert last == {"step": 1, "rank": 0, "rows_left_out": MAX_ROWS}
+
+
+@pytest.mark.parametrize("flag", ["sequence_parallel", "tensor_parallel"])
+def test_rows_that_a_group_shares_are_dumped_and_counted_once(tmp_path, flag):
+    """Of two groups of two ranks the first has an infinite loss, in other parts of its rows."""
+    flags = f"--{flag} 2 --max_skipped 1 --out_dir {tmp_path}"
+    losses = [[1.0, NAN, 1.0], [NAN, NAN, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+    order, ear = Order(12 * MAX_ROWS, 6 * MAX_ROWS, 1), Ear()
+    rows = list(torch.arange(3 * MAX_ROWS * 2).view(3, MAX_ROWS, 2))
+    meeting, shares = Barrier(4), [None] * 4
+
+    def check(rank: int) -> None:
+        def gather(value: Any) -> list[Any]:
+            shares[rank] = value
+            meeting.wait(10)
+            every = list(shares)
+            meeting.wait(10)
+            return every
+
+        ranks: Any = SimpleNamespace(rank=rank, world_size=4, gather=gather)
+        logger: Any = ear if rank == 0 else Ear()
+        run = parse_flags(flags.split())
+        steps = SkippedSteps(run, ranks, order, lambda step: rows, repr, logger)
+        values = [torch.tensor(loss) for loss in losses[rank]]
+        steps.check(1, StepResult(tuple(values), (torch.tensor(3),) * 3, NAN, 1.0, 1, True))
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(check, range(4)))
+    *dumped, last = lines_of(tmp_path)
+    assert [row["position"] for row in dumped] == list(range(MAX_ROWS))
+    assert last == {"step": 1, "rank": 0, "rows_left_out": MAX_ROWS}
+    assert ear.events[0]["ranks"] == [0, 1]
+    assert "rank 0 (micro-batch 1), rank 1 (micro-batch 0, 1)" in ear.said[0]
 
 
 def test_what_only_the_device_knows_is_requested_when_due_or_of_many_steps(tmp_path):

@@ -31,7 +31,6 @@ GPU_ONLY = (
 PACKAGES = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
 # These select which other keys are read; require_accepted tries them last.
 SELECTORS = ("optimizer.type", "optimizer.params.torch_adam", "scheduler.type", f"{ZERO}stage")
-DEFAULT_MULTIPLE = 64  # of the default hidden_dim
 OUTPUTS = {  # path -> the switch of the block that writes there
     "tensorboard.output_path": "tensorboard.enabled",
     "csv_monitor.output_path": "csv_monitor.enabled",
@@ -65,16 +64,17 @@ def engine_faults(config: Mapping[str, Any], path: str, run: RunConfig, device: 
         faults.append(
             f"{random_ltd} is {json.dumps(config_value)}, but no layer drops tokens here; remove it"
         )
-    return [f"{path}: {fault}" for fault in faults + tensor_parallel_faults(config, run)]
+    of_tensors = tensor_parallel_faults(config, path, run)  # which name where a value comes from
+    return [f"{path}: {fault}" for fault in faults] + of_tensors
 
 
-def tensor_parallel_faults(config: Mapping[str, Any], run: RunConfig) -> list[str]:
-    """Settings beside which tensor parallelism is wrong, or not tested."""
+def tensor_parallel_faults(config: Mapping[str, Any], path: str, run: RunConfig) -> list[str]:
+    """Keys and flags beside which tensor parallelism is wrong, or not tested."""
     if run.tensor_parallel == 1:
         return []
     flag = f"tensor_parallel = {run.tensor_parallel} ({run.sources['tensor_parallel']})"
     stage, of_adam = get(config, f"{ZERO}stage"), get(config, "optimizer.params.torch_adam")
-    excluded = {
+    keys = {
         f"{ZERO}stage is 3": (stage == 3, "use stage 0, 1 or 2"),
         f"{ZERO}offload_optimizer": (offloads(config, "optimizer"), "remove it"),
         f"{ZERO}round_robin_gradients": (
@@ -91,39 +91,49 @@ def tensor_parallel_faults(config: Mapping[str, Any], run: RunConfig) -> list[st
         ),
         "optimizer.params.torch_adam is false": (of_adam is False, "remove it"),
         "flops_profiler": (get(config, "flops_profiler.enabled") is True, "switch it off"),
-        # DeepSpeed 0.19.8 then counts the gradients of the first rank only.
-        "dtype = bfloat16 at stage 0": (
-            stage == 0 and run.dtype == "bfloat16",
-            "use stage 1, which needs less memory",
-        ),
-        "dtype = float16": (run.dtype == "float16", "use bfloat16 or float32"),
-        f"optimizer = {run.optimizer}": (run.optimizer != "adamw", "use adamw"),
+    }
+    flags = {
+        "dtype": (run.dtype == "float16", "use bfloat16 or float32"),
+        "optimizer": (run.optimizer != "adamw", "use adamw"),
         "use_moe": (run.use_moe, "drop it"),
         "mup_base_dim": (run.mup_base_dim is not None, "drop it"),
-        "--model hf:": (run.hugging_face is not None, "use the built-in decoder"),
-        "compile = on": (run.compile == "on", "drop it"),
+        "model": (run.hugging_face is not None, "use the built-in decoder"),
+        "compile": (run.compile == "on", "drop it"),
         "verify_interval": (run.verify_interval > 0, "drop it"),
         "sequence_parallel": (run.sequence_parallel > 1, "drop it"),
     }
+    found = [(f"{path}: {key}", remedy) for key, (is_set, remedy) in keys.items() if is_set]
+    if stage == 0 and run.dtype == "bfloat16":
+        # DeepSpeed 0.19.8 then counts the gradients of the first rank only.
+        at = f"{_given(run, 'dtype')} at stage 0 ({path})"
+        found.append((at, "use stage 1, which needs less memory"))
+    found += [(_given(run, name), remedy) for name, (is_set, remedy) in flags.items() if is_set]
     faults = [
         f"{what} is not supported with {flag}; {remedy}, or drop tensor_parallel"
-        for what, (is_set, remedy) in excluded.items()
-        if is_set
+        for what, remedy in found
     ]
     return faults or _indivisible(run, flag)
 
 
+def _given(run: RunConfig, name: str) -> str:
+    """A flag with its value and source."""
+    return f"{name} = {getattr(run, name)} ({run.sources[name]})"
+
+
 def _indivisible(run: RunConfig, flag: str) -> list[str]:
     """Numbers of heads and channels that cannot be divided over the ranks."""
-    sizes = {name: getattr(run, name) for name in ("n_heads", "n_kv_heads", "hidden_dim")}
-    if sizes["hidden_dim"] is None:
-        sizes["hidden_dim"] = DEFAULT_MULTIPLE
+    sizes = {_given(run, name): getattr(run, name) for name in ("n_heads", "n_kv_heads")}
+    width = run.feed_forward_width
+    source = run.sources["hidden_dim"]
+    if run.hidden_dim is None:
+        source = f"default for dim = {run.dim}"
+    sizes[f"hidden_dim = {width} ({source})"] = width
     largest = gcd(*sizes.values())
     works = ", ".join(str(n) for n in range(2, largest + 1) if largest % n == 0)
     return [
-        f"{name} = {size} ({run.sources[name]}) is not divisible by {flag}; "
+        f"{given} is not divisible by {flag}; "
         + (f"with this shape {works} would be possible" if works else "change the shape")
-        for name, size in sizes.items()
+        for given, size in sizes.items()
         if size % run.tensor_parallel
     ]
 

@@ -16,8 +16,9 @@ from minimind.config.deepspeed.config_values import put
 from minimind.config.deepspeed.engine_rules import remedy_for, tensor_parallel_faults
 from minimind.config.deepspeed.resolve import resolve
 from minimind.config.parse import parse_flags
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig
 from minimind.errors import StorageError, UsageError
+from minimind.model.sizes import feed_forward_width
 from tests.config.deepspeed.test_normalize import leaves as spelt
 from tests.config.deepspeed.test_normalize import replaced, spellings
 from tests.conftest import ROOT, SMALL, Trained
@@ -297,15 +298,25 @@ def test_a_tracker_that_deepspeed_cannot_open_is_named(trained: Trained, tmp_pat
 @pytest.mark.parametrize(
     ("flags", "edits", "word"),
     [
-        ("--dtype bfloat16", {"zero_optimization.stage": 0}, "dtype = bfloat16 at stage 0"),
-        ("", {"zero_optimization.stage": 3}, "use stage 0, 1 or 2"),
-        ("", {"zero_optimization.offload_optimizer.device": "cpu"}, "offload_optimizer"),
-        ("--optimizer muon", {}, "optimizer = muon"),
-        ("--optimizer lion", {}, "optimizer = lion"),
-        ("--use_moe", {}, "use_moe"),
-        ("--mup_base_dim 64", {}, "mup_base_dim"),
-        ("--verify_interval 5", {}, "verify_interval"),
-        ("--compile on", {}, "compile = on"),
+        (
+            "--dtype bfloat16",
+            {"zero_optimization.stage": 0},
+            "dtype = bfloat16 (--dtype) at stage 0 (ds.json) is not supported",
+        ),
+        ("", {"zero_optimization.stage": 3}, "ds.json: zero_optimization.stage is 3 is not"),
+        (
+            "",
+            {"zero_optimization.offload_optimizer.device": "cpu"},
+            "ds.json: zero_optimization.offload_optimizer is not supported",
+        ),
+        ("--dtype float16", {}, "dtype = float16 (--dtype) is not supported"),
+        ("--optimizer muon", {}, "optimizer = muon (--optimizer) is not supported"),
+        ("--optimizer lion", {}, "optimizer = lion (--optimizer) is not supported"),
+        ("--use_moe", {}, "use_moe = True (--use_moe) is not supported"),
+        ("--mup_base_dim 64", {}, "mup_base_dim = 64 (--mup_base_dim) is not supported"),
+        ("--verify_interval 5", {}, "verify_interval = 5 (--verify_interval) is not supported"),
+        ("--compile on", {}, "compile = on (--compile) is not supported"),
+        ("--sequence_parallel 2", {}, "sequence_parallel = 2 (--sequence_parallel) is not"),
         ("--n_heads 8 --n_kv_heads 1", {}, "n_kv_heads = 1 (--n_kv_heads) is not divisible"),
         ("--hidden_dim 129", {}, "hidden_dim = 129 (--hidden_dim) is not divisible"),
     ],
@@ -317,21 +328,33 @@ def test_what_tensor_parallelism_excludes_is_one_sentence(
     for key, value in edits.items():
         put(config, key, value)
     run = parse_flags(f"--dtype float32 --tensor_parallel 2 {flags}".split())
-    (fault,) = tensor_parallel_faults(config, run)
-    assert word in fault
+    (fault,) = tensor_parallel_faults(config, "ds.json", run)
+    assert fault.startswith(word)
     assert "tensor_parallel = 2 (--tensor_parallel)" in fault
     alone = parse_flags(f"--dtype float32 {flags}".split())
-    assert tensor_parallel_faults(config, alone) == []
+    assert tensor_parallel_faults(config, "ds.json", alone) == []
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_tensor_parallelism_is_taken_at_stages_0_to_2(stage: int):
     run = parse_flags("--dtype float32 --tensor_parallel 2".split())
-    assert tensor_parallel_faults({"zero_optimization": {"stage": stage}}, run) == []
+    assert tensor_parallel_faults({"zero_optimization": {"stage": stage}}, "", run) == []
 
 
 def test_sizes_that_would_divide_the_shape_are_named():
     run = parse_flags("--dim 384 --n_heads 12 --n_kv_heads 4 --tensor_parallel 3".split())
-    (fault, other) = tensor_parallel_faults({"zero_optimization": {"stage": 2}}, run)
+    (fault, other) = tensor_parallel_faults({"zero_optimization": {"stage": 2}}, "", run)
     assert fault.endswith("with this shape 2, 4 would be possible")
-    assert "hidden_dim" in other
+    assert other.startswith("hidden_dim = 1024 (default for dim = 384) is not divisible by")
+
+
+def test_the_default_width_of_the_feed_forward_is_divided():
+    run = parse_flags("--dim 576 --n_heads 12 --n_kv_heads 6 --tensor_parallel 3".split())
+    assert feed_forward_width(run.dim) == 1536
+    assert tensor_parallel_faults({"zero_optimization": {"stage": 2}}, "", run) == []
+
+
+@pytest.mark.parametrize("dim", [1, 64, 100, 384, 512, 4096])
+def test_the_width_of_a_run_is_that_of_the_model(dim: int):
+    assert RunConfig(dim=dim).feed_forward_width == feed_forward_width(dim)
+    assert RunConfig(dim=dim, hidden_dim=7).feed_forward_width == 7
