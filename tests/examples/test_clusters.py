@@ -128,7 +128,7 @@ def test_term_to_pid_1_of_both_pods_saves_with_a_status_that_restarts(
     given |= {"MAIN_IP": "127.0.0.1", "MAIN_PORT": str(free_port()), "NUM_PROCESSES": "2"}
     command = [*isolated, *launch.command(tmp_path / "out", "--max_steps 90000")]
     pods = [
-        subprocess.Popen(command, env=environment(**given | {"MACHINE_RANK": rank}))
+        subprocess.Popen(command, env=environment(**given | {"MACHINE_RANK": rank}), text=True)
         for rank in ("0", "1")
     ]
     try:

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from minimind.errors import PeerError, RendezvousError, which_memory
 from minimind.runtime.collectives import AGENT_STORE, TCPStore, lost_peers, own_store, rendezvous
@@ -86,7 +87,7 @@ def test_each_start_of_torchrun_agrees_on_a_store_of_its_own():
 
 def test_an_offer_of_an_earlier_start_is_not_taken():
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = dist.PrefixStore("start", server)  # pyright: ignore[reportPrivateImportUsage]
+    store = PrefixStore("start", server)
     store.set("offer", "1234 of a rank 0 that is gone")
     with pytest.raises(RendezvousError, match="rank 0 did not start; check the launcher"):
         own_store(of_rank(1, server.port), timedelta(seconds=1))

