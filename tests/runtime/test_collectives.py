@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from minimind.errors import PeerError, RendezvousError, which_memory
-from minimind.runtime.collectives import AGENT_STORE, TCPStore, lost_peers, own_store, rendezvous
+from minimind.runtime.collectives import AGENT_STORE, lost_peers, own_store, rendezvous
 
 SYSTEM = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled system error"
