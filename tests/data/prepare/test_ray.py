@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
-import psutil
 import pytest
 
 from minimind.cli.main import main
@@ -24,7 +19,6 @@ from minimind.data.prepare import ray_tasks
 from minimind.data.prepare.work_units import PLAN_NAME
 from minimind.errors import DataError, RendezvousError, StorageError
 from tests.conftest import sentences
-from tests.forking import free_port
 
 
 def words(text: Path, out: Path, *more: str) -> list[str]:
@@ -67,17 +61,12 @@ def claimed_by(pid: int) -> str | None:
     return claims[0][-len("00000.lock") : -len(".lock")] if claims else None
 
 
-def kill_a_worker_in_a_unit(
-    driver: subprocess.Popen[str], draft: Path, above: Sequence[int] = ()
-) -> str:
-    """Kill a worker that has claimed a unit and not finished it; return the number of the unit.
-
-    Workers are below the processes `above`, or else below the driver.
-    """
+def kill_a_worker_in_a_unit(driver: subprocess.Popen[str], draft: Path) -> str:
+    """Kill a worker that has claimed a unit and not finished it; return the number of the unit."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         assert driver.poll() is None, "the command has ended"
-        for pid in [pid for parent in above or [driver.pid] for pid in encoding_workers(parent)]:
+        for pid in encoding_workers(driver.pid):
             os.kill(pid, signal.SIGSTOP)
             unit = claimed_by(pid)
             if unit and not (draft / f"unit-{unit}.json").exists():
@@ -107,73 +96,6 @@ def test_four_workers_one_of_them_killed_write_the_shards_of_one_process(tmp_pat
     assert printed.endswith(f"done: --data_path {tmp_path / 'ray'}\n")
     assert not errors.replace("training the tokenizer ...\n", "")
     assert files_of(tmp_path / "ray") == files_of(tmp_path / "one")
-
-
-@pytest.fixture
-def two_nodes() -> Iterator[tuple[str, list[int]]]:
-    """The address of a cluster of two nodes with a core each on this machine, and their pids."""
-    port = free_port()
-    address = f"127.0.0.1:{port}"
-    ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus", "1"]
-    # Its socket paths are too long in tmp_path.
-    place = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    head = ["--head", "--port", str(port), "--include-dashboard", "false", "--temp-dir", place]
-    starts = [[*ray, *head], [*ray, "--address", address]]
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        for command in starts:
-            with open(Path(place) / f"node-{len(started)}.log", "wb") as log:
-                started.append(
-                    subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-                )
-            wait_for_nodes(address, len(started))
-        yield address, [node.pid for node in started]
-    finally:
-        below = [one for node in started for one in psutil.Process(node.pid).children(True)]
-        for node in reversed(started):
-            node.terminate()
-        for node in started:
-            node.wait(timeout=60)
-        for process in below:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def wait_for_nodes(address: str, count: int) -> None:
-    """Until a cluster has so many nodes."""
-    code = f"import ray; ray.init('{address}', log_to_driver=False, logging_level='error');"
-    code += " print(sum(node['Alive'] for node in ray.nodes()))"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        if asked.stdout.split()[-1:] == [str(count)]:
-            return
-    raise AssertionError(f"{asked.stdout}{asked.stderr}")
-
-
-@pytest.mark.long
-@pytest.mark.launch
-def test_two_nodes_of_a_running_cluster_write_the_shards_of_one_process(
-    two_nodes: tuple[str, list[int]], tmp_path: Path
-):
-    """With a worker killed."""
-    address, nodes = two_nodes
-    text = write(tmp_path / "t.jsonl", sentences(1, 10_000))
-    assert main(words(text, tmp_path / "one", "--processes", "1")) == 0
-    command = words(text, tmp_path / "ray", "--ray", address)
-    with subprocess.Popen(
-        [sys.executable, "-m", "minimind", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as driver:
-        assert kill_a_worker_in_a_unit(driver, tmp_path / "ray.part", nodes)
-        _, errors = driver.communicate(timeout=200)
-    assert driver.returncode == 0, errors
-    assert files_of(tmp_path / "ray") == files_of(tmp_path / "one")
-    for node in nodes:  # the command leaves a cluster as it was
-        assert psutil.pid_exists(node)
 
 
 def drafted(tmp_path: Path) -> tuple[Path, str]:
