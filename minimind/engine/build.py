@@ -38,7 +38,7 @@ from minimind.engine.op_build_lock import monitored_builds
 from minimind.engine.optimizer.groups import optimizer_of, run_groups, trial_optimizer
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.errors import RendezvousError, StorageError, UsageError
-from minimind.runtime.collectives import collective_backend, lost_peers, rendezvous
+from minimind.runtime.collectives import collective_backend, lost_peers, own_store, rendezvous
 from minimind.runtime.hardware import set_numerics
 from minimind.runtime.terminal import phase
 
@@ -191,6 +191,7 @@ def _accelerator(device: str, dist_timeout: int, *handlers: Any, **options: Any)
     backend, timeout = collective_backend(device, dist_timeout)
     group = InitProcessGroupKwargs(backend=backend, timeout=timeout)
     with rendezvous():
+        own_store(os.environ, timeout)
         return Accelerator(kwargs_handlers=[group, *handlers], **options)
 
 

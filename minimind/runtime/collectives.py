@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+import socket
+import time
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -16,6 +18,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 from minimind.errors import PeerError, RendezvousError, RunError, StorageError, which_memory
 from minimind.runtime.heartbeat import Peers
 
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # of torchrun: its own store is that of the workers
 # Error messages of gloo and c10d when the peer of a connection is gone or silent.
 LOST = (
     *("Connection closed", "Connection reset", "Connection refused", "Broken pipe"),
@@ -73,6 +76,53 @@ def rendezvous() -> Iterator[None]:
             raise
         message = nccl_fault(error) or f"the ranks did not meet: {error}; check the launcher"
         raise RendezvousError(message) from error
+
+
+def own_store(environ: MutableMapping[str, str], timeout: timedelta) -> None:
+    """Choose a port for a store of this start, if torchrun may start the processes again.
+
+    torchrun keeps one store for all starts, and in it the addresses of processes that are gone.
+    There, rank 0 offers a port, and another rank takes it once rank 0 has confirmed that it reads
+    its answer: an offer of an earlier start is never confirmed.
+    """
+    rank, world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
+    restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if world_size == 1 or restarts == 0 or environ.get(AGENT_STORE) != "True":
+        return
+    host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    shared = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    store = PrefixStore("start", shared)
+    if rank == 0:
+        environ["MASTER_PORT"] = _offer_port(store, world_size)
+    else:
+        environ["MASTER_PORT"] = _confirmed_port(store, rank, timeout)
+    environ[AGENT_STORE] = "False"
+
+
+def _offer_port(store: PrefixStore, world_size: int) -> str:
+    """Offer a free port of this host, and confirm it to every other rank."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    offer = f"{port} {os.urandom(8).hex()}"
+    store.set("offer", offer)
+    for rank in range(1, world_size):
+        answer = store.get(f"{offer} to {rank}").decode()  # waits
+        store.set(f"{answer} confirmed", "")
+    return port
+
+
+def _confirmed_port(store: PrefixStore, rank: int, timeout: timedelta) -> str:
+    """Answer offers until one is confirmed."""
+    answer = os.urandom(8).hex()
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        offer = store.get("offer").decode()  # waits
+        store.set(f"{offer} to {rank}", answer)
+        time.sleep(0.1)
+        if store.check([f"{answer} confirmed"]):
+            return offer.split()[0]
+    raise RendezvousError("rank 0 did not start; check the launcher")
 
 
 def collective_backend(device: str, dist_timeout: int) -> tuple[str, timedelta]:

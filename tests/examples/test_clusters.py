@@ -12,6 +12,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -19,10 +20,13 @@ from minimind import errors
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import CONFIGS
 from minimind.launch.plan import RESTARTS, LaunchSettings, plan
-from tests.conftest import PACE, ROOT, SHAPE
+from tests.conftest import PACE, ROOT, SHAPE, Launcher, Run
+from tests.distributed.test_launchers import environment
+from tests.distributed.test_runs import kill_all, wait_for
 from tests.docs.commands import check
 from tests.docs.pages import PAGES, rows
 from tests.examples.conftest import EXAMPLES
+from tests.forking import free_port
 
 CLAIM, JOBSET = yaml.safe_load_all((EXAMPLES / "kubernetes" / "jobset.yaml").read_text())
 (HOSTS,) = JOBSET["spec"]["replicatedJobs"]
@@ -111,6 +115,40 @@ def test_the_user_of_the_pods_is_that_of_the_image():
     assert context["fsGroup"] == context["runAsGroup"]
 
 
+@pytest.mark.launch
+@pytest.mark.long
+def test_term_to_pid_1_of_both_pods_saves_with_a_status_that_restarts(
+    launch: Launcher, tmp_path: Path
+):
+    """As the kubelet stops pods; each in a PID namespace of its own, on the loopback interface."""
+    isolated = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*isolated, "true"], capture_output=True).returncode:
+        pytest.skip("no PID namespaces here")
+    given = {entry["name"]: entry.get("value", "") for entry in CONTAINER["env"]}
+    given |= {"MAIN_IP": "127.0.0.1", "MAIN_PORT": str(free_port()), "NUM_PROCESSES": "2"}
+    command = [*isolated, *launch.command(tmp_path / "out", "--max_steps 90000")]
+    pods = [
+        subprocess.Popen(command, env=environment(**given | {"MACHINE_RANK": rank}), text=True)
+        for rank in ("0", "1")
+    ]
+    try:
+        wait_for(pods[0], tmp_path / "out", '"step": 5,')
+        for pod in pods:
+            (pid_1,) = psutil.Process(pod.pid).children()
+            pid_1.terminate()
+        grace = POD["terminationGracePeriodSeconds"]
+        assert [pod.wait(timeout=grace) for pod in pods] == [errors.PREEMPTED] * 2
+    finally:
+        for pod in pods:
+            if pod.poll() is None:
+                kill_all(pod)
+    (rule,) = JOB["podFailurePolicy"]["rules"]
+    assert errors.PREEMPTED not in rule["onExitCodes"]["values"]
+    run = Run(tmp_path / "out", errors.PREEMPTED, "", "")
+    (saved,) = run.events("checkpoint_saved")
+    assert saved["step"] == run.events("exit")[-1]["step"] >= 5
+
+
 def test_skypilot_runs_commands_that_there_are_and_goes_on_after_a_stop():
     for script in (SKY["setup"], SKY["run"]):
         whole = string.Template(script.replace("\\\n", "")).safe_substitute(SKY["envs"])
@@ -143,6 +181,8 @@ def built(place: Path) -> Path:
     subprocess.run([sys.executable, *venv.split()[1:]], cwd=copied, check=True)
     (site,) = copied.glob(".venv/lib/python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    # The one of venv, if any, is too old for pyproject.toml; pip downloads another, or takes ours.
+    subprocess.run([".venv/bin/pip", "uninstall", "--quiet", "--yes", "setuptools"], cwd=copied)
     offline = f"{pip} --quiet --no-deps --no-build-isolation --no-index"
     subprocess.run(["bash", "-c", offline], cwd=copied, check=True, timeout=120)
     return copied

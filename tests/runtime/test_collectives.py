@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from minimind.errors import PeerError, RendezvousError, which_memory
-from minimind.runtime.collectives import lost_peers, rendezvous
+from minimind.runtime.collectives import AGENT_STORE, lost_peers, own_store, rendezvous
 
 SYSTEM = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled system error"
@@ -56,3 +60,44 @@ def test_other_errors_pass():
     with pytest.raises(RendezvousError, match="the ranks did not meet: refused; check the"):
         with rendezvous():
             raise dist.DistBackendError("refused")
+
+
+def of_rank(rank: int, port: int) -> dict[str, str]:
+    """What torchrun with --max-restarts 1 gives to one of three workers."""
+    found = {"RANK": str(rank), "WORLD_SIZE": "3", "TORCHELASTIC_MAX_RESTARTS": "1"}
+    return found | {AGENT_STORE: "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def test_each_start_of_torchrun_agrees_on_a_store_of_its_own():
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ports = set()
+    for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):  # offers of the earlier starts are still there
+        ranks = [of_rank(rank, server.port) for rank in order]
+        with ThreadPoolExecutor(3) as pool:
+            for done in [
+                pool.submit(own_store, environ, timedelta(seconds=30)) for environ in ranks
+            ]:
+                done.result()
+        (port,) = {environ["MASTER_PORT"] for environ in ranks}
+        assert {environ[AGENT_STORE] for environ in ranks} == {"False"}
+        ports.add(port)
+    assert len(ports) == 3
+    assert str(server.port) not in ports
+
+
+def test_an_offer_of_an_earlier_start_is_not_taken():
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = PrefixStore("start", server)
+    store.set("offer", "1234 of a rank 0 that is gone")
+    with pytest.raises(RendezvousError, match="rank 0 did not start; check the launcher"):
+        own_store(of_rank(1, server.port), timedelta(seconds=1))
+
+
+@pytest.mark.parametrize(
+    "other", [{"WORLD_SIZE": "1"}, {"TORCHELASTIC_MAX_RESTARTS": "0"}, {AGENT_STORE: "False"}]
+)
+def test_a_store_without_earlier_starts_is_kept(other: dict[str, str]):
+    environ = of_rank(0, 1) | other
+    before = dict(environ)
+    own_store(environ, timedelta(seconds=1))
+    assert environ == before

@@ -11,20 +11,25 @@ from minimind.errors import UsageError
 from minimind.runtime.durable_files import mebibytes
 
 EXAMPLE = "minimind data filter my_text.jsonl --out dataset/clean --exact_dedup"
-STEPS = ("min_chars", "max_chars", "exact_dedup", "minhash")
+STEPS = ("min_chars", "max_chars", "languages", "exact_dedup", "minhash")
+MIN_PROBABILITY = 0.5  # text without words is en with 0.12
 MINHASH = {"ngrams": "words of an n-gram (default: 5)", "buckets": "buckets (default: 14)"}
 MINHASH |= {"hashes": "hashes of a bucket (default: 8)"}
 
 
 def add_parser(actions: Any) -> None:
     """Add the parser of `data filter`."""
-    text = "Remove short, long, repeated and near-repeated documents; count and list each"
+    text = "Remove documents by length and language, and repeated ones; count and list each"
     parser = actions.add_parser("filter", help=text, description=f"{text}.", example=EXAMPLE)
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="files, directories, globs, dataset directories")
     add("--out", type=non_empty_path, required=True, help="new output folder")
     add("--min_chars", type=at_least(1), metavar="N", help="remove texts of fewer characters")
     add("--max_chars", type=at_least(1), metavar="N", help="remove texts of more characters")
+    text = "remove texts in other languages than these, separated by commas (zh,en)"
+    add("--languages", metavar="CODES", help=text)
+    text = f"--languages: least probability of the language (default: {MIN_PROBABILITY})"
+    add("--min_language_probability", type=fraction, metavar="P", help=text)
     text = "remove texts that were read before, but for blanks; the first one stays"
     add("--exact_dedup", action="store_true", help=text)
     text = "remove near-duplicates, by MinHash of datatrove; one of each cluster stays"
@@ -61,6 +66,10 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in given.items() if value is not None}
     if given and not args.minhash:
         raise UsageError(f"--minhash_{next(iter(given))} without --minhash; give --minhash too")
+    probability = args.min_language_probability
+    if probability is not None and not args.languages:
+        raise UsageError("--min_language_probability without --languages; give --languages too")
+    languages = args.languages.split(",") if args.languages else []
     request = FilterRequest(
         tuple(args.paths),
         ReadOptions(args.text_field, args.max_document_bytes),
@@ -70,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
         args.max_chars,
         args.exact_dedup,
         MinHash(**given) if args.minhash else None,
+        tuple(language.strip() for language in languages),
+        MIN_PROBABILITY if probability is None else probability,
     )
     _print_report(filter_text(request, args.out, args.force))
     print(f"done: --data_path {args.out}")

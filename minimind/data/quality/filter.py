@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from minimind.data.prepare.merge import require_few_rejected
 from minimind.data.prepare.unit_reader import refuse
+from minimind.data.quality.language import in_languages, require_known
 from minimind.data.quality.near_duplicates import MinHash, near_duplicates, require_datatrove
 from minimind.data.quality.parts import PartWriter
 from minimind.data.quality.steps import (
@@ -52,17 +53,23 @@ class FilterRequest:
     max_chars: int | None = None
     exact_dedup: bool = False
     minhash: MinHash | None = None
+    languages: tuple[str, ...] = ()
+    min_language_probability: float = 0.0
 
     def checks(self) -> list[Check]:
         """The checks of single documents, in order."""
         checks = [] if self.min_chars is None else [at_least_chars(self.min_chars)]
         checks += [] if self.max_chars is None else [at_most_chars(self.max_chars)]
+        if self.languages:
+            checks.append(in_languages(self.languages, self.min_language_probability))
         return [*checks, exact_duplicates()] if self.exact_dedup else checks
 
     def steps(self) -> dict[str, Any]:
         """The steps and their values, as in the report."""
-        values = {name: getattr(self, name) for name in ("min_chars", "max_chars", "exact_dedup")}
-        found = {name: value for name, value in values.items() if value not in (None, False)}
+        names = ["min_chars", "max_chars", "languages", "exact_dedup"]
+        names += ["min_language_probability"] if self.languages else []
+        values = {name: getattr(self, name) for name in names}
+        found = {name: value for name, value in values.items() if value not in (None, False, ())}
         return found if self.minhash is None else {**found, "minhash": asdict(self.minhash)}
 
 
@@ -73,6 +80,7 @@ def filter_text(request: FilterRequest, out: Path, force: bool = False) -> dict[
     """
     folder = NewFolder(out.expanduser().resolve(), force, OWN, "minimind data filter")
     folder.require_free()
+    require_known(request.languages)
     if request.minhash:
         require_datatrove()
     files = find_files(request.paths)
@@ -162,7 +170,7 @@ class _Run:
     def remove(self, text: str, place: int, removal: Removal) -> None:
         """Count and list a document that is removed."""
         self._count(removal.reason, text)
-        entry = {**self._at(place), "reason": removal.reason}
+        entry = {**self._at(place), "reason": removal.reason, **removal.found}
         if removal.kept is not None:
             kept = self._at(removal.kept)
             entry["kept"] = f"{kept['file']}:{kept['line']}"

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 LINE_BITS = 40  # of a place: the number of a file above them, the line or row in them
 
 
 @dataclass(frozen=True)
 class Removal:
-    """Why a document is removed; `kept` is the place of the document that it repeats."""
+    """Why a document is removed.
+
+    `kept` is the place of the document that it repeats, `found` what else is listed.
+    """
 
     reason: str
     kept: int | None = None
+    found: Mapping[str, Any] = field(default_factory=dict)
 
 
 Check = Callable[[str, int], Removal | None]  # of a text and its place
