@@ -158,13 +158,15 @@ class Mirror:
         uploads = self._uploads
         if uploads is None:
             return
-        if (step := uploads.pending()) is not None:
+        if steps := uploads.pending():
+            many = f"{len(steps)} checkpoints" if len(steps) > 1 else "its checkpoint"
             self.logger.print(
-                f"step {step}: waiting up to {MIRROR_WAIT_S} s for the upload of its checkpoint"
+                f"step {steps[-1]}: waiting up to {MIRROR_WAIT_S} s for the upload of {many}"
             )
         if not uploads.wait(MIRROR_WAIT_S):
             reason = f"not uploaded within {MIRROR_WAIT_S} s after the last step"
-            uploads.events.append(("mirror_failed", {"step": step, "reason": reason}))
+            for step in uploads.pending():
+                uploads.events.append(("mirror_failed", {"step": step, "reason": reason}))
         uploads.close()
 
     def close(self) -> None:
