@@ -159,6 +159,7 @@ def train_resolved(
             flags = {name: getattr(run, name) for name in FLAGS}
             logger.trackers = open_trackers(run, resumed.state.step, flags)
     log_run_start(context, prepared, resumed, initial, advice(setup, resolved))
+    context.mirror.report()
     record_for_restart(run, engine)
     progress.has_started = True
     return train_to_end(context, prepared, resumed, initial)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import minimind.train as training
 from minimind.checkpoint.directory import published_checkpoints, set_aside, step_of, verify
 from minimind.errors import CheckpointError, DataError, LockedError, StorageError, UsageError
 from minimind.mirror import mirror, uploads
+from minimind.report.runs import read_runs
+from minimind.report.summary import Summary
 from minimind.storage import filesystem
 from minimind.storage.filesystem import Retry
 from minimind.train import pretrain
@@ -101,6 +104,9 @@ def test_a_wiped_disk_is_resumed_from_the_mirror_bit_for_bit(
     assert (proxy.injected > 0) == (cut > 0)
     (fetched,) = events(tmp_path / "a", "checkpoint_fetched")
     assert fetched["step"] == 4
+    summary = Summary(read_runs([tmp_path / "a"])[0], time.time())
+    assert (summary.starts, summary.crashes) == (1, 0)
+    assert "mirror      step 8, the newest of" in summary.as_text()
     assert events(tmp_path / "a", "checkpoint_mirrored")[-1]["step"] == 8
     download(store, tmp_path / "copy")
     copies = published_checkpoints(tmp_path / "copy" / "checkpoints")
