@@ -104,7 +104,7 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     require_resume_path(run)
     require_writable(Path(run.out_dir))
     if launch.rank == 0:
-        require_mirror(run.mirror)
+        require_mirror(run.mirror, Path(run.out_dir))
     with ExitStack() as cleanup:
         return train_resolved(setup, resolved, initial, progress, cleanup)
 

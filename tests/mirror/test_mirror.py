@@ -206,6 +206,15 @@ def test_a_missing_bucket_and_a_url_that_is_read_only_are_refused(
         train(flags, out_dir=str(tmp_path / "a"), mirror="https://h/x")
 
 
+@pytest.mark.parametrize("place", ["a", "a/copy", "link"])
+def test_a_mirror_in_out_dir_is_refused(flags: dict[str, Any], tmp_path: Path, place: str):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    with pytest.raises(UsageError, match=r"--mirror file://.* is in --out_dir .*another folder"):
+        train(flags, out_dir=str(tmp_path / "a"), mirror=f"file://{tmp_path / place}")
+    assert not any((tmp_path / "a").iterdir())
+
+
 def test_a_storage_that_goes_down_is_told_and_ends_no_run(
     flags: dict[str, Any],
     unbroken: dict[int, float],
