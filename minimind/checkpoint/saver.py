@@ -182,7 +182,7 @@ class Saver:
         return event
 
     def validated(self, step: int, val_loss: float) -> None:
-        """Record a validation in the checkpoint of its step, if there is one, in the background."""
+        """Record a validation in the checkpoint of its step, if one is saved or being saved."""
         if self.ranks.rank == 0:
             self._recording.append(self._thread.submit(self._record, step, val_loss))
 
