@@ -29,12 +29,16 @@ def require_mirror(url: str | None, out_dir: Path) -> None:
     if url is None:
         return
     remote, token = RemoteRun(url), secrets.token_hex(8)
+    probe = f".probe-{token}"
     if remote.folder and remote.folder.is_relative_to(out_dir.resolve()):
         raise UsageError(
             f"--mirror {url} is in --out_dir {out_dir}, whose loss it is for; give another folder"
         )
-    remote.write(f".probe-{token}", token.encode())
-    remote.delete(f".probe-{token}")
+    try:
+        remote.write(probe, token.encode())
+        remote.delete(probe)
+    except StorageError as error:  # of the URL as it was given
+        raise StorageError(f"--mirror {str(error).replace(f'/{probe}', '')}") from error
 
 
 class Owner:
