@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import threading
@@ -237,6 +238,21 @@ def test_a_storage_that_goes_down_is_told_and_ends_no_run(
     assert not events(tmp_path / "a", "checkpoint_mirrored")
     assert mirrored(store) == []
     assert [step_of(path) for path in published_checkpoints(tmp_path / "a/checkpoints")] == [8, 6]
+
+
+def test_without_network_at_the_start_each_try_is_a_line_and_no_traceback(
+    flags: dict[str, Any],
+    tmp_path: Path,
+    proxy: FaultyProxy,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+):
+    proxy.is_down = True
+    with pytest.raises(StorageError, match=r"--mirror s3://bucket/runs/one: does not answer .*6 t"):
+        train(flags, out_dir=str(tmp_path / "a"))
+    assert capsys.readouterr().err.count("trying again") == 5
+    gc.collect()  # asyncio logs an error of a task that nobody asked for when it is collected
+    assert [one.message for one in caplog.records if one.name == "asyncio"] == []
 
 
 def test_the_mirror_of_another_run_is_refused(
