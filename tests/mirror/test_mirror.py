@@ -108,7 +108,7 @@ def test_a_wiped_disk_is_resumed_from_the_mirror_bit_for_bit(
     summary = Summary(read_runs([tmp_path / "a"])[0], time.time())
     assert (summary.starts, summary.crashes) == (1, 0)
     assert "mirror      step 8, the newest of" in summary.as_text()
-    assert events(tmp_path / "a", "checkpoint_mirrored")[-1]["step"] == 8
+    assert 8 in [one["step"] for one in events(tmp_path / "a", "checkpoint_mirrored")]
     download(store, tmp_path / "copy")
     copies = published_checkpoints(tmp_path / "copy" / "checkpoints")
     assert step_of(copies[0]) == 8

@@ -201,7 +201,7 @@ def test_two_ranks_resume_from_the_mirror(forked: Launcher, tmp_path: Path):
     run = forked.run(tmp_path / "run", flags)
     assert run.status == 0, run.stderr
     before = run.curve()
-    assert [one["step"] for one in run.events("checkpoint_mirrored")][-1] == 6
+    assert {one["step"] for one in run.events("checkpoint_mirrored")} == {3, 6}
     (mirror / "checkpoints" / "step_00000006" / MANIFEST).unlink()
     shutil.rmtree(run.out_dir)
     run = forked.run(tmp_path / "run", flags)
