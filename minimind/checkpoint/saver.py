@@ -93,7 +93,7 @@ class Saver:
         self._last_begin = time.monotonic()
         self._saving: Saving | None = None
         self._pruning: Future[None] | None = None
-        self._losses: dict[int, float] = {}  # of validations that are not recorded yet, by step
+        self._recording: list[Future[None]] = []  # of validations
 
     def has(self, step: int) -> bool:
         """Whether a checkpoint of `step` exists, as seen by rank 0."""
@@ -159,41 +159,45 @@ class Saver:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the save in progress has failed on this rank."""
-        future = self._saving and self._saving.future
-        return bool(future and future.done() and future.exception())
+        """Whether the save in progress, or recording a validation, has failed on this rank."""
+        futures = [self._saving.future] if self._saving else []
+        return any(one.done() and one.exception() for one in (*futures, *self._recording))
 
     def poll(self, wait: bool) -> dict[str, Any] | None:
         """Return the `checkpoint_saved` event of a finished save, else None.
 
-        With `wait` (collective), wait for the save and raise its error on every rank.
+        With `wait` (collective), wait for the save and for validations to be recorded, and raise
+        their errors on every rank.
         """
-        saving = self._saving
-        if saving is None or not (wait or (saving.future.done() and not self.has_failed)):
-            return None
-        waiting = time.perf_counter()
-        event = saving.future.result()
-        self._saving = None
-        waited = (time.perf_counter() - waiting) * 1e3
-        copying = self._staging.synchronize() if self._staging else 0.0  # ms on the GPU's stream
-        return {**event, "stall_ms": max(saving.stall_ms, copying) + waited}
+        saving, event = self._saving, None
+        if saving and (wait or (saving.future.done() and not self.has_failed)):
+            waiting = time.perf_counter()
+            event = saving.future.result()
+            self._saving = None
+            waited = (time.perf_counter() - waiting) * 1e3
+            copying = self._staging.synchronize() if self._staging else 0.0  # ms on its stream
+            event = {**event, "stall_ms": max(saving.stall_ms, copying) + waited}
+        if wait:
+            run_on_all_ranks(self.engine, self._finish_recording)
+        return event
 
     def validated(self, step: int, val_loss: float) -> None:
-        """Record a validation in the checkpoint of its step, if there is one, once reported."""
-        self._losses[step] = val_loss
-        if self._saving is None:
-            self._record_losses()
+        """Record a validation in the checkpoint of its step, if one is saved or being saved."""
+        if self.ranks.rank == 0:
+            self._recording.append(self._thread.submit(self._record, step, val_loss))
 
-    def _record_losses(self) -> None:
-        losses, self._losses = self._losses, {}
-        for step, val_loss in losses.items() if self.ranks.rank == 0 else ():
-            if (path := step_directory(self.root, step)).is_dir():
-                with storing(str(path), REMEDY):
-                    record_validation(path, val_loss)
+    def _record(self, step: int, val_loss: float) -> None:
+        if (path := step_directory(self.root, step)).is_dir():
+            with storing(str(path), REMEDY):
+                record_validation(path, val_loss)
+
+    def _finish_recording(self) -> None:
+        recording, self._recording = self._recording, []
+        for one in recording:
+            one.result()
 
     def prune(self) -> None:
         """Delete older checkpoints in the background, after the new one was reported."""
-        self._record_losses()
         if self.ranks.rank == 0:
             self._pruning = self._thread.submit(prune, self.root, self.rules, self.good)
 

@@ -5,12 +5,10 @@ Needs neither DeepSpeed nor a GPU nor the number of processes that trained.
 
 from __future__ import annotations
 
-import json
 import re
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +39,8 @@ from minimind.checkpoint.retention import (
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime.checked_json import Unreadable
-from minimind.runtime.durable_files import mebibytes, storing
+from minimind.runtime.durable_files import storing
 
-COLUMNS = ("checkpoint", "tokens", "saved", "files", "size", "saved by", "dtype", "state", "kept")
-RIGHT = {1, 3, 4}  # numbers
 DTYPES = ("float32", "bfloat16", "float16")
 ONE = re.compile(r"(?:rejected-|abandoned-)?step_\d{8,}.*")
 NAME_ONE = "name a run's out_dir or a step_ directory"
@@ -91,6 +87,12 @@ def folder_of(place: str) -> Path:
     raise CheckpointError(f"--checkpoint {place}: holds no checkpoint; {NAME_ONE}")
 
 
+def beside(root: Path) -> Path:
+    """`root`, absolute; a link is not followed, since the files of its run are beside it."""
+    whole = root if root.name not in ("", "..") else root.resolve()
+    return whole.parent.resolve() / whole.name
+
+
 def directories(place: str) -> list[Path]:
     """Return the checkpoints of a run, or the one named; raise CheckpointError if there is none."""
     if is_one(Path(place)):
@@ -116,7 +118,8 @@ def list_checkpoints(place: str, is_verifying: bool) -> list[Listing]:
 
 def _with_fates(root: Path, listings: list[Listing | None]) -> list[Listing | None]:
     """Add why the run keeps each checkpoint, if its config.yaml is there."""
-    rules, good = rules_of_run(root.parent), good_step(root.parent)
+    out_dir = beside(root).parent
+    rules, good = rules_of_run(out_dir), good_step(out_dir)
     if rules is None:
         return listings
     found = [Saved(step_of(Path(one.path)), one.val_loss) for one in listings if one]
@@ -189,39 +192,6 @@ def _saved(path: Path) -> float:
     return 0.0
 
 
-def as_table(listings: list[Listing]) -> str:
-    """Format one aligned line per directory."""
-    rows = [COLUMNS, *(_row(one) for one in listings)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i in RIGHT else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
-
-
-def _row(one: Listing) -> tuple[str, ...]:
-    stage = "" if one.zero_stage is None else f" x ZeRO-{one.zero_stage}"
-    return (
-        one.name,
-        "" if one.tokens is None else f"{one.tokens:,}",
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(one.saved)),
-        str(one.files),
-        mebibytes(one.bytes),
-        "" if one.world_size is None else f"{one.world_size}{stage}",
-        one.dtype or "",
-        one.state,
-        one.kept,
-    )
-
-
-def as_json(listings: list[Listing]) -> str:
-    """Format the listings as a JSON list."""
-    return json.dumps([asdict(one) for one in listings], indent=1)
-
-
 def verify_checkpoints(place: str) -> Iterator[tuple[Path, list[str], list[str]]]:
     """Yield (checkpoint, faults, remarks) of each one at `place`."""
     for path in directories(place):
@@ -253,17 +223,26 @@ def examine(path: Path) -> tuple[list[str], list[str]]:
     return [], [f"{name!r} is not in the manifest, and is not read" for name in extra]
 
 
-def prune(place: str, given: Mapping[str, int], is_dry: bool) -> Iterator[tuple[Path, int, str]]:
-    """Delete the checkpoints that the rules do not keep; yield (directory, bytes, reason).
+@dataclass(frozen=True)
+class Pruned:
+    """A directory that is, or in a dry run would be, deleted, or why it stays."""
 
-    The rules are those of the run, replaced by those `given`. The reason is empty for a directory
-    that is, or in a dry run would be, deleted. Those set aside and unfinished ones are deleted too.
-    A damaged one among the newest and one that is being read stay, with the reason. Raise
+    path: Path
+    bytes: int
+    stays: str = ""
+    damage: str = ""
+
+
+def prune(place: str, given: Mapping[str, int], is_dry: bool) -> Iterator[Pruned]:
+    """Delete the checkpoints that the rules do not keep; yield each, and those that stay instead.
+
+    The rules are those of the run, replaced by those `given`. Those set aside and unfinished ones
+    are deleted too. A damaged one among the newest and one that is being read stay. Raise
     LockedError while a run writes there.
     """
     if is_one(Path(place)):
         raise UsageError(f"--checkpoint {place} is one checkpoint; name the out_dir of its run")
-    root = folder_of(place).resolve()
+    root = beside(folder_of(place))
     rules = _rules_of_prune(root.parent, given)
     with lock_out_dir(root.parent if root.name == "checkpoints" else root):
         paths = published_checkpoints(root)
@@ -278,7 +257,7 @@ def prune(place: str, given: Mapping[str, int], is_dry: bool) -> Iterator[tuple[
             if bad.is_unreadable or step_of(path) > recent:
                 stay.add(path)
                 kind = "unreadable" if bad.is_unreadable else "damaged"
-                yield path, 0, f"is {kind} and not counted: {bad.file} {bad.reason}"
+                yield Pruned(path, 0, f"is {kind} and not counted: {bad.file} {bad.reason}")
         older = [path for path in reversed(paths) if path not in stay]
         for path in [*older, *leftovers(root), *unfinished(root)]:
             size = sum((sizes_of(path) or {}).values())
@@ -286,7 +265,9 @@ def prune(place: str, given: Mapping[str, int], is_dry: bool) -> Iterator[tuple[
             if not is_dry:
                 with storing(str(path), "correct its permissions"):
                     is_deleted = delete(path)
-            yield path, size, "" if is_deleted else "is being read"
+            bad = damages.get(path)
+            damage = f"{bad.file} {bad.reason}" if bad else ""
+            yield Pruned(path, size, "" if is_deleted else "is being read", damage)
 
 
 def _rules_of_prune(out_dir: Path, given: Mapping[str, int]) -> Rules:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
 from minimind.checkpoint.choose import Chosen, read_chosen
-from minimind.checkpoint.tools import (
-    as_json,
-    as_table,
-    list_checkpoints,
-    place_of,
-    prune,
-    verify_checkpoints,
-)
+from minimind.checkpoint.tools import Listing, list_checkpoints, place_of, prune, verify_checkpoints
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime.durable_files import mebibytes, storing
 from minimind.runtime.output_folder import NewFolder
 
+COLUMNS = ("checkpoint", "tokens", "saved", "files", "size", "saved by", "dtype", "state", "kept")
+RIGHT = {1, 3, 4}  # numbers
 REMEDY = "correct the path or its permissions"
 
 T = TypeVar("T")
@@ -32,10 +30,38 @@ def run_list(args: argparse.Namespace) -> int:
     with storing(place, REMEDY):
         checkpoints = list_checkpoints(place, args.verify)
     if args.json:
-        print(as_json(checkpoints))
+        print(json.dumps([asdict(one) for one in checkpoints], indent=1))
     else:
-        print(as_table(checkpoints) if checkpoints else f"{place}: no checkpoint yet")
+        print(_table(checkpoints) if checkpoints else f"{place}: no checkpoint yet")
     return 0
+
+
+def _table(listings: list[Listing]) -> str:
+    """Format one aligned line per directory."""
+    rows = [COLUMNS, *(_row(one) for one in listings)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i in RIGHT else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _row(one: Listing) -> tuple[str, ...]:
+    stage = "" if one.zero_stage is None else f" x ZeRO-{one.zero_stage}"
+    return (
+        one.name,
+        "" if one.tokens is None else f"{one.tokens:,}",
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(one.saved)),
+        str(one.files),
+        mebibytes(one.bytes),
+        "" if one.world_size is None else f"{one.world_size}{stage}",
+        one.dtype or "",
+        one.state,
+        one.kept,
+    )
 
 
 def run_verify(args: argparse.Namespace) -> int:
@@ -109,12 +135,13 @@ def run_prune(args: argparse.Namespace) -> int:
     named = {"keep_last": args.keep, "keep_every": args.keep_every, "keep_best": args.keep_best}
     given = {name: number for name, number in named.items() if number is not None}
     with storing(place, REMEDY):
-        for path, size, reason in prune(place, given, args.dry_run):
-            if reason:
-                print(f"{path} stays, but {reason}")
+        for one in prune(place, given, args.dry_run):
+            if one.stays:
+                print(f"{one.path} stays, but {one.stays}")
                 continue
-            print(f"{done} {path} ({mebibytes(size)})")
-            count, total = count + 1, total + size
+            damage = f", which is damaged: {one.damage}" if one.damage else ""
+            print(f"{done} {one.path} ({mebibytes(one.bytes)}){damage}")
+            count, total = count + 1, total + one.bytes
     print(f"{done} {count} directories, {mebibytes(total)}" if count else "nothing to delete")
     return 0
 

@@ -41,6 +41,7 @@ class Mirror:
         self._root = self._out_dir / CHECKPOINTS
         self._uploads: Uploads | None = None
         self._only_here: Path | None = None  # the resumed checkpoint
+        self._restored: list[tuple[str, dict[str, Any]]] = []  # to be logged after run_start
 
     @phase("looking for a checkpoint at --mirror")
     def restore(self, identity: dict[str, Any]) -> None:
@@ -69,10 +70,10 @@ class Mirror:
                 break
             damaged[step_of(path)] = bad
         later = [step for step in steps if step > newest]
-        for name, fields in on_rank_0(
+        self._restored = on_rank_0(
             ranks, lambda: self._fetch_first(remote, later, damaged, newest >= 0)
-        ):
-            self.logger.event(name, **fields)
+        )
+        for name, fields in self._restored:
             self.logger.print(line_of(name, fields))
 
     def _fetch_first(
@@ -142,7 +143,10 @@ class Mirror:
             self._uploads.go_back(step)
 
     def report(self) -> None:
-        """Log what was uploaded, or was not."""
+        """Log what was fetched and uploaded, or was not; call after run_start is logged."""
+        while self._restored:
+            name, fields = self._restored.pop(0)
+            self.logger.event(name, **fields)
         while self._uploads and self._uploads.events:
             name, fields = self._uploads.events.popleft()
             self.logger.event(name, **fields)
@@ -158,13 +162,15 @@ class Mirror:
         uploads = self._uploads
         if uploads is None:
             return
-        if (step := uploads.pending()) is not None:
+        if steps := uploads.pending():
+            many = f"{len(steps)} checkpoints" if len(steps) > 1 else "its checkpoint"
             self.logger.print(
-                f"step {step}: waiting up to {MIRROR_WAIT_S} s for the upload of its checkpoint"
+                f"step {steps[-1]}: waiting up to {MIRROR_WAIT_S} s for the upload of {many}"
             )
         if not uploads.wait(MIRROR_WAIT_S):
             reason = f"not uploaded within {MIRROR_WAIT_S} s after the last step"
-            uploads.events.append(("mirror_failed", {"step": step, "reason": reason}))
+            for step in uploads.pending():
+                uploads.events.append(("mirror_failed", {"step": step, "reason": reason}))
         uploads.close()
 
     def close(self) -> None:

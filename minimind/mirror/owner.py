@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.checkpoint.directory import differences, published_checkpoints
-from minimind.errors import LockedError, StorageError
+from minimind.errors import LockedError, StorageError, UsageError
 from minimind.mirror.remote_run import RemoteRun
 from minimind.runtime.durable_files import storing, write_whole
 
@@ -21,13 +21,24 @@ OWNER = "mirror.json"
 REMEDY = "give each run a --mirror of its own"
 
 
-def require_mirror(url: str | None) -> None:
-    """Raise StorageError unless a small file can be written, read and deleted at the URL."""
+def require_mirror(url: str | None, out_dir: Path) -> None:
+    """Raise StorageError unless a small file can be written, read and deleted at the URL.
+
+    Raise UsageError if the URL is out_dir or in it.
+    """
     if url is None:
         return
     remote, token = RemoteRun(url), secrets.token_hex(8)
-    remote.write(f".probe-{token}", token.encode())
-    remote.delete(f".probe-{token}")
+    probe = f".probe-{token}"
+    if remote.folder and remote.folder.is_relative_to(out_dir.resolve()):
+        raise UsageError(
+            f"--mirror {url} is in --out_dir {out_dir}, whose loss it is for; give another folder"
+        )
+    try:
+        remote.write(probe, token.encode())
+        remote.delete(probe)
+    except StorageError as error:  # of the URL as it was given
+        raise StorageError(f"--mirror {str(error).replace(f'/{probe}', '')}") from error
 
 
 class Owner:

@@ -63,6 +63,11 @@ class RemoteRun:
         elif self._scheme is AWS:
             self._filesystem.retries = PART_ATTEMPTS
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder of a file:// URL."""
+        return Path(self._root).resolve() if self._scheme is LOCAL else None
+
     def _try(self, name: str, work: Callable[[str], T]) -> T:
         """The result of `work` on the path of a file."""
         path = f"{self._root}/{name}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from minimind.checkpoint.directory import MANIFEST, step_directory, step_of
-from minimind.checkpoint.retention import VALIDATION, Rules, Saved, kept, validation_of
+from minimind.checkpoint.retention import VALIDATION, Rules, Saved, kept, saved_in, validation_of
 from minimind.errors import CheckpointError, LockedError
 from minimind.mirror.owner import Owner
 from minimind.mirror.remote_run import ABANDONED, CHECKPOINTS, RemoteRun, by_step, complete
@@ -30,14 +30,22 @@ class Waiting:
 
 
 class Uploads:
-    """Uploads one checkpoint at a time, and after it the newest that waits."""
+    """Uploads one checkpoint at a time: the newest, and in turn the oldest missing there.
+
+    Missing are those of out_dir that a rule keeps, saved while others were uploaded or could not
+    be. They are found after each upload, so that a failure and a new start forget none.
+    """
 
     def __init__(self, remote: RemoteRun, owner: Owner, out_dir: Path, rules: Rules) -> None:
         self.remote = remote
         self.events: deque[tuple[str, dict[str, Any]]] = deque()  # for the run to log
         self._owner, self._out_dir, self._rules = owner, out_dir, rules
         self._changed = threading.Condition()
-        self._waiting: Waiting | None = None
+        self._waiting: Waiting | None = None  # the newest
+        self._missing: list[Path] = []  # oldest first
+        self._until = -1  # the step of the last offer: later ones are not reported yet
+        self._unfit: set[Path] = set()  # damaged here
+        self._is_turn_of_missing = False
         self._uploading: Waiting | None = None
         self._last: int | None = None  # the step gone back to: later ones there are abandoned
         self._stale: Waiting | None = None  # the upload of such a later one
@@ -46,58 +54,69 @@ class Uploads:
         threading.Thread(target=self._work, daemon=True, name="mirror").start()
 
     def offer(self, path: Path, good: int | None) -> None:
-        """Upload a published checkpoint soon; one that still waits is left out."""
-        try:
-            lock = lock_for_reading(path / MANIFEST)
-        except FileNotFoundError:  # it is being deleted
-            return
+        """Upload a published checkpoint soon; one that still waits gives way to it."""
+        job = _locked(path, good)
         with self._changed:
-            if self._is_over:
-                return
-            self._waiting = Waiting(path, lock, good)
-            self._changed.notify_all()
+            if job and not self._is_over:
+                self._waiting, self._until = job, step_of(path)
+                self._unfit.discard(path)
+                self._changed.notify_all()
 
     def go_back(self, step: int) -> None:
         """Set checkpoints of later steps aside, before the next upload."""
         with self._changed:
             self._last = step if self._last is None else min(step, self._last)
+            self._until = min(step, self._until)
+            self._missing = [path for path in self._missing if step_of(path) <= step]
             if self._waiting and step_of(self._waiting.path) > step:
                 self._waiting = None
             if self._uploading and step_of(self._uploading.path) > step:
                 self._stale = self._uploading
 
-    def pending(self) -> int | None:
-        """The newest step that is to be uploaded; None if nothing is."""
+    def pending(self) -> list[int]:
+        """The steps that are to be uploaded, lowest first."""
         with self._changed:
-            last = self._waiting or self._uploading
-            return step_of(last.path) if last else None
+            return sorted({*map(step_of, self._pending())})
+
+    def _pending(self) -> list[Path]:
+        return [one.path for one in (self._uploading, self._waiting) if one] + self._missing
 
     def wait(self, seconds: float) -> bool:
         """Wait until nothing is to be uploaded, for a time; return whether that is so."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._waiting or self._uploading), seconds)
+            return self._changed.wait_for(lambda: not self._pending(), seconds)
 
     def close(self) -> None:
         """Begin nothing more."""
         with self._changed:
-            self._is_over, self._waiting = True, None
+            self._is_over, self._waiting, self._missing = True, None, []
             self._changed.notify_all()
 
     def _work(self) -> None:
+        good = None
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_over or self._waiting)
+                self._changed.wait_for(lambda: self._is_over or self._waiting or self._missing)
                 if self._is_over:
                     return
-                job = self._uploading = self._waiting
-                self._waiting = None
-            assert job is not None
-            self._mirror(job)
+                job = self._uploading = self._take(good)
+            if job:
+                good = job.good
+                self._mirror(job)
             with self._changed:
-                if job.lock:
+                if job and job.lock:
                     job.lock.close()
                 self._uploading = None
                 self._changed.notify_all()
+
+    def _take(self, good: int | None) -> Waiting | None:
+        """The next one to upload; None if it was deleted meanwhile."""
+        job, is_turn = self._waiting, self._is_turn_of_missing
+        self._is_turn_of_missing = not is_turn
+        if job and not (is_turn and self._missing):
+            self._waiting = None
+            return job
+        return _locked(self._missing.pop(0), good)
 
     def _mirror(self, job: Waiting) -> None:
         """Upload a checkpoint and apply the rules; report what became of it."""
@@ -116,6 +135,7 @@ class Uploads:
         except Exception as error:  # whatever it is: the run goes on, its checkpoints are on disk
             if job is self._stale:
                 return
+            self._forget_missing(job.path if isinstance(error, CheckpointError) else None)
             reason = f"{what}{str(error) or type(error).__name__}"
             self.events.append(("mirror_failed", {"step": step, "reason": reason}))
             if isinstance(error, LockedError):
@@ -146,15 +166,33 @@ class Uploads:
         """Delete the checkpoints that no rule keeps, and what interrupted uploads left."""
         self._owner.require()
         files = by_step(self.remote.files())
-        saved = [
-            Saved(step, self._loss(step, VALIDATION in names))
+        there = {
+            step: Saved(step, self._loss(step, VALIDATION in names))
             for step, names in files.items()
             if MANIFEST in names
-        ]
-        reasons = kept(saved, self._rules, good)
+        }
+        reasons = kept([*there.values()], self._rules, good)
         for step, names in files.items():
             if not reasons.get(step) and ABANDONED not in names:
                 self.remote.remove(step, names)
+        self._find_missing(there, good)
+
+    def _find_missing(self, there: dict[int, Saved], good: int | None) -> None:
+        """Look for checkpoints that are only here, which the rules would keep there, too."""
+        root = self._out_dir / CHECKPOINTS
+        both = {one.step: one for one in saved_in(root)} | there
+        reasons = kept([*both.values()], self._rules, good)
+        steps = [step for step in sorted(reasons) if reasons[step] and step not in there]
+        with self._changed:
+            paths = [step_directory(root, step) for step in steps if step <= self._until]
+            others = {self._waiting.path if self._waiting else None, *self._unfit}
+            self._missing = [path for path in paths if path not in others]
+
+    def _forget_missing(self, unfit: Path | None) -> None:
+        """After a failure, wait for the next save; try a damaged one again only as the newest."""
+        with self._changed:
+            self._missing = []
+            self._unfit |= {unfit} if unfit else set()
 
     def _loss(self, step: int, is_there: bool) -> float | None:
         """The validation loss of a checkpoint, which may be recorded after its upload."""
@@ -169,6 +207,15 @@ class Uploads:
             return validation_of(local)
         found = json.loads(self.remote.read(name) or b"{}")
         return found.get("val_loss") if found.get("step") == step else None
+
+
+def _locked(path: Path, good: int | None) -> Waiting | None:
+    """A checkpoint that stays while it waits; None if it is being deleted."""
+    try:
+        lock = lock_for_reading(path / MANIFEST)
+    except FileNotFoundError:
+        return None
+    return Waiting(path, lock, good) if path.is_dir() else None
 
 
 def abandon_after(remote: RemoteRun, step: int) -> None:

@@ -216,6 +216,10 @@ def _start_row(start: Start, kind: str, sentence: str) -> tuple[str, ...]:
         if event["event"] == "checkpoint_rejected":
             problem = f"{event.get('file')} {event.get('reason')}"
             remarks.append(f"skipped checkpoint {event.get('path')}: {problem}")
+        elif event["event"] == "mirror_failed":
+            remarks.append(f"step {event.get('step')}: not mirrored: {event.get('reason')}")
+        elif event["event"] == "checkpoint_fetched":
+            remarks.append(f"fetched {event.get('url')}")
         elif event["event"] == "run_changed" and isinstance(event.get("changes"), list):
             remarks.append("changed " + "; ".join(map(str, event["changes"])))
     notes = "".join(f"<br><small>{escape(remark)}</small>" for remark in remarks[:10])

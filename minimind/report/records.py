@@ -31,7 +31,8 @@ ENDS = ("exit", "rolled_back")  # of a start; after a rollback another one follo
 KEPT_EVENTS = {
     *("eval", "checkpoint_saved", "checkpoint_rejected", "checkpoint_resharded"),
     *("run_changed", "step_skipped", "spike", "spike_skipped", "corruption"),
-    *("sample", "profile", "verdict"),
+    *("sample", "profile", "verdict", "checkpoint_mirrored", "checkpoint_fetched"),
+    "mirror_failed",
 }
 
 

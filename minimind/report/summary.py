@@ -72,6 +72,7 @@ class Summary:
         self.resumes -= self.rollbacks
         self.kind, self.ending = outcomes[-1]
         self.verdict = verdict_of(run)
+        self.mirror = _mirror(run)
 
     def description(self) -> str:
         """`2,361,024 parameters, bfloat16, DeepSpeed ZeRO-2 on 2 processes (cpu)`."""
@@ -118,10 +119,12 @@ class Summary:
             figures["tokens"] = (f"{self.tokens:,.0f}", remark)
         if math.isfinite(self.memory_mib):
             figures["memory"] = (formats.mebibytes(self.memory_mib), " at most, of one process")
+        if self.mirror:
+            figures["mirror"] = self.mirror
         return figures
 
     def as_text(self, has_blocks: bool = True) -> str:
-        """The run in 6 to 13 lines for a terminal; ASCII only unless `has_blocks`."""
+        """The run in 6 to 14 lines for a terminal; ASCII only unless `has_blocks`."""
         figures = {name: value + remark for name, (value, remark) in self.figures().items()}
         shares = [(NOUNS.get(name, name), share) for name, share in self.shares.items()]
         lines = {
@@ -131,7 +134,7 @@ class Summary:
             **{name: figures.get(name, "") for name in ("loss", "validation", "average", "tokens")},
             "time": ", ".join(f"{n} {formats.percent(s)}" for n, s in shares if s >= 0.0005),
             "verdict": self.verdict,
-            "memory": figures.get("memory", ""),
+            **{name: figures.get(name, "") for name in ("memory", "mirror")},
             "ranks": ", ".join(
                 f"{BRIEF[name]} {least} to {largest} ({rank})"
                 for name, least, _, largest, rank in rank_figures(self.run)[1]
@@ -155,6 +158,26 @@ def _best(run: Run, prefix: str = "") -> dict[str, float] | None:
     ]
     finite = [one for one in evals if math.isfinite(one["val_loss"])]
     return min(finite, key=lambda one: one["val_loss"], default=None)
+
+
+def _mirror(run: Run) -> tuple[str, str] | None:
+    """The newest checkpoint at --mirror, and a remark; None without a mirror."""
+    names = ("checkpoint_mirrored", "mirror_failed", "checkpoint_fetched", "checkpoint_saved")
+    mirrored, failed, fetched, saved = (
+        sorted({number(event["step"]) for event in run.events(name)}) for name in names
+    )
+    if not (mirrored or failed or fetched):
+        return None
+    newest = (mirrored or fetched or [0.0])[-1]
+    behind = saved[-1] - newest if saved and saved[-1] > newest else 0
+    remarks = (
+        (mirrored, f"the newest of {formats.count(len(mirrored), 'checkpoint')} uploaded"),
+        (behind, f"{formats.count(int(behind), 'step')} behind out_dir"),
+        (failed, f"failed at {formats.count(len(failed), 'step')}"),
+        (fetched, f"fetched at {formats.count(len(fetched), 'start')}"),
+    )
+    value = f"step {newest:,.0f}" if mirrored or fetched else "nothing uploaded"
+    return value, "".join(f", {text}" for number, text in remarks if number)
 
 
 def _weighted_mean(values: np.ndarray, weights: np.ndarray) -> float:

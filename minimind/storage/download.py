@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from minimind.errors import DataError
-from minimind.storage.filesystem import WEB, Truncated, masked, print_retry, retrying, scheme_of
+from minimind.storage.filesystem import (
+    AWS,
+    WEB,
+    Truncated,
+    masked,
+    print_retry,
+    retrying,
+    scheme_of,
+)
 
 BLOCK_BYTES = 2**23
 MOST_DOWNLOADS = 4  # of one object whose content does not match
@@ -30,9 +38,14 @@ class RemoteObject:
     sha256: str | None = None  # known from elsewhere, as from a manifest
 
     @property
-    def _md5(self) -> str | None:
-        """The MD5 that the ETag of an upload in one part is, unless the bucket is encrypted."""
-        return self.etag if re.fullmatch("[0-9a-f]{32}", self.etag) else None
+    def is_of_parts(self) -> bool:
+        """Whether the ETag is that of an upload in parts."""
+        return re.fullmatch(r"[0-9a-f]{32}-\d+", self.etag) is not None
+
+    @property
+    def is_md5(self) -> bool:
+        """Whether the ETag is the MD5 of an upload in one part, unless the bucket is encrypted."""
+        return re.fullmatch("[0-9a-f]{32}", self.etag) is not None
 
 
 def download(
@@ -50,7 +63,8 @@ def download(
     try:
         for _ in range(MOST_DOWNLOADS):
             sha256, md5, size = _write(filesystem, remote, draft, report)
-            fault = _fault(filesystem, remote, sha256, md5, size, before)
+            checksum = _md5_of_parts(filesystem, remote, draft) or md5
+            fault = _fault(filesystem, remote, sha256, checksum, size, before)
             if not fault:
                 os.replace(draft, target)
                 return sha256
@@ -108,22 +122,57 @@ def _complete(content: bytes, size: int) -> bytes:
 
 
 def _fault(
-    filesystem: Any, remote: RemoteObject, sha256: str, md5: str, size: int, before: str
+    filesystem: Any, remote: RemoteObject, sha256: str, checksum: str, size: int, before: str
 ) -> str:
     """Why what arrived is not the object; empty if it is."""
     if remote.sha256 is not None:
         return "" if sha256 == remote.sha256 else "does not match its sha256"
     if remote.size is not None and size != remote.size:
         return f"{size:,} of {remote.size:,} bytes arrived"
-    if remote._md5 is not None and remote._md5 != md5 and sha256 != before:
-        return "does not match its ETag"
-    if remote._md5 == md5 and md5:
+    if checksum == remote.etag:
         return ""
-    # The ETag of an encrypted object, or of one uploaded in parts, is no MD5 of it.
+    is_known = remote.is_md5 or (remote.is_of_parts and "-" in checksum)
+    if is_known and sha256 != before:
+        return "does not match its ETag"
+    # The ETag of an encrypted object, or of one in parts of unknown sizes, is no checksum of it.
     if remote.etag:
         now = retrying(remote.url, lambda: filesystem.info(remote.path))
         return "" if etag_of(now) == remote.etag else "was replaced meanwhile"
     return ""
+
+
+def _md5_of_parts(filesystem: Any, remote: RemoteObject, file: Path) -> str:
+    """The ETag that S3 gives to a file uploaded in parts; empty if their size is not known."""
+    if scheme_of(remote.url) is not AWS or remote.sha256 is not None or not remote.is_of_parts:
+        return ""
+
+    def first_part() -> dict[str, Any]:
+        bucket, key, _ = filesystem.split_path(remote.path)
+        return filesystem.call_s3("head_object", Bucket=bucket, Key=key, PartNumber=1)
+
+    try:
+        found = retrying(remote.url, first_part)
+    except DataError:  # a storage without this request
+        return ""
+    by_kms = found.get("ServerSideEncryption", "").startswith("aws:kms")
+    if by_kms or found.get("SSECustomerAlgorithm"):  # the ETag is no checksum
+        return ""
+    number, size = int(remote.etag.partition("-")[2]), found["ContentLength"]
+    is_even = (number - 1) * size < file.stat().st_size <= number * size
+    return etag_of_parts(file, size) if is_even else ""
+
+
+def etag_of_parts(file: Path, size: int) -> str:
+    """The ETag that S3 gives to a file that is uploaded in parts of `size` bytes."""
+    digests = []
+    with open(file, "rb") as content:
+        for start in range(0, file.stat().st_size, size):
+            digest, stop = hashlib.md5(usedforsecurity=False), start + size
+            while block := content.read(min(BLOCK_BYTES, stop - content.tell())):
+                digest.update(block)
+            digests.append(digest.digest())
+    joined = hashlib.md5(b"".join(digests), usedforsecurity=False).hexdigest()
+    return f"{joined}-{len(digests)}"
 
 
 def etag_of(info: dict[str, Any]) -> str:

@@ -117,7 +117,14 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     filesystem, path = fsspec.core.url_to_fs(url, **options)
     if scheme is AWS:
         filesystem.retries = 1
+        filesystem.loop.call_soon_threadsafe(filesystem.loop.set_exception_handler, _log_error)
     return filesystem, path
+
+
+def _log_error(loop: Any, context: dict[str, Any]) -> None:
+    """Log an error of a task, but for a lost connection, which the request itself reports."""
+    if not isinstance(context.get("exception"), ConnectionError):
+        loop.default_exception_handler(context)
 
 
 class Truncated(OSError):

@@ -104,7 +104,7 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     require_resume_path(run)
     require_writable(Path(run.out_dir))
     if launch.rank == 0:
-        require_mirror(run.mirror)
+        require_mirror(run.mirror, Path(run.out_dir))
     with ExitStack() as cleanup:
         return train_resolved(setup, resolved, initial, progress, cleanup)
 
@@ -159,6 +159,7 @@ def train_resolved(
             flags = {name: getattr(run, name) for name in FLAGS}
             logger.trackers = open_trackers(run, resumed.state.step, flags)
     log_run_start(context, prepared, resumed, initial, advice(setup, resolved))
+    context.mirror.report()
     record_for_restart(run, engine)
     progress.has_started = True
     return train_to_end(context, prepared, resumed, initial)

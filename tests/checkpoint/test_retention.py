@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -222,8 +223,27 @@ def test_a_damaged_best_one_is_not_counted(run_dir, capsys):
     shard = run_dir / "checkpoints" / "step_00000004" / "shard-0-of-1.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     assert main(["checkpoint", "prune", str(run_dir)]) == 0
+    reason = r"deleted .*step_00000004 \(.* MiB\), which is damaged: shard-0-of-1\.safetensors is"
+    assert re.search(reason, capsys.readouterr().out)
     assert steps(run_dir) == [8, 2]
     with lock_out_dir(run_dir):
         assert main(["checkpoint", "prune", str(run_dir)]) == 8
     assert main(["checkpoint", "verify", str(run_dir)]) == 0
     assert "note" not in capsys.readouterr().out.rpartition("pruned")[2]
+
+
+@pytest.mark.parametrize("place", ["run", "run/checkpoints", "."])
+def test_a_linked_checkpoints_folder_has_the_lock_and_rules_of_its_run(
+    place, run_dir, capsys, monkeypatch
+):
+    root, big = run_dir / "checkpoints", run_dir.parent / "disk" / "big"
+    big.parent.mkdir()
+    root.rename(big)
+    root.symlink_to(big)
+    monkeypatch.chdir(run_dir if place == "." else run_dir.parent)
+    with lock_out_dir(run_dir):
+        assert main(["checkpoint", "prune", place]) == 8
+    assert main(["checkpoint", "list", place]) == 0
+    assert "best 3.25" in capsys.readouterr().out
+    assert main(["checkpoint", "prune", place]) == 0
+    assert steps(run_dir) == [8, 4]

@@ -23,7 +23,7 @@ from minimind.checkpoint import tensor_files
 from minimind.checkpoint.directory import published_checkpoints, verify
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.resume import resume as resume_from
-from minimind.checkpoint.retention import Rules
+from minimind.checkpoint.retention import VALIDATION, Rules, validation_of
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.tensor_files import Staging
 from minimind.checkpoint.train_state import TrainState
@@ -431,6 +431,44 @@ def test_a_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path, monkeypatch
     with pytest.raises(StorageError, match=r"state\.json: No space left"):
         save(Engine(1), tmp_path, TrainState(1, 0))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_for_a_validation_is_told_to_all_ranks_at_once(tmp_path, monkeypatch):
+    def full(directory, val_loss):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory / VALIDATION))
+
+    keeper = saver(Engine(1), tmp_path)
+    keeper.begin(TrainState(1, 0))
+    assert keeper.poll(wait=True)
+    monkeypatch.setattr(saver_module, "record_validation", full)
+    keeper.validated(1, 3.0)  # which rank 0 alone would raise
+    keeper.prune()
+    keeper.prune_error(wait=True)
+    assert keeper.has_failed
+    assert keeper.poll(wait=False) is None
+    with pytest.raises(StorageError, match=r"validation\.json: No space left .*; free some space"):
+        keeper.poll(wait=True)
+    engine = Engine(1)
+    keeper = saver(engine, tmp_path)
+    engine.other = (None, (StorageError, "disk of rank 1", ()))
+    with pytest.raises(StorageError, match="disk of rank 1"):
+        keeper.poll(wait=True)
+
+
+def test_a_validation_that_ends_before_its_save_is_recorded(tmp_path, monkeypatch):
+    is_validated, real = threading.Event(), saver_module.write_slices
+
+    def slow(*given):
+        is_validated.wait(60)
+        return real(*given)
+
+    monkeypatch.setattr(saver_module, "write_slices", slow)
+    keeper = saver(Engine(1), tmp_path)
+    keeper.begin(TrainState(1, 0))
+    keeper.validated(1, 3.0)
+    is_validated.set()
+    assert keeper.poll(wait=True)
+    assert validation_of(published_checkpoints(tmp_path)[0]) == 3.0
 
 
 def test_a_rank_that_cannot_write_is_named_to_all(tmp_path):

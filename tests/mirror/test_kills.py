@@ -83,9 +83,11 @@ def test_kills_during_uploads_lose_nothing_acknowledged(
     facts = facts_of(trained.run)
     proxy.set(cut=0.05)
     draw, told = random.Random(seed), tmp_path / "told.jsonl"
-    interrupted, steps = 0, []
+    number = interrupted = 0
+    steps: list[int] = []
     (tmp_path / "run").mkdir()
-    for _ in range(kills):
+    while number < kills or not (interrupted or number > 10 * kills):
+        number += 1
         pid = os.fork()
         if pid == 0:
             try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import minimind.train as training
 from minimind.checkpoint.directory import published_checkpoints, set_aside, step_of, verify
 from minimind.errors import CheckpointError, DataError, LockedError, StorageError, UsageError
 from minimind.mirror import mirror, uploads
+from minimind.report.runs import read_runs
+from minimind.report.summary import Summary
 from minimind.storage import filesystem
 from minimind.storage.filesystem import Retry
 from minimind.train import pretrain
@@ -101,7 +105,10 @@ def test_a_wiped_disk_is_resumed_from_the_mirror_bit_for_bit(
     assert (proxy.injected > 0) == (cut > 0)
     (fetched,) = events(tmp_path / "a", "checkpoint_fetched")
     assert fetched["step"] == 4
-    assert events(tmp_path / "a", "checkpoint_mirrored")[-1]["step"] == 8
+    summary = Summary(read_runs([tmp_path / "a"])[0], time.time())
+    assert (summary.starts, summary.crashes) == (1, 0)
+    assert "mirror      step 8, the newest of" in summary.as_text()
+    assert 8 in [one["step"] for one in events(tmp_path / "a", "checkpoint_mirrored")]
     download(store, tmp_path / "copy")
     copies = published_checkpoints(tmp_path / "copy" / "checkpoints")
     assert step_of(copies[0]) == 8
@@ -194,10 +201,19 @@ def test_wrong_credentials_are_refused_before_training(
 def test_a_missing_bucket_and_a_url_that_is_read_only_are_refused(
     flags: dict[str, Any], tmp_path: Path, proxy: FaultyProxy
 ):
-    with pytest.raises(StorageError, match=r"there is no such bucket"):
+    with pytest.raises(StorageError, match=r"^--mirror s3://none/run: there is no such bucket"):
         train(flags, out_dir=str(tmp_path / "a"), mirror="s3://none/run")
     with pytest.raises(UsageError, match=r"mirror = https://h/x .* is no URL that can be written"):
         train(flags, out_dir=str(tmp_path / "a"), mirror="https://h/x")
+
+
+@pytest.mark.parametrize("place", ["a", "a/copy", "link"])
+def test_a_mirror_in_out_dir_is_refused(flags: dict[str, Any], tmp_path: Path, place: str):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    with pytest.raises(UsageError, match=r"--mirror file://.* is in --out_dir .*another folder"):
+        train(flags, out_dir=str(tmp_path / "a"), mirror=f"file://{tmp_path / place}")
+    assert not any((tmp_path / "a").iterdir())
 
 
 def test_a_storage_that_goes_down_is_told_and_ends_no_run(
@@ -222,6 +238,21 @@ def test_a_storage_that_goes_down_is_told_and_ends_no_run(
     assert not events(tmp_path / "a", "checkpoint_mirrored")
     assert mirrored(store) == []
     assert [step_of(path) for path in published_checkpoints(tmp_path / "a/checkpoints")] == [8, 6]
+
+
+def test_without_network_at_the_start_each_try_is_a_line_and_no_traceback(
+    flags: dict[str, Any],
+    tmp_path: Path,
+    proxy: FaultyProxy,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+):
+    proxy.is_down = True
+    with pytest.raises(StorageError, match=r"--mirror s3://bucket/runs/one: does not answer .*6 t"):
+        train(flags, out_dir=str(tmp_path / "a"))
+    assert capsys.readouterr().err.count("trying again") == 5
+    gc.collect()  # asyncio logs an error of a task that nobody asked for when it is collected
+    assert [one.message for one in caplog.records if one.name == "asyncio"] == []
 
 
 def test_the_mirror_of_another_run_is_refused(

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from minimind.checkpoint.directory import MANIFEST, set_aside
+from minimind.checkpoint.directory import MANIFEST, published_checkpoints, set_aside
 from minimind.checkpoint.retention import Rules, prune, record_validation
+from minimind.errors import StorageError
 from minimind.mirror import remote_run
 from minimind.mirror.owner import claim
 from minimind.mirror.remote_run import ABANDONED, RemoteRun, by_step, complete
@@ -112,10 +113,61 @@ def test_what_is_uploaded_is_not_pruned_and_the_newest_waits(
     assert [path.name for path in run.root.iterdir()] == [paths[5].name]
 
 
+def test_a_slow_mirror_leaves_out_only_what_no_rule_keeps(
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
+):
+    rules = Rules(keep_last=1, keep_every=3, keep_best=1)
+    run = Fixture(tmp_path, facts_of(trained.run), rules)
+    real, order = RemoteRun.upload, []
+
+    def upload(self: RemoteRun, directory: Path, before: Any) -> int:
+        order.append(directory.name)
+        if len(order) == 1:  # meanwhile
+            for step in range(2, 9):
+                path = save(run.root, step, run.facts)
+                record_validation(path, 1.0 if step == 4 else 2.0)
+                run.uploads.offer(path, None)
+                prune(run.root, rules)
+        return real(self, directory, before)
+
+    monkeypatch.setattr(RemoteRun, "upload", upload)
+    run.mirror(1)
+    assert [int(name[5:]) for name in order] == [1, 3, 8, 4, 6]
+    assert complete(run.remote.files()) == [8, 6, 4, 3]
+    prune(run.root, rules)
+    assert complete(run.remote.files()) == [
+        int(p.name[5:]) for p in published_checkpoints(run.root)
+    ]
+    run.uploads.close()
+
+
+def test_what_could_not_be_uploaded_is_uploaded_after_a_later_one(
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
+):
+    run = Fixture(tmp_path, facts_of(trained.run), Rules(keep_last=1, keep_every=2))
+    real = RemoteRun.upload
+
+    def refused(self: RemoteRun, directory: Path, before: Any) -> int:
+        raise StorageError("does not answer")
+
+    monkeypatch.setattr(RemoteRun, "upload", refused)
+    run.mirror(2)
+    path = run.mirror(4)
+    (path / "state.json").write_bytes(bytes(2_000))
+    monkeypatch.setattr(RemoteRun, "upload", real)
+    run.mirror(5)
+    run.mirror(7)
+    told = [("mirror_failed", 2), ("mirror_failed", 4), ("checkpoint_mirrored", 5)]
+    told += [("checkpoint_mirrored", 2), ("mirror_failed", 4), ("checkpoint_mirrored", 7)]
+    assert run.told() == told  # the damaged one is tried only once more
+    assert complete(run.remote.files()) == [7, 2]
+    run.uploads.close()
+
+
 def test_an_interrupted_upload_is_deleted_there_and_a_damaged_local_one_is_not_uploaded(
     run: Fixture,
 ):
-    run.mirror(1)
+    shutil.rmtree(run.mirror(1))
     run.remote.delete(f"checkpoints/step_00000001/{MANIFEST}")
     run.mirror(2)
     assert sorted(by_step(run.remote.files())) == [2]
@@ -149,7 +201,7 @@ def test_two_ranks_resume_from_the_mirror(forked: Launcher, tmp_path: Path):
     run = forked.run(tmp_path / "run", flags)
     assert run.status == 0, run.stderr
     before = run.curve()
-    assert [one["step"] for one in run.events("checkpoint_mirrored")][-1] == 6
+    assert {one["step"] for one in run.events("checkpoint_mirrored")} == {3, 6}
     (mirror / "checkpoints" / "step_00000006" / MANIFEST).unlink()
     shutil.rmtree(run.out_dir)
     run = forked.run(tmp_path / "run", flags)

@@ -50,6 +50,23 @@ def test_how_each_start_ended(tmp_path):
     assert (figures.step, figures.total_steps, figures.tokens) == (40, 40, 4000)
 
 
+def test_how_far_the_mirror_lags_is_told(tmp_path):
+    def told(*lines: tuple[str, int]) -> tuple[str, str] | None:
+        written = [run_start(), step_line(1), *({"event": n, "step": at} for n, at in lines)]
+        return Summary(made_run(tmp_path / str(len(lines)), [*written, step_line(40)]), NOW).mirror
+
+    assert told(("checkpoint_saved", 10)) is None
+    fetched, saved = ("checkpoint_fetched", 5), [("checkpoint_saved", n) for n in (10, 20, 30)]
+    uploaded = [("checkpoint_mirrored", n) for n in (20, 10)]
+    remark = ", the newest of 2 checkpoints uploaded, 10 steps behind out_dir, failed at 1 step"
+    lines = [fetched, *saved, *uploaded, ("mirror_failed", 30)]
+    assert told(*lines) == ("step 20", f"{remark}, fetched at 1 start")
+    assert told(saved[0], ("mirror_failed", 10)) == (
+        "nothing uploaded",
+        ", 10 steps behind out_dir, failed at 1 step",
+    )
+
+
 def test_the_shares_are_of_all_the_time_that_was_measured_also_of_what_was_lost(tmp_path):
     lines = [run_start(), step_line(10, evaluate_ms=100.0), step_line(12), run_start(10)]
     shares = Summary(made_run(tmp_path, [*lines, step_line(11)]), NOW).shares

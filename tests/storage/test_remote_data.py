@@ -15,7 +15,8 @@ from minimind.data.prepare.prepare import PrepareRequest
 from minimind.data.prepare.remote import local_folder, local_text
 from minimind.data.text.sources import Source
 from minimind.errors import DataError, StorageError
-from minimind.storage import filesystem
+from minimind.storage import download, filesystem
+from minimind.storage.download import etag_of_parts
 from minimind.storage.filesystem import Retry
 from minimind.storage.object_cache import path_of, with_urls
 from tests.conftest import sentences
@@ -70,6 +71,31 @@ def test_faults_of_the_network_do_not_reach_the_files(
     assert proxy.injected
     assert [Path(path).read_bytes() for path in found] == [content_of(3), content_of(0)]
     assert "tokenizer" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_object_uploaded_in_parts_is_verified_by_its_content(
+    tmp_path: Path,
+    store: ObjectStore,
+    proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    is_known: bool,
+):
+    from boto3.s3.transfer import TransferConfig
+
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"0123456789abcde\n" * 750_000)
+    parts = TransferConfig(multipart_chunksize=5 * 2**20)
+    store.client.upload_file(str(path), BUCKET, "a.txt", Config=parts)
+    etag = store.client.head_object(Bucket=BUCKET, Key="a.txt")["ETag"].strip('"')
+    assert etag_of_parts(path, 5 * 2**20) == etag
+    assert etag.endswith("-3")
+    if not is_known:
+        monkeypatch.setattr(download, "etag_of_parts", lambda *given: f"{0:032}-3")
+    proxy.set(corrupt=1.0, most=1)
+    (found,) = local_text([f"s3://{BUCKET}/a.txt"], tmp_path / "cache")
+    assert proxy.injected == 1
+    assert Path(found).read_bytes() == path.read_bytes()
 
 
 def test_an_unchanged_object_is_fetched_once_and_a_changed_one_again(
