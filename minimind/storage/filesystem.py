@@ -47,6 +47,7 @@ HUB = Scheme(
 WEB = Scheme("aiohttp", "pip install fsspec aiohttp", "use a URL that needs none")
 LOCAL = Scheme("fsspec", "pip install fsspec", "correct its permissions")
 SCHEMES = {"s3": AWS, "gs": GOOGLE, "hf": HUB, "http": WEB, "https": WEB, "file": LOCAL}
+HIDDEN = "?***"  # of a query that is not shown
 URL = re.compile(rf"({'|'.join(SCHEMES)})://")
 
 # Names, since the libraries are optional: errors of botocore, aiohttp, httpx and requests that say
@@ -81,7 +82,7 @@ def scheme_of(url: str) -> Scheme:
 def masked(text: str) -> str:
     """`text` without the passwords and query strings (signatures, tokens) of its URLs."""
     text = re.sub(r"(\w+://)[^/\s]+@", r"\1***@", text)
-    return re.sub(r"(https?://[^\s?'\")]*)\?[^\s'\")]+", r"\1?***", text)
+    return re.sub(r"(https?://[^\s?'\")]*)\?[^\s'\")]+", rf"\1{HIDDEN}", text)
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
@@ -93,6 +94,10 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     if re.match(r"\w+://[^/]*@", url):  # it would be stored with the run
         raise UsageError(
             f"{masked(url)}: has credentials in it, which a run would store; {scheme.credentials}"
+        )
+    if url.endswith(HIDDEN):
+        raise UsageError(
+            f"{url}: is recorded without its query, which may have a signature; give the whole URL"
         )
     try:
         import fsspec
@@ -173,7 +178,7 @@ def retrying(
                 raise
             if not is_passing(error):
                 raise permanent(f"{masked(url)}: {refusal(error, url)}") from error
-            reason = reason_of(error)
+            reason = reason_of(_cause(error))
             if attempt == retry.attempts:
                 raise StorageError(
                     f"{masked(url)}: does not answer ({reason}), tried {attempt} times; check the"
@@ -201,6 +206,7 @@ def is_of_storage(error: BaseException) -> bool:
 
 def is_passing(error: BaseException) -> bool:
     """Whether the same operation may succeed later."""
+    error = _cause(error)
     if isinstance(error, FileNotFoundError | PermissionError):
         return False
     if isinstance(error, Truncated | ConnectionError | TimeoutError | EOFError):
@@ -210,6 +216,13 @@ def is_passing(error: BaseException) -> bool:
     if any(PASSING.fullmatch(kind.__name__) for kind in type(error).__mro__):
         return True  # also with a status in its cause, which aiohttp gives a body that is cut
     return _http_status(error) in PASSING_STATUS
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The error itself, or its cause: fsspec calls whatever a web server answers a missing file."""
+    if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+        return error.__cause__
+    return error
 
 
 def _http_status(error: BaseException) -> int | None:
@@ -228,6 +241,7 @@ def _http_status(error: BaseException) -> int | None:
 
 def refusal(error: BaseException, url: str) -> str:
     """Why a URL can not be used, and the remedy."""
+    error = _cause(error)
     scheme, status = scheme_of(url), _http_status(error)
     reason = reason_of(error)
     if isinstance(error, FileNotFoundError) or status == 404:

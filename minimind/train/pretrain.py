@@ -16,6 +16,7 @@ from minimind.checkpoint.resume import Resumed, resume
 from minimind.checkpoint.retention import Rules
 from minimind.checkpoint.run_folder import (
     lock_out_dir,
+    recorded_flags,
     require_output,
     require_writable,
     write_reference,
@@ -26,7 +27,7 @@ from minimind.config.deepspeed.backend_choice import Setup, advice, read_setup
 from minimind.config.deepspeed.engine_rules import output_paths
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import read_launch
-from minimind.config.run_config import FLAGS, RunConfig
+from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared
@@ -46,6 +47,7 @@ from minimind.report.page import REPORT_NAME, write_report
 from minimind.runtime.durable_files import storing
 from minimind.runtime.local_workers import Layout, record_layout
 from minimind.runtime.process import Progress
+from minimind.storage.object_cache import open_cache
 from minimind.telemetry.mfu import mfu_per_speed
 from minimind.telemetry.progress import RunLogger
 from minimind.telemetry.trace import require_traceable, trace_of, traced_steps
@@ -82,8 +84,14 @@ CHECKPOINT_TIMEOUT_S = 3600
 def pretrain(run: RunConfig, progress: Progress) -> int:
     """Train until the run ends or is asked to stop; return 0 or 75. --dry_run only prints."""
     progress.stop.limit(run.max_minutes)
+    with ExitStack() as cleanup:
+        cache = cleanup.enter_context(open_cache(run.cache_dir, run.max_cache_gib))
+        return pretrain_on(with_local_folder(run, cache), progress, cleanup)
+
+
+def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
+    """Check a run whose prepared folder is here, and train; `cleanup` closes what is opened."""
     launch = read_launch(os.environ)
-    run = with_local_folder(run)
     initial = read_initial(run)
     if run.task == "sft":
         initial = fine_tuned(initial)
@@ -105,8 +113,7 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     require_writable(Path(run.out_dir))
     if launch.rank == 0:
         require_mirror(run.mirror)
-    with ExitStack() as cleanup:
-        return train_resolved(setup, resolved, initial, progress, cleanup)
+    return train_resolved(setup, resolved, initial, progress, cleanup)
 
 
 def train_resolved(
@@ -156,8 +163,7 @@ def train_resolved(
         prepared.tokenizer.save(out_dir / "tokenizer")
         context.mirror.start(context.saver.good)
         if resumed.state.step < schedule.total_steps:  # else the trackers' runs would be empty
-            flags = {name: getattr(run, name) for name in FLAGS}
-            logger.trackers = open_trackers(run, resumed.state.step, flags)
+            logger.trackers = open_trackers(run, resumed.state.step, recorded_flags(run))
     log_run_start(context, prepared, resumed, initial, advice(setup, resolved))
     record_for_restart(run, engine)
     progress.has_started = True
