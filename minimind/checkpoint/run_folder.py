@@ -11,6 +11,7 @@ from typing import IO, Any
 
 import yaml
 
+from minimind.config.deepspeed.engine_rules import output_paths
 from minimind.config.deepspeed.incompatible import ignored_flags
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.model_flags import SHAPE
@@ -80,12 +81,13 @@ def require_folder(folder: Path, name: str) -> None:
         )
 
 
-def require_output(place: Path, name: str) -> None:
-    """Raise StorageError if a folder, or the file of a `..._file` key, cannot be written."""
-    is_file = name.endswith("_file")
-    if is_file and place.is_dir():
-        raise StorageError(f"{name} {place}: is a folder; name a file")
-    require_folder(place.parent if is_file else place, name)
+def require_outputs(resolved: ResolvedConfig) -> None:
+    """Raise StorageError if a folder or file that a DeepSpeed JSON names cannot be written."""
+    for key, path in output_paths(resolved.config).items():
+        place, name, is_file = Path(path), f"{resolved.path}: {key}", key.endswith("_file")
+        if is_file and place.is_dir():
+            raise StorageError(f"{name} {place}: is a folder; name a file")
+        require_folder(place.parent if is_file else place, name)
 
 
 def recorded_flags(run: RunConfig) -> dict[str, Any]:

@@ -62,6 +62,7 @@ PASSING_ERRNOS = (
     *(errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH),
 )
 PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
+STATUS_NAMES = ("status", "status_code", "code")
 LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "fsspec", "huggingface_hub")
 LIBRARIES += ("google", "httpx", "httpcore", "requests", "urllib3")
 REASON = 200  # characters of a library's message
@@ -213,6 +214,8 @@ def is_passing(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError) and error.errno in PASSING_ERRNOS:
         return True
+    if any("Certificate" in kind.__name__ for kind in type(error).__mro__):
+        return False
     if any(PASSING.fullmatch(kind.__name__) for kind in type(error).__mro__):
         return True  # also with a status in its cause, which aiohttp gives a body that is cut
     return _http_status(error) in PASSING_STATUS
@@ -231,9 +234,11 @@ def _http_status(error: BaseException) -> int | None:
         response = getattr(one, "response", None)
         if isinstance(response, dict):  # of botocore
             response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        found = (response, getattr(response, "status_code", None))
-        found += tuple(getattr(one, name, None) for name in ("status", "status_code", "code"))
-        for status in found:
+        if isinstance(response, int):
+            return response
+        # In this order: a later one may be deprecated where an earlier one is there.
+        for place, name in ((response, "status_code"), *((one, name) for name in STATUS_NAMES)):
+            status = getattr(place, name, None)
             if isinstance(status, int) and 100 <= status < 600:
                 return status
     return None

@@ -6,6 +6,7 @@ import json
 import secrets
 import socket
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,10 @@ def prepared_folder(run: RunConfig) -> Path | None:
 
 
 @phase("fetching the prepared folder")
-def with_local_folder(run: RunConfig, cache: ObjectCache) -> RunConfig:
-    """Return the run with a verified local copy in place of the URL of a prepared folder."""
-    paths = tuple(local_folder(path, cache) for path in run.data_path)
-    return run if paths == run.data_path else replace(run, data_path=paths)
+def with_local_folder(run: RunConfig, cleanup: ExitStack) -> RunConfig:
+    """Return the run with a local copy, kept until `cleanup`, for the URL of a prepared folder."""
+    cache = cleanup.enter_context(open_cache(run.cache_dir, run.max_cache_gib))
+    return replace(run, data_path=tuple(local_folder(path, cache) for path in run.data_path))
 
 
 @phase("reading the text")
@@ -86,31 +87,22 @@ def _prepare_text(run: RunConfig, cache: ObjectCache) -> Prepared:
     options = Options(run.text_field, max_bytes, float(run.val_fraction))
     if run.task == "sft":
         template = load_tokenizer(run.tokenizer or "").chat_template
-        train_on = run.train_on or "assistant"
-        options = replace(options, chat_template=template, train_on=train_on)
-    request = PrepareRequest(
-        (Source("data", local_text(run.data_path, cache)),),
-        run.tokenizer,
-        run.vocab_size,
-        options,
-        run.on_bad_data == "skip",
-        run.max_bad_fraction,
-    )
+        options = replace(options, chat_template=template, train_on=run.train_on or "assistant")
+    sources = (Source("data", local_text(run.data_path, cache)),)
+    policy = (run.on_bad_data == "skip", run.max_bad_fraction)
+    request = PrepareRequest(sources, run.tokenizer, run.vocab_size, options, *policy)
     return prepare_for_run(request, Path(run.cache_dir).expanduser())
 
 
 def with_prepared(run: RunConfig, prepared: Prepared) -> RunConfig:
     """Return the run with the values its data decides; raise UsageError if a flag differs."""
-    by = (
-        f"--tokenizer {run.tokenizer}"
-        if run.tokenizer
-        else f"--data_path {named(str(prepared.directory))}"
-    )
+    place = f"--data_path {named(str(prepared.directory))}"
+    by = f"--tokenizer {run.tokenizer}" if run.tokenizer else place
     run = with_derived_values(run, by, {"vocab_size": prepared.tokenizer.vocab_size})
     options = Options(**prepared.manifest["options"]).to_json()
     if not is_prepared(run.data_path[0]):
         return with_derived_values(run, by, {"max_document_bytes": options["max_document_bytes"]})
-    return with_derived_values(run, f"--data_path {named(str(prepared.directory))}", options)
+    return with_derived_values(run, place, options)
 
 
 def with_tokenizer(run: RunConfig) -> RunConfig:

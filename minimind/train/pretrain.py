@@ -17,14 +17,13 @@ from minimind.checkpoint.retention import Rules
 from minimind.checkpoint.run_folder import (
     lock_out_dir,
     recorded_flags,
-    require_output,
+    require_outputs,
     require_writable,
     write_reference,
 )
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.train_state import TrainState
 from minimind.config.deepspeed.backend_choice import Setup, advice, read_setup
-from minimind.config.deepspeed.engine_rules import output_paths
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import read_launch
 from minimind.config.run_config import RunConfig
@@ -47,7 +46,6 @@ from minimind.report.page import REPORT_NAME, write_report
 from minimind.runtime.durable_files import storing
 from minimind.runtime.local_workers import Layout, record_layout
 from minimind.runtime.process import Progress
-from minimind.storage.object_cache import open_cache
 from minimind.telemetry.mfu import mfu_per_speed
 from minimind.telemetry.progress import RunLogger
 from minimind.telemetry.trace import require_traceable, trace_of, traced_steps
@@ -85,23 +83,19 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     """Train until the run ends or is asked to stop; return 0 or 75. --dry_run only prints."""
     progress.stop.limit(run.max_minutes)
     with ExitStack() as cleanup:
-        cache = cleanup.enter_context(open_cache(run.cache_dir, run.max_cache_gib))
-        return pretrain_on(with_local_folder(run, cache), progress, cleanup)
+        return pretrain_on(with_local_folder(run, cleanup), progress, cleanup)
 
 
 def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
     """Check a run whose prepared folder is here, and train; `cleanup` closes what is opened."""
     launch = read_launch(os.environ)
-    initial = read_initial(run)
-    if run.task == "sft":
-        initial = fine_tuned(initial)
+    initial = fine_tuned(read_initial(run)) if run.task == "sft" else read_initial(run)
     run = initial.run
     setup = read_setup(run, launch)
     # Report every mistake before the long work.
     resolved = setup.resolve(sections=partial(section_faults, device=setup.device))
     require_accepted(resolved, setup.device)
-    for key, path in output_paths(resolved.config).items():
-        require_output(Path(path), f"{resolved.path}: {key}")
+    require_outputs(resolved)
     read_sample_prompts(run)
     traced_steps(run)
     if run.dry_run:
