@@ -260,15 +260,15 @@ def _run_inspect(args: argparse.Namespace, cache: ObjectCache) -> int:
     from minimind.data.prepare.prepare import NEEDED, missing_of, open_prepared
     from minimind.data.prepare.remote import local_folder
 
-    args.directory = Path(local_folder(args.directory, cache))
+    place, args.directory = args.directory, Path(local_folder(args.directory, cache))
     missing = missing_of(args.directory)
     if len(missing) == len(NEEDED):
         raise DataError(
-            f"{args.directory}: holds no prepared data; name a folder that `minimind prepare` wrote"
+            f"{place}: holds no prepared data; name a folder that `minimind prepare` wrote"
         )
     if missing:
         raise DataError(
-            f"{args.directory}: has no {missing[0]}, so it is no prepared data; restore it, or"
+            f"{place}: has no {missing[0]}, so it is no prepared data; restore it, or"
             " prepare the text again"
         )
     damaged = [] if args.no_verify else list(damage(args.directory))

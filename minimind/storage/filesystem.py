@@ -47,6 +47,7 @@ HUB = Scheme(
 WEB = Scheme("aiohttp", "pip install fsspec aiohttp", "use a URL that needs none")
 LOCAL = Scheme("fsspec", "pip install fsspec", "correct its permissions")
 SCHEMES = {"s3": AWS, "gs": GOOGLE, "hf": HUB, "http": WEB, "https": WEB, "file": LOCAL}
+LIKE_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.]+:/+")
 HIDDEN = "?***"  # of a query that is not shown
 URL = re.compile(rf"({'|'.join(SCHEMES)})://")
 
@@ -75,6 +76,15 @@ def is_url(text: object) -> bool:
     return isinstance(text, str) and URL.match(text) is not None
 
 
+def require_path(text: str) -> None:
+    """Raise UsageError for a path that was meant as a URL."""
+    if (found := LIKE_A_URL.match(text)) and not os.path.exists(text):
+        raise UsageError(
+            f"{masked(text)}: begins with {found[0]}, and URLs begin with"
+            f" {', '.join(f'{name}://' for name in SCHEMES)}; correct it"
+        )
+
+
 def scheme_of(url: str) -> Scheme:
     """The scheme of a URL."""
     return SCHEMES[url.partition("://")[0]]
@@ -96,6 +106,8 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         raise UsageError(
             f"{masked(url)}: has credentials in it, which a run would store; {scheme.credentials}"
         )
+    if not url.partition("://")[2].strip("/"):
+        raise UsageError(f"{url}: names no bucket, host or file; complete the URL")
     if url.endswith(HIDDEN):
         raise UsageError(
             f"{url}: is recorded without its query, which may have a signature; give the whole URL"

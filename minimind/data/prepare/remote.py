@@ -18,7 +18,15 @@ from minimind.data.text.inputs import KNOWN, SUFFIXES, find_files, require_once
 from minimind.errors import DataError, StorageError
 from minimind.runtime.durable_files import canonical_json, fingerprint, storing, write_whole
 from minimind.storage.download import RemoteObject, etag_of, modified_of
-from minimind.storage.filesystem import WEB, is_url, masked, open_filesystem, retrying, scheme_of
+from minimind.storage.filesystem import (
+    WEB,
+    is_url,
+    masked,
+    open_filesystem,
+    require_path,
+    retrying,
+    scheme_of,
+)
 from minimind.storage.object_cache import REMEDY, ObjectCache, naming_urls
 
 
@@ -29,7 +37,11 @@ def local_text(paths: Sequence[str], cache: ObjectCache) -> tuple[str, ...]:
     """
     files: list[str] = []
     for path in paths:
-        files += map(str, _fetched_text(path, cache)) if is_url(path) else [path]
+        if is_url(path):
+            files += map(str, _fetched_text(path, cache))
+        else:
+            require_path(path)
+            files.append(path)
     return tuple(files)
 
 
@@ -38,7 +50,10 @@ def local_folder(path: str, cache: ObjectCache) -> str:
 
     Each version has its own copy: a folder that is rewritten leaves that of a run as it is.
     """
-    if not is_url(path) or has_magic(path) or scheme_of(path) is WEB:
+    if not is_url(path):
+        require_path(path)
+        return path
+    if has_magic(path) or scheme_of(path) is WEB:
         return path
     url = path.rstrip("/")
     newest = cache.path(url) / MANIFEST_NAME
