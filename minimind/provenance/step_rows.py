@@ -198,8 +198,8 @@ def documents_of(
         place = Path(local_folder(url, cache))
     if missing := missing_of(place):
         raise DataError(
-            f"{directory or place}: has no {missing[0]}, and the run was trained on this folder; restore it, or"
-            " give --data with a folder of the same text"
+            f"{directory or place}: has no {missing[0]}, and the run was trained on this folder;"
+            " restore it, or give --data with a folder of the same text"
         )
     prepared = open_prepared(place)
     if prepared.manifest["fingerprint"] != stretch.data["fingerprint"]:

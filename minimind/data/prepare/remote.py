@@ -55,9 +55,9 @@ def local_folder(path: str, cache: ObjectCache) -> str:
         return path
     if has_magic(path) or scheme_of(path) is WEB:
         return path
-    url = path.rstrip("/")
+    filesystem, place = open_filesystem(path)
+    url, place = path.rstrip("/"), place.rstrip("/")
     newest = cache.path(url) / MANIFEST_NAME
-    filesystem, place = open_filesystem(url)
     try:
         manifest = _manifest_object(filesystem, f"{url}/{MANIFEST_NAME}", place)
         if manifest is None:
