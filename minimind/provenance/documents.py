@@ -46,11 +46,9 @@ class Place:
 
 def place_json(place: Place | None) -> dict[str, Any]:
     """File, line and byte as JSON; null where the place is unknown."""
-    return (
-        {**asdict(place), "file": named(place.file)}
-        if place
-        else {"file": None, "line": None, "byte": None}
-    )
+    if place is None:
+        return {"file": None, "line": None, "byte": None}
+    return {**asdict(place), "file": named(place.file)}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 def in_parallel(
     work: Callable[[Item, threading.Event], Result], items: Sequence[Item], threads: int
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """Yield `work(item, stopped)` as each is done; raise the first error.
 
     `stopped` is set when the results are not wanted any more. An error waits for the work that is
