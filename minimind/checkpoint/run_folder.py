@@ -6,19 +6,20 @@ import fcntl
 import json
 import os
 import socket
-from dataclasses import asdict
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import yaml
 
+from minimind.config.deepspeed.engine_rules import output_paths
 from minimind.config.deepspeed.incompatible import ignored_flags
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.model_flags import SHAPE
+from minimind.config.run_config import FLAGS, RunConfig
 from minimind.config.training_flags import BY_TASK
 from minimind.errors import LockedError, StorageError
 from minimind.runtime.durable_files import require_regular, storing, write_whole
-from minimind.storage.object_cache import with_urls
+from minimind.storage.object_cache import named
 
 START_FLAGS = (
     "config",
@@ -80,24 +81,32 @@ def require_folder(folder: Path, name: str) -> None:
         )
 
 
-def require_output(place: Path, name: str) -> None:
-    """Raise StorageError if a folder, or the file of a `..._file` key, cannot be written."""
-    is_file = name.endswith("_file")
-    if is_file and place.is_dir():
-        raise StorageError(f"{name} {place}: is a folder; name a file")
-    require_folder(place.parent if is_file else place, name)
+def require_outputs(resolved: ResolvedConfig) -> None:
+    """Raise StorageError if a folder or file that a DeepSpeed JSON names cannot be written."""
+    for key, path in output_paths(resolved.config).items():
+        place, name, is_file = Path(path), f"{resolved.path}: {key}", key.endswith("_file")
+        if is_file and place.is_dir():
+            raise StorageError(f"{name} {place}: is a folder; name a file")
+        require_folder(place.parent if is_file else place, name)
+
+
+def recorded_flags(run: RunConfig) -> dict[str, Any]:
+    """Every flag and its value, for records and tables: without paths of the cache or signatures.
+
+    A signed URL gives access to whoever reads it.
+    """
+    flags = {name: getattr(run, name) for name in FLAGS}
+    return {**flags, "data_path": tuple(map(named, run.data_path))}
 
 
 def write_reference(out_dir: Path, resolved: ResolvedConfig) -> None:
     """Write `config.yaml`, which repeats the run with `--config`, and `ds_config.resolved.json`."""
-    flags = asdict(resolved.run)
-    flags["data_path"] = tuple(map(with_urls, flags["data_path"]))
+    flags, sources = recorded_flags(resolved.run), resolved.run.sources
     # Flags that DeepSpeed's scheduler or the optimizer ignores are refused, so they are left out.
     left_out = {*START_FLAGS, *resolved.run.unread_flags}
     left_out |= {name for _, _, name in ignored_flags(resolved.config)}
     if resolved.run.hugging_face is not None:  # decided by its config.json
         left_out |= {*SHAPE} - {"max_seq_len", "vocab_size"}
-    sources = flags.pop("sources")
     left_out |= {name for name, source in sources.items() if source == BY_TASK}
     lines = ["# The flags of this run; --config reads them back. The comment is the source."]
     for name, value in flags.items():

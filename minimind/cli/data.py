@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from minimind.cli import provenance
 from minimind.config.arguments import (
     Parser,
+    add_cache,
     at_least,
     count_of_bytes,
     fraction,
@@ -25,6 +26,7 @@ from minimind.runtime.durable_files import mebibytes
 if TYPE_CHECKING:
     from minimind.data.prepare.inspect import Inspection
     from minimind.data.prepare.prepare import Prepared, PrepareRequest
+    from minimind.storage.object_cache import ObjectCache
 
 OPTIONS = ("text_field", "max_document_bytes", "val_fraction")
 NOT_OF_A_MERGE = (
@@ -84,8 +86,7 @@ def add_parsers(subs: Any) -> None:
     add("--processes", type=at_least(1), help="tokenizing processes (default: one per 8 cores)")
     cluster = "encode on Ray: a cluster (auto, HOST:PORT, ray://HOST:PORT), or this host"
     add("--ray", nargs="?", const="local", metavar="ADDRESS", help=cluster)
-    text = "cache of objects of storage, for PATHs that are URLs"
-    add("--cache_dir", default=FLAGS["cache_dir"].default, help=text)
+    add_cache(added, "cache of objects of storage, for PATHs that are URLs")
     add("--force", action="store_true", help="replace an earlier --out")
     add("--debug", action="store_true", help="show tracebacks")
     _add_data(subs)
@@ -102,8 +103,7 @@ def _add_data(subs: Any) -> None:
     )
     folder = "a folder that `minimind prepare` wrote"
     inspect.add_argument("directory", metavar="DIR", help=f"{folder}, or its URL")
-    text = "cache of objects of storage, for a DIR that is a URL"
-    inspect.add_argument("--cache_dir", default=FLAGS["cache_dir"].default, help=text)
+    add_cache(inspect, "cache of objects of storage, for a DIR that is a URL")
     inspect.add_argument("--rows", type=at_least(0), default=3, help="rows shown as text")
     inspect.add_argument("--row_tokens", type=at_least(1), default=128, help="tokens shown per row")
     inspect.add_argument("--no_verify", action="store_true", help="do not hash the files again")
@@ -129,11 +129,11 @@ def _share(text: str) -> tuple[int, int]:
 def run_prepare(args: argparse.Namespace) -> int:
     """Prepare and print a summary; raise Interrupted, naming what Ctrl-C leaves."""
     from minimind.data.prepare.dataset_folder import draft_of
-    from minimind.storage.object_cache import naming_urls
+    from minimind.storage.object_cache import open_cache
 
     try:
-        with naming_urls():
-            return _prepare(args)
+        with open_cache(args.cache_dir, args.max_cache_gib) as cache:
+            return _prepare(args, cache)
     except KeyboardInterrupt as stop:
         draft = draft_of(args.out.expanduser().resolve())
         if not draft.exists():
@@ -143,7 +143,7 @@ def run_prepare(args: argparse.Namespace) -> int:
         ) from stop
 
 
-def _prepare(args: argparse.Namespace) -> int:
+def _prepare(args: argparse.Namespace, cache: ObjectCache) -> int:
     from minimind.data.prepare.dataset_folder import merge_folder, prepare_folder
     from minimind.data.prepare.ray_tasks import require_usable
 
@@ -159,7 +159,7 @@ def _prepare(args: argparse.Namespace) -> int:
     if args.merge:
         prepared = merge_folder(args.out, args.force, args.max_bad_fraction)
     else:
-        prepared = prepare_folder(_request(args), args.out, args.shard, args.force)
+        prepared = prepare_folder(_request(args, cache), args.out, args.shard, args.force)
     if prepared is None:
         part, parts = args.shard
         print(f"share {part} of {parts} is done; --merge when all are: {args.out}.part")
@@ -174,7 +174,7 @@ def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in values if value is not None}
 
 
-def _request(args: argparse.Namespace) -> PrepareRequest:
+def _request(args: argparse.Namespace, cache: ObjectCache) -> PrepareRequest:
     from minimind.data.prepare.prepare import PrepareRequest
     from minimind.data.prepare.remote import local_text
     from minimind.data.prepare.work_units import Options
@@ -187,8 +187,7 @@ def _request(args: argparse.Namespace) -> PrepareRequest:
     sources += read_sources(args.sources) if args.sources else []
     if not sources:
         raise UsageError("no text was named; give PATHs, --source NAME=PATH or --sources FILE.yaml")
-    cache_dir = Path(args.cache_dir)
-    sources = [replace(one, paths=local_text(one.paths, cache_dir)) for one in sources]
+    sources = [replace(one, paths=local_text(one.paths, cache)) for one in sources]
     _require_same_vocab_size(args)
     most: dict[str, Any] = {"max_document_bytes": longest_document(args.tokenizer)}
     return PrepareRequest(
@@ -247,26 +246,29 @@ def _print_sources(sources: list[dict[str, Any]]) -> None:
 
 def run_data(args: argparse.Namespace) -> int:
     """Run one action of `minimind data`."""
+    from minimind.storage.object_cache import open_cache
+
     actions = {"filter": filter_command.run, "inspect": _run_inspect}
     actions |= {"at": provenance.run_at, "where": provenance.run_where}
-    return actions[args.action](args)
+    with open_cache(args.cache_dir, args.max_cache_gib) as cache:
+        return actions[args.action](args, cache)
 
 
-def _run_inspect(args: argparse.Namespace) -> int:
+def _run_inspect(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Print a summary of a folder; return 3, and print the damage, if a file has changed."""
     from minimind.data.prepare.inspect import damage, inspect
     from minimind.data.prepare.prepare import NEEDED, missing_of, open_prepared
     from minimind.data.prepare.remote import local_folder
 
-    args.directory = Path(local_folder(args.directory, Path(args.cache_dir)))
+    place, args.directory = args.directory, Path(local_folder(args.directory, cache))
     missing = missing_of(args.directory)
     if len(missing) == len(NEEDED):
         raise DataError(
-            f"{args.directory}: holds no prepared data; name a folder that `minimind prepare` wrote"
+            f"{place}: holds no prepared data; name a folder that `minimind prepare` wrote"
         )
     if missing:
         raise DataError(
-            f"{args.directory}: has no {missing[0]}, so it is no prepared data; restore it, or"
+            f"{place}: has no {missing[0]}, so it is no prepared data; restore it, or"
             " prepare the text again"
         )
     damaged = [] if args.no_verify else list(damage(args.directory))

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from minimind.config.arguments import add_model, at_least, count_of_bytes, fraction, utf8
+from minimind.config.arguments import add_cache, add_model, at_least, count_of_bytes, fraction, utf8
 from minimind.errors import DataError, UsageError
 from minimind.inference.lm_eval_tasks import add_task_flags, require_of_kind, run_tasks
 from minimind.runtime.durable_files import printing, storing
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from minimind.data.prepare.prepare import Prepared
     from minimind.data.tokenizer.load import AnyTokenizer
     from minimind.inference.score import LossSums, Part
+    from minimind.storage.object_cache import ObjectCache
 
 COLUMNS = {  # of the table: name, width and format by field
     "loss": ("loss", 8, ".4f"),
@@ -73,7 +74,7 @@ def add_parser(subs: Any) -> None:
     add("--on_bad_data", choices=("error", "skip"), default="error", help=text)
     text = "fraction of documents that may be bad, with skip"
     add("--max_bad_fraction", type=fraction, default=0.05, help=text)
-    add("--cache_dir", default="~/.cache/minimind", help="cache of the tokens")
+    add_cache(parser, "cache of the tokens, and of objects of storage")
     add("--json", action="store_true", help="print a JSON object")
     add_task_flags(parser)
 
@@ -82,13 +83,7 @@ def run_eval(args: argparse.Namespace) -> int:
     """Evaluate a model; of several processes only the first one prints."""
     from minimind.config.deepspeed.backend_choice import device_for
     from minimind.config.launcher_env import read_launch
-    from minimind.data.prepare.prepare import is_prepared
-    from minimind.data.prepare.remote import local_data
-    from minimind.engine.build import evaluation_accelerator
-    from minimind.inference.chat import template_of
-    from minimind.inference.load_model import load_model
-    from minimind.inference.score import part_of_conversations, score
-    from minimind.storage.object_cache import naming_urls
+    from minimind.storage.object_cache import open_cache
 
     require_of_kind(args)
     _require_of_task(args)
@@ -97,11 +92,24 @@ def run_eval(args: argparse.Namespace) -> int:
     if args.lm_eval is not None:
         run_tasks(args, device, launch.world_size)
         return 0
-    local = local_data(args.data, Path(args.cache_dir))
+    with open_cache(args.cache_dir, args.max_cache_gib) as cache:
+        _score(args, cache, device, launch.rank)
+    return 0
+
+
+def _score(args: argparse.Namespace, cache: ObjectCache, device: str, rank: int) -> None:
+    """Print the results on `device`, a part of them computed by each process."""
+    from minimind.data.prepare.prepare import is_prepared
+    from minimind.data.prepare.remote import local_data
+    from minimind.engine.build import evaluation_accelerator
+    from minimind.inference.chat import template_of
+    from minimind.inference.load_model import load_model
+    from minimind.inference.score import part_of_conversations, score
+
+    local = local_data(args.data, cache)
     model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
-    is_chat = args.task == "sft"
-    template = template_of(tokenizer, args.chat_template, path) if is_chat else None
-    _set_documents(model, is_chat)
+    template = template_of(tokenizer, args.chat_template, path) if args.task == "sft" else None
+    _set_documents(model, template is not None)
     positions = model.config.max_position_embeddings
     if args.max_seq_len is not None and args.max_seq_len > positions:
         raise UsageError(
@@ -109,9 +117,8 @@ def run_eval(args: argparse.Namespace) -> int:
             " lower it"
         )
     with _copied(tokenizer) as folder:
-        opened = (tokenizer, folder, template, args, launch.rank)
-        with naming_urls():
-            data = {place: _open_data(place, paths, *opened) for place, paths in local.items()}
+        opened = (tokenizer, folder, template, args, rank)
+        data = {place: _open_data(place, paths, *opened) for place, paths in local.items()}
     length = args.max_seq_len
     if template is None:
         length, parts = length or positions, []
@@ -121,11 +128,9 @@ def run_eval(args: argparse.Namespace) -> int:
         parts = [part_of_conversations(place, data[place], positions, length) for place in data]
     with evaluation_accelerator(device, dist_timeout=600) as accelerator:
         sums = score(accelerator, model, parts, tokenizer.piece_bytes(), args.batch_size)
-        is_first = accelerator.is_main_process
-    if is_first:
+    if rank == 0:
         with printing():
             _print_results(sums, parts, path, args.json)
-    return 0
 
 
 def _require_of_task(args: argparse.Namespace) -> None:
@@ -276,10 +281,8 @@ def _print_results(
         is_exact = all(None not in part.text_bytes for part in parts)
         total["bytes_of"] = "text" if is_exact else "tokens"
     if as_json:
-        result = {"model": str(path), **total}
-        if len(sums) > 1:
-            result["by_source"] = figures
-        print(json.dumps(result, ensure_ascii=False))
+        by_source = {"by_source": figures} if len(sums) > 1 else {}
+        print(json.dumps({"model": str(path), **total, **by_source}, ensure_ascii=False))
         return
     width = max(len(name) for name in (*sums, "source"))
     columns = {key: COLUMNS[key] for key in COLUMNS if key in total}

@@ -8,12 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.config.arguments import at_least
+from minimind.config.arguments import add_cache, at_least
 from minimind.errors import UsageError
 
 if TYPE_CHECKING:
     from minimind.provenance.documents import Documents, Place, Placed
     from minimind.provenance.step_rows import Row
+    from minimind.storage.object_cache import ObjectCache
 
 AT = "minimind data at out/mine --step 1200 --text"
 TOP = 10  # documents listed with --steps
@@ -41,8 +42,9 @@ def add_actions(actions: Any) -> None:
     text = "file of the text and line; of a table the row"
     where.add_argument("place", type=_place, metavar="FILE:LINE", help=text)
     for parser in (at, where):
-        text = "folder of the prepared text, if it is not where the run read it"
-        parser.add_argument("--data", type=Path, metavar="DIR", help=text)
+        text = "folder or URL of the prepared text, if it is not where the run read it"
+        parser.add_argument("--data", metavar="DIR", help=text)
+        add_cache(parser, "cache of objects of storage, for text at URLs")
         parser.add_argument("--json", action="store_true", help="print a JSON object")
         parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
@@ -61,7 +63,7 @@ def _place(text: str) -> tuple[str, int]:
     return file, int(line)
 
 
-def run_at(args: argparse.Namespace) -> int:
+def run_at(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Print the rows of a step, or the documents of steps with a high loss."""
     from minimind.provenance.step_rows import documents_of, read_run, rows_at
 
@@ -73,11 +75,11 @@ def run_at(args: argparse.Namespace) -> int:
     if args.steps is not None:
         if args.rank is not None or args.text:
             raise UsageError("--steps counts documents over all ranks; drop --rank and --text")
-        return _run_suspects(args)
+        return _run_suspects(args, cache)
     if args.top is not None:
         raise UsageError("--top lists documents of --steps A:B; drop it, or give --steps")
     stretch = read_run(args.run).at(args.step)
-    documents = documents_of(stretch, args.data)
+    documents = documents_of(stretch, args.data, cache)
     rows = rows_at(stretch, documents, args.step, args.rank)
     numbers = {part.document for row in rows for part in row.parts}
     places = documents.places(numbers)
@@ -120,7 +122,7 @@ def _run_rows(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_suspects(args: argparse.Namespace) -> int:
+def _run_suspects(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Print the documents whose steps have a high loss more often than expected."""
     from minimind.provenance.documents import place_json
     from minimind.provenance.high_losses import suspects
@@ -133,7 +135,7 @@ def _run_suspects(args: argparse.Namespace) -> int:
             f"--steps {args.steps.start}:{args.steps.stop - 1}: the run read other text from step"
             f" {texts[1][0].steps.start} on; give steps of one text"
         )
-    documents = documents_of(texts[0][-1] if texts else log.at(args.steps.start), args.data)
+    documents = documents_of(texts[0][-1] if texts else log.at(args.steps.start), args.data, cache)
     found, high, logged = suspects(log, documents, args.steps)
     listed = found[: args.top or TOP]
     places = documents.places(one.document for one in listed)
@@ -154,17 +156,18 @@ def _run_suspects(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_where(args: argparse.Namespace) -> int:
+def run_where(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Print the steps that read a document, for each text that the run read."""
     from minimind.provenance.documents import place_json
     from minimind.provenance.step_rows import documents_of, read_run, steps_reading
+    from minimind.storage.object_cache import named
 
     file, line = args.place
     log = read_run(args.run)
     texts = [stretches[-1] for stretches in log.texts()] or [log.at(1)]
     unknown, places = None, []
     for stretch in texts:
-        documents = documents_of(stretch, args.data if len(texts) == 1 else None)
+        documents = documents_of(stretch, args.data if len(texts) == 1 else None, cache)
         try:
             found, number = documents.find(file, line)
         except UsageError as error:  # the file may be part of another text
@@ -173,10 +176,10 @@ def run_where(args: argparse.Namespace) -> int:
         reads = [] if number is None else steps_reading(log, documents, number)
         steps = [{"step": step, "rank": rank, "row": row} for step, rank, row in reads]
         facts = {**place_json(found.place), "split": found.split or None, "document": number}
-        places.append({**facts, "data": str(documents.prepared.directory), "reads": steps})
+        places.append({**facts, "data": named(str(documents.prepared.directory)), "reads": steps})
         if not args.json:
             if len(texts) > 1:
-                print(f"{documents.prepared.directory}:")
+                print(f"{named(str(documents.prepared.directory))}:")
             _print_reads(found, number, documents, reads)
     if unknown and not places:
         raise unknown

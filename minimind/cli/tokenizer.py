@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from minimind.config.arguments import (
     Parser,
+    add_cache,
     at_least,
     count_of_bytes,
     fraction,
@@ -24,6 +25,7 @@ from minimind.runtime.durable_files import mebibytes
 
 if TYPE_CHECKING:
     from minimind.data.text.documents import ReadOptions
+    from minimind.storage.object_cache import ObjectCache
 
 HELD_OUT_BYTES = 2**22
 SMALLEST_SAMPLE = 2**16
@@ -51,8 +53,7 @@ def add_parser(subs: Any) -> None:
         add("--text_field", type=utf8, default="text", metavar="NAME", help=text)
         paths = {"nargs": "+", "action": "extend", "default": []}
         add("--data_path", **paths, metavar="PATH", help=TEXT_HELP)
-        text = "cache of objects of storage, for PATHs that are URLs"
-        add("--cache_dir", default=FLAGS["cache_dir"].default, help=text)
+        add_cache(parser, "cache of objects of storage, for PATHs that are URLs")
         return add
 
     text = "Train a byte-pair tokenizer on text, for --tokenizer and AutoTokenizer"
@@ -79,23 +80,23 @@ def add_parser(subs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run `minimind tokenizer ACTION` and return its exit status."""
-    from minimind.storage.object_cache import naming_urls
+    from minimind.storage.object_cache import open_cache
 
-    with naming_urls():
-        return ACTIONS[args.action](args)
+    with open_cache(args.cache_dir, args.max_cache_gib) as cache:
+        return ACTIONS[args.action](args, cache)
 
 
-def run_train(args: argparse.Namespace) -> int:
+def run_train(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Train a tokenizer, write it, and print its bytes per token on held-out text."""
     try:
-        return _train(args)
+        return _train(args, cache)
     except KeyboardInterrupt as stop:
         raise Interrupted(
             f"stopped; {args.out} is as it was before, and the same command starts again"
         ) from stop
 
 
-def _train(args: argparse.Namespace) -> int:
+def _train(args: argparse.Namespace, cache: ObjectCache) -> int:
     from minimind.data.prepare.remote import local_text
     from minimind.data.text.sample import sample
     from minimind.data.tokenizer.files import MODEL_NAME, TOKENIZER_FILES
@@ -119,7 +120,7 @@ def _train(args: argparse.Namespace) -> int:
     out = NewFolder(path, args.force, TOKENIZER_FILES, author)
     out.require_free()
     reader = Reader(args.val_fraction, _reading(args, None), args.on_bad_data == "skip")
-    paths = local_text(paths, Path(args.cache_dir))
+    paths = local_text(paths, cache)
     passages = sample(reader.training_texts(paths), args.sample_bytes, args.seed)
     if not reader.training:
         raise DataError(
@@ -201,7 +202,7 @@ def _reading(args: argparse.Namespace, tokenizer: str | None) -> ReadOptions:
     return ReadOptions(args.text_field, args.max_document_bytes or longest_document(tokenizer))
 
 
-def run_inspect(args: argparse.Namespace) -> int:
+def run_inspect(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Print the pieces of a tokenizer and its statistics on text."""
     import numpy as np
 
@@ -213,7 +214,7 @@ def run_inspect(args: argparse.Namespace) -> int:
 
     tokenizer, reading = load_tokenizer(args.tokenizer), _reading(args, args.tokenizer)
     pieces = tokenizer.pieces()
-    paths = local_text(args.data_path, Path(args.cache_dir))
+    paths = local_text(args.data_path, cache)
     files, skips_bad = find_files(paths), args.on_bad_data == "skip"
     print(tables.format_header(tokenizer))
     print(tables.format_kinds(pieces))
@@ -229,7 +230,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
+ACTIONS: dict[str, Callable[[argparse.Namespace, ObjectCache], int]] = {
     "train": run_train,
     "inspect": run_inspect,
 }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from minimind.config.training_flags import PlaceFlags
 from minimind.errors import UsageError
 
 EXAMPLE = "example:"
@@ -163,6 +164,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     device = "auto uses a GPU if there is one"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
     add("--debug", action="store_true", help="show tracebacks")
+
+
+def add_cache(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the arguments of `minimind.storage.object_cache.open_cache`."""
+    add = parser.add_argument
+    add("--cache_dir", default=PlaceFlags.cache_dir, help=what)
+    text = "GiB of fetched objects that --cache_dir keeps; others are deleted, oldest first"
+    add("--max_cache_gib", type=positive, help=text)
 
 
 def add_sampling(

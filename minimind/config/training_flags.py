@@ -154,6 +154,12 @@ class PlaceFlags:
     cache_dir: str = flag(
         "cache of tokenizers and token shards, keyed by content", "~/.cache/minimind", "data"
     )
+    max_cache_gib: float | None = flag(
+        "GiB of fetched objects that --cache_dir keeps; others are deleted, oldest first",
+        None,
+        "data",
+        above=0.0,
+    )
 
     out_dir: str = flag("metrics, configuration and checkpoints of this run", "out", "output")
     resume: str = flag(

@@ -18,12 +18,15 @@ import numpy as np
 from minimind.data.loader.conversation_shards import TARGET
 from minimind.data.prepare.encode import Work
 from minimind.data.prepare.prepare import Prepared
+from minimind.data.prepare.remote import local_text
 from minimind.data.prepare.unit_reader import split_of
 from minimind.data.prepare.work_units import Plan, Unit, placed, read_described
 from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import Segment, kind_of
 from minimind.data.text.readers import line_offset, newlines, read_segment
 from minimind.errors import DataError, UsageError
+from minimind.storage.filesystem import is_url
+from minimind.storage.object_cache import ObjectCache, named
 
 CHANGED = "changed since it was prepared"
 
@@ -38,12 +41,14 @@ class Place:
 
     def __str__(self) -> str:
         """`FILE:LINE`, or `FILE`."""
-        return f"{self.file}:{self.line}" if self.line else self.file
+        return f"{named(self.file)}:{self.line}" if self.line else named(self.file)
 
 
 def place_json(place: Place | None) -> dict[str, Any]:
     """File, line and byte as JSON; null where the place is unknown."""
-    return asdict(place) if place else {"file": None, "line": None, "byte": None}
+    if place is None:
+        return {"file": None, "line": None, "byte": None}
+    return {**asdict(place), "file": named(place.file)}
 
 
 @dataclass(frozen=True)
@@ -63,19 +68,21 @@ class Documents:
     ends: np.ndarray  # int64, cumulative tokens
     plan: Plan
     numbers: Mapping[int, range]  # numbers of the documents of a unit
+    cache: ObjectCache | None = None
     faults: dict[str, str] = field(default_factory=dict)  # why documents are not found, by file
+    _fetched: dict[str, str] = field(default_factory=dict)  # by what is gone
     _line_at: dict[Path, tuple[int, int]] = field(default_factory=dict)  # a known offset and line
 
     @classmethod
-    def of(cls, prepared: Prepared) -> Documents:
-        """Read the index of a folder."""
+    def of(cls, prepared: Prepared, cache: ObjectCache | None = None) -> Documents:
+        """Read the index of a folder; with a cache, text at URLs that is gone is fetched."""
         plan = Plan.from_json(read_described(prepared.directory))
         numbers, before = {}, 0
         for shard in prepared.manifest["splits"]["train"]["shards"]:
             unit = int(Path(shard["name"]).stem.removeprefix("train-"))
             numbers[unit] = range(before, before + shard["documents"])
             before += shard["documents"]
-        return cls(prepared, prepared.train.document_ends(), plan, numbers)
+        return cls(prepared, prepared.train.document_ends(), plan, numbers, cache)
 
     def over(self, start: int, stop: int) -> range:
         """Numbers of the documents with any of the tokens `start` to `stop`."""
@@ -106,10 +113,10 @@ class Documents:
             if number in wanted and self._is_stored(number, one.text):
                 found[number] = one.place
             elif number in wanted:
-                self.faults[one.place.file] = CHANGED
+                self.faults[named(one.place.file)] = CHANGED
             if number == last:
                 break
-        files = [str(self._now(segment.path)) for segment in unit.segments]
+        files = [named(str(self._now(segment.path))) for segment in unit.segments]
         if number < last and not any(file in self.faults for file in files):
             self.faults[files[-1]] = CHANGED
         return found
@@ -164,8 +171,8 @@ class Documents:
 
     def _input_of(self, file: str) -> str:
         """The path, as in the plan, of a file given in any way that names one input."""
-        by_now = {str(self._now(Path(one.path))): one.path for one in self.plan.inputs}
-        wanted = str(placed(Path(file).expanduser()))
+        by_now = {named(str(self._now(Path(one.path)))): one.path for one in self.plan.inputs}
+        wanted = named(file if is_url(file) else str(placed(Path(file).expanduser())))
         if wanted in by_now:
             return by_now[wanted]
         close = [now for now in by_now if now.endswith(f"/{file}")]
@@ -176,8 +183,18 @@ class Documents:
         return by_now[close[0]]
 
     def _now(self, path: Path) -> Path:
-        """The current name of an input."""
-        return Path(self.prepared.names.get(str(path), str(path)))
+        """The current name of an input; what was fetched from a URL and is gone comes again."""
+        before = str(path)
+        name = self.prepared.names.get(before) or self.prepared.names.get(named(before), before)
+        url = named(name)
+        if self.cache is None or not is_url(url) or Path(name).exists():
+            return Path(name)
+        if name not in self._fetched:
+            try:
+                (self._fetched[name],) = local_text([url], self.cache)
+            except DataError:  # it is gone there, too
+                self._fetched[name] = name
+        return Path(self._fetched[name])
 
     def _read(self, unit: Unit) -> Iterator[Placed]:
         """Documents of a unit, in order, up to a file that cannot be read (`faults`)."""
@@ -188,7 +205,7 @@ class Documents:
                     raise DataError("is gone, and the documents after it cannot be counted")
                 yield from self._read_segment(replace(segment, path=path), self._work.reading)
             except DataError as error:
-                self.faults[str(path)] = str(error).removeprefix(f"{path}: ")
+                self.faults[named(str(path))] = str(error).removeprefix(f"{path}: ")
                 return
 
     def _read_segment(self, segment: Segment, reading: ReadOptions) -> Iterator[Placed]:

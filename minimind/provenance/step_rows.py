@@ -16,11 +16,14 @@ from minimind.checkpoint.validation import Mixture, OrderOrigin, validate_order
 from minimind.config.run_config import ParallelLayout
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared, missing_of, open_prepared
+from minimind.data.prepare.remote import local_folder
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.provenance.documents import Documents
 from minimind.report.records import Start, number
 from minimind.report.runs import Run, read_runs
 from minimind.runtime.checked_json import CheckedJson, Count, Integer, Size, validate
+from minimind.storage.filesystem import is_url
+from minimind.storage.object_cache import ObjectCache, named
 
 
 class LoggedOrder(CheckedJson):
@@ -39,6 +42,7 @@ class LoggedData(CheckedJson):
 
     directory: str
     fingerprint: str
+    url: str = ""  # of a folder that was fetched
     renamed: dict[str, str]
 
 
@@ -56,6 +60,8 @@ class LoggedStart(CheckedJson):
 
 def logged_order(order: Order, row_tokens: int, prepared: Prepared) -> dict[str, Any]:
     """Fields of a run_start from which `read_run` knows the rows of its steps."""
+    directory = str(prepared.directory.absolute())
+    url = named(directory)
     return {
         "order": {
             **{"rows": order.n_rows, "rows_per_step": order.rows_per_step, "seed": order.seed},
@@ -63,7 +69,8 @@ def logged_order(order: Order, row_tokens: int, prepared: Prepared) -> dict[str,
             "mixture": order.mixture_json(),
         },
         "data": {
-            "directory": str(prepared.directory.absolute()),
+            "directory": directory,
+            **({} if url == directory else {"url": url}),
             "fingerprint": prepared.manifest["fingerprint"],
             "renamed": {old: new for old, new in prepared.names.items() if old != new},
         },
@@ -177,16 +184,22 @@ def _stretch(start: Start, run_dir: Path) -> Stretch:
     return Stretch(steps, order, logged["row_tokens"], *sizes, facts["data"])
 
 
-def documents_of(stretch: Stretch, directory: Path | None = None) -> Documents:
+def documents_of(
+    stretch: Stretch, directory: str | Path | None = None, cache: ObjectCache | None = None
+) -> Documents:
     """Open the text of a stretch, in another folder if one is given.
 
-    Raise DataError if the folder is gone or holds other text.
+    With a cache it may be a URL, and a fetched folder that is gone is fetched again. Raise
+    DataError if the folder is gone or holds other text.
     """
-    place = directory or Path(stretch.data["directory"])
+    place = Path(directory or stretch.data["directory"])
+    url = str(directory or stretch.data.get("url", ""))
+    if cache is not None and is_url(url) and (directory or missing_of(place)):
+        place = Path(local_folder(url, cache))
     if missing := missing_of(place):
         raise DataError(
-            f"{place}: has no {missing[0]}, and the run was trained on this folder; restore it, or"
-            " give --data with a folder of the same text"
+            f"{directory or place}: has no {missing[0]}, and the run was trained on this folder;"
+            " restore it, or give --data with a folder of the same text"
         )
     prepared = open_prepared(place)
     if prepared.manifest["fingerprint"] != stretch.data["fingerprint"]:
@@ -194,7 +207,7 @@ def documents_of(stretch: Stretch, directory: Path | None = None) -> Documents:
             f"{place}: holds other text than the run was trained on; restore it, or give --data"
             " with a folder of the same text"
         )
-    return Documents.of(replace(prepared, names=stretch.data["renamed"]))
+    return Documents.of(replace(prepared, names=stretch.data["renamed"]), cache)
 
 
 def rows_at(stretch: Stretch, documents: Documents, step: int, rank: int | None) -> list[Row]:

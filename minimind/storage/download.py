@@ -7,7 +7,10 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,9 @@ from minimind.storage.filesystem import (
 
 BLOCK_BYTES = 2**23
 MOST_DOWNLOADS = 4  # of one object whose content does not match
+PARTIAL = 206  # HTTP status of an answer to a Range
+MODIFIED = "modified "  # begins what stands for an ETag
+DRAFT = ".tmp-"  # in the names of files that are being written
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class RemoteObject:
     url: str
     path: str  # in its file system
     size: int | None
-    etag: str = ""
+    etag: str = ""  # or what the storage has in its place, see `etag_of`
     modified: float | None = None  # seconds since 1970
     sha256: str | None = None  # known from elsewhere, as from a manifest
 
@@ -48,21 +54,28 @@ class RemoteObject:
         return re.fullmatch("[0-9a-f]{32}", self.etag) is not None
 
 
+class Cancelled(Exception):
+    """The object is not wanted any more."""
+
+
 def download(
     filesystem: Any,
     remote: RemoteObject,
     target: Path,
     report: Callable[[str], object] = print_retry,
+    stopped: threading.Event | None = None,
 ) -> str:
     """Write the object to `target`, which is replaced when all of it is verified.
 
-    Return its sha256. Raise DataError if it is missing, refused, or never matches its checksum.
+    Return its sha256. Raise DataError if it is missing, refused, or never matches its checksum, and
+    Cancelled once `stopped` is set.
     """
-    draft = target.with_name(f".{target.name}.tmp-{os.getpid()}-{threading.get_ident()}")
+    draft = target.with_name(f".{target.name}{DRAFT}{os.getpid()}-{threading.get_ident()}")
+    stopped = stopped or threading.Event()
     before = fault = ""
     try:
         for _ in range(MOST_DOWNLOADS):
-            sha256, md5, size = _write(filesystem, remote, draft, report)
+            sha256, md5, size = _write(_blocks(filesystem, remote, report), draft, stopped)
             checksum = _md5_of_parts(filesystem, remote, draft) or md5
             fault = _fault(filesystem, remote, sha256, checksum, size, before)
             if not fault:
@@ -77,13 +90,13 @@ def download(
     )
 
 
-def _write(
-    filesystem: Any, remote: RemoteObject, draft: Path, report: Callable[[str], object]
-) -> tuple[str, str, int]:
+def _write(blocks: Iterator[bytes], draft: Path, stopped: threading.Event) -> tuple[str, str, int]:
     """Write all bytes durably; return sha256, MD5 and size."""
     sha256, md5, size = hashlib.sha256(), hashlib.md5(usedforsecurity=False), 0
     with open(draft, "wb") as file:
-        for content in _blocks(filesystem, remote, report):
+        for content in blocks:
+            if stopped.is_set():
+                raise Cancelled
             file.write(content)
             sha256.update(content)
             md5.update(content)
@@ -97,8 +110,14 @@ def _blocks(
     filesystem: Any, remote: RemoteObject, report: Callable[[str], object]
 ) -> Iterator[bytes]:
     """Yield the content, each block tried again by itself."""
-    if scheme_of(remote.url) is WEB or remote.size is None:  # not every server knows ranges
-        yield retrying(remote.url, lambda: _whole(filesystem, remote), report=report)
+    if scheme_of(remote.url) is WEB:
+        stream = _Stream(filesystem, remote)
+        with closing(stream):
+            while content := retrying(remote.url, stream.read, report=report):
+                yield content
+        return
+    if remote.size is None:
+        yield retrying(remote.url, lambda: filesystem.cat_file(remote.path), report=report)
         return
     for start in range(0, remote.size, BLOCK_BYTES):
         stop = min(start + BLOCK_BYTES, remote.size)
@@ -110,9 +129,55 @@ def _blocks(
         yield retrying(remote.url, block, report=report)
 
 
-def _whole(filesystem: Any, remote: RemoteObject) -> bytes:
-    content = filesystem.cat_file(remote.path)
-    return content if remote.size is None else _complete(content, remote.size)
+class _Stream:
+    """The body of an https object, from any web server: not all of them know ranges or sizes."""
+
+    def __init__(self, filesystem: Any, remote: RemoteObject) -> None:
+        self._filesystem = filesystem
+        self._remote = remote
+        self._body: Any = None
+        self._at = 0  # bytes that were read
+
+    def read(self) -> bytes:
+        """The next bytes, empty at the end; after an error, they are asked for again."""
+        try:
+            if self._body is None:
+                self._body = self._open()
+                self._pass_over(0 if self._body.r.status == PARTIAL else self._at)
+            content = self._body.read(BLOCK_BYTES)
+            if not content and self._remote.size is not None and self._at < self._remote.size:
+                raise Truncated(f"{self._at:,} of {self._remote.size:,} bytes arrived")
+        except Exception:
+            self.close()
+            raise
+        self._at += len(content)
+        return content
+
+    def _open(self) -> Any:
+        # A compressed body has no ranges, and another size.
+        headers = {"Accept-Encoding": "identity"}
+        if self._at:
+            headers |= {"Range": f"bytes={self._at}-", **self._if_unchanged()}
+        # A size of 1 keeps the library from asking for it again.
+        return self._filesystem.open(self._remote.path, block_size=0, size=1, headers=headers)
+
+    def _pass_over(self, left: int) -> None:
+        """Read what arrived before: a server without ranges sends all of it again."""
+        while left:
+            content = self._body.read(min(left, BLOCK_BYTES))
+            if not content:
+                raise Truncated(f"{self._at - left:,} of {self._at:,} bytes arrived again")
+            left -= len(content)
+
+    def _if_unchanged(self) -> dict[str, str]:
+        is_strong = self._remote.etag and not self._remote.etag.startswith(("W/", MODIFIED))
+        return {"If-Range": f'"{self._remote.etag}"'} if is_strong else {}
+
+    def close(self) -> None:
+        """Close the connection."""
+        body, self._body = self._body, None
+        if body is not None:
+            body.close()
 
 
 def _complete(content: bytes, size: int) -> bytes:
@@ -176,5 +241,27 @@ def etag_of_parts(file: Path, size: int) -> str:
 
 
 def etag_of(info: dict[str, Any]) -> str:
-    """The ETag, or what a storage has in its place; empty if there is none."""
-    return str(info.get("ETag") or info.get("etag") or info.get("md5Hash") or "").strip('"')
+    """What changes with the content: the ETag or its like, else the time; empty without any."""
+    for name in ("ETag", "etag", "md5Hash", "blob_id"):
+        if info.get(name):
+            return str(info[name]).strip('"')
+    if (modified := modified_of(info)) is not None:
+        return f"{MODIFIED}{modified}"
+    return ""
+
+
+def modified_of(info: dict[str, Any]) -> float | None:
+    """When the object was last written, in seconds since 1970; None if that is unknown."""
+    for name in ("LastModified", "Last-Modified", "updated", "mtime"):
+        value = info.get(name)
+        try:
+            if isinstance(value, str):
+                is_web = name == "Last-Modified"
+                value = parsedate_to_datetime(value) if is_web else datetime.fromisoformat(value)
+            if isinstance(value, datetime):
+                return value.timestamp()
+        except ValueError:
+            continue
+        if isinstance(value, int | float):
+            return float(value)
+    return None

@@ -47,6 +47,8 @@ HUB = Scheme(
 WEB = Scheme("aiohttp", "pip install fsspec aiohttp", "use a URL that needs none")
 LOCAL = Scheme("fsspec", "pip install fsspec", "correct its permissions")
 SCHEMES = {"s3": AWS, "gs": GOOGLE, "hf": HUB, "http": WEB, "https": WEB, "file": LOCAL}
+LIKE_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.]+:/+")
+HIDDEN = "?***"  # of a query that is not shown
 URL = re.compile(rf"({'|'.join(SCHEMES)})://")
 
 # Names, since the libraries are optional: errors of botocore, aiohttp, httpx and requests that say
@@ -61,6 +63,7 @@ PASSING_ERRNOS = (
     *(errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH),
 )
 PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
+STATUS_NAMES = ("status", "status_code", "code")
 LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "fsspec", "huggingface_hub")
 LIBRARIES += ("google", "httpx", "httpcore", "requests", "urllib3")
 REASON = 200  # characters of a library's message
@@ -73,6 +76,15 @@ def is_url(text: object) -> bool:
     return isinstance(text, str) and URL.match(text) is not None
 
 
+def require_path(text: str) -> None:
+    """Raise UsageError for a path that was meant as a URL."""
+    if (found := LIKE_A_URL.match(text)) and not os.path.exists(text):
+        raise UsageError(
+            f"{masked(text)}: begins with {found[0]}, and URLs begin with"
+            f" {', '.join(f'{name}://' for name in SCHEMES)}; correct it"
+        )
+
+
 def scheme_of(url: str) -> Scheme:
     """The scheme of a URL."""
     return SCHEMES[url.partition("://")[0]]
@@ -81,7 +93,7 @@ def scheme_of(url: str) -> Scheme:
 def masked(text: str) -> str:
     """`text` without the passwords and query strings (signatures, tokens) of its URLs."""
     text = re.sub(r"(\w+://)[^/\s]+@", r"\1***@", text)
-    return re.sub(r"(https?://[^\s?'\")]*)\?[^\s'\")]+", r"\1?***", text)
+    return re.sub(r"(https?://[^\s?'\")]*)\?[^\s'\")]+", rf"\1{HIDDEN}", text)
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
@@ -93,6 +105,12 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     if re.match(r"\w+://[^/]*@", url):  # it would be stored with the run
         raise UsageError(
             f"{masked(url)}: has credentials in it, which a run would store; {scheme.credentials}"
+        )
+    if not url.partition("://")[2].strip("/"):
+        raise UsageError(f"{url}: names no bucket, host or file; complete the URL")
+    if url.endswith(HIDDEN):
+        raise UsageError(
+            f"{url}: is recorded without its query, which may have a signature; give the whole URL"
         )
     try:
         import fsspec
@@ -180,7 +198,7 @@ def retrying(
                 raise
             if not is_passing(error):
                 raise permanent(f"{masked(url)}: {refusal(error, url)}") from error
-            reason = reason_of(error)
+            reason = reason_of(_cause(error))
             if attempt == retry.attempts:
                 raise StorageError(
                     f"{masked(url)}: does not answer ({reason}), tried {attempt} times; check the"
@@ -208,15 +226,25 @@ def is_of_storage(error: BaseException) -> bool:
 
 def is_passing(error: BaseException) -> bool:
     """Whether the same operation may succeed later."""
+    error = _cause(error)
     if isinstance(error, FileNotFoundError | PermissionError):
         return False
     if isinstance(error, Truncated | ConnectionError | TimeoutError | EOFError):
         return True
     if isinstance(error, OSError) and error.errno in PASSING_ERRNOS:
         return True
+    if any("Certificate" in kind.__name__ for kind in type(error).__mro__):
+        return False
     if any(PASSING.fullmatch(kind.__name__) for kind in type(error).__mro__):
         return True  # also with a status in its cause, which aiohttp gives a body that is cut
     return _http_status(error) in PASSING_STATUS
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The error itself, or its cause: fsspec calls whatever a web server answers a missing file."""
+    if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+        return error.__cause__
+    return error
 
 
 def _http_status(error: BaseException) -> int | None:
@@ -225,9 +253,11 @@ def _http_status(error: BaseException) -> int | None:
         response = getattr(one, "response", None)
         if isinstance(response, dict):  # of botocore
             response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        found = (response, getattr(response, "status_code", None))
-        found += tuple(getattr(one, name, None) for name in ("status", "status_code", "code"))
-        for status in found:
+        if isinstance(response, int):
+            return response
+        # In this order: a later one may be deprecated where an earlier one is there.
+        for place, name in ((response, "status_code"), *((one, name) for name in STATUS_NAMES)):
+            status = getattr(place, name, None)
             if isinstance(status, int) and 100 <= status < 600:
                 return status
     return None
@@ -235,6 +265,7 @@ def _http_status(error: BaseException) -> int | None:
 
 def refusal(error: BaseException, url: str) -> str:
     """Why a URL can not be used, and the remedy."""
+    error = _cause(error)
     scheme, status = scheme_of(url), _http_status(error)
     reason = reason_of(error)
     if isinstance(error, FileNotFoundError) or status == 404:

@@ -6,6 +6,7 @@ import json
 import secrets
 import socket
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from minimind.engine.build import Engine
 from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.terminal import phase
-from minimind.storage.object_cache import naming_urls, with_urls
+from minimind.storage.object_cache import ObjectCache, named, open_cache
 
 
 def require_default_data(run: RunConfig) -> None:
@@ -65,44 +66,43 @@ def prepared_folder(run: RunConfig) -> Path | None:
 
 
 @phase("fetching the prepared folder")
-def with_local_folder(run: RunConfig) -> RunConfig:
-    """Return the run with a verified local copy in place of the URL of a prepared folder."""
-    paths = tuple(local_folder(path, Path(run.cache_dir)) for path in run.data_path)
-    return run if paths == run.data_path else replace(run, data_path=paths)
+def with_local_folder(run: RunConfig, cleanup: ExitStack) -> RunConfig:
+    """Return the run with a local copy, kept until `cleanup`, for the URL of a prepared folder."""
+    cache = cleanup.enter_context(open_cache(run.cache_dir, run.max_cache_gib))
+    return replace(run, data_path=tuple(local_folder(path, cache) for path in run.data_path))
 
 
 @phase("reading the text")
-@naming_urls()
 def prepare_data(run: RunConfig) -> Prepared:
     """Return the run's token shards: a prepared folder, or raw text prepared in the cache."""
     if folder := prepared_folder(run):
         return open_text(folder, run.tokenizer)
+    with open_cache(run.cache_dir, run.max_cache_gib) as cache:
+        return _prepare_text(run, cache)
+
+
+def _prepare_text(run: RunConfig, cache: ObjectCache) -> Prepared:
     is_explicit = run.is_explicit("max_document_bytes")
     max_bytes = run.max_document_bytes if is_explicit else longest_document(run.tokenizer)
     options = Options(run.text_field, max_bytes, float(run.val_fraction))
     if run.task == "sft":
         template = load_tokenizer(run.tokenizer or "").chat_template
-        train_on = run.train_on or "assistant"
-        options = replace(options, chat_template=template, train_on=train_on)
-    request = PrepareRequest(
-        (Source("data", local_text(run.data_path, Path(run.cache_dir))),),
-        run.tokenizer,
-        run.vocab_size,
-        options,
-        run.on_bad_data == "skip",
-        run.max_bad_fraction,
-    )
+        options = replace(options, chat_template=template, train_on=run.train_on or "assistant")
+    sources = (Source("data", local_text(run.data_path, cache)),)
+    policy = (run.on_bad_data == "skip", run.max_bad_fraction)
+    request = PrepareRequest(sources, run.tokenizer, run.vocab_size, options, *policy)
     return prepare_for_run(request, Path(run.cache_dir).expanduser())
 
 
 def with_prepared(run: RunConfig, prepared: Prepared) -> RunConfig:
     """Return the run with the values its data decides; raise UsageError if a flag differs."""
-    by = f"--tokenizer {run.tokenizer}" if run.tokenizer else f"--data_path {prepared.directory}"
+    place = f"--data_path {named(str(prepared.directory))}"
+    by = f"--tokenizer {run.tokenizer}" if run.tokenizer else place
     run = with_derived_values(run, by, {"vocab_size": prepared.tokenizer.vocab_size})
     options = Options(**prepared.manifest["options"]).to_json()
     if not is_prepared(run.data_path[0]):
         return with_derived_values(run, by, {"max_document_bytes": options["max_document_bytes"]})
-    return with_derived_values(run, f"--data_path {prepared.directory}", options)
+    return with_derived_values(run, place, options)
 
 
 def with_tokenizer(run: RunConfig) -> RunConfig:
@@ -136,7 +136,7 @@ def plan_data_and_schedule(
     run: RunConfig, prepared: Prepared, world_size: int, model: Architecture
 ) -> tuple[Order, Schedule]:
     """Return the row order and the schedule; raise DataError if there is too little text."""
-    row_tokens, paths = run.max_seq_len + 1, with_urls(" ".join(run.data_path))
+    row_tokens, paths = run.max_seq_len + 1, " ".join(map(named, run.data_path))
     sources, sizes = prepared.manifest["sources"], prepared.train.sizes(row_tokens)
     for size, source in zip(sizes, sources, strict=True):
         if not size and len(sizes) > 1:
@@ -179,7 +179,7 @@ def check_enough_rows(run: RunConfig, world_size: int, tokens: int, n_rows: int)
     micro_batch, rows_per_step = run.micro_batch_rows(world_size), run.rows_per_step(world_size)
     if n_rows < rows_per_step:
         raise DataError(
-            f"{with_urls(' '.join(run.data_path))}: {tokens:,} training tokens make {n_rows} rows"
+            f"{' '.join(map(named, run.data_path))}: {tokens:,} training tokens make {n_rows} rows"
             f" of {run.max_seq_len + 1}, fewer than the {rows_per_step} of one step"
             f" ({micro_batch} x {run.accumulation_steps} x"
             f" {run.parallel(world_size).data_size} processes); add text, or"

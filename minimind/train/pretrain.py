@@ -16,17 +16,17 @@ from minimind.checkpoint.resume import Resumed, resume
 from minimind.checkpoint.retention import Rules
 from minimind.checkpoint.run_folder import (
     lock_out_dir,
-    require_output,
+    recorded_flags,
+    require_outputs,
     require_writable,
     write_reference,
 )
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.train_state import TrainState
 from minimind.config.deepspeed.backend_choice import Setup, advice, read_setup
-from minimind.config.deepspeed.engine_rules import output_paths
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import read_launch
-from minimind.config.run_config import FLAGS, RunConfig
+from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared
@@ -82,18 +82,20 @@ CHECKPOINT_TIMEOUT_S = 3600
 def pretrain(run: RunConfig, progress: Progress) -> int:
     """Train until the run ends or is asked to stop; return 0 or 75. --dry_run only prints."""
     progress.stop.limit(run.max_minutes)
+    with ExitStack() as cleanup:
+        return pretrain_on(with_local_folder(run, cleanup), progress, cleanup)
+
+
+def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
+    """Check a run whose prepared folder is here, and train; `cleanup` closes what is opened."""
     launch = read_launch(os.environ)
-    run = with_local_folder(run)
-    initial = read_initial(run)
-    if run.task == "sft":
-        initial = fine_tuned(initial)
+    initial = fine_tuned(read_initial(run)) if run.task == "sft" else read_initial(run)
     run = initial.run
     setup = read_setup(run, launch)
     # Report every mistake before the long work.
     resolved = setup.resolve(sections=partial(section_faults, device=setup.device))
     require_accepted(resolved, setup.device)
-    for key, path in output_paths(resolved.config).items():
-        require_output(Path(path), f"{resolved.path}: {key}")
+    require_outputs(resolved)
     read_sample_prompts(run)
     traced_steps(run)
     if run.dry_run:
@@ -105,8 +107,7 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
     require_writable(Path(run.out_dir))
     if launch.rank == 0:
         require_mirror(run.mirror, Path(run.out_dir))
-    with ExitStack() as cleanup:
-        return train_resolved(setup, resolved, initial, progress, cleanup)
+    return train_resolved(setup, resolved, initial, progress, cleanup)
 
 
 def train_resolved(
@@ -156,8 +157,7 @@ def train_resolved(
         prepared.tokenizer.save(out_dir / "tokenizer")
         context.mirror.start(context.saver.good)
         if resumed.state.step < schedule.total_steps:  # else the trackers' runs would be empty
-            flags = {name: getattr(run, name) for name in FLAGS}
-            logger.trackers = open_trackers(run, resumed.state.step, flags)
+            logger.trackers = open_trackers(run, resumed.state.step, recorded_flags(run))
     log_run_start(context, prepared, resumed, initial, advice(setup, resolved))
     context.mirror.report()
     record_for_restart(run, engine)

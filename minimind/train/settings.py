@@ -12,6 +12,7 @@ from typing import Any
 from tqdm.utils import disp_len, disp_trim
 
 from minimind.architecture.select import Architecture
+from minimind.checkpoint.run_folder import recorded_flags
 from minimind.config.deepspeed.backend_choice import Setup, dry_run_notices
 from minimind.config.deepspeed.config_values import leaves
 from minimind.config.deepspeed.resolve import ResolvedConfig
@@ -24,6 +25,7 @@ from minimind.engine.build import Engine
 from minimind.engine.optimizer.mup import mup_line
 from minimind.errors import DataError
 from minimind.estimate.plan import plan_text
+from minimind.storage.object_cache import named
 from minimind.telemetry.verdict import Setting
 from minimind.train.build import (
     check_enough_rows,
@@ -53,8 +55,8 @@ LABEL = 9  # columns of the label before the text
 
 def flags_table(run: RunConfig, names: Iterable[str] = FLAGS) -> str:
     """One line per flag that has a value: name, value, source."""
-    values = {name: getattr(run, name) for name in names}
-    rows = [(name, _text(value)) for name, value in values.items() if value is not None]
+    flags = recorded_flags(run)
+    rows = [(name, _text(flags[name])) for name in names if flags[name] is not None]
     name_width, width = (max(len(row[n]) for row in rows) for n in (0, 1))
     width = min(width, MAX_WIDTH)
     return "\n".join(f"  {n:<{name_width}}  {v:<{width}}  {run.sources[n]}" for n, v in rows)
@@ -183,8 +185,8 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
         manifest = read_manifest(folder)
         _require_usable(folder, manifest, run.tokenizer)
         derived = {"vocab_size": manifest["vocab_size"], **Options(**manifest["options"]).to_json()}
-        run = with_derived_values(run, f"--data_path {folder}", derived)
-        row_tokens, lines = run.max_seq_len + 1, [f"data: {folder}"]
+        run = with_derived_values(run, f"--data_path {named(str(folder))}", derived)
+        row_tokens, lines = run.max_seq_len + 1, [f"data: {named(str(folder))}"]
         for split, part in manifest["splits"].items():
             lines.append(
                 f"{split:<6} {part['tokens']:>14,} tokens, {part['documents']:,} documents, about"

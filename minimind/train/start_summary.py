@@ -26,7 +26,7 @@ from minimind.provenance.token_balance import (
     conversation_balance,
     token_balance,
 )
-from minimind.storage.object_cache import with_urls
+from minimind.storage.object_cache import named
 from minimind.telemetry.mfu import peak_of, peak_text
 from minimind.telemetry.trace import traced_steps
 from minimind.train.initial_weights import InitialModel
@@ -232,7 +232,7 @@ def _model(context: RunContext, prepared: Prepared) -> list[str]:
 
 def _data(context: RunContext, prepared: Prepared) -> list[str]:
     run, rejected = context.run, prepared.manifest["rejected"]
-    first, *others = map(with_urls, run.data_path)
+    first, *others = map(named, run.data_path)
     more = f" and {len(others)} more" if others else ""
     items = [
         f"{shorten(first, COLUMNS - LABEL - len(more) - 1)}{more}",

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from minimind.checkpoint.run_folder import recorded_flags
 from minimind.cli.main import main
+from minimind.config.parse import parse_flags
+from minimind.data.loader.row_order import Order
+from minimind.data.prepare import remote
 from minimind.data.prepare.dataset_folder import prepare_folder
-from minimind.data.prepare.prepare import PrepareRequest
-from minimind.data.prepare.remote import local_folder, local_text
+from minimind.data.prepare.prepare import Prepared, PrepareRequest, open_prepared
 from minimind.data.text.sources import Source
-from minimind.errors import DataError, StorageError
+from minimind.errors import DataError, StorageError, UsageError
+from minimind.provenance.step_rows import logged_order
 from minimind.storage import download, filesystem
 from minimind.storage.download import etag_of_parts
 from minimind.storage.filesystem import Retry
-from minimind.storage.object_cache import path_of, with_urls
+from minimind.storage.object_cache import named, open_cache, path_of
+from minimind.train.settings import flags_table
 from tests.conftest import sentences
 from tests.storage.servers import BUCKET, FaultyProxy, ObjectStore
 
@@ -30,6 +36,16 @@ NAMES = ("b.jsonl", "a/z.txt", "a.txt", "a/a.jsonl")
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     defaults = (Retry(first_wait=0.0), filesystem.print_retry, DataError)
     monkeypatch.setattr(filesystem.retrying, "__defaults__", defaults)
+
+
+def local_text(paths: list[str], cache_dir: Path) -> tuple[str, ...]:
+    with open_cache(cache_dir) as cache:
+        return remote.local_text(paths, cache)
+
+
+def local_folder(url: str, cache_dir: Path) -> str:
+    with open_cache(cache_dir) as cache:
+        return remote.local_folder(url, cache)
 
 
 def content_of(number: int) -> bytes:
@@ -56,9 +72,7 @@ def test_objects_are_the_local_files_in_their_order(texts: Path, tmp_path: Path,
 
     found = local_text([URL + pattern], tmp_path / "cache")
     same = find_files([f"{texts}{pattern}"])
-    assert [with_urls(path) for path in found] == [
-        f"{URL}/{path.relative_to(texts)}" for path in same
-    ]
+    assert [named(path) for path in found] == [f"{URL}/{path.relative_to(texts)}" for path in same]
     assert [Path(path).read_bytes() for path in found] == [path.read_bytes() for path in same]
 
 
@@ -66,7 +80,7 @@ def test_objects_are_the_local_files_in_their_order(texts: Path, tmp_path: Path,
 def test_faults_of_the_network_do_not_reach_the_files(
     texts: Path, tmp_path: Path, proxy: FaultyProxy, fault: str, capsys: pytest.CaptureFixture[str]
 ):
-    proxy.set(**{fault: 0.5}, most=6)
+    proxy.set(**{fault: 1.0}, most=3)
     found = local_text([f"{URL}/**/*.jsonl"], tmp_path / "cache")
     assert proxy.injected
     assert [Path(path).read_bytes() for path in found] == [content_of(3), content_of(0)]
@@ -140,6 +154,31 @@ def test_what_is_missing_is_an_error_of_data(texts: Path, tmp_path: Path, name: 
         local_text([f"s3://bucket/{name}"], tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        (
+            "s4://bucket/a.txt",
+            "begins with s4://, and URLs begin with s3://, gs://, .*; correct it",
+        ),
+        ("s3:/bucket/a.txt", "begins with s3:/, and URLs begin with s3://"),
+        ("S3://bucket/a.txt", "begins with S3://"),
+        ("s3://", "names no bucket, host or file; complete the URL"),
+    ],
+)
+def test_urls_with_typos_are_told(tmp_path: Path, url: str, message: str):
+    for work in (lambda: local_text([url], tmp_path), lambda: local_folder(url, tmp_path)):
+        with pytest.raises(UsageError, match=rf"^{url}: {message}"):
+            work()
+
+
+def test_inspect_names_a_url_without_prepared_data(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["data", "inspect", URL, "--cache_dir", str(tmp_path / "cache")]) == 3
+    assert f"{URL}: holds no prepared data" in capsys.readouterr().err
+
+
 def test_wrong_credentials_are_an_error_of_data(texts: Path, tmp_path: Path, store: ObjectStore):
     store.require_credentials(True)
     try:
@@ -167,10 +206,15 @@ def prepared(texts: Path, tmp_path: Path, store: ObjectStore) -> Path:
     folder = tmp_path / "tokens"
     request = PrepareRequest((Source("data", (str(texts),)),), vocab_size=600, progress=False)
     prepare_folder(request, folder)
+    put_folder(store, folder)
+    return folder
+
+
+def put_folder(store: ObjectStore, folder: Path) -> None:
+    """Store a folder as `tokens/`."""
     for path in folder.rglob("*"):
         if path.is_file():
             store.put(f"tokens/{path.relative_to(folder)}", path.read_bytes())
-    return folder
 
 
 def test_a_prepared_folder_is_the_local_one(
@@ -202,6 +246,92 @@ def test_a_shard_that_is_damaged_in_the_bucket_is_refused(
     store.put("tokens/train-00000.bin", shard[:-1] + bytes([shard[-1] ^ 1]))
     with pytest.raises(DataError, match=r"train-00000.bin: does not match its sha256"):
         local_folder(f"s3://{BUCKET}/tokens", tmp_path / "cache")
+
+
+def test_a_rewritten_folder_leaves_the_copy_of_a_run(
+    prepared: Path, tmp_path: Path, store: ObjectStore, proxy: FaultyProxy
+):
+    url = f"s3://{BUCKET}/tokens"
+    before = open_prepared(Path(local_folder(url, tmp_path / "cache")))
+    other = tmp_path / "other"
+    request = PrepareRequest(
+        (Source("data", (f"{tmp_path}/text/a.txt",)),), vocab_size=600, progress=False
+    )
+    prepare_folder(request, other)
+    put_folder(store, other)
+    after = open_prepared(Path(local_folder(url, tmp_path / "cache")))
+    assert after.manifest["fingerprint"] != before.manifest["fingerprint"]
+    before.train.require_unchanged()
+    assert (
+        before.train.stretch(0, 9).tolist() == open_prepared(prepared).train.stretch(0, 9).tolist()
+    )
+
+
+def test_a_prepared_folder_below_a_prefix_is_no_text(
+    texts: Path, prepared: Path, tmp_path: Path, store: ObjectStore
+):
+    for name in ("plan.json", "rejected.jsonl"):
+        store.put(f"text/a/tokens/{name}", b"{}")
+    for pattern in ("", "/**/*.jsonl", "/*/*"):
+        found = local_text([URL + pattern], tmp_path / "cache")
+        assert found
+        assert not [path for path in found if "tokens" in path]
+    with pytest.raises(DataError, match="matches no"):
+        local_text([f"{URL}/a/tokens/*.jsonl"], tmp_path / "cache")
+    with pytest.raises(DataError, match="is what `minimind prepare` wrote or still writes"):
+        local_text([f"{URL}/a/tokens"], tmp_path / "cache")
+
+
+def test_signed_urls_are_recorded_without_their_signature(tmp_path: Path):
+    words = ["--data_path", "https://host/a.jsonl?sig=secret", "--out_dir", str(tmp_path)]
+    run = parse_flags(words)
+    assert recorded_flags(run)["data_path"] == ("https://host/a.jsonl?***",)
+    assert "secret" not in flags_table(run)
+
+
+def test_a_step_of_a_run_over_urls_is_named_by_them(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    places = ["--cache_dir", str(tmp_path / "a cache")]
+    words = f"prepare {URL} --vocab_size 600 --out".split()
+    assert main([*words, str(tmp_path / "tokens"), *places]) == 0
+    prepared = open_prepared(tmp_path / "tokens")
+    inputs = [one["path"] for one in prepared.manifest["sources"][0]["inputs"]]
+    assert inputs == [f"{URL}/{name}" for name in ("a/a.jsonl", "a/z.txt", "a.txt", "b.jsonl")]
+    out = run_log(tmp_path / "run", prepared)
+    shutil.rmtree(tmp_path / "a cache")  # so that the text is fetched again
+    capsys.readouterr()
+    assert main(["data", "at", out, "--step", "1", *places]) == 0
+    shown = capsys.readouterr().out
+    assert f"  {URL}/a/a.jsonl:1 (byte 0)  document 0" in shown
+    assert main(["data", "where", out, f"{URL}/b.jsonl:3", *places]) == 0
+    assert f"{URL}/b.jsonl:3: document" in capsys.readouterr().out
+
+
+def test_the_folder_of_a_run_may_be_a_url(
+    prepared: Path, tmp_path: Path, store: ObjectStore, proxy: FaultyProxy
+):
+    places = ["--cache_dir", str(tmp_path / "a cache")]
+    url = f"s3://{BUCKET}/tokens"
+    copy = open_prepared(Path(local_folder(url, tmp_path / "a cache")))
+    out = run_log(tmp_path / "run", copy)
+    start, _ = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(start)["data"]["url"] == url
+    shutil.rmtree(tmp_path / "a cache")
+    assert main(["data", "at", out, "--step", "1", *places]) == 0
+    assert main(["data", "at", out, "--step", "1", "--data", url, *places]) == 0
+
+
+def run_log(run_dir: Path, prepared: Prepared) -> str:
+    """The log of a run of one step over all rows of a folder."""
+    run_dir.mkdir()
+    rows = prepared.train.rows(33)
+    facts = {"event": "run_start", "time": 0.0, "step": 0, "resume_from": None, "world_size": 1}
+    facts |= {"micro_batch_rows": rows, "total_steps": 1}
+    facts |= logged_order(Order(rows, rows, 42), 33, prepared)
+    lines = (facts, {"event": "step", "step": 1, "loss": 1.0, "time": 1.0})
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(run_dir)
 
 
 @pytest.mark.long

@@ -29,6 +29,7 @@ from minimind.runtime.durable_files import (
     sync_file,
     write_whole,
 )
+from minimind.storage.object_cache import named
 
 REJECTED_NAME = "rejected.jsonl"
 
@@ -158,7 +159,7 @@ def _source(
     return {
         "name": plan.sources[number].name,
         "weight": plan.sources[number].weight,
-        "inputs": [{"path": given.path, "bytes": given.bytes} for given in inputs],
+        "inputs": [{"path": named(given.path), "bytes": given.bytes} for given in inputs],
         "documents": _count(own, "documents"),
         "tokens": {
             split: sum(marker["shards"].get(split, {"tokens": 0})["tokens"] for marker in own)
@@ -208,7 +209,7 @@ def _first_rejected(markers: Sequence[dict[str, Any]]) -> str:
     for marker, before in _with_lines_before(markers):
         if first := marker["first_rejected"]:
             path, line = Path(first["path"]), first["line"] + before[first["path"]]
-            return str(Rejection(**{**first, "path": path, "line": line}))
+            return named(str(Rejection(**{**first, "path": path, "line": line})))
     return ""
 
 
@@ -223,5 +224,6 @@ def _join_rejected(work: Work, markers: Sequence[dict[str, Any]]) -> None:
                 for line in part:
                     entry = json.loads(line)
                     entry["line"] += before[entry["file"]]
+                    entry["file"] = named(entry["file"])
                     file.write(canonical_json(entry) + b"\n")
     sync_file(path)

@@ -48,7 +48,7 @@ from minimind.data.tokenizer.vocabulary import require_learnable
 from minimind.errors import DataError
 from minimind.runtime.durable_files import canonical_json, fingerprint, sha256_of, write_whole
 from minimind.runtime.terminal import phase
-from minimind.storage.object_cache import with_urls
+from minimind.storage.object_cache import named
 
 REMEDY = "free space or give another --cache_dir"
 NEEDED = (MANIFEST_NAME, PLAN_NAME, TOKENIZER_NAME)
@@ -94,7 +94,7 @@ class Prepared:
         """The first skipped document and the reason; "" if there is none."""
         first = self.manifest["rejected"]["first"]
         before = next((name for name in self.names if first.startswith(f"{name}:")), "")
-        return with_urls(self.names.get(before, "") + first[len(before) :])
+        return named(self.names.get(before, "") + first[len(before) :])
 
     def text(self, start: int, length: int) -> str:
         """Text of `length` training tokens from `start` on; of conversations as `readable`."""
@@ -110,7 +110,7 @@ class Prepared:
                 for line in lines:
                     entry = json.loads(line)
                     name: str = entry["file"]
-                    entry["file"] = with_urls(self.names.get(name, name))
+                    entry["file"] = named(self.names.get(name, name))
                     copy.write(canonical_json(entry) + b"\n")
 
 

@@ -2,71 +2,92 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import datetime
 from glob import has_magic
 from pathlib import Path
 from typing import Any
 
 from minimind.data.loader.manifest import MANIFEST_NAME, index_name, read_manifest
 from minimind.data.prepare.prepare import is_prepared
+from minimind.data.prepare.work_units import PLAN_NAME
 from minimind.data.text.inputs import KNOWN, SUFFIXES, find_files, require_once
 from minimind.errors import DataError, StorageError
 from minimind.runtime.durable_files import canonical_json, fingerprint, storing, write_whole
-from minimind.storage.download import RemoteObject, etag_of
-from minimind.storage.filesystem import WEB, is_url, masked, open_filesystem, retrying, scheme_of
-from minimind.storage.object_cache import (
-    MIRROR,
-    REMEDY,
-    fetch_all,
-    is_verified,
-    naming_urls,
-    path_of,
+from minimind.storage.download import RemoteObject, etag_of, modified_of
+from minimind.storage.filesystem import (
+    WEB,
+    is_url,
+    masked,
+    open_filesystem,
+    require_path,
+    retrying,
+    scheme_of,
 )
+from minimind.storage.object_cache import REMEDY, ObjectCache, naming_urls
 
 
-def local_text(paths: Sequence[str], cache_dir: Path) -> tuple[str, ...]:
+def local_text(paths: Sequence[str], cache: ObjectCache) -> tuple[str, ...]:
     """`paths` with the local files of each URL (an object, a prefix or a glob) in its place.
 
     The order is that of the same files in a local directory.
     """
     files: list[str] = []
     for path in paths:
-        files += map(str, _fetched_text(path, cache_dir)) if is_url(path) else [path]
+        if is_url(path):
+            files += map(str, _fetched_text(path, cache))
+        else:
+            require_path(path)
+            files.append(path)
     return tuple(files)
 
 
-def local_folder(path: str, cache_dir: Path) -> str:
-    """The local copy of a prepared folder; `path` itself if it is not the URL of one."""
-    if not is_url(path) or has_magic(path) or scheme_of(path) is WEB:
+def local_folder(path: str, cache: ObjectCache) -> str:
+    """The local copy of a prepared folder; `path` itself if it is not the URL of one.
+
+    Each version has its own copy: a folder that is rewritten leaves that of a run as it is.
+    """
+    if not is_url(path):
+        require_path(path)
         return path
-    url = path.rstrip("/")
-    folder = path_of(url, cache_dir)
-    filesystem, place = open_filesystem(url)
+    if has_magic(path) or scheme_of(path) is WEB:
+        return path
+    filesystem, place = open_filesystem(path)
+    url, place = path.rstrip("/"), place.rstrip("/")
+    newest = cache.path(url) / MANIFEST_NAME
     try:
         manifest = _manifest_object(filesystem, f"{url}/{MANIFEST_NAME}", place)
         if manifest is None:
             return path
-        fetch_all(filesystem, [manifest], cache_dir, url)
+        cache.fetch(filesystem, [manifest], url)
     except StorageError as error:
-        return str(_without_network(error, [folder] if _is_complete(folder, url) else [])[0])
-    with naming_urls():
+        return str(_without_network(error, _known_folder(newest, url, cache))[0])
+    folder, version = _version_folder(newest, url, cache)
+    with naming_urls(cache.folder):
         objects = _objects(url, place, read_manifest(folder))
-    fetch_all(filesystem, objects, cache_dir, url)
+    cache.fetch(filesystem, objects, url, version)
     return str(folder)
 
 
-def local_data(paths: Sequence[str], cache_dir: Path) -> dict[str, tuple[str, ...]]:
+def _version_folder(manifest: Path, url: str, cache: ObjectCache) -> tuple[Path, str]:
+    """The folder of the version that a manifest describes, with the manifest in it."""
+    content = manifest.read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    remote = RemoteObject(f"{url}/{MANIFEST_NAME}", "", len(content), sha256=sha256)
+    return cache.put(remote, content, sha256[:16]).parent, sha256[:16]
+
+
+def local_data(paths: Sequence[str], cache: ObjectCache) -> dict[str, tuple[str, ...]]:
     """The local folder or files of each path; raise UsageError for a file that is there twice."""
-    given = [local_text([local_folder(path, cache_dir)], cache_dir) for path in paths]
+    given = [local_text([local_folder(path, cache)], cache) for path in paths]
     files: list[Path] = []
     for path in (path for own in given for path in own):
         files += [Path(path).expanduser()] if is_prepared(path) else find_files([path])
     require_once(files, "")
-    return dict(zip(paths, given, strict=True))
+    return dict(zip(map(masked, paths), given, strict=True))
 
 
 def _manifest_object(filesystem: Any, url: str, place: str) -> RemoteObject | None:
@@ -99,25 +120,28 @@ def _objects(url: str, place: str, manifest: dict[str, Any]) -> list[RemoteObjec
     ]
 
 
-def _is_complete(folder: Path, url: str) -> bool:
-    """Whether every file of the local copy of a prepared folder is verified."""
+def _known_folder(newest: Path, url: str, cache: ObjectCache) -> list[Path]:
+    """The copy of the newest known version of a prepared folder; empty unless it is complete."""
+    if not newest.is_file():
+        return []
+    folder, version = _version_folder(newest, url, cache)
     try:
         objects = _objects(url, "", read_manifest(folder))
     except DataError:
-        return False
-    return all(is_verified(one, folder / one.url[len(url) + 1 :]) for one in objects)
+        return []
+    return [] if cache.known(objects, url, version) is None else [folder]
 
 
-def _fetched_text(url: str, cache_dir: Path) -> list[Path]:
+def _fetched_text(url: str, cache: ObjectCache) -> list[Path]:
     filesystem, place = open_filesystem(url)
-    listing = cache_dir.expanduser().absolute() / MIRROR / f"listing-{fingerprint(url)}.json"
+    listing = cache.folder / f"listing-{fingerprint(url)}.json"
     try:
         objects = retrying(url, lambda: _list_text(filesystem, url, place))
     except StorageError as error:
-        return _without_network(error, _known(listing, cache_dir))
+        return _without_network(error, _known_text(listing, url, cache))
     if not objects:
         raise DataError(f"{masked(url)}: matches no {KNOWN} object; correct the URL")
-    files = fetch_all(filesystem, objects, cache_dir, url)
+    files = cache.fetch(filesystem, objects, url)
     content = [[o.url, o.size, o.etag] for o in objects] if scheme_of(url) is not WEB else []
     with storing(str(listing), REMEDY):
         listing.parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +161,13 @@ def _list_text(filesystem: Any, url: str, place: str) -> list[RemoteObject]:
         info = filesystem.info(place)
         if info["type"] == "file":
             return [_object(root + info["name"], info)]
-        return _texts(root, filesystem.find(place, detail=True), place)
+        found = filesystem.find(place, detail=True)
+        if f"{place.rstrip('/')}/{PLAN_NAME}" in found:
+            raise DataError(
+                f"{url}: is what `minimind prepare` wrote or still writes, not text; name the text,"
+                " or what it has finished alone as --data_path of a run"
+            )
+        return _texts(root, found, place)
     if not has_magic(place):
         raise FileNotFoundError(place)
     texts: list[RemoteObject] = []
@@ -145,31 +175,34 @@ def _list_text(filesystem: Any, url: str, place: str) -> list[RemoteObject]:
         matches = filesystem.glob(place, detail=True)
     except ValueError as error:
         raise DataError(f"{url}: is no pattern ({error}); correct it") from error
+    folders = {name.rpartition("/")[0] for name, info in matches.items() if info["type"] == "file"}
+    ours = {folder for folder in folders if filesystem.exists(f"{folder}/{PLAN_NAME}")}
     for name, info in sorted(matches.items()):
-        is_file = info["type"] == "file"
+        above, is_file = name.rpartition("/")[0], info["type"] == "file"
         found = {name: info} if is_file else filesystem.find(name, detail=True)
-        texts += _texts(root, found, name.rpartition("/")[0])
+        if not (is_file and above in ours):
+            texts += _texts(root, found, above)
     return list(dict.fromkeys(texts))  # "**" gives a folder and what is in it
 
 
 def _texts(root: str, found: dict[str, Any], below: str) -> list[RemoteObject]:
-    """The objects that are text and not hidden, sorted by the parts of their names."""
+    """The objects that are text, not hidden and in no prepared folder, sorted by their parts."""
+    ours = tuple(name.removesuffix(PLAN_NAME) for name in found if name.endswith(f"/{PLAN_NAME}"))
 
     def is_text(name: str) -> bool:
         parts = name[len(below) :].strip("/").split("/")
-        return name.lower().endswith(SUFFIXES) and not any(part[0] == "." for part in parts if part)
+        is_hidden = any(part[0] == "." for part in parts if part)
+        return name.lower().endswith(SUFFIXES) and not is_hidden and not name.startswith(ours)
 
     names = sorted(filter(is_text, found), key=lambda name: name.split("/"))
     return [_object(root + name, found[name]) for name in names]
 
 
 def _object(url: str, info: dict[str, Any]) -> RemoteObject:
-    when = info.get("LastModified")
-    modified = when.timestamp() if isinstance(when, datetime) else None
-    return RemoteObject(url, info["name"], info["size"], etag_of(info), modified)
+    return RemoteObject(url, info["name"], info["size"], etag_of(info), modified_of(info))
 
 
-def _known(listing: Path, cache_dir: Path) -> list[Path]:
+def _known_text(listing: Path, url: str, cache: ObjectCache) -> list[Path]:
     """The files of the last listing; empty unless all are verified."""
     try:
         objects = [
@@ -178,8 +211,7 @@ def _known(listing: Path, cache_dir: Path) -> list[Path]:
         ]
     except (OSError, ValueError):
         return []
-    paths = [path_of(one.url, cache_dir) for one in objects]
-    return paths if all(map(is_verified, objects, paths)) else []
+    return cache.known(objects, url) or []
 
 
 def _without_network(error: StorageError, known: list[Path]) -> list[Path]:

@@ -5,10 +5,18 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from minimind.config.arguments import at_least, count_of_bytes, fraction, non_empty_path, utf8
+from minimind.config.arguments import (
+    add_cache,
+    at_least,
+    count_of_bytes,
+    fraction,
+    non_empty_path,
+    utf8,
+)
 from minimind.config.run_config import FLAGS
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import mebibytes
+from minimind.storage.object_cache import ObjectCache
 
 EXAMPLE = "minimind data filter my_text.jsonl --out dataset/clean --exact_dedup"
 STEPS = ("min_chars", "max_chars", "languages", "exact_dedup", "minhash")
@@ -22,7 +30,7 @@ def add_parser(actions: Any) -> None:
     text = "Remove documents by length and language, and repeated ones; count and list each"
     parser = actions.add_parser("filter", help=text, description=f"{text}.", example=EXAMPLE)
     add = parser.add_argument
-    add("paths", nargs="+", metavar="PATH", help="files, directories, globs, dataset directories")
+    add("paths", nargs="+", metavar="PATH", help="files, directories, globs, datasets, URLs")
     add("--out", type=non_empty_path, required=True, help="new output folder")
     add("--min_chars", type=at_least(1), metavar="N", help="remove texts of fewer characters")
     add("--max_chars", type=at_least(1), metavar="N", help="remove texts of more characters")
@@ -44,12 +52,14 @@ def add_parser(actions: Any) -> None:
     add("--on_bad_data", choices=("error", "skip"), default="error", help=text)
     text = "fraction of the documents that may be bad"
     add("--max_bad_fraction", type=fraction, default=bad, help=text)
+    add_cache(parser, "cache of objects of storage, for PATHs that are URLs")
     add("--force", action="store_true", help="replace an earlier --out")
     add("--debug", action="store_true", help="show tracebacks")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Filter, and print the table of the report."""
+    from minimind.data.prepare.remote import local_text
     from minimind.data.quality.filter import FilterRequest, filter_text
     from minimind.data.quality.near_duplicates import MinHash
     from minimind.data.text.documents import ReadOptions
@@ -71,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--min_language_probability without --languages; give --languages too")
     languages = args.languages.split(",") if args.languages else []
     request = FilterRequest(
-        tuple(args.paths),
+        local_text(args.paths, cache),
         ReadOptions(args.text_field, args.max_document_bytes),
         args.on_bad_data == "skip",
         args.max_bad_fraction,

@@ -35,6 +35,7 @@ from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import canonical_json, sync_file, write_durably
 from minimind.runtime.output_folder import NewFolder
 from minimind.runtime.terminal import phase
+from minimind.storage.object_cache import named
 
 REPORT_NAME = "report.json"
 REMOVED_NAME = "removed.ndjson"  # a suffix that is no input, so that --data_path takes the folder
@@ -189,7 +190,7 @@ class _Run:
 
     def _at(self, place: int) -> dict[str, Any]:
         file, line = file_and_line(place)
-        return {"file": str(self.files[file]), "line": line}
+        return {"file": named(str(self.files[file])), "line": line}
 
     def _list(self, entry: dict[str, Any]) -> None:
         self._listed.write(canonical_json(entry) + b"\n")
@@ -215,7 +216,7 @@ class _Run:
         }
         none = {"documents": 0, "bytes": 0}
         return {
-            "inputs": [str(path) for path in self.files],
+            "inputs": [named(str(path)) for path in self.files],
             "steps": self.request.steps(),
             "read": {"documents": self.documents.total(), "bytes": self.bytes.total()},
             "kept": counts.pop("kept", none),

@@ -1,0 +1,168 @@
+"""The bound of the cache, what is in use, leftovers of killed processes, and names of its files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from minimind.data.prepare.remote import local_text
+from minimind.errors import DataError, StorageError, UsageError
+from minimind.storage.cache_use import CacheUse
+from minimind.storage.object_cache import named, open_cache
+from minimind.storage.parallel import in_parallel
+from tests.storage.servers import FaultyProxy, ObjectStore
+
+KIB = 2**-20  # in GiB
+LINE = b'{"text": "%s"}\n'
+
+
+def text_of(letter: bytes) -> bytes:
+    return LINE % (letter * 1011)  # 1,024 bytes
+
+
+@pytest.fixture
+def three(store: ObjectStore, proxy: FaultyProxy) -> list[str]:
+    """URLs of three objects of a KiB."""
+    return [store.put(f"{name.decode()}.jsonl", text_of(name)) for name in (b"a", b"b", b"c")]
+
+
+def fetched(url: str, cache_dir: Path, max_gib: float | None = None) -> Path:
+    with open_cache(cache_dir, max_gib) as cache:
+        return Path(local_text([url], cache)[0])
+
+
+def test_objects_used_longest_ago_are_deleted_to_stay_within_the_bound(
+    three: list[str], tmp_path: Path
+):
+    first, second = (fetched(url, tmp_path) for url in three[:2])
+    past = first.stat().st_mtime - 100
+    for path, age in ((first, 0), (second, 50)):
+        os.utime(path.with_name(f".{path.name}.json"), (past + age, past + age))
+    third = fetched(three[2], tmp_path, 2 * KIB)
+    assert [path.exists() for path in (first, second, third)] == [False, True, True]
+    assert sorted(path.name for path in first.parent.iterdir() if "a.jsonl" in path.name) == []
+    assert fetched(three[0], tmp_path, 2 * KIB).read_bytes() == text_of(b"a")
+
+
+def test_a_use_counts_as_the_last_one(three: list[str], tmp_path: Path):
+    first, second = (fetched(url, tmp_path) for url in three[:2])
+    for path in (first, second):
+        os.utime(path.with_name(f".{path.name}.json"), (1, 1))
+    fetched(three[0], tmp_path)
+    fetched(three[2], tmp_path, 2 * KIB)
+    assert (first.exists(), second.exists()) == (True, False)
+
+
+def test_more_than_the_bound_is_refused_with_both_numbers(three: list[str], tmp_path: Path):
+    with pytest.raises(
+        UsageError,
+        match=r"^s3://bucket/\*.jsonl: needs 3,072 bytes \(0.0 MiB\) of objects at once, more than"
+        r" max_cache_gib = 1.90735e-06 \(2,048 bytes\); raise --max_cache_gib, or drop it$",
+    ):
+        fetched("s3://bucket/*.jsonl", tmp_path, 2 * KIB)
+
+
+def test_what_another_command_uses_stays(three: list[str], tmp_path: Path):
+    with open_cache(tmp_path) as cache:
+        (used,) = local_text(three[:1], cache)
+        fetched(three[1], tmp_path, 2 * KIB)
+        fetched(three[2], tmp_path, 2 * KIB)
+        assert Path(used).read_bytes() == text_of(b"a")
+        with pytest.raises(StorageError, match="the 1,024 that other commands use"):
+            fetched("s3://bucket/[bc].jsonl", tmp_path, 2 * KIB)
+    fetched("s3://bucket/[bc].jsonl", tmp_path, 2 * KIB)
+    assert not Path(used).exists()
+
+
+USING = """
+import os, signal, sys
+from pathlib import Path
+from minimind.storage.cache_use import CacheUse
+CacheUse(Path(sys.argv[1])).claim({Path(sys.argv[1], "s3/bucket/a.jsonl"): 1024}, "text")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_command_uses_nothing_and_leaves_no_drafts(three: list[str], tmp_path: Path):
+    folder = tmp_path / "by-url"
+    subprocess.run([sys.executable, "-c", USING, str(folder)], timeout=60)
+    assert len([*folder.glob(".use-*")]) == 1
+    (folder / "s3/bucket").mkdir(parents=True)
+    (folder / "s3/bucket/.a.jsonl.tmp-12-34").write_bytes(b"half")
+    first = fetched(three[0], tmp_path)
+    assert not [*folder.glob(".use-*")]
+    assert not [*first.parent.glob(".*.tmp-*")]
+
+
+def test_the_draft_of_another_command_stays(tmp_path: Path):
+    draft = tmp_path / "s3" / ".a.tmp-12-34"
+    draft.parent.mkdir()
+    draft.write_bytes(b"half")
+    one, other = CacheUse(tmp_path), CacheUse(tmp_path)
+    one.claim({tmp_path / "s3" / "a": 9}, "text")
+    draft.write_bytes(b"half")
+    other.claim({tmp_path / "s3" / "b": 9}, "text")
+    assert draft.exists()
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/a cache/by-url/s3/bucket/a.txt", "s3://bucket/a.txt"),
+        ("/c/by-url/@0123456789abcdef/gs/bucket/tokens", "gs://bucket/tokens"),
+        ("/c/by-url/https/host/q-0123456789abcdef/a.txt:3 (bad)", "https://host/a.txt:3 (bad)"),
+        ("https://host/a.txt?sig=12", "https://host/a.txt?***"),
+        ("my text/a.txt", "my text/a.txt"),
+    ],
+)
+def test_files_of_the_cache_are_named_by_their_urls(path: str, name: str):
+    assert named(path) == name
+
+
+def test_errors_name_urls_also_below_a_folder_with_a_blank(tmp_path: Path):
+    (tmp_path / "a cache").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a cache")
+    for place in ("a cache", "link"):
+        with pytest.raises(DataError, match=r"^s3://bucket/a.txt is bad, as https://host/b.txt$"):
+            _fail(tmp_path / place)
+
+
+def _fail(cache_dir: Path) -> None:
+    with open_cache(cache_dir) as cache:
+        path = cache.path("s3://bucket/a.txt").resolve()
+        raise DataError(f"{path} is bad, as {cache.path('https://host/b.txt?sig=12')}")
+
+
+def test_work_in_parallel_ends_with_the_first_error():
+    def work(item: int, stopped: threading.Event) -> int:
+        if item == 3:
+            raise DataError("three")
+        return item
+
+    with pytest.raises(DataError, match="three"):
+        list(in_parallel(work, range(20), 4))
+    assert sorted(in_parallel(work, [1, 2, 4], 4)) == [1, 2, 4]
+
+
+def test_ctrl_c_does_not_wait_for_objects_in_flight():
+    waiting, seen = threading.Event(), []
+
+    def work(item: int, stopped: threading.Event) -> int:
+        if item:
+            waiting.wait(60)
+            seen.append(stopped.is_set())
+        return item
+
+    results = in_parallel(work, [0, 1], 2)
+    assert next(results) == 0
+    with pytest.raises(KeyboardInterrupt):
+        results.throw(KeyboardInterrupt())
+    assert not seen  # the other one still runs
+    waiting.set()
