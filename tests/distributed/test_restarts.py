@@ -423,7 +423,8 @@ def test_after_a_host_is_killed_for_good_the_other_finishes_the_same_run(
     lost: int, start_hosts: Start, longer_fp32: Run, tmp_path: Path
 ):
     hosts = start_hosts(f"{FP32} {LONGER}", 2)
-    wait_for(hosts[lost], tmp_path / "out", '"step": 8,')
+    for words in ('"step": 8,', "checkpoint_saved"):
+        wait_for(hosts[lost], tmp_path / "out", words)
     kill_all(hosts[lost])
     _, report = hosts[1 - lost].communicate(timeout=120)
     run = Run(tmp_path / "out", hosts[1 - lost].returncode, "", report)

@@ -191,7 +191,7 @@ def test_killed_stopped_and_started_again_it_repeats_the_unbroken_run_bit_for_bi
 ):
     flags = f"{LONGER} --eval_interval 30"
     started = launch.start(tmp_path, flags)
-    wait_for(started, tmp_path, '"step": 8,')
+    wait_for(started, tmp_path, "checkpoint_saved")
     kill_all(started)
     stopped = forked.run(tmp_path, f"{flags} --stop_at_step 57")
     assert stopped.status == 75, stopped.stderr
