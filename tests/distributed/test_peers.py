@@ -196,7 +196,7 @@ def test_a_stop_signal_saves_once_with_75_and_meanwhile_no_one_else_gets_in(
     assert "Traceback" not in output
 
 
-@pytest.mark.long  # the test above has one stop of the two by the script
+@pytest.mark.long  # in the test above one of the two goes to the script
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 @pytest.mark.parametrize("who", ["launcher", "worker"])
 def test_a_stop_requested_twice_saves_once_and_loses_no_step(
