@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
-# Written once, whatever the environment says: else each of hundreds of processes compiles all modules.
+# Bytecode is written, whatever the environment says: hundreds of processes would compile all modules.
 export PYTHONDONTWRITEBYTECODE :=
 SAMPLE := out/sample
 CHECKPOINT ?= $(SAMPLE)/run

@@ -10,7 +10,7 @@ from typing import Any
 from minimind.engine import engine
 from minimind.launch import train_pretrain
 
-SECONDS = 0.4  # long beside a step, also where other tests run meanwhile
+SECONDS = 0.15
 
 
 def late(*given: Any) -> Any:
