@@ -190,6 +190,7 @@ def test_a_stop_signal_saves_once_with_75_and_meanwhile_no_one_else_gets_in(
     (saved,) = stopped.events("checkpoint_saved")
     (end,) = stopped.events("exit")
     assert (end["code"], end["step"]) == ("PREEMPTED", saved["step"])
+    assert end["step"] - stopped.events("step")[-1]["step"] in range(4)  # none was lost
     assert [p["step"] for p in stopped.events("profile")[:3]] == [2, 4, 6]
     assert [s["step"] for s in stopped.events("step")[:2]] == [4, 8]
     assert "error[" not in output
