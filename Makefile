@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
+# Bytecode is written, whatever the environment says: hundreds of processes would compile all modules.
+export PYTHONDONTWRITEBYTECODE :=
 SAMPLE := out/sample
 CHECKPOINT ?= $(SAMPLE)/run
 STEPS ?= 400
@@ -53,7 +55,7 @@ train: $(READY) ## train the tiny model on this Python's own library: 5 to 8 min
 
 test: $(READY) ## everything that fits in minutes on two cores
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not launch"; alone=$$?; \
-	  $(BIN)/python -m pytest -m launch && exit $$alone
+	  $(BIN)/python -m pytest -n 2 --dist loadfile -m launch && exit $$alone
 
 test-all: $(READY) oldest ## the long runs too, and the in-process tests with the oldest versions
 	$(BIN)/python -m pytest --long -rs

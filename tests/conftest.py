@@ -22,8 +22,13 @@ PACE = (
     " --learning_rate 2e-3 --val_fraction 0.05"
 )
 
-# Fixtures that run two processes at once; their tests run alone.
+# Fixtures that run two processes at once.
 STARTS_RUNS = {"launch", "forked", "nursery"}
+# By the session fixtures of tests/distributed/conftest.py.
+SHARE_RUNS = {
+    f"tests/distributed/test_{name}.py"
+    for name in ("launchers", "parallel_runs", "reference", "restarts", "runs")
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,6 +47,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if not item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, the files in which tests look at the same runs are as one."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByRuns(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "runs" if file in SHARE_RUNS else file
+
+    return ByRuns(config, log)
 
 
 def has_gpu() -> bool:

@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,6 +37,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; --help lists every flag")
 
 
+@cache  # it takes longer than parsing
 def build_parser(prog: str = "train_pretrain.py") -> argparse.ArgumentParser:
     """Build the parser; values stay strings until `convert`. `prog` is the command in --help."""
     parser = _Parser(
@@ -52,17 +54,16 @@ def build_parser(prog: str = "train_pretrain.py") -> argparse.ArgumentParser:
     # After `python`, a shell completes the words of Python itself.
     completed = {"action": PrintCompletion, "command": "run_accelerate.sh", "known": known}
     parser.add_argument("--print_completion", **completed)
-    groups: dict[str, Any] = {}
+    titles = dict.fromkeys(spec.metadata["group"] for spec in FLAGS.values())
+    groups = {title: parser.add_argument_group(title) for title in titles}
     for name, spec in FLAGS.items():
-        meta = spec.metadata
-        group = groups.setdefault(meta["group"], parser.add_argument_group(meta["group"]))
         options: dict[str, Any] = {"dest": name, "help": _help(spec)}
         if isinstance(spec.default, bool):
             options["action"] = argparse.BooleanOptionalAction
         else:
             options["metavar"] = _metavar(spec)
             options["nargs"] = "+" if isinstance(spec.default, tuple) else None
-        group.add_argument(f"--{name}", **options)
+        groups[spec.metadata["group"]].add_argument(f"--{name}", **options)
     return parser
 
 

@@ -127,8 +127,9 @@ class DeepSpeedBackend:
         """Step; return the global gradient norm before clipping at the last micro-batch."""
         norm = self._norm_of_replicated_gradients() if is_last else None
         if norm is not None:  # the same on every rank; DeepSpeed reads and counts `overflow`
-            is_finite = bool(torch.isfinite(norm))
-            self.optimizer.overflow = not (is_finite and norm <= norm_limit)
+            value = float(norm)  # the only read of the device
+            is_finite = math.isfinite(value)
+            self.optimizer.overflow = not (is_finite and value <= norm_limit)
             self._spikes += is_finite and self.optimizer.overflow
         if self._norm_limit:
             self._norm_limit.limit = norm_limit

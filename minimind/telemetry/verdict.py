@@ -164,14 +164,16 @@ def _slow_rank(period: Period, setting: Setting) -> Iterator[Verdict]:
     rank = own.index(max(own))
     usual = median(_without(own, rank))
     excess, spread = own[rank] - usual, median(abs(ms - usual) for ms in _without(own, rank))
-    if excess < SPREADS * spread or not (
-        _is_large(excess, usual, SLOW) and _is_large(excess, period.step, SLOW / 2)
-    ):
+    if excess < max(SPREADS * spread, SLOW * usual):
+        return
+    if not _is_large(excess, period.step, SLOW / 2):
         return
     slow, other, phase = own[rank], usual, "computation"
     of_others = median(_without(forward, rank))
     if setting.zero_stage != 3 and _is_large(forward[rank] - of_others, excess, 0.5):
         slow, other, phase = forward[rank], of_others, "forward"
+    if other <= 0:  # the mean time in collectives is above the medians of the phases
+        return
     than = f"rank {1 - rank}" if len(own) == 2 else "the median of the others"
     place = "its clock and what else uses its GPU" if setting.device == "cuda" else "its cores"
     text = (

@@ -691,10 +691,11 @@ SEVERAL = {
 
 BAD = JSON_FILES | FLAGS | YAML_FILES | KEYS | TYPES | CONFLICTS
 BAD |= LAUNCHERS | COMBINATIONS | SEVERAL
-LONG = [pytest.mark.long]  # every launch takes ten seconds, and all go one way
+# Every launch takes ten seconds, and all go one way: that of those in tests/data/test_bad_input.py.
+LONG = [pytest.mark.long]
 BY_LAUNCH = (
     pytest.param("json without its end", marks=LONG),
-    "batch impossible",
+    pytest.param("batch impossible", marks=LONG),
     pytest.param("literal clip", marks=LONG),
     pytest.param("key zero_optimisation", marks=LONG),
     pytest.param("key stagee", marks=LONG),

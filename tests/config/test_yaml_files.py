@@ -26,13 +26,13 @@ def outcome(argv: list[str]) -> RunConfig | None:
 
 @pytest.mark.parametrize("name", [n for n in NAMES if type_name(FLAGS[n]) != "bool"])
 def test_the_file_means_what_the_command_line_means(name: str, tmp_path: Path):
+    file = tmp_path / "run.yaml"
     for text in TEXTS:
-        file = tmp_path / "run.yaml"
+        typed = outcome([f"--{name}={text}"])
+        by_flag = typed and getattr(typed, name)
         for written in (text, f'"{text}"', f"'{text}'"):
             file.write_text(f"{name}: {written}\n")
             by_file = outcome(["--config", str(file)])
-            typed = outcome([f"--{name}={text}"])
-            by_flag = typed and getattr(typed, name)
             assert (by_file and getattr(by_file, name)) == by_flag, f"{name}: {written}"
 
 

@@ -24,6 +24,7 @@ from minimind.errors import (
 from minimind.runtime.process import Progress
 from minimind.train.pretrain import pretrain
 from tests.conftest import SHAPE, Launcher
+from tests.distributed.test_peers import left_over
 
 
 @pytest.fixture
@@ -151,6 +152,7 @@ def test_a_launched_mistake_is_one_line_and_its_status(
     launch: Launcher, tmp_path: Path, flags: str, status: int, words: list[str]
 ):
     done = launch.run(tmp_path / "out", flags)
+    assert left_over(tmp_path, 0) == []
     assert done.status == status
     starting, *phases, line = done.stderr.splitlines()
     assert starting.startswith("starting 2 processes on the CPU (")

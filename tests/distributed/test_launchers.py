@@ -114,8 +114,9 @@ def test_every_launcher_gives_the_same_run(name: str, launch: Launcher, fp32: Ru
     assert run.losses() == pytest.approx(fp32.losses(), rel=2e-6)
 
 
+@pytest.mark.long  # the first steps of two hosts are also in test_restarts.py
 @pytest.mark.launch
-@pytest.mark.parametrize("how", [pytest.param("by hand", marks=pytest.mark.long), "two hosts"])
+@pytest.mark.parametrize("how", ["by hand", "two hosts"])
 def test_two_starts_of_one_process_are_a_world_of_two(
     how: str, launch: Launcher, fp32: Run, tmp_path: Path
 ):

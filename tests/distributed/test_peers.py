@@ -165,15 +165,41 @@ def test_a_killed_launcher_leaves_no_workers(who: str, begin, tmp_path: Path):
     assert started.returncode == (-signal.SIGKILL if who == "script" else 7)
 
 
-@pytest.mark.parametrize(
-    ("who", "number"),
-    [
-        ("launcher", signal.SIGUSR1),
-        pytest.param("launcher", signal.SIGTERM, marks=pytest.mark.long),
-        pytest.param("worker", signal.SIGUSR1, marks=pytest.mark.long),
-        pytest.param("worker", signal.SIGTERM, marks=pytest.mark.long),
-    ],
-)
+def test_a_stop_signal_saves_once_with_75_and_meanwhile_no_one_else_gets_in(
+    begin, forked: Launcher, tmp_path: Path
+):
+    """The script and the launcher get one each.
+
+    Also: tables come at their own interval, between step lines that are further apart.
+    """
+    flags = "--max_steps 9000 --log_interval 4 --profile --profile_interval 2"
+    started = begin(tmp_path, flags)
+    wait_for(started, tmp_path, '"step": 4,')
+    intruder = forked.run(tmp_path, flags, processes=1)
+    assert intruder.status == 8
+    assert "in use by process" in intruder.stderr
+    target = launcher(started.pid)
+    os.kill(started.pid, signal.SIGUSR1)
+    time.sleep(0.05)
+    target.send_signal(signal.SIGUSR1)
+    shown, output = started.communicate(timeout=60)
+    assert left_over(tmp_path) == []
+    stopped = Run(tmp_path, started.returncode, "", output)
+    assert stopped.status == 75, output
+    assert "stopped on SIGUSR1, saved at step" in shown  # not the TERM that it is passed on as
+    (saved,) = stopped.events("checkpoint_saved")
+    (end,) = stopped.events("exit")
+    assert (end["code"], end["step"]) == ("PREEMPTED", saved["step"])
+    assert end["step"] - stopped.events("step")[-1]["step"] in range(4)  # none was lost
+    assert [p["step"] for p in stopped.events("profile")[:3]] == [2, 4, 6]
+    assert [s["step"] for s in stopped.events("step")[:2]] == [4, 8]
+    assert "error[" not in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.long  # in the test above one of the two goes to the script
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("who", ["launcher", "worker"])
 def test_a_stop_requested_twice_saves_once_and_loses_no_step(
     who: str, number: signal.Signals, begin, tmp_path: Path
 ):

@@ -423,7 +423,8 @@ def test_after_a_host_is_killed_for_good_the_other_finishes_the_same_run(
     lost: int, start_hosts: Start, longer_fp32: Run, tmp_path: Path
 ):
     hosts = start_hosts(f"{FP32} {LONGER}", 2)
-    wait_for(hosts[lost], tmp_path / "out", '"step": 8,')
+    for words in ('"step": 8,', "checkpoint_saved"):
+        wait_for(hosts[lost], tmp_path / "out", words)
     kill_all(hosts[lost])
     _, report = hosts[1 - lost].communicate(timeout=120)
     run = Run(tmp_path / "out", hosts[1 - lost].returncode, "", report)
@@ -436,6 +437,7 @@ def test_after_a_host_is_killed_for_good_the_other_finishes_the_same_run(
     assert f"{named}waiting for the other hosts, up to 6 s for each\n" in report
     choice = "restart 1 of 1 in 1 s on 1 of 2 processes, --accumulation_steps 4 instead of 2\n"
     assert f"{named}{choice}" in report
+    assert run.curve()[:8] == longer_fp32.curve()[:8]  # of both hosts
     difference = largest_difference(run, longer_fp32)
     print(f"{report}\nlargest difference of a loss: {difference:.1e}")
     assert difference <= 2e-6

@@ -1,6 +1,6 @@
 """A loss or gradient spoilt on one of two ranks: at every stage and dtype all skip that step.
 
-All cases run in one launch of skip_steps.py; the end of a run is a real one's.
+All cases run in one launch of skip_steps.py; the end of a run is that of two real ranks.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ def test_each_is_an_event(skip_runs, root, case):
     ]
 
 
-def test_a_run_that_diverges_ends_with_6_and_is_reported_once(launch: Launcher, tmp_path: Path):
+def test_a_run_that_diverges_ends_with_6_and_is_reported_once(forked: Launcher, tmp_path: Path):
     flags = "--learning_rate 1e30 --warmup_steps 0 --max_skipped 2 --save_interval 1"
-    run = launch.run(tmp_path / "out", flags)
+    run = forked.run(tmp_path / "out", flags)
     assert run.status == 6, run.stderr
     (line,) = [line for line in run.stderr.splitlines() if "error[" in line]
     assert "error[E_NONFINITE]" in line

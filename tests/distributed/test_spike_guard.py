@@ -48,12 +48,12 @@ def course(out_dir: Path) -> tuple[list[list[Any]], dict[int, float]]:
         pytest.param("--batch_size 8 --sequence_parallel 2", marks=pytest.mark.long),
     ],
 )
-def test_two_ranks_decide_like_one_process(more: str, launch: Launcher, tmp_path: Path):
+def test_two_ranks_decide_like_one_process(more: str, forked: Launcher, tmp_path: Path):
     words = " ".join(f"--{name} {value}" for name, value in FLAGS.items())
-    run = launch.run(tmp_path / "two", f"{words} --spike_guard {more}")
+    run = forked.run(tmp_path / "two", f"{words} --spike_guard {more}")
     assert run.status == 0, run.stderr
     flags = {**FLAGS, "spike_guard": True, "batch_size": 8, "deepspeed_config": "none"}
-    places = {"data_path": str(launch.corpus), "cache_dir": str(launch.cache)}
+    places = {"data_path": str(forked.corpus), "cache_dir": str(forked.cache)}
     assert train({**flags, **places}, out_dir=str(tmp_path / "one")) == 0
     decisions, curves = zip(*map(course, (tmp_path / "one", run.out_dir)), strict=True)
     assert "rolled_back" in [decision[0] for decision in decisions[0]]

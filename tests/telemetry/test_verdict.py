@@ -119,6 +119,14 @@ def test_a_rank_that_is_slow_in_both_passes_is_compared_without_communication():
     )
 
 
+def test_a_rank_is_named_whose_peer_does_nothing_but_wait():
+    """Time in collectives is a mean, the phases are medians: nothing may be left of the peer."""
+    late = profile(0.1, 1, 1, 1, comm=[432, 31], forward_ms=[1, 402], backward_ms=[408, 9])
+    found = judge(late, world_size=2)
+    assert (found.kind, found.figures["rank"]) == ("rank", 1)
+    assert "rank 1 is 40100 % slower than rank 0 in forward (402.0 against 1.0 ms" in found.text
+
+
 @pytest.mark.parametrize("comm", [[10.0, 10.0, 10.0], None])
 def test_ranks_within_their_spread_are_not_slow(comm):
     near: dict[str, Any] = {"forward_ms": [24.0, 30.0, 34.0], "backward_ms": [60.0, 60.0, 60.0]}
