@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,6 +72,7 @@ class PrintCompletion(argparse.Action):
         """Print the script; options with a free value complete file names."""
         import shtab
 
+        parser = copy.deepcopy(parser)  # others parse with this one
         for subparser in all_parsers(parser):
             for action in subparser._actions:
                 action.choices = action.choices or self.known.get(action.dest)

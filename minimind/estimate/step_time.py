@@ -37,7 +37,7 @@ LAUNCH_US = {"eager": 9.0, "compiled": 6.0}
 # of everything else. OUTSIDE is what a compiled model leaves to eager code: embedding, mean loss.
 LAUNCHES = {"eager": (55, 25), "compiled": (40, 22)}
 OUTSIDE = 13
-UPDATE_LAUNCHES = 28  # of a step: copies, norm, clipping, AdamW, in multi-tensor kernels
+UPDATE_LAUNCHES = 24  # of a step: copies, norm, clipping, AdamW, in multi-tensor kernels
 WEIGHTS = (9, 2)  # of a block, and others; each further micro-batch adds to every gradient
 FORWARD_AND_BACKWARD = 3  # products: the output, the gradients of its input and of its weight
 

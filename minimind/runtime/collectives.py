@@ -107,7 +107,10 @@ def _offer_port(store: PrefixStore, world_size: int) -> str:
     offer = f"{port} {os.urandom(8).hex()}"
     store.set("offer", offer)
     for rank in range(1, world_size):
-        answer = store.get(f"{offer} to {rank}").decode()  # waits
+        try:
+            answer = store.get(f"{offer} to {rank}").decode()  # waits
+        except dist.DistError as error:
+            raise RendezvousError(f"rank {rank} did not start; check the launcher") from error
         store.set(f"{answer} confirmed", "")
     return port
 
@@ -122,7 +125,7 @@ def _confirmed_port(store: PrefixStore, rank: int, timeout: timedelta) -> str:
         time.sleep(0.1)
         if store.check([f"{answer} confirmed"]):
             return offer.split()[0]
-    raise RendezvousError("rank 0 did not start; check the launcher")
+    raise RendezvousError("not all ranks started in time; check the launcher")
 
 
 def collective_backend(device: str, dist_timeout: int) -> tuple[str, timedelta]:

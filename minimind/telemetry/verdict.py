@@ -24,6 +24,7 @@ SAYINGS = {
 # checkpoints can be nearly free. A part of communication and of the update is inherent.
 WAIT, PAUSE, COMPILE, COMMUNICATION, OPTIMIZER = 0.1, 0.1, 0.2, 0.3, 0.3
 SLOW, SPREADS = 0.1, 3.0  # above the median of the other ranks, and above their spread
+FAR = 10  # times as long: a share of what is nearly nothing says little
 AMORTIZED = 0.5  # of a cost per update or per reduction, saved by twice the rows
 MOST_WORKERS = 8  # more threads wait for the same disk, and for the interpreter
 
@@ -172,14 +173,11 @@ def _slow_rank(period: Period, setting: Setting) -> Iterator[Verdict]:
     of_others = median(_without(forward, rank))
     if setting.zero_stage != 3 and _is_large(forward[rank] - of_others, excess, 0.5):
         slow, other, phase = forward[rank], of_others, "forward"
-    if other <= 0:  # the mean time in collectives is above the medians of the phases
-        return
     than = f"rank {1 - rank}" if len(own) == 2 else "the median of the others"
     place = "its clock and what else uses its GPU" if setting.device == "cuda" else "its cores"
-    text = (
-        f"rank {rank} is {_percent(slow - other, other)} slower than {than} in {phase}"
-        f" ({slow:.1f} against {other:.1f} ms, of a step of {period.step:.1f} ms); look at {place}"
-    )
+    times = f"{slow:.1f} against {other:.1f} ms, of a step of {period.step:.1f} ms"
+    slower = f"{_percent(slow - other, other)} slower" if slow < FAR * other else "far slower"
+    text = f"rank {rank} is {slower} than {than} in {phase} ({times}); look at {place}"
     figures = {"rank": rank, "rank_ms": slow, "others_ms": other}
     yield Verdict("rank", text, {**figures, **_figures(excess, period.step)}, excess)
 

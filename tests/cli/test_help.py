@@ -104,6 +104,8 @@ def test_completion_is_printed_for_each_shell(prog, shell, capsys):
     script = capsys.readouterr().out
     assert ended.value.code == 0
     assert "accumulation_steps" in script or "max_new_tokens" in script
+    choices = [action.choices for action in flags.build_parser()._actions if action.choices]
+    assert choices == [("bash", "zsh", "tcsh")]  # others parse with the same parser
 
 
 def test_bash_completes_commands_options_choices_and_files(tmp_path, capsys):

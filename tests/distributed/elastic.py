@@ -200,7 +200,7 @@ def launch(root: Path, phase: str, world_size: int, tensor: int, optimizer: str)
     )
     if done.returncode:
         ranks = f"{world_size} ranks{groups(tensor, 1)}"
-        raise SystemExit(f"{phase} on {ranks} failed:\n{done.stderr[:9000]}")
+        raise SystemExit(f"{phase} on {ranks} failed:\n{done.stderr[-9000:]}")
     return curves_of(root, phase, world_size, tensor)
 
 

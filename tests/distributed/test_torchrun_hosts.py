@@ -70,12 +70,13 @@ def check_the_same_run(run: Run, one_host: Run) -> None:
     assert {step[0] for step in run.curve()} == {*expected}
 
 
+@pytest.mark.parametrize("host", [0, 1])  # one of them has rank 0, and the store of the start
 def test_after_a_killed_worker_both_start_again_and_the_run_is_that_of_one_host(
-    start: Callable[[str], Agents], one_host: Run, tmp_path: Path
+    host: int, start: Callable[[str], Agents], one_host: Run, tmp_path: Path
 ):
     agents = start(LONGER)
-    wait_for(agents[1], tmp_path / "out", '"step": 8,')
-    (worker,) = workers(agents[1].pid).values()
+    wait_for(agents[host], tmp_path / "out", '"step": 8,')
+    (worker,) = workers(agents[host].pid).values()
     os.kill(worker.pid, signal.SIGKILL)
     check_the_same_run(ended(agents, tmp_path, 0), one_host)
 

@@ -117,8 +117,9 @@ def test_the_user_of_the_pods_is_that_of_the_image():
 
 @pytest.mark.launch
 @pytest.mark.long
-def test_term_to_pid_1_of_both_pods_saves_with_a_status_that_restarts(
-    launch: Launcher, tmp_path: Path
+@pytest.mark.parametrize("stopped", [(0, 1), (1,)], ids=["both", "one"])
+def test_term_to_pid_1_of_pods_saves_with_a_status_that_restarts(
+    stopped: tuple[int, ...], launch: Launcher, tmp_path: Path
 ):
     """As the kubelet stops pods; each in a PID namespace of its own, on the loopback interface."""
     isolated = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
@@ -133,8 +134,8 @@ def test_term_to_pid_1_of_both_pods_saves_with_a_status_that_restarts(
     ]
     try:
         wait_for(pods[0], tmp_path / "out", '"step": 5,')
-        for pod in pods:
-            (pid_1,) = psutil.Process(pod.pid).children()
+        for rank in stopped:
+            (pid_1,) = psutil.Process(pods[rank].pid).children()
             pid_1.terminate()
         grace = POD["terminationGracePeriodSeconds"]
         assert [pod.wait(timeout=grace) for pod in pods] == [errors.PREEMPTED] * 2

@@ -89,7 +89,9 @@ def test_an_offer_of_an_earlier_start_is_not_taken():
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = PrefixStore("start", server)
     store.set("offer", "1234 of a rank 0 that is gone")
-    with pytest.raises(RendezvousError, match="rank 0 did not start; check the launcher"):
+    with pytest.raises(RendezvousError, match="rank 1 did not start; check the launcher"):
+        own_store(of_rank(0, server.port), timedelta(seconds=1))
+    with pytest.raises(RendezvousError, match="not all ranks started in time; check the launcher"):
         own_store(of_rank(1, server.port), timedelta(seconds=1))
 
 

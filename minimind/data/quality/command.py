@@ -59,7 +59,6 @@ def add_parser(actions: Any) -> None:
 
 def run(args: argparse.Namespace, cache: ObjectCache) -> int:
     """Filter, and print the table of the report."""
-    from minimind.data.prepare.remote import local_text
     from minimind.data.quality.filter import FilterRequest, filter_text
     from minimind.data.quality.near_duplicates import MinHash
     from minimind.data.text.documents import ReadOptions
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
         raise UsageError("--min_language_probability without --languages; give --languages too")
     languages = args.languages.split(",") if args.languages else []
     request = FilterRequest(
-        local_text(args.paths, cache),
+        tuple(args.paths),
         ReadOptions(args.text_field, args.max_document_bytes),
         args.on_bad_data == "skip",
         args.max_bad_fraction,
@@ -92,7 +91,7 @@ def run(args: argparse.Namespace, cache: ObjectCache) -> int:
         tuple(language.strip() for language in languages),
         MIN_PROBABILITY if probability is None else probability,
     )
-    _print_report(filter_text(request, args.out, args.force))
+    _print_report(filter_text(request, args.out, args.force, cache))
     print(f"done: --data_path {args.out}")
     return 0
 

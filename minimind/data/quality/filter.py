@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from minimind.data.prepare.merge import require_few_rejected
+from minimind.data.prepare.remote import local_text
 from minimind.data.prepare.unit_reader import refuse
 from minimind.data.quality.language import in_languages, require_known
 from minimind.data.quality.near_duplicates import MinHash, near_duplicates, require_datatrove
@@ -35,7 +36,8 @@ from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import canonical_json, sync_file, write_durably
 from minimind.runtime.output_folder import NewFolder
 from minimind.runtime.terminal import phase
-from minimind.storage.object_cache import named
+from minimind.storage.filesystem import masked
+from minimind.storage.object_cache import ObjectCache, named
 
 REPORT_NAME = "report.json"
 REMOVED_NAME = "removed.ndjson"  # a suffix that is no input, so that --data_path takes the folder
@@ -74,9 +76,12 @@ class FilterRequest:
         return found if self.minhash is None else {**found, "minhash": asdict(self.minhash)}
 
 
-def filter_text(request: FilterRequest, out: Path, force: bool = False) -> dict[str, Any]:
+def filter_text(
+    request: FilterRequest, out: Path, force: bool, cache: ObjectCache
+) -> dict[str, Any]:
     """Write the documents that stay to a new folder `out`; return its report.
 
+    Text at URLs is fetched to `cache`, when all else that can be wrong is checked.
     Raise DataError if a document is bad and none may be skipped, too many are, or none stays.
     """
     folder = NewFolder(out.expanduser().resolve(), force, OWN, "minimind data filter")
@@ -84,7 +89,7 @@ def filter_text(request: FilterRequest, out: Path, force: bool = False) -> dict[
     require_known(request.languages)
     if request.minhash:
         require_datatrove()
-    files = find_files(request.paths)
+    files = find_files(local_text(request.paths, cache))
     require_once(files, "")
     if inside := next((file for file in files if file.resolve().is_relative_to(folder.path)), None):
         raise UsageError(
@@ -199,13 +204,14 @@ class _Run:
         """Raise DataError if too many documents were bad, or none is kept."""
         rejected = {"count": self.documents["rejected"], "first": self._first_rejected}
         counts = {"rejected": rejected, "documents": self.documents.total() - rejected["count"]}
-        source = Source("data", self.request.paths)
+        source = Source("data", tuple(map(masked, self.request.paths)))
         require_few_rejected(counts, self.request.max_bad_fraction, [source])
         if not self.documents["kept"]:
             reason, count = self.documents.most_common(1)[0]
             raise DataError(
-                f"{self.request.paths[0]}: no document is left of {self.documents.total():,}, and"
-                f" {reason} is the reason of {count:,}; change the steps"
+                f"{masked(self.request.paths[0])}: no document is left of"
+                f" {self.documents.total():,}, and {reason} is the reason of {count:,};"
+                " change the steps"
             )
 
     def report(self) -> dict[str, Any]:

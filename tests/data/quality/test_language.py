@@ -74,8 +74,12 @@ def test_texts_without_words_and_long_ones_are_no_special_case(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--languages", "english"], "'english' is no code of ISO 639, such as zh or en"),
-        (["--languages", "en,"], "'' is no code of ISO 639"),
+        (
+            ["--languages", "en,eng"],
+            "'eng' is none of the 176 codes of fastText's lid.176, such as en",
+        ),
+        (["--languages", "cn"], "'cn' is none of the 176 codes"),
+        (["--languages", "en,"], "'' is none of the 176 codes"),
         (["--languages", ""], "no step was given"),
         (
             ["--min_chars", "1", "--min_language_probability", "0.5"],
