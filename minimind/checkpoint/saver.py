@@ -166,20 +166,18 @@ class Saver:
     def poll(self, wait: bool) -> dict[str, Any] | None:
         """Return the `checkpoint_saved` event of a finished save, else None.
 
-        With `wait` (collective), wait for the save and for validations to be recorded, and raise
-        their errors on every rank.
+        With `wait` (collective), wait for the save, and raise its error on every rank.
         """
-        saving, event = self._saving, None
-        if saving and (wait or (saving.future.done() and not self.has_failed)):
-            waiting = time.perf_counter()
-            event = saving.future.result()
-            self._saving = None
-            waited = (time.perf_counter() - waiting) * 1e3
-            copying = self._staging.synchronize() if self._staging else 0.0  # ms on its stream
-            event = {**event, "stall_ms": max(saving.stall_ms, copying) + waited}
-        if wait:
-            run_on_all_ranks(self.engine, self._finish_recording)
-        return event
+        saving = self._saving
+        is_over = saving and saving.future.done() and not saving.future.exception()
+        if saving is None or not (wait or is_over):
+            return None
+        waiting = time.perf_counter()
+        event = saving.future.result()
+        self._saving = None
+        waited = (time.perf_counter() - waiting) * 1e3
+        copying = self._staging.synchronize() if self._staging else 0.0  # ms on its stream
+        return {**event, "stall_ms": max(saving.stall_ms, copying) + waited}
 
     def validated(self, step: int, val_loss: float) -> None:
         """Record a validation in the checkpoint of its step, if one is saved or being saved."""
@@ -191,15 +189,24 @@ class Saver:
             with storing(str(path), REMEDY):
                 record_validation(path, val_loss)
 
-    def _finish_recording(self) -> None:
-        recording, self._recording = self._recording, []
-        for one in recording:
-            one.result()
+    def wait_for_validations(self) -> None:
+        """Wait until validations are recorded; raise an error on every rank (collective)."""
+
+        def wait() -> None:
+            recording, self._recording = self._recording, []
+            for one in recording:
+                one.result()
+
+        run_on_all_ranks(self.engine, wait)
 
     def prune(self) -> None:
         """Delete older checkpoints in the background, after the new one was reported."""
         if self.ranks.rank == 0:
-            self._pruning = self._thread.submit(prune, self.root, self.rules, self.good)
+            self._pruning = self._thread.submit(self._prune, self.good)
+
+    def _prune(self, good: int | None) -> None:
+        if not self.has_failed:  # what has no validation may be the best
+            prune(self.root, self.rules, good)
 
     def prune_error(self, wait: bool = False) -> str:
         """Return the error of the last pruning, only once; empty if there was none."""

@@ -40,7 +40,8 @@ class Mirror:
         self._out_dir = Path(run.out_dir)
         self._root = self._out_dir / CHECKPOINTS
         self._uploads: Uploads | None = None
-        self._only_here: Path | None = None  # the resumed checkpoint
+        self._resumed: Path | None = None  # the checkpoint of out_dir that the run goes on from
+        self._is_only_here = False
         self._restored: list[tuple[str, dict[str, Any]]] = []  # to be logged after run_start
 
     @phase("looking for a checkpoint at --mirror")
@@ -121,16 +122,19 @@ class Mirror:
             remote, step, path = self._uploads.remote, resumed.state.step, resumed.path
             is_own = path is not None and path.resolve().parent == self._root.resolve()
             abandon_after(remote, step if is_own else -1)
-            if is_own and step not in complete(remote.files()):
-                self._only_here = path
+            if is_own:
+                self._resumed, self._is_only_here = path, step not in complete(remote.files())
 
         if self._url is not None:
             on_rank_0(self.ranks, begin)
 
     def start(self, good: int | None) -> None:
-        """Upload the resumed checkpoint if it is only here; out_dir has its other files by now."""
-        if self._only_here:
-            self.offer(str(self._only_here), good)
+        """Upload what is missing there, the resumed first; out_dir has its other files by now."""
+        if self._uploads and self._resumed:
+            if self._is_only_here:
+                self._uploads.offer(self._resumed, good)
+            else:
+                self._uploads.look(step_of(self._resumed), good)
 
     def offer(self, path: str, good: int | None) -> None:
         """Upload a saved checkpoint in the background; call before it can be pruned."""
@@ -167,6 +171,8 @@ class Mirror:
             self.logger.print(
                 f"step {steps[-1]}: waiting up to {MIRROR_WAIT_S} s for the upload of {many}"
             )
+        elif not uploads.wait(0.0):
+            self.logger.print(f"waiting up to {MIRROR_WAIT_S} s to upload what --mirror lacks")
         if not uploads.wait(MIRROR_WAIT_S):
             reason = f"not uploaded within {MIRROR_WAIT_S} s after the last step"
             for step in uploads.pending():

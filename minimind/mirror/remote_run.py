@@ -124,9 +124,14 @@ class RemoteRun:
     def put(self, local: Path, name: str, sha256: str | None = None) -> int:
         """Upload a file and verify it there, by its ETag or by reading it; return its bytes.
 
-        With `sha256`, raise CheckpointError if that is not the hash of the local file.
+        With `sha256`, raise CheckpointError if the local file has another hash, or is unreadable.
         """
-        own_sha256, etag, size = _hashes(local)
+        try:
+            own_sha256, etag, size = _hashes(local)
+        except OSError as error:
+            if sha256 is None:
+                raise
+            raise CheckpointError(f"{local}: cannot be read ({error.strerror or error})") from error
         if sha256 not in (None, own_sha256):
             raise CheckpointError(f"{local}: does not match its sha256")
         options = {"chunksize": PART} if self._scheme is AWS else {}

@@ -33,7 +33,7 @@ class Uploads:
     """Uploads one checkpoint at a time: the newest, and in turn the oldest missing there.
 
     Missing are those of out_dir that a rule keeps, saved while others were uploaded or could not
-    be. They are found after each upload, so that a failure and a new start forget none.
+    be. They are found at a start and after each upload, so that a failure forgets none.
     """
 
     def __init__(self, remote: RemoteRun, owner: Owner, out_dir: Path, rules: Rules) -> None:
@@ -44,7 +44,9 @@ class Uploads:
         self._waiting: Waiting | None = None  # the newest
         self._missing: list[Path] = []  # oldest first
         self._until = -1  # the step of the last offer: later ones are not reported yet
-        self._unfit: set[Path] = set()  # damaged here
+        self._unfit: set[Path] = set()  # damaged or unreadable here
+        self._must_look = False  # for missing ones, at a start
+        self._good: int | None = None  # that of the missing
         self._is_turn_of_missing = False
         self._uploading: Waiting | None = None
         self._last: int | None = None  # the step gone back to: later ones there are abandoned
@@ -60,6 +62,13 @@ class Uploads:
             if job and not self._is_over:
                 self._waiting, self._until = job, step_of(path)
                 self._unfit.discard(path)
+                self._changed.notify_all()
+
+    def look(self, step: int, good: int | None) -> None:
+        """Look soon for missing ones up to a step, that of a start, and upload them."""
+        with self._changed:
+            if not self._is_over:
+                self._must_look, self._until, self._good = True, step, good
                 self._changed.notify_all()
 
     def go_back(self, step: int) -> None:
@@ -84,39 +93,43 @@ class Uploads:
     def wait(self, seconds: float) -> bool:
         """Wait until nothing is to be uploaded, for a time; return whether that is so."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._pending(), seconds)
+            return self._changed.wait_for(lambda: not (self._must_look or self._pending()), seconds)
 
     def close(self) -> None:
         """Begin nothing more."""
         with self._changed:
             self._is_over, self._waiting, self._missing = True, None, []
+            self._must_look = False
             self._changed.notify_all()
 
     def _work(self) -> None:
-        good = None
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_over or self._waiting or self._missing)
+                self._changed.wait_for(
+                    lambda: self._is_over or self._must_look or self._waiting or self._missing
+                )
                 if self._is_over:
                     return
-                job = self._uploading = self._take(good)
+                job = self._uploading = None if self._must_look else self._take()
             if job:
-                good = job.good
+                self._good = job.good
                 self._mirror(job)
+            elif self._must_look:
+                self._look()
             with self._changed:
                 if job and job.lock:
                     job.lock.close()
                 self._uploading = None
                 self._changed.notify_all()
 
-    def _take(self, good: int | None) -> Waiting | None:
+    def _take(self) -> Waiting | None:
         """The next one to upload; None if it was deleted meanwhile."""
         job, is_turn = self._waiting, self._is_turn_of_missing
         self._is_turn_of_missing = not is_turn
         if job and not (is_turn and self._missing):
             self._waiting = None
             return job
-        return _locked(self._missing.pop(0), good)
+        return _locked(self._missing.pop(0), self._good)
 
     def _mirror(self, job: Waiting) -> None:
         """Upload a checkpoint and apply the rules; report what became of it."""
@@ -136,10 +149,24 @@ class Uploads:
             if job is self._stale:
                 return
             self._forget_missing(job.path if isinstance(error, CheckpointError) else None)
-            reason = f"{what}{str(error) or type(error).__name__}"
-            self.events.append(("mirror_failed", {"step": step, "reason": reason}))
-            if isinstance(error, LockedError):
-                self.close()
+            self._report_failure(step, what, error)
+
+    def _look(self) -> None:
+        """Find missing ones; report it if that fails."""
+        step = self._until
+        try:
+            self._owner.require()
+            self._find_missing(self._saved_there(by_step(self.remote.files())), self._good)
+        except Exception as error:
+            self._report_failure(step, "missing checkpoints could not be looked for: ", error)
+        with self._changed:
+            self._must_look = False
+
+    def _report_failure(self, step: int, what: str, error: Exception) -> None:
+        reason = f"{what}{str(error) or type(error).__name__}"
+        self.events.append(("mirror_failed", {"step": step, "reason": reason}))
+        if isinstance(error, LockedError):
+            self.close()
 
     def _require_current(self, job: Waiting) -> None:
         """Raise before the checkpoint is complete if it is another's turn or it is abandoned."""
@@ -166,16 +193,20 @@ class Uploads:
         """Delete the checkpoints that no rule keeps, and what interrupted uploads left."""
         self._owner.require()
         files = by_step(self.remote.files())
-        there = {
-            step: Saved(step, self._loss(step, VALIDATION in names))
-            for step, names in files.items()
-            if MANIFEST in names
-        }
+        there = self._saved_there(files)
         reasons = kept([*there.values()], self._rules, good)
         for step, names in files.items():
             if not reasons.get(step) and ABANDONED not in names:
                 self.remote.remove(step, names)
         self._find_missing(there, good)
+
+    def _saved_there(self, files: dict[int, list[str]]) -> dict[int, Saved]:
+        """The complete checkpoints of a list of files, by step."""
+        return {
+            step: Saved(step, self._loss(step, VALIDATION in names))
+            for step, names in files.items()
+            if MANIFEST in names
+        }
 
     def _find_missing(self, there: dict[int, Saved], good: int | None) -> None:
         """Look for checkpoints that are only here, which the rules would keep there, too."""
@@ -191,7 +222,7 @@ class Uploads:
     def _forget_missing(self, unfit: Path | None) -> None:
         """After a failure, wait for the next save; try a damaged one again only as the newest."""
         with self._changed:
-            self._missing = []
+            self._missing = [path for path in self._missing if unfit and path != unfit]
             self._unfit |= {unfit} if unfit else set()
 
     def _loss(self, step: int, is_there: bool) -> float | None:

@@ -21,6 +21,7 @@ from minimind.runtime.durable_files import mebibytes
 from minimind.storage.download import DRAFT
 
 LIST = ".use-"
+A_WHOLE_DRAFT = re.compile(r".+\.tmp-\d+")  # of `write_whole`
 A_DRAFT = re.compile(rf"\.(.+){re.escape(DRAFT)}\d+-\d+")  # by process and thread
 GIB = 2**30
 
@@ -49,7 +50,9 @@ class CacheUse:
         if self._folder.exists() and not os.access(self._folder, os.W_OK):
             return  # a cache for reading
         self._folder.mkdir(parents=True, exist_ok=True)
-        with self._all_locked():
+        with self._all_locked() as is_locked:
+            if not is_locked:
+                return  # as well
             own = {str(path.relative_to(self._folder)): size for path, size in sizes.items()}
             others = self._of_others()
             sizes_now = {**self._sizes, **own}
@@ -69,10 +72,16 @@ class CacheUse:
             self._list = None
 
     @contextmanager
-    def _all_locked(self) -> Iterator[None]:
-        with open(self._folder / ".lock", "w") as lock:
+    def _all_locked(self) -> Iterator[bool]:
+        """Hold the lock of all lists; yield False if it is another user's."""
+        try:
+            lock = open(self._folder / ".lock", "w")
+        except PermissionError:
+            yield False
+            return
+        with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+            yield True
 
     def _write_list(self) -> None:
         if self._list is None:
@@ -92,10 +101,11 @@ class CacheUse:
             if str(path) == own:
                 continue
             with suppress(FileNotFoundError), open(path) as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try:  # NFS refuses an exclusive lock on what is open for reading
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    found |= json.load(file)
+                    with suppress(ValueError):  # cut by a full disk, which ends that process
+                        found |= json.load(file)
                 else:
                     path.unlink()
         return found
@@ -126,21 +136,25 @@ class CacheUse:
             path = self._folder / name
             for one in (record_path(path), path, path.with_name(f".{path.name}.lock")):
                 one.unlink(missing_ok=True)
-            total -= size
-            for folder in path.parents:
-                if folder == self._folder or any(folder.iterdir()):
-                    break
-                folder.rmdir()
+            total -= size  # folders stay: another process may be about to write there
 
     def _files(self) -> Iterator[tuple[float, str, int]]:
-        """Time of the last use, path and bytes of every file that has a record."""
+        """Time of the last use, path and bytes of every object.
+
+        The time of one without a record, whose process was killed before it, is its own.
+        """
         for folder, _, names in os.walk(self._folder):
+            if Path(folder) == self._folder:  # listings
+                continue
             for name in names:
                 path = Path(folder, name)
+                record = record_path(path)
+                has_record = record.exists()
+                if not has_record and (name.startswith(".") or A_WHOLE_DRAFT.fullmatch(name)):
+                    continue
                 with suppress(FileNotFoundError):
-                    if not name.startswith("."):
-                        when = record_path(path).stat().st_mtime
-                        yield when, str(path.relative_to(self._folder)), path.stat().st_size
+                    when = (record if has_record else path).stat().st_mtime
+                    yield when, str(path.relative_to(self._folder)), path.stat().st_size
 
     def _delete_drafts(self, folders: set[Path], used: Mapping[str, int]) -> None:
         """Delete what killed processes were fetching."""

@@ -149,6 +149,10 @@ class Truncated(OSError):
     """A body is shorter or other than it should be."""
 
 
+class NoAnswer(StorageError):
+    """The storage failed at every attempt, as without a network."""
+
+
 @dataclass(frozen=True)
 class Retry:
     """How often and when an operation is tried again.
@@ -186,7 +190,7 @@ def retrying(
 ) -> T:
     """Return `work()`, called again after errors that pass, each reported as one line.
 
-    Raise `permanent` at once if the URL is missing or refused, and StorageError if the storage
+    Raise `permanent` at once if the URL is missing or refused, and NoAnswer if the storage
     still fails at the last attempt. Other exceptions, as of a full local disk, pass unchanged.
     """
     waits = retry.waits()
@@ -200,7 +204,7 @@ def retrying(
                 raise permanent(f"{masked(url)}: {refusal(error, url)}") from error
             reason = reason_of(_cause(error))
             if attempt == retry.attempts:
-                raise StorageError(
+                raise NoAnswer(
                     f"{masked(url)}: does not answer ({reason}), tried {attempt} times; check the"
                     f" network{_endpoint(url)}, and run the same command again"
                 ) from error

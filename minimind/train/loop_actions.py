@@ -285,6 +285,9 @@ def poll_save(context: RunContext, wait: bool) -> None:
         size = mebibytes(saved["bytes"])
         context.logger.print(f"step {saved['step']}: checkpoint {saved['path']} ({size})")
         context.mirror.offer(saved["path"], context.saver.good)
+    if wait:
+        context.saver.wait_for_validations()
+    if saved:
         context.saver.prune()
 
 

@@ -438,21 +438,35 @@ def test_a_disk_that_is_full_for_a_validation_is_told_to_all_ranks_at_once(tmp_p
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory / VALIDATION))
 
     keeper = saver(Engine(1), tmp_path)
-    keeper.begin(TrainState(1, 0))
-    assert keeper.poll(wait=True)
     monkeypatch.setattr(saver_module, "record_validation", full)
+    keeper.begin(TrainState(1, 0))
     keeper.validated(1, 3.0)  # which rank 0 alone would raise
     keeper.prune()
     keeper.prune_error(wait=True)
     assert keeper.has_failed
-    assert keeper.poll(wait=False) is None
+    assert keeper.poll(wait=False)  # the save itself is complete
     with pytest.raises(StorageError, match=r"validation\.json: No space left .*; free some space"):
-        keeper.poll(wait=True)
+        keeper.wait_for_validations()
     engine = Engine(1)
     keeper = saver(engine, tmp_path)
     engine.other = (None, (StorageError, "disk of rank 1", ()))
     with pytest.raises(StorageError, match="disk of rank 1"):
-        keeper.poll(wait=True)
+        keeper.wait_for_validations()
+
+
+def test_nothing_is_pruned_once_a_validation_is_not_recorded(tmp_path, monkeypatch):
+    def full(directory, val_loss):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory / VALIDATION))
+
+    save(Engine(1), tmp_path, TrainState(1, 0))
+    keeper = saver(Engine(1), tmp_path, keep_last=1)
+    monkeypatch.setattr(saver_module, "record_validation", full)
+    keeper.validated(1, 3.0)  # it may be the best
+    keeper.begin(TrainState(2, 0))
+    assert keeper.poll(wait=True)
+    keeper.prune()
+    assert keeper.prune_error(wait=True) == ""
+    assert len(published_checkpoints(tmp_path)) == 2
 
 
 def test_a_validation_that_ends_before_its_save_is_recorded(tmp_path, monkeypatch):
@@ -468,6 +482,7 @@ def test_a_validation_that_ends_before_its_save_is_recorded(tmp_path, monkeypatc
     keeper.validated(1, 3.0)
     is_validated.set()
     assert keeper.poll(wait=True)
+    keeper.wait_for_validations()
     assert validation_of(published_checkpoints(tmp_path)[0]) == 3.0
 
 

@@ -171,6 +171,18 @@ def test_a_newer_checkpoint_here_is_used_and_uploaded(
     assert mirrored(store)[-1] == 8
 
 
+def test_a_start_at_the_end_of_a_run_uploads_what_is_missing(
+    flags: dict[str, Any], tmp_path: Path, store: ObjectStore, proxy: FaultyProxy
+):
+    out_dir = str(tmp_path / "a")
+    assert train(flags, out_dir=out_dir) == 0
+    for key in store.keys("runs/one/checkpoints/step_00000006"):
+        store.client.delete_object(Bucket=BUCKET, Key=key)
+    assert train(flags, out_dir=out_dir) == 0
+    assert mirrored(store) == [6, 8]
+    assert events(tmp_path / "a", "checkpoint_mirrored")[-1]["step"] == 6
+
+
 def test_a_fresh_start_leaves_no_checkpoint_that_a_restart_would_take(
     flags: dict[str, Any],
     unbroken: dict[int, float],

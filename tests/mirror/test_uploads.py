@@ -164,6 +164,52 @@ def test_what_could_not_be_uploaded_is_uploaded_after_a_later_one(
     run.uploads.close()
 
 
+def test_one_that_cannot_be_read_does_not_hold_up_the_others(
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
+):
+    run = Fixture(tmp_path, facts_of(trained.run), Rules(keep_last=1, keep_every=2))
+
+    def refused(self: RemoteRun, directory: Path, before: Any) -> int:
+        raise StorageError("does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteRun, "upload", refused)
+        for step in (2, 4, 6):
+            run.mirror(step)
+    path = run.root / "step_00000002" / "state.json"
+    path.unlink()
+    path.mkdir()
+    run.mirror(7)
+    assert complete(run.remote.files()) == [7, 6, 4]
+    name, fields = run.uploads.events[4]
+    assert (name, fields["step"]) == ("mirror_failed", 2)
+    assert "state.json: cannot be read (Is a directory)" in fields["reason"]
+    run.uploads.close()
+
+
+def test_a_start_uploads_what_the_one_before_did_not(tmp_path: Path, trained: Trained):
+    run = Fixture(tmp_path, facts_of(trained.run), Rules(keep_last=1, keep_every=2))
+    run.mirror(7)
+    for step in (2, 4, 8):  # 8: not reported yet
+        save(run.root, step, run.facts)
+    run.uploads.look(7, None)
+    assert run.uploads.wait(60)
+    assert complete(run.remote.files()) == [7, 4, 2]
+    run.uploads.close()
+
+
+def test_a_storage_that_is_down_at_a_start_is_told(run: Fixture, monkeypatch: pytest.MonkeyPatch):
+    def refused(self: RemoteRun) -> dict[str, int]:
+        raise StorageError("does not answer")
+
+    monkeypatch.setattr(RemoteRun, "files", refused)
+    run.uploads.look(7, None)
+    assert run.uploads.wait(60)
+    ((name, fields),) = run.uploads.events
+    assert (name, fields["step"]) == ("mirror_failed", 7)
+    assert fields["reason"] == "missing checkpoints could not be looked for: does not answer"
+
+
 def test_an_interrupted_upload_is_deleted_there_and_a_damaged_local_one_is_not_uploaded(
     run: Fixture,
 ):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from minimind.provenance.step_rows import logged_order
 from minimind.storage import download, filesystem
 from minimind.storage.download import etag_of_parts
 from minimind.storage.filesystem import Retry
-from minimind.storage.object_cache import named, open_cache, path_of
+from minimind.storage.object_cache import ObjectCache, named, open_cache, path_of
 from minimind.train.settings import flags_table
 from tests.conftest import sentences
 from tests.storage.servers import BUCKET, FaultyProxy, ObjectStore
@@ -280,6 +282,37 @@ def test_a_prepared_folder_below_a_prefix_is_no_text(
         local_text([f"{URL}/a/tokens/*.jsonl"], tmp_path / "cache")
     with pytest.raises(DataError, match="is what `minimind prepare` wrote or still writes"):
         local_text([f"{URL}/a/tokens"], tmp_path / "cache")
+
+
+def test_a_cache_of_another_user_is_read(
+    texts: Path, tmp_path: Path, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+):
+    found = local_text([URL], tmp_path)
+
+    def refused(path: Path, *rest: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(remote, "write_whole", refused)
+    monkeypatch.setattr(Path, "touch", refused)
+    assert local_text([URL], tmp_path) == found
+    assert local_text([f"{URL}/"], tmp_path) == found  # of which the cache has no listing
+
+
+def test_a_full_disk_is_not_taken_for_a_missing_network(
+    prepared: Path, tmp_path: Path, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+):
+    url = f"s3://{BUCKET}/tokens"
+    local_folder(url, tmp_path)
+    proxy.is_down = True
+    assert local_folder(url, tmp_path)
+    proxy.is_down = False
+
+    def full(self: ObjectCache, *rest: object) -> None:
+        raise StorageError("No space left on device")
+
+    monkeypatch.setattr(ObjectCache, "fetch", full)
+    with pytest.raises(StorageError, match="No space left"):
+        local_folder(url, tmp_path)
 
 
 def test_signed_urls_are_recorded_without_their_signature(tmp_path: Path):

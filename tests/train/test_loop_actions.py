@@ -15,9 +15,15 @@ import torch
 import minimind.train as training
 from minimind.checkpoint.train_state import TrainState
 from minimind.config.parse import parse_flags
+from minimind.errors import StorageError
 from minimind.telemetry import progress
 from minimind.telemetry.progress import RunLogger
-from minimind.train.loop_actions import GC_WARMUP_STEPS, advance_progress, freeze_gc_after_warmup
+from minimind.train.loop_actions import (
+    GC_WARMUP_STEPS,
+    advance_progress,
+    freeze_gc_after_warmup,
+    poll_save,
+)
 
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {
@@ -109,3 +115,25 @@ def test_an_hour_without_a_step_line_is_stated_once_steps_are_timed(
     found = [line for line in capsys.readouterr().out.splitlines() if line]
     assert len(found) == bool(output)
     assert output in "".join(found)
+
+
+def test_a_save_is_reported_and_mirrored_before_a_validation_that_failed_ends_the_run():
+    done: list[str] = []
+
+    def fail() -> None:
+        raise StorageError("validation.json: No space left on device")
+
+    saved = {"step": 7, "path": "p", "bytes": 1}
+    saver = SimpleNamespace(
+        prune_error=lambda: "",
+        poll=lambda wait: saved,
+        wait_for_validations=fail,
+        prune=lambda: done.append("prune"),
+        good=None,
+    )
+    logger = SimpleNamespace(event=lambda name, **rest: done.append(name), print=lambda line: None)
+    mirror = SimpleNamespace(report=lambda: None, offer=lambda *rest: done.append("offer"))
+    context: Any = SimpleNamespace(saver=saver, logger=logger, mirror=mirror)
+    with pytest.raises(StorageError, match=r"validation\.json"):
+        poll_save(context, wait=True)
+    assert done == ["checkpoint_saved", "offer"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import sys
@@ -15,11 +16,12 @@ from minimind.data.loader.manifest import MANIFEST_NAME, index_name, read_manife
 from minimind.data.prepare.prepare import is_prepared
 from minimind.data.prepare.work_units import PLAN_NAME
 from minimind.data.text.inputs import KNOWN, SUFFIXES, find_files, require_once
-from minimind.errors import DataError, StorageError
+from minimind.errors import DataError
 from minimind.runtime.durable_files import canonical_json, fingerprint, storing, write_whole
 from minimind.storage.download import RemoteObject, etag_of, modified_of
 from minimind.storage.filesystem import (
     WEB,
+    NoAnswer,
     is_url,
     masked,
     open_filesystem,
@@ -63,7 +65,7 @@ def local_folder(path: str, cache: ObjectCache) -> str:
         if manifest is None:
             return path
         cache.fetch(filesystem, [manifest], url)
-    except StorageError as error:
+    except NoAnswer as error:
         return str(_without_network(error, _known_folder(newest, url, cache))[0])
     folder, version = _version_folder(newest, url, cache)
     with naming_urls(cache.folder):
@@ -137,19 +139,27 @@ def _fetched_text(url: str, cache: ObjectCache) -> list[Path]:
     listing = cache.folder / f"listing-{fingerprint(url)}.json"
     try:
         objects = retrying(url, lambda: _list_text(filesystem, url, place))
-    except StorageError as error:
+    except NoAnswer as error:
         return _without_network(error, _known_text(listing, url, cache))
     if not objects:
         raise DataError(f"{masked(url)}: matches no {KNOWN} object; correct the URL")
     files = cache.fetch(filesystem, objects, url)
     content = [[o.url, o.size, o.etag] for o in objects] if scheme_of(url) is not WEB else []
     with storing(str(listing), REMEDY):
-        listing.parent.mkdir(parents=True, exist_ok=True)
+        _record_listing(listing, content)
+    return files
+
+
+def _record_listing(listing: Path, content: list[Any]) -> None:
+    """Write what a URL lists, which is needed only without network: not in a cache for reading."""
+    try:
         if not listing.exists() or json.loads(listing.read_bytes()) != content:
             write_whole(listing, canonical_json(content))
         else:
             listing.touch()
-    return files
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
 
 
 def _list_text(filesystem: Any, url: str, place: str) -> list[RemoteObject]:
@@ -214,7 +224,7 @@ def _known_text(listing: Path, url: str, cache: ObjectCache) -> list[Path]:
     return cache.known(objects, url) or []
 
 
-def _without_network(error: StorageError, known: list[Path]) -> list[Path]:
+def _without_network(error: NoAnswer, known: list[Path]) -> list[Path]:
     """What the cache has, with a line that says so; raise `error` if it has nothing."""
     if not known:
         raise error
