@@ -193,9 +193,9 @@ class Saver:
         """Wait until validations are recorded; raise an error on every rank (collective)."""
 
         def wait() -> None:
-            recording, self._recording = self._recording, []
-            for one in recording:
+            for one in self._recording:
                 one.result()
+            self._recording = []  # not before: `_prune` looks at them
 
         run_on_all_ranks(self.engine, wait)
 

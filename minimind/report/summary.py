@@ -99,7 +99,7 @@ class Summary:
             (self.rollbacks, formats.count(self.rollbacks, "rollback")),
             (self.corruptions, f"corruption at {formats.count(self.corruptions, 'step')}"),
         )
-        return ", ".join(text for number, text in parts if number)
+        return ", ".join(text for times, text in parts if times)
 
     def figures(self) -> dict[str, tuple[str, str]]:
         """Name -> value and remark of the figures that are known."""
@@ -162,13 +162,18 @@ def _best(run: Run, prefix: str = "") -> dict[str, float] | None:
 
 def _mirror(run: Run) -> tuple[str, str] | None:
     """The newest checkpoint at --mirror, and a remark; None without a mirror."""
-    names = ("checkpoint_mirrored", "mirror_failed", "checkpoint_fetched", "checkpoint_saved")
-    mirrored, failed, fetched, saved = (
-        sorted({number(event["step"]) for event in run.events(name)}) for name in names
-    )
+
+    def steps(name: str, is_lost: bool = False) -> list[float]:
+        return sorted({number(event["step"]) for event in run.events(name, is_lost)})
+
+    saved, fetched = steps("checkpoint_saved"), steps("checkpoint_fetched")
+    # Also those of which an event comes after the rollback.
+    left_behind = {*steps("checkpoint_saved", is_lost=True)}.difference(saved)
+    mirrored = [step for step in steps("checkpoint_mirrored") if step not in left_behind]
+    failed = [step for step in steps("mirror_failed") if step not in left_behind]
     if not (mirrored or failed or fetched):
         return None
-    newest = (mirrored or fetched or [0.0])[-1]
+    newest = max([*mirrored, *fetched], default=0.0)
     behind = saved[-1] - newest if saved and saved[-1] > newest else 0
     remarks = (
         (mirrored, f"the newest of {formats.count(len(mirrored), 'checkpoint')} uploaded"),
@@ -177,7 +182,7 @@ def _mirror(run: Run) -> tuple[str, str] | None:
         (fetched, f"fetched at {formats.count(len(fetched), 'start')}"),
     )
     value = f"step {newest:,.0f}" if mirrored or fetched else "nothing uploaded"
-    return value, "".join(f", {text}" for number, text in remarks if number)
+    return value, "".join(f", {text}" for is_told, text in remarks if is_told)
 
 
 def _weighted_mean(values: np.ndarray, weights: np.ndarray) -> float:

@@ -29,6 +29,7 @@ BLOCK_BYTES = 2**23
 MOST_DOWNLOADS = 4  # of one object whose content does not match
 PARTIAL = 206  # HTTP status of an answer to a Range
 MODIFIED = "modified "  # begins what stands for an ETag
+REPLACED = "was replaced while it was fetched; run the same command again"
 DRAFT = ".tmp-"  # in the names of files that are being written
 
 
@@ -67,8 +68,8 @@ def download(
 ) -> str:
     """Write the object to `target`, which is replaced when all of it is verified.
 
-    Return its sha256. Raise DataError if it is missing, refused, or never matches its checksum, and
-    Cancelled once `stopped` is set.
+    Return its sha256. Raise DataError if it is missing, refused, replaced meanwhile, or never
+    matches its checksum, and Cancelled once `stopped` is set.
     """
     draft = target.with_name(f".{target.name}{DRAFT}{os.getpid()}-{threading.get_ident()}")
     stopped = stopped or threading.Event()
@@ -137,13 +138,17 @@ class _Stream:
         self._remote = remote
         self._body: Any = None
         self._at = 0  # bytes that were read
+        self._sha256 = hashlib.sha256()  # of them
 
     def read(self) -> bytes:
         """The next bytes, empty at the end; after an error, they are asked for again."""
         try:
             if self._body is None:
+                if 0 < self._at == self._remote.size:
+                    return b""  # cut after the last byte
                 self._body = self._open()
-                self._pass_over(0 if self._body.r.status == PARTIAL else self._at)
+                if self._at and self._body.r.status != PARTIAL:
+                    self._pass_over(self._at)
             content = self._body.read(BLOCK_BYTES)
             if not content and self._remote.size is not None and self._at < self._remote.size:
                 raise Truncated(f"{self._at:,} of {self._remote.size:,} bytes arrived")
@@ -151,23 +156,29 @@ class _Stream:
             self.close()
             raise
         self._at += len(content)
+        self._sha256.update(content)
         return content
 
     def _open(self) -> Any:
         # A compressed body has no ranges, and another size.
         headers = {"Accept-Encoding": "identity"}
-        if self._at:
+        # A range of another version could not be told, and one after the end is an error.
+        if self._at and self._remote.etag and self._remote.size is not None:
             headers |= {"Range": f"bytes={self._at}-", **self._if_unchanged()}
         # A size of 1 keeps the library from asking for it again.
         return self._filesystem.open(self._remote.path, block_size=0, size=1, headers=headers)
 
     def _pass_over(self, left: int) -> None:
-        """Read what arrived before: a server without ranges sends all of it again."""
+        """Read what arrived before, and is sent again, from the beginning; it must be the same."""
+        again = hashlib.sha256()
         while left:
             content = self._body.read(min(left, BLOCK_BYTES))
             if not content:
                 raise Truncated(f"{self._at - left:,} of {self._at:,} bytes arrived again")
+            again.update(content)
             left -= len(content)
+        if again.digest() != self._sha256.digest():
+            raise DataError(f"{masked(self._remote.url)}: {REPLACED}")
 
     def _if_unchanged(self) -> dict[str, str]:
         is_strong = self._remote.etag and not self._remote.etag.startswith(("W/", MODIFIED))
@@ -189,21 +200,21 @@ def _complete(content: bytes, size: int) -> bytes:
 def _fault(
     filesystem: Any, remote: RemoteObject, sha256: str, checksum: str, size: int, before: str
 ) -> str:
-    """Why what arrived is not the object; empty if it is."""
+    """Why what arrived is not the object; empty if it is. DataError if that was replaced."""
     if remote.sha256 is not None:
         return "" if sha256 == remote.sha256 else "does not match its sha256"
-    if remote.size is not None and size != remote.size:
-        return f"{size:,} of {remote.size:,} bytes arrived"
-    if checksum == remote.etag:
+    is_whole = remote.size in (None, size)
+    if is_whole and checksum == remote.etag:
         return ""
-    is_known = remote.is_md5 or (remote.is_of_parts and "-" in checksum)
-    if is_known and sha256 != before:
-        return "does not match its ETag"
-    # The ETag of an encrypted object, or of one in parts of unknown sizes, is no checksum of it.
     if remote.etag:
         now = retrying(remote.url, lambda: filesystem.info(remote.path))
-        return "" if etag_of(now) == remote.etag else "was replaced meanwhile"
-    return ""
+        if etag_of(now) != remote.etag:
+            raise DataError(f"{masked(remote.url)}: {REPLACED}")
+    if not is_whole:
+        return f"{size:,} of {remote.size:,} bytes arrived"
+    # The ETag of an encrypted object, or of one in parts of unknown sizes, is no checksum of it.
+    is_known = remote.is_md5 or (remote.is_of_parts and "-" in checksum)
+    return "does not match its ETag" if is_known and sha256 != before else ""
 
 
 def _md5_of_parts(filesystem: Any, remote: RemoteObject, file: Path) -> str:

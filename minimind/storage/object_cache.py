@@ -118,13 +118,14 @@ class ObjectCache:
                 f" fit in the {free:,} that are free; {REMEDY}"
             )
         with storing(f"{self.folder}: cannot be written", REMEDY):
-            fetched = sum(_in_parallel(filesystem, missing))
+            fetched = [size for size in _in_parallel(filesystem, missing) if size is not None]
         for target in targets:
             with suppress(OSError):  # of a cache that cannot be written
                 os.utime(record_path(target))
         if fetched:
-            size = mebibytes(needed)
-            print(f"fetched {fetched} objects of {masked(what)}, {size}", file=sys.stderr)
+            many = f"{len(fetched)} object{'s' if len(fetched) > 1 else ''}"
+            size = mebibytes(sum(fetched))
+            print(f"fetched {many} of {masked(what)}, {size}", file=sys.stderr)
         return targets
 
     def known(
@@ -161,10 +162,12 @@ def open_cache(cache_dir: str | Path, max_gib: float | None = None) -> Iterator[
         yield ObjectCache(folder, use)
 
 
-def _in_parallel(filesystem: Any, pairs: Sequence[tuple[RemoteObject, Path]]) -> Iterator[bool]:
+def _in_parallel(
+    filesystem: Any, pairs: Sequence[tuple[RemoteObject, Path]]
+) -> Iterator[int | None]:
     from tqdm import tqdm
 
-    def fetch(pair: tuple[RemoteObject, Path], stopped: threading.Event) -> bool:
+    def fetch(pair: tuple[RemoteObject, Path], stopped: threading.Event) -> int | None:
         return _fetch(filesystem, *pair, stopped)
 
     results = in_parallel(fetch, pairs, PARALLEL)
@@ -173,12 +176,14 @@ def _in_parallel(filesystem: Any, pairs: Sequence[tuple[RemoteObject, Path]]) ->
     return iter(tqdm(results, total=len(pairs), disable=silent, **bar))
 
 
-def _fetch(filesystem: Any, remote: RemoteObject, target: Path, stopped: threading.Event) -> bool:
-    """Make `target` the object, in one process at a time; return whether it was downloaded."""
+def _fetch(
+    filesystem: Any, remote: RemoteObject, target: Path, stopped: threading.Event
+) -> int | None:
+    """Make `target` the object, in one process at a time; return the bytes of a download."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target):
         if is_verified(remote, target):
-            return False
+            return None
         record, was_there = _read_record(target), target.is_file()
         if was_there and _is_of(record, remote) and sha256_of(target) == record["sha256"]:
             sha256, is_new = record["sha256"], False
@@ -189,7 +194,7 @@ def _fetch(filesystem: Any, remote: RemoteObject, target: Path, stopped: threadi
             if remote.modified is not None:
                 os.utime(target, (remote.modified, remote.modified))
         _record(remote, target, sha256)
-        return is_new
+        return target.stat().st_size if is_new else None
 
 
 @contextmanager

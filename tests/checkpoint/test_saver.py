@@ -464,6 +464,8 @@ def test_nothing_is_pruned_once_a_validation_is_not_recorded(tmp_path, monkeypat
     keeper.validated(1, 3.0)  # it may be the best
     keeper.begin(TrainState(2, 0))
     assert keeper.poll(wait=True)
+    with pytest.raises(StorageError, match="No space left"):
+        keeper.wait_for_validations()
     keeper.prune()
     assert keeper.prune_error(wait=True) == ""
     assert len(published_checkpoints(tmp_path)) == 2

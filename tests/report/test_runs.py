@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,6 +66,21 @@ def test_how_far_the_mirror_lags_is_told(tmp_path):
         "nothing uploaded",
         ", 10 steps behind out_dir, failed at 1 step",
     )
+
+
+def test_what_a_rollback_leaves_behind_is_not_the_newest_at_the_mirror(tmp_path):
+    def line(name: str, step: int, **facts: int) -> dict[str, Any]:
+        return {"event": name, "step": step, **facts}
+
+    lines = [run_start(), *(line("checkpoint_saved", n) for n in (5, 10, 15)), step_line(16)]
+    lines += [line("checkpoint_mirrored", 5), line("rolled_back", 16, to=10), step_line(11)]
+    late = [line("checkpoint_mirrored", n) for n in (10, 15)]  # uploaded meanwhile
+    one = Summary(made_run(tmp_path / "a", [*lines, *late, step_line(12)]), NOW).mirror
+    assert one == ("step 10", ", the newest of 2 checkpoints uploaded")
+    fetched = [run_start(10), line("checkpoint_fetched", 10), line("checkpoint_mirrored", 5)]
+    other = Summary(made_run(tmp_path / "b", [*fetched, step_line(12)]), NOW).mirror
+    assert other
+    assert other[0] == "step 10"
 
 
 def test_the_shares_are_of_all_the_time_that_was_measured_also_of_what_was_lost(tmp_path):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from minimind.data.prepare.remote import local_text
 from minimind.errors import DataError, StorageError, UsageError
+from minimind.storage import object_cache
 from minimind.storage.cache_use import CacheUse
+from minimind.storage.download import RemoteObject, download
 from minimind.storage.object_cache import named, open_cache
 from minimind.storage.parallel import in_parallel
 from tests.storage.servers import FaultyProxy, ObjectStore
@@ -138,6 +143,41 @@ def _fail(cache_dir: Path) -> None:
     with open_cache(cache_dir) as cache:
         path = cache.path("s3://bucket/a.txt").resolve()
         raise DataError(f"{path} is bad, as {cache.path('https://host/b.txt?sig=12')}")
+
+
+def test_what_this_command_fetched_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    content, real = bytes(2**20), object_cache._fetch
+    filesystem = SimpleNamespace(cat_file=lambda path, start, end: content[start:end])
+    etag = hashlib.md5(content).hexdigest()
+    objects = [RemoteObject(f"s3://b/{name}", name, len(content), etag) for name in "ab"]
+
+    def fetch(filesystem: Any, remote: RemoteObject, *rest: Any) -> int | None:
+        if remote.path == "a":  # another command fetches it meanwhile
+            real(filesystem, remote, *rest)
+        return real(filesystem, remote, *rest)
+
+    monkeypatch.setattr(object_cache, "_fetch", fetch)
+    with open_cache(tmp_path) as cache:
+        cache.fetch(filesystem, objects, "s3://b")
+    assert capsys.readouterr().err == "fetched 1 object of s3://b, 1.0 MiB\n"
+
+
+def test_an_object_that_is_replaced_while_it_is_fetched_is_fetched_once(tmp_path: Path):
+    old, new, asked = b"old content", b"new content", []
+
+    def cat_file(path: str, start: int, end: int) -> bytes:
+        asked.append(path)
+        return new[start:end]
+
+    filesystem = SimpleNamespace(
+        cat_file=cat_file, info=lambda path: {"ETag": hashlib.md5(new).hexdigest()}
+    )
+    listed = RemoteObject("s3://b/k", "b/k", len(old), hashlib.md5(old).hexdigest())
+    with pytest.raises(DataError, match=r"^s3://b/k: was replaced while it was fetched;"):
+        download(filesystem, listed, tmp_path / "k")
+    assert len(asked) == 1
 
 
 def test_work_in_parallel_ends_with_the_first_error():

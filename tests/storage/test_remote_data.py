@@ -118,7 +118,7 @@ def test_an_unchanged_object_is_fetched_once_and_a_changed_one_again(
     texts: Path, tmp_path: Path, store: ObjectStore, capsys: pytest.CaptureFixture[str]
 ):
     (path,) = local_text([f"{URL}/b.jsonl"], tmp_path)
-    assert "fetched 1 objects" in capsys.readouterr().err
+    assert "fetched 1 object of" in capsys.readouterr().err
     assert local_text([f"{URL}/b.jsonl"], tmp_path) == (path,)
     assert "fetched" not in capsys.readouterr().err
     store.put("text/b.jsonl", b'{"text": "other"}\n')

@@ -13,13 +13,15 @@ from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from minimind.data.prepare.remote import local_text
 from minimind.errors import DataError, StorageError, UsageError
 from minimind.storage import download, filesystem
-from minimind.storage.filesystem import Retry
+from minimind.storage.download import RemoteObject
+from minimind.storage.filesystem import Retry, Truncated
 from minimind.storage.object_cache import open_cache
 
 TEXT = b"".join(b'{"text": "line %d"}\n' % number for number in range(20_000))
@@ -117,6 +119,58 @@ def test_text_arrives_also_over_connections_that_are_cut(
 def test_text_of_unknown_length_arrives(web: Web, tmp_path: Path):
     web.has_length = False
     assert fetched(web.url, tmp_path).read_bytes() == TEXT
+
+
+class Cut:
+    """A file system of https whose first body is cut after `cut` bytes, and what follows."""
+
+    def __init__(self, first: bytes, then: bytes, cut: int, has_ranges: bool) -> None:
+        self.first, self.then, self.cut, self.has_ranges = first, then, cut, has_ranges
+        self.opened = 0
+
+    def open(self, path: str, headers: dict[str, str], **rest: object) -> SimpleNamespace:
+        asked = int(headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        if asked >= len(self.first):
+            raise OSError("416, message='Range Not Satisfiable'")
+        self.opened += 1
+        at = asked if self.has_ranges else 0
+        left = [self.first[: self.cut]] if self.opened == 1 else [self.then[at:], b""]
+
+        def read(most: int) -> bytes:
+            if not left:
+                raise Truncated("cut")
+            content, left[0] = left[0][:most], left[0][most:]
+            if not left[0]:
+                del left[0]
+            return content
+
+        return SimpleNamespace(
+            r=SimpleNamespace(status=206 if at else 200), read=read, close=lambda: None
+        )
+
+
+@pytest.mark.usefixtures("web")
+@pytest.mark.parametrize(
+    ("has_ranges", "etag"), [(True, ""), (False, ""), (False, "1"), (False, "modified 1")]
+)
+@pytest.mark.parametrize("size", [len(TEXT), None])
+def test_two_versions_of_an_object_are_never_joined(
+    tmp_path: Path, has_ranges: bool, etag: str, size: int | None
+):
+    remote = RemoteObject("https://host/a", "https://host/a", size, etag)
+    with pytest.raises(DataError, match="was replaced while it was fetched; run the same command"):
+        download.download(Cut(TEXT, TEXT[::-1], 900, has_ranges), remote, tmp_path / "a")
+
+
+@pytest.mark.usefixtures("web")
+@pytest.mark.parametrize("has_ranges", [True, False])
+@pytest.mark.parametrize("size", [len(TEXT), None])
+def test_a_connection_may_be_cut_after_the_last_byte(
+    tmp_path: Path, has_ranges: bool, size: int | None
+):
+    remote = RemoteObject("https://host/a", "https://host/a", size)
+    download.download(Cut(TEXT, TEXT, len(TEXT), has_ranges), remote, tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == TEXT
 
 
 def test_a_body_that_stays_too_short_is_an_error_of_storage(web: Web, tmp_path: Path):
