@@ -67,8 +67,12 @@ def fail_at_each(bench: Bench, call: str, error: str, since: str) -> Iterator[Ou
         recorded = events(out_dir)[before:]
         outcome.wrong += _wrong_ending(ended, hit, out_dir, where)
         if call != "write" and ended.statuses[0] == 5:
-            if any(e["event"] == "checkpoint_saved" for e in recorded):
+            is_reported = any(e["event"] == "checkpoint_saved" for e in recorded)
+            lasts = f"/{VALIDATION}" in hit[0]  # which is written into a published checkpoint
+            if is_reported and not lasts:
                 outcome.wrong.append(f"{where}: a checkpoint was acknowledged that may not last")
+            if lasts and not is_reported:
+                outcome.wrong.append(f"{where}: a checkpoint that lasts was not reported")
         bench.check(out_dir, outcome)
         bench.clear(out_dir)
         yield outcome
