@@ -182,7 +182,7 @@ def _mirror(run: Run) -> tuple[str, str] | None:
         (fetched, f"fetched at {formats.count(len(fetched), 'start')}"),
     )
     value = f"step {newest:,.0f}" if mirrored or fetched else "nothing uploaded"
-    return value, "".join(f", {text}" for is_told, text in remarks if is_told)
+    return value, "".join(f", {text}" for is_shown, text in remarks if is_shown)
 
 
 def _weighted_mean(values: np.ndarray, weights: np.ndarray) -> float:

@@ -162,7 +162,7 @@ class _Stream:
     def _open(self) -> Any:
         # A compressed body has no ranges, and another size.
         headers = {"Accept-Encoding": "identity"}
-        # A range of another version could not be told, and one after the end is an error.
+        # A range of another version would go unnoticed, and one after the end is an error.
         if self._at and self._remote.etag and self._remote.size is not None:
             headers |= {"Range": f"bytes={self._at}-", **self._if_unchanged()}
         # A size of 1 keeps the library from asking for it again.
