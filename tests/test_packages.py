@@ -1,13 +1,12 @@
-"""Imports go down the list of packages, packages stay small, and only one module is the seam."""
+"""Imports go down the list of packages, and only one module is the seam."""
 
 import ast
 import re
-from collections import Counter
 
 import pytest
 
 from tests import packages
-from tests.packages import modules, package_of, table, violations
+from tests.packages import modules, table, violations
 
 
 def test_imports_go_down():
@@ -37,17 +36,8 @@ def test_a_module_outside_every_package_is_found():
     assert violations({"minimind.stray": ""}) == ["minimind.stray is in no package of PACKAGES"]
 
 
-def test_packages_modules_and_functions_stay_small():
-    sources = modules()
-    sizes = Counter(package_of(module) for module in sources)
-    assert {name: n for name, n in sizes.items() if n > packages.MOST_MODULES} == {}
-    for name, source in sources.items():
-        assert source.count("\n") <= packages.MOST_LINES, name
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef):
-                size = (node.end_lineno or 0) - node.lineno + 1
-                assert size <= packages.MOST_LINES_OF_A_FUNCTION, f"{name}.{node.name}"
-    assert sources["minimind.train.loop"].count("\n") < 120
+def test_the_loop_is_one_screen():
+    assert modules()["minimind.train.loop"].count("\n") < 120
 
 
 def test_package_docstrings_list_their_modules():
