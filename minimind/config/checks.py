@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,8 @@ OF_EXPERTS = (
     "aux_loss_alpha",
     "norm_topk_prob",
 )
+
+MIRROR = re.compile(r"(s3|gs|file)://.*[^/\s]")
 
 # Not supported with --sequence_parallel: flag, value and reason.
 NO_SEQUENCE = {
@@ -56,10 +59,10 @@ def conflicts(run: RunConfig) -> Iterator[str]:
     if not run.verify_interval:
         yield from _no_effect(run, "--verify_interval", "on_corruption")
     yield from _retention_conflicts(run)
-    if run.mirror is not None and not run.mirror.startswith(("s3://", "gs://", "file://")):
+    if run.mirror is not None and not MIRROR.match(run.mirror):
         yield (
             f"mirror = {masked(run.mirror)} ({run.sources['mirror']}) is no URL that can be written"
-            " to; give one of s3://, gs:// or file://"
+            " to; give one of s3://BUCKET/..., gs://BUCKET/... or file:///FOLDER"
         )
     yield from _task_conflicts(run)
     if run.spike_guard and run.dtype == "float16":

@@ -9,7 +9,9 @@ The manifest is deleted, or renamed, before any other file of its checkpoint.
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +27,8 @@ from minimind.checkpoint.directory import (
 )
 from minimind.checkpoint.retention import VALIDATION
 from minimind.errors import CheckpointError, DataError, StorageError
-from minimind.runtime.durable_files import sync_directory, write_durably
+from minimind.runtime.checked_json import MAX_BYTES
+from minimind.runtime.durable_files import storing, sync_directory, write_durably
 from minimind.storage.download import RemoteObject, download, etag_of
 from minimind.storage.filesystem import (
     AWS,
@@ -42,6 +45,9 @@ BLOCK = 2**23  # bytes of a request that reads
 PART = 2**25  # bytes of a request of a large upload; S3 takes 10,000 of them
 PART_ATTEMPTS = 5  # of the library, since a file is otherwise sent again as a whole
 ABANDONED = f"abandoned-{MANIFEST}"
+OWNER = "mirror.json"
+PROBE = ".probe-"
+LEFT = re.compile(rf"{re.escape(PROBE)}\w+|{re.escape(OWNER)}\.tmp")
 
 T = TypeVar("T")
 
@@ -53,9 +59,9 @@ class RemoteRun:
     """
 
     def __init__(self, url: str) -> None:
+        self._filesystem, root = open_filesystem(url)
         self.url = url.rstrip("/")
         self.shown = masked(self.url)  # for messages
-        self._filesystem, root = open_filesystem(self.url)
         self._root = root.rstrip("/")
         self._scheme = scheme_of(self.url)
         if self._scheme is LOCAL:
@@ -71,14 +77,32 @@ class RemoteRun:
     def _try(self, name: str, work: Callable[[str], T]) -> T:
         """The result of `work` on the path of a file."""
         path = f"{self._root}/{name}"
-        return retrying(f"{self.url}/{name}", lambda: work(path), permanent=StorageError)
+        url = f"{self.url}/{name}".rstrip("/")
+        with storing(masked(url), "free some space, or give another --mirror"):
+            return retrying(url, lambda: work(path), permanent=StorageError)
+
+    def names(self) -> list[str]:
+        """Names of the files and folders at the URL, without those that a killed start left."""
+
+        def names(path: str) -> list[str]:
+            try:
+                found = self._filesystem.ls(self._root, detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            # S3 may have an object for the folder itself.
+            found = [path for path in found if path.rstrip("/") != self._root]
+            return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+
+        return [name for name in self._try("", names) if not LEFT.fullmatch(name)]
 
     def files(self) -> dict[str, int]:
         """Size of every file under checkpoints/, by `step_X/NAME`."""
 
         def find(path: str) -> dict[str, int]:
             try:
-                found = self._filesystem.find(path, detail=True)
+                # The library lists folders by recursion, and an object storage as a whole.
+                depth = 2 if self._scheme is LOCAL else None
+                found = self._filesystem.find(path, depth, detail=True)
             except FileNotFoundError:
                 return {}
             return {name.split(f"{path}/", 1)[1]: info["size"] for name, info in found.items()}
@@ -86,11 +110,18 @@ class RemoteRun:
         return self._try(CHECKPOINTS, find)
 
     def read(self, name: str) -> bytes | None:
-        """The content of a small file; None if there is no such file."""
+        """The content of a small file; None if there is no such file.
+
+        Of a large one as much as shows a reader that it is.
+        """
 
         def read(path: str) -> bytes | None:
             try:
-                return self._filesystem.cat_file(path)
+                info = self._filesystem.info(path)
+                if info["type"] == "other":
+                    raise OSError(errno.EINVAL, "not a regular file", path)
+                end = MAX_BYTES + 1 if info["size"] > MAX_BYTES else None
+                return self._filesystem.cat_file(path, end=end)
             except FileNotFoundError:
                 return None
 

@@ -67,6 +67,11 @@ def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
         raise CheckpointError(f"cannot be read ({error.strerror})") from error
     except OSError as error:
         raise Unreadable(f"cannot be read ({error.strerror})") from error
+    return parse_object(text), text
+
+
+def parse_object(text: bytes) -> dict[str, Any]:
+    """Parse a JSON object; raise CheckpointError if it is too large, too deep, or none."""
     if len(text) > MAX_BYTES:
         raise CheckpointError(f"has more than the {MAX_BYTES:,} bytes of the limit")
     try:
@@ -81,7 +86,7 @@ def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
         if depth > MAX_DEPTH:
             raise CheckpointError(f"is nested deeper than {MAX_DEPTH}")
         layer = [inner for outer in layer for inner in _children(outer)]
-    return parsed, text
+    return parsed
 
 
 def _children(value: Any) -> Any:

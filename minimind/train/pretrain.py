@@ -106,7 +106,7 @@ def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
     require_resume_path(run)
     require_writable(Path(run.out_dir))
     if launch.rank == 0:
-        require_mirror(run.mirror, Path(run.out_dir))
+        require_mirror(run.mirror, Path(run.out_dir), run.resume)
     return train_resolved(setup, resolved, initial, progress, cleanup)
 
 
