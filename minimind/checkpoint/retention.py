@@ -1,7 +1,8 @@
 """Which checkpoints are kept: `kept` states all rules, for runs, `prune` and `list`.
 
 The validation loss of a checkpoint is in its own folder, in `validation.json`, so that it is
-renamed, copied and deleted with it. It is no part of the manifest: the evaluation ends later.
+renamed, copied and deleted with it. It is no part of the manifest, since the evaluation ends later,
+and has a checksum of its own: a checkpoint whose loss is in doubt is kept, for it may be the best.
 """
 
 from __future__ import annotations
@@ -13,14 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minimind.checkpoint.directory import delete, published_checkpoints, step_of
+from minimind.checkpoint.directory import delete, published_checkpoints, step_directory, step_of
 from minimind.config.run_config import REACH, RunConfig
 from minimind.config.yaml_files import load_yaml
 from minimind.errors import CheckpointError, UsageError
-from minimind.runtime.checked_json import ClosedJson, Count, Real, Unreadable, read_object, validate
-from minimind.runtime.durable_files import read_events, sync_directory, write_whole
+from minimind.runtime.checked_json import (
+    ClosedJson,
+    Count,
+    Digest,
+    Real,
+    parse_object,
+    read_object,
+    validate,
+)
+from minimind.runtime.durable_files import fingerprint, read_events, sync_directory, write_whole
 
 VALIDATION = "validation.json"
+STAYS = "the checkpoint stays while --keep_best is in force, since its loss may be among the lowest"
+NO_CHECKSUM = "has no checksum, as an earlier version wrote it"
+MISMATCH = "does not match its own sha256"
 RULED = (
     *("keep_last", "keep_every", "keep_best", "save_interval"),
     *("verify_interval", "spike_guard"),
@@ -68,10 +80,11 @@ class Rules:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint as the rules see it; without a loss it was not evaluated."""
+    """A checkpoint as the rules see it; without a loss and a doubt it was not evaluated."""
 
     step: int
     val_loss: float | None = None
+    doubt: str = ""  # why the loss is not proven, or not known
 
 
 def kept(found: Sequence[Saved], rules: Rules, good: int | None = None) -> dict[int, list[str]]:
@@ -87,7 +100,11 @@ def kept(found: Sequence[Saved], rules: Rules, good: int | None = None) -> dict[
     for step in steps:
         if rules.keep_every and step % rules.keep_every == 0:
             reasons[step].append("every")
-    evaluated = [(one.val_loss, -one.step) for one in found if one.val_loss is not None]
+    proven = [one for one in found if not one.doubt]
+    evaluated = [(one.val_loss, -one.step) for one in proven if one.val_loss is not None]
+    for one in found if rules.keep_best else ():
+        if one.doubt:
+            reasons[one.step].append("unproven")
     for loss, step in sorted(evaluated)[: rules.keep_best]:
         reasons[-step].append(f"best {loss:.4g}")
     if rules.reach:  # all that a rollback may have to pass over, and one before them
@@ -111,24 +128,27 @@ def fate(found: Sequence[Saved], rules: Rules, good: int | None = None) -> dict[
     }
 
 
-def prune(root: Path, rules: Rules, good: int | None = None) -> None:
+def prune(root: Path, rules: Rules, good: int | None = None) -> list[str]:
     """Delete the checkpoints that no rule keeps; those being read stay until the next call.
 
-    Assumes that `resume` has set damaged ones aside. Raise OSError, before anything is deleted, for
-    a loss that cannot be read: it may be the best.
+    Assumes that `resume` has set damaged ones aside. Return a sentence for each one whose loss is
+    in doubt, if a rule compares losses.
     """
-    try:
-        reasons = kept(saved_in(root), rules, good)
-    except Unreadable as error:
-        raise OSError(str(error)) from error
+    saved = saved_in(root)
+    reasons = kept(saved, rules, good)
     for path in published_checkpoints(root):
         if not reasons.get(step_of(path), True):
             delete(path)
+    return [
+        f"{step_directory(root, one.step) / VALIDATION} {one.doubt}; {STAYS}"
+        for one in saved
+        if one.doubt and rules.keep_best
+    ]
 
 
 def saved_in(root: Path) -> list[Saved]:
     """The published checkpoints of a folder with their validation losses, newest first."""
-    return [Saved(step_of(path), validation_of(path)) for path in published_checkpoints(root)]
+    return [saved_of(path) for path in published_checkpoints(root)]
 
 
 class Validation(ClosedJson):
@@ -136,34 +156,45 @@ class Validation(ClosedJson):
 
     step: Count
     val_loss: Real | None
+    sha256: Digest | None = None  # of the canonical form without it; older files have none
 
 
 def record_validation(directory: Path, val_loss: float) -> None:
     """Write the validation loss of a published checkpoint durably."""
     loss = val_loss if math.isfinite(val_loss) else None
-    content = json.dumps({"step": step_of(directory), "val_loss": loss}).encode()
-    write_whole(directory / VALIDATION, content)
+    content = {"step": step_of(directory), "val_loss": loss}
+    content["sha256"] = fingerprint(content)
+    write_whole(directory / VALIDATION, json.dumps(content).encode())
     sync_directory(directory)
 
 
-def has_validation(directory: Path) -> bool:
-    """Whether the evaluation of a checkpoint is recorded."""
-    return (directory / VALIDATION).exists()
-
-
-def validation_of(directory: Path) -> float | None:
-    """The validation loss of a checkpoint; None if there is none, or its file is damaged.
-
-    Raise Unreadable if the file cannot be read.
-    """
+def saved_of(directory: Path) -> Saved:
+    """A published checkpoint with its validation loss."""
+    path, step = directory / VALIDATION, step_of(directory)
     try:
-        found, _ = read_object(directory / VALIDATION)
+        path.lstat()
+        return saved_with(step, read_object(path)[1])
+    except FileNotFoundError:
+        return Saved(step)
+    except OSError as error:
+        return Saved(step, doubt=f"cannot be read ({error.strerror})")
+    except CheckpointError as error:
+        return Saved(step, doubt=str(error))
+
+
+def saved_with(step: int, text: bytes) -> Saved:
+    """The checkpoint of a step with the loss that the text of its `validation.json` proves."""
+    try:
+        found = parse_object(text)
         validate(Validation, found)
-    except Unreadable as error:
-        raise Unreadable(f"{directory / VALIDATION}: {error}; make it readable") from error
-    except CheckpointError:
-        return None
-    return found["val_loss"] if found["step"] == step_of(directory) else None
+    except CheckpointError as error:
+        return Saved(step, doubt=str(error))
+    if found["step"] != step:
+        return Saved(step, doubt=f"is that of step {found['step']}")
+    sha256, loss = found.pop("sha256", None), found["val_loss"]
+    if sha256 is None:
+        return Saved(step, loss, NO_CHECKSUM)
+    return Saved(step, loss) if sha256 == fingerprint(found) else Saved(step, doubt=MISMATCH)
 
 
 def rules_of_run(out_dir: Path) -> Rules | None:

@@ -23,7 +23,7 @@ from minimind.checkpoint.directory import (
     step_directory,
     write_manifest,
 )
-from minimind.checkpoint.retention import Rules, has_validation, prune, record_validation
+from minimind.checkpoint.retention import VALIDATION, Rules, prune, record_validation, saved_of
 from minimind.checkpoint.tensor_files import BUFFERS, Staging, write_slices, write_tensors
 from minimind.checkpoint.train_state import TrainState
 from minimind.checkpoint.validation import shard_name
@@ -92,7 +92,8 @@ class Saver:
         self._interval = 60 * minutes or math.inf
         self._last_begin = time.monotonic()
         self._saving: Saving | None = None
-        self._pruning: Future[None] | None = None
+        self._pruning: Future[list[str]] | None = None
+        self._told: set[str] = set()  # of what pruning keeps in doubt
         self._recording: list[Future[None]] = []  # of validations
 
     def has(self, step: int) -> bool:
@@ -100,9 +101,15 @@ class Saver:
         return on_rank_0(self.engine, lambda: step_directory(self.root, step).is_dir())
 
     def lacks_validation(self, step: int) -> bool:
-        """Whether a checkpoint of `step` exists without its validation, as seen by rank 0."""
+        """Whether a checkpoint of `step` exists without its proven validation (collective)."""
         path = step_directory(self.root, step)
-        return on_rank_0(self.engine, lambda: path.is_dir() and not has_validation(path))
+
+        def lacks() -> bool:
+            return path.is_dir() and (
+                bool(saved_of(path).doubt) or not (path / VALIDATION).is_file()
+            )
+
+        return on_rank_0(self.engine, lacks)
 
     def require_capacity(self, last_step: int) -> str:
         """Describe how many checkpoints fit; raise StorageError if none does."""
@@ -204,19 +211,21 @@ class Saver:
         if self.ranks.rank == 0:
             self._pruning = self._thread.submit(self._prune, self.good)
 
-    def _prune(self, good: int | None) -> None:
-        if not self.has_failed:  # what has no validation may be the best
-            prune(self.root, self.rules, good)
+    def _prune(self, good: int | None) -> list[str]:
+        # What has no validation may be the best.
+        return [] if self.has_failed else prune(self.root, self.rules, good)
 
     def prune_error(self, wait: bool = False) -> str:
-        """Return the error of the last pruning, only once; empty if there was none."""
+        """Return what the last pruning could not delete and why, only once; empty if nothing."""
         retiring = self._pruning
         if retiring is None or not (wait or retiring.done()):
             return ""
         self._pruning = None
         error = retiring.exception()
         if error is None:
-            return ""
+            new = [line for line in retiring.result() if line not in self._told]
+            self._told.update(new)
+            return "\n".join(new)
         if not isinstance(error, OSError):
             raise error
         return f"older checkpoints could not be deleted: {error}"

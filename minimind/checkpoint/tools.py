@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,18 +26,17 @@ from minimind.checkpoint.directory import (
     verify,
 )
 from minimind.checkpoint.retention import (
+    NO_CHECKSUM,
     VALIDATION,
     Rules,
-    Saved,
     fate,
     good_step,
     kept,
     rules_of_run,
-    validation_of,
+    saved_of,
 )
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.errors import CheckpointError, UsageError
-from minimind.runtime.checked_json import Unreadable
 from minimind.runtime.durable_files import storing
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -122,7 +120,7 @@ def _with_fates(root: Path, listings: list[Listing | None]) -> list[Listing | No
     rules, good = rules_of_run(out_dir), good_step(out_dir)
     if rules is None:
         return listings
-    found = [Saved(step_of(Path(one.path)), one.val_loss) for one in listings if one]
+    found = [saved_of(Path(one.path)) for one in listings if one]
     fates = fate(found, rules, good if rules.verifies else None)
     return [one and replace(one, kept=fates[step_of(Path(one.path))]) for one in listings]
 
@@ -151,6 +149,9 @@ def look_at(path: Path, state: str) -> Listing | None:
         wrong = [f["name"] for f in manifest["files"] if sizes.get(f["name"]) != f["bytes"]]
         state = f"DAMAGED: {wrong[0]}, by its size" if wrong else "published, hashes not read"
     stage, dtype = manifest.get("zero_stage"), manifest.get("dtype")
+    validated = saved_of(path) if NAME.fullmatch(path.name) else None
+    if validated and validated.doubt:
+        state += f"; {VALIDATION} {validated.doubt}"
     return Listing(
         path=str(path),
         name=path.name,
@@ -163,13 +164,8 @@ def look_at(path: Path, state: str) -> Listing | None:
         dtype=dtype if dtype in DTYPES else None,
         files=len(sizes),
         state=state,
-        val_loss=_loss(path),
+        val_loss=validated and validated.val_loss,
     )
-
-
-def _loss(path: Path) -> float | None:
-    with suppress(Unreadable):
-        return validation_of(path) if NAME.fullmatch(path.name) else None
 
 
 def sizes_of(path: Path) -> dict[str, int] | None:
@@ -220,7 +216,12 @@ def examine(path: Path) -> tuple[list[str], list[str]]:
         return [f"DAMAGED: {str(error).removeprefix(f'{path}/').removeprefix(f'{path}: ')}"], []
     known = {MANIFEST, VALIDATION, *(entry["name"] for entry in manifest["files"])}
     extra = sorted(set(sizes_of(path) or ()) - known)
-    return [], [f"{name!r} is not in the manifest, and is not read" for name in extra]
+    remarks = [f"{name!r} is not in the manifest, and is not read" for name in extra]
+    doubt = saved_of(path).doubt if NAME.fullmatch(path.name) else ""
+    if doubt == NO_CHECKSUM:
+        return [], [*remarks, f"{VALIDATION} {doubt}"]
+    # No resume reads it, but it decides what is deleted.
+    return [f"DAMAGED: {VALIDATION} {doubt}; the rest is ok"] if doubt else [], remarks
 
 
 @dataclass(frozen=True)
@@ -249,9 +250,12 @@ def prune(place: str, given: Mapping[str, int], is_dry: bool) -> Iterator[Pruned
         damages = {path: bad for path in paths if (bad := verify(path))}
         newest_valid(paths, damages.get)  # raises if all are damaged, so that nothing is deleted
         valid = [path for path in paths if path not in damages]
-        saved = [Saved(step_of(path), validation_of(path)) for path in valid]
+        saved = [saved_of(path) for path in valid]
         reasons = kept(saved, rules, good_step(root.parent) if rules.verifies else None)
         stay = {path for path in valid if reasons[step_of(path)]}
+        for path, one in zip(valid, saved, strict=True):
+            if reasons[one.step] == ["unproven"]:
+                yield Pruned(path, 0, f"its loss may be the lowest: {VALIDATION} {one.doubt}")
         recent = min(map(step_of, valid[: rules.keep_last]), default=0)
         for path, bad in damages.items():
             if bad.is_unreadable or step_of(path) > recent:

@@ -49,9 +49,10 @@ class Mirror:
         """Claim the URL, and fetch its newest checkpoint if none here is as new (collective)."""
         if self._url is None:
             return
-        remote, run, ranks = RemoteRun(self._url), self.run, self.ranks
+        url, run, ranks = self._url, self.run, self.ranks
 
         def begin() -> tuple[list[Path], list[int]]:
+            remote = RemoteRun(url)
             owner = claim(remote, self._out_dir, run.resume, identity, run.allowed_changes())
             self._uploads = Uploads(remote, owner, self._out_dir, Rules.of(vars(run)))
             return published_checkpoints(self._root), complete(remote.files())
@@ -59,31 +60,64 @@ class Mirror:
         local, steps = on_rank_0(ranks, begin)
         if run.resume != "auto" or not steps:
             return
+        if valid := self._newest_here(local):
+            newest, damaged = valid
+            later = [step for step in steps if step > newest]
+            self._fetch(later, damaged, is_needed=newest < 0)
+
+    def fetch(self, steps: range) -> None:
+        """Fetch the newest checkpoint of some steps, unless one here is as new (collective).
+
+        After a start on an empty disk, those before that of the start are at the URL only.
+        """
+        if self._url is None:
+            return
+        local = on_rank_0(self.ranks, lambda: published_checkpoints(self._root))
+        valid = self._newest_here([path for path in local if step_of(path) in steps])
+        if valid is None or (valid[0] >= 0 and not valid[1]):
+            return
+        newest, damaged = valid
+
+        def later() -> list[int]:
+            assert self._uploads is not None  # as on rank 0
+            there = complete(self._uploads.remote.files())
+            return [step for step in there if step in steps and step > newest]
+
+        self._fetch(on_rank_0(self.ranks, later), damaged, is_needed=False)
+        self.report()
+
+    def _newest_here(self, local: list[Path]) -> tuple[int, dict[int, Rejected]] | None:
+        """Step of the newest valid checkpoint, else -1, and the damaged ones after it (collective).
+
+        None if one cannot be read: it may be intact, and `resume` says so.
+        """
         damaged: dict[int, Rejected] = {}
-        newest = -1
         for path in local:
-            found = run_on_all_ranks(ranks, lambda path=path: verify_part(ranks, path))
+            found = run_on_all_ranks(self.ranks, lambda path=path: verify_part(self.ranks, path))
             bad = next(filter(None, found), None)
-            if bad and bad.is_unreadable:  # it may be intact; `resume` says so
-                return
+            if bad and bad.is_unreadable:
+                return None
             if bad is None:
-                newest = step_of(path)
-                break
+                return step_of(path), damaged
             damaged[step_of(path)] = bad
-        later = [step for step in steps if step > newest]
-        self._restored = on_rank_0(
-            ranks, lambda: self._fetch_first(remote, later, damaged, newest >= 0)
-        )
+        return -1, damaged
+
+    def _fetch(self, steps: list[int], damaged: dict[int, Rejected], is_needed: bool) -> None:
+        """Publish the first of `steps` here that is not damaged there (collective)."""
+        self._restored = on_rank_0(self.ranks, lambda: self._fetch_first(steps, damaged, is_needed))
         for name, fields in self._restored:
             self.logger.print(line_of(name, fields))
 
     def _fetch_first(
-        self, remote: RemoteRun, steps: list[int], damaged: dict[int, Rejected], has_local: bool
+        self, steps: list[int], damaged: dict[int, Rejected], is_needed: bool
     ) -> list[tuple[str, dict[str, Any]]]:
         """Publish here the first of `steps` that is not damaged there; return the events.
 
-        `damaged` are the damaged ones here, of which one of the same step is set aside.
+        `damaged` are the damaged ones here, of which one of the same step is set aside. Raise
+        CheckpointError if one is needed, and all are damaged.
         """
+        assert self._uploads is not None  # as on rank 0
+        remote = self._uploads.remote
         events: list[tuple[str, dict[str, Any]]] = []
         for step in steps:
             started, final = time.perf_counter(), step_directory(self._root, step)
@@ -105,7 +139,7 @@ class Mirror:
                     return [*events, ("checkpoint_fetched", fields)]
                 shutil.rmtree(tmp)
             events.append(_rejection(url, bad))
-        if events and not has_local:
+        if events and is_needed:
             reasons = "; ".join(f"{e['path']}: {e['file']} {e['reason']}" for _, e in events)
             raise CheckpointError(
                 f"no checkpoint can be used ({reasons}), and {self._root} has none; restore one, or"
@@ -145,6 +179,11 @@ class Mirror:
         """Set aside, in the background, checkpoints of later steps."""
         if self._uploads:
             self._uploads.go_back(step)
+
+    def end_at(self, step: int) -> None:
+        """Set aside checkpoints of later steps, and wait for that as `finish` does (collective)."""
+        self.go_back(step)
+        self.finish()
 
     def report(self) -> None:
         """Log what was fetched and uploaded, or was not; call after run_start is logged."""
@@ -199,6 +238,8 @@ def line_of(name: str, fields: dict[str, Any]) -> str:
     """An event as a line for people."""
     if name == "checkpoint_rejected":
         return f"skipped checkpoint {fields['path']}: {fields['file']} {fields['reason']}"
+    if name == "mirror_kept":
+        return f"step {fields['step']}: --mirror keeps the checkpoint: {fields['reason']}"
     if name == "mirror_failed":
         return f"step {fields['step']}: checkpoint not mirrored: {fields['reason']}"
     verb, size = name.removeprefix("checkpoint_"), mebibytes(fields["bytes"])

@@ -223,6 +223,8 @@ class RemoteRun:
                 self._download(f"{folder}/{name}", into / name, size, entry["sha256"])
             except DataError as error:
                 return Rejected(into, name, str(error))
+        if validation := self.read(f"{folder}/{VALIDATION}"):
+            write_durably(into / VALIDATION, validation)
         sync_directory(into)
         return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import deque
@@ -11,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from minimind.checkpoint.directory import MANIFEST, step_directory, step_of
-from minimind.checkpoint.retention import VALIDATION, Rules, Saved, kept, saved_in, validation_of
+from minimind.checkpoint.retention import (
+    STAYS,
+    VALIDATION,
+    Rules,
+    Saved,
+    kept,
+    saved_in,
+    saved_of,
+    saved_with,
+)
 from minimind.errors import CheckpointError, LockedError
 from minimind.mirror.owner import Owner
 from minimind.mirror.remote_run import ABANDONED, CHECKPOINTS, RemoteRun, by_step, complete
@@ -50,8 +58,11 @@ class Uploads:
         self._is_turn_of_missing = False
         self._uploading: Waiting | None = None
         self._last: int | None = None  # the step gone back to: later ones there are abandoned
+        self._must_set_aside = False
         self._stale: Waiting | None = None  # the upload of such a later one
         self._is_over = False
+        self._validated: set[int] = set()  # steps whose validations are there as they are here
+        self._doubted: set[int] = set()  # and those in doubt that were reported
         self._copied: set[Path] = set()  # of RUN_FILES
         threading.Thread(target=self._work, daemon=True, name="mirror").start()
 
@@ -72,15 +83,19 @@ class Uploads:
                 self._changed.notify_all()
 
     def go_back(self, step: int) -> None:
-        """Set checkpoints of later steps aside, before the next upload."""
+        """Set checkpoints of later steps aside soon, and again before uploads if that fails."""
         with self._changed:
+            if self._is_over:
+                return
             self._last = step if self._last is None else min(step, self._last)
+            self._must_set_aside = True
             self._until = min(step, self._until)
             self._missing = [path for path in self._missing if step_of(path) <= step]
             if self._waiting and step_of(self._waiting.path) > step:
                 self._waiting = None
             if self._uploading and step_of(self._uploading.path) > step:
                 self._stale = self._uploading
+            self._changed.notify_all()
 
     def pending(self) -> list[int]:
         """The steps that are to be uploaded, lowest first."""
@@ -93,27 +108,38 @@ class Uploads:
     def wait(self, seconds: float) -> bool:
         """Wait until nothing is to be uploaded, for a time; return whether that is so."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._must_look or self._pending()), seconds)
+            return self._changed.wait_for(
+                lambda: not (self._must_set_aside or self._must_look or self._pending()), seconds
+            )
 
     def close(self) -> None:
         """Begin nothing more."""
         with self._changed:
             self._is_over, self._waiting, self._missing = True, None, []
-            self._must_look = False
+            self._must_look = self._must_set_aside = False
             self._changed.notify_all()
 
     def _work(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._is_over or self._must_look or self._waiting or self._missing
+                    lambda: (
+                        self._is_over
+                        or self._must_set_aside
+                        or self._must_look
+                        or self._waiting
+                        or self._missing
+                    )
                 )
                 if self._is_over:
                     return
-                job = self._uploading = None if self._must_look else self._take()
+                is_free = not (self._must_set_aside or self._must_look)
+                job = self._uploading = self._take() if is_free else None
             if job:
                 self._good = job.good
                 self._mirror(job)
+            elif self._must_set_aside:
+                self._set_aside()
             elif self._must_look:
                 self._look()
             with self._changed:
@@ -150,6 +176,18 @@ class Uploads:
                 return
             self._forget_missing(job.path if isinstance(error, CheckpointError) else None)
             self._report_failure(step, what, error)
+
+    def _set_aside(self) -> None:
+        """Set aside what the run has gone back from; report it if that fails."""
+        step = self._last
+        try:
+            self._owner.require()
+            self._abandon_later()
+        except Exception as error:
+            what = "checkpoints of later steps could not be set aside, and must not be used: "
+            self._report_failure(step or 0, what, error)
+        with self._changed:
+            self._must_set_aside = self._last not in (None, step)  # gone further back meanwhile
 
     def _look(self) -> None:
         """Find missing ones; report it if that fails."""
@@ -202,11 +240,17 @@ class Uploads:
 
     def _saved_there(self, files: dict[int, list[str]]) -> dict[int, Saved]:
         """The complete checkpoints of a list of files, by step."""
-        return {
-            step: Saved(step, self._loss(step, VALIDATION in names))
+        found = {
+            step: self._saved(step, VALIDATION in names)
             for step, names in files.items()
             if MANIFEST in names
         }
+        for one in found.values() if self._rules.keep_best else ():
+            if one.doubt and one.step not in self._doubted:
+                self._doubted.add(one.step)
+                reason = f"{VALIDATION} {one.doubt}; {STAYS}"
+                self.events.append(("mirror_kept", {"step": one.step, "reason": reason}))
+        return found
 
     def _find_missing(self, there: dict[int, Saved], good: int | None) -> None:
         """Look for checkpoints that are only here, which the rules would keep there, too."""
@@ -225,19 +269,19 @@ class Uploads:
             self._missing = [path for path in self._missing if unfit and path != unfit]
             self._unfit |= {unfit} if unfit else set()
 
-    def _loss(self, step: int, is_there: bool) -> float | None:
-        """The validation loss of a checkpoint, which may be recorded after its upload."""
+    def _saved(self, step: int, is_validated: bool) -> Saved:
+        """A checkpoint there with its validation loss, which may be recorded after its upload."""
         local = step_directory(self._out_dir / CHECKPOINTS, step)
-        name = f"{CHECKPOINTS}/{local.name}/{VALIDATION}"
-        if not is_there and (local / VALIDATION).is_file():
-            self.remote.write(name, (local / VALIDATION).read_bytes())
-            is_there = True
-        if not is_there:
-            return None
-        if (local / VALIDATION).is_file():
-            return validation_of(local)
-        found = json.loads(self.remote.read(name) or b"{}")
-        return found.get("val_loss") if found.get("step") == step else None
+        name, own = f"{CHECKPOINTS}/{local.name}/{VALIDATION}", saved_of(local)
+        if not own.doubt and (local / VALIDATION).is_file():
+            content = (local / VALIDATION).read_bytes()
+            # That of a copy is looked at once, and is written again if it is damaged.
+            is_new = step not in self._validated and self.remote.read(name) != content
+            if is_new or not is_validated:
+                self.remote.write(name, content)
+            self._validated.add(step)
+            return own
+        return saved_with(step, self.remote.read(name) or b"") if is_validated else own
 
 
 def _locked(path: Path, good: int | None) -> Waiting | None:

@@ -185,7 +185,9 @@ def check_corruption(context: RunContext, state: TrainState, first: int) -> None
     if found and context.run.on_corruption == "stop":
         poll_save(context, wait=True)
         saver.prune_error(wait=True)
-        raise check.error(found, saver.root)
+        error = check.error(found, saver.root)
+        context.mirror.end_at(check.good)
+        raise error
 
 
 def log_profile(context: RunContext, state: TrainState, is_last: bool) -> None:

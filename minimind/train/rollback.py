@@ -82,6 +82,7 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
     what = f"loss or gradient norm are high for {PATIENCE} steps, {first + 1} to {last + 1},"
     start, limit = first - MARGIN, context.run.guard["max_rollbacks"]
     steps = range(order.origin.step, start + 1)
+    context.mirror.fetch(steps)
     require_rollback(context, steps, what)
     with context.logger.pausing("checkpoint"):
         resumed = resume(
