@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,6 +17,7 @@ from typing import Any
 from minimind.errors import DataError
 from minimind.storage.filesystem import (
     AWS,
+    PARTIAL,
     WEB,
     Truncated,
     masked,
@@ -27,7 +28,6 @@ from minimind.storage.filesystem import (
 
 BLOCK_BYTES = 2**23
 MOST_DOWNLOADS = 4  # of one object whose content does not match
-PARTIAL = 206  # HTTP status of an answer to a Range
 MODIFIED = "modified "  # begins what stands for an ETag
 REPLACED = "was replaced while it was fetched; run the same command again"
 DRAFT = ".tmp-"  # in the names of files that are being written
@@ -139,19 +139,22 @@ class _Stream:
         self._body: Any = None
         self._at = 0  # bytes that were read
         self._sha256 = hashlib.sha256()  # of them
+        # A range after the end is an error, and one of another version would go unnoticed.
+        self._has_ranges = bool(remote.etag) and remote.size is not None
 
     def read(self) -> bytes:
         """The next bytes, empty at the end; after an error, they are asked for again."""
+        size = self._remote.size
         try:
             if self._body is None:
-                if 0 < self._at == self._remote.size:
+                if 0 < self._at == size:
                     return b""  # cut after the last byte
-                self._body = self._open()
-                if self._at and self._body.r.status != PARTIAL:
-                    self._pass_over(self._at)
+                self._body = self._opened()
+            if size is not None and self._at > size:
+                return b""  # it may have no end
             content = self._body.read(BLOCK_BYTES)
-            if not content and self._remote.size is not None and self._at < self._remote.size:
-                raise Truncated(f"{self._at:,} of {self._remote.size:,} bytes arrived")
+            if not content and size is not None and self._at < size:
+                raise Truncated(f"{self._at:,} of {size:,} bytes arrived")
         except Exception:
             self.close()
             raise
@@ -159,14 +162,38 @@ class _Stream:
         self._sha256.update(content)
         return content
 
-    def _open(self) -> Any:
+    def _opened(self) -> Any:
+        """The body of what is missing, or of all, from which what arrived before is read."""
         # A compressed body has no ranges, and another size.
-        headers = {"Accept-Encoding": "identity"}
-        # A range of another version would go unnoticed, and one after the end is an error.
-        if self._at and self._remote.etag and self._remote.size is not None:
-            headers |= {"Range": f"bytes={self._at}-", **self._if_unchanged()}
+        headers, start = {"Accept-Encoding": "identity"}, 0
+        if self._at and self._has_ranges:
+            start = self._at
+            headers |= {"Range": f"bytes={start}-", **self._if_unchanged()}
         # A size of 1 keeps the library from asking for it again.
-        return self._filesystem.open(self._remote.path, block_size=0, size=1, headers=headers)
+        body = self._filesystem.open(self._remote.path, block_size=0, size=1, headers=headers)
+        self._body = body  # closed after an error
+        if body.r.status != PARTIAL:
+            start = 0
+        elif not self._is_all_from(start, body.r.headers):
+            self._has_ranges = False
+            came = body.r.headers.get("Content-Range", "an unknown part")
+            raise Truncated(f"{came} came instead of all bytes from {start} on")
+        if not start:
+            self._pass_over(self._at)
+        return body
+
+    def _is_all_from(self, start: int, headers: Mapping[str, str]) -> bool:
+        """Whether a part is, by its headers, all bytes of the object from `start` on."""
+        place = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", headers.get("Content-Range", ""))
+        is_encoded = headers.get("Content-Encoding", "identity") != "identity"
+        if place is None or is_encoded or headers.get("Content-Type", "").startswith("multipart/"):
+            return False
+        first, stop, size = int(place[1]), int(place[2]) + 1, int(place[3])
+        is_rest = first == start and stop == size and self._remote.size in (None, size)
+        length = headers.get("Content-Length", "")
+        is_rest = is_rest and (not length.isdecimal() or int(length) == stop - start)
+        is_same = not start or etag_of(headers) == self._remote.etag
+        return is_rest and is_same and modified_of(headers) in (None, self._remote.modified)
 
     def _pass_over(self, left: int) -> None:
         """Read what arrived before, and is sent again, from the beginning; it must be the same."""
@@ -251,7 +278,7 @@ def etag_of_parts(file: Path, size: int) -> str:
     return f"{joined}-{len(digests)}"
 
 
-def etag_of(info: dict[str, Any]) -> str:
+def etag_of(info: Mapping[str, Any]) -> str:
     """What changes with the content: the ETag or its like, else the time; empty without any."""
     for name in ("ETag", "etag", "md5Hash", "blob_id"):
         if info.get(name):
@@ -261,7 +288,7 @@ def etag_of(info: dict[str, Any]) -> str:
     return ""
 
 
-def modified_of(info: dict[str, Any]) -> float | None:
+def modified_of(info: Mapping[str, Any]) -> float | None:
     """When the object was last written, in seconds since 1970; None if that is unknown."""
     for name in ("LastModified", "Last-Modified", "updated", "mtime"):
         value = info.get(name)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -62,6 +63,7 @@ PASSING_ERRNOS = (
     *(errno.EBUSY, errno.EREMOTEIO, errno.ECONNRESET, errno.ECONNREFUSED, errno.ETIMEDOUT),
     *(errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH),
 )
+PARTIAL = 206  # HTTP status of an answer to a Range
 PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
 STATUS_NAMES = ("status", "status_code", "code")
 LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "fsspec", "huggingface_hub")
@@ -135,8 +137,19 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     filesystem, path = fsspec.core.url_to_fs(url, **options)
     if scheme is AWS:
         filesystem.retries = 1
+        filesystem._call_s3 = partial(_checked_call, filesystem._call_s3)
         filesystem.loop.call_soon_threadsafe(filesystem.loop.set_exception_handler, _log_error)
     return filesystem, path
+
+
+async def _checked_call(call: Any, *arguments: Any, **options: Any) -> Any:
+    """The answer of S3 to a request; raise Truncated if it is that of another range of bytes."""
+    answer = await call(*arguments, **options)
+    asked = options.get("Range", "").replace("=", " ")
+    is_part = asked and answer["ResponseMetadata"]["HTTPStatusCode"] == PARTIAL
+    if is_part and (came := answer.get("ContentRange", "")).partition("/")[0] != asked:
+        raise Truncated(f"{came or 'an unknown part'} came instead of {asked}")
+    return answer
 
 
 def _log_error(loop: Any, context: dict[str, Any]) -> None:

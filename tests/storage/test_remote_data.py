@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,6 +113,32 @@ def test_an_object_uploaded_in_parts_is_verified_by_its_content(
     (found,) = local_text([f"s3://{BUCKET}/a.txt"], tmp_path / "cache")
     assert proxy.injected == 1
     assert Path(found).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("has_header", [True, False])
+def test_a_block_of_another_place_is_not_taken(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_header: bool
+):
+    import s3fs
+
+    call, lies = s3fs.S3FileSystem._call_s3, []
+
+    async def lying(self: Any, method: str, *given: object, **options: str) -> Any:
+        if options.get("Range") == "bytes=1024-2047" and not lies:
+            options["Range"] = "bytes=0-1023"
+            lies.append(options)
+        answer = await call(self, method, *given, **options)
+        if not has_header and lies == [options]:
+            del answer["ContentRange"]
+        return answer
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", lying)
+    monkeypatch.setattr(download, "BLOCK_BYTES", 1024)
+    # As of an encrypted bucket, whose ETags say nothing of the content.
+    monkeypatch.setattr(download.RemoteObject, "is_md5", False)
+    (path,) = local_text([f"{URL}/b.jsonl"], tmp_path / "cache")
+    assert lies
+    assert Path(path).read_bytes() == content_of(0)
 
 
 def test_an_unchanged_object_is_fetched_once_and_a_changed_one_again(
