@@ -33,6 +33,7 @@ from minimind.data.chat.turns import (
 )
 from minimind.data.text.documents import (
     DocumentError,
+    JsonCell,
     ReadOptions,
     decode_utf8,
     explain_line,
@@ -99,6 +100,8 @@ def _given(key: str, value: Any) -> Any:
 def _decoded(value: Any) -> Any:
     if isinstance(value, bytes):
         return decode_utf8(value)
+    if isinstance(value, JsonCell):
+        return value.decoded(EXAMPLE)
     if isinstance(value, dict):
         return tuple((key, _decoded(inner)) for key, inner in value.items() if inner is not None)
     is_list = isinstance(value, list | tuple)  # tuples are in maps, and objects for `messages_of`

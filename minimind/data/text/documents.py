@@ -70,6 +70,18 @@ class DocumentError(Exception):
         self.at = at
 
 
+@dataclass(frozen=True)
+class JsonCell:
+    """A value of a table whose content is JSON; decoded with its row, which has its errors."""
+
+    content: bytes | str
+
+    def decoded(self, example: str) -> Any:
+        """The value as `parse_line` gives it; raise DocumentError."""
+        content = self.content
+        return parse_line(content if isinstance(content, str) else decode_utf8(content), example)
+
+
 def is_too_long(line_bytes: int, backslashes: int, reading: ReadOptions) -> bool:
     """Whether a line, or its beginning, is too long for a document within the limit.
 
@@ -173,13 +185,14 @@ def document_of_file(content: bytes, reading: ReadOptions) -> str:
     return decode_utf8(content)
 
 
-def document_of_cell(content: bytes | None, reading: ReadOptions) -> str:
+def document_of_cell(content: bytes | JsonCell | None, reading: ReadOptions) -> str:
     """Return the text of a table cell; raise DocumentError."""
-    if content is None:
-        raise DocumentError(
-            f"{json.dumps(reading.text_field)} is null, not a string", "remove the row"
-        )
-    text = decode_utf8(content)
+    text: Any = decode_utf8(content) if isinstance(content, bytes) else content
+    if isinstance(content, JsonCell):
+        text = content.decoded(reading.example)
+    if not isinstance(text, str):
+        what = f"{json.dumps(reading.text_field)} is {json_type(text)}, not a string"
+        raise DocumentError(what, "remove the row")
     require_usable(text, reading)
     return text
 

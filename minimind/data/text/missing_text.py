@@ -34,8 +34,8 @@ def missing_in_table(columns: Sequence[str], texts: Sequence[str], field: str) -
             problem,
             "fine-tune on it with --task sft, or give a table with a column of plain text",
         )
-    there = ", ".join(map(json.dumps, columns))
-    return f"has no column {name} but {there}", _way(texts, "column")
+    there = f" but {', '.join(map(json.dumps, columns))}" if columns else " and no other"
+    return f"has no column {name}{there}", _way(texts, "column")
 
 
 def _conversation(lists: Sequence[str], name: str) -> str:

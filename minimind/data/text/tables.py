@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from minimind.data.text.compressed import Damage, needs_extra
 from minimind.data.text.documents import (
+    LINE_BYTES_PER_TEXT_BYTE,
     DocumentError,
+    JsonCell,
     ReadOptions,
     document_of_cell,
     too_long_document,
@@ -26,6 +29,8 @@ ROWS_PER_BATCH = 256
 DATASET_FILE = "state.json"  # beside a dataset that save_to_disk wrote
 SPLITS_FILE = "dataset_dict.json"  # above several, one for each split
 TRAIN = "train"
+JSON = "arrow.json"  # the extension type of cells that are JSON, such as `Json` of datasets
+EXTENSION = b"ARROW:extension:name"  # in the metadata of a field, where no library knows its type
 
 
 def is_dataset(path: Path) -> bool:
@@ -70,7 +75,7 @@ def parquet_texts(
         batches = file.iter_batches(
             ROWS_PER_BATCH, row_groups=groups, columns=columns, use_threads=False
         )
-        yield from _texts(batches, reading)
+        yield from _texts(batches, columns, reading)
 
 
 def dataset_texts(
@@ -84,17 +89,20 @@ def dataset_texts(
         rows[first : min(first + ROWS_PER_BATCH, stop)]
         for first in range(start, stop, ROWS_PER_BATCH)
     )
-    yield from _texts((batch for table in tables for batch in table.to_batches()), reading)
+    batches = (batch for table in tables for batch in table.to_batches())
+    yield from _texts(batches, columns, reading)
 
 
-def _texts(batches: Iterator[Any], reading: ReadOptions) -> Iterator[str | DocumentError]:
+def _texts(
+    batches: Iterator[Any], columns: list[str], reading: ReadOptions
+) -> Iterator[str | DocumentError]:
     import pyarrow
 
     split, text_of = _reader_of_rows(reading)
     while True:
         try:
             batch = next(batches, None)
-            rows = None if batch is None else list(split(batch))
+            rows = None if batch is None else list(split(batch.select(columns)))
         except (pyarrow.ArrowException, ValueError, OSError) as error:  # ValueError: a key twice
             raise Damage(f"cannot be read ({_first_line(error)})") from error
         if rows is None:
@@ -111,11 +119,15 @@ def _reader_of_rows(
 ) -> tuple[Callable[[Any], Iterator[Any]], Callable[[Any], str]]:
     """Functions that split a batch into rows, and that give the text of a row."""
 
-    def text_of_cell(row: tuple[Any, int]) -> str:
-        cell, size = row
-        if size > reading.max_document_bytes:
+    def text_of_cell(row: tuple[Any, int, bool]) -> str:
+        cell, size, is_json = row
+        limit = reading.max_document_bytes
+        if size > (limit * LINE_BYTES_PER_TEXT_BYTE + len('""') if is_json else limit):
             raise too_long_document(size, reading)
-        return document_of_cell(cell.as_py(), reading)
+        content = cell.as_py()
+        return document_of_cell(
+            content if content is None or not is_json else JsonCell(content), reading
+        )
 
     if reading.records is not None:
         return _records, reading.records.of_row
@@ -129,14 +141,17 @@ def _records(batch: Any) -> Iterator[dict[str, Any]]:
         column.validate()  # what a cast reads; `view` gives null children a wrong length
         content = column.cast(_in_bytes(column.type))
         content.validate(full=True)  # see `_cells`
-        columns.append(content.to_pylist())
+        mark = _marked(column.type)
+        values = content.to_pylist()
+        columns.append([_unless_null(mark, value) for value in values] if mark else values)
     return (dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True))
 
 
 def _in_bytes(kind: Any) -> Any:
     """The type without strings, and without times, which may fit no `datetime`.
 
-    Values that are named by numbers keep theirs: a cast would repeat them.
+    Values that are named by numbers keep theirs: a cast would repeat them. So do lists of views,
+    which Arrow casts to lists that lack their last offset.
     """
     import pyarrow
     from pyarrow import types
@@ -153,56 +168,122 @@ def _in_bytes(kind: Any) -> Any:
         return pyarrow.list_(field, kind.list_size)
     if types.is_temporal(kind) and kind.bit_width in (32, 64):
         return pyarrow.int32() if kind.bit_width == 32 else pyarrow.int64()
-    strings = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
+    strings = {
+        pyarrow.string(): pyarrow.binary(),
+        pyarrow.large_string(): pyarrow.large_binary(),
+        pyarrow.string_view(): pyarrow.binary_view(),
+    }
     return strings.get(kind, kind)
 
 
-def _cells(column: Any) -> Iterator[tuple[Any, int]]:
+def _marked(kind: Any) -> Callable[[Any], Any] | None:
+    """A function that makes JSON in a value of this type a JsonCell; None if the type has none."""
+    import pyarrow
+    from pyarrow import types
+
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return JsonCell
+    if isinstance(kind, pyarrow.DictionaryType):
+        return _marked(kind.value_type)
+    if types.is_struct(kind):
+        marks = {field.name: mark for field in kind if (mark := _marked(field.type))}
+
+        def of_struct(struct: Any) -> Any:
+            return struct | {name: _unless_null(mark, struct[name]) for name, mark in marks.items()}
+
+        return of_struct if marks else None
+    if types.is_map(kind):
+        of_value = _marked(kind.item_type)
+        return of_value and (lambda pairs: [(k, _unless_null(of_value, v)) for k, v in pairs])
+    if kind.num_fields == 1:  # a list of any kind
+        inner = _marked(kind.field(0).type)
+        return inner and (lambda values: [_unless_null(inner, value) for value in values])
+    return None
+
+
+def _unless_null(mark: Callable[[Any], Any], value: Any) -> Any:
+    return None if value is None else mark(value)
+
+
+def _cells(column: Any) -> Iterator[tuple[Any, int, bool]]:
     """Yield buffer and size of each cell, so that cells that are too long are never copied.
 
-    Offsets are checked first: a wrong offset in a mapped file is a segmentation fault.
+    The last value is whether it is JSON. Offsets are checked first: a wrong offset in a mapped file
+    is a segmentation fault.
     """
     import pyarrow
     from pyarrow import compute
 
     if isinstance(column, pyarrow.DictionaryArray):  # not decoded: it may name a long text often
         column.validate(full=True)
-        texts = [*_cells(column.dictionary), (pyarrow.scalar(None), 0)]
+        texts = [*_cells(column.dictionary), (pyarrow.scalar(None), 0, False)]
         return (texts[-1 if number is None else number] for number in column.indices.to_pylist())
-    is_large = column.type == pyarrow.large_string()
-    content = column.view(pyarrow.large_binary() if is_large else pyarrow.binary())
+    is_json = isinstance(column, pyarrow.ExtensionArray)
+    storage = column.storage if is_json else column
+    content = storage.view(_in_bytes(storage.type))
     content.validate(full=True)
+    if content.type not in (pyarrow.binary(), pyarrow.large_binary()):  # views, or null
+        content = content.cast(pyarrow.large_binary())
     sizes = compute.call_function("binary_length", [content]).fill_null(0)
-    return zip(content, sizes.to_pylist(), strict=True)
+    return ((cell, size, is_json) for cell, size in zip(content, sizes.to_pylist(), strict=True))
 
 
 def _columns(path: Path, schema: Any, reading: ReadOptions) -> list[str]:
-    """The columns to read; raise DataError if they are missing."""
+    """The columns to read; raise DataError if they are missing or of a type that is not read."""
     if reading.records is None:
+        columns = [reading.text_field]
         _require_text(path, schema, reading.text_field)
-        return [reading.text_field]
-    try:
-        return reading.records.columns(schema.names)
-    except DocumentError as error:
-        raise DataError(f"{path}: {error.reason}; {error.remedy}") from error
+    else:
+        try:
+            columns = reading.records.columns(schema.names)
+        except DocumentError as error:
+            raise DataError(f"{path}: {error.reason}; {error.remedy}") from error
+    for name in columns:
+        if problem := _misread(schema.field(name)):
+            raise DataError(f"{path}: column {json.dumps(name)} {problem}")
+    return columns
+
+
+def _misread(field: Any) -> str:
+    """Why a column would be read as something else, with the remedy; empty if it would not."""
+    import pyarrow
+
+    kind = field.type
+    is_extension = isinstance(kind, pyarrow.BaseExtensionType)
+    unknown = (field.metadata or {}).get(EXTENSION, b"").decode(errors="replace")
+    name = kind.extension_name if is_extension else unknown
+    if name and not (is_extension and name == JSON):
+        return f"holds the extension type {json.dumps(name)}, which is not read; write plain text"
+    if isinstance(kind, pyarrow.DictionaryType):
+        return _misread(field.with_type(kind.value_type))
+    inner = [kind.field(n) for n in range(kind.num_fields)]
+    for key, times in Counter(one.name for one in inner).items():
+        if times > 1:
+            return f"has the key {json.dumps(key)} {times} times; keep the one that is meant"
+    return next(filter(None, map(_misread, inner)), "")
 
 
 def _require_text(path: Path, schema: Any, field: str) -> None:
     import pyarrow
 
-    strings = (pyarrow.string(), pyarrow.large_string())
+    strings = (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
+    others = (pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view(), pyarrow.null())
 
     def kind_of(column: Any) -> Any:
         is_dictionary = isinstance(column.type, pyarrow.DictionaryType)
         return column.type.value_type if is_dictionary else column.type
 
-    if field not in schema.names:
+    name = json.dumps(field)
+    times = schema.names.count(field)
+    if not times:
         texts = [column.name for column in schema if kind_of(column) in strings]
         what, remedy = missing_in_table(schema.names, texts, field)
         raise DataError(f"{path}: {what}; {remedy}")
+    if times > 1:
+        raise DataError(f"{path}: has the column {name} {times} times; keep the one that is meant")
     kind = kind_of(schema.field(field))
-    if kind not in strings:
-        problem = f"column {json.dumps(field)} holds {kind}, not string"
+    if kind not in (*strings, *others) and not isinstance(kind, pyarrow.BaseExtensionType):
+        problem = f"column {name} holds {kind}, not string"
         raise DataError(f"{path}: {problem}; give --text_field and a column of text")
 
 

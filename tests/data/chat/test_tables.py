@@ -211,6 +211,222 @@ def test_columns_of_any_type_are_read_or_reported(
         assert f"a.parquet:1 (row 1): {words}" in str(found)
 
 
+# The JSON source of a value where a string is usual.
+SOURCES = [
+    *[
+        '"q"',
+        '"a \\"b\\" \\n \\u6625"',
+        "7",
+        "1e400",
+        "NaN",
+        "null",
+        "true",
+        "[]",
+        '""',
+        '"a\\u0000"',
+    ],
+    *['"\\ud800"', "{}", '{"a": 1, "a": 2}', "[" * 101 + "]" * 101, "9" * 5000],
+    '[{"type": "text", "text": "q"}]',
+    '[{"type": "text", "text": "q", "text": "r"}]',
+    '[{"type": "image"}, {"type": "text", "text": "q"}]',
+]
+
+
+def as_json(sources: list[str], storage: Any = None) -> Any:
+    return pyarrow.ExtensionArray.from_storage(
+        pyarrow.json_(storage or pyarrow.string()), pyarrow.array(sources, storage)
+    )
+
+
+def of_contents(contents: Any, make: Any = pyarrow.ListArray.from_arrays) -> dict[str, Any]:
+    """One conversation a row, whose first turn has such a content."""
+    answers = as_json(['"a"'] * len(contents))
+    both = pyarrow.concat_arrays([contents.cast(answers.type), answers])
+    order = [n + len(contents) * half for n in range(len(contents)) for half in (0, 1)]
+    roles = pyarrow.array(["user", "assistant"] * len(contents))
+    turns = pyarrow.StructArray.from_arrays([roles, both.take(order)], ["role", "content"])
+    return {"messages": make(range(0, len(turns) + 1, 2), turns)}
+
+
+def line_of(turn: str) -> str:
+    return f'{{"messages": [{turn}, {{"role": "assistant", "content": "a"}}]}}'
+
+
+TURN = '{{"role": "user", "content": {}}}'
+PLACES: dict[str, tuple[Any, Any]] = {  # of JSON in a column, and the line of the same content
+    "content": (lambda found: of_contents(as_json(found)), lambda one: line_of(TURN.format(one))),
+    "turn": (
+        lambda found: {
+            "messages": pyarrow.ListArray.from_arrays(
+                range(0, 2 * len(found) + 1, 2),
+                as_json(
+                    [
+                        source
+                        for one in found
+                        for source in (TURN.format(one), '{"role": "assistant", "content": "a"}')
+                    ]
+                ),
+            )
+        },
+        lambda one: line_of(TURN.format(one)),
+    ),
+    "turns": (
+        lambda found: {
+            "messages": as_json(
+                [f'[{TURN.format(one)}, {{"role": "assistant", "content": "a"}}]' for one in found]
+            )
+        },
+        lambda one: line_of(TURN.format(one)),
+    ),
+    "column": (lambda found: {"messages": as_json(found)}, lambda one: f'{{"messages": {one}}}'),
+    "prompt": (
+        lambda found: {"prompt": as_json(found), "completion": ["a"] * len(found)},
+        lambda one: f'{{"prompt": {one}, "completion": "a"}}',
+    ),
+    "completion": (
+        lambda found: {"prompt": ["q"] * len(found), "completion": as_json(found)},
+        lambda one: f'{{"prompt": "q", "completion": {one}}}',
+    ),
+    "system": (
+        lambda found: {**of_contents(as_json(['"q"'] * len(found))), "system": as_json(found)},
+        lambda one: line_of(TURN.format('"q"'))[:-1] + f', "system": {one}}}',
+    ),
+    "a list of parts": (
+        lambda found: {
+            "messages": pyarrow.ListArray.from_arrays(
+                range(len(found) + 1),
+                pyarrow.StructArray.from_arrays(
+                    [
+                        pyarrow.array(["user"] * len(found)),
+                        pyarrow.ListArray.from_arrays(range(len(found) + 1), as_json(found)),
+                    ],
+                    ["role", "content"],
+                ),
+            )
+        },
+        lambda one: f'{{"messages": [{TURN.format(f"[{one}]")}]}}',
+    ),
+}
+
+
+def write_json_dataset(path: Path, columns: dict[str, Any]) -> Path:
+    datasets.disable_progress_bars()
+    datasets.Dataset(pyarrow.table(columns)).save_to_disk(path / "saved")
+    return path / "saved"
+
+
+def write_json_parquet(path: Path, columns: dict[str, Any]) -> Path:
+    parquet.write_table(pyarrow.table(columns), path / "a.parquet")
+    return path / "a.parquet"
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("write", [write_json_parquet, write_json_dataset])
+def test_json_in_columns_is_what_it_is_in_lines(
+    place: str, write: Any, tokenizer: Any, tmp_path: Path
+):
+    columns, line = PLACES[place]
+    (tmp_path / "a.jsonl").write_text("".join(f"{line(one)}\n" for one in SOURCES))
+    expected = read(tmp_path / "a.jsonl", tokenizer)
+    found = read(write(tmp_path, columns(SOURCES)), tokenizer)
+    for source, one, other in zip(SOURCES, found, expected, strict=True):
+        if isinstance(other, Rejection):
+            assert isinstance(one, Rejection), source
+            assert one.what.removeprefix("turn 1: ").endswith(other.what.split(": ", 1)[-1]), source
+        else:
+            assert one == other, source
+
+
+def test_bad_json_in_a_column_is_reported_with_its_row(tokenizer: Any, tmp_path: Path):
+    contents = [b"'q'", b'"q', b"", b'"\xff"', b'"q"']
+    cells = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), unchecked(contents))
+    *bad, good = read(write_json_parquet(tmp_path, of_contents(cells)), tokenizer)
+    assert '"content":"q"' in str(good)
+    words = ["is not JSON", "is cut off", "is cut off", "is not UTF-8"]
+    for row, (one, what) in enumerate(zip(bad, words, strict=True), 1):
+        assert f"a.parquet:{row} (row {row}): turn 1: {what}" in str(one)
+
+
+def test_other_extension_types_in_a_column_that_is_read_are_refused(tokenizer: Any, tmp_path: Path):
+    uuid = pyarrow.ExtensionArray.from_storage(
+        pyarrow.uuid(), pyarrow.array([b"a" * 16], pyarrow.binary(16))
+    )
+    opaque = pyarrow.opaque(pyarrow.string(), "geometry", "maps")
+    named = pyarrow.field("prompt", pyarrow.string(), metadata={"ARROW:extension:name": "a.b"})
+    struct = pyarrow.struct([("role", pyarrow.string()), named.with_name("content")])
+    tables = {
+        "arrow.uuid": pyarrow.table({"prompt": uuid, "completion": ["a"]}),
+        "arrow.opaque": pyarrow.table(
+            {
+                "prompt": pyarrow.ExtensionArray.from_storage(opaque, pyarrow.array(["a"])),
+                "completion": ["a"],
+            }
+        ),
+        "a.b": pyarrow.table([["q"], ["a"]], pyarrow.schema([named, ("completion", TEXT)])),
+        "a.b ": pyarrow.table({"messages": pyarrow.array([[USER]], pyarrow.list_(struct))}),
+    }
+    for name, table in tables.items():
+        parquet.write_table(table, tmp_path / "a.parquet")
+        words = f'column ".*" holds the extension type "{name.strip()}", which is not read; '
+        with pytest.raises(DataError, match=words):
+            read(tmp_path / "a.parquet", tokenizer)
+    beside = pyarrow.table({"prompt": ["q"], "completion": ["a"], "id": uuid})
+    parquet.write_table(beside, tmp_path / "a.parquet")
+    assert '"content":"q"' in str(read(tmp_path / "a.parquet", tokenizer))
+
+
+VIEWS = pyarrow.struct([("role", pyarrow.string_view()), ("content", pyarrow.binary_view())])
+BYTES = pyarrow.struct([("role", pyarrow.binary()), ("content", pyarrow.large_binary())])
+JSON_TURN = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.json_())])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pyarrow.list_(VIEWS),
+        pyarrow.list_(BYTES),
+        pyarrow.large_list(VIEWS),
+        pyarrow.list_(VIEWS, 2),
+        pyarrow.large_list_view(BYTES),
+        pyarrow.list_view(JSON_TURN),
+        pyarrow.large_list_view(JSON_TURN),
+    ],
+    ids=str,
+)
+def test_turns_of_any_kind_of_list_and_string(kind: Any, tokenizer: Any, tmp_path: Path):
+    is_json = kind.value_type == JSON_TURN
+    turns = [{**one, "content": json.dumps(one["content"])} for one in (USER, ANSWER)]
+    storage = pyarrow.list_(pyarrow.struct([("role", TEXT), ("content", TEXT)]))
+    plain = pyarrow.array([turns if is_json else [USER, ANSWER]] * 3, storage)
+    values = plain.flatten()
+    content = values.field(1).cast(kind.value_type.field(1).type)
+    role = values.field(0).cast(kind.value_type.field(0).type)
+    made = pyarrow.StructArray.from_arrays([role, content], fields=list(kind.value_type))
+    if pyarrow.types.is_fixed_size_list(kind):
+        column = pyarrow.FixedSizeListArray.from_arrays(made, 2)
+    elif "view" in str(kind).split("<")[0]:
+        is_large = str(kind).startswith("large")
+        make = pyarrow.LargeListViewArray if is_large else pyarrow.ListViewArray
+        column = make.from_arrays([0, 2, 4], [2, 2, 2], made)
+    else:
+        is_large = pyarrow.types.is_large_list(kind)
+        make = pyarrow.LargeListArray if is_large else pyarrow.ListArray
+        column = make.from_arrays([0, 2, 4, 6], made)
+    # Arrow writes no lists of views to Parquet.
+    write = write_json_dataset if kind.value_type == VIEWS else write_json_parquet
+    path = write(tmp_path, {"messages": column})
+    expected = read(written(tmp_path, [{"messages": [USER, ANSWER]}]), tokenizer)
+    assert read(path, tokenizer) == expected * 3
+
+
+def test_a_key_of_turns_twice_is_refused(tokenizer: Any, tmp_path: Path):
+    arrays = [pyarrow.array([word]) for word in ("user", "a", "b")]
+    turns = pyarrow.StructArray.from_arrays(arrays, ["role", "content", "content"])
+    path = write_json_parquet(tmp_path, {"messages": pyarrow.ListArray.from_arrays([0, 1], turns)})
+    with pytest.raises(DataError, match='column "messages" has the key "content" 2 times; keep'):
+        read(path, tokenizer)
+
+
 def test_content_that_is_named_by_numbers(tokenizer: Any, tmp_path: Path):
     names = pyarrow.array(["user", "assistant"]).dictionary_encode()
     turns = pyarrow.StructArray.from_arrays([names, pyarrow.array(["a", "b"])], ["role", "content"])

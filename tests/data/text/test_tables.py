@@ -77,6 +77,112 @@ def test_texts_that_are_named_by_numbers_are_texts(tmp_path):
     assert "document is empty" in found[1]
 
 
+KINDS = [
+    *[pyarrow.string_view(), pyarrow.binary_view(), pyarrow.binary(), pyarrow.large_binary()],
+    *[pyarrow.dictionary(pyarrow.int8(), kind) for kind in (pyarrow.string(), pyarrow.binary())],
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_texts_of_any_type_of_strings_and_bytes(tmp_path, kind):
+    cells = [*TEXTS[:50], None, "", "a" * 50_000]
+    of_values = getattr(kind, "value_type", kind)
+    column = pyarrow.array(cells, pyarrow.large_string()).cast(of_values)
+    if of_values is not kind:
+        column = column.dictionary_encode().cast(kind)
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    datasets.disable_progress_bars()
+    datasets.Dataset(pyarrow.table({"text": column})).save_to_disk(tmp_path / "saved")
+    for path in (tmp_path / "a.parquet", tmp_path / "saved"):
+        *found, null, empty, long = read(path, max_document_bytes=1000)
+        assert found == TEXTS[:50]
+        assert '(row 51): "text" is null, not a string; remove the row' in str(null)
+        assert "(row 52): the document is empty" in str(empty)
+        assert "(row 53): the document has 50000 bytes, more than" in str(long)
+
+
+def test_bytes_that_are_not_utf8_are_reported_with_their_row(tmp_path):
+    for kind in (pyarrow.binary_view(), pyarrow.large_binary()):
+        column = pyarrow.array([b"a", b"b\xff"], kind)
+        parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+        good, bad = read(tmp_path / "a.parquet")
+        assert good == "a"
+        assert "(row 2): is not UTF-8 (0xff: invalid start byte)" in str(bad)
+
+
+def test_a_file_without_any_text_is_read_before_those_with_some(tmp_path):
+    parquet.write_table(pyarrow.table({"text": pyarrow.nulls(2)}), tmp_path / "a.parquet")
+    found = [str(one) for one in read(tmp_path / "a.parquet")]
+    assert ['"text" is null, not a string; remove the row' in one for one in found] == [True] * 2
+    datasets.disable_progress_bars()
+    datasets.Dataset(pyarrow.table({"text": pyarrow.nulls(2)})).save_to_disk(tmp_path / "saved")
+    assert len(read(tmp_path / "saved")) == 2
+
+
+JSON_TEXTS = [
+    '"q"',
+    '"a \\"b\\" \\u6625"',
+    "7",
+    "null",
+    "NaN",
+    '""',
+    '["q"]',
+    '"\\ud800"',
+    "[" * 101 + "]" * 101,
+]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "saved"])
+def test_texts_in_json_are_those_of_the_same_lines(tmp_path, name):
+    storage = pyarrow.array(
+        [*JSON_TEXTS, None, '"\\u0061' + "\\n" * 999 + '"', '"' + "a" * 1001 + '"']
+    )
+    table = pyarrow.table({"text": pyarrow.ExtensionArray.from_storage(pyarrow.json_(), storage)})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    datasets.disable_progress_bars()
+    datasets.Dataset(table).save_to_disk(tmp_path / "saved")
+    lines = "".join(f'{{"text": {source}}}\n' for source in JSON_TEXTS)
+    (tmp_path / "a.jsonl").write_text(lines)
+    *found, null, escaped, long = read(tmp_path / name, max_document_bytes=1000)
+    for one, other in zip(found, read(tmp_path / "a.jsonl"), strict=True):
+        if isinstance(other, Rejection):
+            assert isinstance(one, Rejection)
+            assert one.what.split(" (")[0] == other.what.split(" (")[0]
+        else:
+            assert one == other
+    assert '"text" is null' in str(null)
+    assert escaped == "a" + "\n" * 999
+    assert "the document has 1001 bytes, more than" in str(long)
+
+
+def test_a_column_of_another_extension_type_is_refused(tmp_path):
+    uuid = pyarrow.array([b"a" * 16], pyarrow.binary(16))
+    column = pyarrow.ExtensionArray.from_storage(pyarrow.uuid(), uuid)
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r'holds the extension type "arrow\.uuid", which is not'):
+        read(tmp_path / "a.parquet")
+
+
+def test_columns_whose_names_are_alike_or_twice(tmp_path):
+    def of(*names):
+        columns = [[name] for name in names]
+        parquet.write_table(pyarrow.table(columns, names=names), tmp_path / "a.parquet")
+        return tmp_path / "a.parquet"
+
+    for names in (("text", "text"), ("text", "id", "text", "text")):
+        words = rf'a\.parquet: has the column "text" {names.count("text")} times; keep the one'
+        with pytest.raises(DataError, match=words):
+            read(of(*names))
+    for names in (("id", "id", "text"), ("Text", "text", "TEXT"), ("text.a", "text"), ("", "text")):
+        assert read(of(*names)) == ["text"]
+    with pytest.raises(DataError, match='has no column "text" but "Text", ""; give'):
+        read(of("Text", ""))
+    table = pyarrow.table({"text": pyarrow.array([{}], pyarrow.struct([("a", pyarrow.int8())]))})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match='column "text" holds struct<a: int8>, not string'):
+        read(tmp_path / "a.parquet")
+
+
 def test_row_groups_of_any_size_are_read_once(tmp_path):
     for size in (30, 256, 699, 700):
         path = write_parquet(tmp_path / f"{size}.parquet", TEXTS, row_group_size=size)
