@@ -111,7 +111,7 @@ def with_special_tokens(run: RunConfig) -> tuple[RunConfig, str]:
 
     before, source = run.vocab_size, run.sources["vocab_size"]
     if run.tokenizer is None:
-        template, name = chosen_template(run.chat_template, None)
+        template, name, _ = chosen_template(run.chat_template, None)
         added = len(special_names(template, {"bos_token": "<s>", "eos_token": "</s>"}, name))
     else:
         tokenizer = load_tokenizer(run.tokenizer)
@@ -120,7 +120,7 @@ def with_special_tokens(run: RunConfig) -> tuple[RunConfig, str]:
                 f"vocab_size = {before} ({source}), but --tokenizer {run.tokenizer} has"
                 f" {tokenizer.vocab_size}; drop one of the two"
             )
-        template, name = chosen_template(run.chat_template, tokenizer)
+        template, name, _ = chosen_template(run.chat_template, tokenizer)
         names = special_names(template, named_tokens(tokenizer), name)
         before, added = tokenizer.vocab_size, len(lacking(tokenizer, names))
     run = run.with_values(BY_TASK, vocab_size=before + added, doc_mask=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from minimind.data.chat.conversations import canonical_text, conversation_of_line
-from minimind.data.chat.template import ChatTemplate
+from minimind.data.chat.template import ChatTemplate, own_template
 from minimind.data.chat.turns import ASSISTANT, SYSTEM, USER, Message, require_content
 from minimind.data.prepare.chat_tokenizer import read_template
 from minimind.data.text.documents import DocumentError, ReadOptions
@@ -19,16 +20,18 @@ from minimind.inference.sampling import Sampling
 from minimind.runtime.durable_files import write_whole
 
 
-def template_of(tokenizer: AnyTokenizer, path: str | None, place: Path) -> ChatTemplate:
+def template_of(
+    tokenizer: AnyTokenizer, path: str | None, place: Path, today: date | None = None
+) -> ChatTemplate:
     """The template in a file, or that beside the tokenizer; UsageError if there is none."""
-    if path is not None:
-        return ChatTemplate(read_template(path), tokenizer, f"--chat_template {path}")
-    if tokenizer.chat_template is None:
+    found = own_template(tokenizer) if path is None else read_template(path)
+    if found is None:
         raise UsageError(
-            f"{place}: has no chat template, as it is not fine-tuned; fine-tune it with --task sft,"
+            f"{place}: has no chat template beside its tokenizer; fine-tune it with --task sft,"
             " give --chat_template, or use it on plain text (minimind generate, minimind eval)"
         )
-    return ChatTemplate(tokenizer.chat_template, tokenizer, f"the chat template of {place}")
+    source, name = found
+    return ChatTemplate(source, tokenizer, name, today)
 
 
 @dataclass

@@ -113,9 +113,9 @@ def _task_manager(args: argparse.Namespace) -> Any:
 def _require_template(tokenizer: AnyTokenizer, path: Path) -> None:
     from minimind.inference.chat import template_of
 
-    if tokenizer.chat_template is None:
+    if not tokenizer.templates.by_name:
         raise UsageError(
-            f"--chat: {path} has no chat template, as it is not fine-tuned; drop --chat, or"
+            f"--chat: {path} has no chat template beside its tokenizer; drop --chat, or"
             " fine-tune with --task sft"
         )
     template_of(tokenizer, None, path)  # one that does not fit is an error

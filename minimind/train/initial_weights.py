@@ -80,6 +80,7 @@ class InitialModel:
     architecture: Architecture
     weights: Weights | None = None
     grown_from: int | None = None  # rows of the weights before `with_special_tokens`
+    template_line: str = ""  # of the start summary; empty without conversations
 
     def with_special_tokens(self, before: AnyTokenizer, after: AnyTokenizer) -> InitialModel:
         """Return the run with `after`, which has added ids to `before`, and rows for the new ids.
@@ -99,7 +100,7 @@ class InitialModel:
             return replace(self, run=run, architecture=architecture)
         check_vocabulary(before, self.weights.config)
         weights = grow_vocabulary(self.weights, after.vocab_size)
-        return InitialModel(run, architecture, weights, grown_from=rows)
+        return InitialModel(run, architecture, weights, rows, self.template_line)
 
     def build(self, run: RunConfig, tokenizer: AnyTokenizer) -> Any:
         """Build the initial model of the resolved `run`, before an engine shards or copies it.
@@ -184,7 +185,8 @@ def fine_tuned(initial: InitialModel) -> InitialModel:
             "--task sft needs a model to start from; give --init_from, a run's out_dir for example"
         )
     before = load_tokenizer(run.tokenizer)
-    template, name = chosen_template(run.chat_template, before)
+    template, name, line = chosen_template(run.chat_template, before)
+    initial = replace(initial, template_line=line)
     after = chat_tokenizer(before, template, name, Path(run.cache_dir).expanduser())
     ChatTemplate(template, after, name)
     if after.vocab_size == before.vocab_size:

@@ -65,7 +65,8 @@ def log_run_start(
     balance = balance_of(context, prepared)
     logger.event("token_balance", step=state.step, **asdict(balance))
     _log_changes(context, resumed, layout(run, context.engine))
-    notes = [*filter(None, (initial.architecture.start_summary_line(), initial.line())), *notes]
+    own = (initial.architecture.start_summary_line(), initial.line(), initial.template_line)
+    notes = [*filter(None, own), *notes]
     if (traced := traced_steps(run)) and traced[1] <= state.step:
         notes.append(f"trace    none: --trace_steps {run.trace_steps} is before step {state.step}")
     logger.print(startup_summary(context, prepared, resumed, balance, capacity, notes))

@@ -1,51 +1,87 @@
-"""Render a Jinja chat template as transformers does, with the spans of the assistant's turns."""
+"""Render a chat template, with the spans of the assistant's turns."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date, datetime, time
+from functools import cache, cached_property
 from itertools import takewhile
-from threading import Lock
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
-from transformers.utils.chat_template_utils import render_jinja_template
 
-from minimind.data.chat.turns import ASSISTANT, Message
+from minimind.data.chat import sandbox
+from minimind.data.chat.sandbox import OUT_OF_MEMORY, Sandbox, Span
+from minimind.data.chat.turns import ASSISTANT, SYSTEM, TOOL, USER, Message
 from minimind.data.text.documents import DocumentError
 from minimind.errors import UsageError
 
-Span = tuple[int, int]  # characters of the rendered text, from and up to
-
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+CLOCK = "strftime_now"  # the name by which a template asks for the date
 SHOWN_CHARACTERS = 200  # of a template's own message
-# Raised by expressions of a template, as in Python.
-EXPRESSION_ERRORS = (
-    TypeError,
-    ValueError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-    RecursionError,
-)
-_RENDER: Callable[..., tuple[list[str], list[list[Span]]]] = render_jinja_template  # pyright: ignore[reportAssignmentType] (it returns lists)
-_LOCK = Lock()  # transformers compiles a source once, and tracks one rendering of it at a time
+# Of the processor, and of memory, for all chats of `require_bounded`; templates take hundredths.
+MAX_SECONDS, MAX_BYTES = 2.0, 2**29
+PATIENCE = 60  # seconds, on a host that gives the process hardly any time
+PROBE = (Message(USER, " a b "), Message(ASSISTANT, " c d "))
+PROBES = (PROBE, (Message(SYSTEM, " e f "), *PROBE), (*PROBE, Message(TOOL, " g h "), *PROBE[1:]))
+LONG_PROBE = tuple(Message(one.role, one.content * 100) for one in PROBE * 16)
+
+
+@cache
+def require_bounded(source: str, name: str) -> None:
+    """Raise UsageError for a template that takes too much time or memory for short chats.
+
+    It may be a stranger's, and what it does cannot be stopped within a process: an operator of
+    Python ends when it ends, and signals wait for it. So it is rendered in another one first.
+    """
+    request = {
+        "source": source,
+        "tokens": {"bos_token": "<s>", "eos_token": "</s>"},
+        "chats": [_as_given(chat) for chat in (*PROBES, LONG_PROBE)],
+        "seconds": MAX_SECONDS,
+        "bytes": MAX_BYTES,
+    }
+    command = [sys.executable, "-P", sandbox.__file__]
+    try:
+        ended = subprocess.run(
+            command,
+            input=json.dumps(request).encode(),
+            capture_output=True,
+            timeout=PATIENCE,
+            start_new_session=True,  # a signal to this program's group is for this program
+        )
+    except subprocess.TimeoutExpired:
+        ended = None
+    if ended is None or ended.returncode < 0 or ended.returncode == OUT_OF_MEMORY:
+        raise UsageError(
+            f"{name} takes more than {MAX_SECONDS:g} s or {MAX_BYTES / 2**20:,.0f} MiB for short"
+            " conversations; give another template"
+        )
+    if ended.returncode:
+        raise RuntimeError(f"{command} ended with {ended.returncode}: {ended.stderr.decode()}")
 
 
 class Renderer:
     """A template's source and the names of tokens that it may use, such as `bos_token`.
 
-    `name` is what error messages call the template.
+    `name` is what error messages call the template, `today` the date that it is told.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str], name: str) -> None:
+    def __init__(
+        self, source: str, tokens: Mapping[str, str], name: str, today: date | None = None
+    ) -> None:
         self.source = source
         self.name = name
+        self._today = datetime.combine(today or date.today(), time())
         self.marks_generation = GENERATION.search(source) is not None
         self._tokens = dict(tokens)
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """Return the text of the messages; raise DocumentError if the template refuses them."""
-        return self._render(messages, add_generation_prompt, track=False)[0]
+        return self._render(messages, add_generation_prompt)[0]
 
     def with_spans(
         self, messages: Sequence[Message], last_only: bool = False
@@ -60,14 +96,12 @@ class Renderer:
         if not self.marks_generation:
             text = self.render(messages)
             return text, [self._span_after_prompt(text, messages, at) for at in wanted]
-        text, spans = self._render(messages, False, track=True)
+        text, spans = self._render(messages)
         if not last_only:
             return text, spans
         if len(spans) == len(turns):
             return text, spans[-1:]
-        before = (
-            self._render(messages[: turns[-1]], False, track=True)[1] if turns[-1:] > [0] else []
-        )
+        before = self._render(messages[: turns[-1]])[1] if turns[-1:] > [0] else []
         return text, spans[len(before) :]
 
     def _span_after_prompt(self, text: str, messages: Sequence[Message], at: int) -> Span:
@@ -81,28 +115,29 @@ class Renderer:
             )
         return len(before), len(after)
 
+    @cached_property
+    def _sandbox(self) -> Sandbox:
+        return Sandbox(self.source, self._today)
+
     def _render(
-        self, messages: Sequence[Message], add_generation_prompt: bool, track: bool
+        self, messages: Sequence[Message], add_generation_prompt: bool = False
     ) -> tuple[str, list[Span]]:
-        chat = [{"role": message.role, "content": message.content} for message in messages]
-        options = {
-            "return_assistant_tokens_mask": track,
-            "add_generation_prompt": add_generation_prompt,
-            **self._tokens,
-        }
         try:
-            with _LOCK:
-                texts, spans = _RENDER([chat], chat_template=self.source, **options)
+            return self._sandbox.render(_as_given(messages), add_generation_prompt, self._tokens)
         except TemplateSyntaxError as error:
             what = f"{self.name} is not a Jinja template ({_shown(error)}, line {error.lineno})"
             raise UsageError(f"{what}; correct it, or leave it out") from error
-        except (TemplateError, *EXPRESSION_ERRORS) as error:
+        except Exception as error:  # a template is a program, which may raise anything
             if type(error) is TemplateError:  # that of raise_exception; others are subclasses
                 what = f"{self.name} refuses the conversation ({_shown(error)})"
                 raise DocumentError(what, "change it, or give another template") from error
             what = f"{self.name} cannot be rendered ({type(error).__name__}: {_shown(error)})"
             raise UsageError(f"{what}; correct it, or give another") from error
-        return texts[0], spans[0] if track else []
+
+
+def _as_given(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Messages as a template reads them."""
+    return [{"role": message.role, "content": message.content} for message in messages]
 
 
 def spans_by_piece(

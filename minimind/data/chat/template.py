@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
 from functools import cached_property
 from itertools import dropwhile
 from typing import Literal, get_args
 
 import numpy as np
 
-from minimind.data.chat.rendering import Renderer, Span, spans_by_piece
-from minimind.data.chat.turns import ASSISTANT, SYSTEM, TOOL, USER, Message
+from minimind.data.chat.rendering import (
+    PROBE,
+    PROBES,
+    Renderer,
+    Span,
+    require_bounded,
+    spans_by_piece,
+)
+from minimind.data.chat.turns import ASSISTANT, Message
 from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
@@ -39,8 +47,6 @@ DEFAULT_TEMPLATE = (
 # What a special token looks like in a rendered text, also if the tokenizer does not have it.
 SPECIAL_LOOK = re.compile(r"<[|\uff5c][^\s<>]+?[|\uff5c]>")
 NAME_IN_SOURCE = re.compile(r"<[|\uff5c][^\s<>'\"+{}]+?[|\uff5c]>")  # not of an expression
-PROBE = (Message(USER, " a b "), Message(ASSISTANT, " c d "))
-PROBES = (PROBE, (Message(SYSTEM, " e f "), *PROBE), (*PROBE, Message(TOOL, " g h "), *PROBE[1:]))
 
 
 def special_names(source: str, tokens: Mapping[str, str], name: str) -> list[str]:
@@ -63,10 +69,32 @@ def special_names(source: str, tokens: Mapping[str, str], name: str) -> list[str
 
 
 def named_tokens(tokenizer: AnyTokenizer) -> dict[str, str]:
-    """Tokens that a template may use by name: bos_token and eos_token."""
+    """Tokens that a template may use by name, such as bos_token."""
     names = {i: token for token, i in tokenizer.special_tokens().items()}
     roles = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-    return {role: names[i] for role, i in roles.items() if i in names}
+    known = {role: names[i] for role, i in roles.items() if i in names}
+    return known | tokenizer.token_names
+
+
+def own_template(tokenizer: AnyTokenizer) -> tuple[str, str] | None:
+    """Source and name in messages of the template beside a tokenizer; None if there is none.
+
+    Raise UsageError for one that takes too much time or memory, and if none of several is the
+    default.
+    """
+    templates = tokenizer.templates
+    if not templates.by_name:
+        return None
+    place = tokenizer.path.parent / templates.origin
+    if templates.default is None:
+        raise UsageError(
+            f"{place}: has the chat templates {', '.join(sorted(templates.by_name))}, and none is"
+            " named default; name a file with one of them (--chat_template)"
+        )
+    name = f"the chat template of {place}"
+    if templates.default != DEFAULT_TEMPLATE:
+        require_bounded(templates.default, name)
+    return templates.default, name
 
 
 class ChatTemplate:
@@ -74,11 +102,15 @@ class ChatTemplate:
 
     Special tokens in the rendered text become their ids; the text between them is encoded by
     itself. Raise UsageError if the template is not valid, or does not fit the tokenizer; `name` is
-    what messages call it.
+    what messages call it, `today` the date that it is told.
     """
 
     def __init__(
-        self, source: str, tokenizer: AnyTokenizer, name: str = "the chat template"
+        self,
+        source: str,
+        tokenizer: AnyTokenizer,
+        name: str = "the chat template",
+        today: date | None = None,
     ) -> None:
         self.source = source
         self.name = name
@@ -86,7 +118,7 @@ class ChatTemplate:
         self._special = tokenizer.special_tokens()
         longest_first = sorted(self._special, key=len, reverse=True)
         self._special_name = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
-        self._renderer = Renderer(source, named_tokens(tokenizer), name)
+        self._renderer = Renderer(source, named_tokens(tokenizer), name, today)
         self._special_ids = {token: np.array([i], np.int32) for token, i in self._special.items()}
         self._sizes = tokenizer.piece_bytes()
         self._require_fit()

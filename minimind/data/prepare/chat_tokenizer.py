@@ -7,10 +7,11 @@ from pathlib import Path
 
 from minimind.config.run_config import RunConfig
 from minimind.config.training_flags import BY_TASK
-from minimind.data.chat.template import DEFAULT_TEMPLATE, named_tokens, special_names
+from minimind.data.chat.rendering import require_bounded
+from minimind.data.chat.template import DEFAULT_TEMPLATE, named_tokens, own_template, special_names
 from minimind.data.prepare.cache import build_once
 from minimind.data.tokenizer.add_special import with_special_tokens
-from minimind.data.tokenizer.files import TEMPLATE_NAME, write_tokenizer
+from minimind.data.tokenizer.files import TEMPLATE_NAME, ChatTemplates, write_tokenizer
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import fingerprint, read_small_text
@@ -18,26 +19,38 @@ from minimind.runtime.durable_files import fingerprint, read_small_text
 REMEDY = "free space or give another --cache_dir"
 
 
-def read_template(path: str | None) -> str:
-    """The source of a chat template, by default ours; raise UsageError if it cannot be read."""
-    if path is None:
-        return DEFAULT_TEMPLATE
+def read_template(path: str) -> tuple[str, str]:
+    """Source and name in messages of --chat_template `path`.
+
+    Raise UsageError if it cannot be read, or takes too much time or memory.
+    """
+    name = f"--chat_template {path}"
     try:
-        return read_small_text(Path(path).expanduser())
+        source = read_small_text(Path(path).expanduser())
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UsageError(
-            f"--chat_template {path}: cannot be read ({reason}); name a file with a Jinja template"
+            f"{name}: cannot be read ({reason}); name a file with a Jinja template"
         ) from error
+    require_bounded(source, name)
+    return source, name
 
 
-def chosen_template(path: str | None, tokenizer: AnyTokenizer | None) -> tuple[str, str]:
-    """The source of a run's template and its name in messages: --chat_template `path`, else that
-    of the tokenizer, else ours.
+def chosen_template(path: str | None, tokenizer: AnyTokenizer | None) -> tuple[str, str, str]:
+    """The source of a run's template, its name in messages, and its line of the start summary.
+
+    It is that of --chat_template `path`, else that of the tokenizer, else ours.
     """
-    if path is None and tokenizer is not None and tokenizer.chat_template is not None:
-        return tokenizer.chat_template, f"the chat template of {tokenizer.path}"
-    return read_template(path), f"--chat_template {path or 'by default'}"
+    templates = ChatTemplates() if tokenizer is None else tokenizer.templates
+    if path is not None:
+        source, name = read_template(path)
+        instead = f", instead of that in {templates.origin}" if templates.by_name else ""
+        return source, name, f"template  {name}{instead}"
+    if tokenizer is not None and (own := own_template(tokenizer)):
+        others = len(templates.by_name) - 1
+        more = f", the default one of {others + 1}" if others else ""
+        return *own, f"template  its own ({templates.origin}{more})"
+    return DEFAULT_TEMPLATE, "--chat_template by default", "template  the default: it has none"
 
 
 def chat_tokenizer(
@@ -48,12 +61,15 @@ def chat_tokenizer(
     Tokens that it lacks are appended after its last id. `name` is what messages call the template.
     """
     names = special_names(template, named_tokens(tokenizer), name)
+    templates = tokenizer.templates
+    is_one_of_several = template == templates.default and len(templates.by_name) > 1
+    beside = {} if is_one_of_several else {TEMPLATE_NAME: template.encode()}
     files = {name: sha256(content).hexdigest() for name, content in tokenizer.files().items()}
     directory = cache_dir / f"tokenizer-{fingerprint([files, names, template])}"
 
     def build(draft: Path) -> None:
         extended = with_special_tokens(tokenizer, names, draft / "extended")
-        write_tokenizer(draft, {**extended.files(), TEMPLATE_NAME: template.encode()})
+        write_tokenizer(draft, {**extended.files(), **beside})
 
     build_once(directory, build, REMEDY)
     return load_tokenizer(directory)

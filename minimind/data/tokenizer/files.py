@@ -1,11 +1,14 @@
-"""The files of a tokenizer in a directory."""
+"""The files of a tokenizer in a directory, its chat templates among them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NoReturn
 
+from minimind.errors import DataError
 from minimind.runtime.durable_files import read_small, storing, write_whole
 
 MODEL_NAME = "tokenizer.model"
@@ -13,15 +16,144 @@ JSON_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
 SPECIALS_NAME = "special_tokens_map.json"
 TEMPLATE_NAME = "chat_template.jinja"  # as transformers names it
+TEMPLATE_FOLDER = "additional_chat_templates"
+PROCESSOR_TEMPLATE_NAME = "chat_template.json"
+TEMPLATE_KEY = "chat_template"  # of the JSON files
+DEFAULT = "default"  # name of the template that formats conversations
+TOKEN_ROLES = tuple(f"{role}_token" for role in "bos eos unk sep pad cls mask".split())
 TOKENIZER_FILES = (MODEL_NAME, JSON_NAME, CONFIG_NAME, SPECIALS_NAME, TEMPLATE_NAME)
 LARGEST_TEMPLATE = 2**20  # bytes
 LARGEST_FILE = 2**28  # bytes; a million pieces take a tenth of it
 
 
-def read_template_beside(path: Path) -> dict[str, bytes]:
-    """The chat template beside the file of a tokenizer, by name; empty if there is none."""
-    file = path.with_name(TEMPLATE_NAME)
-    return {TEMPLATE_NAME: read_small(file, LARGEST_TEMPLATE)} if file.exists() else {}
+@dataclass(frozen=True)
+class ChatTemplates:
+    """The chat templates of a folder by name, and the file that they are from."""
+
+    by_name: Mapping[str, str] = field(default_factory=dict)
+    origin: str = ""
+
+    @property
+    def default(self) -> str | None:
+        """The one that formats conversations; None if there is none, or none of several is it."""
+        return self.by_name.get(DEFAULT)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What the files beside a tokenizer say."""
+
+    files: Mapping[str, bytes]  # by name, to be kept with the tokenizer
+    values: Mapping[str, Any]  # of its JSON files; the newer kind takes precedence
+    templates: ChatTemplates
+
+    @property
+    def token_names(self) -> dict[str, str]:
+        """Names of tokens by role, such as `bos_token`."""
+        found = {}
+        for role in TOKEN_ROLES:
+            token = self.values.get(role)
+            token = token.get("content") if isinstance(token, dict) else token  # with flags
+            if isinstance(token, str):
+                found[role] = token
+        return found
+
+
+def read_configuration(path: Path) -> Configuration:
+    """Read the files beside that of a tokenizer; raise DataError for one that cannot be read."""
+    files, values, config = {}, {}, {}
+    for name in (SPECIALS_NAME, CONFIG_NAME):
+        if (file := path.with_name(name)).is_file():
+            files[name] = read_file(file)
+            config = parse_object(file, files[name])
+            values |= config
+    templates = _find_templates(path.parent, config if CONFIG_NAME in files else {})
+    if templates.origin == TEMPLATE_FOLDER:  # listed in a file, as folders of ours are flat
+        named = [{"name": name, "template": text} for name, text in templates.by_name.items()]
+        config = config if CONFIG_NAME in files else {}
+        files[CONFIG_NAME] = dump_json({**config, TEMPLATE_KEY: named})
+    elif templates.origin in (TEMPLATE_NAME, PROCESSOR_TEMPLATE_NAME):
+        files[TEMPLATE_NAME] = templates.by_name[DEFAULT].encode()
+    return Configuration(files, values, templates)
+
+
+def _find_templates(folder: Path, config: Mapping[str, Any]) -> ChatTemplates:
+    """The chat templates that AutoTokenizer finds in a folder with this tokenizer_config.json.
+
+    Where it finds none, that which only processors of transformers read (chat_template.json).
+    """
+    jinja = folder / TEMPLATE_NAME
+    files = {DEFAULT: jinja} if jinja.is_file() else {}
+    more = sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))
+    files |= {file.name.removesuffix(".jinja"): file for file in more if file.is_file()}
+    if files:
+        origin = TEMPLATE_NAME if [*files.values()] == [jinja] else TEMPLATE_FOLDER
+        return ChatTemplates({name: _read_template(file) for name, file in files.items()}, origin)
+    if config.get(TEMPLATE_KEY) is not None:
+        place = folder / CONFIG_NAME
+        return ChatTemplates(_templates_by_name(place, config[TEMPLATE_KEY]), CONFIG_NAME)
+    place = folder / PROCESSOR_TEMPLATE_NAME
+    if place.is_file() and (value := parse_object(place, read_file(place)).get(TEMPLATE_KEY)):
+        return ChatTemplates(_templates_by_name(place, value), PROCESSOR_TEMPLATE_NAME)
+    return ChatTemplates()
+
+
+def _templates_by_name(path: Path, value: Any) -> dict[str, str]:
+    """The templates of a JSON file: one text, or several by name."""
+    named = {DEFAULT: value} if isinstance(value, str) else value
+    found: dict[Any, Any]
+    try:
+        found = dict(
+            named if isinstance(named, dict) else ((one["name"], one["template"]) for one in named)
+        )
+    except (TypeError, KeyError):
+        found = {"": None}
+    if not all(isinstance(text, str) for text in (*found, *found.values())):
+        what = 'neither a text nor a list of {"name": ..., "template": ...}'
+        refuse(path, f"no configuration of a tokenizer (its {TEMPLATE_KEY} is {what})")
+    return found
+
+
+def _read_template(path: Path) -> str:
+    """The text of a template, with universal newlines as transformers reads it."""
+    try:
+        text = read_file(path, LARGEST_TEMPLATE).decode()
+    except UnicodeDecodeError as error:
+        refuse(path, "not UTF-8", error)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_file(path: Path, most: int = LARGEST_FILE) -> bytes:
+    """A file of a tokenizer; raise DataError if it cannot be read."""
+    try:
+        return read_small(path, most)
+    except OSError as error:
+        raise DataError(
+            f"{path}: the tokenizer cannot be read ({error.strerror}); check the file"
+        ) from error
+
+
+def parse_object(path: Path, content: bytes) -> dict[str, Any]:
+    """The JSON object in a file of a tokenizer; raise DataError for anything else."""
+    try:
+        parsed = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        refuse(path, f"not JSON ({error})", error)
+    if not isinstance(parsed, dict):
+        refuse(path, "no JSON object")
+    return parsed
+
+
+def refuse(path: Path, what: str, error: BaseException | None = None) -> NoReturn:
+    """Raise DataError for a file that is not what its name says."""
+    raise DataError(
+        f"{path}: is {what}; restore it, or write it with save_pretrained again"
+    ) from error
+
+
+def dump_json(values: Any) -> bytes:
+    """JSON of a tokenizer's file."""
+    return json.dumps(values, ensure_ascii=False, indent=1).encode()
 
 
 def formatting_as_trained(files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -30,10 +162,10 @@ def formatting_as_trained(files: Mapping[str, bytes]) -> dict[str, bytes]:
     It renders a chat template to one text and encodes that. With a template, special tokens are
     therefore matched in texts, those that a user writes too; without one they are not.
     """
-    if TEMPLATE_NAME not in files or CONFIG_NAME not in files:
+    config = json.loads(files.get(CONFIG_NAME, b"{}"))
+    if CONFIG_NAME not in files or not (TEMPLATE_NAME in files or config.get(TEMPLATE_KEY)):
         return dict(files)
-    config = json.loads(files[CONFIG_NAME]) | {"split_special_tokens": False}
-    return {**files, CONFIG_NAME: json.dumps(config, ensure_ascii=False, indent=1).encode()}
+    return {**files, CONFIG_NAME: dump_json(config | {"split_special_tokens": False})}
 
 
 def write_tokenizer(directory: str | Path, files: Mapping[str, bytes]) -> None:

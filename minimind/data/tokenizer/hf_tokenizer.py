@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -17,11 +17,11 @@ from minimind.data.tokenizer.escaping import require_unicode
 from minimind.data.tokenizer.files import (
     CONFIG_NAME,
     JSON_NAME,
-    LARGEST_FILE,
-    SPECIALS_NAME,
-    TEMPLATE_NAME,
     formatting_as_trained,
-    read_template_beside,
+    parse_object,
+    read_configuration,
+    read_file,
+    refuse,
     write_tokenizer,
 )
 from minimind.data.tokenizer.vocabulary import (
@@ -35,7 +35,7 @@ from minimind.data.tokenizer.vocabulary import (
     sizes,
 )
 from minimind.errors import DataError
-from minimind.runtime.durable_files import fingerprint, read_small
+from minimind.runtime.durable_files import fingerprint
 
 # For a tokenizer.json without a tokenizer_config.json, such as GPT-2's.
 KNOWN_EOS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
@@ -57,15 +57,12 @@ class HuggingFaceTokenizer:
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
         self.path = path / JSON_NAME if path.is_dir() else path
-        self._files = {JSON_NAME: _read(self.path), **read_template_beside(self.path)}
-        self._json = _parse_object(self.path, self._files[JSON_NAME])
+        beside = read_configuration(self.path)
+        self._files = {JSON_NAME: read_file(self.path), **beside.files}
+        self._json = parse_object(self.path, self._files[JSON_NAME])
         self._tokenizer = _load(self.path, self._files[JSON_NAME])
-        names: dict[str, Any] = {}
-        for name in (SPECIALS_NAME, CONFIG_NAME):  # the latter is newer and takes precedence
-            file = self.path.with_name(name)
-            if file.exists():
-                self._files[name] = _read(file)
-                names |= _parse_object(file, self._files[name])
+        self.templates, self.token_names = beside.templates, beside.token_names
+        names = beside.values
         eos = self._special(names, "eos_token")
         self.eos_id: int = self._known_eos() if eos is None else eos
         bos, pad = self._special(names, "bos_token"), self._special(names, "pad_token")
@@ -77,7 +74,7 @@ class HuggingFaceTokenizer:
             config["split_special_tokens"] = True  # as here: special tokens are not matched in text
             self._files[CONFIG_NAME] = json.dumps(config, indent=1).encode()
 
-    def _special(self, names: dict[str, Any], role: str) -> int | None:
+    def _special(self, names: Mapping[str, Any], role: str) -> int | None:
         """Id of the token with this role in the configuration; None if it has none."""
         token = names.get(role)
         if isinstance(token, dict):  # with flags
@@ -198,10 +195,7 @@ class HuggingFaceTokenizer:
     @property
     def chat_template(self) -> str | None:
         """Source of the chat template in the files beside it."""
-        if TEMPLATE_NAME in self._files:
-            return self._files[TEMPLATE_NAME].decode()
-        template = json.loads(self._files[CONFIG_NAME]).get("chat_template")
-        return template if isinstance(template, str) else None
+        return self.templates.default
 
     def files(self) -> dict[str, bytes]:
         """Content of its files by name."""
@@ -220,40 +214,15 @@ class HuggingFaceTokenizer:
         write_tokenizer(directory, self.exported)
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return read_small(path, LARGEST_FILE)
-    except OSError as error:
-        raise DataError(
-            f"{path}: the tokenizer cannot be read ({error.strerror}); check the file"
-        ) from error
-
-
-def _parse_object(path: Path, content: bytes) -> dict[str, Any]:
-    try:
-        parsed = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        _refuse(path, f"not JSON ({error})", error)
-    if not isinstance(parsed, dict):
-        _refuse(path, "no JSON object")
-    return parsed
-
-
 def _load(path: Path, content: bytes) -> tokenizers.Tokenizer:
     """Load with truncation, padding and dropout disabled."""
     try:
         loaded = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises plain Exception
-        _refuse(path, f"no tokenizer of Hugging Face ({error})", error)
+        refuse(path, f"no tokenizer of Hugging Face ({error})", error)
     loaded.no_truncation()
     loaded.no_padding()
     if getattr(loaded.model, "dropout", None):
         loaded.model.dropout = None  # pyright: ignore[reportAttributeAccessIssue] (of BPE alone)
     loaded.encode_special_tokens = True
     return loaded
-
-
-def _refuse(path: Path, what: str, error: BaseException | None = None) -> NoReturn:
-    raise DataError(
-        f"{path}: is {what}; restore it, or write it with save_pretrained again"
-    ) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,12 +22,15 @@ from minimind.data.text.sample import SEED, sample
 from minimind.data.tokenizer.encoder import TextEncoder
 from minimind.data.tokenizer.escaping import escape, unescape
 from minimind.data.tokenizer.files import (
+    CONFIG_NAME,
     JSON_NAME,
     LARGEST_FILE,
     MODEL_NAME,
-    TEMPLATE_NAME,
+    TEMPLATE_KEY,
+    TOKEN_ROLES,
+    dump_json,
     formatting_as_trained,
-    read_template_beside,
+    read_configuration,
     write_tokenizer,
 )
 from minimind.data.tokenizer.hf_export import hugging_face_files, special_tokens
@@ -68,7 +72,9 @@ class Tokenizer:
                 f"{self.path}: the tokenizer cannot be read ({error.strerror});"
                 f" name a SentencePiece model or a directory with {MODEL_NAME}"
             ) from error
-        self._template = read_template_beside(self.path)
+        beside = read_configuration(self.path)
+        self._beside, self.templates = beside.files, beside.templates
+        self.token_names = beside.token_names
         self._processor = sentencepiece.SentencePieceProcessor()
         self._encoder = TextEncoder(self._processor)
         try:
@@ -174,13 +180,12 @@ class Tokenizer:
 
     def files(self) -> dict[str, bytes]:
         """Content of its files by name."""
-        return {MODEL_NAME: self._model, **self._template}
+        return {MODEL_NAME: self._model, **self._beside}
 
     @property
     def chat_template(self) -> str | None:
-        """Source of the chat template beside it."""
-        template = self._template.get(TEMPLATE_NAME)
-        return None if template is None else template.decode()
+        """Source of the chat template in the files beside it."""
+        return self.templates.default
 
     @cached_property
     def exported(self) -> dict[str, bytes]:
@@ -190,6 +195,10 @@ class Tokenizer:
         except OSError:
             existing = None
         files = {**self.files(), **hugging_face_files(self._processor, existing)}
+        if JSON_NAME in files and CONFIG_NAME in self._beside:  # what it says of more than ids
+            own = json.loads(self._beside[CONFIG_NAME])
+            kept = {name: own[name] for name in (*TOKEN_ROLES, TEMPLATE_KEY) if own.get(name)}
+            files[CONFIG_NAME] = dump_json(json.loads(files[CONFIG_NAME]) | kept)
         return formatting_as_trained(files)
 
     def save(self, directory: str | Path) -> None:
