@@ -10,7 +10,7 @@ from threading import Lock
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from minimind.data.chat.turns import ASSISTANT, Message
+from minimind.data.chat.turns import ASSISTANT, Message, turn_of
 from minimind.data.text.documents import DocumentError
 from minimind.errors import UsageError
 
@@ -84,7 +84,7 @@ class Renderer:
     def _render(
         self, messages: Sequence[Message], add_generation_prompt: bool, track: bool
     ) -> tuple[str, list[Span]]:
-        chat = [{"role": message.role, "content": message.content} for message in messages]
+        chat = [turn_of(message) for message in messages]
         options = {
             "return_assistant_tokens_mask": track,
             "add_generation_prompt": add_generation_prompt,
