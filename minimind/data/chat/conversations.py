@@ -6,15 +6,19 @@ A record is a JSON object with one of
     "messages": turns with "role" and "content" (OpenAI); content may be a list of text parts
     "prompt" and "completion": two strings, a user and an assistant turn
 
-Other keys, such as "id", are ignored, but not "system" and "tools": their text would be lost.
-The row of a table has its columns as keys. It gives every key to every turn, so one without a value
-counts as absent.
+A key beside them that carries text of the conversation, media, or a weight in the loss is refused
+(`LOST`): it would be lost. Others, such as "id", are ignored, and named to whoever reads. A key
+without a value (null, "", [], {}, also as text) counts as absent: the row of a table has its
+columns as keys, and gives every key to every turn.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from minimind.data.chat.order import require_order
@@ -22,14 +26,20 @@ from minimind.data.chat.turns import (
     ASSISTANT,
     OPENAI,
     SHAREGPT,
+    SYSTEM,
     USER,
+    WEIGHT,
     Message,
     Pairs,
     Spelling,
+    counts_fully,
+    is_absent,
     message_of_turn,
     require_content,
     require_single,
     shown,
+    snake_case,
+    turn_of,
 )
 from minimind.data.text.documents import (
     DocumentError,
@@ -48,41 +58,129 @@ EXAMPLE = (
 )
 LISTS = ("conversations", "messages")
 PAIR = ("prompt", "completion")
-LOST = ("system", "tools")  # text of a conversation outside of its turns
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Keys beside the turns whose value would be lost, and what to do about them.
+
+    `names` matches them in lower case, without separators or with underscores.
+    """
+
+    names: re.Pattern[str]
+    remedy: str
+    may_be_number: bool = True  # counts as lost; else only text, lists and objects do
+    may_repeat: bool = False  # text that a turn says too is not lost
+
+
+_SYSTEM = r"(system|sys|developer)"
+_MEDIA = r"(image|img|picture|photo|video|audio|speech|pixelvalue)"
+LOST = (
+    Lost(
+        re.compile(
+            rf"{_SYSTEM}|\w*{_SYSTEM}(prompt|message|msg|instruction|text|content)s?"
+            r"|(custom)?instructions?|persona|preamble"
+        ),
+        "write it as the first turn, with the role system",
+        may_be_number=False,
+        may_repeat=True,
+    ),
+    Lost(
+        re.compile(
+            r"\w*(tool|function)s?(calls?|choice|definitions?|descriptions?|schemas?|list|specs?|json)?"
+            r"|apis|plugins"
+        ),
+        "write them into the system message, or remove the conversation",
+        may_be_number=False,
+        may_repeat=True,
+    ),
+    Lost(
+        re.compile(
+            r"\w*(history|contexts?|documents?|passages?)|knowledge|background|quer(y|ies)|inputs?"
+            r"|outputs?|responses?|(reasoning|thinking)(content|text|traces?)?|thoughts?|cot"
+        ),
+        "write its text into a turn, or remove it",
+        may_be_number=False,
+        may_repeat=True,
+    ),
+    Lost(
+        re.compile(
+            rf"\w*{_MEDIA}s?(paths?|urls?|uris?|files?|filenames?|data|bytes|b64|base64|list|content)?"
+            r"|media|attachments?"
+        ),
+        "remove the conversation, as a model of text cannot read it",
+        may_be_number=False,
+    ),
+    Lost(
+        re.compile(r"(chosen|rejected|negative)(s|responses?|messages?|conversations?|answers?)?"),
+        "keep the answer to train on as a turn, and remove it",
+        may_be_number=False,
+    ),
+    Lost(
+        re.compile(r"labels?|kto(tag|label)"),
+        "keep the conversations with good answers alone, and remove it",
+    ),
+    Lost(WEIGHT, "remove it, or the conversation: all count alike"),
+)
 KEYS_SHOWN = 3
 MAX_BYTES_PER_CHARACTER = 4
 
 
-def conversation_of_line(line: bytes | bytearray, reading: ReadOptions) -> str:
-    """Return the conversation of a line of JSON as canonical text; raise DocumentError."""
+def conversation_of_line(
+    line: bytes | bytearray, reading: ReadOptions, ignored: set[str] | None = None
+) -> str:
+    """Return the conversation of a line of JSON as canonical text; raise DocumentError.
+
+    The names of keys that are ignored are added to `ignored`.
+    """
     try:
-        text = canonical_text(messages_of(parse_line(decode_utf8(line), EXAMPLE)))
+        text = canonical_text(messages_of(parse_line(decode_utf8(line), EXAMPLE), ignored))
     except DocumentError:
         explain_line(line)
         raise
     return _within_limit(text, reading)
 
 
-def conversation_of_row(row: Mapping[str, Any], reading: ReadOptions) -> str:
+def conversation_of_row(
+    row: Mapping[str, Any], reading: ReadOptions, ignored: set[str] | None = None
+) -> str:
     """Return the conversation of a row of a table as canonical text; raise DocumentError.
 
     Strings are bytes. The columns are those of `conversation_columns`.
     """
     given = tuple((key, _given(key, value)) for key, value in row.items() if value is not None)
-    return _within_limit(canonical_text(messages_of(given)), reading)
+    return _within_limit(canonical_text(messages_of(given, ignored)), reading)
 
 
-def conversation_columns(names: Sequence[str]) -> list[str]:
-    """Return which columns of a table a conversation is read from; raise DocumentError for none."""
+def conversation_columns(names: Sequence[str], ignored: set[str] | None = None) -> list[str]:
+    """Return which columns of a table a conversation is read from; raise DocumentError for none.
+
+    The names of the others are added to `ignored`.
+    """
     columns = tuple((name, None) for name in names)
-    require_single(columns, (*LISTS, *PAIR, *LOST))
+    read = [name for name in names if name in (*LISTS, *PAIR) or lost_of(name)]
+    require_single(columns, read)
     if set(LISTS).isdisjoint(names) and not set(PAIR) <= set(names):
         raise _no_conversation(columns)
-    return [name for name in names if name in (*LISTS, *PAIR, *LOST)]
+    if ignored is not None:
+        ignored.update(set(names).difference(read))
+    return read
+
+
+@lru_cache(2**10)
+def lost_of(key: str) -> Lost | None:
+    """What would be lost with a key beside the turns; None for one that is ignored."""
+    name = snake_case(key)
+    joined = name.replace("_", "")
+    return next(
+        (one for one in LOST if one.names.fullmatch(name) or one.names.fullmatch(joined)), None
+    )
 
 
 def _given(key: str, value: Any) -> Any:
     """The value of a column as `parse_line` gives it; raise DocumentError for other than UTF-8."""
+    if key not in (*LISTS, *PAIR):
+        return _decoded(value, errors="replace")  # only whether it has a value counts
     if not isinstance(value, list):
         try:
             return _decoded(value)
@@ -97,15 +195,16 @@ def _given(key: str, value: Any) -> Any:
     return turns
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: Any, errors: str = "strict") -> Any:
     if isinstance(value, bytes):
-        return decode_utf8(value)
+        return decode_utf8(value) if errors == "strict" else value.decode(errors=errors)
     if isinstance(value, JsonCell):
         return value.decoded(EXAMPLE)
     if isinstance(value, dict):
-        return tuple((key, _decoded(inner)) for key, inner in value.items() if inner is not None)
+        given = ((key, inner) for key, inner in value.items() if inner is not None)
+        return tuple((key, _decoded(inner, errors)) for key, inner in given)
     is_list = isinstance(value, list | tuple)  # tuples are in maps, and objects for `messages_of`
-    return [_decoded(inner) for inner in value] if is_list else value
+    return [_decoded(inner, errors) for inner in value] if is_list else value
 
 
 def _within_limit(text: str, reading: ReadOptions) -> str:
@@ -117,8 +216,7 @@ def _within_limit(text: str, reading: ReadOptions) -> str:
 
 def canonical_text(messages: Sequence[Message]) -> str:
     """Return the messages as compact JSON, the same text for every format of a record."""
-    turns = [{"role": message.role, "content": message.content} for message in messages]
-    return json.dumps(turns, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps([*map(turn_of, messages)], ensure_ascii=False, separators=(",", ":"))
 
 
 def conversation_of(text: str) -> list[Message]:
@@ -126,30 +224,41 @@ def conversation_of(text: str) -> list[Message]:
     return [Message(**turn) for turn in json.loads(text)]
 
 
-def messages_of(value: Any) -> list[Message]:
-    """Return the messages of a record as `parse_line` decodes it; raise DocumentError."""
+def messages_of(value: Any, ignored: set[str] | None = None) -> list[Message]:
+    """Return the messages of a record as `parse_line` decodes it; raise DocumentError.
+
+    The names of keys that are ignored are added to `ignored`. A system turn without text is left
+    out.
+    """
     if not isinstance(value, tuple):
         raise DocumentError(f"is {json_type(value)}, not an object", f"write {EXAMPLE}")
     fields = dict(value)
     if len(fields) != len(value):
-        require_single(value, (*LISTS, *PAIR))
-    _require_nothing_lost(fields)
-    lists = [key for key in LISTS if key in fields]
-    has_pair = all(key in fields for key in PAIR)
-    if len(lists) + has_pair > 1:
-        names = " and ".join(f'"{key}"' for key in [*lists, *(PAIR if has_pair else ())])
+        require_single(value, [key for key, _ in value if key in (*LISTS, *PAIR) or lost_of(key)])
+    forms = [(key,) for key in LISTS if key in fields]
+    forms += [PAIR] if all(key in fields for key in PAIR) else []
+    if len(forms) > 1:
+        given = [form for form in forms if not all(is_absent(fields[key]) for key in form)]
+        forms = given or forms[:1]
+    if not forms:
+        raise _no_conversation(value)
+    if len(forms) > 1:
+        names = " and ".join(f'"{key}"' for form in forms for key in form)
         raise DocumentError(f"has {names}, more than one conversation", "keep one of them")
-    if lists:
-        messages = _messages_of_turns(fields[lists[0]], lists[0])
-    elif has_pair:
+    (keys,) = forms
+    beside = {key: fields[key] for key in fields if key not in keys and not is_absent(fields[key])}
+    unread = set() if ignored is None else ignored
+    if beside:
+        unread.update(_require_nothing_lost(beside, [fields[key] for key in keys]))
+    if keys == PAIR:
         messages = _messages_of_pair(fields)
     else:
-        raise _no_conversation(value)
+        messages = _messages_of_turns(fields[keys[0]], keys[0], unread)
     require_order(messages)
-    return messages
+    return [one for one in messages if one.role != SYSTEM or one.content]
 
 
-def _messages_of_turns(turns: Any, key: str) -> list[Message]:
+def _messages_of_turns(turns: Any, key: str, ignored: set[str]) -> list[Message]:
     if not isinstance(turns, list):
         raise DocumentError(f'"{key}" is {json_type(turns)}, not a list', f"write {EXAMPLE}")
     if not turns:
@@ -158,7 +267,7 @@ def _messages_of_turns(turns: Any, key: str) -> list[Message]:
     messages = []
     for number, turn in enumerate(turns, 1):
         try:
-            messages.append(message_of_turn(turn, spelling))
+            messages.append(message_of_turn(turn, spelling, ignored))
         except DocumentError as error:
             raise _in_turn(number, error) from None
     return messages
@@ -166,7 +275,8 @@ def _messages_of_turns(turns: Any, key: str) -> list[Message]:
 
 def _spelling(first: Any, key: str) -> Spelling:
     """The keys of all turns, by those of the first."""
-    keys = {name for name, _ in first} if isinstance(first, tuple) else set()
+    turn = first if isinstance(first, tuple) else ()
+    keys = {name for name, value in turn if value is not None}
     is_sharegpt = key == "conversations" and bool(keys & {SHAREGPT.role, SHAREGPT.content})
     return SHAREGPT if is_sharegpt and OPENAI.role not in keys else OPENAI
 
@@ -185,14 +295,33 @@ def _in_turn(number: int, error: DocumentError) -> DocumentError:
     return DocumentError(f"turn {number}: {error.reason}", error.remedy)
 
 
-def _require_nothing_lost(fields: dict[str, Any]) -> None:
-    """Raise DocumentError for text of a conversation that stands outside of its turns."""
-    if fields.get("system"):
-        remedy = "write it as the first turn, with the role system"
-        raise DocumentError('has "system" outside of the turns, which is not supported', remedy)
-    if fields.get("tools"):
-        remedy = "write them into the system message, or remove the conversation"
-        raise DocumentError('has "tools", and tool calls are not supported', remedy)
+def _require_nothing_lost(beside: dict[str, Any], turns: list[Any]) -> list[str]:
+    """Return the keys that are ignored; raise DocumentError for one whose value would be lost."""
+    unread = []
+    for key, value in beside.items():
+        lost = lost_of(key)
+        if lost is None or _says_nothing_else(value, lost, turns):
+            unread.append(key)
+            continue
+        what = f"has {shown(key)} outside of the turns, which would be lost"
+        raise DocumentError(what, lost.remedy)
+    return unread
+
+
+def _says_nothing_else(value: Any, lost: Lost, turns: list[Any]) -> bool:
+    """Whether a value is that of every conversation, or repeats what a turn says."""
+    if isinstance(value, str):
+        return lost.may_repeat and _occurs(value.strip(), turns)
+    if isinstance(value, list | tuple):
+        return False
+    return not lost.may_be_number or (lost.names is WEIGHT and counts_fully(value))
+
+
+def _occurs(text: str, value: Any) -> bool:
+    if isinstance(value, str):
+        return text in value
+    inner = (one for _, one in value) if isinstance(value, tuple) else value
+    return isinstance(value, list | tuple) and any(_occurs(text, one) for one in inner)
 
 
 def _no_conversation(value: Pairs) -> DocumentError:

@@ -22,9 +22,14 @@ MAY_FOLLOW = {
 
 
 def require_order(messages: Sequence[Message]) -> None:
-    """Raise DocumentError for an order of roles that no chat has, or without an assistant turn."""
+    """Raise DocumentError for an order of roles that no chat has, or without an assistant turn.
+
+    A system turn without text may stand anywhere, as if it were not there.
+    """
     before = START
     for number, message in enumerate(messages, 1):
+        if message.role == SYSTEM and not message.content:
+            continue
         if message.role not in MAY_FOLLOW[before]:
             what, remedy = _complaint(before, message.role)
             raise DocumentError(f"turn {number} {what}", remedy)

@@ -15,7 +15,7 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from minimind.data.chat import sandbox
 from minimind.data.chat.sandbox import OUT_OF_MEMORY, Sandbox, Span
-from minimind.data.chat.turns import ASSISTANT, SYSTEM, TOOL, USER, Message
+from minimind.data.chat.turns import ASSISTANT, SYSTEM, TOOL, USER, Message, turn_of
 from minimind.data.text.documents import DocumentError
 from minimind.errors import UsageError
 
@@ -40,7 +40,7 @@ def require_bounded(source: str, name: str) -> None:
     request = {
         "source": source,
         "tokens": {"bos_token": "<s>", "eos_token": "</s>"},
-        "chats": [_as_given(chat) for chat in (*PROBES, LONG_PROBE)],
+        "chats": [list(map(turn_of, chat)) for chat in (*PROBES, LONG_PROBE)],
         "seconds": MAX_SECONDS,
         "bytes": MAX_BYTES,
     }
@@ -123,7 +123,9 @@ class Renderer:
         self, messages: Sequence[Message], add_generation_prompt: bool = False
     ) -> tuple[str, list[Span]]:
         try:
-            return self._sandbox.render(_as_given(messages), add_generation_prompt, self._tokens)
+            return self._sandbox.render(
+                list(map(turn_of, messages)), add_generation_prompt, self._tokens
+            )
         except TemplateSyntaxError as error:
             what = f"{self.name} is not a Jinja template ({_shown(error)}, line {error.lineno})"
             raise UsageError(f"{what}; correct it, or leave it out") from error
@@ -133,11 +135,6 @@ class Renderer:
                 raise DocumentError(what, "change it, or give another template") from error
             what = f"{self.name} cannot be rendered ({type(error).__name__}: {_shown(error)})"
             raise UsageError(f"{what}; correct it, or give another") from error
-
-
-def _as_given(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages as a template reads them."""
-    return [{"role": message.role, "content": message.content} for message in messages]
 
 
 def spans_by_piece(

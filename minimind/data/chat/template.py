@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 from functools import cached_property
 from itertools import dropwhile
@@ -190,6 +191,7 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]] | DocumentError:
         try:
             self._require_no_special(messages)
+            self._require_names_written(messages)
             if train_on == "all":
                 text = self.render(messages)
                 return text, [(0, len(text))]
@@ -260,9 +262,20 @@ class ChatTemplate:
     def _require_no_special(self, messages: Sequence[Message]) -> None:
         for number, message in enumerate(messages, 1):
             try:
-                self.require_no_special(message.content)
+                self.require_no_special(f"{message.content}\n{message.name}")
             except DocumentError as error:
                 raise DocumentError(f"turn {number}: {error.reason}", error.remedy) from None
+
+    def _require_names_written(self, messages: Sequence[Message]) -> None:
+        """Raise DocumentError for the name of a turn that the template leaves out."""
+        for at, message in enumerate(messages):
+            if message.name:
+                nameless = [*messages[:at], replace(message, name=""), *messages[at + 1 :]]
+                if self.render(nameless) == self.render(messages):
+                    raise DocumentError(
+                        f'turn {at + 1}: has "name", which {self.name} does not write',
+                        "remove it, write it into the content, or give a template that writes it",
+                    )
 
     def _nothing_to_train_on(self, messages: Sequence[Message], text: str) -> Exception:
         if all(message.role != ASSISTANT for message in messages):

@@ -19,6 +19,7 @@ LINE_BYTES_BESIDE_TEXT = 2**16
 # Fixed limits: Python's depend on version, environment and stack depth, and every rank must accept
 # the same documents.
 MAX_DIGITS = 4300
+SHORT_DIGITS = 16
 MAX_DEPTH = 100
 
 
@@ -245,10 +246,13 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 def _check_integer(digits: str) -> int:
-    """Return 0, as numbers are unused; raise DocumentError for too many digits."""
+    """Return a short integer, 0 for one that nothing uses; raise DocumentError for too many digits.
+
+    How many digits Python itself converts depends on the environment.
+    """
     if len(digits) > MAX_DIGITS:
         raise DocumentError(f"holds a number with too many digits ({len(digits)})", "shorten it")
-    return 0
+    return int(digits) if len(digits) < SHORT_DIGITS else 0
 
 
 # Objects become tuples of pairs, so that duplicate fields are detected.

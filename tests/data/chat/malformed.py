@@ -105,7 +105,7 @@ IN_A_TURN: dict[str, Spoil] = {
     "a key that is missing": _without,
     "keys of two forms in a turn": _both_spellings,
     "tool calls": lambda draw, turn, names: {**turn, **dict([draw.choice(TOOLS)])},
-    "an unknown key": lambda draw, turn, names: {**turn, draw.choice(["weight", "loss"]): 0},
+    "an unknown key": lambda draw, turn, names: {**turn, draw.choice(["weight", "loss"]): 0.5},
     "the name of a special token": _with_token,
     "a NUL": lambda draw, turn, names: {**turn, names[2]: f"a\0{draw.random()}"},
 }

@@ -38,10 +38,10 @@ FORMATS = [
     {"conversations": turns(("human", "one"), ("gpt", "two"), role="from", content="value")},
     {"conversations": turns(("user", "one"), ("chatgpt", "two"), role="from", content="value")},
     {"prompt": "one", "completion": "two"},
-    {"id": 7, "weight": 0.5, "messages": [USER, ANSWER], "source": {"a": [1]}},
+    {"id": 7, "score": 0.5, "messages": [USER, ANSWER], "source": {"a": [1]}},
     {"messages": [USER, ANSWER], "prompt": "one"},
     {"messages": [USER, ANSWER], "system": "", "tools": None},
-    {"messages": [{**USER, "name": "ann", "id": 1}, {**ANSWER, "tool_calls": None, "x": None}]},
+    {"messages": [{**USER, "idx": 0, "id": 1}, {**ANSWER, "tool_calls": None, "x": None}]},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "one"}]}, ANSWER]},
     {
         "messages": [
@@ -189,9 +189,9 @@ MISTAKES = [
         second({**ANSWER, "tool_calls": [{"id": "x"}]}),
         'turn 2: has "tool_calls", and tool calls are not',
     ),
-    (second({"role": "assistant", "content": None, "tool_calls": []}), 'turn 2: has "tool_calls"'),
+    (second({"role": "assistant", "content": None, "tool_calls": []}), 'turn 2: "content" is null'),
     (second({**ANSWER, "function_call": {"name": "f"}}), 'turn 2: has "function_call"'),
-    (second({**ANSWER, "weight": 0}), 'turn 2: has "weight", which is not supported'),
+    (second({**ANSWER, "weight": 0}), 'turn 2: has "weight" (0), which is not supported: all'),
     (
         second({**ANSWER, "reasoning_content": "hm"}),
         'turn 2: has "reasoning_content", which is not',
@@ -296,3 +296,130 @@ def test_random_conversations_come_back(escaped):
         record = {"id": 1, "messages": json.loads(text)}
         line = bytearray(json.dumps(record, ensure_ascii=escaped).encode() + b"\r\n")
         assert conversation_of_line(line, ReadOptions()) == text
+
+
+ABSENT = ["", " ", None, [], {}, "[]", "{}", " [ ]\n", "null", "None", [None], [""], {"a": None}]
+TURN_KEYS = ["tool_calls", "annotations", "reasoning_content", "tools", "audio", "name", "weight"]
+BESIDE = ["system", "tools", "functions", "system_prompt", "history", "images", "label", "weight"]
+
+
+@pytest.mark.parametrize("value", ABSENT, ids=repr)
+def test_a_key_without_a_value_is_absent_in_turns_and_beside_them(value):
+    for key in TURN_KEYS:
+        assert read({"messages": [{**USER, key: value}, {**ANSWER, key: value}]}) == ROUND
+        turn = {"from": "gpt", "value": "two", key: value}
+        assert read({"conversations": [{"from": "human", "value": "one"}, turn]}) == ROUND
+    for key in [*BESIDE, *TURN_KEYS, "chosen", "conversations", "prompt", "id"]:
+        assert read({key: value, "messages": [USER, ANSWER]}) == ROUND
+    part = {"type": "text", "text": "one", "annotations": value}
+    assert read({"messages": [{"role": "user", "content": [part]}, ANSWER]}) == ROUND
+    for place in (0, 1):
+        turns_with = [USER, ANSWER]
+        turns_with.insert(place, {"role": "system", "content": value if value == "" else None})
+        assert read({"messages": turns_with}) == ROUND
+
+
+# What would be lost, with a part of the remedy.
+LOSSES = [
+    *[(key, "be kind", "as the first turn") for key in ("system", "system_prompt", "systemPrompt")],
+    *[(key, "be kind", "as the first turn") for key in ("System Message", "sys_msg", "persona")],
+    *[(key, "be kind", "as the first turn") for key in ("developer", "default_system_prompt")],
+    *[(key, [{"name": "f"}], "into the system") for key in ("tools", "functions", "function_call")],
+    *[(key, '[{"name": "f"}]', "into the system") for key in ("available_tools", "tool_schemas")],
+    *[(key, [["a", "b"]], "into a turn") for key in ("history", "chat_history", "documents")],
+    *[(key, "a passage", "into a turn") for key in ("context", "contexts", "retrieved_documents")],
+    *[(key, "a passage", "into a turn") for key in ("input", "response", "reasoning_content")],
+    *[(key, ["x.jpg"], "model of text") for key in ("images", "image", "videos", "audios")],
+    *[
+        (key, "x.jpg", "model of text")
+        for key in ("image_path", "imageUrls", "audio_file", "media")
+    ],
+    *[(key, {"from": "gpt", "value": "a"}, "keep the answer") for key in ("chosen", "rejected")],
+    *[(key, "worse", "keep the answer") for key in ("rejected_response", "rejectedAnswer")],
+    *[("label", value, "good answers alone") for value in (False, True, 0, 1, "bad", [1])],
+    ("kto_tag", True, "good answers alone"),
+    *[("weight", value, "all count alike") for value in (0, 0.0, 0.5, 2, "1", [0, 1], False)],
+    *[(key, 0, "all count alike") for key in ("loss_weight", "sampleWeight", "train", "loss")],
+]
+
+
+@pytest.mark.parametrize(("key", "value", "remedy"), LOSSES, ids=repr)
+def test_what_stands_beside_the_turns_is_not_lost_in_silence(key, value, remedy):
+    forms = [{"messages": [USER, ANSWER]}, {"prompt": "one", "completion": "two"}]
+    forms.append(sharegpt(("human", "one"), ("gpt", "two")))
+    for form in forms:
+        for record in ({key: value, **form}, {**form, key: value}):
+            with pytest.raises(DocumentError) as caught:
+                read(record)
+            assert caught.value.reason == f'has "{key}" outside of the turns, which would be lost'
+            assert remedy in caught.value.remedy
+
+
+IGNORED = [
+    {
+        "id": 1,
+        "source": "web",
+        "meta": {"a": "b"},
+        "score": 0.5,
+        "language": "en",
+        "split": "train",
+    },
+    {
+        "operating_system": "linux",
+        "num_images": 0,
+        "has_tools": True,
+        "document_id": "x",
+        "tag": "y",
+    },
+    {"context": 7, "system": False, "images": 0},  # numbers are no text
+    {"prompt": "another", "category": "qa", "prompt_id": "a1"},
+    {"context": " one\n", "input": "two", "system": "one"},  # a turn says it
+]
+
+
+@pytest.mark.parametrize("beside", IGNORED)
+def test_what_is_ignored_beside_the_turns_is_named(beside):
+    ignored = set()
+    line = json.dumps({**beside, "messages": [USER, {**ANSWER, "timestamp": "2026"}]}).encode()
+    assert conversation_of(conversation_of_line(line, LIMIT, ignored)) == ROUND
+    assert ignored == {*beside, "timestamp of turns"}
+
+
+@pytest.mark.parametrize(
+    "key", ["weight", "loss_weight", "train", "loss", "trainable", "loss_mask"]
+)
+def test_a_weight_that_means_what_is_done_anyway(key):
+    for full, none in ((1, 0), (1.0, 0.0), (True, False)):
+        assert read({"messages": [{**USER, key: none}, {**ANSWER, key: full}], key: full}) == ROUND
+        with pytest.raises(DocumentError, match=f'turn 2: has "{key}" .*all answers count alike'):
+            read(second({**ANSWER, key: none}))
+    for value in (0.5, -1, 2, "1", [1]):
+        with pytest.raises(DocumentError, match=f'turn 1: has "{key}"'):
+            read({"messages": [{**USER, key: value}, ANSWER]})
+
+
+def test_a_remedy_shows_the_role_of_its_turn():
+    with pytest.raises(DocumentError) as caught:
+        read(second({**ANSWER, "reasoning_content": "hm"}))
+    assert caught.value.remedy == 'remove it, or write {"role": "assistant", "content": "..."}'
+    turn = {"from": "observation", "value": "x", "thought": "hm"}
+    with pytest.raises(DocumentError) as caught:
+        read({"conversations": [{"from": "human", "value": "a"}, turn]})
+    assert '{"from": "observation", "value": "..."}' in caught.value.remedy
+
+
+@pytest.mark.parametrize("key", ["mask", "masked", "refusal", "thinking", "images", "speaker"])
+def test_an_unknown_key_of_a_turn_is_refused(key):
+    for value in (True, 1, "x", ["x"]):
+        with pytest.raises(DocumentError, match=f'turn 2: has "{key}", which is not supported'):
+            read(second({**ANSWER, key: value}))
+        part = {"type": "text", "text": "two", key: value}
+        with pytest.raises(DocumentError, match=f'part 1 of its content has "{key}"'):
+            read(second({"role": "assistant", "content": [part]}))
+
+
+def test_the_name_of_a_turn_is_kept():
+    found = read({"messages": [{**USER, "name": "ann"}, ANSWER]})
+    assert found == [Message("user", "one", "ann"), ROUND[1]]
+    with pytest.raises(DocumentError, match='turn 1: "name" is a number'):
+        read({"messages": [{**USER, "name": 7}, ANSWER]})

@@ -289,3 +289,20 @@ def test_threads_may_share_a_source(tokenizer):
     with ThreadPoolExecutor(4) as pool:
         found = pool.map(lambda number: templates[number % 2].encode(TWO)[1].tolist(), range(400))
         assert all(targets == expected for targets in found)
+
+
+def test_a_name_that_the_template_leaves_out_is_refused(tokenizer):
+    named = [Message("user", "a", "ann"), Message("assistant", "b")]
+    with pytest.raises(DocumentError, match='turn 1: has "name", which the chat template does not'):
+        ChatTemplate(DEFAULT_TEMPLATE, tokenizer).encode(named)
+    written = DEFAULT_TEMPLATE.replace(
+        "message['content'] + '<|end|>' }}{% else",
+        "(message.name or '') + message['content'] + '<|end|>' }}{% else",
+    )
+    chat = ChatTemplate(written, tokenizer)
+    assert chat.render(named).startswith("<|user|>anna<|end|>")
+    chat.encode(named)
+    with pytest.raises(DocumentError, match='turn 2: has "name"'):
+        chat.encode([named[0], Message("assistant", "b", "bob")])
+    with pytest.raises(DocumentError, match='contains "<|end|>"'.replace("|", r"\|")):
+        chat.encode([Message("user", "a", "x<|end|>"), named[1]])
