@@ -139,6 +139,70 @@ def test_two_starts_of_one_process_are_a_world_of_two(
     assert run.curve() == fp32.curve()
 
 
+# The two lines of the tutorial this project follows.
+TUTORIAL = """
+accelerate launch --config_file accelerate_config.yaml train_pretrain_accelerate.py \\
+  --epochs 3 \\
+  --batch_size 24 \\
+  --learning_rate 2e-4 \\
+  --dtype bfloat16 \\
+  --accumulation_steps 32 \\
+  --grad_clip 1.0 \\
+  --log_interval 100 \\
+  --save_interval 10000 \\
+  --dim 1024 \\
+  --n_layers 32 \\
+  --max_seq_len 1024 \\
+  --use_flash_attn \\
+  --profile \\
+  --profile_interval 10
+"""
+METHODS = {
+    "file": TUTORIAL,
+    "flags": TUTORIAL.replace(
+        "accelerate launch --config_file accelerate_config.yaml",
+        "CUDA_VISIBLE_DEVICES=0,1,2,3 accelerate launch --multi_gpu --num_processes=4"
+        " --mixed_precision=bf16 --main_process_port=29500 --deepspeed_config_file ds_config.json",
+    ),
+}
+# Appended, so that a step takes less than a second.
+SMALLER = (
+    "--batch_size 2 --accumulation_steps 2 --max_steps 3 --dim 64 --n_layers 2 --max_seq_len 64"
+)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("method", ["file", pytest.param("flags", marks=pytest.mark.long)])
+def test_the_lines_of_the_tutorial_train_as_they_are_written(
+    method: str, corpus: Path, tmp_path: Path
+):
+    """In a folder with its files, on two processes and a free port."""
+    for name in ("train_pretrain_accelerate.py", "accelerate_config.yaml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "dataset").mkdir()
+    shutil.copy(corpus, tmp_path / "dataset" / "pretrain_hq.jsonl")
+    line = METHODS[method].replace("=4", "=2").replace("=29500", f"={free_port()}").strip()
+    more = f"{SMALLER} --vocab_size 600 --cache_dir cache"
+    two = sorted(os.sched_getaffinity(0))[:2]  # which is what num_processes: auto counts
+    done = subprocess.run(
+        ["bash", "-c", f"{line} {more}"],
+        env=environment(),
+        preexec_fn=lambda: os.sched_setaffinity(0, two),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+    )
+    (out_dir,) = (path.parent for path in tmp_path.rglob("metrics.jsonl"))
+    run = Run(out_dir, done.returncode, done.stdout, done.stderr)
+    assert run.status == 0, run.stderr
+    assert run.stderr.count("train_pretrain_accelerate.py runs train_pretrain.py") == 1
+    (start,) = run.events("run_start")
+    expected = {"backend": "deepspeed", "world_size": 2, "zero_stage": 2, "dtype": "bfloat16"}
+    assert {name: start[name] for name in expected} == expected
+    assert [event["status"] for event in run.events("exit")] == [0]
+
+
 # run_accelerate.sh and its plan, up to where `accelerate launch` would start.
 
 DEEPSPEED = {"distributed_type": "DEEPSPEED"}
