@@ -25,6 +25,7 @@ from minimind.config.launcher_env import Launch, parent_command, with_dropped_co
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, LAUNCH, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
+from minimind.runtime.environment import GPU_VARIABLES, visible_gpu_names
 from minimind.runtime.hardware import HAS_BF16, compiler_fault, invisible_gpus_fault, list_gpus
 
 TORCH_ADAM = "optimizer.params.torch_adam"
@@ -161,9 +162,14 @@ def choose_device(run: RunConfig, launch: Launch) -> str:
 
 
 def device_for(requested: str, source: str, launch: Launch) -> str:
-    """Resolve `auto`, `cuda` or `cpu`, which came from `source`."""
+    """Resolve `auto`, `cuda` or `cpu`, which came from `source`.
+
+    Raise RendezvousError for a malformed list of visible GPUs.
+    """
     if requested == "cpu":
         return "cpu"
+    for variable in GPU_VARIABLES:
+        visible_gpu_names(os.environ.get(variable, ""), variable)
     if torch.cuda._is_in_bad_fork():  # torch then counts no GPU
         raise UsageError(
             f"device = {requested} ({source}), but CUDA was used before this process was forked;"
