@@ -1,17 +1,13 @@
 #!/usr/bin/env python
-"""The name of the training script in tutorials; here it is train_pretrain.py."""
+"""train_pretrain.py by the name that it has in tutorials, with a notice."""
 
 import os
 import sys
 
-from minimind.errors import UsageError
-from minimind.runtime.process import write_torchrun_error
-from minimind.runtime.terminal import one_line
+from minimind.launch.train_pretrain import run
+from minimind.runtime.environment import rank_of
 
 if __name__ == "__main__":
-    message = "this script is called train_pretrain.py here; start that, with the same flags"
-    line = one_line("train_pretrain_accelerate.py", UsageError(message))
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(line, file=sys.stderr)
-    write_torchrun_error(line)
-    sys.exit(UsageError.status)
+    if rank_of(os.environ) == 0:
+        print("train_pretrain_accelerate.py runs train_pretrain.py", file=sys.stderr)
+    run()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -21,7 +22,12 @@ PROJECT = Path(__file__).resolve().parents[2]  # the checkout, or site-packages
 if not __package__:  # run as a script: import the package from there, installed or not
     sys.path[0:1] = [] if str(PROJECT) in sys.path else [str(PROJECT)]
 from minimind.errors import RendezvousError, RunError, UsageError
-from minimind.runtime.environment import LAUNCHER_VARIABLES, require_numbers
+from minimind.runtime.environment import (
+    GPU_VARIABLES,
+    LAUNCHER_VARIABLES,
+    require_numbers,
+    visible_gpu_names,
+)
 from minimind.runtime.terminal import one_line, phase
 
 # Device files of NVIDIA, AMD and Windows drivers; nvidia-smi may still be missing.
@@ -158,22 +164,39 @@ def plan(settings: LaunchSettings, gpus: int) -> dict[str, Any]:
     }
 
 
-def count_gpus(visible: str | None) -> int:
-    """Count the GPUs of torch: those of CUDA_VISIBLE_DEVICES before an invalid one, or all."""
-    if visible is not None:
-        names = [name.strip() for name in visible.split(",")]
-        are_valid = [name.isdecimal() or name.startswith(("GPU-", "MIG-")) for name in names]
-        return [*are_valid, False].index(False)
+def count_gpus(visible: str | None, source: str = "CUDA_VISIBLE_DEVICES") -> int:
+    """Count the GPUs of this host, of which `visible` is a list (None: all).
+
+    Raise RendezvousError if the list is malformed or names a GPU that is not there.
+    """
+    names = None if visible is None else visible_gpu_names(visible, source)
+    if names == []:
+        return 0
     try:
         command = ["nvidia-smi", "--list-gpus"]
-        gpus = subprocess.run(command, capture_output=True, text=True).stdout
+        listed = subprocess.run(command, capture_output=True, text=True).stdout
     except OSError:
-        if not any(driver.exists() for driver in DRIVERS):
-            return 0
-        import torch  # slow, but the only way to know
+        if any(driver.exists() for driver in DRIVERS):
+            if names is not None:
+                return len(names)
+            import torch  # slow, but the only way to know
 
-        return torch.cuda.device_count()
-    return sum(line.startswith("GPU") for line in gpus.splitlines())
+            return torch.cuda.device_count()
+        listed = ""
+    gpus = len(re.findall("^GPU", listed, re.MULTILINE))
+    uuids = re.findall(r"UUID: ([^)]+)", listed)
+    for name in names or []:
+        if name.isdecimal():
+            is_there = int(name) < gpus or "MIG-" in listed
+        else:  # drivers before 470 name a slice by its GPU, MIG-GPU-.../1/0, and do not list it
+            is_there = name.startswith("MIG-GPU-") or sum(u.startswith(name) for u in uuids) == 1
+        if not is_there:
+            there = f"nvidia-smi lists {gpus} GPU{'s' if gpus > 1 else ''}"
+            raise RendezvousError(
+                f"{source} is {visible!r}, and {there if gpus else 'this host has no GPU driver'};"
+                " correct it or leave it out"
+            )
+    return gpus if names is None else len(names)
 
 
 def free_port(port: int) -> int:
@@ -225,11 +248,18 @@ def main(target: str, device: str) -> dict[str, Any]:
         if settings.document.get(field) == value:
             exports["MINIMIND_CPU_BY"] = field
             device = "cpu"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None and (ids := settings.document.get("gpu_ids") or "all") != "all":
-        visible = exports["CUDA_VISIBLE_DEVICES"] = str(ids)
-    with phase("counting the GPUs", after=0.5):
-        gpus = 0 if device == "cpu" else count_gpus(visible)
+    visible, source = os.environ.get("CUDA_VISIBLE_DEVICES"), "CUDA_VISIBLE_DEVICES"
+    ids = settings.document.get("gpu_ids")
+    ids = ",".join(map(str, ids)) if isinstance(ids, list) else ids
+    if visible is None and ids not in (None, "all"):
+        visible, source = str(ids), f"gpu_ids in {path}"
+        exports["CUDA_VISIBLE_DEVICES"] = visible
+    gpus = 0
+    if device != "cpu":
+        for variable in GPU_VARIABLES:
+            visible_gpu_names(os.environ.get(variable, ""), variable)
+        with phase("counting the GPUs", after=0.5):
+            gpus = count_gpus(visible, source)
     if not gpus:
         exports["DS_ACCELERATOR"] = "cpu"
     launched = plan(settings, gpus)

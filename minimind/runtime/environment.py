@@ -8,6 +8,7 @@ checked before these libraries are imported. Standard library only.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ RANGES = {
 CHOICES = {"TORCH_DISTRIBUTED_DEBUG": ("OFF", "INFO", "DETAIL")}
 # Accelerate uses these if WORLD_SIZE is unset.
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+HIDDEN = ("", "-1", "NoDevFiles")  # their values that hide every GPU
 # NCCL runs only with one of them; without, its variables may be meant for other hosts.
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
@@ -68,6 +71,27 @@ def require_numbers(environ: Mapping[str, str], names: Iterable[str]) -> None:
             raise RendezvousError(
                 f"{name} is {value!r} in the environment, not a whole number {span}; unset it"
             )
+
+
+def visible_gpu_names(value: str, source: str) -> list[str]:
+    """The numbers or UUIDs in a list of GPUs, which -1 ends; `source` is a variable or a field.
+
+    Raise RendezvousError for a list from which CUDA would drop GPUs, or all of them, in silence.
+    """
+    if value.strip() in HIDDEN:
+        return []
+    names = [name.strip() for name in value.strip().removesuffix(",").split(",")]
+    names = names[: names.index("-1")] if "-1" in names else names
+    kinds = {name.isdecimal() or name[:4] for name in names}
+    if not all(re.fullmatch(r"[0-9]+|(GPU|MIG)-[\w/-]+", name, re.ASCII) for name in names):
+        fault = "not numbers or UUIDs of GPUs, separated by commas"
+    elif len(kinds) > 1:
+        fault = "of several kinds, of which CUDA reads the first alone"
+    elif len({int(name) if name.isdecimal() else name for name in names}) < len(names):
+        fault = "in which one GPU is named twice, and CUDA then sees none"
+    else:
+        return names
+    raise RendezvousError(f"{source} is {value!r}, {fault}; write it as 0,1 or leave it out")
 
 
 def _is_in(value: str, allowed: range) -> bool:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from minimind.runtime.environment import HIDDEN, visible_gpu_names
+
 COMMAND_TIMEOUT = 20.0  # seconds; nvidia-smi takes several without the persistence daemon
 GPU_FIELDS = ("name", "driver_version", "memory.total", "compute_cap")
 # CUDA major version: oldest driver, by "CUDA Toolkit and Minimum Required Driver Version for CUDA
@@ -28,7 +30,6 @@ MIN_TRITON_CAPABILITY = (7, 0)  # torch/_inductor/scheduler.py, GPUTooOldForTrit
 MIN_BF16_CAPABILITY = (8, 0)  # also of the flash attention kernels of torch
 MIN_FP8_CAPABILITY = (8, 9)
 DEFAULT_NVCC = "/usr/local/cuda/bin/nvcc"
-HIDDEN = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES that hide every GPU
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,11 @@ def visible_gpus(environ: Mapping[str, str]) -> dict[str, bool]:
 
 def parse_use(text: str, allowed: str | None) -> dict[str, bool]:
     """The same from the CSV output of nvidia-smi and the variable's value (None: all)."""
-    names = None if allowed is None else [name.strip() for name in allowed.split(",")]
+    names = None if allowed is None else visible_gpu_names(allowed, "CUDA_VISIBLE_DEVICES")
     gpus = {}
     for line in text.splitlines():
         index, uuid, used = (field.strip() for field in line.split(","))
-        is_named = names is None or any(n and (n == index or uuid.startswith(n)) for n in names)
+        is_named = names is None or any(n == index or uuid.startswith(n) for n in names)
         if is_named:
             gpus[uuid] = used.isdecimal() and int(used) <= MAX_IDLE_MIB
     return gpus
@@ -139,7 +140,7 @@ def invisible_gpus_fault(
 
     torch_cuda is torch.version.cuda, visible the value of CUDA_VISIBLE_DEVICES.
     """
-    if not gpus or visible in HIDDEN:
+    if not gpus or (visible is not None and visible.split(",")[0].strip() in HIDDEN):
         return "", ""
     driver, build = gpus[0].driver, f"torch {torch.__version__}"
     found = f"nvidia-smi lists {len(gpus)} x {gpus[0].name} (driver {driver})"

@@ -22,9 +22,10 @@ import yaml
 
 from minimind.config.launcher_env import DROPPED
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.errors import UsageError
+from minimind.errors import RendezvousError, UsageError
 from minimind.launch import plan as launch
 from minimind.launch.plan import DEEPSPEED_FIELDS, LaunchSettings, count_gpus, fields, plan
+from minimind.runtime.environment import GPU_VARIABLES
 from tests.conftest import ROOT, Launcher, Run
 from tests.distributed.conftest import FP32
 from tests.forking import free_port
@@ -139,6 +140,70 @@ def test_two_starts_of_one_process_are_a_world_of_two(
     assert run.curve() == fp32.curve()
 
 
+# The two lines of the tutorial this project follows.
+TUTORIAL = """
+accelerate launch --config_file accelerate_config.yaml train_pretrain_accelerate.py \\
+  --epochs 3 \\
+  --batch_size 24 \\
+  --learning_rate 2e-4 \\
+  --dtype bfloat16 \\
+  --accumulation_steps 32 \\
+  --grad_clip 1.0 \\
+  --log_interval 100 \\
+  --save_interval 10000 \\
+  --dim 1024 \\
+  --n_layers 32 \\
+  --max_seq_len 1024 \\
+  --use_flash_attn \\
+  --profile \\
+  --profile_interval 10
+"""
+METHODS = {
+    "file": TUTORIAL,
+    "flags": TUTORIAL.replace(
+        "accelerate launch --config_file accelerate_config.yaml",
+        "CUDA_VISIBLE_DEVICES=0,1,2,3 accelerate launch --multi_gpu --num_processes=4"
+        " --mixed_precision=bf16 --main_process_port=29500 --deepspeed_config_file ds_config.json",
+    ),
+}
+# Appended, so that a step takes less than a second.
+SMALLER = (
+    "--batch_size 2 --accumulation_steps 2 --max_steps 3 --dim 64 --n_layers 2 --max_seq_len 64"
+)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("method", ["file", pytest.param("flags", marks=pytest.mark.long)])
+def test_the_lines_of_the_tutorial_train_as_they_are_written(
+    method: str, corpus: Path, tmp_path: Path
+):
+    """In a folder with its files, on two processes and a free port."""
+    for name in ("train_pretrain_accelerate.py", "accelerate_config.yaml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "dataset").mkdir()
+    shutil.copy(corpus, tmp_path / "dataset" / "pretrain_hq.jsonl")
+    line = METHODS[method].replace("=4", "=2").replace("=29500", f"={free_port()}").strip()
+    more = f"{SMALLER} --vocab_size 600 --cache_dir cache"
+    two = sorted(os.sched_getaffinity(0))[:2]  # which is what num_processes: auto counts
+    done = subprocess.run(
+        ["bash", "-c", f"{line} {more}"],
+        env=environment(),
+        preexec_fn=lambda: os.sched_setaffinity(0, two),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+    )
+    (out_dir,) = (path.parent for path in tmp_path.rglob("metrics.jsonl"))
+    run = Run(out_dir, done.returncode, done.stdout, done.stderr)
+    assert run.status == 0, run.stderr
+    assert run.stderr.count("train_pretrain_accelerate.py runs train_pretrain.py") == 1
+    (start,) = run.events("run_start")
+    expected = {"backend": "deepspeed", "world_size": 2, "zero_stage": 2, "dtype": "bfloat16"}
+    assert {name: start[name] for name in expected} == expected
+    assert [event["status"] for event in run.events("exit")] == [0]
+
+
 # run_accelerate.sh and its plan, up to where `accelerate launch` would start.
 
 DEEPSPEED = {"distributed_type": "DEEPSPEED"}
@@ -228,12 +293,96 @@ def test_a_number_or_type_that_cannot_be_is_reported_with_its_giver(document, en
     assert "; " in str(caught.value)
 
 
+LISTED = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-8a1b-11)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-8a1c-22)
+"""
+SLICES = f"""{LISTED}  MIG 1g.10gb     Device  0: (UUID: MIG-7b-33)
+  MIG 1g.10gb     Device  1: (UUID: MIG-7c-44)
+"""
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Puts an nvidia-smi that lists these GPUs first on PATH; returns its folder."""
+    folder = tmp_path / "smi"
+
+    def put(listed: str) -> Path:
+        folder.mkdir(exist_ok=True)
+        (folder / "listed").write_text(listed)
+        (folder / "nvidia-smi").write_text('#!/bin/sh\ncat "${0%/*}/listed"\n')
+        (folder / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        return folder
+
+    return put
+
+
 @pytest.mark.parametrize(
     ("visible", "gpus"),
-    [("", 0), ("0", 1), ("0,1", 2), ("0,-1,2", 1), ("GPU-8a,MIG-7b", 2), ("NoDevFiles", 0)],
+    [
+        (None, 2),
+        ("0", 1),
+        (" 1 , 0 ", 2),
+        ("0,1,", 2),
+        ("1,-1,0", 1),
+        ("GPU-8a1b", 1),  # the beginning of one
+        ("GPU-8a1c-22,GPU-8a1b-11", 2),
+        ("MIG-7b-33,MIG-7c-44", 2),
+        ("MIG-GPU-8a1b-11/1/0", 1),
+        *[(hidden, 0) for hidden in ("", " ", "-1", "-1,0", "NoDevFiles")],
+    ],
 )
-def test_visible_gpus_are_counted_as_torch_does(visible: str, gpus: int):
+def test_visible_gpus_are_counted_as_cuda_does(visible: str, gpus: int, smi):
+    smi(SLICES)
     assert count_gpus(visible) == gpus
+
+
+@pytest.mark.parametrize(
+    ("visible", "fault"),
+    [
+        *[
+            (text, "not numbers or UUIDs of GPUs, separated by commas; write it as 0,1")
+            for text in (
+                *("0;1", "0-1", "0 1", "0,,1", "0x1", "0.1", "cuda:0", "cuda:0,cuda:1", '"0"'),
+                *("'0,1'", "[0, 1]", "all", "none", "None", "void", "auto", "gpu0", "GPU-", "1gpu"),
+                *("True", "-2", "+0", "\N{FULLWIDTH DIGIT ZERO}"),
+            )
+        ],
+        ("0,0", "in which one GPU is named twice"),
+        ("1,0,01", "in which one GPU is named twice"),
+        ("GPU-8a1b,GPU-8a1b", "in which one GPU is named twice"),
+        ("0,GPU-8a1c-22", "of several kinds, of which CUDA reads the first alone"),
+        ("GPU-8a1b,MIG-7b-33", "of several kinds"),
+        ("0,2", "and nvidia-smi lists 2 GPUs; correct it or leave it out"),
+        ("7", "and nvidia-smi lists 2 GPUs"),
+        ("GPU-8a1", "and nvidia-smi lists 2 GPUs"),  # the beginning of two
+        ("GPU-9", "and nvidia-smi lists 2 GPUs"),
+        ("MIG-7b", "and nvidia-smi lists 2 GPUs"),
+    ],
+)
+def test_a_list_of_gpus_that_loses_some_is_9_with_its_variable(visible: str, fault: str, smi):
+    smi(LISTED)
+    for source in ("CUDA_VISIBLE_DEVICES", "gpu_ids in a.yaml"):
+        with pytest.raises(RendezvousError) as caught:
+            count_gpus(visible, source)
+        assert str(caught.value).startswith(f"{source} is {visible!r}, {fault}")
+
+
+@pytest.mark.parametrize("listed", [None, "", "NVIDIA-SMI has failed because it could not ...\n"])
+def test_a_gpu_that_is_named_on_a_host_without_a_driver_is_9(
+    listed: str | None, smi, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(launch, "DRIVERS", [])
+    if listed is None:
+        monkeypatch.setenv("PATH", "/nowhere")
+    else:
+        smi(listed)
+    assert count_gpus(None) == count_gpus("-1") == 0
+    with pytest.raises(RendezvousError) as caught:
+        count_gpus("0")
+    assert str(caught.value) == (
+        "CUDA_VISIBLE_DEVICES is '0', and this host has no GPU driver; correct it or leave it out"
+    )
 
 
 @pytest.mark.parametrize(("driver", "gpus"), [("/nowhere/nvidiactl", 0), ("/dev/null", 3)])
@@ -244,6 +393,8 @@ def test_without_nvidia_smi_torch_counts_where_there_is_a_driver(
     monkeypatch.setattr(launch, "DRIVERS", [Path(driver)])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert count_gpus(None) == gpus
+    if gpus:  # the list is believed, as torch would have to be imported to know
+        assert count_gpus("0,1") == 2
 
 
 def test_the_known_fields_are_accelerates():
@@ -389,16 +540,92 @@ def test_a_yaml_for_the_cpu_is_handed_on_as_such_and_not_as_a_flag(
     assert (launched["distributed_type"], launched["use_cpu"]) == ("MULTI_GPU", False)
 
 
-def test_gpus_named_in_the_yaml_are_those_visible_unless_the_environment_names_some(
-    script, tmp_path: Path
+@pytest.fixture
+def exported(
+    smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[dict[str, Any], dict[str, Any]]]:
+    """What the plan of a YAML exports and launches on a host with the GPUs that are listed."""
+
+    def run(lines: str, listed: str = LISTED, **environ: str):
+        smi(listed)
+        Path("a.yaml").write_text(f"distributed_type: DEEPSPEED\n{lines}\n")
+        for name in GPU_VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in {"CONFIG_FILE": "a.yaml", **environ}.items():
+            monkeypatch.setenv(name, value)
+        exports = launch.main("launch.yaml", "auto")
+        return exports, yaml.safe_load(Path("launch.yaml").read_text())
+
+    monkeypatch.chdir(tmp_path)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ids", "visible", "gpus"),
+    [
+        ("0,1", "0,1", 2),
+        ("'1'", "1", 1),
+        ("0", "0", 1),
+        ("[0, 1]", "0,1", 2),
+        ("[1]", "1", 1),
+        ("['GPU-8a1b']", "GPU-8a1b", 1),
+        ("\n- 1\n- 0", "1,0", 2),
+        ("all", None, 2),
+        ("[all]", None, 2),
+        ("", None, 2),  # null, as Accelerate writes it
+        *[(hidden, "-1", 0) for hidden in ("-1", "[-1]", "'-1'")],
+        *[(hidden, "", 0) for hidden in ("''", "[]")],
+    ],
+)
+def test_gpus_named_in_the_yaml_are_those_visible(
+    ids: str,
+    visible: str | None,
+    gpus: int,
+    exported: Callable[..., tuple[dict[str, Any], dict[str, Any]]],
+    capsys: pytest.CaptureFixture[str],
 ):
-    path = tmp_path / "a.yaml"
-    path.write_text("distributed_type: DEEPSPEED\ngpu_ids: 0,1,2\n")
-    line, launched = handed_on(script(CONFIG_FILE=str(path), CUDA_VISIBLE_DEVICES="unset"))
-    assert (launched["num_processes"], line[-10:]) == (3, "gpus=0,1,2")
-    line, launched = handed_on(script(CONFIG_FILE=str(path), CUDA_VISIBLE_DEVICES="3"))
-    assert (launched["num_processes"], line[-6:]) == (1, "gpus=3")
+    exports, launched = exported(f"gpu_ids: {ids}")
+    assert exports.get("CUDA_VISIBLE_DEVICES") == visible
+    assert exports.get("DS_ACCELERATOR") == (None if gpus else "cpu")
+    assert launched["num_processes"] == (gpus or 2)
     assert "gpu_ids" not in launched
+    assert f" on {f'{gpus} GPU' if gpus else 'the CPU'}" in capsys.readouterr().err
+    exports, launched = exported(f"gpu_ids: {ids}", CUDA_VISIBLE_DEVICES="1")  # before the file
+    assert "CUDA_VISIBLE_DEVICES" not in exports
+    assert launched["num_processes"] == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "environ", "report"),
+    [
+        ("gpu_ids: 0;1", {}, "gpu_ids in a.yaml is '0;1', not numbers"),
+        ("gpu_ids: [0, 0]", {}, "gpu_ids in a.yaml is '0,0', in which"),
+        ("gpu_ids: true", {}, "gpu_ids in a.yaml is 'True', not numbers"),
+        ("gpu_ids: {a: 0}", {}, "gpu_ids in a.yaml is \"{'a': 0}\", not numbers"),
+        ("gpu_ids: 0,1,2", {}, "gpu_ids in a.yaml is '0,1,2', and nvidia-smi lists 2 GPUs"),
+        ("", {"CUDA_VISIBLE_DEVICES": "all"}, "CUDA_VISIBLE_DEVICES is 'all', not numbers"),
+        ("", {"HIP_VISIBLE_DEVICES": "0;1"}, "HIP_VISIBLE_DEVICES is '0;1', not numbers"),
+        ("", {"ROCR_VISIBLE_DEVICES": "0,0"}, "ROCR_VISIBLE_DEVICES is '0,0', in which"),
+    ],
+)
+def test_a_fault_in_a_list_of_gpus_names_its_place(
+    lines: str,
+    environ: dict[str, str],
+    report: str,
+    exported: Callable[..., tuple[dict[str, Any], dict[str, Any]]],
+):
+    with pytest.raises(RendezvousError) as caught:
+        exported(lines, **environ)
+    assert str(caught.value).startswith(report)
+
+
+def test_a_gpu_that_is_not_there_is_one_line_and_9_unless_the_cpu_is_requested(script):
+    refused = script(CUDA_VISIBLE_DEVICES="99")
+    assert (refused.status, refused.stdout) == (9, "")
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith("run_accelerate.sh: error[E_RENDEZVOUS] rank=0 step=0: CUDA_VISIBLE_DEV")
+    _, launched = handed_on(script("--device", "cpu", CUDA_VISIBLE_DEVICES="99"))
+    assert launched["num_processes"] == 2
 
 
 def test_a_taken_port_is_9_and_another_hosts_port_is_not_probed(script):

@@ -8,16 +8,24 @@ the line before it, `<!-- needs: gpu -->`, with one or more of REASONS, separate
 from __future__ import annotations
 
 import ast
+import math
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from minimind.cli import main as cli
+from minimind.config.deepspeed.backend_choice import read_setup
+from minimind.config.launcher_env import read_launch, with_dropped_config
 from minimind.config.parse import parse_flags
+from minimind.config.run_config import CONFIGS
+from minimind.config.yaml_files import load_yaml
 from minimind.errors import UsageError
+from minimind.launch.plan import LaunchSettings, plan
 from tests.conftest import ROOT
 
 REASONS = ("gpu", "slurm", "hosts", "network", "hours", "other software")
@@ -27,6 +35,7 @@ NEEDS = re.compile(r" *<!-- needs: (.+) -->")
 FENCE = re.compile(r"( *)```(\S*)")
 # What a page says once for a part of many commands.
 STANDS_FOR = {"FLAGS": "--model tiny --data_path my_text.jsonl --out_dir out/mine"}
+TRAINING = ("run_accelerate.sh", "train_pretrain.py", "train_pretrain_accelerate.py")
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,14 @@ def files_in(blocks: Sequence[Block]) -> dict[str, str]:
     return {name[1]: "\n".join(block.lines) + "\n" for name, block in named if name}
 
 
+def lines_of_prose(text: str) -> list[str]:
+    """The whole command lines of training that stand outside of blocks, most of them in tables."""
+    prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"`([^`\n]+ (?:FLAGS|\.\.\.)[^`\n]*)`", prose)
+    whole = [span for span in found if any(f"{name} " in span for name in TRAINING)]
+    return [_filled(span.replace("...", "FLAGS")) for span in whole]
+
+
 def all_blocks() -> list[Block]:
     """Those of all pages."""
     return [
@@ -101,15 +118,20 @@ def all_blocks() -> list[Block]:
 
 
 def check(command: str, any_program: bool = False) -> None:
-    """Nothing, or a UsageError where a program, a flag, a file or a target is not there."""
+    """Nothing, or a UsageError where a program, a flag, a file or a target is not there.
+
+    The settings of a training command are resolved as by its --dry_run, in this process.
+    """
     for words in _simple_commands(command):
-        while words and re.match(r"[A-Z_]+=", words[0]):
+        environ: dict[str, str] = {}
+        while words and (variable := re.fullmatch(r"([A-Z_]+)=(.*)", words[0], re.DOTALL)):
+            environ[variable[1]] = variable[2]
             words = words[1:]
         program, *given = words
         program = program.removeprefix(".venv/bin/")
         if program in CHECKS:
             try:
-                CHECKS[program](given)
+                CHECKS[program](given, environ)
             except SystemExit as report:  # --help
                 if report.code:
                     raise UsageError(f"{command}: ends with {report.code}") from report
@@ -135,27 +157,58 @@ def _simple_commands(command: str) -> list[list[str]]:
     return [words for words in found if words]
 
 
-def _minimind(given: Sequence[str]) -> None:
+Environ = Mapping[str, str]
+
+
+def dry_run(flags: Sequence[str], environ: Environ, launcher: Sequence[str] = ()) -> None:
+    """Resolve flags, launcher and files as a worker does in this environment."""
+    run = parse_flags(flags)
+    launch = with_dropped_config(read_launch(environ), run.deepspeed_config, launcher)
+    read_setup(run, launch).resolve()
+
+
+def _by_script(flags: Sequence[str], environ: Environ) -> None:
+    """A dry run of run_accelerate.sh, without GPUs."""
+    path = environ.get("CONFIG_FILE", str(CONFIGS / "accelerate_config.yaml"))
+    settings = LaunchSettings(load_yaml(path, "CONFIG_FILE"), path, environ)
+    dry_run(flags, _ranks(plan(settings, 0)["num_processes"]) | _deepspeed(settings.document))
+
+
+def _ranks(processes: int) -> dict[str, str]:
+    return {"WORLD_SIZE": str(processes), "RANK": "0", "LOCAL_RANK": "0"}
+
+
+def _deepspeed(document: Mapping[str, Any]) -> dict[str, str]:
+    """The variables in which Accelerate passes the DeepSpeed file of its YAML."""
+    if document.get("distributed_type") != "DEEPSPEED":
+        return {}
+    file = document["deepspeed_config"]["deepspeed_config_file"]
+    return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": file}
+
+
+def _minimind(given: Sequence[str], environ: Environ) -> None:
     args, rest = cli.build_parser().parse_known_args(given)
-    if args.command in cli.TAKE_RUN_FLAGS:
-        parse_flags(rest)
+    if args.command == "train":
+        dry_run(rest, environ)
+    elif args.command in cli.TAKE_RUN_FLAGS:
+        _by_script(rest, environ)
     elif rest:
         raise UsageError(f"minimind {args.command} knows no {rest[0]}")
 
 
-def _bash(given: Sequence[str]) -> None:
+def _bash(given: Sequence[str], environ: Environ) -> None:
     script, *flags = given
     if script != "run_accelerate.sh":
         raise UsageError(f"bash {script}: only run_accelerate.sh is known")
-    parse_flags(flags)
+    _by_script(flags, environ)
 
 
-def _sbatch(given: Sequence[str]) -> None:
+def _sbatch(given: Sequence[str], environ: Environ) -> None:
     at = given.index("scripts/slurm.sbatch")
-    parse_flags(given[at + 1 :])
+    _by_script(given[at + 1 :], environ)
 
 
-def _make(given: Sequence[str]) -> None:
+def _make(given: Sequence[str], environ: Environ) -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     known = re.findall(r"^([a-z-]+):|^([A-Z_]+) *[?:]=", text, re.MULTILINE)
     for word in given:
@@ -163,34 +216,36 @@ def _make(given: Sequence[str]) -> None:
             raise UsageError(f"make knows no {word}")
 
 
-def _python(given: Sequence[str]) -> None:
+def _python(given: Sequence[str], environ: Environ, launcher: Sequence[str] = ()) -> None:
     if given[0] == "-c":
         compile(given[1], "-c", "exec")
-    elif given[0] == "-m":
+        return None
+    if given[0] == "-m":
         module, *words = given[1:]
         if module == "minimind":
-            return _minimind(words)
+            return _minimind(words, environ)
         path = ROOT / f"{module.replace('.', '/')}.py"
         folder = path.with_suffix("") / "__main__.py"
-        _script(folder if folder.is_file() else path, words)
+        path, words = folder if folder.is_file() else path, words
     else:
-        _script(ROOT / given[0], given[1:])
-
-
-def _script(path: Path, given: Sequence[str]) -> None:
-    """A script of this project takes the flags that it names."""
+        path, words = ROOT / given[0], given[1:]
     if not path.is_file():
         raise UsageError(f"there is no {path.relative_to(ROOT)}")
-    if path.name == "train_pretrain.py":
-        parse_flags(given)
-    else:
-        _among(given, _options_in(path), path.name)
+    if path.name in TRAINING:
+        dry_run(words, environ, launcher)
+    else:  # a script of this project takes the flags that it names
+        _among(words, _options_in(path), path.name)
 
 
-def _launcher(package: str, source: str) -> Callable[[Sequence[str]], None]:
-    """The check of a launcher whose own flags are named in this file of a package."""
+def _launcher(
+    package: str, source: str, counts: Sequence[str] = ()
+) -> Callable[[Sequence[str], Environ], None]:
+    """The check of a launcher whose own flags are named in this file of a package.
 
-    def checked(given: Sequence[str]) -> None:
+    The product of its flags `counts` is the number of processes.
+    """
+
+    def checked(given: Sequence[str], environ: Environ) -> None:
         spec = find_spec(package)
         assert spec
         assert spec.origin
@@ -198,20 +253,27 @@ def _launcher(package: str, source: str) -> Callable[[Sequence[str]], None]:
         begins = [word == "-m" or word.endswith(".py") for word in given]
         at = begins.index(True) if True in begins else len(given)
         _among(given[:at], _options_in(path), source)
+        flags = dict(pairwise(given[:at]))
+        processes = math.prod(int(flags.get(name, 1)) for name in counts)
+        document = load_yaml(flags["--config_file"], "") if "--config_file" in flags else {}
+        if "--use_deepspeed" in flags:
+            block = {"deepspeed_config_file": flags["--deepspeed_config_file"]}
+            document = {"distributed_type": "DEEPSPEED", "deepspeed_config": block}
+        launched = dict(environ) | _ranks(processes) | _deepspeed(document)
         if given[at:]:
-            _python(given[at:])
+            _python(given[at:], launched, (package, "launch", *given))
 
     return checked
 
 
-def _accelerate(given: Sequence[str]) -> None:
+def _accelerate(given: Sequence[str], environ: Environ) -> None:
     if not given or given[0] not in ("launch", "config", "env"):
         raise UsageError(f"accelerate {' '.join(given[:1])}: only launch, config and env are known")
     if given[0] == "launch":
-        _launcher("accelerate", "commands/launch.py")(given[1:])
+        _launcher("accelerate", "commands/launch.py", ["--num_processes"])(given[1:], environ)
 
 
-def _pip(given: Sequence[str]) -> None:
+def _pip(given: Sequence[str], environ: Environ) -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     section = text.split("[project.optional-dependencies]")[1].split("\n[")[0]
     known = set(re.findall(r"^(\w+) = ", section, re.MULTILINE))
@@ -234,7 +296,7 @@ def _among(given: Sequence[str], known: set[str], whose: str) -> None:
             raise UsageError(f"{whose} knows no {name}")
 
 
-CHECKS: dict[str, Callable[[Sequence[str]], None]] = {
+CHECKS: dict[str, Callable[[Sequence[str], Environ], None]] = {
     "minimind": _minimind,
     "bash": _bash,
     "sbatch": _sbatch,
@@ -242,7 +304,7 @@ CHECKS: dict[str, Callable[[Sequence[str]], None]] = {
     "python": _python,
     "pip": _pip,
     "accelerate": _accelerate,
-    "torchrun": _launcher("torch", "distributed/run.py"),
-    "deepspeed": _launcher("deepspeed", "launcher/runner.py"),
+    "torchrun": _launcher("torch", "distributed/run.py", ["--nnodes", "--nproc_per_node"]),
+    "deepspeed": _launcher("deepspeed", "launcher/runner.py", ["--num_gpus"]),
 }
 ORDINARY = ("echo", "printf", "cat", "lm_eval")

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,8 @@ from tests.docs.commands import (
     blocks_of,
     check,
     files_in,
+    lines_of_prose,
+    pages,
 )
 from tests.docs.things import Things, needed
 
@@ -56,22 +58,66 @@ def test_no_reason_stands_away_from_a_block():
         assert all(map(NEEDS.fullmatch, stated))
 
 
-def faults(block: Block) -> Iterator[str]:
-    for command in block.commands():
+def faults(where: str, commands: Sequence[str], any_program: bool = False) -> Iterator[str]:
+    for command in commands:
         try:
-            check(command, any_program="other software" in block.needs)
+            check(command, any_program)
         except (UsageError, ValueError) as fault:
-            yield f"{block}: {command}: {fault}"
+            yield f"{where}: {command}: {fault}"
 
 
-def test_the_flags_files_and_programs_of_every_command_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with the files that commands name before a run."""
     monkeypatch.chdir(tmp_path)
     Path("DIR").mkdir()
     for name, text in {**files_in(BLOCKS), "DIR/config.json": "{}"}.items():
         Path(name).write_text(text)
-    assert [fault for block in BLOCKS for fault in faults(block)] == []
+    for name in ("configs", "accelerate_config.yaml"):
+        Path(name).symlink_to(ROOT / name)
+
+
+@pytest.mark.usefixtures("reader")
+def test_every_command_names_what_is_there_and_its_settings_resolve():
+    found = [
+        fault
+        for block in BLOCKS
+        for fault in faults(str(block), block.commands(), "other software" in block.needs)
+    ]
+    for page in pages():
+        found += faults(page.name, lines_of_prose(page.read_text(encoding="utf-8")))
+    assert found == []
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize(
+    ("command", "fault"),
+    [
+        ("bash run_accelerate.sh --beta1 0.8 --optimizer muon --sgd_momentum 0.9", "no effect"),
+        ("NUM_PROCESSES=3 bash run_accelerate.sh --tensor_parallel 2", "does not divide 3"),
+        ("CONFIG_FILE=gone.yaml bash run_accelerate.sh", "gone.yaml: No such file"),
+        ("minimind launch --tensor_parallel 3", "does not divide 2 processes"),
+        ("minimind train --sequence_parallel 2", "does not divide 1 processes"),
+        ("torchrun --nproc_per_node 2 train_pretrain.py --tensor_parallel 2", "needs DeepSpeed"),
+        (
+            "accelerate launch --multi_gpu --num_processes 2 --zero_stage 3 train_pretrain.py",
+            "--zero_stage was passed to `accelerate launch`, which drops it",
+        ),
+        (
+            "accelerate launch --config_file accelerate_config.yaml train_pretrain_accelerate.py"
+            " --dtype float16",
+            "needs a GPU",
+        ),
+        (
+            "deepspeed --num_gpus 2 train_pretrain.py --schedule wsd"
+            " --deepspeed_config configs/deepspeed/warmup_cosine.json",
+            "ignores schedule = wsd",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_resolved_are_found(command: str, fault: str):
+    with pytest.raises(UsageError, match=re.escape(fault)):
+        check(command)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from minimind.config.deepspeed.backend_choice import device_for, eager_on_gpu, w
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import Launch
 from minimind.config.parse import parse_flags
-from minimind.errors import UsageError
+from minimind.errors import RendezvousError, UsageError
 from minimind.runtime import hardware
+from minimind.runtime.environment import GPU_VARIABLES
 from minimind.runtime.hardware import (
     GPU,
     compiler_fault,
@@ -75,6 +76,8 @@ def test_the_gpus_of_the_driver_are_listed_with_fields_it_does_not_know(path: Pa
         (H100, "13.0", "7", "CUDA_VISIBLE_DEVICES is 7", "unset it"),
         (H100, "13.0", "", "", ""),
         (H100, None, "-1", "", ""),
+        (H100, "13.0", "-1,0", "", ""),
+        (H100, "13.0", " ", "", ""),
     ],
 )
 def test_why_torch_sees_none_of_the_gpus(gpus, cuda, visible, fault, remedy):
@@ -94,6 +97,23 @@ def test_a_run_that_would_miss_the_gpus_is_refused(path: Path, requested: str, m
     assert device_for("cpu", "--device", Launch()) == "cpu"
     tool(path, "nvidia-smi", status=9)
     assert device_for("auto", "default", Launch()) == "cpu"
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+@pytest.mark.parametrize("variable", GPU_VARIABLES)
+def test_a_malformed_list_of_gpus_is_9_in_every_process(
+    variable: str, gpus: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for visible in ("0;1", "0-3", "cuda:0", '"0"', "all", "none", "0,0", "[0, 1]"):
+        monkeypatch.setenv(variable, visible)
+        with pytest.raises(RendezvousError, match=f"^{variable} is "):
+            device_for("auto", "default", Launch())
+        assert device_for("cpu", "--device", Launch()) == "cpu"
+    for visible in ("0", "", "-1"):
+        monkeypatch.setenv(variable, visible)
+        assert device_for("auto", "default", Launch()) == ("cuda" if gpus else "cpu")
 
 
 def test_what_the_compiler_of_a_gpu_lacks(path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -289,12 +289,16 @@ def test_a_disk_that_a_library_finds_full_is_storage_and_no_bug(place, capsys):
     assert f": {place or 'a file that was being written'}: No space left on device; free" in line
 
 
-def test_the_tutorials_name_of_the_script_names_which_name_it_has_here():
-    command = [sys.executable, str(ROOT / "train_pretrain_accelerate.py"), "--epochs", "3"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert line.endswith("is called train_pretrain.py here; start that, with the same flags")
+def test_the_tutorials_name_of_the_script_runs_it_with_one_notice():
+    command = [sys.executable, str(ROOT / "train_pretrain_accelerate.py"), "--epoch", "3"]
+    for rank, lines in (("0", 2), ("1", 1)):
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ranks})
+        assert (done.returncode, done.stdout) == (2, "")
+        *notice, refusal = done.stderr.splitlines()
+        assert len([*notice, refusal]) == lines
+        assert set(notice) <= {"train_pretrain_accelerate.py runs train_pretrain.py"}
+        assert "unknown flag --epoch; did you mean --epochs?" in refusal
 
 
 @pytest.mark.usefixtures("handlers", "status_file")

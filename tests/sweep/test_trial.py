@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from minimind.errors import RendezvousError
 from minimind.runtime.hardware import parse_use
 from minimind.sweep.trial import Validations, command_line, environments_of, words_of
 
@@ -53,6 +54,11 @@ def test_validations_are_read_as_they_are_written(tmp_path: Path):
 )
 def test_free_gpus_are_those_without_the_memory_of_a_program(allowed, expected):
     assert parse_use(SMI, allowed) == expected
+
+
+def test_a_malformed_list_of_gpus_is_no_search_on_the_cpu():
+    with pytest.raises(RendezvousError, match=r"^CUDA_VISIBLE_DEVICES is '0;1', not numbers"):
+        parse_use(SMI, "0;1")
 
 
 def test_no_gpu_is_free_where_there_is_no_nvidia_smi():

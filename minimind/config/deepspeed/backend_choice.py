@@ -15,12 +15,17 @@ from minimind.config.deepspeed.compiled_ops import compilation_notice, replaceab
 from minimind.config.deepspeed.config_values import AUTO, apply_launch, get, put
 from minimind.config.deepspeed.effects import keys_without_effect
 from minimind.config.deepspeed.incompatible import precision_faults
-from minimind.config.deepspeed.optimizer import plain_faults, with_optimizer_defaults
+from minimind.config.deepspeed.optimizer import (
+    plain_faults,
+    replaced_block,
+    with_optimizer_defaults,
+)
 from minimind.config.deepspeed.resolve import ResolvedConfig, Sections, read_deepspeed_json, resolve
 from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, LAUNCH, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
+from minimind.runtime.environment import GPU_VARIABLES, visible_gpu_names
 from minimind.runtime.hardware import HAS_BF16, compiler_fault, invisible_gpus_fault, list_gpus
 
 TORCH_ADAM = "optimizer.params.torch_adam"
@@ -157,9 +162,14 @@ def choose_device(run: RunConfig, launch: Launch) -> str:
 
 
 def device_for(requested: str, source: str, launch: Launch) -> str:
-    """Resolve `auto`, `cuda` or `cpu`, which came from `source`."""
+    """Resolve `auto`, `cuda` or `cpu`, which came from `source`.
+
+    Raise RendezvousError for a malformed list of visible GPUs.
+    """
     if requested == "cpu":
         return "cpu"
+    for variable in GPU_VARIABLES:
+        visible_gpu_names(os.environ.get(variable, ""), variable)
     if torch.cuda._is_in_bad_fork():  # torch then counts no GPU
         raise UsageError(
             f"device = {requested} ({source}), but CUDA was used before this process was forked;"
@@ -195,6 +205,7 @@ def advice(setup: Setup, resolved: ResolvedConfig) -> list[str]:
     launch = setup.launch
     notices = (
         dropped_config_notice(launch),
+        replaced_block(setup.document, setup.path, resolved.run),
         idle_gpus(setup.device, launch),
         single_process_advice(resolved, launch.world_size),
         slow_bf16(resolved.run, setup.device),
@@ -210,6 +221,7 @@ def dry_run_notices(setup: Setup, resolved: ResolvedConfig) -> list[str]:
     """Return notices about what a start does differently from the files."""
     notices = (
         dropped_config_notice(setup.launch),
+        replaced_block(setup.document, setup.path, resolved.run),
         replaced_adam(resolved),
         compilation_notice(resolved.config, setup.device),
     )
