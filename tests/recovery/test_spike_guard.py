@@ -134,6 +134,7 @@ def test_spikes_are_skipped_and_many_of_them_left_out(
         step + 1 for step in range(BAD_STEPS.start, BAD_STEPS.start + PATIENCE)
     ]
     assert any(event["event"] == "spike_skipped" for event in spikes)
+    assert all(event["rows"] for event in spikes[:PATIENCE])
     for event in spikes:
         assert {row["row"] for row in event["rows"]} <= set(bad_rows)
         assert event["loss"] > event["loss_limit"] or event["grad_norm"] > event["norm_limit"]
