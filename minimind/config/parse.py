@@ -217,6 +217,15 @@ def load_preset(name: str) -> dict[str, Any]:
     return shape
 
 
+def config_file(place: str) -> Path:
+    """Return the config.json that --model hf:`place` names; raise UsageError if missing."""
+    path = Path(place).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise UsageError(f"--model hf:{place}: has no config.json; name a directory that has one")
+    return path
+
+
 def convert(name: str, raw: Any, source: str) -> Any:
     """Convert `raw` to the type of field `name`; raise UsageError outside its limits."""
     spec = FLAGS[name]

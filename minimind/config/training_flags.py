@@ -285,7 +285,12 @@ class PlaceFlags:
         "engine",
         at_least=0,
     )
-    dry_run: bool = flag("print every resolved value and its cost, then exit", False, "engine")
+    dry_run: bool = flag(
+        "print every resolved value and its cost after a look at every path and the first records,"
+        " then exit; with --device cuda also where there is no GPU",
+        False,
+        "engine",
+    )
     verbose: bool = flag(
         "print every flag and DeepSpeed key with value and source at the start", False, "engine"
     )

@@ -14,7 +14,8 @@ counts as absent.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from minimind.data.chat.order import require_order
@@ -40,6 +41,7 @@ from minimind.data.text.documents import (
     parse_line,
     too_long_document,
 )
+from minimind.errors import DataError
 
 EXAMPLE = (
     '{"conversations": [{"role": "user", "content": "..."},'
@@ -50,6 +52,16 @@ PAIR = ("prompt", "completion")
 LOST = ("system", "tools")  # text of a conversation outside of its turns
 KEYS_SHOWN = 3
 MAX_BYTES_PER_CHARACTER = 4
+
+
+def require_records(files: Iterable[Path]) -> None:
+    """Raise DataError for a file that cannot hold conversations."""
+    for path in files:
+        if path.suffix.lower() == ".txt":
+            raise DataError(
+                f"{path}: conversations are read from .jsonl, .jsonl.gz, .jsonl.zst, .parquet"
+                " and datasets, not from .txt; write one conversation a line of a .jsonl file"
+            )
 
 
 def conversation_of_line(line: bytes | bytearray, reading: ReadOptions) -> str:
