@@ -15,7 +15,11 @@ from minimind.config.deepspeed.compiled_ops import compilation_notice, replaceab
 from minimind.config.deepspeed.config_values import AUTO, apply_launch, get, put
 from minimind.config.deepspeed.effects import keys_without_effect
 from minimind.config.deepspeed.incompatible import precision_faults
-from minimind.config.deepspeed.optimizer import plain_faults, with_optimizer_defaults
+from minimind.config.deepspeed.optimizer import (
+    plain_faults,
+    replaced_block,
+    with_optimizer_defaults,
+)
 from minimind.config.deepspeed.resolve import ResolvedConfig, Sections, read_deepspeed_json, resolve
 from minimind.config.launcher_env import Launch, parent_command, with_dropped_config
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, LAUNCH, RunConfig
@@ -204,6 +208,7 @@ def advice(setup: Setup, resolved: ResolvedConfig) -> list[str]:
     launch = setup.launch
     notices = (
         dropped_config_notice(launch),
+        replaced_block(setup.document, setup.path, resolved.run),
         idle_gpus(setup.device, launch),
         single_process_advice(resolved, launch.world_size),
         slow_bf16(resolved.run, setup.device),
@@ -219,6 +224,7 @@ def dry_run_notices(setup: Setup, resolved: ResolvedConfig) -> list[str]:
     """Return notices about what a start does differently from the files."""
     notices = (
         dropped_config_notice(setup.launch),
+        replaced_block(setup.document, setup.path, resolved.run),
         replaced_adam(resolved),
         compilation_notice(resolved.config, setup.device),
         "" if setup.device == "cuda" or setup.run.is_explicit("device") else ELSEWHERE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from minimind.config.deepspeed.auto_values import offloads
@@ -11,7 +12,7 @@ from minimind.config.deepspeed.config_values import MISSING, adopt, get
 from minimind.config.deepspeed.keys import AUTO
 from minimind.config.deepspeed.schema import optimizer_name
 from minimind.config.optimizer_flags import READ_BY
-from minimind.config.run_config import RunConfig
+from minimind.config.run_config import CONFIGS, DEFAULT_DEEPSPEED_CONFIG, RunConfig
 
 PARAMS = "optimizer.params."
 TYPES = {"adamw": "AdamW", "muon": "Muon", "lion": "Lion", "sgd": "SGD"}  # in DeepSpeed's words
@@ -30,12 +31,15 @@ OTHERS = {
 def adopt_optimizer(
     config: dict[str, Any], path: str, run: RunConfig, faults: list[str]
 ) -> RunConfig:
-    """Adopt the optimizer block of the file as flags."""
+    """Adopt the optimizer block of the file as flags; a shipped default gives way to a flag."""
     name = FLAG_OF_TYPE.get(optimizer_name(get(config, "optimizer.type")) or "")
     if name is None:
         return run
     if not run.is_explicit("optimizer"):
         run = run.with_values(f"{path}: optimizer.type", optimizer=name)
+    elif run.optimizer != name and _is_shipped_default(config["optimizer"], path):
+        del config["optimizer"]
+        return run
     elif run.optimizer != name:
         written = json.dumps(config.pop("optimizer")["type"])
         file = "muon.json" if run.muon else "torch_adamw.json, which has no such block"
@@ -47,6 +51,28 @@ def adopt_optimizer(
         return run
     adopt_params = {"muon": _adopt_muon, "sgd": _adopt_sgd}.get(name)
     return adopt_params(config, path, run, faults) if adopt_params else run
+
+
+def _is_shipped_default(block: Mapping[str, Any], path: str) -> bool:
+    """Whether a block of AdamW holds nothing that a user chose, in a file of this package."""
+    file = Path(path).resolve()
+    is_shipped = file == DEFAULT_DEEPSPEED_CONFIG or file.parent == CONFIGS / "deepspeed"
+    params = block.get("params", {})
+    return (
+        is_shipped
+        and block.keys() <= {"type", "params"}
+        and block["type"] == TYPES["adamw"]
+        and all(value == AUTO or (key, value) == ("eps", 1e-8) for key, value in params.items())
+    )
+
+
+def replaced_block(document: Mapping[str, Any], path: str, run: RunConfig) -> str:
+    """Notice that --optimizer is in force in place of the block of a shipped file; else empty."""
+    written = optimizer_name(get(document, "optimizer.type")) or ""
+    if FLAG_OF_TYPE.get(written, run.optimizer) == run.optimizer:
+        return ""
+    by = run.sources["optimizer"]
+    return f"optimizer {run.optimizer} by {by}, in place of {path}'s {written}"
 
 
 def _adopt_sgd(config: dict[str, Any], path: str, run: RunConfig, faults: list[str]) -> RunConfig:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minimind.config.deepspeed.backend_choice import Setup, with_choices
+from minimind.config.deepspeed.backend_choice import (
+    Setup,
+    advice,
+    dry_run_notices,
+    read_setup,
+    with_choices,
+)
 from minimind.config.deepspeed.resolve import ResolvedConfig, read_deepspeed_json, resolve
 from minimind.config.launcher_env import read_launch
-from minimind.config.parse import parse_flags
-from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.config.parse import PRESETS, RECIPES, parse_flags
+from minimind.config.run_config import CONFIGS, DEFAULT_DEEPSPEED_CONFIG
+from minimind.config.yaml_files import files_by_name
 from minimind.errors import UsageError
 
 
@@ -180,3 +189,101 @@ def test_the_command_line_is_the_source_of_its_flags_and_the_file_of_its_keys():
     assert "(2) muon_lr = 0.01 (--muon_lr) has no effect" in str(caught.value)
     with pytest.raises(UsageError, match=r"^ds\.json: scheduler sets one learning rate"):
         resolved(MUON, scheduler={"type": "WarmupLR", "params": {}})
+
+
+# Shipped files, and what excludes Muon in them.
+VARIANTS = {path.stem: path for path in sorted((CONFIGS / "deepspeed").glob("*.json"))}
+EXCLUDED = {
+    **dict.fromkeys(("lr_range_test", "warmup_cosine"), "scheduler sets one learning rate"),
+    **dict.fromkeys(("zero2_offload", "zero3_offload"), "offload_optimizer is not supported"),
+}
+BY_ACCELERATE = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "configs/ds_config.json",
+}
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "lion", "sgd"])
+@pytest.mark.parametrize("name", ["ds_config", *VARIANTS])
+def test_the_default_block_of_a_shipped_file_gives_way_to_a_flag(name: str, optimizer: str):
+    path = str(VARIANTS.get(name, DEFAULT_DEEPSPEED_CONFIG))
+    setup = read_setup(
+        parse_flags(["--optimizer", optimizer, "--deepspeed_config", path]), read_launch({})
+    )
+    reason = EXCLUDED.get(name, "") if optimizer == "muon" else ""
+    if name == "muon" and optimizer != "muon":  # its block is why one takes that file
+        reason = 'optimizer.type is "Muon" but --optimizer says'
+    if reason:
+        with pytest.raises(UsageError) as caught:
+            setup.resolve()
+        assert reason in str(caught.value)
+        assert "(1)" not in str(caught.value)
+        return
+    found = setup.resolve()
+    assert (found.run.optimizer, found.run.sources["optimizer"]) == (optimizer, "--optimizer")
+    assert "optimizer" not in found.config
+    line = f"optimizer {optimizer} by --optimizer, in place of {path}'s AdamW"
+    notices = [line] if "optimizer" in setup.document and name != "muon" else []
+    for shown in (advice(setup, found), dry_run_notices(setup, found)):
+        assert [notice for notice in shown if notice.startswith("optimizer ")] == notices
+
+
+@pytest.mark.parametrize("recipe", files_by_name(RECIPES))
+@pytest.mark.parametrize("preset", files_by_name(PRESETS))
+@pytest.mark.parametrize("stage", ["", "zero0", "zero1", "zero3"])
+def test_every_recipe_starts_with_every_preset_on_the_shipped_files(recipe, preset, stage):
+    words = ["--config", recipe, "--model", preset]
+    flags = ["--deepspeed_config", str(VARIANTS[stage])] if stage else []
+    for environ, more in ((BY_ACCELERATE, flags), ({}, flags or ["--deepspeed_config", "none"])):
+        setup = read_setup(parse_flags([*words, *more]), read_launch(environ))
+        found = setup.resolve()
+        assert found.run.optimizer == ("muon" if recipe == "fast" else "adamw")
+        is_replaced = recipe == "fast" and setup.backend == "deepspeed"
+        shown = [
+            n for n in advice(setup, found) if n.startswith("optimizer muon by --config fast,")
+        ]
+        assert len(shown) == is_replaced
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lr", 1e-3),
+        ("betas", [0.9, 0.95]),
+        ("weight_decay", 0.1),
+        ("eps", 1e-6),
+        ("torch_adam", False),
+        ("amsgrad", True),
+        ("foreach", None),
+    ],
+)
+def test_a_shipped_file_in_which_a_value_was_chosen_contradicts(
+    key, value, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The folder of configuration files is one of the test's own, with the shipped names."""
+    document = read_deepspeed_json(str(DEFAULT_DEEPSPEED_CONFIG))
+    place = tmp_path / "ds_config.json"
+    monkeypatch.setattr("minimind.config.deepspeed.optimizer.DEFAULT_DEEPSPEED_CONFIG", place)
+    run = parse_flags(["--optimizer", "lion"])
+    assert resolve(document, str(place), run, 2, "cpu").optimizer == "Lion"
+    document["zero_optimization"]["stage"] = 3  # which is no choice of an optimizer
+    assert resolve(document, str(place), run, 2, "cpu").optimizer == "Lion"
+    document["optimizer"]["params"][key] = value
+    with pytest.raises(UsageError, match=r'optimizer\.type is "AdamW" but --optimizer says'):
+        resolve(document, str(place), run, 2, "cpu")
+
+
+def test_a_copy_of_a_shipped_file_is_the_users_own(tmp_path: Path):
+    copy = tmp_path / "ds_config.json"
+    copy.write_bytes(DEFAULT_DEEPSPEED_CONFIG.read_bytes())
+    run = parse_flags(["--config", "fast", "--deepspeed_config", str(copy)])
+    with pytest.raises(UsageError) as caught:
+        read_setup(run, read_launch({})).resolve()
+    assert str(caught.value).startswith(
+        f'{copy}: optimizer.type is "AdamW" but --config fast says optimizer = muon; drop optimizer'
+    )
+    block = json.loads(copy.read_text())["optimizer"]
+    for type_name in ("Adam", "SGD", "Lion"):  # a type that was chosen
+        document = {"optimizer": {**block, "type": type_name, "params": {"lr": "auto"}}}
+        with pytest.raises(UsageError, match="but --config fast says optimizer = muon"):
+            resolve(document, str(DEFAULT_DEEPSPEED_CONFIG), run, 2, "cuda")
