@@ -257,8 +257,9 @@ class PlaceFlags:
         choices=("auto", "full", "chunked"),
     )
     deepspeed_config: str | None = flag(
-        "DeepSpeed JSON, its 'auto' values filled from these flags; none: train without DeepSpeed"
-        " (default: the file of `accelerate launch`)",
+        "DeepSpeed JSON, its 'auto' values filled from these flags, or the name of one of"
+        " configs/deepspeed, such as zero1; none: train without DeepSpeed (default: the file of"
+        " `accelerate launch`)",
         None,
         "engine",
     )

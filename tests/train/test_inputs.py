@@ -74,11 +74,7 @@ BAD = [
     ("--data_path begun", DataError, "is what `minimind prepare` wrote or still writes"),
     ("--data_path t.jsonl t.jsonl", UsageError, "t.jsonl: is named twice"),
     ("--data_path s3:/bucket/t.jsonl", UsageError, "begins with s3:/"),
-    (
-        "--task sft --data_path t.jsonl",
-        DataError,
-        'has "text" and no conversation',
-    ),
+    ("--task sft --data_path t.jsonl", DataError, 'has "text" and no conversation'),
     ("--task sft --data_path t.txt", DataError, "t.txt: conversations are read from"),
     ("--task sft --data_path t.parquet", DataError, "t.parquet"),
     ("--data_path t.jsonl --tokenizer nothere", DataError, "nothere: there is no such tokenizer"),
