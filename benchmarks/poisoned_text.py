@@ -85,7 +85,7 @@ def end_of(planted: Planted, flags: dict[str, Any], out_dir: Path) -> dict[str, 
     losses = [event["val_loss"] for event in events if event["event"] == "eval"]
     spikes = [event for event in events if event["event"] in ("spike", "spike_skipped")]
     named = [
-        any(one["line"] == planted.line for one in event["rows"][0]["documents"])
+        any(one["line"] == planted.line for row in event["rows"][:1] for one in row["documents"])
         for event in spikes
     ]
     return {

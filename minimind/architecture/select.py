@@ -235,15 +235,6 @@ def special_ids(tokenizer: AnyTokenizer) -> dict[str, int | None]:
     }
 
 
-def config_file(place: str) -> Path:
-    """Return the path of the config.json of a directory or file; raise UsageError if missing."""
-    path = Path(place).expanduser()
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        raise UsageError(f"--model hf:{place}: has no config.json; name a directory that has one")
-    return path
-
-
 def hugging_face(path: Path) -> HuggingFace | None:
     """Read a config.json; None for a MiniMind model. Raise UsageError if unsupported."""
     try:

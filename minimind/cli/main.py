@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from minimind.cli import chat as chat_commands
@@ -30,7 +31,7 @@ from minimind.config.arguments import (
 )
 from minimind.config.run_config import DISTRIBUTION
 from minimind.errors import Interrupted, RunError, UsageError, known_error
-from minimind.estimate.gpus import GPUS, known_gpu
+from minimind.estimate.gpus import ASSUMED_MFU, GPUS, known_gpu, named_gpu
 from minimind.runtime.durable_files import escape_unencodable, printing
 from minimind.runtime.terminal import guarded, printable
 
@@ -74,13 +75,16 @@ def _add_plan(subs: Any) -> None:
     add = parser.add_argument
     text = "processes, one per GPU"
     add("--gpus", "--world_size", type=at_least(1), default=1, help=text)
-    text = "memory of one GPU: 24GiB, 24GB (10^9 bytes), 80G (as GiB), 512MiB"
+    text = "memory of one GPU: 24GiB, 24GB (10^9 bytes), 80G (as GiB), 512MiB (default: that of"
+    text += " --gpu_model)"
     add("--memory", type=size_in_bytes, help=text)
-    text = "model of the GPUs, to estimate the time of a step"
-    add("--gpu_model", choices=[gpu.name for gpu in GPUS if gpu.bandwidth], help=text)
+    text = "model of the GPUs, for memory and the time of a step (also h100, 4090, a100-40gb)"
+    names = [gpu.name for gpu in GPUS if gpu.bandwidth]
+    add("--gpu_model", type=named_gpu, choices=names, help=text)
     text = "10^12 FLOPs a second of one GPU in --dtype, dense (default: that of --gpu_model)"
     add("--peak_tflops", type=positive, help=text)
-    add("--mfu", type=share, default=0.4, help="fraction of the peak that is reached")
+    text = "fraction of the peak that is reached (default: as estimated for --gpu_model, else"
+    add("--mfu", type=share, help=f"{text} {ASSUMED_MFU})")
     add("--tokens", type=positive, help="tokens to train on, such as 1e9")
 
 
@@ -146,8 +150,11 @@ def run_plan(args: argparse.Namespace) -> None:
     from minimind.estimate.plan import Machine, plan
 
     gpu = args.gpu_model and known_gpu(args.gpu_model)
-    peak = args.peak_tflops or (gpu.peak_tflops if gpu else None)
-    machine = Machine(args.gpus, args.memory, peak, args.mfu, args.tokens, gpu)
+    if gpu and args.peak_tflops:
+        gpu = replace(gpu, peak_tflops=args.peak_tflops)
+    peak = gpu.peak_tflops if gpu else args.peak_tflops
+    memory = args.memory or (gpu.memory * 2**30 if gpu else None)
+    machine = Machine(args.gpus, memory, peak, args.mfu, args.tokens, gpu)
     print(plan(args.run_flags, machine))
 
 

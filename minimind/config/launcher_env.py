@@ -114,6 +114,20 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     )
 
 
+def planned_launch(launch: Launch, environ: Mapping[str, str]) -> Launch:
+    """Return the launch of a dry run: without a launcher, of the processes that one would start."""
+    if "WORLD_SIZE" in environ:
+        return launch
+    value, source = environ.get("NUM_PROCESSES", ""), "NUM_PROCESSES"
+    if not value and (path := environ.get("CONFIG_FILE")):
+        value, source = load_yaml(path, "CONFIG_FILE").get("num_processes"), path
+    if value in ("", None, "auto"):
+        return launch
+    if not (str(value).isdecimal() and 0 < int(value)):
+        raise UsageError(f"{source}: {value!r} is no number of processes; change it")
+    return replace(launch, world_size=int(value))
+
+
 def _read_settings(
     environ: Mapping[str, str], names: Mapping[str, tuple[str, str]]
 ) -> dict[str, tuple[Any, str]]:

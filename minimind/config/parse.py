@@ -20,7 +20,7 @@ from minimind.config.arguments import EXAMPLE, Formatter, PrintCompletion, forma
 from minimind.config.checks import check, conflicts
 from minimind.config.foreign_flags import equivalent_flag, suggest
 from minimind.config.model_flags import HUGGING_FACE, SHAPE
-from minimind.config.run_config import CONFIGS, DISTRIBUTION, FLAGS, RunConfig
+from minimind.config.run_config import CONFIGS, DISTRIBUTION, FLAGS, RunConfig, deepspeed_files
 from minimind.config.yaml_files import files_by_name, load_yaml_texts
 from minimind.errors import UsageError, fault_error
 
@@ -104,6 +104,8 @@ def build_config(given: Mapping[str, Any], source: str, faults: Sequence[str] = 
             where = source_of.format(name=name)
             try:
                 values[name], sources[name] = convert(name, layer[name], where), where
+                if name == "deepspeed_config" and (file := deepspeed_files().get(values[name])):
+                    values[name] = values[name] if os.path.exists(values[name]) else str(file)
             except UsageError as error:
                 all_faults.append(str(error))
                 invalid.add(name)
@@ -215,6 +217,15 @@ def load_preset(name: str) -> dict[str, Any]:
         if key not in SHAPE:
             raise UsageError(f"{path}: {key!r} is not a shape field; {suggest(key, SHAPE)}")
     return shape
+
+
+def config_file(place: str) -> Path:
+    """Return the config.json that --model hf:`place` names; raise UsageError if missing."""
+    path = Path(place).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise UsageError(f"--model hf:{place}: has no config.json; name a directory that has one")
+    return path
 
 
 def convert(name: str, raw: Any, source: str) -> Any:

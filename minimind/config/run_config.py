@@ -31,6 +31,12 @@ REACH = MARGIN + PATIENCE + 1  # steps from the newest checkpoint to one that is
 DEFAULT_DEEPSPEED_CONFIG = CONFIGS / "ds_config.json"
 
 
+def deepspeed_files() -> dict[str, Path]:
+    """The shipped DeepSpeed files by the names that --deepspeed_config takes."""
+    files = {path.stem: path for path in sorted((CONFIGS / "deepspeed").glob("*.json"))}
+    return {**files, "zero2": DEFAULT_DEEPSPEED_CONFIG}
+
+
 @dataclass(frozen=True)
 class ParallelLayout:
     """Ranks in groups of adjacent ranks; all ranks of a group read the same rows.

@@ -257,8 +257,9 @@ class PlaceFlags:
         choices=("auto", "full", "chunked"),
     )
     deepspeed_config: str | None = flag(
-        "DeepSpeed JSON, its 'auto' values filled from these flags; none: train without DeepSpeed"
-        " (default: the file of `accelerate launch`)",
+        "DeepSpeed JSON, its 'auto' values filled from these flags, or the name of one of"
+        " configs/deepspeed, such as zero1; none: train without DeepSpeed (default: the file of"
+        " `accelerate launch`)",
         None,
         "engine",
     )
@@ -285,7 +286,12 @@ class PlaceFlags:
         "engine",
         at_least=0,
     )
-    dry_run: bool = flag("print every resolved value and its cost, then exit", False, "engine")
+    dry_run: bool = flag(
+        "print every resolved value and its cost after a look at every path and the first records,"
+        " then exit; with --device cuda also where there is no GPU",
+        False,
+        "engine",
+    )
     verbose: bool = flag(
         "print every flag and DeepSpeed key with value and source at the start", False, "engine"
     )

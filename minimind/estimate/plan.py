@@ -6,28 +6,47 @@ Computed from the flags and the DeepSpeed file, without GPU, data or torch.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from minimind.config.deepspeed.auto_values import auto_values, offloads
 from minimind.config.deepspeed.optimizer import plain_faults
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags, unknown_flag
-from minimind.config.run_config import CONFIGS, DEFAULT_DEEPSPEED_CONFIG, FLAGS, LAUNCH, RunConfig
+from minimind.config.run_config import (
+    DEFAULT_DEEPSPEED_CONFIG,
+    FLAGS,
+    LAUNCH,
+    RunConfig,
+    deepspeed_files,
+)
 from minimind.errors import UsageError, fault_error
 from minimind.estimate import costs
 from minimind.estimate.costs import Layout, Memory
-from minimind.estimate.gpus import Machine
+from minimind.estimate.gpus import ASSUMED_MFU, Machine
 from minimind.estimate.shape import Shape, shape_of, with_special_tokens
-from minimind.estimate.step_time import estimate_lines, exchanged_bytes
+from minimind.estimate.step_time import estimate_lines, exchanged_bytes, likely_step
 from minimind.estimate.tensor_parallel import memory_of_rank, tensor_parallel_lines
 
 HEADROOM = 0.1  # for the CUDA context, the libraries' own buffers and fragmentation
 OWN_FLAGS = ("gpus", "world_size", "gpu_model", "memory", "peak_tflops", "mfu", "tokens")
 MOMENTS = {"adamw": 2, "muon": 2, "lion": 1, "sgd": 1}  # fp32 numbers per weight
 GIB = 2**30
-NO_BLOCK = CONFIGS / "deepspeed" / "torch_adamw.json"  # takes any --optimizer
+# Shipped files by stage and offloading of optimizer and parameters; without DeepSpeed: none.
+FILES = {
+    (None, False, False): "none",
+    (0, False, False): "zero0",
+    (1, False, False): "zero1",
+    (2, False, False): "zero2",
+    (3, False, False): "zero3",
+    (2, True, False): "zero2_offload",
+    (3, True, True): "zero3_offload",
+}
+COPY = "my_deepspeed.json"
+WIDTH = 75  # of the flags of a command
 
 
 def plan(argv: Sequence[str], machine: Machine) -> str:
@@ -51,23 +70,23 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
     path = run.deepspeed_config or os.path.relpath(DEFAULT_DEEPSPEED_CONFIG)
     device = "cpu" if run.device == "cpu" else "cuda"
     config: Mapping[str, Any] = {}
+    document: Mapping[str, Any] = {}
     if path != "none":
-        resolved = resolve(read_deepspeed_json(path), path, run, machine.gpus, device)
+        document = read_deepspeed_json(path)
+        resolved = resolve(document, path, run, machine.gpus, device)
         run, config = resolved.run, resolved.config
     elif faults := plain_faults(run):
         raise fault_error(faults)
     text = f"{vocabulary}{plan_text(run, machine.gpus, config, machine, device)}"
     if machine.memory is None:
-        return f"{text}\n\nGive --memory (of one GPU, say 24GiB) to see what fits."
+        return f"{text}\n\nGive --memory (of one GPU, say 24GiB) or --gpu_model to see what fits."
     current = layout_of(run, machine.gpus, config, device)
     if run.tensor_parallel > 1:  # other stages are no alternatives
         held = memory_of_rank(shape_of(run), current, run.tensor_parallel)
         verb = "Fits" if fits(held, machine.memory) else "May not fit"
         sizes = f"at most {held.total / GIB:.2f} of {machine.memory / GIB:.2f} GiB"
         return f"{text}\n\n{verb}: {sizes}, with {HEADROOM:.0%} kept free."
-    if path == "none":
-        path = os.path.relpath(DEFAULT_DEEPSPEED_CONFIG if run.optimizer == "adamw" else NO_BLOCK)
-    return f"{text}\n\n{_advice(run, current, machine.memory, path)}"
+    return f"{text}\n\n{_advice(run, current, machine, path, document)}"
 
 
 def _flag_of(word: str) -> str:
@@ -102,13 +121,15 @@ def plan_text(
     if run.tensor_parallel > 1:
         return "\n".join([*lines, *tensor_parallel_lines(shape, here, run.tensor_parallel)])
     if machine.gpu:
-        how = "compiled" if here.is_compiled else "eager"
-        lines += estimate_lines(shape, here, machine.gpu, how)
+        lines += estimate_lines(shape, here, machine.gpu, machine.mfu)
     if machine.tokens and machine.peak_tflops:
-        needed = costs.seconds(shape, machine.tokens, world_size, machine.peak_tflops, machine.mfu)
+        likely = likely_step(shape, here, machine.gpu) if machine.gpu else None
+        mfu = machine.mfu or (likely.mfu if likely else ASSUMED_MFU)
+        source = "given" if machine.mfu else "as estimated" if likely else "assumed: --mfu"
+        needed = costs.seconds(shape, machine.tokens, world_size, machine.peak_tflops, mfu)
         lines.append(
             f"time        {needed / 3600:.3g} hours for {machine.tokens:.3g} tokens on"
-            f" {world_size} x {machine.peak_tflops:g} TFLOPS at {machine.mfu:.0%} MFU"
+            f" {world_size} x {machine.peak_tflops:g} TFLOPS at {mfu:.0%} MFU ({source})"
         )
     return "\n".join([*lines, "", *_table(shape, here, machine.memory)])
 
@@ -141,16 +162,17 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
 
 
 def alternatives(current: Layout) -> list[Layout]:
-    """Layouts compared for the same step: every stage, then those with offloading (not of Muon)."""
-    plain = [
-        replace(current, stage=s, offload_optimizer=False, offload_param=False) for s in range(4)
+    """Layouts compared for the same step: those of FILES, less what the resolver refuses.
+
+    DeepSpeed trains wrongly in float16 at stage 0, and does not offload Muon.
+    """
+    return [
+        replace(current, stage=stage, offload_optimizer=optimizer, offload_param=param)
+        for stage, optimizer, param in FILES
+        if stage is not None
+        and not (stage == 0 and current.dtype == "float16")
+        and not (optimizer and current.optimizer == "muon")
     ]
-    if current.dtype == "float16":
-        plain.pop(0)  # the resolver refuses it: DeepSpeed trains wrongly
-    if current.optimizer == "muon":
-        return plain
-    offloaded = [replace(s, offload_optimizer=True) for s in plain if s.stage]
-    return [*plain, *offloaded, replace(offloaded[-1], offload_param=True)]
 
 
 def name_of(layout: Layout) -> str:
@@ -163,7 +185,7 @@ def name_of(layout: Layout) -> str:
 
 
 COLUMNS = ("weights", "optimizer", "gradients", "buffers", "activations", "update")
-HEADS = ("weights", "optim.", "grads", "buffers", "activ.", "update", "total", "host", "sent")
+HEADS = ("model", "optim", "grads", "bufs", "activ", "updt", "total", "host", "sent")
 
 
 def _table(shape: Shape, here: Layout, memory: int | None) -> list[str]:
@@ -174,24 +196,25 @@ def _table(shape: Shape, here: Layout, memory: int | None) -> list[str]:
     unit, word = (GIB, "GiB") if max(m.total for m in needed) >= GIB else (2**20, "MiB")
     lines = [
         f"Per process in {word}, {here.dtype}, micro-batch {here.rows}:",
-        f"{'':<20}" + "".join(f"{head:>8}" for head in HEADS) + "  fits" * bool(memory),
+        f"{'':<19}" + "".join(f"{head:>6}" for head in HEADS) + " fits" * bool(memory),
     ]
     for layout, held in zip(layouts, needed, strict=True):
         numbers = [getattr(held, column) for column in COLUMNS]
         sent = costs.bytes_sent(shape, layout) + exchanged_bytes(shape, layout)
         numbers += [held.total, held.host, sent]
-        row = f"{'*' if layout == here else ' '}{name_of(layout):<19}"
-        verdict = f"{'yes' if fits(held, memory) else 'no':>6}" if memory else ""
+        row = f"{'*' if layout == here else ' '}{name_of(layout):<18}"
+        verdict = f"{'yes' if fits(held, memory) else 'no':>5}" if memory else ""
         lines.append(row + "".join(_cell(n / unit) for n in numbers) + verdict)
     return [
         *lines,
-        "total: weights + optim. + the larger of (grads + buffers + activ.) and update; host: RAM;",
+        "total: model + optim + the larger of (grads + bufs + activ) and updt; host: RAM;",
         "sent: by one process in a step; *: as configured",
     ]
 
 
 def _cell(value: float) -> str:
-    return f"{value:>8.2f}" if 0 < value < 1000 else f"{value:>8,.0f}" if value else f"{'-':>8}"
+    digits = 2 if value < 99.995 else 1 if value < 999.95 else 0
+    return f"{value:>6,.{digits}f}" if value else f"{'-':>6}"
 
 
 def fits(held: Memory, memory: int) -> bool:
@@ -199,13 +222,16 @@ def fits(held: Memory, memory: int) -> bool:
     return held.total <= memory * (1 - HEADROOM)
 
 
-def recommend(shape: Shape, current: Layout, memory: int) -> Layout | None:
+def recommend(shape: Shape, current: Layout, memory: int, is_plain: bool = False) -> Layout | None:
     """Return the layout to train with, with the rows per step of `current`; None if nothing fits.
 
     The lowest stage that fits the configured micro-batch, else the stage that fits the largest one;
-    offloading only if nothing else fits. Lower stages communicate less.
+    offloading only if nothing else fits. Lower stages communicate less; `is_plain`: the lowest is
+    to go without DeepSpeed.
     """
     layouts = alternatives(current)
+    if is_plain:
+        layouts.insert(0, replace(layouts[0], stage=None))
     for is_offloaded in (False, True):
         same = (layout for layout in layouts if layout.offload_optimizer is is_offloaded)
         fitting = [step for step in (largest_step(shape, one, memory) for one in same) if step]
@@ -222,23 +248,49 @@ def largest_step(shape: Shape, layout: Layout, memory: int) -> Layout | None:
     return next((step for step in tried if fits(costs.memory(shape, step), memory)), None)
 
 
-def _advice(run: RunConfig, here: Layout, memory: int, path: str) -> str:
-    """Return the recommendation with its command line, or what would make the run fit."""
-    shape, gpus = shape_of(run), here.world_size
-    best = recommend(shape, here, memory)
+def _advice(
+    run: RunConfig, here: Layout, machine: Machine, path: str, document: Mapping[str, Any]
+) -> str:
+    """Return the recommendation with its command line, or what would make the run fit.
+
+    One process needs no DeepSpeed (docs/zero.md). A stage is that of a shipped file, unless `path`
+    has more to it than a stage; the file of an installed package is not to be edited.
+    """
+    shape, gpus, memory = shape_of(run), here.world_size, machine.memory or 0
+    shipped = {file.resolve(): name for name, file in deepspeed_files().items()}.get(
+        Path(path).resolve()
+    )
+    is_replaceable = path == "none" or shipped in (*FILES.values(), "torch_adamw")
+    may_be_plain = is_replaceable and not plain_faults(run) and (gpus == 1 or path == "none")
+    best = recommend(shape, here, memory, may_be_plain)
+    if shipped and not is_replaceable:  # its stage serves, if it does
+        best = largest_step(shape, here, memory) or best
     if best is None:
         return _no_fit(shape, here, memory)
     held = costs.memory(shape, best)
     beside = held.weights + held.optimizer + held.gradients + held.buffers
     row = costs.activation_bytes(shape, replace(best, rows=1))
     largest = int((memory * (1 - HEADROOM) - beside) // row)
-    same = replace(best, rows=here.rows, accumulation_steps=here.accumulation_steps) == here
     host = f", {held.host * gpus / GIB:.1f} GiB of RAM" if held.host else ""
     rows = best.rows * (run.parallel(gpus).data_size if run.split_batches else 1)
-    command = _command_flags(run)
-    if run.deepspeed_config == "none" and run.optimizer != "adamw":
-        command += f" --deepspeed_config {path}"
-    flags = f"{command} --batch_size {rows} --accumulation_steps {best.accumulation_steps}"
+    given, flags = _command_flags(run), f"--batch_size {rows}"
+    flags += f" --accumulation_steps {best.accumulation_steps}"
+    same = replace(best, rows=here.rows, accumulation_steps=here.accumulation_steps) == here
+    change = ""
+    if is_replaceable and not same:
+        flags += f" --deepspeed_config {FILES[_stage_of(best)]}"
+    elif run.is_explicit("deepspeed_config"):
+        file = shipped or run.deepspeed_config
+        if changes := _config_changes(here, best, document):
+            file = COPY if shipped else file
+            change = f"  {f'{COPY}, a copy of {path}' if shipped else path}: {changes}\n"
+        flags += f" --deepspeed_config {shlex.quote(str(file))}"
+        if gpus == 1 and not (shipped or path == "none"):
+            change += (
+                f"  (one process has nothing to partition: unless {path} has other settings,"
+                " --deepspeed_config none)\n"
+            )
+    break_ = " \\\n    " if len(given) + len(flags) > WIDTH else " "
     others = [replace(here, world_size=gpus * n) for n in (2, 4, 8) if best.offload_optimizer]
     layouts = [recommend(shape, other, memory) for other in others]
     more = [s.world_size for s in layouts if s and not s.offload_optimizer]
@@ -248,22 +300,55 @@ def _advice(run: RunConfig, here: Layout, memory: int, path: str) -> str:
         f"{HEADROOM:.0%} stays free for the CUDA context and fragmentation;"
         f" the largest micro-batch that fits is {largest}.\n"
         + (f"With {more[0]} GPUs nothing has to be offloaded.\n" if more else "")
-        + f"  {path}: {_config_changes(here, best)}"
-        + ("  (as it is)\n" if same else "\n")
-        + f"  NUM_PROCESSES={gpus} {LAUNCH} \\\n    {flags.strip()}"
+        + _larger_batch(run, shape, best, largest, machine)
+        + change
+        + f"  NUM_PROCESSES={gpus} {LAUNCH} \\\n"
+        + f"    {break_.join(filter(None, (given, flags)))}"
     )
 
 
-def _config_changes(here: Layout, best: Layout) -> str:
-    """Return the changes to the DeepSpeed file of `here`."""
-    stage, gone = f'"stage": {best.stage}', []
-    for name in ("offload_optimizer", "offload_param"):
-        if getattr(best, name):
-            stage += f', "{name}": {{"device": "cpu"}}'
-        elif getattr(here, name):
-            gone.append(name)
-    taken_out = f"\n  and remove {', '.join(gone)}" if gone else ""
-    return f'"zero_optimization": {{{stage}}}{taken_out}'
+def _larger_batch(
+    run: RunConfig, shape: Shape, best: Layout, largest: int, machine: Machine
+) -> str:
+    """Name a larger batch where that of `best` is only the default, and has room to grow."""
+    is_default = {run.sources[name] for name in ("batch_size", "accumulation_steps")} == {"default"}
+    rows = largest - largest % 8 if largest >= 8 else largest
+    if not is_default or run.split_batches or rows < 2 * best.rows:
+        return ""
+    larger, speed = replace(best, rows=rows), ""
+    if machine.gpu and (step := likely_step(shape, best, machine.gpu)):
+        faster = likely_step(shape, larger, machine.gpu)
+        assert faster is not None
+        ratio = rows / best.rows * step.seconds / faster.seconds
+        speed = f", {ratio:.2f} times as many tokens/s by the estimate"
+    rate = run.learning_rate * (rows / best.rows) ** 0.5
+    return (
+        f"The {best.rows} rows are only the default. --batch_size {rows} takes"
+        f" {costs.memory(shape, larger).total / GIB:.2f} GiB{speed};\n"
+        f"its --learning_rate is about {rate:.1e} (by the square root of the rows).\n"
+    )
+
+
+def _stage_of(layout: Layout) -> tuple[int | None, bool, bool]:
+    return layout.stage, layout.offload_optimizer, layout.offload_param
+
+
+def _config_changes(here: Layout, best: Layout, document: Mapping[str, Any]) -> str:
+    """Return the changes to the DeepSpeed file of `here`; empty if there are none."""
+    changes = []
+    if _stage_of(here) != _stage_of(best):
+        zero, gone = f'"stage": {best.stage}', []
+        for name in ("offload_optimizer", "offload_param"):
+            if getattr(best, name):
+                zero += f', "{name}": {{"device": "cpu"}}'
+            elif getattr(here, name):
+                gone.append(name)
+        changes.append(f'"zero_optimization": {{{zero}}}')
+        changes += [f"no {name}" for name in gone]
+    if (here.rows, here.accumulation_steps) != (best.rows, best.accumulation_steps):
+        keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        changes += [f'"{key}": "auto"' for key in keys if document.get(key, "auto") != "auto"]
+    return ", ".join(changes)
 
 
 def _command_flags(run: RunConfig) -> str:
@@ -271,12 +356,14 @@ def _command_flags(run: RunConfig) -> str:
     words = ["--init_from RUN"] if run.task == "sft" else []
     for name in FLAGS:
         value = getattr(run, name)
-        if run.sources[name] != f"--{name}" or name in ("batch_size", "accumulation_steps"):
+        set_here = ("batch_size", "accumulation_steps", "deepspeed_config")
+        if run.sources[name] != f"--{name}" or name in set_here:
             continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
-        elif value != "none":  # not --deepspeed_config none
-            words.append(f"--{name} {' '.join(value) if isinstance(value, tuple) else value}")
+        else:
+            values = value if isinstance(value, tuple) else (value,)
+            words.append(f"--{name} {' '.join(shlex.quote(str(one)) for one in values)}")
     return " ".join(words)
 
 

@@ -182,25 +182,41 @@ def step_launches(shape: Shape, layout: Layout, how: str = "compiled") -> int:
     return steps * (shape.n_layers * block + rest) + added + UPDATE_LAUNCHES
 
 
-def estimate_lines(shape: Shape, layout: Layout, gpu: GPUModel, how: str) -> list[str]:
-    """Lines of `minimind plan`: the least time of a step, and the one with assumed rates."""
+def likely_step(shape: Shape, layout: Layout, gpu: GPUModel) -> StepTime | None:
+    """The estimate with assumed rates; None for what it does not cover."""
     is_covered = shape.use_flash_attn and not (shape.use_moe or shape.doc_mask)
     is_covered &= layout.dtype != "float32" and layout.device == "cuda"
     is_covered &= layout.optimizer == "adamw" and layout.sequence == 1
     if not is_covered or layout.recomputes or layout.chunks_loss:
+        return None
+    return step_time(shape, layout, gpu, ASSUMED, _how(layout))
+
+
+def _how(layout: Layout) -> str:
+    return "compiled" if layout.is_compiled else "eager"
+
+
+def estimate_lines(
+    shape: Shape, layout: Layout, gpu: GPUModel, mfu: float | None = None
+) -> list[str]:
+    """Lines of `minimind plan`: the least time of a step, and the one with assumed rates.
+
+    `mfu`, if given, is what the time of the run is computed from in place of the estimate.
+    """
+    likely, how = likely_step(shape, layout, gpu), _how(layout)
+    if likely is None:
         return [
             "estimate    none: only for dense models with fused causal attention in bf16 or fp16"
             " and AdamW, without --gradient_checkpointing, --sequence_parallel or --loss chunked"
             " (auto is chunked if nothing is compiled)"
         ]
     least = step_time(shape, layout, gpu, DATA_SHEET, how)
-    likely = step_time(shape, layout, gpu, ASSUMED, how)
+    reached = f" ({likely.mfu:.0%} MFU of {gpu.peak_tflops:g} TFLOP/s)" if mfu is None else ""
     parts = ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in likely.parts.items())
     return [
-        f"estimate    {gpu.name}, {how}: a step takes {least.seconds * 1e3:.1f} ms or more"
-        f" ({least.mfu:.0%} MFU of {gpu.peak_tflops:g} TFLOP/s at most);",
-        f"            at rates that kernels reach {likely.seconds * 1e3:.1f} ms ({likely.mfu:.0%}):"
-        f" {parts};",
+        f"estimate    {gpu.name}, {how}: a step takes {least.seconds * 1e3:.1f} ms or more;",
+        f"            at rates that kernels reach {likely.seconds * 1e3:.1f} ms{reached}:",
+        f"            {parts};",
         f"            {likely.launches:,} launches take the host {likely.host * 1e3:.1f} ms"
         " meanwhile; not measured, without communication",
     ]

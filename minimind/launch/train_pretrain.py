@@ -15,6 +15,7 @@ from minimind.runtime.exit import Ending
 from minimind.runtime.heartbeat import Peers
 from minimind.runtime.process import SCRIPT_PID, Progress, restore_stderr
 from minimind.runtime.terminal import LONG, guarded, phase
+from minimind.train.inputs import require_inputs
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,6 +38,7 @@ def _main(argv: Sequence[str]) -> int:
         run = parse_flags(argv)
         ending.debug = run.debug
         progress.peers.timeout = run.dist_timeout
+        require_inputs(run)
         # run_accelerate.sh has printed a line already; otherwise print one within a second.
         delay = LONG if SCRIPT_PID in os.environ else 0.5
         with phase("importing libraries", delay):

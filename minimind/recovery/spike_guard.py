@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from minimind.checkpoint.resume import Resumed
@@ -19,11 +20,18 @@ from minimind.engine.plain_backend import StepResult
 from minimind.errors import DataError
 from minimind.provenance.documents import Documents, Place, place_json
 from minimind.provenance.step_rows import Stretch, rows_at
-from minimind.recovery.spike_detector import Observed, SpikeDetector, SpikeState
+from minimind.recovery.spike_detector import (
+    LOSS_DEVIATION,
+    Estimate,
+    Observed,
+    SpikeDetector,
+    SpikeState,
+)
 from minimind.runtime.checked_json import validate
 from minimind.telemetry.progress import RunLogger
 
 SUSPECTS = 3  # rows named by an event
+USUAL = 32  # rows before the spikes whose losses are the usual ones
 MOST_BYTES = 2**28  # of a file up to a document that is looked for: a second
 
 
@@ -150,24 +158,40 @@ class SpikeGuard:
         return Observed(held.step, _finite(loss), _finite(sums[2]), _finite(held.norm_limit))
 
     def _log_spike(self, seen: Observed, loss_limit: float) -> None:
-        """Log a spike with the rows of the highest loss (collective)."""
+        """Log a spike with the rows whose own loss stands out (collective).
+
+        The weights are to blame, and no document, where usual rows have such losses too.
+        """
         assert self.detector is not None
-        rows = self.highest_rows()
+        highest = self.highest_rows()
+        row_limit = self._row_limit() if highest else None
+        outliers = [row for row in highest if row_limit is not None and row[0] > row_limit]
+        rows = self._described(seen.step, outliers[:SUSPECTS])
         name = "spike_skipped" if seen.is_skipped else "spike"
         facts = {"loss": seen.loss, "grad_norm": seen.norm}
         limits = {"loss_limit": _finite(loss_limit), "norm_limit": seen.norm_limit}
         counts = {"in_a_row": self.detector.in_a_row, "skipped": self.detector.skipped}
+        facts["row_loss"] = _finite(highest[0][0]) if highest else None
+        limits["row_limit"] = row_limit and _finite(row_limit)
         self.logger.event(name, step=seen.step + 1, **facts, **limits, **counts, rows=rows)
         what = f"loss {_text(seen.loss)}{_limit(limits['loss_limit'])}"
         what += f", gradient norm {_text(seen.norm)}{_limit(seen.norm_limit)}"
         is_made = seen.norm is not None and not seen.is_skipped
         end = "update made" if is_made else "update skipped"
-        self.logger.print(f"spike at step {seen.step + 1}: {what}; {end}{_where(rows)}")
+        if highest:
+            what_row = f"{_text(facts['row_loss'])}{_limit(limits['row_limit'])}"
+            end += (
+                f"; highest loss {what_row}{_where(rows[0])}"
+                if rows
+                else f"; no document stands out: the highest loss of a row is {what_row}"
+            )
+        self.logger.print(f"spike at step {seen.step + 1}: {what}; {end}")
 
-    def highest_rows(self) -> list[dict[str, Any]]:
-        """Rows with the highest loss of the held step, highest first, with their documents.
+    def highest_rows(self) -> list[tuple[float, int]]:
+        """Loss and position of rows of the held step, highest first, on every rank.
 
-        Each rank looks at its micro-batch with the highest loss, with the weights of now.
+        Each rank looks at its micro-batch with the highest loss, with the weights of now; a loss
+        that is not finite is infinite.
         """
         if not isinstance(self.held, HeldStep):  # the last step of a checkpoint
             return []
@@ -188,21 +212,47 @@ class SpikeGuard:
         first = order.positions(step).start + before
         own = []
         for at, row in enumerate(self.batches.at(step)[number], number * self.micro_batch_rows):
-            loss_sum, targets = engine.loss_of(row[None])
-            own.append((_finite(float(loss_sum) / max(float(targets), 1.0)), first + at))
+            own.append((self._loss_of(row), first + at))
         if not engine.parallel.is_first(engine.rank):  # the first one has the same rows
             own = []
         rows = [row for part in engine.gather(own) for row in part]
-        rows.sort(key=lambda row: -(math.inf if row[0] is None else row[0]))
-        if engine.rank:
-            return []
-        return self._described(step, rows[:SUSPECTS])
+        return sorted(rows, key=lambda row: -row[0])
 
-    def _described(self, step: int, rows: list[tuple[float | None, int]]) -> list[dict[str, Any]]:
+    def _loss_of(self, row: torch.Tensor) -> float:
+        loss_sum, targets = map(float, self.engine.loss_of(row[None]))
+        loss = loss_sum / max(targets, 1.0)
+        return loss if math.isfinite(loss) else math.inf
+
+    def _row_limit(self) -> float | None:
+        """The loss from which a row stands out among the last ones before the spikes (collective).
+
+        Decided as for steps, by the weights of now; None where there are no such rows.
+        """
+        assert self.detector is not None
+        engine, order, rows = self.engine, self.batches.order, np.arange(0)
+        step = self.detector.first or 0
+        while step > order.origin.step and len(rows) < USUAL:
+            step -= 1
+            rows = np.concatenate([order.rows_for(step, 0, 1), rows])
+        if not len(rows):
+            return None
+        # As many on every rank: a forward pass may be collective.
+        size, rows = engine.parallel.data_size, rows[-USUAL:]
+        places = np.resize(rows, -(-len(rows) // size) * size)[engine.data_rank :: size]
+        read = self.prepared.train.read_rows(places, self.row_tokens)
+        parts = engine.gather([self._loss_of(row) for row in torch.from_numpy(read)])
+        losses = [loss for part in parts for loss in part]
+        if math.inf in losses:
+            return math.inf
+        return Estimate(self.options["factor"], len(losses), LOSS_DEVIATION, losses).limit
+
+    def _described(self, step: int, rows: list[tuple[float, int]]) -> list[dict[str, Any]]:
         """Row number, loss and documents of some positions."""
         order, sizes = self.batches.order, (self.engine.parallel, self.micro_batch_rows)
+        if not rows or self.engine.rank:
+            return []
         if missing_of(self.prepared.directory):  # prepared by an earlier version
-            return [{"row": None, "loss": loss, "documents": []} for loss, _ in rows]
+            return [{"row": None, "loss": _finite(loss), "documents": []} for loss, _ in rows]
         stretch = Stretch(range(step + 1, step + 2), order, self.row_tokens, *sizes, {})
         by_position = {
             row.position: row for row in rows_at(stretch, self._documents, step + 1, None)
@@ -215,7 +265,8 @@ class SpikeGuard:
                 {"document": part.document, **place_json(places.get(part.document))}
                 for part in parts
             ]
-            found.append({"row": by_position[at].row, "loss": loss, "documents": documents})
+            row = {"row": by_position[at].row, "loss": _finite(loss), "documents": documents}
+            found.append(row)
         return found
 
     def _places(self, documents: set[int]) -> dict[int, Place]:
@@ -240,14 +291,10 @@ class SpikeGuard:
         return Documents.of(self.prepared)
 
 
-def _where(rows: list[dict[str, Any]]) -> str:
-    """`; highest loss 14.2 in row 17 (a.jsonl:512)`: the first row and its documents."""
-    if not rows:
-        return ""
-    first = rows[0]
-    places = [f"{one['file']}:{one['line']}" for one in first["documents"] if one["file"]]
-    named = f" ({', '.join(places[:3])})" if places else ""
-    return f"; highest loss {_text(first['loss'])} in row {first['row']}{named}"
+def _where(row: dict[str, Any]) -> str:
+    """` in row 17 (a.jsonl:512)`: a row and its documents."""
+    places = [f"{one['file']}:{one['line']}" for one in row["documents"] if one["file"]]
+    return f" in row {row['row']}" + (f" ({', '.join(places[:3])})" if places else "")
 
 
 def _finite(value: float) -> float | None:

@@ -33,16 +33,19 @@ LIBRARIES = {"tensorboard": "torch.utils.tensorboard"}  # where the name is not 
 class Tracker:
     """One tracker and its thread."""
 
-    def __init__(self, name: str, opener: Callable[[], Any]) -> None:
+    def __init__(self, name: str, opener: Callable[[int], Any], step: int) -> None:
+        """`opener` is called in the thread with the step that the run goes on from."""
         self.name = name
         self._open = opener
-        self._lines: queue.Queue[tuple[dict[str, Any], int] | None] = queue.Queue(MAX_QUEUED)
+        self._lines: queue.Queue[tuple[dict[str, Any] | None, int] | None]
+        self._lines = queue.Queue(MAX_QUEUED)
         self._is_disabled = False
-        self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
+        work = {"target": self._work, "args": (step,), "name": f"tracker-{name}"}
+        self._thread = threading.Thread(**work, daemon=True)
         self._thread.start()
 
-    def log(self, values: dict[str, Any], step: int) -> None:
-        """Queue one line of values."""
+    def log(self, values: dict[str, Any] | None, step: int) -> None:
+        """Queue one line of values; None: the run goes back to `step`."""
         if self._is_disabled:
             return
         try:
@@ -58,12 +61,16 @@ class Tracker:
             if self._thread.is_alive():
                 self._disable(f"did not finish in {seconds:g} s")
 
-    def _work(self) -> None:
+    def _work(self, step: int) -> None:
         try:
-            tracker = self._open()
+            tracker = self._open(step)
             while (line := self._lines.get()) is not None and not self._is_disabled:
                 values, step = line
-                tracker.log(values, step=step)
+                if values is None:
+                    tracker.finish()
+                    tracker = self._open(step)
+                else:
+                    tracker.log(values, step=step)
             tracker.finish()
         except (Exception, SystemExit) as error:  # of a foreign library: training goes on
             self._disable(" ".join(str(error).split()) or type(error).__name__)
@@ -91,6 +98,12 @@ class Trackers:
             values = tracker_values(KINDS[name], fields)
             for tracker in self._trackers:
                 tracker.log(values, fields["step"])
+
+    def go_back(self, step: int) -> None:
+        """Go on from an earlier step, as a run does that resumes there."""
+        for tracker in self._trackers:
+            if tracker.name != "wandb":  # one run can go on, see `_Wandb`
+                tracker.log(None, step)
 
     def close(self, seconds: float) -> None:
         """Wait for all to finish, at most `seconds` each."""
@@ -127,7 +140,8 @@ def open_trackers(run: RunConfig, step: int, config: Mapping[str, Any]) -> Track
     out_dir = Path(run.out_dir)
     names = run.trackers()
     run_id = _run_id(out_dir / FILE, is_new=step == 0) if "wandb" in names else ""
-    return Trackers([Tracker(name, _opener(name, run, step, run_id, config)) for name in names])
+    openers = {name: _opener(name, run, run_id, config) for name in names}
+    return Trackers([Tracker(name, opener, step) for name, opener in openers.items()])
 
 
 def _run_id(path: Path, is_new: bool) -> str:
@@ -146,30 +160,47 @@ def _run_id(path: Path, is_new: bool) -> str:
     return run_id
 
 
+class _Wandb:
+    """Steps are a metric of their own: wandb ignores values below its own last step."""
+
+    def __init__(self, tracker: Any, step: int) -> None:
+        self._tracker, self.finish = tracker, tracker.finish
+        tracker.run.define_metric("*", step_metric="step")
+        # A run that resumed from an older checkpoint has logged more.
+        self._last, self._ahead = step, max(0, tracker.run.starting_step - step - 1)
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        if step < self._last:  # the run has gone back
+            self._ahead += self._last - step + 1
+        self._last = step
+        self._tracker.log({**values, "step": step}, step=step + self._ahead)
+
+
 def _opener(
-    name: str, run: RunConfig, step: int, run_id: str, config: Mapping[str, Any]
-) -> Callable[[], Any]:
-    """Return a function that opens the tracker, called in the tracker's thread."""
+    name: str, run: RunConfig, run_id: str, config: Mapping[str, Any]
+) -> Callable[[int], Any]:
+    """Return a function that opens the tracker from a step on, called in the tracker's thread."""
     out_dir = Path(run.out_dir)
     run_name = run.wandb_run_name or out_dir.resolve().name
     import_error = _import_error(name)
 
-    def open_it() -> Any:
+    def open_it(step: int) -> Any:
         if import_error:
             raise import_error
         if name == "tensorboard":
-            purge = {"purge_step": step + 1} if step else {}
-            opened = open_tracker(name, "tensorboard", str(out_dir), purge)
+            purge = step + 1 if step else 0  # also what another run in this folder wrote
+            opened = open_tracker(name, "tensorboard", str(out_dir), {"purge_step": purge})
             opened.writer.add_text("configuration", _markdown(config), step)
             return opened
-        if name != "wandb":
-            return open_tracker(name, run.wandb_project, str(out_dir), {})
+        if name != "wandb":  # those but dvclive continue as another run
+            kept = {"resume": step > 0} if name == "dvclive" else {}
+            return open_tracker(name, run.wandb_project, str(out_dir), kept)
         _require_key()
         settings = {"console": "off", "silent": True}
         settings |= {"init_timeout": START, "finish_timeout": FINISH}
         options = {"id": run_id, "resume": "allow", "name": run_name, "dir": str(out_dir)}
         options |= {"config": dict(config), "settings": settings}
-        return open_tracker(name, run.wandb_project, str(out_dir), options)
+        return _Wandb(open_tracker(name, run.wandb_project, str(out_dir), options), step)
 
     return open_it
 

@@ -8,6 +8,7 @@ work; torch is imported by the call.
 build             text, row order, schedule: what the loop needs
 evaluate          validation loss of held-out rows
 initial_weights   weights that a run starts from
+inputs            paths and first records, before torch is imported
 loop              the training loop
 loop_actions      log, evaluate, save: the actions between steps
 memory_report     out of memory: the micro-batch in force, and one that would fit
@@ -52,9 +53,11 @@ class _CallableModule(ModuleType):
         from minimind.config.parse import build_config
         from minimind.engine.build import leave_process_group
         from minimind.errors import UsageError
+        from minimind.train.inputs import require_inputs
         from minimind.train.pretrain import pretrain
 
         run = build_config({**(flags or {}), **more}, "train({name}=...)")
+        require_inputs(run)
         if dist.is_initialized():
             raise UsageError(
                 "this process already has a process group, and train(...) creates its own; leave"

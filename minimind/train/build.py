@@ -14,9 +14,8 @@ from typing import Any
 from minimind.architecture.select import Architecture
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.validation import validate_data_order
-from minimind.config.run_config import LAUNCH, RunConfig
+from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
-from minimind.config.training_flags import DEFAULT_DATA
 from minimind.data.loader.batches import Batches
 from minimind.data.loader.mixture import Mixture, Ranges, count_rows
 from minimind.data.loader.row_order import Order
@@ -37,21 +36,6 @@ from minimind.errors import CheckpointError, DataError, StorageError, UsageError
 from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.terminal import phase
 from minimind.storage.object_cache import ObjectCache, named, open_cache
-
-
-def require_default_data(run: RunConfig) -> None:
-    """Raise UsageError with an example if no data is given and the default file is missing."""
-    if run.data_path == (DEFAULT_DATA,) and not Path(DEFAULT_DATA).exists():
-        raise UsageError(
-            f"no --data_path was given and {DEFAULT_DATA} is not here; give some text, for example:"
-            f" {LAUNCH} --model tiny --data_path my_text.jsonl --out_dir out/mine"
-        )
-
-
-def require_resume_path(run: RunConfig) -> None:
-    """Raise CheckpointError if the directory of --resume is missing; call before any write."""
-    if run.resume not in ("auto", "none") and not Path(run.resume).is_dir():
-        raise CheckpointError(f"--resume {run.resume}: no such directory; name a step_ directory")
 
 
 def prepared_folder(run: RunConfig) -> Path | None:

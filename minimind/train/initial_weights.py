@@ -15,13 +15,7 @@ import torch
 
 from minimind.architecture.hf_config import POSITIONS
 from minimind.architecture.long_context import extend, scaling_flags
-from minimind.architecture.select import (
-    Architecture,
-    HuggingFace,
-    MiniMind,
-    config_file,
-    hugging_face,
-)
+from minimind.architecture.select import Architecture, HuggingFace, MiniMind, hugging_face
 from minimind.checkpoint.choose import newest_valid
 from minimind.checkpoint.directory import Rejected, read_manifest, rejected
 from minimind.checkpoint.resume import requested_checkpoints
@@ -29,6 +23,7 @@ from minimind.checkpoint.validation import read_config
 from minimind.config.checks import check
 from minimind.config.model_flags import HUGGING_FACE
 from minimind.config.model_flags import SHAPE as FLAGS_OF_SHAPE
+from minimind.config.parse import config_file
 from minimind.config.run_config import RunConfig
 from minimind.config.training_flags import BY_TASK
 from minimind.data.chat.template import ChatTemplate

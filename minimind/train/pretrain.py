@@ -25,7 +25,7 @@ from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.train_state import TrainState
 from minimind.config.deepspeed.backend_choice import Setup, advice, read_setup
 from minimind.config.deepspeed.resolve import ResolvedConfig
-from minimind.config.launcher_env import read_launch
+from minimind.config.launcher_env import planned_launch, read_launch
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.loader.row_order import Order
@@ -55,9 +55,7 @@ from minimind.train.build import (
     build_batches,
     plan_data_and_schedule,
     prepare_data,
-    require_default_data,
     require_length,
-    require_resume_path,
     require_same_files,
     resume_order,
     sidecar_files,
@@ -89,6 +87,8 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
 def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
     """Check a run whose prepared folder is here, and train; `cleanup` closes what is opened."""
     launch = read_launch(os.environ)
+    if run.dry_run:
+        launch = planned_launch(launch, os.environ)
     initial = fine_tuned(read_initial(run)) if run.task == "sft" else read_initial(run)
     run = initial.run
     setup = read_setup(run, launch)
@@ -102,8 +102,6 @@ def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
         if launch.rank == 0:
             print(dry_run_text(setup, resolved, initial.architecture))
         return 0
-    require_default_data(run)
-    require_resume_path(run)
     require_writable(Path(run.out_dir))
     if launch.rank == 0:
         require_mirror(run.mirror, Path(run.out_dir), run.resume)

@@ -98,6 +98,7 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
         )
     log_rejected(context.logger, resumed)
     context.mirror.go_back(resumed.state.step)
+    context.logger.trackers.go_back(resumed.state.step)
     assert resumed.path is not None  # the newest of `good` that is not damaged
     after = order.jumping(start, last + 1)
     positions = [order.positions(start).start, order.positions(last).stop]

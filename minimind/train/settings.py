@@ -25,6 +25,7 @@ from minimind.engine.build import Engine
 from minimind.engine.optimizer.mup import mup_line
 from minimind.errors import DataError
 from minimind.estimate.plan import plan_text
+from minimind.storage.filesystem import is_url, masked
 from minimind.storage.object_cache import named
 from minimind.telemetry.verdict import Setting
 from minimind.train.build import (
@@ -196,6 +197,8 @@ def dry_run_text(setup: Setup, resolved: ResolvedConfig, model: Architecture) ->
         tokens = manifest["splits"]["train"]["tokens"]
         # Several sources may have a few rows fewer.
         check_enough_rows(resolved.run, world_size, tokens, tokens // row_tokens)
+    if urls := [path for path in run.data_path if is_url(path)]:
+        tables.append(f"data: what {' '.join(map(masked, urls))} holds is looked at by the start")
     tables.insert(0, f"flags:\n{flags_table(run)}")
     if resolved.config:
         tables.append(deepspeed_table(resolved))

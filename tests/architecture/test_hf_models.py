@@ -17,11 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import minimind.train
 from minimind.architecture.hf_models import model_of
-from minimind.architecture.select import HuggingFace, MiniMind, config_file, hugging_face
+from minimind.architecture.select import HuggingFace, MiniMind, hugging_face
 from minimind.cli.main import main
 from minimind.config.deepspeed.backend_choice import read_setup
 from minimind.config.launcher_env import read_launch
-from minimind.config.parse import parse_flags
+from minimind.config.parse import config_file, parse_flags
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import open_prepared
 from minimind.engine.loss_of_batch import compile_model, uncompiled

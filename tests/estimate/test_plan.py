@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,11 +15,21 @@ import pytest
 from minimind.cli.main import main
 from minimind.config.deepspeed.resolve import read_deepspeed_json, resolve
 from minimind.config.parse import parse_flags
+from minimind.config.run_config import LAUNCH, deepspeed_files
 from minimind.data.tokenizer.add_special import with_special_tokens
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
-from minimind.estimate.costs import Layout, memory
-from minimind.estimate.plan import HEADROOM, alternatives, layout_of, plan_text, recommend, shape_of
+from minimind.estimate.costs import Layout, flops_per_token, memory
+from minimind.estimate.gpus import GPUS
+from minimind.estimate.plan import (
+    HEADROOM,
+    alternatives,
+    layout_of,
+    name_of,
+    plan_text,
+    recommend,
+    shape_of,
+)
 from tests.conftest import ROOT, sentences
 
 GIB = 2**30
@@ -36,6 +48,11 @@ def plan_output(capsys: pytest.CaptureFixture[str], words: str) -> str:
     return capsys.readouterr().out
 
 
+def command_of(out: str) -> list[str]:
+    """The flags of the printed command."""
+    return shlex.split(out.split(f"{LAUNCH} \\\n")[1].replace("\\\n", " "))
+
+
 def refused(capsys: pytest.CaptureFixture[str], words: str) -> str:
     assert main(["plan", *words.split()]) == 2
     output = capsys.readouterr()
@@ -49,10 +66,13 @@ def test_the_whole_answer_fits_a_terminal_and_reports_what_to_type(capsys):
     out = plan_output(capsys, f"{LARGE} --gpus 4 --memory 24GiB --peak_tflops 165 --tokens 1e9")
     assert max(map(len, out.splitlines())) <= 100
     assert "361,038,848" in out
-    assert "on 4 x 165 TFLOPS at 40% MFU" in out
-    assert 'configs/ds_config.json: "zero_optimization": {"stage": 0}' in out
+    assert "on 4 x 165 TFLOPS at 40% MFU (assumed: --mfu)" in out
+    assert "ds_config.json" not in out
+    flags = "--batch_size 8 --accumulation_steps 1 --deepspeed_config zero0"
     assert "NUM_PROCESSES=4 bash run_accelerate.sh \\\n" in out
-    assert f"    {LARGE} --batch_size 8 --accumulation_steps 1\n" in out
+    assert out.endswith(f" \\\n    {LARGE} \\\n    {flags}\n")
+    table = out.split("Per process")[1].split("Recommended")[0].splitlines()
+    assert max(map(len, table)) <= 80
     assert re.search(r"^\*ZeRO-2 ", out, re.MULTILINE)
 
 
@@ -61,7 +81,7 @@ def test_the_command_it_prints_requests_the_run_it_planned(capsys):
         "--model 26m --no-use_flash_attn --dtype float32 --batch_size 6 --accumulation_steps 2"
     )
     out = plan_output(capsys, f"{requested} --gpus 2 --memory 6GiB")
-    run = parse_flags(out.rstrip().splitlines()[-1].split())
+    run = parse_flags(command_of(out))
     assert (run.model, run.use_flash_attn, run.dtype) == ("26m", False, "float32")
     assert run.batch_size * run.accumulation_steps == 12
 
@@ -70,11 +90,12 @@ def test_the_command_it_prints_requests_the_run_it_planned(capsys):
 def test_the_command_names_a_file_that_takes_the_optimizer(capsys, optimizer: str):
     line = f"plan --deepspeed_config none --memory 24GiB --optimizer {optimizer}"
     assert main(line.split()) == 0
-    command = capsys.readouterr().out.split("run_accelerate.sh", 1)[1].replace("\\", " ")
-    run = parse_flags(command.split())
+    assert capsys.readouterr().out.endswith("--deepspeed_config none\n")
+    assert main(f"{line} --gpus 4 --deepspeed_config zero3".split()) == 0
+    run = parse_flags(command_of(capsys.readouterr().out))
     assert run.deepspeed_config
     document = read_deepspeed_json(run.deepspeed_config)
-    assert resolve(document, run.deepspeed_config, run, 1, "cuda").run.optimizer == optimizer
+    assert resolve(document, run.deepspeed_config, run, 4, "cuda").run.optimizer == optimizer
 
 
 def test_flags_that_the_optimizer_does_not_read_are_refused_without_deepspeed(capsys):
@@ -125,7 +146,7 @@ def test_where_nothing_fits_it_reports_it_and_what_would_help(capsys):
 def test_more_gpus_are_named_where_they_save_the_offloading(capsys):
     deep = "--dim 4096 --n_layers 40 --n_heads 32 --batch_size 1"
     out = plan_output(capsys, f"{deep} --gpus 2 --memory 40G")
-    assert "Recommended: ZeRO-1 offload opt" in out
+    assert "Recommended: ZeRO-2 offload opt" in out
     counted = re.search(r"With (\d+) GPUs nothing has to be offloaded", out)
     assert counted
     assert (
@@ -172,24 +193,143 @@ def test_a_misspelt_name_inside_a_section_is_reported(capsys, tmp_path: Path):
     assert "did you mean stage?" in refused(capsys, f"--deepspeed_config {path}")
 
 
-@pytest.mark.parametrize(
-    ("name", "blocks"),
-    [("zero2_offload", "offload_optimizer"), ("zero3_offload", "offload_optimizer, offload_param")],
-)
-def test_offload_blocks_that_must_go_are_named(capsys, name: str, blocks: str):
-    words = f"--model tiny --memory 24GiB --deepspeed_config configs/deepspeed/{name}.json"
-    out = plan_output(capsys, words)
-    assert f'"zero_optimization": {{"stage": 0}}\n  and remove {blocks}\n' in out
-
-
-def test_offload_blocks_that_stay_are_not_to_be_removed(capsys):
+def test_what_has_to_change_in_a_file_of_the_user_is_named(capsys, tmp_path: Path):
+    own = tmp_path / "own.json"
+    shutil.copy(ROOT / "configs/deepspeed/zero3_offload.json", own)
+    out = plan_output(capsys, f"--model tiny --gpus 2 --memory 24GiB --deepspeed_config {own}")
+    change = '"zero_optimization": {"stage": 0}, no offload_optimizer, no offload_param\n'
+    assert f"  {own}: {change}" in out
+    assert out.endswith(f" --deepspeed_config {own}\n")
     large = "--dim 4096 --n_layers 40 --n_heads 32 --batch_size 1 --gpus 2 --memory 40G"
-    out = plan_output(capsys, f"{large} --deepspeed_config configs/deepspeed/zero3_offload.json")
-    assert (
-        '{"stage": 1, "offload_optimizer": {"device": "cpu"}}\n  and remove offload_param\n' in out
-    )
-    kept = plan_output(capsys, f"{large} --deepspeed_config configs/deepspeed/zero2_offload.json")
-    assert "and remove" not in kept
+    out = plan_output(capsys, f"{large} --deepspeed_config {own}")
+    assert '{"stage": 2, "offload_optimizer": {"device": "cpu"}}, no offload_param\n' in out
+    shutil.copy(ROOT / "configs/deepspeed/zero2_offload.json", own)
+    assert '"zero_opt' not in plan_output(capsys, f"{large} --deepspeed_config {own}")
+    out = plan_output(capsys, f"--model tiny --memory 24GiB --deepspeed_config {own}")
+    assert "one process has nothing to partition" in out
+    literal = '{"train_micro_batch_size_per_gpu": 64, "zero_optimization": {"stage": 1}}'
+    own.write_text(literal)
+    out = plan_output(capsys, f"--model 0.4b --gpus 2 --memory 12GiB --deepspeed_config {own}")
+    assert '"train_micro_batch_size_per_gpu": "auto"' in out
+
+
+def test_a_shipped_file_with_more_than_a_stage_is_kept_or_copied(capsys):
+    words = "--model 0.4b --gpus 4 --deepspeed_config warmup_cosine"
+    out = plan_output(capsys, f"{words} --memory 16GiB")
+    assert "Recommended: ZeRO-2" in out
+    assert out.endswith("--deepspeed_config warmup_cosine\n")
+    large = f"{words} --dim 4096 --n_heads 32 --gradient_checkpointing --batch_size 1"
+    out = plan_output(capsys, f"{large} --memory 24GiB")
+    assert "  my_deepspeed.json, a copy of" in out
+    assert out.endswith("--deepspeed_config my_deepspeed.json\n")
+
+
+CARDS = [gpu.name for gpu in GPUS if gpu.bandwidth]
+FLAGS = [
+    "--model tiny",
+    "--model 0.4b --deepspeed_config none",
+    "--model 0.4b --deepspeed_config zero3 --batch_size 64 --accumulation_steps 2",
+    "--model 104m --deepspeed_config fp16 --dtype float16",
+    "--model 104m --optimizer muon --config fast --no-doc_mask",
+    "--model 26m --optimizer lion --deepspeed_config torch_adamw --data_path 'a b.jsonl' c.txt",
+    "--dim 2048 --n_layers 24 --n_heads 16 --max_seq_len 2048 --dtype float32 --ema 0.9",
+    "--dim 4096 --n_layers 32 --n_heads 32 --batch_size 1 --deepspeed_config zero2_offload",
+]
+
+
+@pytest.mark.parametrize("words", FLAGS)
+def test_every_printed_command_parses_and_resolves_to_what_is_recommended(
+    capsys, words: str, request: pytest.FixtureRequest
+):
+    few = ["RTX 4090", "A100-40GB", "H100"]
+    for card in CARDS if request.config.getoption("--long") else few:
+        for gpus in (1, 8):
+            assert (
+                main(["plan", *shlex.split(words), "--gpus", str(gpus), "--gpu_model", card]) == 0
+            )
+            out = capsys.readouterr().out
+            if "Nothing fits" in out:
+                continue
+            run, given = parse_flags(command_of(out)), parse_flags(shlex.split(words))
+            path = run.deepspeed_config or str(ROOT / "configs" / "ds_config.json")
+            if path == "none":
+                found = replace(layout_of(run, gpus, {}, "cuda"), stage=None)
+            else:
+                resolved = resolve(read_deepspeed_json(path), path, run, gpus, "cuda")
+                found = layout_of(resolved.run, gpus, resolved.config, "cuda")
+            best = re.findall(
+                r"^Recommended: (.+), micro-batch (\d+), accumulation (\d+)", out, re.M
+            )
+            assert best == [(name_of(found), str(found.rows), str(found.accumulation_steps))]
+            if gpus == 1 and "fp16" not in words and not found.offload_optimizer:
+                assert path == "none"
+            for name, source in given.sources.items():
+                is_kept = name not in ("batch_size", "accumulation_steps", "deepspeed_config")
+                if source == f"--{name}" and is_kept:
+                    assert getattr(run, name) == getattr(given, name)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "memory"),
+    [
+        *[(name, name, None) for name in CARDS],
+        *[(name.lower().replace(" ", "-"), name, None) for name in CARDS],
+        *[("h100", "H100", 80), ("4090", "RTX 4090", 24), ("rtx4090", "RTX 4090", 24)],
+        *[("a100-40gb", "A100-40GB", 40), ("a100-80gb", "A100", 80), ("a100", "A100", 80)],
+        *[("A100-SXM4-40GB", "A100-40GB", 40), ("NVIDIA H100 80GB HBM3", "H100", 80)],
+        *[("h100 sxm5", "H100", 80), ("h100_nvl", "H100 NVL", 94), ("h100pcie", "H100 PCIe", 80)],
+        *[("GeForce RTX 3090", "RTX 3090", 24), ("l40s", "L40S", 48), ("h200-141gb", "H200", 141)],
+    ],
+)
+def test_a_card_is_known_by_its_short_name_with_its_memory(
+    text: str, name: str, memory: int | None, capsys
+):
+    assert main(["plan", "--model", "tiny", "--gpu_model", text]) == 0
+    out = capsys.readouterr().out
+    assert f"estimate    {name}, " in out
+    assert f"of {memory}.00 GiB" in out if memory else "Recommended: no DeepSpeed" in out
+    assert main(["plan", "--model", "tiny", "--gpu_model", text, "--memory", "9GiB"]) == 0
+    assert "of 9.00 GiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["h101", "4080", "h100-40gb", "a100-41gb", "", "rtx"])
+def test_an_unknown_card_is_refused_with_the_known_ones(text: str, capsys):
+    assert main(["plan", "--gpu_model", text]) == 2
+    assert "H100 NVL" in capsys.readouterr().err
+
+
+def test_the_page_has_one_mfu_and_the_hours_that_follow_from_it(capsys):
+    words = "--model 0.4b --gpus 8 --tokens 7.2e9 --batch_size 24 --accumulation_steps 32"
+    for more in ("--gpu_model h100", "--gpu_model h100 --mfu 0.5", "--peak_tflops 989.4"):
+        out = plan_output(capsys, f"{words} {more}")
+        rates = {*re.findall(r"(\d+)% MFU", out)}
+        assert len(rates) == 1
+        hours = float(re.findall(r"time +([\d.]+) hours", out)[0])
+        share = float(rates.pop()) / 100
+        needed = 7.2e9 * flops_per_token(shape_of(parse_flags(["--model", "0.4b"])))
+        assert hours == pytest.approx(needed / (8 * 989.4e12 * share) / 3600, rel=0.02)
+
+
+def test_a_larger_batch_is_shown_where_that_of_the_run_is_only_the_default(capsys):
+    words = "--model 0.4b --gpus 8 --gpu_model h100"
+    out = plan_output(capsys, words)
+    assert "The 8 rows are only the default. --batch_size 56 takes" in out
+    assert re.search(r"GiB, 1\.\d\d times as many tokens/s by the estimate;\n", out)
+    assert "only the default" not in plan_output(capsys, f"{words} --batch_size 8")
+    assert "only the default" not in plan_output(capsys, "--model 0.4b --gpus 8 --memory 16GiB")
+    assert "tokens/s by" not in plan_output(capsys, "--model 0.4b --gpus 8 --memory 80GiB")
+
+
+def test_short_names_are_files_unless_there_is_such_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, path in deepspeed_files().items():
+        assert parse_flags(["--deepspeed_config", name]).deepspeed_config == str(path)
+        assert read_deepspeed_json(str(path))
+    assert {"zero0", "zero1", "zero2", "zero3", "muon"} <= deepspeed_files().keys()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zero1").write_text("{}")
+    assert parse_flags(["--deepspeed_config", "zero1"]).deepspeed_config == "zero1"
 
 
 def test_stage_0_is_no_choice_in_float16(capsys):

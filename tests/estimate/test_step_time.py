@@ -85,7 +85,7 @@ def test_plan_estimates_a_step_of_a_named_gpu(capsys: pytest.CaptureFixture[str]
     words = "--model 26m --max_seq_len 1024 --batch_size 32 --deepspeed_config none"
     out = planned(capsys, f"{words} --gpu_model H100 --tokens 1e9")
     likely = step_time(shape(), LAYOUT, H100)
-    assert f"{likely.seconds * 1e3:.1f} ms ({likely.mfu:.0%})" in out
+    assert f"{likely.seconds * 1e3:.1f} ms ({likely.mfu:.0%} MFU" in out
     assert "not measured" in out
     assert "1 x 989.4 TFLOPS" in out
     assert "estimate" not in planned(capsys, words)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import minimind.train as training
+from minimind.engine.engine import Engine
+from minimind.errors import NumericError
 from minimind.recovery import spike_guard
 
 train: Any = training  # a package that is called like a function
@@ -20,6 +24,11 @@ FLAGS: dict[str, Any] = {
     **{"learning_rate": 5e-3, "deepspeed_config": "none"},
     **{"spike_guard": True, "spike_window": 32, "spike_factor": 3.0},
 }
+
+
+def spikes_of(out_dir: Path) -> list[dict[str, Any]]:
+    lines = (out_dir / "metrics.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"].startswith("spike")]
 
 
 @pytest.mark.parametrize("is_far", [False, True])
@@ -34,9 +43,46 @@ def test_a_planted_document_is_named_unless_it_is_far_into_its_file(
     text.write_text("".join([*lines[:200], json.dumps({"text": odd}) + "\n", *lines[200:]]))
     places = {"data_path": str(text), "cache_dir": str(tmp_path / "cache")}
     assert train({**FLAGS, **places}, out_dir=str(tmp_path / "out")) == 0
-    log = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    spikes = [event for event in map(json.loads, log) if event["event"].startswith("spike")]
+    spikes = spikes_of(tmp_path / "out")
     highest = max(spikes, key=lambda event: event["loss"] / event["loss_limit"])
+    assert highest["row_loss"] == highest["rows"][0]["loss"] > highest["row_limit"]
     found = [(one["file"], one["line"]) for one in highest["rows"][0]["documents"]]
     assert ((str(text), 201) in found) == (not is_far)
     assert found[0] == (None, None) or not is_far
+
+
+@pytest.mark.parametrize("case", ["weights", "norm", "not finite"])
+def test_no_document_is_named_where_usual_rows_have_such_losses(
+    case: str,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    step_of, at = Engine.step, 40
+
+    def step(self: Engine, *given: Any) -> Any:
+        found = step_of(self, *given)
+        steps.append(found)
+        if len(steps) != at:
+            return found
+        if case == "norm":  # of a clean step at its usual loss
+            return replace(found, grad_norm=100 * float(found.grad_norm or 0))
+        bad = 40.0 if case == "weights" else float("nan")
+        for weight in self.model.parameters():  # as an update that goes wrong leaves them
+            weight.data.mul_(bad)
+        return found
+
+    steps: list[Any] = []
+    monkeypatch.setattr(Engine, "step", step)
+    places = {"data_path": str(corpus), "cache_dir": str(tmp_path / "cache"), "max_steps": 44}
+    flags = {**FLAGS, **places, "spike_factor": 8.0, "max_skipped": 9, "accumulation_steps": 2}
+    ending = pytest.raises(NumericError) if case == "not finite" else nullcontext()
+    with ending:  # such weights are not saved
+        assert train(flags, out_dir=str(tmp_path / "out")) == 0
+    spikes = spikes_of(tmp_path / "out")
+    assert at + (case != "norm") in [event["step"] for event in spikes]
+    assert all(event["rows"] == [] for event in spikes)
+    out = capsys.readouterr().out
+    assert out.count("no document stands out") == len(spikes)
+    assert str(corpus) not in out.split("start ")[1]

@@ -23,6 +23,7 @@ from minimind.report.runs import read_runs
 from minimind.report.summary import Summary
 from minimind.telemetry.progress import RunLogger
 from minimind.train.rollback import write_rows
+from tests.telemetry.test_trackers import wandb_history
 
 train: Any = training  # a package that is called like a function
 BAD_STEPS = range(40, 50)  # counted from 0
@@ -101,9 +102,12 @@ def poisoned(bad_rows: list[int], plain: Path) -> Iterator[None]:
 def guarded(
     poisoned: None, flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A run on the poisoned rows with the guard, to its end."""
+    """A run on the poisoned rows with the guard and two trackers, to its end."""
     out_dir = tmp_path_factory.mktemp("guarded")
-    assert train(flags, out_dir=str(out_dir), **GUARD) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        trackers = {"report_to": "wandb,tensorboard"}
+        assert train(flags, out_dir=str(out_dir), **GUARD, **trackers) == 0
     return out_dir
 
 
@@ -130,6 +134,7 @@ def test_spikes_are_skipped_and_many_of_them_left_out(
         step + 1 for step in range(BAD_STEPS.start, BAD_STEPS.start + PATIENCE)
     ]
     assert any(event["event"] == "spike_skipped" for event in spikes)
+    assert all(event["rows"] for event in spikes[:PATIENCE])
     for event in spikes:
         assert {row["row"] for row in event["rows"]} <= set(bad_rows)
         assert event["loss"] > event["loss_limit"] or event["grad_norm"] > event["norm_limit"]
@@ -139,6 +144,19 @@ def test_spikes_are_skipped_and_many_of_them_left_out(
     log = read_run(guarded)
     read = log.at(start + 1).order.rows_for(start, 0, 1).tolist()
     assert read == log.at(1).order.rows_for(BAD_STEPS.start + PATIENCE, 0, 1).tolist()
+
+
+def test_trackers_show_the_steps_after_the_rollback(guarded: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    expected = [(step, np.float32(one[0])) for step, one in curve(guarded).items()]
+    found = EventAccumulator(str(guarded / "tensorboard")).Reload().Scalars("train/loss")
+    assert [(one.step, np.float32(one.value)) for one in found] == expected
+    (file,) = (guarded / "wandb").glob("offline-run-*/*.wandb")
+    history = list(wandb_history(file))
+    assert [step for step, _ in history] == sorted({step for step, _ in history})
+    logged = [(line["step"], line["loss"]) for line in events(guarded, "step")]
+    assert [(one["step"], one["train/loss"]) for _, one in history] == logged
 
 
 def test_the_guarded_run_ends_like_the_clean_one_and_the_unguarded_one_does_not(

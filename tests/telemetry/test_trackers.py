@@ -14,6 +14,7 @@ import pytest
 
 import minimind.train as training
 from minimind.config.parse import parse_flags
+from minimind.config.report_flags import TRACKERS
 from minimind.errors import DataError, UsageError
 from minimind.telemetry import trackers
 from minimind.telemetry.trackers import Tracker, tracker_values
@@ -91,7 +92,9 @@ def test_wandb_and_tensorboard_hold_what_metrics_jsonl_holds_over_a_resume(
     assert {"eval/val_loss", "eval/b/val_bpb", "sample/0"} <= expected[6].keys()
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert [path.name for path in files] == [f"run-{own_id}.wandb"] * 2
-    assert dict(record for path in files for record in wandb_history(path)) == expected
+    history = [record for path in files for record in wandb_history(path)]
+    assert [values.pop("step") for _, values in history] == [step for step, _ in history]
+    assert dict(history) == expected
     assert train(requested) == 0  # nothing is left to do or to log
     assert sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")) == files
     assert "| max_steps | `6` |" in configuration(tmp_path / "run" / "tensorboard")
@@ -127,7 +130,8 @@ def test_tensorboard_purges_steps_after_the_checkpoint_on_resume(tmp_path: Path)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = parse_flags(["--report_to", "tensorboard", "--out_dir", str(tmp_path)])
-    for first, last in ((0, 5), (3, 6)):  # killed at step 5, resumed from the checkpoint of step 3
+    # Of another run; killed at step 5; resumed from the checkpoint of step 3.
+    for first, last in ((0, 7), (0, 5), (3, 6)):
         opened = trackers.open_trackers(run, first, {})
         for step in range(first + 1, last + 1):
             opened.event("step", {"step": step, "loss": float(10 * first + step)})
@@ -139,6 +143,72 @@ def test_tensorboard_purges_steps_after_the_checkpoint_on_resume(tmp_path: Path)
     ]
 
 
+@pytest.mark.parametrize("newest", [0, 8])  # the server's last step of a run that resumes
+def test_wandb_gets_every_step_once_it_has_gone_back_under_a_step_above_its_last(
+    newest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lines: list[tuple[int, int]] = []
+    metrics: list[tuple[str, str]] = []
+    run = SimpleNamespace(
+        starting_step=newest + 1 if newest else 0,
+        define_metric=lambda name, step_metric: metrics.append((name, step_metric)),
+    )
+
+    def log(values: dict[str, Any], step: int) -> None:
+        lines.append((step, values["step"]))
+
+    opened = SimpleNamespace(run=run, log=log, finish=lambda: None)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(trackers, "open_tracker", lambda *_: opened)
+    given = parse_flags(["--report_to", "wandb", "--out_dir", str(tmp_path)])
+    logged = trackers.open_trackers(given, 4, {})
+    for last in (7, 9):  # goes back from 7 to 4, and does not from 9 on
+        for step in range(5, last + 1):
+            logged.event("step", {"step": step, "loss": 1.0})
+            logged.event("eval", {"step": step, "val_loss": 1.0})
+        logged.go_back(4)
+    logged.close(60)
+    assert metrics == [("*", "step")]
+    steps = [5, 6, 7, 5, 6, 7, 8, 9]
+    assert [step for _, step in lines] == [step for step in steps for _ in range(2)]
+    own = [step for step, _ in lines[::2]]
+    assert own == [step for step, _ in lines[1::2]]  # one record of a step
+    assert own == list(range(max(5, newest + 1), max(5, newest + 1) + len(steps)))
+
+
+@pytest.mark.parametrize("name", [name for name in TRACKERS if name != "wandb"])
+def test_after_going_back_other_trackers_are_opened_as_by_a_run_that_resumes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls: list[Any] = []
+
+    class Opened(Broken):
+        def log(self, values: dict[str, Any], step: int) -> None:
+            calls.append(step)
+
+        def finish(self) -> None:
+            calls.append("finish")
+
+    def open_tracker(kind: str, project: str, folder: str, options: dict[str, Any]) -> Any:
+        calls.append(options)
+        return Opened()
+
+    monkeypatch.setattr(trackers, "open_tracker", open_tracker)
+    monkeypatch.setattr(trackers, "_import_error", lambda name: None)
+    run = parse_flags(["--report_to", name, "--out_dir", str(tmp_path)])
+    logged = trackers.open_trackers(run, 0, {})
+    for first, last in ((1, 4), (3, 5)):
+        for step in range(first, last + 1):
+            logged.event("step", {"step": step, "loss": 1.0})
+        if first == 1:
+            logged.go_back(2)
+    logged.close(60)
+    own = {"tensorboard": "purge_step", "dvclive": "resume"}.get(name)
+    values = {"tensorboard": (0, 3), "dvclive": (False, True)}.get(name, (0, 0))
+    first, second = ({own: value} if own else {} for value in values)
+    assert calls == [first, 1, 2, 3, 4, "finish", second, 3, 4, 5, "finish"]
+
+
 def test_wandb_knows_a_resumed_run_as_itself_and_a_new_one_in_the_same_folder_as_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -146,7 +216,8 @@ def test_wandb_knows_a_resumed_run_as_itself_and_a_new_one_in_the_same_folder_as
 
     def open_tracker(name: str, project: str, folder: str, options: dict[str, Any]) -> Any:
         ids.append(options["id"])
-        return SimpleNamespace(finish=lambda: None)
+        run = SimpleNamespace(starting_step=0, define_metric=lambda name, step_metric: None)
+        return SimpleNamespace(run=run, finish=lambda: None)
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(trackers, "open_tracker", open_tracker)
@@ -224,7 +295,7 @@ def test_a_tracker_that_hangs_is_not_waited_for(capsys: pytest.CaptureFixture[st
         def log(self, values: dict[str, Any], step: int) -> None:
             never.wait(60)
 
-    tracker = Tracker("slow", Hangs)
+    tracker = Tracker("slow", lambda step: Hangs(), 0)
     tracker.log({"loss": 1.0}, 1)
     tracker.close(0.05)
     never.set()

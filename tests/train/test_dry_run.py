@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from minimind.architecture.select import MiniMind
 from minimind.cli.main import main
-from minimind.config.deepspeed.backend_choice import read_setup
-from minimind.config.launcher_env import read_launch
+from minimind.config.deepspeed.backend_choice import ELSEWHERE, Setup, dry_run_notices, read_setup
+from minimind.config.launcher_env import planned_launch, read_launch
 from minimind.config.parse import parse_flags
 from minimind.errors import DataError, UsageError
 from minimind.train.settings import dry_run_text
@@ -78,3 +79,69 @@ def test_a_folder_of_fewer_rows_than_a_step_is_refused_as_at_the_start(folder: P
 def test_a_folder_beside_other_text_is_refused(folder: Path, tmp_path: Path):
     with pytest.raises(UsageError, match="must be the only path"):
         dry_run(folder, str(tmp_path / "t.jsonl"))
+
+
+GPU_HOST = "--model tiny --device cuda --dry_run"
+
+
+def setup_of(words: str, environ: dict[str, str] | None = None) -> Setup:
+    environ = environ or {}
+    launch = planned_launch(read_launch(environ), environ)
+    return read_setup(parse_flags(["--deepspeed_config", "none", *words.split()]), launch)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("--dtype float16 --deepspeed_config configs/deepspeed/fp16.json", "dtype", "float16"),
+        ("--dtype float32 --tf32", "tf32", True),
+        ("--compile on", "compile", "on"),
+        ("", "compile", "on"),
+        ("--deepspeed_config configs/ds_config.json", "dtype", "bfloat16"),
+    ],
+)
+def test_a_login_node_checks_the_run_of_a_gpu_host(words: str, name: str, value: Any):
+    setup = setup_of(f"{GPU_HOST} {words}", {"NUM_PROCESSES": "16"})
+    assert (setup.device, setup.launch.world_size) == ("cuda", 16)
+    assert getattr(setup.resolve().run, name) == value
+    assert ELSEWHERE not in dry_run_notices(setup, setup.resolve())
+
+
+@pytest.mark.parametrize("words", ["--dtype float16", "--dtype float32 --tf32"])
+def test_a_setting_of_gpus_names_the_flag_that_checks_it_on_a_login_node(words: str):
+    with pytest.raises(UsageError, match=r"or check the run of a GPU host \(--device cuda\)"):
+        setup_of(f"--model tiny --dry_run {words}").resolve()
+    setup = setup_of("--model tiny --dry_run")
+    assert ELSEWHERE in dry_run_notices(setup, setup.resolve())
+    setup = setup_of("--model tiny --dry_run --device cpu")
+    assert ELSEWHERE not in dry_run_notices(setup, setup.resolve())
+
+
+def test_a_start_still_needs_the_gpu():
+    with pytest.raises(UsageError, match=r"device = cuda .* sees no GPU here"):
+        setup_of("--model tiny --device cuda")
+
+
+def test_the_number_of_processes_is_that_of_the_launch(tmp_path: Path):
+    path = tmp_path / "a.yaml"
+    path.write_text("distributed_type: DEEPSPEED\nnum_processes: 4\n")
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "NUM_PROCESSES": "8"}
+    for environ, count in (
+        ({}, 1),
+        ({"NUM_PROCESSES": "8"}, 8),
+        ({"CONFIG_FILE": str(path)}, 4),
+        ({"CONFIG_FILE": str(path), "NUM_PROCESSES": "8"}, 8),
+        ({"CONFIG_FILE": "configs/accelerate_config.yaml"}, 1),
+        (launched, 2),
+    ):
+        assert setup_of(GPU_HOST, environ).launch.world_size == count
+    for value in ("0", "-1", "two", "1.5"):
+        with pytest.raises(UsageError, match=r"NUM_PROCESSES: .* is no number of processes"):
+            setup_of(GPU_HOST, {"NUM_PROCESSES": value})
+
+
+def test_the_text_of_a_url_is_left_to_the_start():
+    setup = setup_of("--model tiny --dry_run --data_path https://user:secret@localhost:1/t.jsonl")
+    out = dry_run_text(setup, setup.resolve(), MiniMind())
+    assert "localhost:1/t.jsonl holds is looked at by the start" in out
+    assert "secret" not in out.split("data: ")[1]

@@ -28,6 +28,7 @@ from minimind.errors import UsageError, fault_error
 from minimind.runtime.environment import GPU_VARIABLES, visible_gpu_names
 from minimind.runtime.hardware import HAS_BF16, compiler_fault, invisible_gpus_fault, list_gpus
 
+ELSEWHERE = "checked for the CPU, as there is no GPU here; --device cuda checks for a GPU host"
 TORCH_ADAM = "optimizer.params.torch_adam"
 
 
@@ -133,7 +134,8 @@ def with_loss(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
 def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
     """Replace `compile = auto` by on or off; raise UsageError if on needs what is missing."""
     run = resolved.run
-    if run.compile == "on" and (fault := compiler_fault(device)):
+    find_fault = compiler_fault if not is_of_another_host(run) else lambda device: ""
+    if run.compile == "on" and (fault := find_fault(device)):
         raise UsageError(
             f"compile = on ({run.sources['compile']}), but {fault}; correct that, or use"
             " --compile off"
@@ -150,7 +152,7 @@ def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
         "tensor parallelism": run.tensor_parallel > 1,
     }
     reasons = [reason for reason, applies in blockers.items() if applies]
-    if not reasons and (fault := compiler_fault(device)):
+    if not reasons and (fault := find_fault(device)):
         reasons = [fault]
     source = f"derived: {reasons[0]}" if reasons else "derived: GPU"
     return replace(resolved, run=run.with_values(source, compile="off" if reasons else "on"))
@@ -158,7 +160,14 @@ def with_compile(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
 
 def choose_device(run: RunConfig, launch: Launch) -> str:
     """Return `cuda` or `cpu`; raise UsageError if there are too few GPUs."""
+    if is_of_another_host(run):
+        return "cuda"
     return device_for(run.device, run.sources["device"], launch)
+
+
+def is_of_another_host(run: RunConfig) -> bool:
+    """Whether a dry run with --device cuda is on a host without GPUs, such as a login node."""
+    return run.dry_run and run.device == "cuda" and not (torch.cuda.is_available() or list_gpus())
 
 
 def device_for(requested: str, source: str, launch: Launch) -> str:
@@ -224,6 +233,7 @@ def dry_run_notices(setup: Setup, resolved: ResolvedConfig) -> list[str]:
         replaced_block(setup.document, setup.path, resolved.run),
         replaced_adam(resolved),
         compilation_notice(resolved.config, setup.device),
+        "" if setup.device == "cuda" or setup.run.is_explicit("device") else ELSEWHERE,
     )
     return [*filter(None, notices)]
 

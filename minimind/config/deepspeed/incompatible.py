@@ -160,12 +160,16 @@ def _batch(config: Mapping[str, Any], run: RunConfig, world_size: int) -> list[s
 def precision_faults(run: RunConfig, device: str) -> list[str]:
     """Faults of float16 and TF32 where they do not apply, with or without DeepSpeed."""
     faults = []
+    elsewhere = ", or check the run of a GPU host (--device cuda)" if run.dry_run else ""
     if run.dtype == "float16" and device == "cpu":
         place = run.sources["dtype"]
-        faults.append(f"dtype = float16 ({place}) needs a GPU; use bfloat16 or float32 here")
+        faults.append(
+            f"dtype = float16 ({place}) needs a GPU; use bfloat16 or float32 here{elsewhere}"
+        )
     if run.tf32 and (run.dtype != "float32" or device == "cpu"):
         where = "on a CPU" if device == "cpu" else f"in {run.dtype} ({run.sources['dtype']})"
-        faults.append(f"tf32 = True ({run.sources['tf32']}) has no effect {where}; drop it")
+        remedy = f"drop it{elsewhere}" if device == "cpu" else "drop it"
+        faults.append(f"tf32 = True ({run.sources['tf32']}) has no effect {where}; {remedy}")
     return faults
 
 

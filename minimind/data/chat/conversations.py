@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from minimind.data.chat.order import require_order
@@ -51,6 +52,7 @@ from minimind.data.text.documents import (
     parse_line,
     too_long_document,
 )
+from minimind.errors import DataError
 
 EXAMPLE = (
     '{"conversations": [{"role": "user", "content": "..."},'
@@ -124,6 +126,16 @@ LOST = (
 )
 KEYS_SHOWN = 3
 MAX_BYTES_PER_CHARACTER = 4
+
+
+def require_records(files: Iterable[Path]) -> None:
+    """Raise DataError for a file that cannot hold conversations."""
+    for path in files:
+        if path.suffix.lower() == ".txt":
+            raise DataError(
+                f"{path}: conversations are read from .jsonl, .jsonl.gz, .jsonl.zst, .parquet"
+                " and datasets, not from .txt; write one conversation a line of a .jsonl file"
+            )
 
 
 def conversation_of_line(

@@ -18,6 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from minimind.data.chat.conversations import require_records
 from minimind.data.chat.readable import readable
 from minimind.data.loader.conversation_shards import ConversationShards
 from minimind.data.loader.manifest import (
@@ -188,7 +189,7 @@ def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
     )
     tokenizer = tokenizer_of(request, plan, trained, REMEDY)
     if plan.options.chat_template is not None:
-        require_records(plan)
+        require_records(Path(given.path) for given in plan.inputs)
     directory = cache_dir / f"tokens-{fingerprint({**documents, 'is': tokenizer.fingerprint})}"
 
     def build(draft: Path) -> None:
@@ -208,16 +209,6 @@ def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
         raise refusal(first)
     require_few_rejected(prepared.manifest, request.max_bad_fraction, request.sources)
     return prepared
-
-
-def require_records(plan: Plan) -> None:
-    """Raise DataError for a file that cannot hold conversations."""
-    for given in plan.inputs:
-        if kind_of(Path(given.path)) == ".txt":
-            raise DataError(
-                f"{given.path}: conversations are read from .jsonl, .jsonl.gz, .jsonl.zst, .parquet"
-                " and datasets, not from .txt; write one conversation a line of a .jsonl file"
-            )
 
 
 def _content(path: Path) -> list[str]:

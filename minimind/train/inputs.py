@@ -1,0 +1,127 @@
+"""What a start reads, looked at before the slow imports: every path, and the first records."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+from minimind.checkpoint.directory import MANIFEST, published_checkpoints
+from minimind.config.deepspeed.resolve import read_deepspeed_json
+from minimind.config.model_flags import HUGGING_FACE
+from minimind.config.parse import config_file
+from minimind.config.run_config import LAUNCH, RunConfig
+from minimind.config.training_flags import DEFAULT_DATA
+from minimind.data.chat.conversations import (
+    conversation_columns,
+    conversation_of_line,
+    conversation_of_row,
+    require_records,
+)
+from minimind.data.loader.manifest import MANIFEST_NAME
+from minimind.data.prepare.unit_reader import refuse
+from minimind.data.prepare.work_units import PLAN_NAME
+from minimind.data.text.documents import ReadOptions, Rejection
+from minimind.data.text.inputs import find_files, require_once, segments_of
+from minimind.data.text.readers import read_segment
+from minimind.data.text.records import Records
+from minimind.errors import CheckpointError, UsageError
+from minimind.storage.filesystem import is_url, require_path
+
+LOOKED_AT = 1000  # files; the first record of more takes seconds on a network
+LONGEST_TEXT = 2**22  # bytes of a .txt file, which is one record
+
+
+def require_inputs(run: RunConfig) -> None:
+    """Raise what the start would raise for a path that a flag names, or for a first record.
+
+    Milliseconds, and no torch: the start itself reads everything else, and what URLs hold.
+    """
+    require_resume_path(run)
+    if run.deepspeed_config not in (None, "none"):
+        read_deepspeed_json(run.deepspeed_config, run.sources["deepspeed_config"])
+    if run.hugging_face is not None:
+        config_file(run.hugging_face)
+    _require_init_from(run)
+    if run.tokenizer is not None:
+        from minimind.data.tokenizer.load import load_tokenizer
+
+        load_tokenizer(run.tokenizer)
+    # Each of the next raises where there is no file; what is there may be a pipe, to be read once.
+    if _is_missing(run.chat_template):
+        from minimind.data.prepare.chat_tokenizer import read_template
+
+        read_template(run.chat_template)
+    if _is_missing(run.skip_rows):
+        from minimind.data.loader.skip_rows import read_skip_rows
+
+        read_skip_rows(Path(run.skip_rows or ""), 0, 0, "")
+    if run.sample_interval and _is_missing(run.sample_prompts):
+        from minimind.inference.prompts import read_prompts
+
+        read_prompts(run.sample_prompts or "", "--sample_prompts")
+    _require_text(run)
+
+
+def _is_missing(path: str | None) -> bool:
+    return path is not None and not Path(path).expanduser().exists()
+
+
+def require_resume_path(run: RunConfig) -> None:
+    """Raise CheckpointError if --resume names no directory, or one without a checkpoint."""
+    if run.resume in ("auto", "none"):
+        return
+    path = Path(run.resume)
+    if not path.is_dir():
+        raise CheckpointError(f"--resume {path}: no such directory; name a step_ directory")
+    if not (published_checkpoints(path / "checkpoints") or (path / MANIFEST).exists()):
+        raise CheckpointError(f"--resume {path}: holds no checkpoint; name a step_ directory")
+
+
+def _require_init_from(run: RunConfig) -> None:
+    """Raise CheckpointError if --init_from names nothing, unless the run goes on by itself."""
+    if run.init_from is None:
+        return
+    goes_on = run.resume != "none" and published_checkpoints(Path(run.out_dir) / "checkpoints")
+    path = Path(run.init_from.removeprefix(HUGGING_FACE)).expanduser()
+    if not (goes_on or run.resume not in ("auto", "none") or path.exists()):
+        raise CheckpointError(f"{path}: there is no such file or directory; correct the path")
+
+
+def _require_text(run: RunConfig) -> None:
+    """Raise for a local path of --data_path without text, or with a bad first record."""
+    paths = [path for path in run.data_path if not is_url(path)]
+    if run.data_path == (DEFAULT_DATA,) and not Path(DEFAULT_DATA).exists():
+        if run.dry_run:  # of the other flags
+            return
+        raise UsageError(
+            f"no --data_path was given and {DEFAULT_DATA} is not here; give some text, for example:"
+            f" {LAUNCH} --model tiny --data_path my_text.jsonl --out_dir out/mine"
+        )
+    for path in paths:
+        require_path(path)
+    # Finished ones are checked with their manifest.
+    texts = [path for path in paths if not _is_prepared(Path(path).expanduser())]
+    files = find_files(texts)
+    require_once(files)
+    reading = ReadOptions(run.text_field, run.max_document_bytes)
+    if run.task == "sft":
+        require_records(files)
+        conversations = Records(
+            of_line=partial(conversation_of_line, reading=reading),
+            of_row=partial(conversation_of_row, reading=reading),
+            columns=conversation_columns,
+        )
+        reading = ReadOptions(run.text_field, run.max_document_bytes, conversations)
+    for file in files[:LOOKED_AT]:
+        if file.suffix == ".txt" and os.path.getsize(file) > LONGEST_TEXT:
+            continue
+        segment = segments_of(file, sys.maxsize)[0]
+        first = next(read_segment(segment, reading), None)
+        if isinstance(first, Rejection) and run.on_bad_data != "skip":
+            refuse(first)
+
+
+def _is_prepared(folder: Path) -> bool:
+    return (folder / PLAN_NAME).is_file() and (folder / MANIFEST_NAME).is_file()
