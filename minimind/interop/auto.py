@@ -19,7 +19,11 @@ from minimind.model.decoder import MiniMindForCausalLM
 
 AUTO_MAP = {
     "AutoConfig": "configuration.MiniMindConfig",
+    "AutoModel": "decoder.MiniMindModel",
     "AutoModelForCausalLM": "decoder.MiniMindForCausalLM",
+    "AutoModelForQuestionAnswering": "decoder.MiniMindForQuestionAnswering",
+    "AutoModelForSequenceClassification": "decoder.MiniMindForSequenceClassification",
+    "AutoModelForTokenClassification": "decoder.MiniMindForTokenClassification",
 }
 """The "auto_map" of config.json: file and class by Auto class."""
 

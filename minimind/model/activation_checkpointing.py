@@ -19,12 +19,24 @@ def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     return output
 
 
+def is_compiled() -> bool:
+    """Whether torch.compile traces this code; not torch.export, which needs one graph for all
+    lengths and without recomputation.
+    """
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+
+
+def is_traced() -> bool:
+    """Whether this code is recorded for other inputs, so that no value of a tensor may be read."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 def recompute_if_compiled(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Return function(*inputs), a cheap function: recomputed if compiled for a CPU.
 
     The saving was measured on a CPU only (`benchmarks/units.py`, docs/performance.md).
     """
-    if torch.compiler.is_compiling() and inputs[0].device.type == "cpu":
+    if is_compiled() and inputs[0].device.type == "cpu":
         return recompute(function, *inputs)
     return function(*inputs)
 

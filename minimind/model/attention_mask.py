@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
+from minimind.model.activation_checkpointing import is_traced
 from minimind.model.attention_kernels import document_block_mask, has_flex_kernel
 from minimind.model.bf16_matmul import needs_fp32_matmul
 from minimind.model.configuration import MiniMindConfig
@@ -32,7 +33,7 @@ def eos_starts(input_ids: Tensor, attention_mask: Tensor | None, eos_id: int) ->
 
 
 def document_positions(
-    past: int, attention_mask: Tensor | None, starts_BT: Tensor | None
+    past: int | Tensor, attention_mask: Tensor | None, starts_BT: Tensor | None
 ) -> Tensor | None:
     """Positions (B, T) without padding, from 0 in each document.
 
@@ -55,7 +56,7 @@ def document_positions(
 def make_attention_mask(
     config: MiniMindConfig,
     x_BTE: Tensor,
-    past: int,
+    past: int | Tensor,
     attention_mask: Tensor | None,
     starts_BT: Tensor | None,
     keys: int | None = None,
@@ -63,9 +64,13 @@ def make_attention_mask(
 ) -> AttentionMask:
     """Build the mask that all layers share; `length`: positions, if x has only some of them.
 
-    A BlockMask if flex attention is fast and there is no padding, else a tensor or None.
+    A BlockMask if flex attention is fast and there is no padding, else a tensor or None. A mask of
+    four dimensions is complete.
     """
-    device, is_fused = x_BTE.device, config.use_flash_attn
+    device, is_fused = x_BTE.device, config.is_fused
+    if attention_mask is not None and attention_mask.ndim == 4:
+        is_additive = attention_mask.is_floating_point()
+        return attention_mask.to(x_BTE.dtype if is_additive else torch.bool)
     use_flex = is_fused and attention_mask is None and has_flex_kernel(device, config.head_dim)
     if starts_BT is not None and use_flex:
         return document_block_mask(starts_BT)
@@ -77,7 +82,7 @@ def make_attention_mask(
 
 def boolean_mask(
     length: int,
-    past: int,
+    past: int | Tensor,
     attention_mask: Tensor | None,
     starts_BT: Tensor | None,
     device: torch.device,
@@ -89,18 +94,21 @@ def boolean_mask(
     query attends to itself: a softmax over nothing would give NaN. Documents are distinguished only
     without a cache.
     """
-    room = 0 if keys is None else keys - past - length
-    if attention_mask is None and starts_BT is None and not room and (past == 0 or length == 1):
-        return None
-    key_S = torch.arange(past + length + room, device=device)
-    query_T1 = key_S[past : past + length, None]
+    total = past + length if keys is None else keys
+    is_causal = attention_mask is None and starts_BT is None
+    # A tensor is of a static cache in a compiled model, and not to be read.
+    if is_causal and not isinstance(past, Tensor) and total == past + length:
+        if past == 0 or length == 1:
+            return None
+    key_S = torch.arange(total, device=device)
+    query_T1 = torch.arange(length, device=device)[:, None] + past
     mask = (key_S <= query_T1)[None, None]
     if starts_BT is not None:
         document_BT = starts_BT.cumsum(-1)
         mask = mask & (document_BT[:, None, None] == document_BT[:, None, :, None])
     if attention_mask is None:
         return mask
-    real_B11S = F.pad(attention_mask.bool(), (0, room))[:, None, None]
+    real_B11S = F.pad(attention_mask.bool(), (0, total - attention_mask.shape[1]))[:, None, None]
     return (key_S == query_T1) | (real_B11S & mask)
 
 
@@ -113,11 +121,11 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return bias.masked_fill_(~mask, float("-inf"))
 
 
-def cache_sizes(cache: Cache, length: int) -> tuple[int, int]:
+def cache_sizes(cache: Cache, length: int) -> tuple[int | Tensor, int]:
     """Return the cached positions, and the keys of attention after `length` more are added.
 
-    In a StaticCache the latter is its size. Raise ValueError if the cache is full or does not
-    return every key unchanged.
+    In a StaticCache the latter is its size, and in traced code the former a tensor. Raise
+    ValueError if the cache is full, unless traced, or does not return every key unchanged.
     """
     kinds = [type(layer) for layer in getattr(cache, "layers", ())]
     if future := getattr(cache, "layer_class_to_replicate", None):
@@ -128,8 +136,10 @@ def cache_sizes(cache: Cache, length: int) -> tuple[int, int]:
             f"past_key_values has a {wrong.__name__}, which MiniMind does not support: give a"
             " DynamicCache or a StaticCache."
         )
-    past = int(cache.get_seq_length())  # a tensor in StaticCache, modified by its update
-    keys = cache.get_mask_sizes(length, 0)[0]
+    past, keys = cache.get_seq_length(), cache.get_mask_sizes(length, 0)[0]
+    if is_traced():
+        return past + 0, keys  # a copy, as the tensor of a StaticCache is modified by its update
+    past = int(past)
     if past + length > keys:
         raise ValueError(
             f"past_key_values has room for {keys} positions and holds {past}, so that {length}"

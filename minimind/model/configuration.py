@@ -15,6 +15,7 @@ class MiniMindConfig(PretrainedConfig):
     `qk_norm`: queries and keys are normalized per head before the rotation (Qwen3). `use_moe`:
     every feed-forward is a mixture of experts, each of intermediate_size; else fields of experts
     are ignored. `rope_scaling`: of a context extended beyond the trained one (rope_scaling.py).
+    `use_flash_attn=False` means attn_implementation "eager", where none is given.
     """
 
     rope_scaling: Any = None  # instead of transformers' property, which is deprecated
@@ -55,6 +56,7 @@ class MiniMindConfig(PretrainedConfig):
         bos_token_id: int | None = 1,
         eos_token_id: int | None = 2,
         pad_token_id: int | None = 3,
+        use_cache: bool = True,
         **kwargs: Any,
     ):
         if kwargs.pop("rope_parameters", None) is not None:
@@ -86,6 +88,9 @@ class MiniMindConfig(PretrainedConfig):
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
         self.pad_token_id = pad_token_id
+        self.use_cache = use_cache
+        if not use_flash_attn and kwargs.get("attn_implementation") is None:
+            kwargs["attn_implementation"] = "eager"
         super().__init__(**kwargs)
         _check_shape(self)
         if self.intermediate_size is None:
@@ -95,6 +100,11 @@ class MiniMindConfig(PretrainedConfig):
     def head_dim(self) -> int:
         """Channels per head."""
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether attention uses fused kernels, which return no weights."""
+        return self._attn_implementation != "eager"
 
 
 def _check_shape(config: MiniMindConfig) -> None:

@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, initialization
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
+from transformers.utils import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
 
+from minimind.model.activation_checkpointing import is_traced
 from minimind.model.attention_kernels import SequenceGroup
 from minimind.model.attention_mask import (
     cache_sizes,
@@ -22,13 +30,52 @@ from minimind.model.attention_mask import (
 )
 from minimind.model.bf16_matmul import Linear
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.experts import MiniMindOutput, Routing, combine_routings
-from minimind.model.layers import Block, ResidualOutput, RMSNorm
+from minimind.model.experts import MiniMindModelOutput, MiniMindOutput, combine_routings
+from minimind.model.layers import Attention, Block, ResidualOutput, RMSNorm
 from minimind.model.loss import IGNORED, next_token_loss
 from minimind.model.rotary import Rotary, build_pos_cis, pos_cis_as_reals
 
 
-class MiniMindModel(nn.Module):
+class MiniMindPreTrainedModel(PreTrainedModel):
+    """What transformers asks of every model with this configuration."""
+
+    config_class = MiniMindConfig
+    config: MiniMindConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": Block, "attentions": Attention}  # noqa: RUF012 (declared mutable by the base class)
+    _no_split_modules = {"Block"}  # noqa: RUF012 (likewise)
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012 (likewise)
+    # DDP broadcasts buffers, and NCCL refuses complex numbers (gloo does not).
+    _ddp_params_and_buffers_to_ignore: ClassVar[list[str]] = ["model.pos_cis", "model.pos_reals"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialize the tensors of a module: matrices normal with std 0.02, norms with 1.
+
+        The residual stream sums 2 * n_layers branches, so their output projections are scaled by
+        the inverse root of that (GPT-2, Radford et al. 2019, section 2.3). `initialization` skips
+        tensors loaded from a checkpoint. pos_cis never is, so from_pretrained, which builds on the
+        meta device, fills it here. transformers skips modules without tensors, such as Attention.
+        """
+        std = 0.02
+        if isinstance(module, ResidualOutput):
+            branches = 2 * self.config.num_hidden_layers
+            initialization.normal_(module.weight, std=std / branches**0.5)
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            initialization.normal_(module.weight, std=std)
+            if getattr(module, "bias", None) is not None:  # of a head for classification
+                initialization.zeros_(module.bias)
+        elif isinstance(module, RMSNorm):
+            initialization.ones_(module.weight)
+        elif isinstance(module, MiniMindModel):
+            initialization.copy_(module.pos_cis, module.build_pos_cis())
+            initialization.copy_(module.pos_reals, pos_cis_as_reals(module.build_pos_cis()))
+
+
+class MiniMindModel(MiniMindPreTrainedModel):
     """Token embedding, blocks and final norm, with the pos_cis table that all blocks share.
 
     pos_cis is complex64 and not in the state dict: the configuration determines it. pos_reals
@@ -37,15 +84,16 @@ class MiniMindModel(nn.Module):
 
     pos_cis: Tensor
     pos_reals: Tensor
+    _ddp_params_and_buffers_to_ignore: ClassVar[list[str]] = ["pos_cis", "pos_reals"]
 
     def __init__(self, config: MiniMindConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, n) for n in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.register_buffer("pos_cis", self.build_pos_cis(), persistent=False)
         self.register_buffer("pos_reals", pos_cis_as_reals(self.pos_cis), persistent=False)
+        self.post_init()
 
     def build_pos_cis(self) -> Tensor:
         """Build the complex64 table (max_position_embeddings, D/2) on the default device."""
@@ -69,40 +117,88 @@ class MiniMindModel(nn.Module):
         self.pos_reals = pos_cis_as_reals(self.pos_cis)  # not rounded to the dtype of the weights
         return self
 
+    @capture_outputs
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
         document_starts: Tensor | None = None,
         sequence: SequenceGroup | None = None,
-    ) -> tuple[Tensor, Routing | None]:
+    ) -> MiniMindModelOutput:
         """Return final hidden states (B, T, E), and the routing of experts while training.
 
-        Arguments as in MiniMindForCausalLM. With `sequence` the result is of this rank's positions.
+        input_ids (B, T) or inputs_embeds (B, T, E) are given. attention_mask (B, S) is 0 at
+        padding, which may be on the left; positions skip padding unless position_ids are given.
+        Of four dimensions, (B, 1, T, S), it is complete: boolean, or added to scores. Keys are
+        cached if use_cache is True, by default where the configuration says so, in evaluation and
+        without doc_mask; never while gradients are checkpointed. document_starts (B, T) is True
+        where attention and positions restart, whatever doc_mask is; embeddings alone do not show
+        documents. With `sequence` the result is of this rank's positions.
+
+        capture_outputs collects what output_attentions and output_hidden_states ask for.
         """
-        rows, length = input_ids.shape
-        past, keys = (0, length) if cache is None else cache_sizes(cache, length)
-        if attention_mask is not None and attention_mask.shape != (rows, past + length):
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give one of input_ids and inputs_embeds, and not both.")
+        if output_attentions and self.config.is_fused:
             raise ValueError(
-                f"attention_mask of shape {tuple(attention_mask.shape)} must be"
+                "output_attentions=True needs attn_implementation='eager', as fused kernels return"
+                " no weights: give it to from_pretrained, or call"
+                " set_attn_implementation('eager')."
+            )
+        recomputes = self.training and any(
+            getattr(block, "gradient_checkpointing", False) for block in self.layers
+        )
+        if recomputes and past_key_values is not None:
+            raise ValueError(
+                "past_key_values cannot be used while gradients are checkpointed: the backward"
+                " pass would fill them twice; call eval(), or leave them out."
+            )
+        if use_cache is None:
+            use_cache = self.config.use_cache and not (self.training or self.config.doc_mask)
+        if use_cache and past_key_values is None and not recomputes:
+            past_key_values = DynamicCache(config=self.config)
+        given: Any = input_ids if inputs_embeds is None else inputs_embeds
+        rows, length = given.shape[:2]
+        cache = past_key_values
+        past, keys = (0, length) if cache is None else cache_sizes(cache, length)
+        padding_BS = None if attention_mask is None or attention_mask.ndim == 4 else attention_mask
+        if padding_BS is not None and not is_traced() and padding_BS.shape != (rows, past + length):
+            raise ValueError(
+                f"attention_mask of shape {tuple(padding_BS.shape)} must be"
                 f" {(rows, past + length)}: one entry per position, cached ones included."
             )
-        eos_id = self.config.eos_token_id if self.config.doc_mask and cache is None else None
         starts_BT = document_starts
-        if starts_BT is None and eos_id is not None:
-            starts_BT = eos_starts(input_ids, attention_mask, eos_id)
+        if starts_BT is None and self.config.doc_mask and cache is None and input_ids is not None:
+            assert self.config.eos_token_id is not None
+            starts_BT = eos_starts(input_ids, padding_BS, self.config.eos_token_id)
         # Then positions are below past + length, and their maximum need not be read back.
-        is_bounded = position_ids is None and attention_mask is None
+        is_bounded = position_ids is None and padding_BS is None
         if position_ids is None:
-            position_ids = document_positions(past, attention_mask, starts_BT)
-        end = past + length if is_bounded or position_ids is None else int(position_ids.max()) + 1
-        rotary = self._rotary_at(past, end, position_ids)
+            position_ids = document_positions(past, padding_BS, starts_BT)
+        if is_traced():  # for any length, so that there is nothing to check
+            if position_ids is None:
+                position_ids = torch.arange(length, device=given.device) + past
+            rotary = self._rotary_at(position_ids)
+        else:
+            is_bounded = is_bounded or position_ids is None
+            end = past + length if is_bounded else int(position_ids.max()) + 1
+            if end > len(self.pos_cis):
+                raise ValueError(
+                    f"position {end - 1} is beyond max_position_embeddings={len(self.pos_cis)}:"
+                    " shorten the input or raise max_position_embeddings."
+                )
+            rotary = self._rotary_at(slice(past, end) if position_ids is None else position_ids)
         if sequence is not None:
+            assert input_ids is not None
             input_ids = sequence.part(input_ids, 1)
             rotary = Rotary(*(sequence.part(table, -2) for table in rotary))
-        x_BTE = self.embed_tokens(input_ids)
+        x_BTE = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         mask = make_attention_mask(
             self.config, x_BTE, past, attention_mask, starts_BT, keys, length
         )
@@ -110,30 +206,20 @@ class MiniMindModel(nn.Module):
         for block in self.layers:
             x_BTE, *routing = block(x_BTE, rotary, mask, cache, sequence)
             routings.append(routing)
-        return self.norm(x_BTE), combine_routings(routings)
+        out = MiniMindModelOutput(self.norm(x_BTE), cache)
+        if (routing := combine_routings(routings)) is not None:
+            out["aux_loss"], out["expert_load"] = routing
+        return out
 
-    def _rotary_at(self, past: int, end: int, position_ids: Tensor | None) -> Rotary:
-        """Rotation for positions past to end, or for position_ids (B, T)."""
-        if end > len(self.pos_cis):
-            raise ValueError(
-                f"position {end - 1} is beyond max_position_embeddings={len(self.pos_cis)}:"
-                " shorten the input or raise max_position_embeddings."
-            )
-        index = slice(past, end) if position_ids is None else position_ids
+    def _rotary_at(self, index: Tensor | slice) -> Rotary:
+        """Rotation at the positions `index`."""
         return Rotary(self.pos_cis[index], self.pos_reals[:, index])
 
 
-class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
+class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
     """The decoder with its output projection, trainable by our loop and by transformers."""
 
-    config_class = MiniMindConfig
-    config: MiniMindConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = {"Block"}  # noqa: RUF012 (declared mutable by the base class)
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (likewise)
-    # DDP broadcasts buffers, and NCCL refuses complex numbers (gloo does not).
-    _ddp_params_and_buffers_to_ignore: ClassVar[list[str]] = ["model.pos_cis", "model.pos_reals"]
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (declared mutable by the base class)
 
     def __init__(self, config: MiniMindConfig):
         super().__init__(config)
@@ -141,26 +227,6 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.sequence: SequenceGroup | None = None  # ranks that divide the positions of a loss
         self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """Initialize the tensors of a module: matrices normal with std 0.02, norms with 1.
-
-        The residual stream sums 2 * n_layers branches, so their output projections are scaled by
-        the inverse root of that (GPT-2, Radford et al. 2019, section 2.3). `initialization` skips
-        tensors loaded from a checkpoint. pos_cis never is, so from_pretrained, which builds on the
-        meta device, fills it here. transformers skips modules without tensors, such as Attention.
-        """
-        std = 0.02
-        if isinstance(module, ResidualOutput):
-            branches = 2 * self.config.num_hidden_layers
-            initialization.normal_(module.weight, std=std / branches**0.5)
-        elif isinstance(module, nn.Linear | nn.Embedding):
-            initialization.normal_(module.weight, std=std)
-        elif isinstance(module, RMSNorm):
-            initialization.ones_(module.weight)
-        elif isinstance(module, MiniMindModel):
-            initialization.copy_(module.pos_cis, module.build_pos_cis())
-            initialization.copy_(module.pos_reals, pos_cis_as_reals(module.build_pos_cis()))
 
     def compiled_methods(self) -> list[tuple[nn.Module, str]]:
         """Methods of modules that --compile compiles, each by itself.
@@ -172,60 +238,52 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         of_blocks = [method for block in blocks for method in block.compiled_methods()]
         return [*of_blocks, (self.model.norm, "forward"), (self, "_chunked_loss")]
 
-    @staticmethod
-    def create_masks_for_generate(attention_mask: Tensor | None, **_: Any) -> Tensor | None:
-        """Return the mask unchanged; generate() would make it 4-dimensional for a static cache."""
-        return attention_mask
-
+    @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         loss_chunk_size: int | None = None,
-        document_starts: Tensor | None = None,
         **kwargs: Any,
     ) -> MiniMindOutput:
-        """Return logits (B, T, V), or (B, logits_to_keep, V) of the last positions if not 0.
+        """Return logits (B, T, V), or those of the positions logits_to_keep: the last ones, if not
+        0, or those of a tensor of indices.
 
-        attention_mask (B, S) is 0 at padding, which may be on the left; positions skip padding
-        unless position_ids are given. shift_labels (B, T) are shifted targets; labels (B, T) are
-        input_ids, shifted here. Targets of -100 are ignored. The loss is the mean over the others
-        (0 if there are none), or their sum divided by num_items_in_batch, which Trainer counts over
-        all micro-batches of a step. With experts in training it includes aux_loss, which is also
-        returned. Nothing is cached while gradients are checkpointed. document_starts (B, T) is
-        True where attention and positions restart, whatever doc_mask is. Other keywords are
-        ignored.
+        labels (B, T) are input_ids, shifted here; the keyword shift_labels (B, T) gives shifted
+        targets. Targets of -100 are ignored. The loss is the mean over the others (0 if there are
+        none), or their sum divided by num_items_in_batch, which Trainer counts over all
+        micro-batches of a step. With experts in training it includes aux_loss, which is also
+        returned. The other arguments are those of MiniMindModel.
 
         With loss_chunk_size, return loss_sum and targets of shift_labels (of this rank's positions
         with `sequence`) instead of loss and logits: all logits at once if 0, else so many.
         """
-        sequence = self.sequence if loss_chunk_size is not None else None
-        recomputes = self.training and any(
-            block.gradient_checkpointing for block in self.model.layers
+        # Not a parameter: transformers' Trainer waits for every parameter that is named a label.
+        shift_labels = kwargs.pop("shift_labels", None)
+        if loss_chunk_size is not None:
+            use_cache, kwargs["sequence"] = False, self.sequence
+        out = self.model(
+            *(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache),
+            return_dict=True,
+            **kwargs,
         )
-        if recomputes and past_key_values is not None:
-            raise ValueError(
-                "past_key_values cannot be used while gradients are checkpointed: the backward"
-                " pass would fill them twice; call eval(), or leave them out."
-            )
-        if use_cache and past_key_values is None and not recomputes:
-            past_key_values = DynamicCache(config=self.config)
-        x_BTE, routing = self.model(
-            input_ids, attention_mask, position_ids, past_key_values, document_starts, sequence
-        )
+        shared = {name: out[name] for name in out if name != "last_hidden_state"}
+        x_BTE = out.last_hidden_state
         if loss_chunk_size is not None:
             assert shift_labels is not None
-            own_BT = shift_labels if sequence is None else sequence.part(shift_labels, 1)
+            own_BT = shift_labels if self.sequence is None else self.sequence.part(shift_labels, 1)
             loss_sum, targets = self._chunked_loss(x_BTE, own_BT, loss_chunk_size)
-            return MiniMindOutput(loss_sum=loss_sum, targets=targets, **_routing_outputs(routing))
-        logits = self.lm_head(x_BTE[:, -logits_to_keep:])
+            return MiniMindOutput(loss_sum=loss_sum, targets=targets, **shared)
+        last = logits_to_keep
+        kept = last if isinstance(last, Tensor) else slice(-last, None)  # all if 0
+        logits = self.lm_head(x_BTE[:, kept])
         loss = None
         if labels is not None:
             if shift_labels is not None:
@@ -234,9 +292,9 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         if shift_labels is not None:
             loss_sum, count = next_token_loss(logits, shift_labels)
             items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-            aux_loss = 0 if routing is None else routing.aux_loss * count  # as a share of items
+            aux_loss = 0 if out.aux_loss is None else out.aux_loss * count  # as a share of items
             loss = (loss_sum + aux_loss) / items
-        return MiniMindOutput(loss, logits, past_key_values, **_routing_outputs(routing))
+        return MiniMindOutput(loss=loss, logits=logits, **shared)
 
     def _chunked_loss(
         self, x_BTE: Tensor, targets_BT: Tensor, positions: int
@@ -261,6 +319,43 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         return loss_sum, targets
 
 
-def _routing_outputs(routing: Routing | None) -> dict[str, Any]:
-    """Output fields of a mixture of experts."""
-    return {} if routing is None else {"aux_loss": routing.aux_loss, "expert_load": routing.load}
+# The heads of transformers are made by AutoModel there, which does not know this code.
+
+
+class MiniMindForSequenceClassification(GenericForSequenceClassification, MiniMindPreTrainedModel):
+    """The decoder with a score of each label, taken at the last token of a row."""
+
+    accepts_loss_kwargs = False  # the loss is a mean, whatever num_items_in_batch Trainer counts
+
+    def __init__(self, config: MiniMindConfig):
+        MiniMindPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = MiniMindModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+class MiniMindForTokenClassification(GenericForTokenClassification, MiniMindPreTrainedModel):
+    """The decoder with a score of each label at every token."""
+
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: MiniMindConfig):
+        MiniMindPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = MiniMindModel(config)
+        self.dropout = nn.Dropout(getattr(config, "classifier_dropout", None) or 0.1)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
+class MiniMindForQuestionAnswering(GenericForQuestionAnswering, MiniMindPreTrainedModel):
+    """The decoder with the scores of a span's first and last token."""
+
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: MiniMindConfig):
+        MiniMindPreTrainedModel.__init__(self, config)
+        self.model = MiniMindModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from minimind.model.bf16_matmul import Linear, widen
 from minimind.model.configuration import MiniMindConfig
@@ -21,6 +21,14 @@ class Routing(NamedTuple):
 
     aux_loss: Tensor  # fp32 scalar with aux_loss_alpha, added to the cross-entropy
     load: Tensor  # fp32 (X,), or (L, X) over layers: share of visits, 1 / X if balanced
+
+
+@dataclass
+class MiniMindModelOutput(BaseModelOutputWithPast):
+    """Output without the output projection; aux_loss and expert_load as in MiniMindOutput."""
+
+    aux_loss: Tensor | None = None
+    expert_load: Tensor | None = None
 
 
 @dataclass

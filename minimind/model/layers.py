@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from minimind.model.activation_checkpointing import recompute_if_compiled
+from minimind.model.activation_checkpointing import is_compiled, recompute_if_compiled
 from minimind.model.attention_kernels import (
     SequenceGroup,
     blockwise_attention,
@@ -95,8 +95,8 @@ class Attention(nn.Module):
     def __init__(self, config: MiniMindConfig, layer: int):
         super().__init__()
         self.layer = layer
+        self.config = config
         self.head_dim = config.head_dim
-        self.attend = flash_attention if config.use_flash_attn else reference_attention
         query_width = config.num_attention_heads * config.head_dim
         key_width = config.num_key_value_heads * config.head_dim
         self.q_proj = HeadProjection(
@@ -118,12 +118,13 @@ class Attention(nn.Module):
         mask: AttentionMask,
         cache: Cache | None,
         sequence: SequenceGroup | None = None,
-    ) -> Tensor:
-        """Return (B, T, E) and add keys and values, interleaved, to the cache, if any.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (B, T, E) and the weights (B, H, T, S), None if fused; add keys and values,
+        interleaved, to the cache, if any.
 
         With `sequence` x and the result are of the positions of this rank, the mask of all.
         """
-        is_half = torch.compiler.is_compiling() and cache is None
+        is_half = is_compiled() and cache is None
         q_BTHD = self._project(x_BTE, self.q_proj, self.q_norm, rotary, is_half)
         k_BTKD = self._project(x_BTE, self.k_proj, self.k_norm, rotary, is_half)
         v_BTKD = self.v_proj(x_BTE).unflatten(-1, (-1, self.head_dim))
@@ -133,11 +134,15 @@ class Attention(nn.Module):
         if cache is not None:
             k_BKSD, v_BKSD = cache.update(k_BKSD, v_BKSD, self.layer)
         k_BKSD, v_BKSD = widen(k_BKSD, v_BKSD)
-        out_BHTD = self.attend(q_BTHD.transpose(1, 2), k_BKSD, v_BKSD, mask)
+        q_BHTD, weights_BHTS = q_BTHD.transpose(1, 2), None
+        if self.config.is_fused:
+            out_BHTD = flash_attention(q_BHTD, k_BKSD, v_BKSD, mask)
+        else:
+            out_BHTD, weights_BHTS = reference_attention(q_BHTD, k_BKSD, v_BKSD, mask)
         out_BTHD = out_BHTD.type_as(v_BTKD).transpose(1, 2)
         if sequence is not None:
             out_BTHD = sequence.to_positions(out_BTHD)
-        return self.o_proj(out_BTHD.flatten(-2))
+        return self.o_proj(out_BTHD.flatten(-2)), weights_BHTS
 
     def _project(
         self,
@@ -167,8 +172,8 @@ def flash_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Attent
     for a CPU, matrix products are faster than its fused kernel. Keys may have a wider dtype than
     queries, which is then used.
     """
-    is_causal = mask is None and q_BHTD.shape[2] > 1
-    if is_causal and torch.compiler.is_compiling() and q_BHTD.device.type == "cpu":
+    is_causal = mask is None and bool(q_BHTD.shape[2] > 1)  # torch.jit.trace has tensors as sizes
+    if is_causal and is_compiled() and q_BHTD.device.type == "cpu":
         return blockwise_attention(q_BHTD, k_BKSD, v_BKSD)
     q_BHTD = q_BHTD.type_as(k_BKSD)
     if isinstance(mask, BlockMask):
@@ -204,16 +209,19 @@ def _repeat_kv(x_BKSD: Tensor, q_BHTD: Tensor) -> Tensor:
 
 def reference_attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: AttentionMask
-) -> Tensor:
-    """Plain attention, equal to flash_attention within rounding."""
+) -> tuple[Tensor, Tensor]:
+    """Plain attention, equal to flash_attention within rounding, and its weights (B, H, T, S)."""
     assert not isinstance(mask, BlockMask)  # made for fused kernels only
     k_BHSD, v_BHSD = _repeat_kv(k_BKSD, q_BHTD), _repeat_kv(v_BKSD, q_BHTD)
     scores_BHTS = q_BHTD.type_as(k_BHSD) @ k_BHSD.transpose(-2, -1) * q_BHTD.shape[-1] ** -0.5
     if mask is None and q_BHTD.shape[2] > 1:
         mask = torch.ones_like(scores_BHTS[0, 0], dtype=torch.bool).tril()
-    if mask is not None:
+    if mask is not None and mask.is_floating_point():
+        scores_BHTS = scores_BHTS + mask
+    elif mask is not None:
         scores_BHTS = torch.where(mask, scores_BHTS, float("-inf"))
-    return scores_BHTS.softmax(-1, dtype=torch.float32).type_as(v_BHSD) @ v_BHSD
+    weights_BHTS = scores_BHTS.softmax(-1, dtype=torch.float32).type_as(v_BHSD)
+    return weights_BHTS @ v_BHSD, weights_BHTS
 
 
 class FeedForward(nn.Module):
@@ -279,7 +287,7 @@ class Block(GradientCheckpointingLayer):
     ) -> tuple[Tensor, Tensor]:
         """Add the attention; return the residual stream and the input of the feed-forward."""
         normed_BTE = self.input_layernorm(x_BTE)
-        x_BTE = x_BTE + self.self_attn(normed_BTE, rotary, mask, cache, sequence)
+        x_BTE = x_BTE + self.self_attn(normed_BTE, rotary, mask, cache, sequence)[0]
         return x_BTE, self.post_attention_layernorm(x_BTE)
 
     def compiled_methods(self) -> list[tuple[nn.Module, str]]:

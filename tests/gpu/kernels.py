@@ -84,7 +84,9 @@ def measure(kind: str, length: int, key_heads: int, device: torch.device) -> dic
     of_out = torch.randn(shapes[0], generator=draw).to(device)
     dense, visible = masks_of(kind, length, device)
     found = attended(flash_attention, parts, visible, of_out)
-    wide = attended(reference_attention, [part.float() for part in parts], dense, of_out)
+    wide = attended(
+        lambda *of: reference_attention(*of)[0], [part.float() for part in parts], dense, of_out
+    )
     distances = [
         float((fused.float() - expected).norm() / expected.norm())
         for fused, expected in zip(found, wide, strict=True)
