@@ -104,7 +104,7 @@ def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
         return 0
     require_default_data(run)
     require_resume_path(run)
-    require_writable(Path(run.out_dir))
+    require_writable(Path(run.out_dir), run.tokenizer)
     if launch.rank == 0:
         require_mirror(run.mirror, Path(run.out_dir), run.resume)
     return train_resolved(setup, resolved, initial, progress, cleanup)

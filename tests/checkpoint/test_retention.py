@@ -21,7 +21,7 @@ from minimind.checkpoint.retention import (
     prune,
     record_validation,
     rules_of_run,
-    validation_of,
+    saved_of,
 )
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.cli.main import main
@@ -110,18 +110,18 @@ def test_the_most_checkpoints_at_once():
 
 def test_a_validation_goes_with_its_checkpoint(tmp_path):
     path = saved(tmp_path, 10)
-    assert validation_of(path) is None
+    assert saved_of(path).val_loss is None
     record_validation(path, 3.125)
-    assert validation_of(path) == 3.125
+    assert saved_of(path).val_loss == 3.125
     set_aside(path, "abandoned")
     again = saved(tmp_path, 10)  # of another course
-    assert validation_of(again) is None
+    assert saved_of(again).val_loss is None
     record_validation(again, float("nan"))
-    assert validation_of(again) is None
+    assert saved_of(again).val_loss is None
     (again / VALIDATION).write_text('{"step": 10, "val_loss": 3')
-    assert validation_of(again) is None
+    assert saved_of(again).val_loss is None
     (again / VALIDATION).write_text('{"step": 20, "val_loss": 3.0}')  # copied from another
-    assert validation_of(again) is None
+    assert saved_of(again).val_loss is None
 
 
 def test_pruning_a_folder_keeps_the_best_and_every_third(tmp_path):
