@@ -39,9 +39,9 @@ FLAGS: dict[str, Any] = {
 }
 CHECKED: dict[str, Any] = {"max_steps": 8, "save_interval": 1, "verify_interval": 3}
 GUARDED: dict[str, Any] = {  # goes back once
-    **{"max_steps": 60, "save_interval": 3, "spike_guard": True, "spike_factor": 1.0},
+    **{"max_steps": 30, "save_interval": 3, "spike_guard": True, "spike_factor": 1.0},
     **{"spike_window": 16, "learning_rate": 1.0, "grad_clip": 0.0, "warmup_steps": 24},
-    **{"max_rollbacks": 4, "keep_last": 2},
+    **{"max_rollbacks": 4, "keep_last": 2, "schedule": "constant"},
 }
 TEXT = "="  # begins what a file has, as opposed to a part of the victim's folder
 # What may be at the URL, by path there: none of it is a mirror of the run that is started.

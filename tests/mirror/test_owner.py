@@ -14,7 +14,6 @@ from fsspec.implementations.local import LocalFileSystem
 from minimind.checkpoint.directory import MANIFEST
 from minimind.config.parse import parse_flags
 from minimind.errors import LockedError, StorageError, UsageError
-from minimind.mirror import remote_run
 from minimind.mirror.owner import claim, require_mirror
 from minimind.mirror.remote_run import RemoteRun
 from tests.conftest import Trained
@@ -53,7 +52,6 @@ def test_what_is_no_claim_of_this_run_is_refused(name: str, tmp_path: Path):
         place.mkdir()
     (folder / "mirror.json").write_bytes(content)
     with pytest.raises((StorageError, LockedError)) as raised:
-        require_mirror(f"file://{folder}", out_dir, "auto")
         claim(RemoteRun(f"file://{folder}"), out_dir, "auto", IDENTITY, frozenset())
     assert raised.value.status == status
     assert "mirror" in str(raised.value)
@@ -124,22 +122,11 @@ def test_a_full_disk_names_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyP
         RemoteRun(f"file://{tmp_path}/m").put(tmp_path / "file", "name")
 
 
-URLS = ["s3://", "s3:", "s3:/", "s3:///", "s3:////", "s3:///key", "gs://", "gs:", "file://"]
-URLS += [
-    "file:",
-    "file:///",
-    "file:////",
-    "S3://bucket/x",
-    "https://h/x",
-    "bucket/x",
-    " ",
-    "s3:// ",
-]
+URLS = ["s3://", "s3:", "s3:/", "s3:///", "s3:////", "s3:///key", "s3:// ", "gs://", "gs:"]
+URLS += ["file://", "file:", "file:///", "file:////", "S3://bucket/x", "https://h/x", "b/x", " "]
 
 
 @pytest.mark.parametrize("url", URLS)
 def test_a_url_that_names_no_place_is_a_mistake(url: str):
     with pytest.raises(UsageError, match=r"mirror = .* is no URL that can be written"):
         parse_flags(["--mirror", url])
-    with pytest.raises((UsageError, KeyError)):
-        remote_run.RemoteRun(url)
