@@ -11,13 +11,14 @@ from typing import IO, Any
 
 import yaml
 
+from minimind.checkpoint.directory import published_checkpoints
 from minimind.config.deepspeed.engine_rules import output_paths
 from minimind.config.deepspeed.incompatible import ignored_flags
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.model_flags import SHAPE
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.config.training_flags import BY_TASK
-from minimind.errors import LockedError, StorageError
+from minimind.errors import LockedError, StorageError, UsageError
 from minimind.runtime.durable_files import require_regular, storing, write_whole
 from minimind.storage.object_cache import named
 
@@ -31,6 +32,9 @@ START_FLAGS = (
     "dry_run",
     "verbose",
 )  # flags of a single start
+HEAD = "# The flags of this run; --config reads them back. The comment is the source."
+OF_A_RUN = {".lock", "metrics.jsonl", "mirror.json"}
+REPLACED = {"config.yaml", "ds_config.resolved.json", "tokenizer", "rejected.jsonl", "report.html"}
 END = "...\n"  # YAML's end of a document that is a scalar
 
 
@@ -61,11 +65,36 @@ def lock_out_dir(out_dir: Path, flag: str = "--out_dir") -> IO[bytes]:
     return lock
 
 
-def require_writable(out_dir: Path) -> None:
-    """Raise StorageError if out_dir cannot be created or written."""
+def require_writable(out_dir: Path, tokenizer: str | None = None) -> None:
+    """Raise StorageError if out_dir cannot be created or written.
+
+    Raise UsageError if it is no run's and has what a run would replace, but for a `tokenizer` that
+    the run reads there.
+    """
     require_folder(out_dir, "out_dir")
     with storing(f"out_dir {out_dir}", "move it away, or give another --out_dir"):
         require_regular(out_dir / "metrics.jsonl")
+        names = set(os.listdir(out_dir)) if out_dir.exists() else set()
+        if names.isdisjoint(REPLACED) or names & OF_A_RUN or _has_own_config(out_dir):
+            return
+        if published_checkpoints(out_dir / "checkpoints"):
+            return
+    if tokenizer and Path(tokenizer).absolute().is_relative_to(out_dir.absolute() / "tokenizer"):
+        names.discard("tokenizer")
+    for name in sorted(names & REPLACED):
+        raise UsageError(
+            f"--out_dir {out_dir} holds {name!r}, which a run would replace, and is not that of a"
+            " run; move it away, or give another"
+        )
+
+
+def _has_own_config(out_dir: Path) -> bool:
+    """Whether out_dir has a config.yaml that a run wrote."""
+    try:
+        with open(os.open(out_dir / "config.yaml", os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            return file.read(len(HEAD)) == HEAD.encode()
+    except FileNotFoundError:
+        return False
 
 
 def require_folder(folder: Path, name: str) -> None:
@@ -108,7 +137,7 @@ def write_reference(out_dir: Path, resolved: ResolvedConfig) -> None:
     if resolved.run.hugging_face is not None:  # decided by its config.json
         left_out |= {*SHAPE} - {"max_seq_len", "vocab_size"}
     left_out |= {name for name, source in sources.items() if source == BY_TASK}
-    lines = ["# The flags of this run; --config reads them back. The comment is the source."]
+    lines = [HEAD]
     for name, value in flags.items():
         if name == "deepspeed_config":  # perhaps given by the launcher
             stand_in = str(out_dir / "ds_config.resolved.json")

@@ -106,8 +106,10 @@ def run_average(args: argparse.Namespace) -> int:
 
 def _write_whole(places: Sequence[str], args: argparse.Namespace) -> int:
     from minimind.interop.consolidate import OWN, consolidate  # imports torch
+    from minimind.interop.write_folder import is_ours
 
-    NewFolder(args.out, args.force, OWN, args.action).require_free()  # before files are hashed
+    # Before files are hashed.
+    NewFolder(args.out, args.force, OWN, args.action, is_ours).require_free()
 
     def write(paths: Sequence[Path]) -> str:
         if len(repeated := {path.resolve() for path in paths}) < len(paths):

@@ -15,7 +15,6 @@ from minimind.config.arguments import (
     positive,
     size_in_bytes,
 )
-from minimind.runtime.output_folder import NewFolder
 
 FORMATS = ("minimind", "llama", "gguf", "transformers")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -67,7 +66,7 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
 def run_export(args: argparse.Namespace) -> int:
     """Write a model in another format and print a summary."""
     from minimind.config.model_flags import HUGGING_FACE
-    from minimind.interop.export import REPLACEABLE, export  # imports torch
+    from minimind.interop.export import export, output  # imports torch
     from minimind.interop.weights import Weights, read_weights
 
     def write(weights: Weights) -> str:
@@ -77,9 +76,7 @@ def run_export(args: argparse.Namespace) -> int:
             print(f"{args.out}: {written.note}", file=sys.stderr)
         return written.summary(f"as {args.format} in {args.dtype}", weights.path, args.out)
 
-    NewFolder(
-        args.out, args.force, REPLACEABLE, "export"
-    ).require_free()  # before gigabytes are hashed
+    output(args.out, args.force).require_free()  # before gigabytes are hashed
     place = args.checkpoint.removeprefix(HUGGING_FACE)  # hf:DIR, as in training
     print(read_weights(place, write, args.weights))
     return 0
@@ -87,11 +84,11 @@ def run_export(args: argparse.Namespace) -> int:
 
 def run_import(args: argparse.Namespace) -> int:
     """Write a model made elsewhere in our format and print a summary."""
-    from minimind.interop.export import REPLACEABLE, export  # imports torch
+    from minimind.interop.export import export, output  # imports torch
     from minimind.interop.foreign_config import ShapeFlags, check_flags
     from minimind.interop.weights import load_weights_from
 
-    NewFolder(args.out, args.force, REPLACEABLE, "export").require_free()
+    output(args.out, args.force).require_free()
     names = ("n_heads", "n_kv_heads", "rope_theta", "norm_eps", "max_seq_len")
     flags = ShapeFlags(*(getattr(args, name) for name in names))
     weights = load_weights_from(args.source, flags, args.kind)

@@ -239,13 +239,26 @@ def _answer_file(args: argparse.Namespace, prompts: list[str], generator: _Gener
         raise summary
 
 
+def _has_answers(path: Path) -> bool:
+    """Whether a file begins with a line that --out has; an empty one has nothing to lose."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        line = file.readline(2**24)
+    return not line or (line.startswith(b'{"prompt": ') and b', "completion": ' in line)
+
+
 def _check_out(out: Path, force: bool, prompts: str) -> None:
     """Raise UsageError or StorageError if the answers cannot be written to `out`."""
-    if os.path.lexists(out) and not (force and out.is_file()):
-        remedy = "which --force does not replace" if force else "or --force to replace it"
-        raise UsageError(f"--out {out} exists; give another file, {remedy}")
     if os.path.exists(out) and os.path.exists(prompts) and out.samefile(prompts):
         raise UsageError(f"--out {out} is where the prompts are; give another file")
+    if os.path.lexists(out) and not force:
+        raise UsageError(f"--out {out} exists; give another file, or --force to replace it")
+    if os.path.lexists(out) and not _has_answers(out):
+        raise UsageError(
+            f"--out {out} has no answers of `generate`, and --force replaces nothing else; give"
+            " another file"
+        )
     if not os.path.isdir(out.parent):
         raise StorageError(
             f"--out {out}: there is no folder {out.parent}; make it, or give another"

@@ -23,7 +23,7 @@ OF_EXPERTS = (
     "norm_topk_prob",
 )
 
-MIRROR = re.compile(r"(s3|gs|file)://.*[^/\s]")
+MIRROR = re.compile(r"(s3|gs)://[^/\s]|file://.*[^/\s]")
 
 # Not supported with --sequence_parallel: flag, value and reason.
 NO_SEQUENCE = {

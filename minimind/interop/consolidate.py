@@ -19,7 +19,7 @@ from minimind.checkpoint.validation import read_config
 from minimind.data.tokenizer.files import MODEL_NAME, TOKENIZER_FILES
 from minimind.errors import CheckpointError
 from minimind.interop.tensor_sources import INDEX, TRAINED, WHOLE, TensorSource, open_checkpoint
-from minimind.interop.write_folder import SHARDS, WrittenModel, new_folder, write_shards
+from minimind.interop.write_folder import SHARDS, WrittenModel, is_ours, new_folder, write_shards
 from minimind.runtime.checked_json import read_checkpoint_config, require_listed
 from minimind.runtime.output_folder import NewFolder
 
@@ -41,7 +41,8 @@ def consolidate(
     The float32 files are the same byte for byte for any number of processes and any ZeRO stage.
     """
     path = paths[0]
-    folder = NewFolder(out.resolve(), force, OWN, "average" if len(paths) > 1 else "consolidate")
+    author = "average" if len(paths) > 1 else "consolidate"
+    folder = NewFolder(out.resolve(), force, OWN, author, is_ours)
     folder.require_free()
     source = average(paths, weights) if len(paths) > 1 else open_checkpoint(path, weights)
     parts = source.parts(getattr(torch, dtype))

@@ -31,7 +31,7 @@ from minimind.interop.hf_folder import (
 from minimind.interop.tensor_sources import INDEX, WHOLE
 from minimind.interop.weight_names import to_gguf, to_rotate_half
 from minimind.interop.weights import TRANSFORMERS, Weights, check_vocabulary
-from minimind.interop.write_folder import SHARDS, WrittenModel, new_folder, write_shards
+from minimind.interop.write_folder import SHARDS, WrittenModel, is_ours, new_folder, write_shards
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.rope_scaling import effective_theta
 from minimind.runtime.output_folder import NewFolder
@@ -44,6 +44,11 @@ LLAMA_KEYS = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
     *("rms_norm_eps", "tie_word_embeddings"),
 )
+
+
+def output(out: Path, force: bool) -> NewFolder:
+    """The folder of an export, and with `force` of an earlier one."""
+    return NewFolder(out, force, REPLACEABLE, "export", is_ours)
 
 
 def export(
@@ -62,7 +67,7 @@ def export(
     out = out.resolve()
     if out == weights.path.resolve():
         raise UsageError(f"--out {out} is the source; give another folder")
-    folder = NewFolder(out, force, REPLACEABLE, "export")
+    folder = output(out, force)
     folder.require_free()
     check_form(weights, form)
     check_vocabulary(tokenizer, weights.config)

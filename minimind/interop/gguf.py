@@ -18,7 +18,7 @@ from minimind.checkpoint.tensor_files import Part
 from minimind.errors import UsageError
 from minimind.interop.tensor_sources import TensorSource
 from minimind.interop.weight_names import to_gguf, to_rotate_half
-from minimind.interop.write_folder import new_folder
+from minimind.interop.write_folder import PRODUCER, new_folder
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.rope_scaling import effective_theta
 from minimind.runtime.durable_files import sync_file
@@ -80,6 +80,7 @@ def write_gguf(
 
     with new_folder(out, parts, texts) as draft:
         with closing(gguf.GGUFWriter(draft / NAME, architecture(config))) as writer:
+            writer.add_string("general.producer", PRODUCER)
             writer.add_name(name)
             _add_shape(writer, config)
             writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])

@@ -16,6 +16,8 @@ from minimind.runtime.durable_files import free_bytes, mebibytes, write_durably
 from minimind.runtime.output_folder import NewFolder
 
 SHARDS = "model-*-of-*.safetensors"
+PRODUCER = "minimind-deepspeed"  # in the first bytes of each file of tensors
+METADATA = {"format": "pt", "producer": PRODUCER}  # transformers requires the format
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,16 @@ class WrittenModel:
         size = mebibytes(sum(part.bytes for part in self.parts))
         files = f"{len(self.files)} files" if len(self.files) > 1 else self.files[0]
         return f"{out}: {self.parameters:,} parameters {form}, {size} in {files}, from {source}"
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether this package wrote the tensors in a folder."""
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.gguf")]
+    for path in files:
+        with open(path, "rb") as file:
+            if PRODUCER.encode() not in file.read(1000):
+                return False
+    return bool(files)
 
 
 @contextmanager
@@ -69,7 +81,7 @@ def write_shards(parts: list[Part], folder: Path, max_bytes: int) -> list[str]:
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         name = name if len(shards) > 1 else WHOLE
-        write_parts(folder / name, shard, {"format": "pt"})  # transformers requires it
+        write_parts(folder / name, shard, METADATA)
         weight_map |= dict.fromkeys((part.name for part in shard), name)
     if len(shards) > 1:
         total = sum(part.bytes for part in parts)

@@ -49,6 +49,19 @@ def is_locked_by_anyone(out: Path, name: str) -> bool:
         os.close(descriptor)
 
 
+def remove_unheld(out: Path) -> None:
+    """Remove the locks beside `out` that killed commands left."""
+    for name in ("begin", "work", "write", "swap"):
+        try:
+            descriptor = os.open(_path(out, name), os.O_RDWR | PLAIN)
+        except (FileNotFoundError, PermissionError):  # of another user, whose command removes it
+            continue
+        try:
+            _remove_if_last(_path(out, name), descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def _path(out: Path, name: str) -> Path:
     return out.with_name(f".{out.name}.{name}.lock")
 

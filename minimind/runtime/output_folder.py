@@ -5,14 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import storing, sync_directory
-from minimind.runtime.locks import held
+from minimind.runtime.locks import held, remove_unheld
 
 REMEDY = "free some space, or give another --out"
 
@@ -21,18 +21,21 @@ REMEDY = "free some space, or give another --out"
 class NewFolder:
     """The --out of a command, and which earlier output it may replace.
 
-    With `force`, a folder whose files all match the patterns `own` of `author`; otherwise nothing.
+    With `force`, an empty folder, and one whose files all match the patterns `own` of `author` and
+    that `is_marked` as its work; otherwise nothing.
     """
 
     path: Path
     force: bool
-    own: tuple[str, ...]
+    own: tuple[str, ...]  # of paths in the folder
     author: str
+    is_marked: Callable[[Path], bool] = Path.exists
 
     def require_free(self) -> None:
         """Raise UsageError if the path is taken; first recover from an interrupted replace."""
         with storing(str(self.path), REMEDY):
             put_back(self.path)
+            remove_unheld(self.path)
         self._require_free()
 
     def _require_free(self) -> None:
@@ -47,12 +50,13 @@ class NewFolder:
                 " folder"
             )
         with storing(str(out), REMEDY):
-            entries = sorted(out.iterdir())
-        foreign = [path.name for path in entries if not any(map(path.match, self.own))]
-        if foreign:
+            foreign = _foreign(out, self.own)
+            is_own = not any(out.iterdir()) or (foreign is None and self.is_marked(out))
+        if not is_own:
+            what = f"holds {foreign!r}, which" if foreign else "looks like a folder that"
             raise UsageError(
-                f"--out {out} holds {foreign[0]!r}, which {self.author} did not write, and"
-                " --force replaces nothing else; give another folder"
+                f"--out {out} {what} {self.author} did not write, and --force replaces nothing"
+                " else; give another folder"
             )
 
     @contextmanager
@@ -87,6 +91,23 @@ class NewFolder:
                 self.path.rename(_beside(self.path, "before"))
             draft.rename(self.path)
             sync_directory(self.path.parent)
+
+
+def _foreign(folder: Path, own: Sequence[str]) -> str | None:
+    """The path in the folder of the first entry that matches no pattern."""
+    for path in sorted(folder.iterdir()):
+        inner = [rest for name, _, rest in (p.partition("/") for p in own) if name == path.name]
+        foreign: str | None = path.name
+        if path.is_symlink():
+            pass
+        elif path.is_dir() and any(inner):
+            below = _foreign(path, inner)
+            foreign = below and f"{path.name}/{below}"
+        elif path.is_file() and any("/" not in p and path.match(p) for p in own):
+            foreign = None
+        if foreign:
+            return foreign
+    return None
 
 
 def put_back(out: Path) -> None:

@@ -102,7 +102,7 @@ def pretrain_on(run: RunConfig, progress: Progress, cleanup: ExitStack) -> int:
         if launch.rank == 0:
             print(dry_run_text(setup, resolved, initial.architecture))
         return 0
-    require_writable(Path(run.out_dir))
+    require_writable(Path(run.out_dir), run.tokenizer)
     if launch.rank == 0:
         require_mirror(run.mirror, Path(run.out_dir), run.resume)
     return train_resolved(setup, resolved, initial, progress, cleanup)

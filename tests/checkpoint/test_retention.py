@@ -6,6 +6,7 @@ import json
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from minimind.checkpoint.retention import (
     prune,
     record_validation,
     rules_of_run,
-    validation_of,
+    saved_of,
 )
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.cli.main import main
@@ -110,18 +111,18 @@ def test_the_most_checkpoints_at_once():
 
 def test_a_validation_goes_with_its_checkpoint(tmp_path):
     path = saved(tmp_path, 10)
-    assert validation_of(path) is None
+    assert saved_of(path).val_loss is None
     record_validation(path, 3.125)
-    assert validation_of(path) == 3.125
+    assert saved_of(path).val_loss == 3.125
     set_aside(path, "abandoned")
     again = saved(tmp_path, 10)  # of another course
-    assert validation_of(again) is None
+    assert saved_of(again).val_loss is None
     record_validation(again, float("nan"))
-    assert validation_of(again) is None
+    assert saved_of(again).val_loss is None
     (again / VALIDATION).write_text('{"step": 10, "val_loss": 3')
-    assert validation_of(again) is None
+    assert saved_of(again).val_loss is None
     (again / VALIDATION).write_text('{"step": 20, "val_loss": 3.0}')  # copied from another
-    assert validation_of(again) is None
+    assert saved_of(again).val_loss is None
 
 
 def test_pruning_a_folder_keeps_the_best_and_every_third(tmp_path):
@@ -133,18 +134,42 @@ def test_pruning_a_folder_keeps_the_best_and_every_third(tmp_path):
     assert [step_of(path) for path in published_checkpoints(tmp_path)] == [70, 60, 30, 20]
 
 
-def test_nothing_is_deleted_while_a_loss_cannot_be_read(tmp_path, monkeypatch):
-    for step in (10, 20, 30):
+def test_one_whose_loss_cannot_be_read_stays(tmp_path, monkeypatch):
+    for step in (10, 20, 30, 40):
         record_validation(saved(tmp_path, step), 3 + step / 100)
+    real = retention.read_object
 
-    def unreadable(path: Path) -> None:
-        raise Unreadable("cannot be read (Input/output error)")
+    def unreadable(path: Path) -> tuple[dict[str, Any], bytes]:
+        if "step_00000020" in str(path):
+            raise Unreadable("cannot be read (Input/output error)")
+        return real(path)
 
     with monkeypatch.context() as patch:
         patch.setattr(retention, "read_object", unreadable)
-        with pytest.raises(OSError, match=r"step_00000030/validation\.json: cannot be read"):
-            prune(tmp_path, Rules(1, keep_best=1))
-    assert len(published_checkpoints(tmp_path)) == 3
+        (told,) = prune(tmp_path, Rules(1, keep_best=1))
+    assert re.match(r".*/step_00000020/validation\.json cannot be read \(Input/out.*stays", told)
+    assert [step_of(path) for path in published_checkpoints(tmp_path)] == [40, 20, 10]
+    assert prune(tmp_path, Rules(1, keep_best=1)) == []
+    assert [step_of(path) for path in published_checkpoints(tmp_path)] == [40, 10]
+
+
+def test_verify_list_and_prune_name_a_loss_in_doubt(run_dir, capsys):
+    path = run_dir / "checkpoints" / "step_00000004" / VALIDATION
+    path.write_bytes(path.read_bytes().replace(b"3.25", b"7.25"))
+    assert main(["checkpoint", "verify", str(run_dir)]) == 4
+    fault = "DAMAGED: validation.json does not match its own sha256; the rest is ok"
+    assert f"{path.parent}: {fault}" in capsys.readouterr().out
+    assert main(["checkpoint", "list", str(run_dir)]) == 0
+    (line,) = (one for one in capsys.readouterr().out.splitlines() if "step_00000004" in one)
+    assert line.endswith("validation.json does not match its own sha256  unproven")
+    assert main(["checkpoint", "prune", str(run_dir)]) == 0
+    assert "its loss may be the lowest: validation.json does not" in capsys.readouterr().out
+    assert steps(run_dir) == [8, 4, 2]
+    path.write_text('{"step": 4, "val_loss": 3.25}')  # of an earlier version
+    assert main(["checkpoint", "verify", str(run_dir)]) == 0
+    assert "note: validation.json has no checksum, as an earlier" in capsys.readouterr().out
+    assert main(["checkpoint", "prune", str(run_dir), "--keep_best", "0"]) == 0
+    assert steps(run_dir) == [8]
 
 
 def test_the_last_good_step_follows_starts_checks_and_rollbacks(tmp_path):

@@ -23,7 +23,7 @@ from minimind.checkpoint import tensor_files
 from minimind.checkpoint.directory import published_checkpoints, verify
 from minimind.checkpoint.resume import Resumed
 from minimind.checkpoint.resume import resume as resume_from
-from minimind.checkpoint.retention import VALIDATION, Rules, validation_of
+from minimind.checkpoint.retention import VALIDATION, Rules, saved_of
 from minimind.checkpoint.saver import Saver
 from minimind.checkpoint.tensor_files import Staging
 from minimind.checkpoint.train_state import TrainState
@@ -485,7 +485,7 @@ def test_a_validation_that_ends_before_its_save_is_recorded(tmp_path, monkeypatc
     is_validated.set()
     assert keeper.poll(wait=True)
     keeper.wait_for_validations()
-    assert validation_of(published_checkpoints(tmp_path)[0]) == 3.0
+    assert saved_of(published_checkpoints(tmp_path)[0]).val_loss == 3.0
 
 
 def test_a_rank_that_cannot_write_is_named_to_all(tmp_path):

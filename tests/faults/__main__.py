@@ -16,6 +16,7 @@ from pathlib import Path
 from tests.faults.damages import damages
 from tests.faults.harness import Site
 from tests.faults.kills import killed_starts, random_kills
+from tests.faults.mirrors import mirrors
 from tests.faults.outcomes import Outcome, report
 from tests.faults.peers import peers
 from tests.faults.places import places
@@ -33,6 +34,7 @@ PARTS: dict[str, Part] = {
     "damages": lambda site, args: damages(site, args.damages),
     "reads": lambda site, args: live_reads(site, args.reads),
     "signals": lambda site, args: preemptions(site, args.signals),
+    "mirror": lambda site, args: mirrors(site.root / "mirror"),
 }
 
 
@@ -53,8 +55,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="minimind-faults-") as name:
         site = Site(Path(name), args.seed)
         try:
-            site.measure()
-            print(f"a clean start takes {site.clean_start:.1f} s; seed {args.seed}", flush=True)
+            if args.parts != ["mirror"]:  # which starts no process
+                site.measure()
+                print(f"a clean start takes {site.clean_start:.1f} s; seed {args.seed}", flush=True)
             for part in args.parts or PARTS:
                 for outcome in PARTS[part](site, args):
                     outcomes.append(outcome)

@@ -20,6 +20,14 @@ def _cleared(ground: Ground) -> Iterator[None]:
     ground.clear()
 
 
-@pytest.mark.parametrize("name", CASES)
+BRIEF = ("validation.json there: another digit", "validation.json there: a cut")
+
+
+LONG = [name for name in CASES if "there" in name and name not in BRIEF]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CASES]
+)
 def test_the_mirror(name: str, ground: Ground):
     assert list(CASES[name](ground)) == []

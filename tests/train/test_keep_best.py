@@ -10,7 +10,7 @@ import pytest
 
 import minimind.train as training
 from minimind.checkpoint.directory import published_checkpoints, step_of
-from minimind.checkpoint.retention import kept, rules_of_run, saved_in, validation_of
+from minimind.checkpoint.retention import kept, rules_of_run, saved_in, saved_of
 from minimind.checkpoint.saver import Saver
 from minimind.errors import UsageError
 from minimind.telemetry.progress import RunLogger
@@ -54,7 +54,7 @@ def test_the_best_and_every_fifth_are_kept_beside_the_last(unbroken: Path):
     best = sorted(losses, key=lambda step: losses[step])[:2]
     assert steps(unbroken) == sorted({12, 10, 5, *best}, reverse=True)
     for path in published_checkpoints(unbroken / "checkpoints"):
-        assert validation_of(path) == losses.get(step_of(path))
+        assert saved_of(path).val_loss == losses.get(step_of(path))
     rules = rules_of_run(unbroken)
     assert rules
     assert all(kept(saved_in(unbroken / "checkpoints"), rules).values())

@@ -31,7 +31,7 @@ from minimind.data.prepare.work_units import (
     read_described,
 )
 from minimind.data.prepare.workers import encode_plan
-from minimind.data.tokenizer.files import write_tokenizer
+from minimind.data.tokenizer.files import TOKENIZER_FILES, write_tokenizer
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import (
@@ -44,7 +44,12 @@ from minimind.runtime.durable_files import (
 from minimind.runtime.locks import held, is_locked_by_anyone
 from minimind.runtime.output_folder import NewFolder
 
-OWN = ("manifest.json", "plan.json", "rejected.jsonl", "tokenizer", "*-[0-9]*.bin", "*-[0-9]*.idx")
+SHARDS = ("*-[0-9]*.bin", "*-[0-9]*.idx")
+OF_TOKENIZER = tuple(f"{TOKENIZER_NAME}/{name}" for name in TOKENIZER_FILES)
+OWN = (MANIFEST_NAME, PLAN_NAME, "rejected.jsonl", *OF_TOKENIZER, *SHARDS)
+# What a draft has, also after a kill.
+OF_DRAFT = (MANIFEST_NAME, PLAN_NAME, "rejected.jsonl", TOKENIZER_NAME, f"{TOKENIZER_NAME}-*")
+OF_DRAFT += ("*-[0-9]*.*", "*.tmp-*")
 WAIT = "give another --out, or wait until it is done"
 SAME_SHARES = "give all shares the same, or another --out, or delete it to start again"
 REMEDY = "free some space, correct its permissions, or give another --out"
@@ -160,7 +165,7 @@ def draft_of(out: Path) -> Path:
 
 
 def _place(out: Path, force: bool) -> NewFolder:
-    place = NewFolder(out.expanduser().resolve(), force, OWN, "minimind prepare")
+    place = NewFolder(out.expanduser().resolve(), force, OWN, "minimind prepare", is_prepared)
     place.require_free()
     draft = draft_of(place.path)
     if os.path.lexists(draft) and not draft.is_dir():
@@ -168,6 +173,13 @@ def _place(out: Path, force: bool) -> NewFolder:
             f"{draft} is a file or a link, and --out {place.path} is built in a folder of that"
             " name; move it away, or give another --out"
         )
+    for path in sorted(draft.iterdir()) if draft.is_dir() else ():
+        if not any(map(path.match, OF_DRAFT)):
+            raise UsageError(
+                f"{draft} holds {path.name!r}, which minimind prepare did not write, and --out"
+                f" {place.path} is built in a folder of that name; move it away, or give another"
+                " --out"
+            )
     return place
 
 

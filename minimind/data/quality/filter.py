@@ -84,7 +84,8 @@ def filter_text(
     Text at URLs is fetched to `cache`, when all else that can be wrong is checked.
     Raise DataError if a document is bad and none may be skipped, too many are, or none stays.
     """
-    folder = NewFolder(out.expanduser().resolve(), force, OWN, "minimind data filter")
+    author = "minimind data filter"
+    folder = NewFolder(out.expanduser().resolve(), force, OWN, author, _is_output)
     folder.require_free()
     require_known(request.languages)
     if request.minhash:
@@ -112,6 +113,11 @@ def filter_text(
         report = {**run.report(), "parts": writer.names}
         write_durably(draft / REPORT_NAME, json.dumps(report, indent=1).encode() + b"\n")
     return report
+
+
+def _is_output(folder: Path) -> bool:
+    """Whether a folder has what every output has."""
+    return (folder / REPORT_NAME).exists() and (folder / REMOVED_NAME).exists()
 
 
 class _Run:

@@ -1,0 +1,164 @@
+"""Every writer at a place that holds something else: nothing there is replaced or joined."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from minimind.checkpoint.run_folder import require_writable
+from minimind.cli.main import main
+from minimind.errors import UsageError
+from tests.conftest import Trained, sentences
+from tests.faults.mirrors import FLAGS, content, train
+
+SWEEP = "{flags: {data_path: TEXT, eval_interval: 1}, dimensions: {seed: [1, 2]}, trials: 1}"
+# Commands that write a folder or a file, and their --force.
+FOLDERS: dict[str, tuple[str, str]] = {
+    "prepare": ("prepare --data_path TEXT --vocab_size 600 --out OUT", "--force"),
+    "prepare, merged": ("prepare --merge --out OUT", "--force"),
+    "data filter": ("data filter TEXT --min_chars 2 --out OUT", "--force"),
+    "export, llama": ("export --checkpoint RUN --format llama --out OUT", "--force"),
+    "export, minimind": ("export --checkpoint RUN --format minimind --out OUT", "--force"),
+    "import": ("import --from llama EXPORT --out OUT", "--force"),
+    "consolidate": ("checkpoint consolidate RUN --out OUT", "--force"),
+    "average": ("checkpoint average RUN ONE --out OUT", "--force"),
+    "tokenizer train": ("tokenizer train TEXT --vocab_size 600 --out OUT", "--force"),
+    "sweep": ("sweep SWEEP --out OUT", ""),
+}
+FILES: dict[str, tuple[str, str]] = {
+    "report": ("report RUN --out OUT", "--force"),
+    "scaling": ("scaling RUN --out OUT", "--force"),
+    "coord_check": ("coord_check --widths 64 128 --out OUT", "--force"),
+    "generate": ("generate --checkpoint RUN --prompts PROMPTS --out OUT", "--force"),
+}
+# What the commands with --force replace: their own.
+OWN = {
+    ("prepare", "prepared"),
+    ("prepare, merged", "prepared"),
+    ("consolidate", "export"),
+    ("average", "export"),
+    ("data filter", "filtered"),
+    ("export, llama", "export"),
+    ("export, minimind", "export"),
+    ("import", "export"),
+    ("tokenizer train", "tokenizer"),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, trained: Trained) -> Path:
+    """What a place may hold, by name: `things/NAME`."""
+    place = tmp_path_factory.mktemp("outputs")
+    text, things = place / "text.jsonl", place / "things"
+    lines = (json.dumps({"text": one}, ensure_ascii=False) for one in sentences(1, 200))
+    text.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (place / "sweep.yaml").write_text(SWEEP.replace("TEXT", str(text)))
+    (place / "prompts.txt").write_text("one\n")
+    shutil.copytree(trained.run, things / "run")
+    given = (
+        ("prepare", "prepared"),
+        ("export, llama", "export"),
+        ("data filter", "filtered"),
+        ("tokenizer train", "tokenizer"),
+    )
+    for name, thing in given:
+        assert main(words(place, FOLDERS[name][0], things / thing)) == 0
+    for name, text_of in {"notes": "mine", "killed": ""}.items():
+        (things / name).mkdir()
+        (things / name / "notes.txt").write_text(text_of)
+    shutil.copytree(things / "export", things / "model of others")
+    (path,) = (things / "model of others").glob("*.safetensors")
+    path.write_bytes(path.read_bytes().replace(b"minimind-deepspeed", b"another-program.."))
+    shutil.copytree(things / "export", things / "export with notes")
+    (things / "export with notes" / "notes.txt").write_text("mine")
+    shutil.copytree(things / "prepared", things / "tokenizer of others in it")
+    (things / "tokenizer of others in it" / "tokenizer" / "vocab.txt").write_text("a")
+    return place
+
+
+def words(place: Path, command: str, out: Path) -> list[str]:
+    things = place / "things"
+    one = sorted((things / "run" / "checkpoints").glob("step_*"))[0]
+    named = {"TEXT": place / "text.jsonl", "SWEEP": place / "sweep.yaml", "OUT": out}
+    named |= {"RUN": things / "run", "EXPORT": things / "export", "ONE": one}
+    named |= {"PROMPTS": place / "prompts.txt"}
+    return [str(named.get(word, word)) for word in command.split()]
+
+
+THINGS = ("run", "prepared", "export", "filtered", "tokenizer", "notes", "model of others")
+THINGS += ("export with notes", "tokenizer of others in it")
+
+
+@pytest.mark.parametrize("thing", THINGS)
+@pytest.mark.parametrize("writer", FOLDERS)
+def test_a_folder_that_holds_something_else_is_left_alone(
+    writer: str, thing: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = Path(shutil.copytree(place / "things" / thing, tmp_path / "out"))
+    before = content(tmp_path)
+    command, force = FOLDERS[writer]
+    forces = ("",) if (writer, thing) in OWN or not force else ("", " --force")
+    for force in forces:
+        assert main(words(place, command + force, out)) == 2
+        assert f"--out {out} " in capsys.readouterr().err
+        assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("writer", FILES)
+@pytest.mark.parametrize("name", ["notes.txt", "metrics.jsonl", "page.html"])
+def test_a_file_of_something_else_is_left_alone(
+    writer: str, name: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / name
+    out.write_text('{"event": "step"}\n' if name == "metrics.jsonl" else "<html>mine")
+    before = content(tmp_path)
+    for force in ("", " --force"):
+        assert main(words(place, FILES[writer][0] + force, out)) == 2
+        assert f"--out {out} " in capsys.readouterr().err
+        assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("thing", "name"),
+    [
+        ("prepared", "tokenizer"),
+        ("config.yaml", "config.yaml"),
+        ("report.html", "report.html"),
+        ("rejected.jsonl", "rejected.jsonl"),
+    ],
+)
+def test_a_run_replaces_nothing_in_a_folder_that_is_no_runs(
+    thing: str, name: str, place: Path, tmp_path: Path
+):
+    out = tmp_path / "out"
+    if thing == "prepared":
+        shutil.copytree(place / "things" / thing, out)
+    else:
+        out.mkdir()
+        (out / thing).write_text("mine")
+    before = content(tmp_path)
+    with pytest.raises(UsageError, match=rf"--out_dir {out} holds '{name}', which a run would"):
+        train({**FLAGS, "data_path": [str(place / "text.jsonl")]}, out_dir=str(out))
+    assert content(tmp_path) == before
+
+
+def test_a_run_may_begin_beside_a_log_and_its_own_tokenizer(place: Path, tmp_path: Path):
+    require_writable(tmp_path)
+    (tmp_path / "slurm.log").write_text("job 1")
+    shutil.copytree(place / "things" / "tokenizer", tmp_path / "tokenizer")
+    require_writable(tmp_path, str(tmp_path / "tokenizer"))
+    shutil.copy(place / "things" / "run" / "config.yaml", tmp_path)
+    require_writable(tmp_path)
+
+
+def test_prepare_builds_in_no_folder_of_others(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "out.part").mkdir()
+    (tmp_path / "out.part" / "notes.txt").write_text("mine")
+    assert main(words(place, FOLDERS["prepare"][0], tmp_path / "out")) == 2
+    assert "out.part holds 'notes.txt', which minimind prepare did not" in capsys.readouterr().err
+    assert content(tmp_path) == {"out.part/notes.txt": b"mine"}
