@@ -32,7 +32,8 @@ def require_mirror(url: str | None, out_dir: Path) -> None:
     probe = f".probe-{token}"
     if remote.folder and remote.folder.is_relative_to(out_dir.resolve()):
         raise UsageError(
-            f"--mirror {url} is in --out_dir {out_dir}, whose loss it is for; give another folder"
+            f"--mirror {remote.shown} is in --out_dir {out_dir}, whose loss it is for; give another"
+            " folder"
         )
     try:
         remote.write(probe, token.encode())
