@@ -19,6 +19,7 @@ from minimind.data.loader.mixture import Ranges, count_rows
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared
 from minimind.engine.build import Engine
+from minimind.runtime.urls import masked_values
 
 
 def identity(
@@ -115,7 +116,7 @@ def facts(run: RunConfig, identity: dict[str, Any], order: Order, engine: Engine
         "dtype": run.dtype,
         "rows": order.n_rows,
         "mixture": order.mixture_json(),
-        "configuration": engine.resolved.config,
+        "configuration": masked_values(engine.resolved.config),
         "sources": engine.resolved.sources,
         "versions": versions(),
     }

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO, Any
 
 import yaml
@@ -20,6 +21,7 @@ from minimind.config.run_config import FLAGS, RunConfig
 from minimind.config.training_flags import BY_TASK
 from minimind.errors import LockedError, StorageError, UsageError
 from minimind.runtime.durable_files import require_regular, storing, write_whole
+from minimind.runtime.urls import masked_values
 from minimind.storage.object_cache import named
 
 START_FLAGS = (
@@ -100,23 +102,43 @@ def _has_own_config(out_dir: Path) -> bool:
 def require_folder(folder: Path, name: str) -> None:
     """Raise StorageError if the folder of setting `name` cannot be created or written."""
     parent = folder
-    while not parent.exists():
+    while not _is_there(parent, f"{name} {folder}"):
         parent = parent.parent
     if not parent.is_dir():
         raise StorageError(f"{name} {folder}: {parent} is no folder; give another")
-    if not os.access(parent, os.W_OK | os.X_OK):
+    try:  # permissions alone say nothing of a read-only disk or of /proc
+        with TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
         raise StorageError(
-            f"{name} {folder}: {parent} cannot be written; correct its permissions, or give another"
-        )
+            f"{name} {folder}: {parent} cannot be written ({error.strerror}); correct its"
+            " permissions, or give another"
+        ) from error
+
+
+def _is_there(path: Path, what: str) -> bool:
+    """Whether there is such a file, folder or link; raise StorageError if there cannot be one."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:  # ValueError: a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise StorageError(f"{what}: {reason}; give another") from error
+    return True
 
 
 def require_outputs(resolved: ResolvedConfig) -> None:
     """Raise StorageError if a folder or file that a DeepSpeed JSON names cannot be written."""
     for key, path in output_paths(resolved.config).items():
         place, name, is_file = Path(path), f"{resolved.path}: {key}", key.endswith("_file")
-        if is_file and place.is_dir():
-            raise StorageError(f"{name} {place}: is a folder; name a file")
-        require_folder(place.parent if is_file else place, name)
+        if is_file and _is_there(place, f"{name} {place}"):
+            if not (place.is_file() or place.is_char_device()):
+                raise StorageError(f"{name} {place}: is a folder, a pipe or a link; name a file")
+            if not os.access(place, os.W_OK):
+                raise StorageError(f"{name} {place}: cannot be written; correct its permissions")
+        else:
+            require_folder(place.parent if is_file else place, name)
 
 
 def recorded_flags(run: RunConfig) -> dict[str, Any]:
@@ -124,7 +146,7 @@ def recorded_flags(run: RunConfig) -> dict[str, Any]:
 
     A signed URL gives access to whoever reads it.
     """
-    flags = {name: getattr(run, name) for name in FLAGS}
+    flags = {name: masked_values(getattr(run, name)) for name in FLAGS}
     return {**flags, "data_path": tuple(map(named, run.data_path))}
 
 
@@ -148,4 +170,7 @@ def write_reference(out_dir: Path, resolved: ResolvedConfig) -> None:
         text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True)
         lines.append(f"{name}: {text.removesuffix(END).strip()}  # {sources[name]}")
     write_whole(out_dir / "config.yaml", ("\n".join(lines) + "\n").encode())
-    write_whole(out_dir / "ds_config.resolved.json", json.dumps(resolved.config, indent=2).encode())
+    write_whole(
+        out_dir / "ds_config.resolved.json",
+        json.dumps(masked_values(resolved.config), indent=2).encode(),
+    )

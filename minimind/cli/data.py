@@ -22,6 +22,7 @@ from minimind.config.run_config import FLAGS
 from minimind.data.quality import command as filter_command
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.runtime.durable_files import mebibytes
+from minimind.runtime.urls import masked
 
 if TYPE_CHECKING:
     from minimind.data.prepare.inspect import Inspection
@@ -264,11 +265,11 @@ def _run_inspect(args: argparse.Namespace, cache: ObjectCache) -> int:
     missing = missing_of(args.directory)
     if len(missing) == len(NEEDED):
         raise DataError(
-            f"{place}: holds no prepared data; name a folder that `minimind prepare` wrote"
+            f"{masked(place)}: holds no prepared data; name a folder that `minimind prepare` wrote"
         )
     if missing:
         raise DataError(
-            f"{place}: has no {missing[0]}, so it is no prepared data; restore it, or"
+            f"{masked(place)}: has no {missing[0]}, so it is no prepared data; restore it, or"
             " prepare the text again"
         )
     damaged = [] if args.no_verify else list(damage(args.directory))

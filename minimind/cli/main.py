@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,7 +32,8 @@ from minimind.config.run_config import DISTRIBUTION
 from minimind.errors import Interrupted, RunError, UsageError, known_error
 from minimind.estimate.gpus import ASSUMED_MFU, GPUS, known_gpu, named_gpu
 from minimind.runtime.durable_files import escape_unencodable, printing
-from minimind.runtime.terminal import guarded, printable
+from minimind.runtime.terminal import guarded, print_traceback, printable
+from minimind.runtime.urls import masked_text
 
 EXAMPLE = "minimind generate --checkpoint out --prompt 'Once upon a time'"
 
@@ -213,9 +213,10 @@ def _run(argv: list[str]) -> int:
     except Exception as error:  # the one place that maps errors to a line and a status
         known = known_error(error)
         if "--debug" in argv or known is None:
-            traceback.print_exception(error)
+            print_traceback(error)
         code = known.code if known else RunError.code
-        print(printable(f"minimind: error[{code}]: {known or error}"), file=sys.stderr)
+        text = masked_text(f"minimind: error[{code}]: {known or error}")
+        print(printable(text), file=sys.stderr)
         return known.status if known else RunError.status
 
 

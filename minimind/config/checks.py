@@ -13,7 +13,7 @@ from minimind.config.model_flags import SHAPE
 from minimind.config.report_flags import TRACKERS
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import UsageError, fault_error
-from minimind.storage.filesystem import masked
+from minimind.runtime.urls import masked
 
 OF_EXPERTS = (
     "n_routed_experts",

@@ -57,7 +57,8 @@ def require_mirror(url: str | None, out_dir: Path, resume: str) -> None:
     probe = f"{PROBE}{token}"
     if remote.folder and remote.folder.is_relative_to(out_dir.resolve()):
         raise UsageError(
-            f"--mirror {url} is in --out_dir {out_dir}, whose loss it is for; give another folder"
+            f"--mirror {remote.shown} is in --out_dir {out_dir}, whose loss it is for; give another"
+            " folder"
         )
     try:
         _claims(remote, out_dir, resume)

@@ -29,16 +29,9 @@ from minimind.checkpoint.retention import VALIDATION
 from minimind.errors import CheckpointError, DataError, StorageError
 from minimind.runtime.checked_json import MAX_BYTES
 from minimind.runtime.durable_files import storing, sync_directory, write_durably
+from minimind.runtime.urls import masked
 from minimind.storage.download import RemoteObject, download, etag_of
-from minimind.storage.filesystem import (
-    AWS,
-    LOCAL,
-    Truncated,
-    masked,
-    open_filesystem,
-    retrying,
-    scheme_of,
-)
+from minimind.storage.filesystem import AWS, LOCAL, Truncated, open_filesystem, retrying, scheme_of
 
 CHECKPOINTS = "checkpoints"
 BLOCK = 2**23  # bytes of a request that reads

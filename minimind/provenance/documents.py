@@ -25,6 +25,7 @@ from minimind.data.text.documents import ReadOptions, Rejection
 from minimind.data.text.inputs import Segment, kind_of
 from minimind.data.text.readers import line_offset, newlines, read_segment
 from minimind.errors import DataError, UsageError
+from minimind.runtime.urls import masked
 from minimind.storage.filesystem import is_url
 from minimind.storage.object_cache import ObjectCache, named
 
@@ -179,7 +180,7 @@ class Documents:
         if len(close) != 1:
             some = ", ".join(sorted(close or by_now)[:3])
             problem = "names several files" if close else "is no file of this text"
-            raise UsageError(f"{file} {problem}; give the path of one, such as {some}")
+            raise UsageError(f"{masked(file)} {problem}; give the path of one, such as {some}")
         return by_now[close[0]]
 
     def _now(self, path: Path) -> Path:

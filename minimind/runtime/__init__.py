@@ -15,4 +15,5 @@ locks            file locks of prepared folders and checkpoints
 output_folder    the folder of --out, replaced atomically
 process          a worker's stderr, signals and exit status
 terminal         terminal output: escapes, error lines, phases of a start
+urls             what may be shown of URLs
 """

@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -32,7 +31,8 @@ from minimind.runtime.process import (
     read_claim,
     write_torchrun_error,
 )
-from minimind.runtime.terminal import one_line
+from minimind.runtime.terminal import one_line, print_traceback
+from minimind.runtime.urls import masked_text
 
 PROGRAM = "train_pretrain"
 RUN_AGAIN = "run the same command again"
@@ -92,13 +92,18 @@ class Ending:
             claim = claim_status(reported.status, cause)
         if claim.is_ours and not self._is_reported_by_local_rank_0():
             if self.debug or (is_bug and not lost):
-                traceback.print_exception(error)
+                print_traceback(error)
             self._print(reported)
         elif claim.status != PREEMPTED and self.progress.out_dir:
             # Before out_dir is set all ranks raise the same error, and one reports it.
             print(f"{PROGRAM}: stopped because rank {claim.rank} failed", file=sys.stderr)
         if peers and claim.is_ours:
-            peers.announce(lost or FailedRank(rank, f"rank {rank} ended: {reported}", claim.status))
+            peers.announce(
+                lost
+                or FailedRank(
+                    rank, f"rank {rank} ended: {masked_text(str(reported))}", claim.status
+                )
+            )
         if lost and lost.worker:
             lost.worker.kill()  # otherwise the launcher waits for it
         return claim.status
@@ -107,12 +112,13 @@ class Ending:
         progress, status = self.progress, error.status
         is_stop = status == PREEMPTED
         line = one_line(PROGRAM, error, progress.rank, progress.step)
-        line = f"{PROGRAM}: {error}" if is_stop else line
+        reason = masked_text(str(error))
+        line = f"{PROGRAM}: {reason}" if is_stop else line
         write_torchrun_error(line)
-        lines = [*error.table, line]
+        lines = [*map(masked_text, error.table), line]
         with suppress(OSError):  # stderr is closed
             print("\n".join(lines), file=sys.stderr, flush=True)
-        end = {"code": error.code, "status": status, "reason": str(error), "step": progress.step}
+        end = {"code": error.code, "status": status, "reason": reason, "step": progress.step}
         end |= {} if progress.has_started else {"started": False}  # not the end of an earlier start
         locked = Path(progress.lock.name).parent if progress.lock else None
         with suppress(OSError):  # the disk is full

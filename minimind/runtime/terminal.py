@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import Timer
@@ -17,6 +18,7 @@ from typing import Any, TextIO
 
 from minimind.errors import RunError
 from minimind.runtime.environment import rank_of
+from minimind.runtime.urls import masked_text
 
 # C0 but for the newline and the tab, DEL, C1, and halves of surrogate pairs.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -98,6 +100,12 @@ def guarded() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
+def print_traceback(error: BaseException) -> None:
+    """Print the traceback of an error to stderr, without what URLs hide."""
+    lines = traceback.format_exception(error)
+    print(masked_text("".join(lines)), end="", file=sys.stderr)
+
+
 LONG = 2.0  # seconds
 
 
@@ -130,5 +138,5 @@ def _print_phase(what: str) -> None:
 def one_line(program: str, error: BaseException, rank: int = 0, step: int = 0) -> str:
     """`PROGRAM: error[E_NAME] rank=R step=S: what; what to do`, always one line."""
     code = getattr(error, "code", RunError.code)
-    what = printable(" ".join(str(error).split())) or type(error).__name__
+    what = printable(masked_text(" ".join(str(error).split()))) or type(error).__name__
     return f"{program}: error[{code}] rank={rank} step={step}: {what}"

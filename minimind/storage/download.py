@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from minimind.errors import DataError
+from minimind.runtime.urls import masked
 from minimind.storage.filesystem import (
     AWS,
     PARTIAL,
     WEB,
     Truncated,
-    masked,
     print_retry,
     retrying,
     scheme_of,

@@ -16,9 +16,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from traceback import walk_tb
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import proxy_bypass
 
 from minimind.errors import DataError, RunError, StorageError, UsageError
+from minimind.runtime.urls import HIDDEN, has_credentials, masked, masked_text
 
 CONNECT_TIMEOUT_S = 10
 READ_TIMEOUT_S = 30  # without a byte
@@ -49,7 +53,6 @@ WEB = Scheme("aiohttp", "pip install fsspec aiohttp", "use a URL that needs none
 LOCAL = Scheme("fsspec", "pip install fsspec", "correct its permissions")
 SCHEMES = {"s3": AWS, "gs": GOOGLE, "hf": HUB, "http": WEB, "https": WEB, "file": LOCAL}
 LIKE_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.]+:/+")
-HIDDEN = "?***"  # of a query that is not shown
 URL = re.compile(rf"({'|'.join(SCHEMES)})://")
 
 # Names, since the libraries are optional: errors of botocore, aiohttp, httpx and requests that say
@@ -63,6 +66,9 @@ PASSING_ERRNOS = (
     *(errno.EBUSY, errno.EREMOTEIO, errno.ECONNRESET, errno.ECONNREFUSED, errno.ETIMEDOUT),
     *(errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH),
 )
+# Of botocore and google.auth: what is found of a user, or is not.
+CREDENTIALS = re.compile(r"Credential|Profile|Token|SSO|Config(Parse|NotFound)|InvalidConfig")
+ENDPOINTS = ("FSSPEC_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 PARTIAL = 206  # HTTP status of an answer to a Range
 PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
 STATUS_NAMES = ("status", "status_code", "code")
@@ -92,28 +98,24 @@ def scheme_of(url: str) -> Scheme:
     return SCHEMES[url.partition("://")[0]]
 
 
-def masked(text: str) -> str:
-    """`text` without the passwords and query strings (signatures, tokens) of its URLs."""
-    text = re.sub(r"(\w+://)[^/\s]+@", r"\1***@", text)
-    return re.sub(r"(https?://[^\s?'\")]*)\?[^\s'\")]+", rf"\1{HIDDEN}", text)
-
-
 def open_filesystem(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of a URL, and the path of the URL in it.
 
     Its own retries are off and nothing is cached. Raise UsageError if its library is missing.
     """
     scheme = scheme_of(url)
-    if re.match(r"\w+://[^/]*@", url):  # it would be stored with the run
+    if has_credentials(url):  # it would be stored with the run
         raise UsageError(
             f"{masked(url)}: has credentials in it, which a run would store; {scheme.credentials}"
         )
     if not url.partition("://")[2].strip("/"):
-        raise UsageError(f"{url}: names no bucket, host or file; complete the URL")
+        raise UsageError(f"{masked(url)}: names no bucket, host or file; complete the URL")
     if url.endswith(HIDDEN):
         raise UsageError(
             f"{url}: is recorded without its query, which may have a signature; give the whole URL"
         )
+    for name, value in _servers(url).items():
+        _require_server(name, value, is_proxy=name not in ENDPOINTS, is_web=scheme is WEB)
     try:
         import fsspec
 
@@ -134,12 +136,51 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
         limit = ClientTimeout(None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
         options["client_kwargs"] = {"timeout": limit, "trust_env": True}
-    filesystem, path = fsspec.core.url_to_fs(url, **options)
+    # Not url_to_fs, which takes "::" in the name of an object for a chain of file systems.
+    kind: Any = fsspec.get_filesystem_class(url.partition("://")[0])
+    filesystem = kind(**kind._get_kwargs_from_urls(url), **options)
+    path = kind._strip_protocol(url)
     if scheme is AWS:
         filesystem.retries = 1
         filesystem._call_s3 = partial(_checked_call, filesystem._call_s3)
         filesystem.loop.call_soon_threadsafe(filesystem.loop.set_exception_handler, _log_error)
     return filesystem, path
+
+
+def _servers(url: str) -> dict[str, str]:
+    """Variables of the environment that name the server of a URL, or a proxy to it."""
+    names, server = [], url if scheme_of(url) is WEB else "https://"
+    if scheme_of(url) is LOCAL:
+        return {}
+    if scheme_of(url) is AWS:
+        names = [name for name in ENDPOINTS if os.environ.get(name)][:1]
+        server = os.environ[names[0]] if names else server
+    protocol = server.partition(":")[0].lower()
+    proxies = (f"{protocol}_proxy", f"{protocol.upper()}_PROXY")
+    if not proxy_bypass(server.partition("://")[2].partition("/")[0]):
+        names += [name for name in proxies if os.environ.get(name)][:1]
+    return {name: os.environ[name] for name in names}
+
+
+def _require_server(name: str, value: str, is_proxy: bool, is_web: bool) -> None:
+    """Raise UsageError unless the value is the URL of a server; proxies may have credentials."""
+    has_scheme = "://" in value
+    full = value if has_scheme else f"http://{value}"
+    try:
+        parts = urlsplit(full)
+        is_server = bool(parts.hostname) and re.search(r"\s", full) is None
+        # Without a scheme, botocore takes http; aiohttp does not.
+        is_server &= has_scheme or (is_proxy and not is_web and parts.port is not None)
+        is_server &= parts.port is None or parts.port > 0
+        is_server &= parts.scheme in ("http", "https") and (is_proxy or not has_credentials(full))
+    except ValueError:  # a port or a bracket
+        is_server = False
+    if not is_server:
+        shown = masked(full) if has_scheme else masked(full).removeprefix("http://")
+        raise UsageError(
+            f"{name} = {shown} in the environment is no http:// or https:// URL of a"
+            f" {'proxy' if is_proxy else 'server, without credentials'}; correct it, or unset it"
+        )
 
 
 async def _checked_call(call: Any, *arguments: Any, **options: Any) -> Any:
@@ -215,11 +256,11 @@ def retrying(
                 raise
             if not is_passing(error):
                 raise permanent(f"{masked(url)}: {refusal(error, url)}") from error
-            reason = reason_of(_cause(error))
+            reason = reason_of(_cause(error), url)
             if attempt == retry.attempts:
                 raise NoAnswer(
                     f"{masked(url)}: does not answer ({reason}), tried {attempt} times; check the"
-                    f" network{_endpoint(url)}, and run the same command again"
+                    f" network{_named_servers(url)}, and run the same command again"
                 ) from error
         wait = next(waits)
         report(
@@ -238,7 +279,12 @@ def is_of_storage(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         return False
-    return isinstance(error, OSError | TimeoutError | EOFError)
+    if isinstance(error, OSError | TimeoutError | EOFError):
+        return True
+    # Errors of Python's own kinds, as of an endpoint of a configuration file that is no URL.
+    names = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
+    is_inside = any(name.split(".")[0] in LIBRARIES for name in names)
+    return is_inside and not isinstance(error, MemoryError)
 
 
 def is_passing(error: BaseException) -> bool:
@@ -284,23 +330,27 @@ def refusal(error: BaseException, url: str) -> str:
     """Why a URL can not be used, and the remedy."""
     error = _cause(error)
     scheme, status = scheme_of(url), _http_status(error)
-    reason = reason_of(error)
+    reason = reason_of(error, url)
     if isinstance(error, FileNotFoundError) or status == 404:
         return "there is no such bucket, object or file; correct the URL"
     is_refused = isinstance(error, PermissionError) or status in (401, 403)
-    if is_refused or "Credentials" in type(error).__name__:
+    # S3 answers a HEAD with an expired token by 400.
+    is_refused |= scheme is AWS and (status == 400 or getattr(error, "errno", 0) == errno.EINVAL)
+    if is_refused or CREDENTIALS.search(type(error).__name__):
         return f"access is refused ({reason}); {scheme.credentials}"
-    return f"cannot be used ({reason}); correct the URL"
+    is_region = "Region" in type(error).__name__
+    return f"cannot be used ({reason}); correct {'AWS_DEFAULT_REGION' if is_region else 'the URL'}"
 
 
-def reason_of(error: BaseException) -> str:
-    """A library's message as part of a sentence."""
-    lines = [line.strip() for line in masked(str(error)).splitlines() if line.strip()]
+def reason_of(error: BaseException, url: str) -> str:
+    """A library's message, which may have the URL, as part of a sentence."""
+    if isinstance(error, RecursionError):
+        return "its folders are nested too deep"
+    text = masked_text(str(error).replace(url, masked(url)))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     text = (lines or [type(error).__name__])[0].rstrip(".")
     return text if len(text) <= REASON else f"{text[: REASON - 3]}..."
 
 
-def _endpoint(url: str) -> str:
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") if scheme_of(url) is AWS else ()
-    named = next((name for name in names if os.environ.get(name)), None)
-    return f" and {named}={masked(os.environ[named])}" if named else ""
+def _named_servers(url: str) -> str:
+    return "".join(f" and {name}={masked(value)}" for name, value in _servers(url).items())

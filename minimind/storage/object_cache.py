@@ -19,7 +19,6 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from minimind.errors import DataError, RunError, StorageError
 from minimind.runtime.durable_files import (
@@ -30,9 +29,10 @@ from minimind.runtime.durable_files import (
     storing,
     write_whole,
 )
+from minimind.runtime.urls import has_credentials, masked, without_query
 from minimind.storage.cache_use import CacheUse, record_path
 from minimind.storage.download import RemoteObject, download
-from minimind.storage.filesystem import SCHEMES, masked
+from minimind.storage.filesystem import SCHEMES
 from minimind.storage.parallel import in_parallel
 
 MIRROR = "by-url"
@@ -46,13 +46,15 @@ LONGEST_NAME = 200  # of a file, which gets a suffix while it is written
 
 def path_of(url: str, folder: Path, version: str = "") -> Path:
     """Where `CACHE/by-url` has a URL, without its password; raise DataError if it cannot."""
-    parts = urlsplit(url) if url.startswith("http") else None
-    scheme, _, rest = url.partition("://")
-    if parts is not None:
-        rest = f"{parts.netloc.rpartition('@')[2]}{parts.path}"
-        if parts.query:  # may have a signature, and may choose the file
-            above, _, name = rest.rpartition("/")
-            rest = f"{above}/q-{hashlib.sha256(parts.query.encode()).hexdigest()[:16]}/{name}"
+    place, query = without_query(url)
+    scheme, _, rest = place.partition("://")
+    if scheme.startswith("http"):
+        rest = rest.rpartition("@")[2] if has_credentials(url) else rest
+    if query:  # may have a signature, and may choose the file
+        above, _, name = rest.rpartition("/")
+        rest = (
+            f"{above}/q-{hashlib.sha256(query.removeprefix('?').encode()).hexdigest()[:16]}/{name}"
+        )
     names = rest.strip("/").split("/")
     for name in names:
         if name in ("", ".", "..") or "\0" in name or len(name.encode()) > LONGEST_NAME:
@@ -63,10 +65,7 @@ def path_of(url: str, folder: Path, version: str = "") -> Path:
 
 
 def named(text: str) -> str:
-    """A path as records name it: one of a cache by its URL, and a URL without its query.
-
-    `text` may go on after the path.
-    """
+    """A path as records name it: one of a cache by its URL, and a URL without its query."""
     found = BEGINNING.match(text)
     if found is None:
         return masked(text)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,17 @@ from optuna.distributions import (
     IntDistribution,
 )
 from optuna.trial import TrialState
+from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
-from minimind.errors import StorageError, UsageError
+from minimind.errors import RunError, StorageError, UsageError
+from minimind.runtime.urls import masked_values
 from minimind.sweep.sweep_file import Dimension, Range, Sweep, changed_fields, points
 
 DATABASE = "sweep.db"
 NAME = "sweep"
+LIBRARIES = ("optuna", "sqlalchemy", "alembic", "sqlite3")
 PREFIX = "trial-"  # of folders
 # Attributes of a study and of its trials.
 CONTENT, FOLDER, PID, STEPS, STATUS = "sweep", "folder", "pid", "steps", "status"
@@ -54,12 +58,26 @@ def recording(place: Path) -> Iterator[None]:
     """Convert an error of the database inside the block into StorageError."""
     try:
         yield
-    except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
+    except RunError:
+        raise
+    except Exception as error:
+        # A damaged database raises errors of any kind where its texts and numbers are read: in
+        # the libraries, or in this module, of which this function is one frame.
+        frames = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+        is_ours = frames.count(__name__) > 1 and isinstance(error, ValueError | LookupError)
+        if not is_ours and not any(name.split(".")[0] in LIBRARIES for name in frames):
+            raise
         cause = error if isinstance(error, DBAPIError) else error.__cause__
         reason = getattr(cause, "orig", None) or cause or error
         raise StorageError(
             f"{place / DATABASE}: {reason}; free some space, or give another --out"
         ) from error
+
+
+def _url(path: Path) -> str:
+    """URL of a database for optuna, which fills fields in braces."""
+    url = URL.create("sqlite", database=str(path.absolute())).render_as_string()
+    return url.replace("{", "%7B").replace("}", "%7D")
 
 
 class Study:
@@ -70,7 +88,7 @@ class Study:
         self.sweep, self.place = sweep, place
         self._distributions = {n: _distribution(n, d) for n, d in sweep.dimensions.items()}
         storage = optuna.storages.RDBStorage(
-            f"sqlite:///{(place / DATABASE).absolute()}",
+            _url(place / DATABASE),
             engine_kwargs={"poolclass": NullPool},  # no connection stays open between two uses
         )
         startup, warmup = sweep.pruner_startup_trials, sweep.pruner_warmup_steps
@@ -93,7 +111,8 @@ class Study:
                 f"{', '.join(changed)} in {path} changed since --out {self.place} was started; only"
                 " trials may grow: restore it, or give another --out"
             )
-        self._study.set_user_attr(CONTENT, self.sweep.model_dump_json())
+        content = masked_values(self.sweep.model_dump(mode="json"))
+        self._study.set_user_attr(CONTENT, json.dumps(content))
 
     def resume(self) -> list[tuple[str, int | None]]:
         """Queue the trials that were running when the sweep ended; return folders and processes."""

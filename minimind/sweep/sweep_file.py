@@ -19,6 +19,7 @@ from minimind.config.parse import build_config, convert, type_name, unknown_keys
 from minimind.config.run_config import FLAGS, RunConfig
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.checked_json import describe_fault
+from minimind.runtime.urls import masked_values
 
 # Flags that a sweep sets for its trials, or that would end one before its last step.
 OWNED = ("out_dir", "resume", "dry_run", "stop_at_step", "max_minutes", "local_rank")
@@ -237,7 +238,7 @@ def first_config(sweep: Sweep, path: str) -> RunConfig:
 
 def changed_fields(before: Mapping[str, Any], sweep: Sweep) -> list[str]:
     """Names of the fields that differ, as `dimensions.dim`; `trials` may have grown."""
-    now = sweep.model_dump()
+    before, now = masked_values(before), masked_values(sweep.model_dump())
     changed = []
     for name, value in now.items():
         old = before.get(name)

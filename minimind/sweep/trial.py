@@ -16,6 +16,7 @@ from typing import Any
 from minimind.config.run_config import FLAGS
 from minimind.runtime.process import LAUNCHER_PID
 from minimind.runtime.terminal import printable
+from minimind.runtime.urls import masked
 
 LOG = "log.txt"  # in the folder of a trial: everything its process prints
 TAIL = 4000  # bytes of the log that are searched for the last line
@@ -39,7 +40,7 @@ def words_of(flags: Mapping[str, Any]) -> list[str]:
 
 def command_line(flags: Mapping[str, Any]) -> str:
     """The command that a user types for a run with these flags."""
-    return shlex.join(["minimind", "train", *words_of(flags)])
+    return shlex.join(["minimind", "train", *map(masked, words_of(flags))])
 
 
 class TrialProcess:

@@ -21,6 +21,7 @@ from typing import Any
 from minimind.config.run_config import RunConfig
 from minimind.engine.build import open_tracker
 from minimind.runtime.durable_files import write_whole
+from minimind.runtime.urls import masked_text
 
 FILE = "trackers.json"  # in out_dir: the run id that a resumed run continues under
 KINDS = {"step": "train", "eval": "eval", "sample": "sample"}  # event: prefix of its values
@@ -73,7 +74,7 @@ class Tracker:
                     tracker.log(values, step=step)
             tracker.finish()
         except (Exception, SystemExit) as error:  # of a foreign library: training goes on
-            self._disable(" ".join(str(error).split()) or type(error).__name__)
+            self._disable(masked_text(" ".join(str(error).split())) or type(error).__name__)
 
     def _disable(self, why: str) -> None:
         if not self._is_disabled:

@@ -25,7 +25,8 @@ from minimind.engine.build import Engine
 from minimind.engine.optimizer.mup import mup_line
 from minimind.errors import DataError
 from minimind.estimate.plan import plan_text
-from minimind.storage.filesystem import is_url, masked
+from minimind.runtime.urls import masked, masked_values
+from minimind.storage.filesystem import is_url
 from minimind.storage.object_cache import named
 from minimind.telemetry.verdict import Setting
 from minimind.train.build import (
@@ -79,13 +80,13 @@ def non_default_settings(resolved: ResolvedConfig) -> dict[str, list[str]]:
     groups: dict[str, dict[str, list[str]]]  # label: source: settings
     groups = {"files": {}, "flags": {}, "preset": {}, "derived": {}}
     for name in FLAGS:
-        value, source = getattr(resolved.run, name), resolved.run.sources[name]
+        value, source = masked_values(getattr(resolved.run, name)), resolved.run.sources[name]
         if label := _label_of_flag(resolved, name, value, source):
             shown_source = "" if label == "flags" else source.removeprefix("derived: ")
             text = ("on" if value else "off") if isinstance(value, bool) else _text(value)
             setting = f"{name} {shorten(text, MAX_WIDTH)}"
             groups[label].setdefault(shown_source, []).append(setting)
-    for key, value in leaves(resolved.config).items():
+    for key, value in leaves(masked_values(resolved.config)).items():
         source = resolved.sources[key]
         if label := _label_of_key(resolved, key, value, source):
             name, shown_source = key, source

@@ -165,6 +165,36 @@ def test_a_database_that_is_none_is_named(tmp_path: Path, capsys: Any):
     assert f"{out / 'sweep.db'}: file is not a database; " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["a?b", "a%41b", "a#b", "a{b}", "a @:x", "ü&=;", "?", "%(x)s"])
+def test_a_sweep_in_a_folder_of_any_name_goes_on(tmp_path: Path, name: str):
+    out = tmp_path / name
+    with pytest.raises(Killed):
+        sweep_in(out, made_process(kill_at=3), pruner="none", trials=2)
+    assert (out / "sweep.db").exists()
+    status, rows = sweep_in(out, made_process(), pruner="none", trials=2)
+    assert (status, [row.kind for row in rows]) == (0, ["done", "done"])
+    assert not [path for path in tmp_path.iterdir() if path.is_file()]
+
+
+@pytest.mark.parametrize("mark", [b"trial-0000", b"sampler", b"RUNNING", b"learning_rate"])
+def test_a_database_with_changed_bytes_is_named(tmp_path: Path, mark: bytes):
+    from minimind.errors import StorageError
+    from minimind.sweep import study
+
+    out = tmp_path / "out"
+    with pytest.raises(Killed):
+        sweep_in(out, made_process(kill_at=3), pruner="none", trials=2)
+    content = (out / "sweep.db").read_bytes()
+    assert mark in content
+    for byte in (b"\xff", b"\x00"):
+        (out / "sweep.db").write_bytes(content.replace(mark, byte * len(mark)))
+        with (
+            pytest.raises(StorageError, match=r"sweep\.db: .*; free some space"),
+            study.recording(out),
+        ):
+            sweep_in(out, made_process(), pruner="none", trials=2)
+
+
 def test_a_trial_that_someone_else_stops_is_continued(tmp_path: Path):
     process = made_process(stops_itself=["trial-0001"])
     status, rows = sweep_in(tmp_path / "out", process, pruner="none")

@@ -7,6 +7,7 @@ the data is read, also for --dry_run, without importing deepspeed.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from copy import deepcopy
@@ -31,11 +32,12 @@ GPU_ONLY = (
 PACKAGES = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
 # These select which other keys are read; require_accepted tries them last.
 SELECTORS = ("optimizer.type", "optimizer.params.torch_adam", "scheduler.type", f"{ZERO}stage")
-OUTPUTS = {  # path -> the switch of the block that writes there
-    "tensorboard.output_path": "tensorboard.enabled",
-    "csv_monitor.output_path": "csv_monitor.enabled",
-    "flops_profiler.output_file": "flops_profiler.enabled",
+OUTPUTS = {  # path -> the switch of the block that writes there, and the name of a folder in it
+    "tensorboard.output_path": ("tensorboard.enabled", "tensorboard.job_name"),
+    "csv_monitor.output_path": ("csv_monitor.enabled", "csv_monitor.job_name"),
+    "flops_profiler.output_file": ("flops_profiler.enabled", ""),
 }
+JOB = "DeepSpeedJobName"  # DeepSpeed's default
 
 
 def engine_faults(config: Mapping[str, Any], path: str, run: RunConfig, device: str) -> list[str]:
@@ -140,9 +142,15 @@ def _indivisible(run: RunConfig, flag: str) -> list[str]:
 
 def output_paths(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the output paths of DeepSpeed by their config key."""
-    switched_on = [key for key, switch in OUTPUTS.items() if get(config, switch) is True]
-    named = {key: get(config, key) for key in switched_on}
-    return {key: place for key, place in named.items() if isinstance(place, str)}
+    paths = {}
+    for key, (switch, folder) in OUTPUTS.items():
+        place, job = get(config, key), get(config, folder) if folder else ""
+        job = JOB if job is MISSING else job
+        is_file = not folder and isinstance(place, str) and place
+        if get(config, switch) is True and (is_file or folder):
+            base = place if isinstance(place, str) else ""
+            paths[key] = os.path.join(base, job) if isinstance(job, str) else base
+    return paths
 
 
 def _zero_faults(config: Mapping[str, Any], device: str) -> list[str]:

@@ -34,6 +34,7 @@ from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.durable_files import read_small_text
+from minimind.runtime.urls import masked_values
 
 # Not part of the identity: the first three are flags, the others select an implementation.
 NOT_IDENTITY = ("lr", "betas", "weight_decay", "torch_adam", "foreach", "fused", "capturable")
@@ -85,7 +86,9 @@ class ResolvedConfig:
 
     def table(self) -> str:
         """One line per value: key path, value, source."""
-        rows = [(key, json.dumps(value)) for key, value in leaves(self.config).items()]
+        rows = [
+            (key, json.dumps(value)) for key, value in leaves(masked_values(self.config)).items()
+        ]
         key_width = max(len(key) for key, _ in rows)
         value_width = max(len(value) for _, value in rows)
         return "\n".join(

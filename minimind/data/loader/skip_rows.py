@@ -13,8 +13,10 @@ import numpy as np
 from minimind.config.training_flags import MOST_LEFT_OUT
 from minimind.data.loader.mixture import Ranges
 from minimind.errors import UsageError
+from minimind.runtime.durable_files import read_small
 
 HEADER = re.compile(r"# rows of (\d+) tokens of text ([0-9a-f]{8})\s*")
+MOST_BYTES = 2**28  # lines of nonfinite_rows.jsonl have the tokens of their rows
 LINE = re.compile(r"(\d{1,16})(?::(\d{1,16}))?")
 
 
@@ -34,7 +36,7 @@ def read_skip_rows(path: Path, n_rows: int, row_tokens: int, fingerprint: str) -
     first line of `skip_rows_text` is refused for other text or rows of another length.
     """
     try:
-        lines = path.read_text("utf-8", "replace").splitlines()
+        lines = read_small(path, MOST_BYTES).decode(errors="replace").splitlines()
     except OSError as error:
         raise UsageError(f"--skip_rows {path}: {error.strerror}; correct the path") from error
     rows: set[int] = set()
@@ -53,12 +55,13 @@ def read_skip_rows(path: Path, n_rows: int, row_tokens: int, fingerprint: str) -
                 continue
             if not 0 <= found.start < found.stop <= n_rows:
                 raise UsageError(f"{where}: {line.strip()[:80]!r} is not in rows 0 to {n_rows - 1}")
-            if len(rows.union(found)) > MOST_LEFT_OUT:
+            if len(found) <= MOST_LEFT_OUT:
+                rows.update(found)
+            if max(len(found), len(rows)) > MOST_LEFT_OUT:
                 raise UsageError(
                     f"{where}: more than {MOST_LEFT_OUT:,} rows; take their documents out of the"
                     " text instead"
                 )
-            rows.update(found)
     if not rows:
         raise UsageError(f"--skip_rows {path}: has no rows; add some, or drop the flag")
     return _ranges(rows)

@@ -209,7 +209,8 @@ def _first_rejected(markers: Sequence[dict[str, Any]]) -> str:
     for marker, before in _with_lines_before(markers):
         if first := marker["first_rejected"]:
             path, line = Path(first["path"]), first["line"] + before[first["path"]]
-            return named(str(Rejection(**{**first, "path": path, "line": line})))
+            text = str(Rejection(**{**first, "path": path, "line": line}))
+            return f"{named(str(path))}{text[len(str(path)) :]}"
     return ""
 
 

@@ -95,7 +95,7 @@ class Prepared:
         """The first skipped document and the reason; "" if there is none."""
         first = self.manifest["rejected"]["first"]
         before = next((name for name in self.names if first.startswith(f"{name}:")), "")
-        return named(self.names.get(before, "") + first[len(before) :])
+        return f"{named(self.names.get(before, ''))}{first[len(before) :]}"
 
     def text(self, start: int, length: int) -> str:
         """Text of `length` training tokens from `start` on; of conversations as `readable`."""

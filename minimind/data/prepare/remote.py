@@ -18,12 +18,12 @@ from minimind.data.prepare.work_units import PLAN_NAME
 from minimind.data.text.inputs import KNOWN, SUFFIXES, find_files, require_once
 from minimind.errors import DataError
 from minimind.runtime.durable_files import canonical_json, fingerprint, storing, write_whole
+from minimind.runtime.urls import masked
 from minimind.storage.download import RemoteObject, etag_of, modified_of
 from minimind.storage.filesystem import (
     WEB,
     NoAnswer,
     is_url,
-    masked,
     open_filesystem,
     require_path,
     retrying,
@@ -99,7 +99,7 @@ def _manifest_object(filesystem: Any, url: str, place: str) -> RemoteObject | No
     def look() -> dict[str, Any] | None:
         try:
             return filesystem.info(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # the latter below a local file
             return None
 
     info = retrying(url, look)
@@ -174,8 +174,8 @@ def _list_text(filesystem: Any, url: str, place: str) -> list[RemoteObject]:
         found = filesystem.find(place, detail=True)
         if f"{place.rstrip('/')}/{PLAN_NAME}" in found:
             raise DataError(
-                f"{url}: is what `minimind prepare` wrote or still writes, not text; name the text,"
-                " or what it has finished alone as --data_path of a run"
+                f"{masked(url)}: is what `minimind prepare` wrote or still writes, not text; name"
+                " the text, or what it has finished alone as --data_path of a run"
             )
         return _texts(root, found, place)
     if not has_magic(place):
@@ -184,7 +184,7 @@ def _list_text(filesystem: Any, url: str, place: str) -> list[RemoteObject]:
     try:
         matches = filesystem.glob(place, detail=True)
     except ValueError as error:
-        raise DataError(f"{url}: is no pattern ({error}); correct it") from error
+        raise DataError(f"{masked(url)}: is no pattern ({error}); correct it") from error
     folders = {name.rpartition("/")[0] for name, info in matches.items() if info["type"] == "file"}
     ours = {folder for folder in folders if filesystem.exists(f"{folder}/{PLAN_NAME}")}
     for name, info in sorted(matches.items()):

@@ -36,7 +36,7 @@ from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import canonical_json, sync_file, write_durably
 from minimind.runtime.output_folder import NewFolder
 from minimind.runtime.terminal import phase
-from minimind.storage.filesystem import masked
+from minimind.runtime.urls import masked
 from minimind.storage.object_cache import ObjectCache, named
 
 REPORT_NAME = "report.json"

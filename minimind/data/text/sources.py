@@ -12,6 +12,7 @@ from typing import Any
 
 from minimind.config.yaml_files import load_yaml_texts
 from minimind.errors import UsageError
+from minimind.runtime.urls import masked
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -31,10 +32,12 @@ def parse_source(text: str) -> Source:
     head, _, tail = path.rpartition(":")
     weight = None
     if head and not _exists(path) and _is_meant_as_weight(head, tail):
-        path, weight = head, _weight(tail, f"--source {text}")
+        path, weight = head, _weight(tail, f"--source {masked(text)}")
     if not equals or not path:
-        raise UsageError(f"--source {text}: is not NAME=PATH or NAME=PATH:WEIGHT; write it so")
-    return Source(_name(name, f"--source {text}"), (path,), weight)
+        raise UsageError(
+            f"--source {masked(text)}: is not NAME=PATH or NAME=PATH:WEIGHT; write it so"
+        )
+    return Source(_name(name, f"--source {masked(text)}"), (path,), weight)
 
 
 def _is_meant_as_weight(head: str, tail: str) -> bool:
