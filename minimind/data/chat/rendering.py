@@ -21,6 +21,7 @@ from minimind.errors import UsageError
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CLOCK = "strftime_now"  # the name by which a template asks for the date
+DATE = "2024-07-26"  # of runs that give none
 SHOWN_CHARACTERS = 200  # of a template's own message
 # Of the processor, and of memory, for all chats of `require_bounded`; templates take hundredths.
 MAX_SECONDS, MAX_BYTES = 2.0, 2**29
@@ -62,6 +63,13 @@ def require_bounded(source: str, name: str) -> None:
         )
     if ended.returncode:
         raise RuntimeError(f"{command} ended with {ended.returncode}: {ended.stderr.decode()}")
+
+
+def date_of(source: str, given: str | None) -> str | None:
+    """The date that a template is told in a run, which is part of its tokens; None if it asks for
+    none.
+    """
+    return date.fromisoformat(given or DATE).isoformat() if CLOCK in source else None
 
 
 class Renderer:
