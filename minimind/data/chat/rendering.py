@@ -91,6 +91,26 @@ class Renderer:
         """Return the text of the messages; raise DocumentError if the template refuses them."""
         return self._render(messages, add_generation_prompt)[0]
 
+    def require_texts(self, messages: Sequence[Message], rendered: str) -> None:
+        """Raise UsageError if what is said is not in `rendered`, and would be if given in parts."""
+
+        def is_in(text: str) -> bool:
+            return all(message.content.strip() in text for message in messages)
+
+        parts = [[{"type": "text", "text": message.content}] for message in messages]
+        chat = [{"role": m.role, "content": p} for m, p in zip(messages, parts, strict=True)]
+        if is_in(rendered):
+            return
+        try:
+            text = self._sandbox.render(chat, False, self._tokens)[0]
+        except Exception:  # of a template that knows no parts
+            return
+        if is_in(text):
+            raise UsageError(
+                f"{self.name} is written for content in parts, as of images and text, and leaves"
+                " out content that is a text; give one for texts (--chat_template)"
+            )
+
     def with_spans(
         self, messages: Sequence[Message], last_only: bool = False
     ) -> tuple[str, list[Span]]:
@@ -139,6 +159,7 @@ class Renderer:
             if type(error) is TemplateError:  # that of raise_exception; others are subclasses
                 what = f"{self.name} refuses the conversation ({_shown(error)})"
                 raise DocumentError(what, "change it, or give another template") from error
+            self.require_texts(messages, "")
             what = f"{self.name} cannot be rendered ({type(error).__name__}: {_shown(error)})"
             raise UsageError(f"{what}; correct it, or give another") from error
 

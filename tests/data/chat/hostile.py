@@ -18,7 +18,7 @@ HOSTILE = {
     "power that is written": "{{ 9**(9**7) }}",
     "power by a filter": "{{ (9**(9**8))|int }}",
     "powers": "{{ 2**(2**31) % 7 }}",
-    "a product of powers": "{% set a = 7**3000000 %}{{ (a * a * a * a) % 11 }}" * 50,
+    "a product of powers": "{% set a = 7**30000000 %}{{ (a * a * a * a) % 11 }}",
     "repeated text": f"{{{{ 'a' * {GIGA} }}}}",
     "repeated list": f"{{{{ ([1] * {GIGA})|length }}}}",
     "repeated many times": "{{ 'a' * 99999999 }}" * 99,
