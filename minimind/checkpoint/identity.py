@@ -66,9 +66,12 @@ def identity(
 
 
 def _template(run: RunConfig, prepared: Prepared) -> dict[str, Any]:
-    """Digest of the chat template, by which the model is prompted later."""
+    """Digest of the chat template, by which the model is prompted, and the date that it is told."""
     source = prepared.tokenizer.chat_template if run.task == "sft" else None
-    return {} if source is None else {"chat_template": sha256(source.encode()).hexdigest()}
+    if source is None:
+        return {}
+    told = {} if run.template_date is None else {"template_date": run.template_date}
+    return {"chat_template": sha256(source.encode()).hexdigest(), **told}
 
 
 def _brief(left_out: Ranges) -> str:

@@ -13,7 +13,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from minimind.config.arguments import add_cache, add_model, at_least, count_of_bytes, fraction, utf8
+from minimind.config.arguments import (
+    add_cache,
+    add_model,
+    at_least,
+    count_of_bytes,
+    fraction,
+    iso_date,
+    utf8,
+)
 from minimind.errors import DataError, UsageError
 from minimind.inference.lm_eval_tasks import add_task_flags, require_of_kind, run_tasks
 from minimind.runtime.durable_files import printing, storing
@@ -66,6 +74,8 @@ def add_parser(subs: Any) -> None:
     add("--train_on", choices=("assistant", "last", "all"), help=text)
     text = "with --task sft: Jinja template instead of the stored one"
     add("--chat_template", metavar="FILE", help=text)
+    text = "with --task sft: the date that a template with strftime_now is told, as in training"
+    add("--template_date", type=iso_date, metavar="DATE", help=f"{text} (default: 2024-07-26)")
     text = "field or column of the text"
     add("--text_field", type=utf8, default="text", help=text)
     text = "longest document of raw text (default: 64MiB, less with some tokenizers)"
@@ -99,6 +109,7 @@ def run_eval(args: argparse.Namespace) -> int:
 
 def _score(args: argparse.Namespace, cache: ObjectCache, device: str, rank: int) -> None:
     """Print the results on `device`, a part of them computed by each process."""
+    from minimind.data.chat.rendering import date_of
     from minimind.data.prepare.prepare import is_prepared
     from minimind.data.prepare.remote import local_data
     from minimind.engine.build import evaluation_accelerator
@@ -110,6 +121,11 @@ def _score(args: argparse.Namespace, cache: ObjectCache, device: str, rank: int)
     model, tokenizer, path = load_model(args.checkpoint, args.model, args.tokenizer, args.weights)
     template = template_of(tokenizer, args.chat_template, path) if args.task == "sft" else None
     _set_documents(model, template is not None)
+    if template and args.template_date and not date_of(template.source, None):
+        raise UsageError(
+            f"--template_date {args.template_date} has no effect: {template.name} does not ask for"
+            " the date; drop it"
+        )
     positions = model.config.max_position_embeddings
     if args.max_seq_len is not None and args.max_seq_len > positions:
         raise UsageError(
@@ -136,7 +152,7 @@ def _score(args: argparse.Namespace, cache: ObjectCache, device: str, rank: int)
 def _require_of_task(args: argparse.Namespace) -> None:
     """Raise UsageError for a flag of the other task."""
     if args.task != "sft":
-        for name in ("train_on", "chat_template"):
+        for name in ("train_on", "chat_template", "template_date"):
             if (value := getattr(args, name)) is not None:
                 raise UsageError(f"--{name} {value} needs --task sft; add it, or drop this")
         return
@@ -186,6 +202,7 @@ def _open_data(
 
     `paths` are local files of `place`, `folder` has those of the tokenizer; only rank 0 prints.
     """
+    from minimind.data.chat.rendering import date_of
     from minimind.data.prepare.prepare import (
         PrepareRequest,
         holds_conversations,
@@ -218,7 +235,10 @@ def _open_data(
     options = Options(args.text_field, max_bytes, val_fraction=0.0)
     if template is not None:
         train_on = args.train_on or "assistant"
-        options = replace(options, chat_template=template.source, train_on=train_on)
+        told = date_of(template.source, args.template_date)
+        options = replace(
+            options, chat_template=template.source, train_on=train_on, template_date=told
+        )
     request = PrepareRequest(
         (Source("data", paths),),
         folder,

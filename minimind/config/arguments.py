@@ -7,6 +7,7 @@ import copy
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -226,6 +227,14 @@ def non_empty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("is empty, as of a variable that is not set")
     return text
+
+
+def iso_date(text: str) -> str:
+    """Return the date as YYYY-MM-DD; raise if the text is none."""
+    try:
+        return date.fromisoformat(text).isoformat()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!a} is no date such as 2024-07-26") from error
 
 
 def non_empty_path(text: str) -> Path:

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 
 from minimind.config.arguments import is_utf8
@@ -111,13 +112,21 @@ def _retention_conflicts(run: RunConfig) -> Iterator[str]:
 def _task_conflicts(run: RunConfig) -> Iterator[str]:
     """Flags that only fine-tuning reads, and those that it sets or does not read."""
     if run.task != "sft":
-        yield from _no_effect(run, "--task sft", "train_on", "chat_template")
+        yield from _no_effect(run, "--task sft", "train_on", "chat_template", "template_date")
         return
     if not run.doc_mask and run.is_explicit("doc_mask"):
         yield (
             f"doc_mask = False ({run.sources['doc_mask']}) lets conversations of a row see each"
             " other, which --task sft does not; drop it"
         )
+    if run.template_date is not None:
+        try:
+            date.fromisoformat(run.template_date)
+        except ValueError:
+            yield (
+                f"template_date = {run.template_date} ({run.sources['template_date']}) is no date"
+                " such as 2024-07-26; correct it"
+            )
     if run.text_field != "text":
         yield (
             f"text_field = {run.text_field} ({run.sources['text_field']}) is not read with --task"

@@ -142,6 +142,12 @@ class PlaceFlags:
         None,
         "data",
     )
+    template_date: str | None = flag(
+        "with --task sft: the date YYYY-MM-DD that a chat template with strftime_now is told, on"
+        " every day of the run (default: 2024-07-26, which Llama 3 has for a host without a clock)",
+        None,
+        "data",
+    )
     skip_rows: str | None = flag(
         "file of rows that are never read: per line a row such as 17, a range such as 17:19, or a"
         " JSON object with a row; `minimind data at RUN --steps A:B --rows` prints one",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 from transformers import PretrainedConfig
 
 from minimind.checkpoint.validation import ModelConfig
-from minimind.data.chat.template import ChatTemplate
-from minimind.data.tokenizer.files import TOKENIZER_FILES
+from minimind.data.chat.template import ChatTemplate, own_template
+from minimind.data.tokenizer.files import DEFAULT, TOKENIZER_FILES
 from minimind.data.tokenizer.gguf_vocabulary import gguf_vocabulary
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.errors import UsageError
@@ -80,7 +80,8 @@ def export(
             raise UsageError("--max_shard_size is for safetensors, gguf is one file; drop it")
         require_gguf()
         parts = gguf_parts(config, source, torch_dtype)
-        name, entries = run_name(weights.path), _tokenizer_entries(tokenizer)
+        entries, note = _tokenizer_entries(tokenizer)
+        name = run_name(weights.path)
         # With the tokenizer files: without them transformers prepends a space to a text.
         write_gguf(folder, config, name, entries, parts, torch_dtype, tokenizer.exported)
         files = [GGUF_NAME]
@@ -126,15 +127,36 @@ def check_names(names: Iterable[str], form: str) -> None:
             raise UsageError(f"--format {form} has no name for {name}; export --format minimind")
 
 
-def _tokenizer_entries(tokenizer: AnyTokenizer) -> dict[str, Any]:
-    """Return the entries of a GGUF file that describe the tokenizer, by whole name."""
+def _tokenizer_entries(tokenizer: AnyTokenizer) -> tuple[dict[str, Any], str | None]:
+    """Return the entries of a GGUF file that describe the tokenizer, by whole name, and a note."""
     vocabulary = gguf_vocabulary(tokenizer)
     entries = {f"tokenizer.ggml.{name}": value for name, value in vocabulary.items()}
-    if tokenizer.chat_template is not None:  # llama.cpp ends generation at eos and at eot
-        template = ChatTemplate(tokenizer.chat_template, tokenizer)
-        entries["tokenizer.chat_template"] = template.source
-        entries["tokenizer.ggml.eot_token_id"] = template.end_of_turn
-    return entries
+    entries |= _template_entries(tokenizer.templates.by_name)
+    end, note = _end_of_turn(tokenizer)
+    if end is not None:  # llama.cpp ends generation at eos and at eot
+        entries["tokenizer.ggml.eot_token_id"] = end
+    return entries, note
+
+
+def _template_entries(by_name: Mapping[str, str]) -> dict[str, Any]:
+    """Return the entries of a GGUF file that hold chat templates."""
+    entries: dict[str, Any] = {"tokenizer.chat_template": by_name.get(DEFAULT)}
+    others = {name: source for name, source in by_name.items() if name != DEFAULT}
+    entries |= {f"tokenizer.chat_template.{name}": source for name, source in others.items()}
+    entries |= {"tokenizer.chat_templates": [*others] or None}
+    return {name: value for name, value in entries.items() if value is not None}
+
+
+def _end_of_turn(tokenizer: AnyTokenizer) -> tuple[int | None, str | None]:
+    """Return the id that ends a turn of the chat template, if there is one, and a note if it does
+    not fit; the files are kept as they are.
+    """
+    if tokenizer.chat_template is None or (own := own_template(tokenizer)) is None:
+        return None, None
+    try:
+        return ChatTemplate(own[0], tokenizer, own[1]).end_of_turn, None
+    except UsageError as error:
+        return None, f"the chat template is kept, and minimind chat does not take it: {error}"
 
 
 def _small_files(
@@ -142,13 +164,13 @@ def _small_files(
 ) -> tuple[dict[str, bytes], str | None]:
     """Return the files besides the weights by name, and a note for the user or None."""
     files, note = _configuration(config, tokenizer, form, dtype)
-    if tokenizer.chat_template is not None:  # generation ends at the end of a turn, too
-        end = ChatTemplate(tokenizer.chat_template, tokenizer).end_of_turn
+    end, note_on_template = _end_of_turn(tokenizer)
+    if end is not None:  # generation ends at the end of a turn, too
         generation = json.loads(files["generation_config.json"])
         generation["eos_token_id"] = [*dict.fromkeys((tokenizer.eos_id, end))]
         text = json.dumps(generation, indent=2, sort_keys=True)
         files["generation_config.json"] = text.encode() + b"\n"
-    return files, note
+    return files, "; ".join(filter(None, (note, note_on_template))) or None
 
 
 def _configuration(

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFas
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from minimind.architecture.select import IDS, special_ids
-from minimind.data.tokenizer.files import CONFIG_NAME, JSON_NAME
+from minimind.data.tokenizer.files import CONFIG_NAME, JSON_NAME, dump_json
 from minimind.data.tokenizer.load import AnyTokenizer
 from minimind.data.tokenizer.vocabulary import CONTROL, FILLER
 
@@ -88,9 +88,11 @@ def _variants(files: Mapping[str, bytes]) -> Iterator[Files]:
     config = json.loads(files[CONFIG_NAME])
     if "auto_map" not in config:
         yield dict(files)
-    config.pop("auto_map", None)
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    yield {**files, CONFIG_NAME: json.dumps(config, ensure_ascii=False, indent=1).encode()}
+    if config.pop("auto_map", None) is None and JSON_NAME not in files:
+        return
+    if JSON_NAME in files:
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    yield {**files, CONFIG_NAME: dump_json(config)}
 
 
 def _compare_ids(

@@ -71,7 +71,12 @@ def _prepare_text(run: RunConfig, cache: ObjectCache) -> Prepared:
     options = Options(run.text_field, max_bytes, float(run.val_fraction))
     if run.task == "sft":
         template = load_tokenizer(run.tokenizer or "").chat_template
-        options = replace(options, chat_template=template, train_on=run.train_on or "assistant")
+        options = replace(
+            options,
+            chat_template=template,
+            train_on=run.train_on or "assistant",
+            template_date=run.template_date,
+        )
     sources = (Source("data", local_text(run.data_path, cache)),)
     policy = (run.on_bad_data == "skip", run.max_bad_fraction)
     request = PrepareRequest(sources, run.tokenizer, run.vocab_size, options, *policy)

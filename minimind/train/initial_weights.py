@@ -26,6 +26,7 @@ from minimind.config.model_flags import SHAPE as FLAGS_OF_SHAPE
 from minimind.config.parse import config_file
 from minimind.config.run_config import RunConfig
 from minimind.config.training_flags import BY_TASK
+from minimind.data.chat.rendering import date_of
 from minimind.data.chat.template import ChatTemplate
 from minimind.data.prepare.chat_tokenizer import chat_tokenizer, chosen_template, with_vocabulary_of
 from minimind.data.prepare.prepare import is_prepared
@@ -181,6 +182,13 @@ def fine_tuned(initial: InitialModel) -> InitialModel:
         )
     before = load_tokenizer(run.tokenizer)
     template, name, line = chosen_template(run.chat_template, before)
+    if told := date_of(template, run.template_date):
+        run, line = run.with_values(BY_TASK, template_date=told), f"{line}, which is told {told}"
+    elif run.template_date is not None:
+        raise UsageError(
+            f"template_date = {run.template_date} ({run.sources['template_date']}) has no effect:"
+            f" {name} does not ask for the date; drop it"
+        )
     initial = replace(initial, template_line=line)
     after = chat_tokenizer(before, template, name, Path(run.cache_dir).expanduser())
     ChatTemplate(template, after, name)

@@ -120,7 +120,7 @@ def test_a_model_without_a_template_is_refused(
     words = ["eval", "--checkpoint", str(trained.run), "--lm_eval", TASK, "--chat"]
     assert main([*words, "--include_path", str(FOLDER), "--device", "cpu"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "has no chat template, as it is not fine-tuned; drop --chat, or" in line
+    assert "has no chat template beside its tokenizer; drop --chat, or" in line
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from tests.faults.places import places
 from tests.faults.preemptions import preemptions
 from tests.faults.reads import live_reads
 from tests.faults.syscalls import injected
+from tests.faults.templates import templates
 
 Part = Callable[[Site, argparse.Namespace], Iterator[Outcome]]
 PARTS: dict[str, Part] = {
@@ -33,6 +34,7 @@ PARTS: dict[str, Part] = {
     "peers": lambda site, args: peers(site),
     "damages": lambda site, args: damages(site, args.damages),
     "reads": lambda site, args: live_reads(site, args.reads),
+    "templates": lambda site, args: templates(site),
     "signals": lambda site, args: preemptions(site, args.signals),
     "mirror": lambda site, args: mirrors(site.root / "mirror"),
 }

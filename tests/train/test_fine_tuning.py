@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+from datetime import date
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 import minimind.train as training
 from minimind.cli.main import main as minimind
 from minimind.data.chat.conversations import conversation_of_line, messages_of
+from minimind.data.chat.rendering import DATE
 from minimind.data.chat.template import DEFAULT_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
 from minimind.data.chat.turns import Message
 from minimind.data.prepare.unit_reader import split_of
@@ -260,6 +262,50 @@ def test_a_tokenizer_that_is_given_and_another_template_on_resume(
     assert train(given, out_dir=str(out)) == 0
 
 
+def test_a_template_that_asks_for_the_date_is_told_one_on_every_day_of_a_run(
+    base: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    template = tmp_path / "dated.jinja"
+    dated = "<|system|>{{ strftime_now('%d %b %Y') }}<|end|>"
+    template.write_text(dated + DEFAULT_TEMPLATE)
+    given = {**base, "chat_template": str(template), "max_steps": 4}
+    assert train(given, out_dir=str(tmp_path / "whole")) == 0
+    assert f"dated.jinja, which is told {DATE}" in " ".join(capsys.readouterr().out.split())
+
+    class OtherDay(date):
+        @classmethod
+        def today(cls) -> date:
+            return cls(2031, 2, 3)
+
+    out, other = tmp_path / "out", {"cache_dir": str(tmp_path / "cache of another host")}
+    assert train(given, out_dir=str(out), stop_at_step=2) == 75
+    monkeypatch.setattr("minimind.data.chat.rendering.date", OtherDay)
+    assert train({**given, **other}, out_dir=str(out)) == 0
+    assert losses(out) == losses(tmp_path / "whole")
+    (manifest,) = (tmp_path / "cache of another host").glob("tokens-*/manifest.json")
+    assert json.loads(manifest.read_bytes())["options"]["template_date"] == DATE
+    capsys.readouterr()
+    assert minimind(["data", "at", str(out), "--step", "1", "--text"]) == 0
+    assert "<|system|>26 Jul 2024<|end|>" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match=f"template_date.*{DATE}.*2025-01-02"):
+        train({**given, "template_date": "2025-01-02"}, out_dir=str(out))
+    with pytest.raises(UsageError, match=r"template_date = 2025-01-02 .* does not ask for the da"):
+        train({**base, "template_date": "2025-01-02"}, out_dir=str(tmp_path / "no"))
+    words = ["chat", "--checkpoint", str(out), "--once", "a", "--max_new_tokens", "1"]
+    assert minimind(words) == 0  # on that day
+    data = ["--data", *base["data_path"].split()]
+    words = ["eval", "--task", "sft", "--checkpoint", str(out), *data, "--device", "cpu", "--json"]
+    found = []
+    for more in ([], ["--template_date", DATE], ["--template_date", "2025-01-02"]):
+        capsys.readouterr()
+        assert minimind([*words, *more, "--cache_dir", str(tmp_path / "cache")]) == 0
+        found.append(json.loads(capsys.readouterr().out)["loss"])
+    assert found[0] == found[1] != found[2]
+
+
 def test_config_yaml_repeats_the_run(tuned: Path, tmp_path: Path):
     out = tmp_path / "again"
     assert train({"config": str(tuned / "config.yaml")}, out_dir=str(out), stop_at_step=2) == 75
@@ -370,6 +416,8 @@ def test_bad_conversations_are_refused_by_line_or_skipped_and_counted(
     [
         ({"doc_mask": False}, "see each other"),
         ({"text_field": "body"}, "is not read with --task sft"),
+        ({"template_date": "26.7.2024"}, "is no date such as 2024-07-26"),
+        ({"task": "pretrain", "template_date": "2024-07-26"}, "no effect without --task sft"),
         ({"task": "pretrain", "train_on": "last"}, "no effect without --task sft"),
         ({"init_from": None}, "needs a model to start from"),
         ({"chat_template": "/nowhere.jinja"}, "--chat_template /nowhere.jinja: cannot be read"),
@@ -394,7 +442,7 @@ def test_a_text_file_and_plain_text_are_refused(base: dict[str, Any], tmp_path: 
 
 def test_a_base_model_has_no_chat(place: Path, base: dict[str, Any]):
     _, tokenizer, path = load_model(str(place / "base"), None)
-    with pytest.raises(UsageError, match="has no chat template, as it is not fine-tuned"):
+    with pytest.raises(UsageError, match="has no chat template beside its tokenizer"):
         template_of(tokenizer, None, path)
 
 
@@ -649,4 +697,4 @@ def test_eval_of_a_base_model_on_conversations_is_refused(
 ):
     asked = ["--task", "sft", "--checkpoint", str(place / "base"), "--data", base["data_path"]]
     assert minimind(["eval", *asked]) == 2
-    assert "has no chat template, as it is not fine-tuned" in capsys.readouterr().err
+    assert "has no chat template beside its tokenizer" in capsys.readouterr().err

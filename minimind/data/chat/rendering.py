@@ -21,6 +21,7 @@ from minimind.errors import UsageError
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CLOCK = "strftime_now"  # the name by which a template asks for the date
+DATE = "2024-07-26"  # of runs that give none
 SHOWN_CHARACTERS = 200  # of a template's own message
 # Of the processor, and of memory, for all chats of `require_bounded`; templates take hundredths.
 MAX_SECONDS, MAX_BYTES = 2.0, 2**29
@@ -64,6 +65,13 @@ def require_bounded(source: str, name: str) -> None:
         raise RuntimeError(f"{command} ended with {ended.returncode}: {ended.stderr.decode()}")
 
 
+def date_of(source: str, given: str | None) -> str | None:
+    """The date that a template is told in a run, which is part of its tokens; None if it asks for
+    none.
+    """
+    return date.fromisoformat(given or DATE).isoformat() if CLOCK in source else None
+
+
 class Renderer:
     """A template's source and the names of tokens that it may use, such as `bos_token`.
 
@@ -82,6 +90,26 @@ class Renderer:
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """Return the text of the messages; raise DocumentError if the template refuses them."""
         return self._render(messages, add_generation_prompt)[0]
+
+    def require_texts(self, messages: Sequence[Message], rendered: str) -> None:
+        """Raise UsageError if what is said is not in `rendered`, and would be if given in parts."""
+
+        def is_in(text: str) -> bool:
+            return all(message.content.strip() in text for message in messages)
+
+        parts = [[{"type": "text", "text": message.content}] for message in messages]
+        chat = [{"role": m.role, "content": p} for m, p in zip(messages, parts, strict=True)]
+        if is_in(rendered):
+            return
+        try:
+            text = self._sandbox.render(chat, False, self._tokens)[0]
+        except Exception:  # of a template that knows no parts
+            return
+        if is_in(text):
+            raise UsageError(
+                f"{self.name} is written for content in parts, as of images and text, and leaves"
+                " out content that is a text; give one for texts (--chat_template)"
+            )
 
     def with_spans(
         self, messages: Sequence[Message], last_only: bool = False
@@ -133,6 +161,7 @@ class Renderer:
             if type(error) is TemplateError:  # that of raise_exception; others are subclasses
                 what = f"{self.name} refuses the conversation ({_shown(error)})"
                 raise DocumentError(what, "change it, or give another template") from error
+            self.require_texts(messages, "")
             what = f"{self.name} cannot be rendered ({type(error).__name__}: {_shown(error)})"
             raise UsageError(f"{what}; correct it, or give another") from error
 

@@ -58,7 +58,7 @@ class Sandbox:
 
     def render(
         self,
-        chat: Sequence[Mapping[str, str]],
+        chat: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
         tokens: Mapping[str, str],
     ) -> tuple[str, list[Span]]:

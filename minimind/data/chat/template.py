@@ -310,6 +310,7 @@ class ChatTemplate:
             prompt, bare = (self.render([question], is_asked) for is_asked in (True, False))
         except DocumentError as error:
             raise UsageError(f"{error}, a question and its answer; give another") from error
+        self._renderer.require_texts(PROBE, text)
         before = text.partition(answer.content.strip())[0]
         header = before.removeprefix(bare).strip()
         if prompt == bare and before.startswith(bare) and header:

@@ -78,6 +78,7 @@ class Options(ClosedJson):
     val_fraction: Annotated[float, Field(ge=0, le=1)]
     chat_template: str | None = None  # of conversations
     train_on: Literal["assistant", "last", "all"] | None = None
+    template_date: str | None = None
 
 
 class Rejected(CheckedJson):

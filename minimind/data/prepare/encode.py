@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,11 @@ class Work:
 
     @cached_property
     def _chat(self) -> ChatTemplate | None:
-        template = self.plan.options.chat_template
-        return None if template is None else ChatTemplate(template, self.tokenizer)
+        options = self.plan.options
+        if options.chat_template is None:
+            return None
+        today = options.template_date and date.fromisoformat(options.template_date)
+        return ChatTemplate(options.chat_template, self.tokenizer, today=today or None)
 
     @property
     def _train_on(self) -> Any:

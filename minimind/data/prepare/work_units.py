@@ -76,6 +76,7 @@ class Options:
     val_fraction: float = 0.01
     chat_template: str | None = None  # source of the template of conversations; None: text
     train_on: str | None = None  # which tokens of conversations are targets
+    template_date: str | None = None  # of a template that asks for one
 
     def to_json(self) -> dict[str, Any]:
         """The options that apply, as in a manifest."""

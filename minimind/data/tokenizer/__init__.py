@@ -5,7 +5,7 @@ May import `minimind.data.text` and below. A new kind of tokenizer starts in `lo
 add_special      special tokens appended after the last id
 encoder          encode texts, long ones in chunks
 escaping         keep U+2581 distinct from a space
-files            the files of a tokenizer
+files            the files of a tokenizer, its chat templates among them
 gguf_vocabulary  a SentencePiece model as the vocabulary of a GGUF file
 hf_export        a SentencePiece model as a tokenizer.json with the same ids
 hf_tokenizer     a tokenizer.json of Hugging Face

@@ -24,6 +24,14 @@ TWO = [
 ]
 TOOLS = [*ONE, Message("tool", "42"), Message("assistant", "it is 42"), Message("user", "thanks")]
 
+# As of models that also see images.
+PARTS = CHATML.replace(
+    "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}",
+    "{{ '<|im_start|>' + m['role'] + '\\n' }}{% for p in m['content'] %}"
+    "{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}{{ '<|im_end|>\\n' }}",
+)
+assert PARTS != CHATML
+
 
 def trained_text(template, tokenizer, messages, train_on):
     """The trained tokens as text, special tokens by name, and "|" between runs of them."""
@@ -174,6 +182,15 @@ def test_no_piece_of_text_has_a_header_and_content(tokenizer):
         ("{{ 1 / 0 }}", "cannot be rendered (ZeroDivisionError"),
         ("{{ messages.__class__.__base__ }}", "cannot be rendered (SecurityError"),
         ("", "chat.jinja leaves out what is said"),
+        (PARTS, "chat.jinja is written for content in parts"),
+        (PARTS.replace("p['type'] == 'text'", "p.type != 'image'"), "is written for content in"),
+        (CHATML.replace("m['content']", "m['content'][0]['text']"), "is written for content in pa"),
+        (CHATML.replace("m['content']", "m.content[0].text"), "is written for content in parts"),
+        (
+            CHATML.replace("m['content']", "(m.content|selectattr('text')|list)[0].text|trim"),
+            "is written for content in parts",
+        ),
+        (CHATML.replace("m['content']", "m['text']"), "cannot be rendered (UndefinedError"),
         ("{{ raise_exception('no') }}", "refuses the conversation (no), a question and"),
         (
             DEFAULT_TEMPLATE.replace("add_generation_prompt", "false"),

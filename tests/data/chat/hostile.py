@@ -1,0 +1,84 @@
+"""Templates that would hang a host or fill its memory, and templates that raise what Python can."""
+
+from __future__ import annotations
+
+GIGA = 3_000_000_000
+LOOPS = "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + "{% endfor %}" * 3
+BIG = "{% set big = 'ab ' * 30000000 %}"
+
+# Each takes hours or gigabytes on its way to a text.
+HOSTILE = {
+    "nested loops": LOOPS,
+    "nested loops that write": LOOPS.replace("{% endfor %}", "x{% endfor %}", 1),
+    "a loop in a macro": f"{{% macro m() %}}{LOOPS}{{% endmacro %}}{{{{ m() }}}}",
+    "a loop over what is said": "{% for a in range(99999) %}{% for c in messages[0].content %}"
+    "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "a loop with a filter": "{% for a in range(99999) if a < 0 %}{% endfor %}" * 5000,
+    "power": "{{ 9**(9**8) > 1 }}",
+    "power that is written": "{{ 9**(9**7) }}",
+    "power by a filter": "{{ (9**(9**8))|int }}",
+    "powers": "{{ 2**(2**31) % 7 }}",
+    "a product of powers": "{% set a = 7**30000000 %}{{ (a * a * a * a) % 11 }}",
+    "repeated text": f"{{{{ 'a' * {GIGA} }}}}",
+    "repeated list": f"{{{{ ([1] * {GIGA})|length }}}}",
+    "repeated many times": "{{ 'a' * 99999999 }}" * 99,
+    "center": f"{{{{ 'a'.center({GIGA}) }}}}",
+    "the filter center": f"{{{{ 'a'|center({GIGA}) }}}}",
+    "ljust": f"{{{{ 'a'.ljust({GIGA}) }}}}",
+    "rjust": f"{{{{ 'a'.rjust({GIGA}) }}}}",
+    "zfill": f"{{{{ '1'.zfill({GIGA}) }}}}",
+    "a format of old": f"{{{{ '%0{GIGA}d'|format(1) }}}}",
+    "percent": f"{{{{ '%{GIGA}d' % 1 }}}}",
+    "a precision": "{{ '%.999999999f' % 1.0 }}",
+    "a format": f"{{{{ '{{:>{GIGA}}}'.format(1) }}}}",
+    "a format in a format": f"{{{{ '{{:>{{}}}}'.format(1, {GIGA}) }}}}",
+    "expandtabs": "{{ '\\t'.expandtabs(2000000000) }}",
+    "indent": f"{{{{ 'a\\nb'|indent({GIGA}) }}}}",
+    "replace": "{{ ('a' * 99999).replace('a', 'b' * 99999) }}",
+    "the filter replace": "{{ ('a' * 99999)|replace('a', 'b' * 99999) }}",
+    "join": "{{ ('a' * 99999).join('b' * 99999) }}",
+    "slice": "{{ range(9)|slice(999999999)|list|length }}",
+    "batch": "{{ range(9)|batch(999999999, 1)|list|length }}",
+    "wordwrap": BIG + "{{ big|wordwrap(1) }}",
+    "urlize": BIG + "{{ big|urlize|length }}",
+    "title": BIG + "{{ big|title|length }}",
+    "xmlattr": "{{ dict.fromkeys(range(99999), 'a' * 99999)|xmlattr|length }}" * 99,
+    "tojson": "{{ ([['a' * 99999] * 999] * 99)|tojson|length }}",
+    "sort": "{{ (range(99999)|list * 99)|sort|length }}" * 99,
+    "sum of lists": "{{ ([[1] * 999] * 99999)|sum(start=[])|length }}",
+    "doubling": "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}"
+    "{% endfor %}{{ n.s }}",
+    "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}"
+    "{% endif %}{% endmacro %}{{ f(60) }}",
+    "a loop that calls itself": "{% for a in [1, 1] recursive %}{% if loop.depth0 < 40 %}"
+    "{{ loop([1, 1]) }}{% endif %}{% endfor %}",
+    "only for long chats": f"{{% if messages|length > 20 %}}{LOOPS}{{% endif %}}",
+    "only for tools": f"{{% if messages[2].role == 'tool' %}}{LOOPS}{{% endif %}}",
+    "only where it is asked": f"{{% if add_generation_prompt %}}{LOOPS}{{% endif %}}",
+}
+
+# Each ends at once with an error of its own.
+FAILING = {
+    "a lone cycler": "{{ cycler() }}",
+    "deep brackets": "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
+    "deep lists": "{{ " + "[" * 5_000 + "]" * 5_000 + " }}",
+    "deep conditions": "{% if 1 %}" * 5_000 + "{% endif %}" * 5_000,
+    "deep loops": "{% for a in [1] %}" * 30 + "{% endfor %}" * 30,
+    "a macro without an end": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "an endless range": "{{ range(9999999999)|list }}",
+    "an infinite number": "{{ 1e999|int }}",
+    "too large for a float": "{{ 10**400 / 1.5 }}",
+    "too many digits": "{{ 10**9999 }}",
+    "a character without a code": "{{ '%c' % -1 }}",
+    "nothing left": "{{ [].pop() }}",
+    "not a number": "{{ 'a'|int('b') + none }}",
+    "an index": "{{ messages[99].content.x }}",
+    "an unknown filter": "{{ 'a'|no_such_filter }}",
+    "a file": "{% include '/etc/passwd' %}",
+    "another template": "{% extends 'x' %}",
+    "an internal name": "{{ ''.__class__.__mro__ }}",
+    "an internal name by a namespace": "{{ namespace(__class__=1) }}",
+    "chance": "{{ [1, 2]|random }}",
+    "text by chance": "{{ lipsum(n=99999) }}",
+    "a text without an end": "{% for a in range(99999) %}" + "x" * 999 + "{% endfor %}",
+}
