@@ -43,7 +43,7 @@ class Ranks:
 @pytest.mark.parametrize("n_rows", [1, 7, 8, 9])
 def test_every_row_counts_once_whatever_the_number_of_ranks(world_size, group_size, n_rows):
     bytes_of = np.full(100, 3, dtype=np.int32)
-    held_out = HeldOutRows(Rows(), np.arange(n_rows), ROW, bytes_of)  # type: ignore[arg-type] (stand-ins)
+    held_out = HeldOutRows(Rows(), np.arange(n_rows), ROW, [bytes_of])  # type: ignore[arg-type] (stand-ins)
     ranks = [Ranks(rank, world_size, group_size) for rank in range(world_size)]
     for rank in ranks:
         evaluate(rank, held_out, 2)  # type: ignore[arg-type] (stand-ins)
@@ -63,7 +63,7 @@ def test_only_targets_stand_for_bytes_of_text():
             tokens = super().read_rows(indices, row_tokens)
             return np.where(tokens % 2, tokens, ~tokens)
 
-    held_out = HeldOutRows(Marked(), np.arange(2), ROW, np.arange(100))  # type: ignore[arg-type] (stand-ins)
+    held_out = HeldOutRows(Marked(), np.arange(2), ROW, [np.arange(100)])  # type: ignore[arg-type] (stand-ins)
     rank = Ranks(0, 1)
     evaluate(rank, held_out, 2)  # type: ignore[arg-type] (stand-ins)
     assert rank.sums[2] == 1 + 3 + 7 + 9  # not 5, the first of its row
@@ -72,7 +72,7 @@ def test_only_targets_stand_for_bytes_of_text():
 def test_the_sums_of_all_batches_are_read_at_once():
     """On a GPU a read per batch would wait for it, and the next batch would be late."""
     bytes_of = np.full(100, 3, dtype=np.int32)
-    held_out = HeldOutRows(Rows(), np.arange(9), ROW, bytes_of)  # type: ignore[arg-type] (stand-ins)
+    held_out = HeldOutRows(Rows(), np.arange(9), ROW, [bytes_of])  # type: ignore[arg-type] (stand-ins)
     rank = Ranks(0, 1)
     with counted() as reads:
         evaluate(rank, held_out, 2)  # type: ignore[arg-type] (stand-ins)
@@ -83,7 +83,7 @@ def test_the_sums_of_all_batches_are_read_at_once():
 
 def test_perplexity_and_bits_per_byte_follow_from_the_sums():
     bytes_of = np.full(100, 2, dtype=np.int32)
-    held_out = HeldOutRows(Rows(), np.arange(1), ROW, bytes_of)  # type: ignore[arg-type] (stand-ins)
+    held_out = HeldOutRows(Rows(), np.arange(1), ROW, [bytes_of])  # type: ignore[arg-type] (stand-ins)
     found = evaluate(Ranks(0, 1), held_out, 2)  # type: ignore[arg-type] (stand-ins)
     assert found["val_loss"] == (1 + 2 + 3 + 4) / 4
     assert found["val_ppl"] == pytest.approx(math.exp(2.5))
@@ -105,7 +105,7 @@ def test_each_source_has_its_own_figures_and_they_add_up(world_size):
     ranks = [Ranks(rank, world_size) for rank in range(world_size)]
     flat, found = [], {}
     for rank in ranks:
-        held_out = HeldOutRows(Mixed(), rows, ROW, bytes_of, ("a", "b"))  # type: ignore[arg-type] (stand-ins)
+        held_out = HeldOutRows(Mixed(), rows, ROW, [bytes_of] * 2, ("a", "b"))  # type: ignore[arg-type] (stand-ins)
         found = evaluate(rank, held_out, 2)  # type: ignore[arg-type] (stand-ins)
         flat.append(rank.sums)
     assert len({r.passes for r in ranks}) == 1
@@ -128,7 +128,7 @@ def test_a_mixture_counts_its_sources_by_their_weights():
         targets = [row * ROW + k for row in own for k in range(1, ROW)]
         means.append(sum(targets) / len(targets))
         per_token.append(bytes_of[targets].sum() / len(targets))
-    held_out = HeldOutRows(Mixed(), rows, ROW, bytes_of, ("a", "b"), (3.0, 1.0))  # type: ignore[arg-type] (stand-ins)
+    held_out = HeldOutRows(Mixed(), rows, ROW, [bytes_of] * 2, ("a", "b"), (3.0, 1.0))  # type: ignore[arg-type] (stand-ins)
     found = evaluate(Ranks(0, 1), held_out, 2)  # type: ignore[arg-type] (stand-ins)
     loss, text_bytes = (0.75 * a + 0.25 * b for a, b in (means, per_token))
     assert found["val_loss"] == pytest.approx(loss, rel=1e-12)
@@ -140,6 +140,7 @@ def test_a_mixture_counts_its_sources_by_their_weights():
 def test_a_source_without_held_out_rows_counts_for_nothing():
     bytes_of = np.full(100, 3, dtype=np.int32)
     rows = np.array([5, 6])
-    held_out = HeldOutRows(Mixed(), rows, ROW, bytes_of, ("a", "b"), (3.0, 1.0))  # type: ignore[arg-type] (stand-ins)
+    held_out = HeldOutRows(Mixed(), rows, ROW, [bytes_of] * 2, ("a", "b"), (3.0, 1.0))  # type: ignore[arg-type] (stand-ins)
     found = evaluate(Ranks(0, 1), held_out, 2)  # type: ignore[arg-type] (stand-ins)
     assert found["val_loss"] == pytest.approx(found["by_source"]["b"]["val_loss"], rel=1e-12)
+    assert found["unvalidated"] == ["a"]
