@@ -15,7 +15,7 @@ from minimind.data.loader.mixture import Mixture
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared, open_prepared
 from minimind.provenance.step_rows import documents_of, read_run, rows_at
-from minimind.provenance.token_balance import token_balance
+from minimind.provenance.token_balance import ConversationBalance, token_balance
 from tests.conftest import sentences
 
 train: Any = training  # a package that is called like a function
@@ -98,6 +98,17 @@ def test_a_weighted_mixture_adds_up_by_source(
             for side in sides
         }
         assert len(totals) == 1, str(found)
+
+
+def test_the_conversations_of_each_part_are_counted():
+    counts = {"text": 9_700, "held_out": 500, "held_out_cut": 0, "held_out_dropped": 0}
+    counts |= {"in_rows": 9_000, "targets": 4_000, "cut_off": 200, "conversations": 95}
+    counts |= {"held_out_conversations": 5, "cut": 2, "dropped": 1, "padding": 1_000}
+    assert str(ConversationBalance(**counts)) == (
+        "9,700 of 100 conversations = 500 of 5 held out + 9,000 of 94 in rows + 200 of"
+        " conversations 2 cut at the end of a turn and 1 dropped, as nothing to train on ends within"
+        " a row; 4,000 are targets; 10% of the rows is padding"
+    )
 
 
 def test_a_run_logs_the_balance(corpus: Path, tmp_path: Path):

@@ -1,16 +1,21 @@
 """Validation sums against ones computed by hand, for one and for several ranks."""
 
+import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import minimind.train as training
+from minimind.cli.main import main as minimind
 from minimind.config.run_config import ParallelLayout
 from minimind.engine.loss_of_batch import PADDING
 from minimind.train.evaluate import HeldOutRows, evaluate
 from tests.distributed.host_reads import counted
 
+train: Any = training  # a package that is called like a function
 ROW = 5
 
 
@@ -144,3 +149,27 @@ def test_a_source_without_held_out_rows_counts_for_nothing():
     found = evaluate(Ranks(0, 1), held_out, 2)  # type: ignore[arg-type] (stand-ins)
     assert found["val_loss"] == pytest.approx(found["by_source"]["b"]["val_loss"], rel=1e-12)
     assert found["unvalidated"] == ["a"]
+
+
+def test_a_source_that_is_not_validated_is_named(tmp_path, capsys):
+    sources = []
+    for name, number in (("many", 300), ("few", 6)):
+        path = tmp_path / f"{name}.jsonl"
+        texts = [f"{name} {n} of the words of a text" for n in range(number)]
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        sources += ["--source", f"{name}={path}:1"]
+    words = ["prepare", *sources, "--out", str(tmp_path / "data"), "--vocab_size", "600"]
+    assert minimind([*words, "--val_fraction", "0.03"]) == 0
+    assert "no document of few is held out" in capsys.readouterr().out
+    flags = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 8}
+    flags |= {"batch_size": 4, "device": "cpu", "deepspeed_config": "none", "max_steps": 1}
+    assert train(flags, data_path=[str(tmp_path / "data")], out_dir=str(tmp_path / "out")) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "warning no row of few is held out: the validation loss is that of the other" in output
+    assert "of few (" in output  # how often an epoch reads it
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    events = {event["event"]: event for event in map(json.loads, lines)}
+    assert events["eval"]["unvalidated"] == ["few"]
+    few = events["token_balance"]["sources"][1]
+    assert few["text"] == few["read"] + few["not_read"] + few["tail"] + few["left_out"]
+    assert few["epoch"] > few["read"]

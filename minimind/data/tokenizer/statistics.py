@@ -132,12 +132,11 @@ def format_sources(measured: dict[str, TokenizerStatistics]) -> str:
     for name, one in measured.items():
         round_trip = f"NOT {one.changed:,}" if one.changed else "all"
         size = mebibytes(one.bytes)
-        lost = f"{one.lost / max(1, one.bytes):.2%}"
-        per_token = f"{one.bytes_per_token:.3f}"
-        rows.append((f"{one.documents:,}", size, per_token, round_trip, lost, name))
+        rows.append((f"{one.documents:,}", size, f"{one.bytes_per_token:.3f}", round_trip, name))
         if one.changed:
-            changes.append(f"  {name}: {one.first_change}")
-    titles = ["documents", "text", "bytes per token", "comes back", "lost", "source"]
+            lost = f"; {one.lost / one.bytes:.2%} of its bytes are lost" if one.lost else ""
+            changes.append(f"  {name}: {one.first_change}{lost}")
+    titles = ["documents", "text", "bytes per token", "comes back", "source"]
     return "\n".join([_format_table("bytes per token", titles, rows), *changes])
 
 

@@ -186,6 +186,13 @@ def test_prepare_refuses_a_tokenizer_that_loses_text(
     assert "lossy  b: the tokenizer loses 9" in capsys.readouterr().out
 
 
+def test_inspect_says_what_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, folder = lines(tmp_path / "c.jsonl", CHINESE), written("WordLevel", tmp_path)
+    assert minimind(["tokenizer", "inspect", str(folder), "--data_path", str(path)]) == 0
+    assert "c.jsonl: document 1, character 2: " in (output := capsys.readouterr().out)
+    assert "; 97.66% of its bytes are lost\n" in output
+
+
 def test_shares_are_merged_with_what_they_lose(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = lines(tmp_path / "c.jsonl", CHINESE * 3)
     words = ["prepare", str(path), "--tokenizer", str(written("Unigram", tmp_path))]
@@ -265,7 +272,9 @@ def test_train_and_eval_measure_the_text(tmp_path: Path, capsys: pytest.CaptureF
         )
 
 
-def test_conversations_are_measured_between_special_tokens(tmp_path: Path):
+def test_conversations_are_measured_between_special_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     turns = [{"role": "user", "content": CHINESE[0]}, {"role": "assistant", "content": "the end"}]
     path = tmp_path / "talk.jsonl"
     path.write_text((json.dumps({"messages": turns, "source": "web"}) + "\n") * 40)
@@ -280,6 +289,9 @@ def test_conversations_are_measured_between_special_tokens(tmp_path: Path):
     with pytest.raises(DataError, match=r"loses \d\d\.\d\d% of the text .*春"):
         train(flags, out_dir=str(tmp_path / "sft"))
     assert train(flags, out_dir=str(tmp_path / "sft"), allow_lossy_tokenizer=True) == 0
+    output = capsys.readouterr().out
+    assert "ignored beside the turns: source\n" in output
+    assert "lossy    the tokenizer loses" in output
 
 
 def test_a_tokenizer_learnt_here_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
