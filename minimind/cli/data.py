@@ -80,6 +80,8 @@ def add_parsers(subs: Any) -> None:
     add("--on_bad_data", choices=("error", "skip"), help=policy)
     limit = f"fraction of the documents that may be bad{_default('max_bad_fraction')}"
     add("--max_bad_fraction", type=fraction, help=limit)
+    lossy = "go on although the tokenizer loses more than 0.1 %% of the text of a source"
+    add("--allow_lossy_tokenizer", action="store_true", help=lossy)
     add("--shard", type=_share, metavar="I/N", help="encode share I (from 0) of N, do not merge")
     add("--merge", action="store_true", help="merge the output of all --shard I/N")
     size = "bytes of input per shard file (default: from the total size, at least 16MiB)"
@@ -158,7 +160,8 @@ def _prepare(args: argparse.Namespace, cache: ObjectCache) -> int:
     if args.ray is not None:
         require_usable(args.ray, args.shard, args.processes)
     if args.merge:
-        prepared = merge_folder(args.out, args.force, args.max_bad_fraction)
+        policy = args.max_bad_fraction, args.allow_lossy_tokenizer
+        prepared = merge_folder(args.out, args.force, *policy)
     else:
         prepared = prepare_folder(_request(args, cache), args.out, args.shard, args.force)
     if prepared is None:
@@ -196,6 +199,7 @@ def _request(args: argparse.Namespace, cache: ObjectCache) -> PrepareRequest:
         args.tokenizer,
         options=Options(**(most | _given(args, OPTIONS))),
         skips_bad=args.on_bad_data == "skip",
+        allow_lossy=args.allow_lossy_tokenizer,
         unit_bytes=args.shard_bytes,
         processes=args.processes,
         ray=args.ray,
@@ -222,6 +226,7 @@ def _print_prepared(prepared: Prepared) -> None:
     for split, counts in manifest["splits"].items():
         print(f"{split:<6} {counts['tokens']:>14,} tokens, {counts['documents']:,} documents")
     _print_rejected(manifest["rejected"])
+    _print_notices(manifest["sources"])
     print(f"done: --data_path {prepared.directory}")
 
 
@@ -231,6 +236,21 @@ def _print_rejected(rejected: dict[str, Any]) -> None:
     if rejected["count"]:
         where = where_listed(rejected)
         print(f"bad    {rejected['count']:>14,} skipped ({where}): {rejected['first']}")
+
+
+def _print_notices(sources: list[dict[str, Any]]) -> None:
+    """Print what the tokenizer loses, and which sources of several have no held-out text."""
+    from minimind.data.tokenizer.lossless import loss_lines
+
+    for line in loss_lines(sources):
+        print(f"lossy  {line}")
+    held_out = {source["name"]: source["tokens"]["val"] for source in sources}
+    if without := [name for name, tokens in held_out.items() if not tokens]:
+        if len(without) < len(sources):
+            print(
+                f"note   no document of {', '.join(without)} is held out, so the validation loss"
+                " says nothing of it; raise --val_fraction, or add documents"
+            )
 
 
 def _print_sources(sources: list[dict[str, Any]]) -> None:
@@ -290,6 +310,7 @@ def _print_inspection(inspection: Inspection) -> None:
     for split, counts in inspection.splits.items():
         print(f"{split:<6} {counts['tokens']:>14,} tokens, {counts['documents']:,} documents")
     _print_rejected(inspection.rejected)
+    _print_notices(inspection.sources)
     print("\ntokens of a document, up to")
     most = max((count for _, count in inspection.lengths), default=1)
     for longest, count in inspection.lengths:

@@ -84,6 +84,8 @@ def add_parser(subs: Any) -> None:
     add("--on_bad_data", choices=("error", "skip"), default="error", help=text)
     text = "fraction of documents that may be bad, with skip"
     add("--max_bad_fraction", type=fraction, default=0.05, help=text)
+    text = "go on although the tokenizer loses more than 0.1 %% of the text"
+    add("--allow_lossy_tokenizer", action="store_true", help=text)
     add_cache(parser, "cache of the tokens, and of objects of storage")
     add("--json", action="store_true", help="print a JSON object")
     add_task_flags(parser)
@@ -222,12 +224,14 @@ def _open_data(
                 else f"{place}: holds text, and --task sft reads files of conversations; drop"
                 " --task sft"
             )
-        prepared = open_text(path)
+        prepared = open_text(path, allow_lossy=args.allow_lossy_tokenizer)
         if prepared.tokenizer.fingerprint != tokenizer.fingerprint:
             raise DataError(
                 f"{place}: was prepared with another tokenizer than the model's; prepare its text"
                 f" again with --tokenizer {tokenizer.path}, or give the text itself"
             )
+        if rank == 0:
+            _print_notices(place, prepared)
         return prepared
     if args.split not in (None, "all"):
         raise UsageError(f"--split {args.split}: {place} is raw text; leave --split out")
@@ -245,14 +249,27 @@ def _open_data(
         options=options,
         skips_bad=args.on_bad_data == "skip",
         max_bad_fraction=args.max_bad_fraction,
+        allow_lossy=args.allow_lossy_tokenizer,
         progress=rank == 0,
     )
     prepared = prepare_for_run(request, Path(args.cache_dir).expanduser())
-    if rank == 0 and (bad := prepared.manifest["rejected"]["count"]):
-        count = f"{bad:,} of {bad + prepared.manifest['documents']:,} documents"
-        text = f"{count} are bad and skipped, the first: {prepared.first_rejected}"
-        print(f"{place}: {text}", file=sys.stderr)
+    if rank == 0:
+        _print_notices(place, prepared)
     return prepared
+
+
+def _print_notices(place: str, prepared: Prepared) -> None:
+    """Say which documents, keys of conversations and parts of the text are not evaluated."""
+    from minimind.data.tokenizer.lossless import loss_lines
+
+    lines = []
+    if bad := prepared.manifest["rejected"]["count"]:
+        count = f"{bad:,} of {bad + prepared.manifest['documents']:,} documents"
+        lines.append(f"{count} are bad and skipped, the first: {prepared.first_rejected}")
+    if ignored := prepared.manifest.get("ignored"):
+        lines.append(f"ignored beside the turns: {', '.join(ignored)}")
+    for line in [*lines, *loss_lines(prepared.manifest["sources"])]:
+        print(f"{place}: {line}", file=sys.stderr)
 
 
 def _parts(
@@ -273,13 +290,14 @@ def _parts(
         shards = prepared.train if split == "train" else prepared.val
         eos_id = prepared.tokenizer.eos_id
         windows = windows_of(shards, length, eos_id, args.doc_mask, args.max_rows)
+        means = tuple(prepared.mean_bytes(number, split) for number in range(len(sources)))
         if args.max_rows is not None:
             text_bytes = (None,) * len(sources)
         elif len(sources) == 1:
             text_bytes = (prepared.manifest["splits"][split]["text_bytes"],)
         else:
             text_bytes = tuple(source.get("split_bytes", {}).get(split) for source in sources)
-        parts.append(Part(windows, names, text_bytes))
+        parts.append(Part(windows, names, text_bytes, means))
     if not sum(len(part.windows) for part in parts):
         raise DataError(
             f"{place}: its {splits[0]} split holds no text; give --split train, or prepare it with"

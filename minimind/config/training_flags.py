@@ -126,6 +126,9 @@ class PlaceFlags:
         at_least=0.0,
         below=1.0,
     )
+    allow_lossy_tokenizer: bool = flag(
+        "train although the tokenizer loses more than 0.1 % of the text", False, "data"
+    )
     doc_mask: bool = flag(
         "restrict attention to the document, and restart positions in each", False, "data"
     )

@@ -21,7 +21,7 @@ OF_TEXT = {
     **{"data": None, "split": None, "max_seq_len": None, "max_rows": None, "doc_mask": True},
     **{"text_field": "text", "max_document_bytes": None, "on_bad_data": "error"},
     **{"max_bad_fraction": 0.05, "task": "pretrain", "train_on": None, "chat_template": None},
-    "template_date": None,
+    **{"template_date": None, "allow_lossy_tokenizer": False},
 }
 OF_TASKS = {"include_path": None, "chat": False, "limit": None}
 

@@ -71,6 +71,7 @@ class Part:
     windows: Windows | ConversationRows
     names: tuple[str, ...]  # one per source
     text_bytes: tuple[int | None, ...]
+    mean_bytes: tuple[float | None, ...]  # of text per token, where tokens do not show it
 
 
 def part_of_conversations(
@@ -91,7 +92,7 @@ def part_of_conversations(
             f"{name}: has no conversation whose first answer ends within {row_tokens} tokens; give"
             " shorter ones"
         )
-    return Part(rows, (name,), (None,))
+    return Part(rows, (name,), (None,), (None,))
 
 
 def figures_of(sums: Sequence[LossSums], parts: Sequence[Part]) -> dict[str, Any]:
@@ -171,12 +172,15 @@ def score(
         sums.index_add_(0, sources.cpu(), row_sums.cpu())
         counted += len(sources)
     assert counted == len(texts), f"gathered {counted} windows of {len(texts)}"
-    exact_bytes = [count for part in parts for count in part.text_bytes]
+    exact_bytes = [
+        pair for part in parts for pair in zip(part.text_bytes, part.mean_bytes, strict=True)
+    ]
     results: dict[str, LossSums] = {}
-    for name, exact, (loss, tokens, text_bytes) in zip(
+    for name, (exact, mean), (loss, tokens, text_bytes) in zip(
         names, exact_bytes, sums.tolist(), strict=True
     ):
-        part = LossSums(loss, tokens, float(text_bytes if exact is None else exact))
+        estimate = text_bytes if mean is None else mean * tokens
+        part = LossSums(loss, tokens, float(estimate if exact is None else exact))
         if tokens:  # the splits of a source share its name
             results[name] = results[name] + part if name in results else part
     return results

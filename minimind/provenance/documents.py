@@ -129,7 +129,8 @@ class Documents:
     def _is_stored(self, number: int, text: str) -> bool:
         """Whether a text has the tokens of a document."""
         start, stop = self.tokens(number)
-        ids = self._work.encode([text], 1)[0] & (TARGET - 1)  # without marks
+        (stored,), _ = self._work.encode([text], 1)
+        ids = stored & (TARGET - 1)  # without marks
         return np.array_equal(ids, self.prepared.train.stretch(start, stop - start - 1))
 
     def find(self, file: str, line: int) -> tuple[Placed, int | None]:

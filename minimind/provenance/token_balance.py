@@ -5,15 +5,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minimind.data.loader.conversation_shards import ConversationShards
+from minimind.data.loader.mixture import Mixture
 from minimind.data.loader.row_order import Order
 from minimind.data.prepare.prepare import Prepared
+
+
+@dataclass(frozen=True)
+class SourceBalance:
+    """Training tokens of a weighted source: `text` is the sum of the fields below.
+
+    An epoch reads `epoch` tokens of it: those of `read`, some of them several times.
+    """
+
+    name: str
+    text: int
+    read: int  # in rows that an epoch has, once or more
+    not_read: int  # in rows that the first epoch does not have; the next begins with them
+    tail: int  # after the last complete row
+    left_out: int  # in the rows of --skip_rows
+    epoch: int
+
+    def __str__(self) -> str:
+        if self.not_read:
+            return f"{self.epoch:,} of {self.name} ({self.not_read:,} not read)"
+        times = self.epoch / max(1, self.read)
+        how = f" ({self.read:,} {times:.3g} times)" if times > 1 else ""
+        return f"{self.epoch:,} of {self.name}{how}"
 
 
 @dataclass(frozen=True)
 class TokenBalance:
     """Tokens of the text: held out, and trained on or dropped in an epoch.
 
-    With weights, an epoch has as many rows as the sources together, some of them repeated.
+    With weights, an epoch has as many rows as the sources together. A row may be in it several
+    times, and another not at all: `sources` has the balance of each.
     """
 
     text: int
@@ -24,11 +49,13 @@ class TokenBalance:
     tail_of_source: int  # after the last complete row of each source
     left_out: int  # in the rows of --skip_rows
     is_weighted: bool
+    sources: tuple[SourceBalance, ...] = ()  # with weights
 
     def __str__(self) -> str:
         """A line for the start summary, without its label."""
-        how = ", sources repeated by weight" if self.is_weighted else ""
-        items = [f"{self.held_out:,} held out", f"{self.trained:,} trained on in an epoch{how}"]
+        if self.sources:
+            return self._by_source()
+        items = [f"{self.held_out:,} held out", f"{self.trained:,} trained on in an epoch"]
         if self.tail_of_epoch:
             items.append(f"{self.tail_of_epoch:,} dropped in its last rows")
         if self.left_out:
@@ -36,6 +63,24 @@ class TokenBalance:
         if self.tail_of_source:
             items.append(f"{self.tail_of_source:,} dropped at the end of a source")
         return f"{self.text:,} of the text = {' + '.join(items)}"
+
+    def _by_source(self) -> str:
+        read, not_read, repeated = (
+            sum(count(one) for one in self.sources)
+            for count in (lambda s: s.read, lambda s: s.not_read, lambda s: s.epoch - s.read)
+        )
+        items = [f"{self.held_out:,} held out", f"{read:,} in an epoch"]
+        items += [f"{not_read:,} not read in the first epoch"] if not_read else []
+        items += [f"{self.left_out:,} left out (--skip_rows)"] if self.left_out else []
+        if self.tail_of_source:
+            items.append(f"{self.tail_of_source:,} dropped at the end of a source")
+        parts = [f"{self.trained:,} trained on"]
+        if self.tail_of_epoch:
+            parts.append(f"{self.tail_of_epoch:,} dropped in its last rows")
+        return (
+            f"{self.text:,} of the text = {' + '.join(items)}; an epoch by weight: {read:,} +"
+            f" {repeated:,} repeated = {' + '.join(map(str, self.sources))} = {' + '.join(parts)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -50,19 +95,25 @@ class ConversationBalance:
     targets: int  # of these, what is trained on
     cut_off: int  # of conversations longer than a row, and of those that are dropped
     conversations: int  # to train on
+    held_out_conversations: int
     cut: int
     dropped: int  # in which nothing to train on ends within a row
     padding: int  # in rows, beside the tokens
 
     def __str__(self) -> str:
         """A line for the start summary, without its label."""
-        items = [f"{self.held_out:,} held out", f"{self.in_rows:,} in rows"]
+        in_rows = self.conversations - self.dropped
+        items = [
+            f"{self.held_out:,} of {self.held_out_conversations:,} held out",
+            f"{self.in_rows:,} of {in_rows:,} in rows",
+        ]
         if what := _cut_or_dropped(self.held_out_cut, self.held_out_dropped):
             items[0] += f" (of them {what})"
         if self.cut_off:
             items.append(f"{self.cut_off:,} of {_cut_or_dropped(self.cut, self.dropped)}")
         share = self.padding / max(1, self.padding + self.in_rows)
-        text = f"{self.text:,} of {self.conversations:,} conversations = {' + '.join(items)}"
+        number = self.conversations + self.held_out_conversations
+        text = f"{self.text:,} of {number:,} conversations = {' + '.join(items)}"
         return f"{text}; {self.targets:,} are targets; {share:.0%} of the rows is padding"
 
 
@@ -87,7 +138,29 @@ def token_balance(prepared: Prepared, order: Order, row_tokens: int) -> TokenBal
         tail_of_source=train - order.n_rows * row_tokens,
         left_out=(order.n_rows - order.rows_per_epoch) * row_tokens,
         is_weighted=order.mixture is not None,
+        sources=_sources(prepared, order.mixture, row_tokens) if order.mixture else (),
     )
+
+
+def _sources(prepared: Prepared, mixture: Mixture, row_tokens: int) -> tuple[SourceBalance, ...]:
+    """The balance of each source of a mixture in its first epoch."""
+    balances = []
+    for source, size, kept, quota in zip(
+        prepared.manifest["sources"], mixture.sizes, mixture.kept, mixture.quotas, strict=True
+    ):
+        text = source["tokens"]["train"]
+        balances.append(
+            SourceBalance(
+                name=source["name"],
+                text=text,
+                read=min(quota, kept) * row_tokens,
+                not_read=max(kept - quota, 0) * row_tokens,
+                tail=text - size * row_tokens,
+                left_out=(size - kept) * row_tokens,
+                epoch=quota * row_tokens,
+            )
+        )
+    return tuple(balances)
 
 
 def conversation_balance(
@@ -106,6 +179,7 @@ def conversation_balance(
         targets=shards.targets(row_tokens),
         cut_off=train - packing.tokens,
         conversations=packing.conversations,
+        held_out_conversations=held_out.conversations,
         cut=packing.cut,
         dropped=packing.dropped,
         padding=len(packing.starts) * row_tokens - packing.tokens,

@@ -60,7 +60,7 @@ def with_local_folder(run: RunConfig, cleanup: ExitStack) -> RunConfig:
 def prepare_data(run: RunConfig) -> Prepared:
     """Return the run's token shards: a prepared folder, or raw text prepared in the cache."""
     if folder := prepared_folder(run):
-        return open_text(folder, run.tokenizer)
+        return open_text(folder, run.tokenizer, run.allow_lossy_tokenizer)
     with open_cache(run.cache_dir, run.max_cache_gib) as cache:
         return _prepare_text(run, cache)
 
@@ -78,7 +78,7 @@ def _prepare_text(run: RunConfig, cache: ObjectCache) -> Prepared:
             template_date=run.template_date,
         )
     sources = (Source("data", local_text(run.data_path, cache)),)
-    policy = (run.on_bad_data == "skip", run.max_bad_fraction)
+    policy = (run.on_bad_data == "skip", run.max_bad_fraction, run.allow_lossy_tokenizer)
     request = PrepareRequest(sources, run.tokenizer, run.vocab_size, options, *policy)
     return prepare_for_run(request, Path(run.cache_dir).expanduser())
 

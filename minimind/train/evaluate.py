@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -23,12 +23,12 @@ from minimind.telemetry.progress import RunLogger
 
 @dataclass(frozen=True)
 class HeldOutRows:
-    """Rows that an evaluation reads, and the bytes of text that each token stands for."""
+    """Rows that an evaluation reads, and the bytes of text that a token stands for, by source."""
 
     shards: TokenShards
     rows: np.ndarray  # (N,) row indices
     row_tokens: int
-    piece_bytes: np.ndarray  # (vocabulary,)
+    bytes_per_id: Sequence[np.ndarray]  # of each source, (vocabulary,)
     sources: tuple[str, ...] = ("data",)
     weights: tuple[float, ...] | None = None  # of the sources in training; None: by size
 
@@ -40,6 +40,12 @@ class HeldOutRows:
         source = np.searchsorted(ends, self.rows, side="right")
         rows = {name: self.rows[source == n] for n, name in enumerate(self.sources)}
         return {name: indices for name, indices in rows.items() if len(indices)}
+
+    @property
+    def unvalidated(self) -> list[str]:
+        """The sources of which no row is read, though rows of others are."""
+        validated = self.by_source()
+        return [name for name in self.sources if name not in validated] if len(self.rows) else []
 
     def batch(self, indices: np.ndarray, size: int) -> np.ndarray:
         """Tokens of the rows, int64 (size, row_tokens), padded with rows of `PADDING`."""
@@ -54,8 +60,8 @@ def held_out_of(run: RunConfig, prepared: Prepared) -> HeldOutRows:
     row_tokens = run.max_seq_len + 1
     rows = held_out_rows(prepared.val, run.eval_rows, row_tokens)
     names = tuple(source["name"] for source in prepared.manifest["sources"])
-    piece_bytes = prepared.tokenizer.piece_bytes()
-    return HeldOutRows(prepared.val, rows, row_tokens, piece_bytes, names, prepared.train.weights)
+    sizes = prepared.bytes_per_id("val")
+    return HeldOutRows(prepared.val, rows, row_tokens, sizes, names, prepared.train.weights)
 
 
 def log_evaluation(
@@ -86,21 +92,25 @@ def log_evaluation(
 
 
 def evaluate(engine: Engine, held_out: HeldOutRows, batch_rows: int) -> dict[str, Any]:
-    """Return the fields of an `eval` event, with `by_source` if there are several sources.
+    """Return the fields of an `eval` event, with `by_source` if there are several sources, and
+    `unvalidated`, the names of those without a held-out row.
 
     With weights the total is that of the mixture: a source counts by its weight in training, not by
     its number of held-out rows. Collective: under ZeRO-3 a forward pass is, so every rank runs the
     same number of them, the last ones perhaps on ignored rows.
     """
     rows_of = held_out.by_source()
-    local = [_sum_loss(engine, held_out, rows, batch_rows) for rows in rows_of.values()]
+    local = [_sum_loss(engine, held_out, name, rows, batch_rows) for name, rows in rows_of.items()]
     flat = engine.sum_over_ranks([number for sums in local for number in sums])
     sums = [LossSums(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
     if len(held_out.sources) == 1:
         return sums[0].event()
     by_source = dict(zip(rows_of, sums, strict=True))
     events = {name: part.event() for name, part in by_source.items()}
-    return {**mixture(by_source, held_out).event(), "by_source": events}
+    found = {**mixture(by_source, held_out).event(), "by_source": events}
+    if unvalidated := held_out.unvalidated:
+        found["unvalidated"] = unvalidated
+    return found
 
 
 def mixture(by_source: Mapping[str, LossSums], held_out: HeldOutRows) -> LossSums:
@@ -118,13 +128,14 @@ def mixture(by_source: Mapping[str, LossSums], held_out: HeldOutRows) -> LossSum
 
 
 def _sum_loss(
-    engine: Engine, held_out: HeldOutRows, rows: np.ndarray, batch_rows: int
+    engine: Engine, held_out: HeldOutRows, source: str, rows: np.ndarray, batch_rows: int
 ) -> list[float]:
-    """Loss, tokens and bytes summed over this rank's share of the rows.
+    """Loss, tokens and bytes summed over this rank's share of the rows of a source.
 
     The device is read at the end, so that it computes a batch while the next one is made. Of ranks
     that share rows the first counts them.
     """
+    bytes_per_id = held_out.bytes_per_id[held_out.sources.index(source)]
     losses, counts, text_bytes = [], [], 0.0
     for start in range(0, len(rows), batch_rows * engine.parallel.data_size):
         first = start + engine.data_rank * batch_rows
@@ -133,7 +144,7 @@ def _sum_loss(
         losses.append(loss)
         counts.append(count)
         targets = batch[:, 1:]
-        text_bytes += float(held_out.piece_bytes[targets[targets >= 0]].sum())
+        text_bytes += float(bytes_per_id[targets[targets >= 0]].sum())
     if not engine.parallel.is_first(engine.rank):
         return [0.0, 0.0, 0.0]
     return [sum(torch.stack(losses).tolist()), sum(torch.stack(counts).tolist()), text_bytes]

@@ -17,6 +17,7 @@ from minimind.config.schedule import Schedule
 from minimind.data.loader.conversation_shards import ConversationShards
 from minimind.data.loader.manifest import where_listed
 from minimind.data.prepare.prepare import Prepared
+from minimind.data.tokenizer.lossless import loss_lines
 from minimind.engine.optimizer.muon import iteration_dtype
 from minimind.engine.optimizer.mup import mup_line
 from minimind.provenance.step_rows import logged_order
@@ -66,7 +67,7 @@ def log_run_start(
     logger.event("token_balance", step=state.step, **asdict(balance))
     _log_changes(context, resumed, layout(run, context.engine))
     own = (initial.architecture.start_summary_line(), initial.line(), initial.template_line)
-    notes = [*filter(None, own), *notes]
+    notes = [*filter(None, own), *data_notes(context, prepared), *notes]
     if (traced := traced_steps(run)) and traced[1] <= state.step:
         notes.append(f"trace    none: --trace_steps {run.trace_steps} is before step {state.step}")
     logger.print(startup_summary(context, prepared, resumed, balance, capacity, notes))
@@ -161,6 +162,19 @@ def startup_summary(
     part = "these are not all; " if len(kept) < len(settings) else ""
     more = f"{part}every value and its source: --verbose, or config.yaml in out_dir"
     return "\n".join([*lines, *kept, f"{'more':<{LABEL}}{more}", *note_lines])
+
+
+def data_notes(context: RunContext, prepared: Prepared) -> list[str]:
+    """What of the text is not read, not validated, or lost by the tokenizer."""
+    notes = [f"lossy    {line}" for line in loss_lines(prepared.manifest["sources"])]
+    if names := context.held_out.unvalidated:
+        notes.append(
+            f"warning  no row of {', '.join(names)} is held out: the validation loss is that of the"
+            " other sources"
+        )
+    if ignored := prepared.manifest.get("ignored"):
+        notes.append(f"ignored beside the turns: {', '.join(ignored)}")
+    return notes
 
 
 def balance_of(context: RunContext, prepared: Prepared) -> Balance:

@@ -1,16 +1,21 @@
 """Validation sums against ones computed by hand, for one and for several ranks."""
 
+import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import minimind.train as training
+from minimind.cli.main import main as minimind
 from minimind.config.run_config import ParallelLayout
 from minimind.engine.loss_of_batch import PADDING
 from minimind.train.evaluate import HeldOutRows, evaluate
 from tests.distributed.host_reads import counted
 
+train: Any = training  # a package that is called like a function
 ROW = 5
 
 
@@ -43,7 +48,7 @@ class Ranks:
 @pytest.mark.parametrize("n_rows", [1, 7, 8, 9])
 def test_every_row_counts_once_whatever_the_number_of_ranks(world_size, group_size, n_rows):
     bytes_of = np.full(100, 3, dtype=np.int32)
-    held_out = HeldOutRows(Rows(), np.arange(n_rows), ROW, bytes_of)  # type: ignore[arg-type] (stand-ins)
+    held_out = HeldOutRows(Rows(), np.arange(n_rows), ROW, [bytes_of])  # type: ignore[arg-type] (stand-ins)
     ranks = [Ranks(rank, world_size, group_size) for rank in range(world_size)]
     for rank in ranks:
         evaluate(rank, held_out, 2)  # type: ignore[arg-type] (stand-ins)
@@ -63,7 +68,7 @@ def test_only_targets_stand_for_bytes_of_text():
             tokens = super().read_rows(indices, row_tokens)
             return np.where(tokens % 2, tokens, ~tokens)
 
-    held_out = HeldOutRows(Marked(), np.arange(2), ROW, np.arange(100))  # type: ignore[arg-type] (stand-ins)
+    held_out = HeldOutRows(Marked(), np.arange(2), ROW, [np.arange(100)])  # type: ignore[arg-type] (stand-ins)
     rank = Ranks(0, 1)
     evaluate(rank, held_out, 2)  # type: ignore[arg-type] (stand-ins)
     assert rank.sums[2] == 1 + 3 + 7 + 9  # not 5, the first of its row
@@ -72,7 +77,7 @@ def test_only_targets_stand_for_bytes_of_text():
 def test_the_sums_of_all_batches_are_read_at_once():
     """On a GPU a read per batch would wait for it, and the next batch would be late."""
     bytes_of = np.full(100, 3, dtype=np.int32)
-    held_out = HeldOutRows(Rows(), np.arange(9), ROW, bytes_of)  # type: ignore[arg-type] (stand-ins)
+    held_out = HeldOutRows(Rows(), np.arange(9), ROW, [bytes_of])  # type: ignore[arg-type] (stand-ins)
     rank = Ranks(0, 1)
     with counted() as reads:
         evaluate(rank, held_out, 2)  # type: ignore[arg-type] (stand-ins)
@@ -83,7 +88,7 @@ def test_the_sums_of_all_batches_are_read_at_once():
 
 def test_perplexity_and_bits_per_byte_follow_from_the_sums():
     bytes_of = np.full(100, 2, dtype=np.int32)
-    held_out = HeldOutRows(Rows(), np.arange(1), ROW, bytes_of)  # type: ignore[arg-type] (stand-ins)
+    held_out = HeldOutRows(Rows(), np.arange(1), ROW, [bytes_of])  # type: ignore[arg-type] (stand-ins)
     found = evaluate(Ranks(0, 1), held_out, 2)  # type: ignore[arg-type] (stand-ins)
     assert found["val_loss"] == (1 + 2 + 3 + 4) / 4
     assert found["val_ppl"] == pytest.approx(math.exp(2.5))
@@ -105,7 +110,7 @@ def test_each_source_has_its_own_figures_and_they_add_up(world_size):
     ranks = [Ranks(rank, world_size) for rank in range(world_size)]
     flat, found = [], {}
     for rank in ranks:
-        held_out = HeldOutRows(Mixed(), rows, ROW, bytes_of, ("a", "b"))  # type: ignore[arg-type] (stand-ins)
+        held_out = HeldOutRows(Mixed(), rows, ROW, [bytes_of] * 2, ("a", "b"))  # type: ignore[arg-type] (stand-ins)
         found = evaluate(rank, held_out, 2)  # type: ignore[arg-type] (stand-ins)
         flat.append(rank.sums)
     assert len({r.passes for r in ranks}) == 1
@@ -128,7 +133,7 @@ def test_a_mixture_counts_its_sources_by_their_weights():
         targets = [row * ROW + k for row in own for k in range(1, ROW)]
         means.append(sum(targets) / len(targets))
         per_token.append(bytes_of[targets].sum() / len(targets))
-    held_out = HeldOutRows(Mixed(), rows, ROW, bytes_of, ("a", "b"), (3.0, 1.0))  # type: ignore[arg-type] (stand-ins)
+    held_out = HeldOutRows(Mixed(), rows, ROW, [bytes_of] * 2, ("a", "b"), (3.0, 1.0))  # type: ignore[arg-type] (stand-ins)
     found = evaluate(Ranks(0, 1), held_out, 2)  # type: ignore[arg-type] (stand-ins)
     loss, text_bytes = (0.75 * a + 0.25 * b for a, b in (means, per_token))
     assert found["val_loss"] == pytest.approx(loss, rel=1e-12)
@@ -140,6 +145,31 @@ def test_a_mixture_counts_its_sources_by_their_weights():
 def test_a_source_without_held_out_rows_counts_for_nothing():
     bytes_of = np.full(100, 3, dtype=np.int32)
     rows = np.array([5, 6])
-    held_out = HeldOutRows(Mixed(), rows, ROW, bytes_of, ("a", "b"), (3.0, 1.0))  # type: ignore[arg-type] (stand-ins)
+    held_out = HeldOutRows(Mixed(), rows, ROW, [bytes_of] * 2, ("a", "b"), (3.0, 1.0))  # type: ignore[arg-type] (stand-ins)
     found = evaluate(Ranks(0, 1), held_out, 2)  # type: ignore[arg-type] (stand-ins)
     assert found["val_loss"] == pytest.approx(found["by_source"]["b"]["val_loss"], rel=1e-12)
+    assert found["unvalidated"] == ["a"]
+
+
+def test_a_source_that_is_not_validated_is_named(tmp_path, capsys):
+    sources = []
+    for name, number in (("many", 300), ("few", 6)):
+        path = tmp_path / f"{name}.jsonl"
+        texts = [f"{name} {n} of the words of a text" for n in range(number)]
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        sources += ["--source", f"{name}={path}:1"]
+    words = ["prepare", *sources, "--out", str(tmp_path / "data"), "--vocab_size", "600"]
+    assert minimind([*words, "--val_fraction", "0.03"]) == 0
+    assert "no document of few is held out" in capsys.readouterr().out
+    flags = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 8}
+    flags |= {"batch_size": 4, "device": "cpu", "deepspeed_config": "none", "max_steps": 1}
+    assert train(flags, data_path=[str(tmp_path / "data")], out_dir=str(tmp_path / "out")) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "warning no row of few is held out: the validation loss is that of the other" in output
+    assert "of few (" in output  # how often an epoch reads it
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    events = {event["event"]: event for event in map(json.loads, lines)}
+    assert events["eval"]["unvalidated"] == ["few"]
+    few = events["token_balance"]["sources"][1]
+    assert few["text"] == few["read"] + few["not_read"] + few["tail"] + few["left_out"]
+    assert few["epoch"] > few["read"]

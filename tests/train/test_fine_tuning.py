@@ -112,6 +112,7 @@ def test_the_loss_is_that_of_answers_and_falls(tuned: Path):
     assert balance["text"] == balance["held_out"] + balance["in_rows"] + balance["cut_off"]
     assert 0 < balance["targets"] < balance["in_rows"]
     assert (balance["cut"], balance["dropped"]) == (0, 0)
+    assert balance["conversations"] + balance["held_out_conversations"] == 400
     (start,) = events(tuned, "run_start")
     assert start["init_from"]["kind"] == "checkpoint"
 

@@ -24,6 +24,7 @@ from minimind.data.chat.turns import ASSISTANT, Message
 from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
 from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.lossless import TextLoss
 from minimind.errors import UsageError
 from minimind.runtime.terminal import shorten_line
 
@@ -177,13 +178,17 @@ class ChatTemplate:
         conversations: Iterable[Sequence[Message]],
         train_on: TrainOn = "assistant",
         threads: int = 1,
+        loss: TextLoss | None = None,
     ) -> list[Encoded | DocumentError]:
-        """Encode many conversations, up to twice as fast; return the error of a bad one."""
+        """Encode many conversations, up to twice as fast; return the error of a bad one.
+
+        The text between special tokens is added to `loss`.
+        """
         if train_on not in get_args(TrainOn):
             raise ValueError(f"train_on is {train_on!r}, not one of {get_args(TrainOn)}")
         found = [self._text_and_spans_or_error(messages, train_on) for messages in conversations]
         good = (one for one in found if not isinstance(one, DocumentError))
-        encoded = iter(self._ids_and_targets([*good], threads))
+        encoded = iter(self._ids_and_targets([*good], threads, loss))
         return [one if isinstance(one, DocumentError) else next(encoded) for one in found]
 
     def _text_and_spans_or_error(
@@ -205,11 +210,14 @@ class ChatTemplate:
         return text, spans
 
     def _ids_and_targets(
-        self, texts: Sequence[tuple[str, list[Span]]], threads: int
+        self, texts: Sequence[tuple[str, list[Span]]], threads: int, loss: TextLoss | None = None
     ) -> list[Encoded]:
         split = [self._special_name.split(text) for text, _ in texts]  # every second is special
         parts = [part for pieces in split for part in pieces[::2] if part]
-        arrays = iter(self._tokenizer.encode_arrays(parts, threads))
+        part_ids = self._tokenizer.encode_arrays(parts, threads)
+        if loss is not None:
+            loss.count(self._tokenizer, self._sizes, parts, part_ids)
+        arrays = iter(part_ids)
         encoded = []
         for pieces, (_, spans) in zip(split, texts, strict=True):
             ids, targets = [np.empty(0, np.int32)], [np.empty(0, bool)]

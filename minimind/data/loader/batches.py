@@ -206,9 +206,16 @@ class Batches:
 
 
 def held_out_rows(shards: TokenShards, n: int, row_tokens: int) -> np.ndarray:
-    """Indices of `n` rows (or all, if fewer), spread over all sources."""
+    """Indices of `n` rows (or all, if fewer), spread over all sources.
+
+    A source with rows has at least one, also if that makes more than `n`.
+    """
     sizes = shards.sizes(row_tokens)
     total = sum(sizes)
     if len(sizes) == 1 or total <= n:
         return np.arange(min(n, total))
-    return np.linspace(0, total - 1, n).astype(np.int64) if n else np.arange(0)
+    spread = np.linspace(0, total - 1, n).astype(np.int64)
+    first = np.cumsum([0, *sizes])
+    reached = np.searchsorted(first, spread, side="right") - 1
+    missed = [first[at] for at, size in enumerate(sizes) if n and size and at not in reached]
+    return np.sort(np.append(spread, np.array(missed, dtype=np.int64)))

@@ -56,6 +56,17 @@ class SourceFile(CheckedJson):
     bytes: Count
 
 
+class SourceLoss(ClosedJson):
+    """What the tokenizer loses of a source; fields as in `TextLoss`."""
+
+    bytes: Count
+    tokens: Count
+    token_bytes: Count
+    lost: Count
+    changed: Count
+    example: str
+
+
 class Source(CheckedJson):
     """A source of the mixture."""
 
@@ -68,6 +79,7 @@ class Source(CheckedJson):
     inputs: Annotated[list[SourceFile], FailFast()]
     split_bytes: SplitCounts = SplitCounts(train=0, val=0)  # of text; absent in early folders
     weight: Positive | None = None
+    text_loss: SourceLoss | None = None  # absent if nothing can be lost, and in early folders
 
 
 class Options(ClosedJson):
@@ -110,6 +122,7 @@ class DatasetManifest(CheckedJson):
     sources: Annotated[list[Source], FailFast()]
     rejected: Rejected
     files: Annotated[dict[ListedName, str], Field(max_length=100)]
+    ignored: list[str] = Field(default_factory=list)  # keys beside the turns of conversations
 
 
 def index_name(shard: dict[str, Any]) -> str:

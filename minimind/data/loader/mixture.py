@@ -50,7 +50,7 @@ class Mixture:
                 raise ValueError(f"source {number} has {size} rows")
             if not (weight > 0 and math.isfinite(weight)):
                 raise ValueError(f"source {number} has the weight {weight}")
-            if not self._kept[number]:
+            if not self.kept[number]:
                 raise ValueError(f"all {size} rows of source {number} are left out")
         for number, quota in enumerate(self.quotas):
             if quota < 1:
@@ -70,14 +70,14 @@ class Mixture:
         ]
 
     @cached_property
-    def _kept(self) -> list[int]:
+    def kept(self) -> list[int]:
         """Rows that are not left out, by source."""
         return [size - len(out) for size, out in zip(self.sizes, self._left_out, strict=True)]
 
     @property
     def n_rows(self) -> int:
         """Rows per epoch: of all sources, without those left out."""
-        return sum(self._kept)
+        return sum(self.kept)
 
     def _shuffle(self, source: int, seed: int) -> Shuffle:
         return Shuffle(self.sizes[source], seed, self._left_out[source], source)
@@ -112,7 +112,7 @@ class Mixture:
         return rows
 
     def _read(self, source: int, shuffled: np.ndarray, seed: int, epochs: np.ndarray) -> np.ndarray:
-        size, quota = self._kept[source], self.quotas[source]
+        size, quota = self.kept[source], self.quotas[source]
         # In Python's integers: an epoch times a quota may lie beyond int64.
         starts = {epoch: divmod(epoch * quota, size) for epoch in np.unique(epochs).tolist()}
         passes, read = np.array([starts[epoch] for epoch in epochs.tolist()], dtype=np.int64).T
@@ -123,7 +123,7 @@ class Mixture:
     def reads_of(self, row: int, seed: int, epochs: range) -> tuple[np.ndarray, np.ndarray]:
         """Positions and epochs, int64, at which `row` is read; the inverse of `rows_at`."""
         source = int(np.searchsorted(np.cumsum(self.sizes), row, side="right"))
-        size, quota, before = self._kept[source], self.quotas[source], sum(self.quotas[:source])
+        size, quota, before = self.kept[source], self.quotas[source], sum(self.quotas[:source])
         within = row - sum(self.sizes[:source])
         first, last = epochs.start * quota // size, (epochs.stop * quota - 1) // size
         passes = np.arange(first, last + 1)

@@ -84,7 +84,8 @@ def prepare_folder(
             start_lock.close()
             if not is_prepared(draft):  # or killed in clear()
                 _encode(work, request, share or (0, 1))
-        return None if share else _merge(work, settings, place, request.max_bad_fraction)
+        policy = request.max_bad_fraction, request.allow_lossy
+        return None if share else _merge(work, settings, place, *policy)
 
 
 def _encode(work: Work, request: PrepareRequest, share: tuple[int, int]) -> None:
@@ -135,7 +136,9 @@ def _start_work(request: PrepareRequest, plan: Plan, settings: dict[str, Any], d
     return Work(draft, plan, tokenizer, not request.skips_bad)
 
 
-def merge_folder(out: Path, force: bool = False, max_bad_fraction: float | None = None) -> Prepared:
+def merge_folder(
+    out: Path, force: bool = False, max_bad_fraction: float | None = None, allow_lossy: bool = False
+) -> Prepared:
     """Merge `out`.part into `out`; raise UsageError if units are missing.
 
     `max_bad_fraction` overrides that of the jobs that encoded the units.
@@ -156,7 +159,8 @@ def merge_folder(out: Path, force: bool = False, max_bad_fraction: float | None 
         ) from error
     with storing(f"{out}: cannot be written", REMEDY):
         tokenizer = load_tokenizer(draft / TOKENIZER_NAME)
-        return _merge(Work(draft, plan, tokenizer, not skips_bad), settings, place, limit)
+        work = Work(draft, plan, tokenizer, not skips_bad)
+        return _merge(work, settings, place, limit, allow_lossy)
 
 
 def draft_of(out: Path) -> Path:
@@ -190,7 +194,11 @@ def _tokenizer_key(request: PrepareRequest, plan: Plan) -> str:
 
 
 def _merge(
-    work: Work, settings: dict[str, Any], place: NewFolder, max_bad_fraction: float
+    work: Work,
+    settings: dict[str, Any],
+    place: NewFolder,
+    max_bad_fraction: float,
+    allow_lossy: bool,
 ) -> Prepared:
     """Merge the draft once no other job works on it."""
     draft, out = work.directory, place.path
@@ -199,7 +207,7 @@ def _merge(
             return _open_finished(settings, place)
         _require_same(settings, draft, f"another prepare has started on {out} meanwhile", WAIT)
         if not is_prepared(draft):  # or killed in clear()
-            merge(work, max_bad_fraction)
+            merge(work, max_bad_fraction, allow_lossy)
         clear(draft)
         sync_directory(draft)
         place.replace(draft)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -36,14 +36,17 @@ from minimind.data.prepare.work_units import Plan, Unit
 from minimind.data.text.documents import DocumentError, ReadOptions
 from minimind.data.text.records import Records
 from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.lossless import TextLoss
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import canonical_json, storing, sync_directory, write_whole
 
 TOKENIZER_NAME = "tokenizer"
-MARKER_VERSION = 3  # increase when the content of a marker, or of files that merge reads, changes
+MARKER_VERSION = 4  # increase when the content of a marker, or of files that merge reads, changes
 LARGE_BYTES = 2**23  # of one document
 PREFETCH_BATCHES = 6  # short documents are read slower than they are encoded
+MAX_IGNORED, KEY_CHARACTERS = 20, 40  # keys of conversations that are named
 REMEDY = "free some space, or give another folder"
+Encoded = tuple[list[np.ndarray], TextLoss]
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,20 @@ class Work:
     def _train_on(self) -> Any:
         return self.plan.options.train_on
 
+    @cached_property
+    def _sizes(self) -> np.ndarray:
+        return self.tokenizer.piece_bytes()
+
     @property
     def reading(self) -> ReadOptions:
-        """How documents are read; conversations that cannot be encoded are rejected."""
+        """How documents are read; see `reading_of`."""
+        return self.reading_of(set())
+
+    def reading_of(self, ignored: set[str]) -> ReadOptions:
+        """How documents are read; conversations that cannot be encoded are rejected.
+
+        The keys of conversations that are not read are added to `ignored`.
+        """
         reading, chat = self.plan.options.reading, self._chat
         if chat is None:
             return reading
@@ -92,22 +106,28 @@ class Work:
             return text
 
         records = Records(
-            of_line=lambda line: usable(conversation_of_line(line, reading)),
-            of_row=lambda row: usable(conversation_of_row(row, reading)),
-            columns=conversation_columns,
+            of_line=lambda line: usable(conversation_of_line(line, reading, ignored)),
+            of_row=lambda row: usable(conversation_of_row(row, reading, ignored)),
+            columns=lambda names: conversation_columns(names, ignored),
         )
         return replace(reading, records=records)
 
-    def encode(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
-        """Tokens of each document; of conversations with the marks of targets."""
+    def encode(self, texts: Sequence[str], threads: int) -> Encoded:
+        """Tokens of each document, of conversations with the marks of targets; and what is lost."""
+        loss = TextLoss()
         if self._chat is None:
-            return self.tokenizer.encode_arrays(texts, threads)
-        encoded = self._chat.encode_batch(map(conversation_of, texts), self._train_on, threads)
+            ids = self.tokenizer.encode_arrays(texts, threads)
+            if not self.tokenizer.is_lossless:
+                loss.count(self.tokenizer, self._sizes, texts, ids)
+            return ids, loss
+        measured = None if self.tokenizer.is_lossless else loss
+        conversations = map(conversation_of, texts)
+        encoded = self._chat.encode_batch(conversations, self._train_on, threads, measured)
         documents = []
         for one in encoded:
-            assert not isinstance(one, DocumentError)  # see `reading`
+            assert not isinstance(one, DocumentError)  # see `reading_of`
             documents.append(marked(*one))
-        return documents
+        return documents, loss
 
     def path(self, kind: str, number: int) -> Path:
         """`unit-00012.json`, its marker, or `rejected-00012.jsonl`."""
@@ -177,9 +197,10 @@ def encode_unit(work: Work, unit: Unit) -> None:
     for given in work.plan.inputs_of(unit):
         given.require_unchanged()
     rejected = work.path("rejected", number)
+    ignored: set[str] = set()
     reader = UnitReader(
         unit,
-        work.reading,
+        work.reading_of(ignored),
         work.plan.options.val_fraction,
         work.is_strict,
         rejected,
@@ -189,12 +210,14 @@ def encode_unit(work: Work, unit: Unit) -> None:
         split: ShardWriter(directory, f"{split}-{number:05d}", work.dtype) for split in SPLITS
     }
     text_bytes: dict[str, int] = dict.fromkeys(SPLITS, 0)
+    loss = TextLoss()
     with ExitStack() as stack, storing(f"{directory}: cannot be written", REMEDY):
         work.begin(unit)
         stack.enter_context(_no_collection())
         for file in (reader, *writers.values()):
             stack.enter_context(closing(file))
-        for batch, ids in _overlapped(reader.batches(), work):
+        for batch, (ids, lost) in _overlapped(reader.batches(), work):
+            loss.add(lost)
             for split, writer in writers.items():
                 own = [n for n, name in enumerate(batch.splits) if name == split]
                 writer.add(*_joined([ids[n] for n in own], work.tokenizer.eos_id))
@@ -210,6 +233,8 @@ def encode_unit(work: Work, unit: Unit) -> None:
             "first_rejected": reader.first_rejected,
             "lines": reader.lines,
             "sha256": reader.digest.hexdigest(),
+            "text_loss": None if work.tokenizer.is_lossless else asdict(loss),
+            "ignored": sorted(key[:KEY_CHARACTERS] for key in ignored)[:MAX_IGNORED],
         }
         work.mark(unit, content)
 
@@ -233,7 +258,7 @@ def _joined(documents: list[np.ndarray], eos: int) -> tuple[np.ndarray, np.ndarr
     return np.insert(ids, np.cumsum(lengths), eos), lengths + 1
 
 
-def _overlapped(batches: Iterable[Batch], work: Work) -> Iterator[tuple[Batch, list[np.ndarray]]]:
+def _overlapped(batches: Iterable[Batch], work: Work) -> Iterator[tuple[Batch, Encoded]]:
     """Each batch with the ids of its documents, in order; while some are tokenised, more are read.
 
     Each thread has a batch of its own: sharing one, all would wait for the last. But a document
@@ -242,7 +267,7 @@ def _overlapped(batches: Iterable[Batch], work: Work) -> Iterator[tuple[Batch, l
     encode, threads = work.encode, work.threads
     large = min(LARGE_BYTES, (work.tokenizer.longest_at_once or sys.maxsize) // threads)
     with ThreadPoolExecutor(threads, thread_name_prefix="tokenize") as pool:
-        waiting: deque[tuple[Batch, Future[list[np.ndarray]]]] = deque()
+        waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
         for batch in batches:
             is_large = max(batch.bytes) >= large
             if is_large:
@@ -255,8 +280,8 @@ def _overlapped(batches: Iterable[Batch], work: Work) -> Iterator[tuple[Batch, l
 
 
 def _taken(
-    waiting: deque[tuple[Batch, Future[list[np.ndarray]]]], left: int
-) -> Iterator[tuple[Batch, list[np.ndarray]]]:
+    waiting: deque[tuple[Batch, Future[Encoded]]], left: int
+) -> Iterator[tuple[Batch, Encoded]]:
     """Yield the oldest results until `left` are pending."""
     while len(waiting) > left:
         batch, ids = waiting.popleft()

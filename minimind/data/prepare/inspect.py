@@ -57,10 +57,21 @@ class Inspection:
 def inspect(prepared: Prepared, rows: int, row_tokens: int) -> Inspection:
     """Inspect an undamaged folder."""
     manifest = prepared.manifest
-    keys = ("name", "weight", "documents", "tokens", "text_bytes", "rejected", "sha256")
+    keys = (
+        "name",
+        "weight",
+        "documents",
+        "tokens",
+        "text_bytes",
+        "rejected",
+        "sha256",
+        "text_loss",
+    )
     duplicates, share, compared = _duplicates(prepared)
     return Inspection(
-        sources=[{key: source[key] for key in keys} for source in manifest["sources"]],
+        sources=[
+            {key: source[key] for key in keys if key in source} for source in manifest["sources"]
+        ],
         splits={
             split: {key: counts[key] for key in ("tokens", "documents", "text_bytes")}
             for split, counts in manifest["splits"].items()

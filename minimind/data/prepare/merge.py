@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from minimind.data.loader.manifest import (
     read_manifest,
     seal,
 )
-from minimind.data.prepare.encode import TOKENIZER_NAME, Work
+from minimind.data.prepare.encode import MAX_IGNORED, TOKENIZER_NAME, Work
 from minimind.data.prepare.unit_reader import MAX_LISTED, refusal
 from minimind.data.prepare.work_units import PLAN_NAME, Plan, Source, Unit
 from minimind.data.text.documents import Rejection
+from minimind.data.tokenizer.lossless import TextLoss, require_kept
 from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import (
     canonical_json,
@@ -34,10 +36,11 @@ from minimind.storage.object_cache import named
 REJECTED_NAME = "rejected.jsonl"
 
 
-def merge(work: Work, max_bad_fraction: float) -> dict[str, Any]:
+def merge(work: Work, max_bad_fraction: float, allow_lossy: bool) -> dict[str, Any]:
     """Write and return the manifest of the encoded units.
 
-    Raise UsageError if units are missing, DataError for too many bad documents or no training text.
+    Raise UsageError if units are missing, DataError for too many bad documents, no training text,
+    or a tokenizer that loses text.
     """
     found = [work.done(unit) for unit in work.plan.units]
     markers = [marker for marker in found if marker is not None]
@@ -60,6 +63,7 @@ def merge(work: Work, max_bad_fraction: float) -> dict[str, Any]:
                 f"source {source['name']}: has weight {source['weight']:g} and no training"
                 " document; add documents, or leave it out"
             )
+    require_kept(manifest["sources"], work.tokenizer, allow_lossy)
     if rejected:
         _join_rejected(work, markers)
     work.tokenizer.save(work.directory / TOKENIZER_NAME)
@@ -147,6 +151,8 @@ def _manifest(work: Work, markers: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "first": _first_rejected(markers),
         },
     }
+    if ignored := sorted({key for marker in markers for key in marker["ignored"]}):
+        manifest["ignored"] = ignored[:MAX_IGNORED]
     return {**manifest, "fingerprint": tokens_fingerprint(manifest)}
 
 
@@ -156,7 +162,12 @@ def _source(
     """Return the manifest entry of one source: its inputs and the totals of its units."""
     own = [marker for unit, marker in units if unit.source == number]
     inputs = (given for given in plan.inputs if given.source == number)
+    losses = [TextLoss(**marker["text_loss"]) for marker in own if marker["text_loss"]]
+    loss = TextLoss()
+    for one in losses:
+        loss.add(one)
     return {
+        **({"text_loss": asdict(loss)} if losses else {}),
         "name": plan.sources[number].name,
         "weight": plan.sources[number].weight,
         "inputs": [{"path": named(given.path), "bytes": given.bytes} for given in inputs],

@@ -10,12 +10,13 @@ import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from minimind.data.chat.conversations import require_records
@@ -44,6 +45,7 @@ from minimind.data.text.inputs import kind_of
 from minimind.data.text.sources import Source
 from minimind.data.tokenizer.files import MODEL_NAME, write_tokenizer
 from minimind.data.tokenizer.load import AnyTokenizer, load_tokenizer
+from minimind.data.tokenizer.lossless import MOST_LOST, TextLoss, require_kept
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.data.tokenizer.vocabulary import require_learnable
 from minimind.errors import DataError
@@ -55,6 +57,10 @@ REMEDY = "free space or give another --cache_dir"
 NEEDED = (MANIFEST_NAME, PLAN_NAME, TOKENIZER_NAME)
 CONVERSATIONS = "chat_template"  # the option that a folder of conversations has
 SAMPLED_BYTES = 2**30  # of input to train a tokenizer on
+TOKENS_AT_ONCE = 2**20
+# Increase when files in a cache may hold what is refused now: conversations, or text that a
+# tokenizer loses.
+CACHE_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class PrepareRequest:
     options: Options = field(default_factory=Options)
     skips_bad: bool = False
     max_bad_fraction: float = 0.05
+    allow_lossy: bool = False  # a tokenizer that loses text
     unit_bytes: int | None = None
     processes: int | None = None  # None: as many as the cores of this host can use
     progress: bool = True
@@ -89,6 +96,37 @@ class Prepared:
     val: TokenShards
     manifest: dict[str, Any]
     names: dict[str, str]  # of inputs when they were prepared -> now
+
+    def bytes_per_id(self, split: str) -> list[np.ndarray]:
+        """Bytes of text that each id stands for, (vocabulary,), by source; see `mean_bytes`."""
+        sizes, found = self.tokenizer.piece_bytes(), []
+        is_text = ~np.isin(np.arange(len(sizes)), [*self.tokenizer.special_tokens().values()])
+        for number, source in enumerate(self.manifest["sources"]):
+            loss, mean = TextLoss(**source.get("text_loss", {})), self.mean_bytes(number, split)
+            if mean is not None:
+                found.append(np.full(len(sizes), mean))
+            elif loss.share > MOST_LOST:  # of conversations
+                found.append(np.where(is_text, loss.bytes / max(1, loss.tokens), 0.0))
+            else:
+                found.append(sizes * (loss.bytes / loss.token_bytes) if loss.token_bytes else sizes)
+        return found
+
+    def mean_bytes(self, source: int, split: str) -> float | None:
+        """Bytes of text per token of a split; None unless its tokenizer loses some of the text.
+
+        What each token stands for is then less than the text, so the text is spread over them.
+        """
+        given, size = self.manifest["sources"][source], self.split_bytes(source, split)
+        is_lossy = TextLoss(**given.get("text_loss", {})).share > MOST_LOST
+        if not size or not is_lossy or CONVERSATIONS in self.manifest["options"]:
+            return None
+        return size / max(1, given["tokens"][split])
+
+    def split_bytes(self, source: int, split: str) -> int:
+        """Bytes of text of a source in a split; 0 in early folders of several sources."""
+        sources = self.manifest["sources"]
+        whole = self.manifest["splits"][split]["text_bytes"] if len(sources) == 1 else 0
+        return sources[source].get("split_bytes", {}).get(split, whole)
 
     @property
     def first_rejected(self) -> str:
@@ -160,15 +198,44 @@ def holds_conversations(directory: Path) -> bool:
     return CONVERSATIONS in read_manifest(directory)["options"]
 
 
-def open_text(directory: Path, tokenizer_path: str | None = None) -> Prepared:
-    """Open a folder of text to pretrain on; raise DataError for the conversations of a run."""
+def open_text(
+    directory: Path, tokenizer_path: str | None = None, allow_lossy: bool = False
+) -> Prepared:
+    """Open a folder of text to pretrain on; raise DataError for the conversations of a run.
+
+    A folder that was finished with a tokenizer that loses text was allowed to be. An early one says
+    nothing of it: then the bytes of its tokens are compared with those of its text.
+    """
     prepared = open_prepared(directory, tokenizer_path)
     if isinstance(prepared.train, ConversationShards):
         raise DataError(
             f"{directory}: holds conversations, as --task sft prepares them; give text, or --task"
             " sft and the files of the conversations"
         )
+    sources = prepared.manifest["sources"]
+    if not prepared.tokenizer.is_lossless and not any("text_loss" in one for one in sources):
+        _add_early_losses(prepared)
+        require_kept(sources, prepared.tokenizer, allow_lossy)
     return prepared
+
+
+def _add_early_losses(prepared: Prepared) -> None:
+    """Add to each source what its tokens lack in bytes, of its held-out text if it has some."""
+    sizes, eos_id = prepared.tokenizer.piece_bytes(), prepared.tokenizer.eos_id
+    for shards, split in ((prepared.val, "val"), (prepared.train, "train")):
+        begin = 0
+        for number, end in enumerate(shards.source_ends().tolist()):
+            source, size = prepared.manifest["sources"][number], prepared.split_bytes(number, split)
+            loss = TextLoss(size, example="it was prepared without a comparison of the text")
+            for at in range(begin, end, TOKENS_AT_ONCE):
+                ids = shards.stretch(at, min(TOKENS_AT_ONCE, end - at))
+                loss.tokens += int((ids != eos_id).sum())
+                loss.token_bytes += int(sizes[ids].sum())
+            spaces = end - begin - loss.tokens  # one may be added before each document
+            loss.lost = max(size - loss.token_bytes, loss.token_bytes - size - spaces, 0)
+            if size and "text_loss" not in source:
+                source["text_loss"] = asdict(loss)
+            begin = end
 
 
 def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
@@ -190,6 +257,8 @@ def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
     tokenizer = tokenizer_of(request, plan, trained, REMEDY)
     if plan.options.chat_template is not None:
         require_records(Path(given.path) for given in plan.inputs)
+    if plan.options.chat_template is not None or not tokenizer.is_lossless:
+        documents["cache_version"] = CACHE_VERSION
     directory = cache_dir / f"tokens-{fingerprint({**documents, 'is': tokenizer.fingerprint})}"
 
     def build(draft: Path) -> None:
@@ -200,7 +269,7 @@ def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
         work = Work(draft, plan, tokenizer, not request.skips_bad)
         with phase("tokenizing the text", on_any_rank=request.progress):
             encode_plan(work, progress=request.progress)
-        merge(work, request.max_bad_fraction)
+        merge(work, request.max_bad_fraction, allow_lossy=True)  # the flag may change: see below
         clear(draft)
 
     build_once(directory, build, REMEDY, is_resumable=True)
@@ -208,6 +277,7 @@ def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
     if not request.skips_bad and (first := prepared.first_rejected):
         raise refusal(first)
     require_few_rejected(prepared.manifest, request.max_bad_fraction, request.sources)
+    require_kept(prepared.manifest["sources"], tokenizer, request.allow_lossy)
     return prepared
 
 

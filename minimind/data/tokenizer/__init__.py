@@ -11,6 +11,7 @@ hf_export        a SentencePiece model as a tokenizer.json with the same ids
 hf_tokenizer     a tokenizer.json of Hugging Face
 load             load either kind by its path
 long_texts       split long texts without changing ids
+lossless         the text that a tokenizer loses
 sentencepiece    training and use of a SentencePiece model
 statistics       bytes per token, unused pieces, texts that do not round-trip
 vocabulary       pieces of a vocabulary, its size limits and special tokens

@@ -53,6 +53,7 @@ class HuggingFaceTokenizer:
 
     KIND = "Hugging Face"
     longest_at_once = LONGEST_AT_ONCE
+    is_lossless = False  # not known
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
@@ -115,6 +116,14 @@ class HuggingFaceTokenizer:
         """Number of ids without a token, fillers included."""
         return sum(piece.kind == FILLER for piece in self.pieces())
 
+    @cached_property
+    def unk_id(self) -> int:
+        """Id that stands for text the tokenizer does not know; -1 if there is none."""
+        model = self._json["model"]
+        name = model.get("unk_token")
+        unk = self._tokenizer.token_to_id(name) if isinstance(name, str) else model.get("unk_id")
+        return -1 if unk is None else unk
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without special tokens."""
         return self.encode_batch([text], threads=1)[0]
@@ -146,7 +155,8 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode ids; special tokens are skipped, invalid UTF-8 becomes U+FFFD."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        array = ids.tolist() if isinstance(ids, np.ndarray) else [*map(int, ids)]
+        return self._tokenizer.decode(array, skip_special_tokens=True)
 
     def special_tokens(self) -> dict[str, int]:
         """Ids of the special tokens by name."""
@@ -179,6 +189,8 @@ class HuggingFaceTokenizer:
             is_filler = added.content.startswith(FILLER_PREFIX)
             special = Piece(FILLER if is_filler else CONTROL)
             pieces[i] = special if added.special else piece_of(added.content.encode())
+        if self.unk_id >= 0:
+            pieces[self.unk_id] = Piece(CONTROL)
         return pieces
 
     def _piece(self, name: str, is_byte_level: bool) -> Piece:

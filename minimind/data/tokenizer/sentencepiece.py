@@ -112,6 +112,16 @@ class Tokenizer:
         pad = self._processor.pad_id()
         return pad if pad >= 0 else self.eos_id
 
+    @property
+    def unk_id(self) -> int:
+        """Id that stands for text the model does not know; never written if it has byte pieces."""
+        return self._processor.unk_id()
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether every text is known to come back: a model that only merges has all bytes."""
+        return self._encoder.pairs is not None
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 hex digest of the model file."""

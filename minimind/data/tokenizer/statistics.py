@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minimind.data.tokenizer.load import AnyTokenizer
+from minimind.data.tokenizer.lossless import lost_bytes
 from minimind.data.tokenizer.vocabulary import CONTROL, FILLER, KINDS, Piece
 from minimind.runtime.durable_files import mebibytes
 
@@ -43,6 +44,7 @@ class TokenizerStatistics:
     bytes: int = 0
     tokens: int = 0
     changed: int = 0
+    lost: int = 0  # bytes, as in `TextLoss`
     first_change: str = field(default="")
 
     @property
@@ -67,6 +69,7 @@ def measure(tokenizer: AnyTokenizer, texts: Iterable[str]) -> TokenizerStatistic
             back = tokenizer.decode(ids)
             if back != text:
                 total.changed += 1
+                total.lost += lost_bytes(text, tokenizer.decode(ids[ids != tokenizer.unk_id]))
                 total.first_change = total.first_change or _change(total.documents, text, back)
     return total
 
@@ -131,7 +134,8 @@ def format_sources(measured: dict[str, TokenizerStatistics]) -> str:
         size = mebibytes(one.bytes)
         rows.append((f"{one.documents:,}", size, f"{one.bytes_per_token:.3f}", round_trip, name))
         if one.changed:
-            changes.append(f"  {name}: {one.first_change}")
+            lost = f"; {one.lost / one.bytes:.2%} of its bytes are lost" if one.lost else ""
+            changes.append(f"  {name}: {one.first_change}{lost}")
     titles = ["documents", "text", "bytes per token", "comes back", "source"]
     return "\n".join([_format_table("bytes per token", titles, rows), *changes])
 

@@ -144,6 +144,21 @@ def test_a_step_that_is_no_whole_number_of_micro_batches_is_refused(batches):
             batches(micro_batch_rows, 0, world_size)
 
 
+@pytest.mark.parametrize("sizes", [(1000, 3, 1, 2000), (0, 1, 500), (4, 4, 4), (1, 10**6, 1, 0)])
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 8, 10**4])
+def test_every_source_with_held_out_rows_has_one(sizes: tuple[int, ...], n: int):
+    class Sizes:
+        def sizes(self, row_tokens: int) -> tuple[int, ...]:
+            return sizes
+
+    rows = held_out_rows(Sizes(), n, ROW)  # type: ignore[arg-type] (a stand-in)
+    used = np.searchsorted(np.cumsum(sizes), rows, side="right")
+    assert set(used.tolist()) == ({at for at, size in enumerate(sizes) if size} if n else set())
+    assert min(n, sum(sizes)) <= len(rows) <= n + len(sizes)
+    assert len(set(rows.tolist())) == len(rows)
+    assert rows.tolist() == sorted(rows.tolist())
+
+
 def test_held_out_rows_are_the_first_ones(shards):
     assert held_out_rows(shards, 3, ROW).tolist() == [0, 1, 2]
     assert len(held_out_rows(shards, 1000, ROW)) == 100
